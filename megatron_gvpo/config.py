@@ -1,0 +1,358 @@
+"""The whole configuration: typed sections, YAML files merged in order, dotted overrides on top.
+
+`load_config(["train.yaml", "cpu.yaml"], ["optimizer.lr=1e-5"])` returns a validated `Config` or raises
+`ConfigError`, which names the key, the value and what would be right. Nothing heavy is loaded here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
+
+from megatron_gvpo.algorithms.config import AlgorithmConfig
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run, said in the user's terms."""
+
+
+class Section(BaseModel):
+    """One section of the file: unknown keys are errors, values do not change after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelConfig(Section):
+    path: str  # Hugging Face checkpoint directory: config.json, safetensors, tokenizer
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+
+
+class DatasetConfig(Section):
+    path: str  # .jsonl, .parquet, a directory of them, or the name of a hub data set
+    split: str = "train"  # for hub data sets
+    prompt_key: str = "prompt"  # a string, or a list of chat messages
+    answer_key: str | None = "answer"  # null where no reward needs one
+    demonstration_key: str | None = None  # a worked solution, for SFT
+    limit: PositiveInt | None = None  # the first `limit` records only
+
+
+class DataConfig(Section):
+    train: DatasetConfig
+    eval: DatasetConfig | None = None
+    chat_template: bool = True  # apply the tokenizer's chat template where it has one
+    system_prompt: str | None = None
+    max_prompt_tokens: PositiveInt = 1024
+    prompt_too_long: Literal["error", "drop"] = "error"
+    shuffle: bool = True
+
+
+class SamplingConfig(Section):
+    temperature: float = Field(1.0, gt=0)  # part of the policy: training divides logits by it too
+    top_p: float = Field(1.0, gt=0, le=1)
+    max_tokens: PositiveInt = 1024
+    stop_token_ids: tuple[int, ...] = ()  # besides the tokenizer's end token
+
+
+class RolloutConfig(SamplingConfig):
+    engine: Literal["local"] = "local"
+    n: PositiveInt = 8  # responses a prompt (the group size k)
+    batch_size: PositiveInt = 256  # sequences generated at once by the embedded engine
+
+
+class RewardConfig(Section):
+    name: str  # what metrics call it; "math" and "format" are built in
+    weight: float = 1.0
+    function: str | None = None  # "module:function" or "file.py:function" of the user's own
+    options: dict[str, Any] = Field(default_factory=dict)  # keyword arguments of the function
+
+
+class RewardsConfig(Section):
+    components: tuple[RewardConfig, ...] = (RewardConfig(name="math"),)
+    timeout: float = Field(10.0, gt=0)  # seconds a rollout; later it counts as 0
+    workers: PositiveInt = 1  # processes on every node
+
+
+class TrainConfig(Section):
+    steps: PositiveInt
+    prompts_per_step: PositiveInt
+    mini_batches: PositiveInt = 1  # optimizer updates a step
+    max_tokens_per_micro_batch: PositiveInt = 8192
+    seed: int = 0
+    deterministic: bool = False
+
+
+class OptimizerConfig(Section):
+    lr: float = Field(gt=0)
+    min_lr: float = Field(0.0, ge=0)
+    warmup_steps: int = Field(0, ge=0)  # in optimizer updates
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    clip_grad: float = Field(1.0, ge=0)  # 0: off
+
+
+class ParallelConfig(Section):
+    tp: PositiveInt = 1  # tensor parallel
+    pp: PositiveInt = 1  # pipeline parallel
+    sequence_parallel: bool = False
+    recompute: Literal["none", "selective", "full"] = "none"
+    timeout_seconds: PositiveInt = 1800  # of a collective
+
+
+class EvalConfig(Section):
+    every: int = Field(0, ge=0)  # steps; 0: only before the first and after the last
+    n: PositiveInt = 4  # samples a prompt
+    k: tuple[PositiveInt, ...] = (1,)  # pass@k for these k (unbiased)
+    sampling: SamplingConfig = SamplingConfig()
+    seed: int = 1234
+
+
+class CheckpointConfig(Section):
+    every: int = Field(0, ge=0)  # steps; 0: only after the last
+    keep: PositiveInt = 2  # newest complete checkpoints on disk
+    export_hf: bool = True  # write a Hugging Face checkpoint after the last step
+
+
+class LoggingConfig(Section):
+    tensorboard: bool = True
+    wandb_project: str | None = None
+    progress: Literal["auto", "live", "lines", "off"] = "auto"
+    profile_steps: tuple[int, int] | None = None  # torch profiler over [first, last] steps
+    samples_every: int = Field(0, ge=0)  # steps between prompts and responses written to samples.jsonl
+
+
+class Config(Section):
+    output_dir: str
+    model: ModelConfig
+    data: DataConfig
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    rollout: RolloutConfig = RolloutConfig()
+    rewards: RewardsConfig = RewardsConfig()
+    train: TrainConfig
+    optimizer: OptimizerConfig
+    parallel: ParallelConfig = ParallelConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    logging: LoggingConfig = LoggingConfig()
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        """Combinations that no machine could run."""
+        train, algorithm, n = self.train, self.algorithm, self.rollout.n
+        if train.prompts_per_step % train.mini_batches:
+            raise ValueError(
+                f"train.mini_batches={train.mini_batches} does not divide "
+                f"train.prompts_per_step={train.prompts_per_step}: every optimizer update takes whole groups"
+            )
+        if algorithm.needs_group and n < 2:
+            raise ValueError(
+                f"rollout.n={n}: this algorithm compares the responses of a prompt with each other, "
+                "so it needs rollout.n >= 2"
+            )
+        if algorithm.sampler == "dataset" and self.data.train.demonstration_key is None:
+            raise ValueError(
+                "data.train.demonstration_key is missing: algorithm.sampler=dataset trains on worked "
+                "solutions, so name the field that holds them"
+            )
+        if algorithm.sampler == "engine" and self.data.train.answer_key is None:
+            builtin = [c.name for c in self.rewards.components if c.name == "math" and c.function is None]
+            if builtin:
+                raise ValueError("data.train.answer_key is null, but the reward 'math' compares with an answer")
+        if max(self.eval.k) > self.eval.n:
+            raise ValueError(f"eval.k={list(self.eval.k)}: pass@k needs eval.n >= k, and eval.n={self.eval.n}")
+        decay_without_room = self.optimizer.warmup_steps >= train.steps * train.mini_batches
+        if decay_without_room:
+            raise ValueError(
+                f"optimizer.warmup_steps={self.optimizer.warmup_steps} leaves nothing of the run's "
+                f"{train.steps * train.mini_batches} updates (train.steps x train.mini_batches)"
+            )
+        if self.parallel.sequence_parallel and self.parallel.tp == 1:
+            raise ValueError("parallel.sequence_parallel=true needs parallel.tp >= 2")
+        return self
+
+
+def load_config(files: Sequence[str | Path], overrides: Iterable[str] = ()) -> Config:
+    """Read and merge YAML files (later ones win), apply `key.sub=value` overrides, validate.
+
+    Raises ConfigError.
+    """
+    merged: dict[str, Any] = {}
+    for file in files:
+        merged = _merge(merged, _read_yaml(Path(file)))
+    for override in overrides:
+        merged = _merge(merged, _parse_override(override))
+    return build_config(merged)
+
+
+def build_config(values: Mapping[str, Any]) -> Config:
+    """Validate a nested mapping. Raises ConfigError."""
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(_explain(error)) from None
+
+
+def check_layout(config: Config, world_size: int) -> None:
+    """Check the parallel layout against the model's config.json and the number of processes.
+
+    Raises ConfigError.
+    """
+    tp, pp = config.parallel.tp, config.parallel.pp
+    if world_size % (tp * pp):
+        raise ConfigError(
+            f"{world_size} process(es) cannot hold parallel.tp={tp} x parallel.pp={pp}: "
+            f"start a multiple of {tp * pp} (--nproc {tp * pp})"
+        )
+    model = read_model_config(config.model.path)
+    sizes = {
+        "num_attention_heads": model.get("num_attention_heads"),
+        "num_key_value_heads": model.get("num_key_value_heads", model.get("num_attention_heads")),
+        "intermediate_size": model.get("intermediate_size"),
+    }
+    for name, size in sizes.items():
+        if size and size % tp:
+            fitting = [t for t in range(1, size + 1) if size % t == 0 and t <= 16]
+            raise ConfigError(
+                f"parallel.tp={tp} does not divide the model's {name}={size}; possible: {fitting}"
+            )
+    layers = model.get("num_hidden_layers", 0)
+    if layers and (pp > layers or layers % pp):
+        fitting = [p for p in range(1, layers + 1) if layers % p == 0]
+        raise ConfigError(
+            f"parallel.pp={pp} does not divide the model's num_hidden_layers={layers}; possible: {fitting}"
+        )
+    room = model.get("max_position_embeddings")
+    longest = config.data.max_prompt_tokens + max(config.rollout.max_tokens, config.eval.sampling.max_tokens)
+    if room and config.algorithm.sampler == "engine" and longest > room:
+        raise ConfigError(
+            f"data.max_prompt_tokens={config.data.max_prompt_tokens} plus the longest response "
+            f"({longest - config.data.max_prompt_tokens} tokens) exceeds the model's "
+            f"max_position_embeddings={room}"
+        )
+
+
+def read_model_config(path: str) -> dict[str, Any]:
+    """The model's Hugging Face config.json. Raises ConfigError where there is none."""
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        raise ConfigError(f"model.path={path}: no config.json there (a Hugging Face checkpoint directory)")
+    try:
+        model: dict[str, Any] = json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{file}, line {error.lineno}: not valid JSON ({error.msg})") from None
+    return model
+
+
+def _read_yaml(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        raise ConfigError(f"{file}: no such configuration file")
+    try:
+        values = yaml.load(file.read_text(), _Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file}: not valid YAML: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file}: expected `section: {{key: value}}`, found {type(values).__name__}")
+    return values
+
+
+def _parse_override(override: str) -> dict[str, Any]:
+    dotted, sign, text = override.partition("=")
+    if not sign or not dotted:
+        raise ConfigError(f"override {override!r}: expected key.sub=value")
+    try:
+        value: Any = yaml.load(text, _Loader)
+    except yaml.YAMLError:
+        value = text
+    for key in reversed(dotted.split(".")):
+        value = {key: value}
+    return value
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that refuses a key given twice and reads 1e-5 as a number (YAML 1.1 wants 1.0e-5)."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        twice = {str(key) for key in keys if keys.count(key) > 1}
+        if twice:
+            mark = f"line {node.start_mark.line + 1}"
+            raise yaml.constructor.ConstructorError(None, None, f"{mark}: key {sorted(twice)} given twice")
+        return super().construct_mapping(node, deep)
+
+
+def _float_resolver() -> None:
+    import re
+
+    pattern = re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)$")
+    _Loader.add_implicit_resolver("tag:yaml.org,2002:float", pattern, list("-+0123456789."))
+
+
+_float_resolver()
+
+
+def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    result = dict(base)
+    for key, value in over.items():
+        old = result.get(key)
+        both = isinstance(old, dict) and isinstance(value, dict)
+        result[key] = _merge(old, value) if both and old is not None else value
+    return result
+
+
+def _explain(error: ValidationError) -> str:
+    """Pydantic's errors as lines of `key: what is wrong (value)`, with the nearest name for a wrong key."""
+    lines = []
+    for item in error.errors():
+        key = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(str(item["loc"][-1]), _names_at(item["loc"][:-1]), 1, 0.5)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; known: {sorted(_names_at(item['loc'][:-1]))}"
+            lines.append(f"{key}: no such key{hint}")
+        elif item["type"] == "missing":
+            lines.append(f"{key}: missing, and it has no default")
+        else:
+            message = item["msg"].removeprefix("Value error, ")
+            given = f" (given: {item['input']!r})" if key and not isinstance(item["input"], dict) else ""
+            lines.append(f"{key}: {message}{given}" if key else message)
+    return "\n".join(lines)
+
+
+def _names_at(loc: Sequence[int | str]) -> list[str]:
+    """Field names of the section at `loc`; discriminated unions add their tag to the path."""
+    section: Any = Config
+    for part in loc:
+        fields = getattr(section, "model_fields", {})
+        if part in fields:
+            section = fields[part].annotation
+            section = _section_in(section, None)
+        else:
+            section = _section_in(section, part)
+    if isinstance(section, list):
+        return sorted({name for option in section for name in option.model_fields})
+    return list(getattr(section, "model_fields", {}))
+
+
+def _section_in(annotation: Any, tag: int | str | None) -> Any:
+    """The section class(es) inside an annotation such as `X | None`, `tuple[X, ...]` or a tagged union."""
+    import typing
+
+    if isinstance(annotation, list):
+        options = annotation
+    else:
+        options, queue = [], [annotation]
+        while queue:
+            item = queue.pop()
+            if isinstance(item, type) and issubclass(item, BaseModel):
+                options.append(item)
+            else:
+                queue.extend(typing.get_args(item))
+    tagged = [o for o in options if "name" in o.model_fields and o.model_fields["name"].default == tag]
+    options = tagged or options
+    return options[0] if len(options) == 1 else options

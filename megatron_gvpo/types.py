@@ -1,0 +1,180 @@
+"""What flows through the pipeline: prompts -> groups of rollouts -> rows -> loss inputs.
+
+Shape suffixes used everywhere: n sequences, r response tokens (all sequences', concatenated in row
+order), t packed tokens (prompts too), h hidden, v vocabulary shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One problem. `token_ids` is what the engine gets; nothing is ever re-tokenised for training."""
+
+    id: str
+    token_ids: tuple[int, ...]
+    text: str
+    answer: str | None = None
+    demonstration: tuple[int, ...] | None = None  # a solution's token ids, end token included
+    record: Mapping[str, Any] = field(default_factory=dict)  # the raw data record, for user rewards
+
+
+@dataclass(slots=True)
+class Rollout:
+    """One response. `logprobs` are the engine's own (fp32, at the sampling temperature), one per token.
+
+    `finish_reason`: "stop" (an end or stop token, which is the last of `token_ids`), "length"
+    (truncated) or "abort". `rewards` holds the named components, `reward` their weighted sum;
+    `reward_errors` says which component failed and how (such a component counts as 0).
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    text: str
+    finish_reason: str
+    weight_version: int = 0
+    rewards: dict[str, float] = field(default_factory=dict)
+    reward: float = 0.0
+    reward_errors: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Group:
+    """The k rollouts of one prompt; k may differ between groups."""
+
+    prompt: Prompt
+    rollouts: list[Rollout]
+
+    @property
+    def rewards(self) -> list[float]:
+        return [rollout.reward for rollout in self.rollouts]
+
+
+@dataclass
+class Rows:
+    """Training rows: n sequences with their per-sequence [n] and per-response-token [r] columns.
+
+    Token columns are flat: row i owns positions `offsets[i]:offsets[i+1]`. All float columns are
+    fp32. Columns that a method does not need stay None.
+    """
+
+    prompt_ids: list[Sequence[int]]
+    response_ids: list[Sequence[int]]
+    group_n: Tensor  # int64: rows of one prompt share a number
+    reward_n: Tensor
+    truncated_n: Tensor  # bool: the response hit the token limit
+    advantage_n: Tensor | None = None
+    old_logp_r: Tensor | None = None  # the policy at step start, by the trainer
+    ref_logp_r: Tensor | None = None  # the method's reference policy, by the trainer
+    weight_r: Tensor | None = None  # dL/dlogp, where it is known before the forward
+
+    def __len__(self) -> int:
+        return len(self.response_ids)
+
+    @cached_property
+    def length_n(self) -> Tensor:
+        """Response lengths in tokens, int64 [n]."""
+        lengths = [len(ids) for ids in self.response_ids]
+        return torch.tensor(lengths, dtype=torch.int64, device=self.group_n.device)
+
+    @cached_property
+    def offsets(self) -> list[int]:
+        """Row boundaries in the flat token columns, n + 1 numbers."""
+        return [0, *torch.cumsum(self.length_n, 0).tolist()]
+
+    @cached_property
+    def seq_r(self) -> Tensor:
+        """Row index of every response token, int64 [r]."""
+        return torch.repeat_interleave(torch.arange(len(self), device=self.group_n.device), self.length_n)
+
+    @cached_property
+    def groups(self) -> tuple[Tensor, Tensor]:
+        """(dense group index [n], group sizes [g]) of these rows."""
+        _, index_n, size_g = torch.unique(self.group_n, return_inverse=True, return_counts=True)
+        return index_n, size_g
+
+    def group_mean(self, value_n: Tensor) -> Tensor:
+        """Mean of a per-sequence value over its group, broadcast back to [n]."""
+        index_n, size_g = self.groups
+        sum_g = value_n.new_zeros(len(size_g)).index_add(0, index_n, value_n)
+        return (sum_g / size_g)[index_n]
+
+    def sequence_sum(self, value_r: Tensor) -> Tensor:
+        """Segment sum of a per-token value over each sequence, [r] -> [n]."""
+        return value_r.new_zeros(len(self)).index_add(0, self.seq_r, value_r)
+
+    def select(self, index: Sequence[int]) -> Rows:
+        """The rows at `index`, in that order, with all their columns."""
+        row = torch.as_tensor(list(index), dtype=torch.int64)
+        spans = [torch.arange(self.offsets[i], self.offsets[i + 1]) for i in index]
+        token = torch.cat(spans) if spans else torch.zeros(0, dtype=torch.int64)
+
+        def pick(name: str) -> Any:
+            column = getattr(self, name)
+            if column is None:
+                return None
+            if isinstance(column, list):
+                return [column[i] for i in index]
+            return column[token] if name.endswith("_r") else column[row]
+
+        return Rows(**{f.name: pick(f.name) for f in fields(self)})
+
+    def to(self, device: torch.device) -> Rows:
+        """The same rows with their tensor columns on `device`; token ids stay on the host."""
+        moved = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Rows(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in moved.items()})
+
+    def with_columns(self, **columns: Tensor | None) -> Rows:
+        return replace(self, **columns)
+
+    @staticmethod
+    def from_groups(groups: Sequence[Group]) -> Rows:
+        rollouts = [(g, rollout) for g, group in enumerate(groups) for rollout in group.rollouts]
+        return Rows(
+            prompt_ids=[groups[g].prompt.token_ids for g, _ in rollouts],
+            response_ids=[rollout.token_ids for _, rollout in rollouts],
+            group_n=torch.tensor([g for g, _ in rollouts], dtype=torch.int64),
+            reward_n=torch.tensor([rollout.reward for _, rollout in rollouts], dtype=torch.float32),
+            truncated_n=torch.tensor([rollout.finish_reason == "length" for _, rollout in rollouts]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Sizes of the whole optimizer step, over all ranks and micro-batches: the only normalisers."""
+
+    groups: int
+    sequences: int
+    tokens: int
+
+    @staticmethod
+    def of(rows: Rows) -> Totals:
+        return Totals(len(rows.groups[1]), len(rows), int(rows.length_n.sum()))
+
+
+@dataclass
+class LossInputs:
+    """What a loss sees of one micro-batch: its rows and the current policy's log-probs.
+
+    `logp_r` fp32 [r], differentiable, at the sampling temperature. `entropy_r` fp32 [r] where the
+    method asked for it. A loss returns its *share* of the optimizer step's loss: shares add up over
+    micro-batches and ranks because every normaliser comes from `totals`.
+    """
+
+    rows: Rows
+    logp_r: Tensor
+    totals: Totals
+    entropy_r: Tensor | None = None
+
+    @cached_property
+    def logp_n(self) -> Tensor:
+        """Per-sequence log-prob sums l_i, fp32 [n]."""
+        return self.rows.sequence_sum(self.logp_r)
