@@ -1,0 +1,64 @@
+"""metrics.jsonl: one JSON object a line, `{"step": 3, "reward/mean": 0.41, ...}`, complete or absent."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+
+def read_metrics(path: Path | str) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl in file order; a value that was not finite is None.
+
+    A torn last line (the writer was killed inside it) is left out. Raises ValueError, with file and
+    line number, for any other line that is not an object with a "step".
+    """
+    records: list[dict[str, Any]] = []
+    with open(path, encoding="utf-8", errors="replace") as file:
+        lines = list(file)
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            if number == len(lines) and not line.endswith("\n"):
+                break
+            raise ValueError(f"{path}, line {number}: not valid JSON ({error.msg})") from None
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            raise ValueError(f'{path}, line {number}: expected {{"step": <integer>, ...}}')
+        records.append(record)
+    return records
+
+
+class JsonlWriter:
+    """Appends to metrics.jsonl, flushed line by line.
+
+    `keep_until` is the last step whose line stays of what an earlier run left there; -1 keeps nothing.
+    """
+
+    def __init__(self, path: Path, keep_until: int) -> None:
+        old = read_metrics(path) if keep_until >= 0 and path.exists() else []
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_name(path.name + ".tmp")
+        _write_lines(aside, (record for record in old if record["step"] <= keep_until))
+        os.replace(aside, path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        # JSON has no NaN and no infinity; null keeps every reader working.
+        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        self._file.write(json.dumps({"step": step, **finite}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        for record in records:
+            file.write(json.dumps(record) + "\n")
+        file.flush()
+        os.fsync(file.fileno())

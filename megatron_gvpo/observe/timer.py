@@ -1,0 +1,47 @@
+"""Seconds by phase of a step: `with timer.phase("rollout"): ...`, then `timer.take()` once a step."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class PhaseTimer:
+    """Wall-clock seconds by phase; `totals` runs on, `take` starts over.
+
+    A phase may be entered many times a step; phases are not nested. With `synchronize`, a phase waits
+    for the GPU before its clock starts and stops, so that queued kernels count where they were
+    launched; without it nothing ever waits.
+    """
+
+    def __init__(self, *, synchronize: bool = False) -> None:
+        self.totals: dict[str, float] = {}
+        self._since_take: defaultdict[str, float] = defaultdict(float)
+        self._synchronize = synchronize
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the time inside, also where it ends in an exception."""
+        start = self._now()
+        try:
+            yield
+        finally:
+            seconds = self._now() - start
+            self._since_take[name] += seconds
+            self.totals[name] = self.totals.get(name, 0.0) + seconds
+
+    def take(self) -> dict[str, float]:
+        """Seconds by phase since the last take."""
+        taken = dict(self._since_take)
+        self._since_take.clear()
+        return taken
+
+    def _now(self) -> float:
+        if self._synchronize:
+            import torch
+
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+        return time.perf_counter()
