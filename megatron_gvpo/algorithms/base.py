@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
 from megatron_gvpo.types import LossInputs, Rows, Totals
@@ -14,9 +15,40 @@ Metrics = dict[str, Tensor]
 
 
 class Block(BaseModel):
-    """Options of one block; its fields are the keys a user writes in YAML."""
+    """Options of one block; its fields are the keys a user writes in YAML.
+
+    A plain value is short for the block's first option: `reference: fixed`.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_form(cls, values: Any) -> Any:
+        return {next(iter(cls.model_fields)): values} if isinstance(values, str) else values
+
+
+class Reference(Block):
+    """Another policy that a loss compares with; the trainer keeps it and fills in its log-probs.
+
+    `step_start` is the policy that the step began with, `fixed` the one that the run began with, `ema`
+    an exponential moving average of the weights (`ema <- decay * ema + (1 - decay) * weights` after
+    every step).
+    """
+
+    policy: Literal["step_start", "fixed", "ema"] = "step_start"
+    decay: float | None = Field(None, gt=0, lt=1)
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if (self.policy == "ema") != (self.decay is not None):
+            raise ValueError(
+                f"decay={self.decay} with policy={self.policy}: ema needs a decay, the others have none"
+            )
+        return self
+
+
+STEP_START = Reference()
 
 
 class Loss(Block):
@@ -26,23 +58,35 @@ class Loss(Block):
     scalar) and detached shares of metrics, which add up over micro-batches and ranks like the loss.
     """
 
-    # Log-probs of other policies that it compares with. "old": the policy at step start; "ref": the
-    # method's reference. A loss must depend on them only through logp - old and logp - ref.
-    anchors: ClassVar[frozenset[str]] = frozenset()
-    # The weight of a sequence depends on the other sequences of its group.
+    # What weighs the log-probs: `rows.reward_n`, `rows.advantage_n`, or nothing.
+    signal: ClassVar[Literal["reward", "advantage", "none"]]
+    # The weight of a sequence depends on the other sequences of its group, which therefore must all be
+    # among the rows of one call.
     couples_groups: ClassVar[bool] = False
-    # dL/dlogp does not depend on logp.
-    linear: ClassVar[bool] = False
+
+    @property
+    def anchors(self) -> Mapping[Literal["old", "ref"], Reference]:
+        """The policies that it compares with, by the column of log-probs that each must fill."""
+        return {}
+
+    @property
+    def linear(self) -> bool:
+        """dL/dlogp does not depend on logp: the weights are known before the forward."""
+        return False
+
+    @property
+    def known_at_step_start(self) -> bool:
+        """On the first mini-batch of a step the weights are known before the forward.
+
+        There every `step_start` anchor equals the current policy, so a loss that sees log-probs only
+        as differences from such anchors may be given zeros for all of them.
+        """
+        return self.linear and not self.anchors
 
     @property
     def wants_entropy(self) -> bool:
         """Whether `inputs.entropy_r` must be filled (it costs time)."""
         return False
-
-    @property
-    def reference(self) -> Literal["step_start", "fixed", "ema"]:
-        """Which policy fills `rows.ref_logp_r`, where "ref" is among the anchors."""
-        return "step_start"
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, Metrics]:
         raise NotImplementedError
@@ -59,5 +103,3 @@ def token_weights(loss: Loss, rows: Rows, logp_r: Tensor, totals: Totals) -> tup
         share, metrics = loss(LossInputs(rows, logp_r, totals))
         (weight_r,) = torch.autograd.grad(share, logp_r)
     return weight_r, {"loss": share.detach(), **metrics}
-
-

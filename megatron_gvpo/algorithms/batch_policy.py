@@ -1,0 +1,118 @@
+"""Which sampled groups make up a training batch: every one of them, or GPG's accumulation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Literal, Protocol
+
+import torch
+from pydantic import Field, PositiveInt
+
+from megatron_gvpo.algorithms.base import Block
+from megatron_gvpo.types import Group, Prompt, Rollout
+
+
+class BatchPolicy(Protocol):
+    """Takes sampled batches until it has one to train on; its state belongs in the checkpoint."""
+
+    metrics: dict[str, float]  # of the batch that was returned last
+
+    def offer(self, groups: Sequence[Group]) -> list[Group] | None:
+        """The groups to train on, or None: sample another batch and offer that."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is held between offers, as JSON values."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class KeepAll(Block):
+    """Train on every batch as it was sampled."""
+
+    name: Literal["keep_all"] = "keep_all"
+
+    def build(self, batch_groups: int) -> BatchPolicy:
+        return Accumulator(batch_groups, threshold=0.0, max_rounds=1)
+
+
+class Accumulate(Block):
+    """GPG's thresholding (arXiv 2504.02546, section 2.2): enough groups whose rewards differ.
+
+    A group is valid when its rewards differ. While fewer than `threshold` (beta_th) times the nominal
+    number of groups are valid, the valid ones are kept and another batch is sampled, up to `max_rounds`
+    batches (20 in the paper's code). See `Accumulator` for what the batch then holds.
+    """
+
+    name: Literal["accumulate"] = "accumulate"
+    threshold: float = Field(0.6, gt=0, le=1)
+    max_rounds: PositiveInt = 20
+
+    def build(self, batch_groups: int) -> BatchPolicy:
+        return Accumulator(batch_groups, self.threshold, self.max_rounds)
+
+
+class Accumulator:
+    """Every valid group of all rounds, plus groups without signal up to the nominal batch size.
+
+    The filling comes from the last round, so that B / (B - M) of the batch is GPG's alpha. All that is
+    left out are groups without signal, which `metrics` count as "dropped_groups"; "gave_up" is 1 where
+    `max_rounds` batches held too few valid groups. A batch may have more groups than the nominal number,
+    because no valid group is thrown away.
+    """
+
+    def __init__(self, batch_groups: int, threshold: float, max_rounds: int) -> None:
+        self.batch_groups = batch_groups
+        self.threshold = threshold
+        self.max_rounds = max_rounds
+        self.metrics: dict[str, float] = {}
+        self._pending: list[Group] = []
+        self._rounds = 0
+        self._offered = 0
+
+    def offer(self, groups: Sequence[Group]) -> list[Group] | None:
+        self._rounds += 1
+        self._offered += len(groups)
+        valid = [is_valid(group) for group in groups]
+        n_valid = len(self._pending) + sum(valid)
+        enough = n_valid >= self.threshold * self.batch_groups
+        if not enough and self._rounds < self.max_rounds:
+            self._pending += [group for group, keep in zip(groups, valid, strict=True) if keep]
+            return None
+
+        batch, room = self._pending, max(self.batch_groups - n_valid, 0)
+        for group, keep in zip(groups, valid, strict=True):  # in sampling order, so mini-batches stay mixed
+            if keep or room:
+                batch = [*batch, group]
+                room -= not keep
+        self.metrics = {
+            "rounds": self._rounds,
+            "valid_groups": n_valid,
+            "dropped_groups": self._offered - len(batch),
+            "gave_up": float(not enough),
+        }
+        self._pending, self._rounds, self._offered = [], 0, 0
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        pending = [asdict(group) for group in self._pending]
+        return {"pending": pending, "rounds": self._rounds, "offered": self._offered}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._pending = [_group(values) for values in state["pending"]]
+        self._rounds, self._offered = state["rounds"], state["offered"]
+
+
+def is_valid(group: Group) -> bool:
+    """Whether the rewards of a group differ, in fp32 as training sees them."""
+    return len(torch.tensor(group.rewards, dtype=torch.float32).unique()) > 1
+
+
+def _group(values: Mapping[str, Any]) -> Group:
+    """The inverse of `dataclasses.asdict`, after JSON has turned tuples into lists."""
+    prompt = dict(values["prompt"])
+    for key in ("token_ids", "demonstration"):
+        prompt[key] = None if prompt[key] is None else tuple(prompt[key])
+    return Group(Prompt(**prompt), [Rollout(**rollout) for rollout in values["rollouts"]])
