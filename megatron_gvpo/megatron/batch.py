@@ -1,0 +1,138 @@
+"""Rows to packed micro-batches: which rank computes which rows when, and the packs themselves.
+
+The plan is a pure function of the rows, so that every rank computes the same one. Nothing is padded but
+what tensor parallelism demands. Whole groups stay together where the token budget allows it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_gvpo.types import Rows
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`micro_batches[dp_rank][i]` are row indices; all ranks have equally many, some may be empty.
+
+    `split_groups`: some group is divided between micro-batches, so its sums need a scoring pass.
+    """
+
+    micro_batches: list[list[list[int]]]
+    split_groups: bool
+
+
+def plan(rows: Rows, dp_size: int, max_tokens: int, hidden_size: int, keep_groups: bool = True) -> Plan:
+    """Distribute rows over data-parallel ranks and micro-batches of at most `max_tokens` tokens.
+
+    Balanced by cost, the linear layers' tokens plus the attention's squares. A sequence longer than
+    `max_tokens` gets a micro-batch of its own.
+    """
+    tokens = [len(p) + len(r) for p, r in zip(rows.prompt_ids, rows.response_ids, strict=True)]
+    cost = [t * (1 + t / (6 * hidden_size)) for t in tokens]
+    items, split = _items(rows, tokens, max_tokens, keep_groups)
+    items.sort(key=lambda item: -sum(cost[i] for i in item))
+    total = sum(tokens)
+    count = max(1, -(-total // (max_tokens * dp_size)))
+    while (bins := _fill(items, tokens, cost, count * dp_size, max_tokens)) is None:
+        count += 1
+    bins.sort(key=lambda rows_of: -sum(cost[i] for i in rows_of))
+    per_rank: list[list[list[int]]] = [[] for _ in range(dp_size)]
+    for i in range(count):  # deal out in a snake, so that no rank gets the larger of every round
+        turn = bins[i * dp_size : (i + 1) * dp_size]
+        for rank, micro_batch in enumerate(turn if i % 2 == 0 else reversed(turn)):
+            per_rank[rank].append(sorted(micro_batch))
+    return Plan(per_rank, split)
+
+
+def _items(
+    rows: Rows, tokens: list[int], max_tokens: int, keep_groups: bool
+) -> tuple[list[list[int]], bool]:
+    """The indivisible units: whole groups that fit the budget, single sequences otherwise."""
+    if not keep_groups:
+        return [[i] for i in range(len(rows))], True
+    members: dict[int, list[int]] = {}
+    for i, group in enumerate(rows.group_n.tolist()):
+        members.setdefault(group, []).append(i)
+    items: list[list[int]] = []
+    split = False
+    for group_rows in members.values():
+        if sum(tokens[i] for i in group_rows) <= max_tokens or len(group_rows) == 1:
+            items.append(group_rows)
+        else:
+            split = True
+            items.extend([i] for i in group_rows)
+    return items, split
+
+
+def _fill(
+    items: list[list[int]], tokens: list[int], cost: list[float], bins: int, max_tokens: int
+) -> list[list[int]] | None:
+    """Longest-processing-time packing under the token budget; None if some item finds no room."""
+    content: list[list[int]] = [[] for _ in range(bins)]
+    used, load = [0] * bins, [0.0] * bins
+    for item in items:
+        size = sum(tokens[i] for i in item)
+        room = [b for b in range(bins) if used[b] + size <= max_tokens or not content[b]]
+        if not room:
+            return None
+        best = min(room, key=lambda b: load[b])
+        content[best] += item
+        used[best] += size
+        load[best] += sum(cost[i] for i in item)
+    return content
+
+
+@dataclass
+class TokenBatch:
+    """One pack: token-aligned columns [t], built before any parallel split (design law 1).
+
+    `lengths` are the packed sequences' in tokens, the padding counted as one more sequence.
+    `response_r` are the positions whose *next* token is a response token, in row order: the hidden
+    state there predicts `label_r`.
+    """
+
+    rows: Rows
+    token_t: Tensor  # int64
+    position_t: Tensor  # int64, from 0 in every sequence
+    response_r: Tensor  # int64 indices into t
+    label_r: Tensor  # int64
+    lengths: list[int]
+
+    @staticmethod
+    def pack(rows: Rows, pad_multiple: int = 1) -> TokenBatch:
+        tokens: list[int] = []
+        positions: list[Tensor] = []
+        response: list[Tensor] = []
+        lengths: list[int] = []
+        for prompt, answer in zip(rows.prompt_ids, rows.response_ids, strict=True):
+            first = len(tokens) + len(prompt) - 1  # the hidden state here predicts answer[0]
+            tokens += [*prompt, *answer[:-1]]  # the last token predicts nothing that is trained
+            length = len(prompt) + max(len(answer) - 1, 0)
+            positions.append(torch.arange(length))
+            response.append(torch.arange(first, first + len(answer)))
+            lengths.append(length)
+        label_r = torch.tensor([t for answer in rows.response_ids for t in answer], dtype=torch.int64)
+        pad = -len(tokens) % pad_multiple if tokens else pad_multiple
+        if pad:
+            tokens += [0] * pad
+            positions.append(torch.arange(pad))
+            lengths.append(pad)
+        return TokenBatch(
+            rows=rows,
+            token_t=torch.tensor(tokens, dtype=torch.int64),
+            position_t=torch.cat(positions),
+            response_r=torch.cat(response) if response else torch.zeros(0, dtype=torch.int64),
+            label_r=label_r,
+            lengths=lengths,
+        )
+
+    def to(self, device: torch.device) -> TokenBatch:
+        return TokenBatch(
+            self.rows.to(device),
+            *(x.to(device) for x in (self.token_t, self.position_t, self.response_r, self.label_r)),
+            lengths=self.lengths,
+        )

@@ -1,0 +1,64 @@
+"""Import Megatron-Bridge on a machine without Transformer Engine.
+
+One of the bridge's files imports transformer_engine at its top. `import_bridge()` lends it empty
+modules for the time of the import and takes them away again: left in place, they would tell every other
+library that Transformer Engine exists.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+from collections.abc import Sequence
+from typing import Any
+
+_ROOT = "transformer_engine"
+
+
+class _EmptyModule(types.ModuleType):
+    __path__: list[str] = []  # noqa: RUF012 - a package attribute, read by the import system
+    __version__ = "0.0.0"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name[0].islower():
+            value: Any = importlib.import_module(f"{self.__name__}.{name}")
+        else:
+            value = type(name, (object,), {})
+        setattr(self, name, value)
+        return value
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name.split(".")[0] != _ROOT:
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return _EmptyModule(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+def import_bridge() -> types.ModuleType:
+    """Import megatron.bridge. megatron.core must have been imported before, without the stand-in."""
+    if "megatron.bridge" in sys.modules:
+        return sys.modules["megatron.bridge"]
+    import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401 - decides here that there is no TE
+
+    finder = _Finder()
+    sys.meta_path.insert(0, finder)
+    try:
+        return importlib.import_module("megatron.bridge")
+    finally:
+        sys.meta_path.remove(finder)
+        for name in [name for name in sys.modules if name.split(".")[0] == _ROOT]:
+            del sys.modules[name]

@@ -1,0 +1,130 @@
+"""A device shim: unmodified megatron-core on CPU and gloo.
+
+Two parts. `install()` replaces, once, the `torch.cuda` functions that megatron-core calls for streams,
+events, random states and the current device. `cuda_means_cpu()` is a context in which every explicit
+CUDA device argument (`device="cuda"`, `.cuda()`, `.to("cuda")`) means the CPU; it is per thread and
+costs a little on every torch call, so only the code that runs Megatron enters it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_CPU = torch.device("cpu")
+_installed = False
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            # The optimizers choose buffers by comparing with 'torch.cuda.FloatTensor' and the like.
+            return func(args[0]).replace("torch.", "torch.cuda.", 1)
+        if func is torch.Tensor.record_stream:
+            return None
+        if _names_cuda(kwargs.get("device")):
+            kwargs = {**kwargs, "device": _CPU}
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
+        if func is torch.Tensor.to and len(args) > 1 and _names_cuda(args[1]):
+            args = (args[0], _CPU, *args[2:])
+        return func(*args, **kwargs)
+
+
+def _names_cuda(device: object) -> bool:
+    if isinstance(device, str):
+        return device.startswith("cuda")
+    return isinstance(device, torch.device) and device.type == "cuda"
+
+
+class _Stream:
+    """Stands in for torch.cuda.Stream and Event: everything on a CPU is synchronous."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream)
+
+    __hash__ = object.__hash__
+
+    def elapsed_time(self, other: _Stream) -> float:
+        return 0.0
+
+    def __getattr__(self, name: str) -> Callable[..., _Stream]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: self  # wait_stream(), record_event(), synchronize(), ...
+
+
+class _Event(_Stream):
+    pass
+
+
+@contextlib.contextmanager
+def cuda_means_cpu() -> Iterator[None]:
+    """Run a block of Megatron code with every CUDA device argument meaning the CPU."""
+    with _CudaMeansCpu():
+        yield
+
+
+def install() -> None:
+    """Answer megatron-core's questions about CUDA. Call before megatron.core is imported.
+
+    Raises RuntimeError where there is CUDA: the stand-ins must never replace the real thing.
+    """
+    global _installed
+    if torch.cuda.is_available():
+        raise RuntimeError("the CPU stand-ins must not be installed on a machine with CUDA")
+    if _installed:
+        return
+    _installed = True
+    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # megatron-core's jit_fuser is torch.compile
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: _CPU
+    # Each name gets an object of its own: dynamo refuses one function under two names.
+    for name in ("set_device", "synchronize", "empty_cache", "_lazy_init"):
+        setattr(cuda, name, _nothing())
+    cuda._lazy_call = lambda call, **kwargs: call()
+    cuda.manual_seed = lambda seed: torch.manual_seed(seed)
+    cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    cuda.Stream, cuda.Event = _Stream, _Event
+    cuda.current_stream = lambda *args, **kwargs: _Stream()
+    cuda.default_stream = lambda *args, **kwargs: _Stream()
+    cuda.stream = lambda stream: contextlib.nullcontext()
+    cuda.nvtx.range_push, cuda.nvtx.range_pop = _nothing(), _nothing()
+    with cuda_means_cpu():
+        _answer_megatron()
+
+
+def _answer_megatron() -> None:
+    """The few answers that live in megatron-core's own modules."""
+    import megatron.core.tensor_parallel.random as random
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+
+    random._lazy_init = _nothing()
+    random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    # Bound only when Transformer Engine imports; megatron-core reads it all the same.
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    # Split sizes become host arrays only when they are on a GPU; here they always are on the host.
+    token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
+        tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+    )
+
+
+def _nothing() -> Callable[..., None]:
+    return lambda *args, **kwargs: None

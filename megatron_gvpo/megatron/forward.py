@@ -1,0 +1,131 @@
+"""Micro-batches through Megatron's pipeline schedule: token log-probs out, gradients in.
+
+The fused head hangs on GPTModel's `output_processor` hook: it gets the hidden states and this rank's
+vocabulary shard, so that full logits never exist. How the loss stays independent of the machine
+(design law 2): every share is normalised by the optimizer step's totals, and multiplied by what
+Megatron's schedule (1 / micro-batches) and its data-parallel average (1 / ranks) will divide by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from torch import Tensor
+
+from megatron_gvpo.kernels.linear_logprob import LinearLogprob, linear_logprob
+from megatron_gvpo.megatron.batch import TokenBatch
+from megatron_gvpo.megatron.model import Model
+from megatron_gvpo.megatron.parallel import device, megatron_device
+from megatron_gvpo.types import Rows
+
+# (rows of one micro-batch, the head's output) -> (share of the loss, what to hand back to the caller)
+LossFunction = Callable[[Rows, LinearLogprob], tuple[Tensor, Any]]
+
+
+@dataclass(frozen=True)
+class HeadContext:
+    """What the fused head needs besides the hidden states."""
+
+    batch: TokenBatch
+    temperature: float
+    entropy: bool
+    vocab_size: int
+
+
+def run(
+    model: Model,
+    micro_batches: Sequence[Rows],
+    loss_function: LossFunction,
+    *,
+    temperature: float,
+    entropy: bool = False,
+    forward_only: bool = False,
+) -> list[Any]:
+    """Run this rank's micro-batches. Returns what `loss_function` handed back, one a micro-batch, on
+    the last pipeline stage, and an empty list on the others. Gradients are left in the DDP buffers.
+    """
+    pad = parallel_state.get_tensor_model_parallel_world_size() if model.config.sequence_parallel else 1
+    scale = float(len(micro_batches) * parallel_state.get_data_parallel_world_size(with_context_parallel=True))
+
+    def loss(rows: Rows, output: tuple[Any, ...]) -> tuple[Tensor, Any]:
+        share, result = loss_function(rows, LinearLogprob(*output))
+        return share * scale, result
+
+    def forward_step(data: Iterator[Rows], chunk: Any) -> tuple[Any, Callable[..., Any]]:
+        batch = TokenBatch.pack(next(data), pad).to(device())
+        output = chunk(
+            input_ids=batch.token_t[None],
+            position_ids=batch.position_t[None],
+            attention_mask=None,
+            packed_seq_params=_packed_params(model, batch),
+            output_processor=_head,
+            output_processor_context=HeadContext(batch, temperature, entropy, model.vocab_size),
+        )
+        return output, partial(loss, batch.rows)
+
+    for chunk in model.chunks:
+        chunk.train(not forward_only)
+    with megatron_device(), torch.set_grad_enabled(not forward_only):
+        results: list[Any] = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(micro_batches),
+            model=model.chunks if len(model.chunks) > 1 else model.chunks[0],
+            num_microbatches=len(micro_batches),
+            seq_length=1,  # unused: packs carry their own lengths (variable_seq_lengths)
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+    return results
+
+
+def _head(
+    *, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, context: HeadContext, **_: Any
+) -> LinearLogprob:
+    """hidden_states [t, 1, h] (t / tp under sequence parallelism) -> log-probs of the response tokens."""
+    batch = context.batch
+    if output_layer.sequence_parallel:
+        full_th = gather_from_sequence_parallel_region(hidden_states)  # backward: reduce-scatter
+        hidden_rh = full_th.squeeze(1).index_select(0, batch.response_r)
+    else:
+        hidden_rh = hidden_states.squeeze(1).index_select(0, batch.response_r)
+        hidden_rh = copy_to_tensor_model_parallel_region(hidden_rh)  # backward: all-reduce
+    return linear_logprob(
+        hidden_rh,
+        output_layer.weight if output_weight is None else output_weight,
+        batch.label_r,
+        temperature=context.temperature,
+        weight_r=batch.rows.weight_r,
+        entropy=context.entropy,
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+        vocab_size=context.vocab_size,
+    )
+
+
+def _packed_params(model: Model, batch: TokenBatch) -> PackedSeqParams:
+    ends = torch.cumsum(torch.tensor([0, *batch.lengths], device=batch.token_t.device), 0)
+    cu_seqlens, longest = ends.to(torch.int32), max(batch.lengths)
+    common: dict[str, Any] = {
+        "qkv_format": "thd",
+        "cu_seqlens_q": cu_seqlens,
+        "cu_seqlens_kv": cu_seqlens,
+        "max_seqlen_q": longest,
+        "max_seqlen_kv": longest,
+    }
+    if not model.rotary:
+        return PackedSeqParams(**common)
+    from megatron_gvpo.megatron.cpu.attention import LocalPackedSeqParams, length_buckets
+
+    buckets, repack_t = length_buckets(batch.lengths)
+    freqs_t = model.rotary[0](longest, packed_seq=True)[batch.position_t]
+    return LocalPackedSeqParams(**common, freqs_t=freqs_t, buckets=buckets, repack_t=repack_t)

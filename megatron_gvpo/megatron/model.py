@@ -1,0 +1,154 @@
+"""A megatron-core GPTModel from a Hugging Face checkpoint, and back, by Megatron-Bridge."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from torch import Tensor
+
+from megatron_gvpo.config import ConfigError, ModelConfig, ParallelConfig
+from megatron_gvpo.megatron.parallel import megatron_device
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass
+class Model:
+    """The chunks of the model on this rank (one, without virtual pipeline stages)."""
+
+    chunks: list[Any]
+    config: Any  # megatron-core's TransformerConfig
+    bridge: Any
+    vocab_size: int  # without the padding that tensor parallelism adds
+    rotary: list[Any]  # one a chunk on CPU, where the local attention applies RoPE; else empty
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor) of every weight, in a fixed order, on the CPU.
+
+        A collective: every rank must iterate it to the end; every rank gets every tensor.
+        """
+        with megatron_device(), torch.no_grad():
+            yield from self.bridge.export_hf_weights(self.chunks, cpu=True, show_progress=False)
+
+
+def build(model: ModelConfig, parallel: ParallelConfig) -> Model:
+    """Build the sharded model, wrapped for data parallelism, with the checkpoint's weights.
+
+    Raises ConfigError for an architecture that Megatron-Bridge does not know.
+    """
+    with megatron_device():
+        bridge = _bridge(model)
+        provider = bridge.to_megatron_provider(load_weights=False)
+        _configure(provider, model, parallel)
+        on_cpu = not torch.cuda.is_available()
+        if on_cpu:
+            provider.transformer_layer_spec = _local_block_spec
+        provider.finalize()
+        rotary: list[Any] = []
+        if on_cpu:
+            from megatron_gvpo.megatron.cpu.attention import defer_rotary
+
+            def defer(chunks: list[Any]) -> list[Any]:
+                rotary.extend(defer_rotary(chunk) for chunk in chunks)
+                return chunks
+
+        else:
+            defer = None
+        ddp = DistributedDataParallelConfig(
+            use_distributed_optimizer=True,
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=not on_cpu,
+            overlap_param_gather=not on_cpu,
+        )
+        half = model.dtype == "bfloat16"
+        chunks = provider.provide_distributed_model(
+            ddp_config=ddp,
+            wrap_with_ddp=True,
+            bf16=half,
+            fp16=False,
+            use_cpu_initialization=on_cpu,
+            pre_wrap_hook=defer,
+        )
+        bridge.load_hf_weights(chunks)
+        vocab_size = int(bridge.hf_pretrained.config.vocab_size)
+    return Model(chunks, chunks[0].config, bridge, vocab_size, rotary)
+
+
+def _bridge(model: ModelConfig) -> Any:
+    try:
+        if torch.cuda.is_available():
+            import megatron.bridge as bridge
+        else:
+            from megatron_gvpo.megatron.cpu.bridge import import_bridge
+
+            bridge = import_bridge()
+    except ImportError as error:
+        raise ImportError(
+            f"Megatron-Bridge cannot be imported ({error}). Install it with "
+            "`pip install --no-deps megatron-bridge==0.6.2`; its declared dependencies clash with "
+            "transformers 5, and none of the others is needed"
+        ) from error
+    os.environ.setdefault("HF_HUB_OFFLINE", "1" if os.path.isdir(model.path) else "0")
+    try:
+        return bridge.AutoBridge.from_hf_pretrained(model.path, dtype=_DTYPES[model.dtype])
+    except ValueError as error:
+        raise ConfigError(f"model.path={model.path}: Megatron-Bridge cannot build this model: {error}") from None
+
+
+def _configure(provider: Any, model: ModelConfig, parallel: ParallelConfig) -> None:
+    dtype = _DTYPES[model.dtype]
+    settings: dict[str, Any] = {
+        "tensor_model_parallel_size": parallel.tp,
+        "pipeline_model_parallel_size": parallel.pp,
+        "sequence_parallel": parallel.sequence_parallel,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": model.dtype == "bfloat16",
+        "fp16": False,
+        "attention_dropout": 0.0,  # a scoring pass and a training pass must see the same model
+        "hidden_dropout": 0.0,
+        "should_pad_vocab": True,
+        "make_vocab_size_divisible_by": 1,
+        "variable_seq_lengths": True,  # packs differ in length between micro-batches
+        "moe_token_dispatcher_type": "alltoall",  # variable_seq_lengths demands it, of dense models too
+        "gradient_accumulation_fusion": False,
+        "cross_entropy_loss_fusion": False,
+    }
+    if parallel.recompute == "full":
+        settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    elif parallel.recompute == "selective":
+        settings |= {"recompute_granularity": "selective"}
+    if not torch.cuda.is_available():
+        settings |= {
+            "use_cpu_initialization": True,
+            "masked_softmax_fusion": False,
+            "bias_activation_fusion": False,
+            "bias_dropout_fusion": False,
+            "persist_layer_norm": False,
+            "apply_rope_fusion": False,
+        }
+    for name, value in settings.items():
+        setattr(provider, name, value)
+
+
+def _local_block_spec(config: Any) -> Any:
+    """megatron-core's local layers with our norm and attention in the places of Transformer Engine's."""
+    from megatron_gvpo.megatron.cpu.attention import LocalAttention
+    from megatron_gvpo.megatron.cpu.norm import LocalRMSNorm
+
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    block.layer_norm = LocalRMSNorm
+    for spec in block.layer_specs:
+        layer = spec.submodules
+        layer.input_layernorm = layer.pre_mlp_layernorm = LocalRMSNorm
+        attention = layer.self_attention.submodules
+        attention.core_attention = LocalAttention
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = LocalRMSNorm
+    return block

@@ -1,0 +1,87 @@
+"""Megatron's distributed Adam with its learning-rate schedule; a non-finite gradient skips the update."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megatron_gvpo.config import ModelConfig, OptimizerConfig
+from megatron_gvpo.megatron.model import Model
+from megatron_gvpo.megatron.parallel import megatron_device
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one optimizer update did. `grad_norm` is the norm before clipping."""
+
+    grad_norm: float
+    lr: float
+    skipped: bool
+
+
+class Optimizer:
+    """Zero, then accumulate gradients into the model's buffers, then apply."""
+
+    def __init__(self, model: Model, options: OptimizerConfig, precision: ModelConfig, updates: int) -> None:
+        """`updates`: of the whole run; the decay ends there."""
+        self._chunks = model.chunks
+        dtype = torch.bfloat16 if precision.dtype == "bfloat16" else torch.float32
+        with megatron_device():
+            self.megatron: Any = get_megatron_optimizer(
+                MegatronOptimizerConfig(
+                    optimizer="adam",
+                    lr=options.lr,
+                    min_lr=options.min_lr,
+                    weight_decay=options.weight_decay,
+                    adam_beta1=options.betas[0],
+                    adam_beta2=options.betas[1],
+                    adam_eps=options.eps,
+                    clip_grad=options.clip_grad,
+                    bf16=precision.dtype == "bfloat16",
+                    params_dtype=dtype,
+                    use_distributed_optimizer=True,
+                ),
+                model.chunks,
+            )
+        self.scheduler = OptimizerParamScheduler(
+            self.megatron,
+            init_lr=0.0,
+            max_lr=options.lr,
+            min_lr=options.min_lr,
+            lr_warmup_steps=options.warmup_steps,
+            lr_decay_steps=updates + 1,  # so that the last update still has a learning rate
+            lr_decay_style=options.decay,
+            start_wd=options.weight_decay,
+            end_wd=options.weight_decay,
+            wd_incr_steps=updates,
+            wd_incr_style="constant",
+            use_checkpoint_opt_param_scheduler=False,
+            override_opt_param_scheduler=True,
+        )
+
+    def zero_grad(self) -> None:
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self.megatron.zero_grad()
+
+    def apply(self) -> Update:
+        """Update the weights from the accumulated, reduced gradients and advance the schedule.
+
+        The schedule advances first, so that the first update of a warm-up is not one at rate 0, and on
+        a skipped update too, so that a run's learning rates are known beforehand.
+        """
+        self.scheduler.step(1)
+        lr = float(self.megatron.param_groups[0]["lr"])
+        with megatron_device():
+            overflow = self.megatron.prepare_grads()
+            norm = float(self.megatron.get_grad_norm())
+            skipped = bool(overflow) or not math.isfinite(norm)
+            if not skipped:
+                self.megatron.step()
+        return Update(norm, lr, skipped)

@@ -1,0 +1,63 @@
+"""The process group and Megatron's parallel state: set up, asked, torn down in one place."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron_gvpo.config import ParallelConfig
+
+if not torch.cuda.is_available():
+    from megatron_gvpo.megatron.cpu import device as cpu_device
+
+    cpu_device.install()
+
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+
+def megatron_device() -> contextlib.AbstractContextManager[None]:
+    """The context that Megatron code runs in: on CPU, its CUDA device arguments mean the CPU."""
+    if torch.cuda.is_available():
+        return contextlib.nullcontext()
+    return cpu_device.cuda_means_cpu()
+
+
+def device() -> torch.device:
+    """This process's device."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def initialize(parallel: ParallelConfig, seed: int) -> None:
+    """Join the process group (torchrun's environment, or a group of one) and lay out the parallelism."""
+    timeout = timedelta(seconds=parallel.timeout_seconds)
+    if not dist.is_initialized():
+        backend = "gloo"
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+            backend = "cpu:gloo,cuda:nccl"
+        if "WORLD_SIZE" in os.environ:
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    with megatron_device():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=parallel.tp,
+            pipeline_model_parallel_size=parallel.pp,
+            distributed_timeout_minutes=max(1, parallel.timeout_seconds // 60),
+        )
+        model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+def shut_down() -> None:
+    """Forget the layout and leave the process group."""
+    if parallel_state.is_initialized():
+        parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

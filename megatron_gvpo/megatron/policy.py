@@ -1,0 +1,173 @@
+"""The policy as the trainer sees it: score rows, take an optimizer update, export weights.
+
+Every rank calls every method with the same rows; the work is shared inside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from torch import Tensor
+
+from megatron_gvpo.algorithms.base import Loss, Metrics, token_weights
+from megatron_gvpo.config import Config
+from megatron_gvpo.exchange import all_gather_msgpack
+from megatron_gvpo.kernels.linear_logprob import LinearLogprob
+from megatron_gvpo.megatron import forward, parallel
+from megatron_gvpo.megatron.batch import plan
+from megatron_gvpo.megatron.model import build
+from megatron_gvpo.megatron.optimizer import Optimizer, Update
+from megatron_gvpo.megatron.shadow import Shadow
+from megatron_gvpo.types import LossInputs, Rows, Totals
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """An optimizer update and the loss and metrics it was taken on."""
+
+    update: Update
+    metrics: dict[str, float]  # "loss" among them
+
+
+class Policy:
+    """A Megatron model, its optimizer and, where the method wants one, its reference weights."""
+
+    def __init__(self, config: Config) -> None:
+        parallel.initialize(config.parallel, config.train.seed)
+        self.model = build(config.model, config.parallel)
+        mcore = self.model.config
+        mcore.finalize_model_grads_func = finalize_model_grads
+        mcore.no_sync_func = self.model.chunks[0].no_sync
+        updates = config.train.steps * config.train.mini_batches
+        self.optimizer = Optimizer(self.model, config.optimizer, config.model, updates)
+        self._loss: Loss = config.algorithm.loss
+        self._budget = config.train.max_tokens_per_micro_batch
+        self._temperature = config.rollout.temperature if config.algorithm.sampler == "engine" else 1.0
+        wants_shadow = "ref" in self._loss.anchors and self._loss.reference != "step_start"
+        self.shadow = Shadow(self.model) if wants_shadow else None
+
+    def score(self, rows: Rows, *, reference: bool = False) -> Tensor:
+        """Log-probs of the response tokens, without gradient, fp32 [r] on the CPU of every rank.
+
+        `reference`: under the reference weights instead of the present ones.
+        """
+        micro_batches = self._plan(rows, keep_groups=False)
+
+        def keep(_: Rows, output: LinearLogprob) -> tuple[Tensor, Tensor]:
+            return output.logp_r.new_zeros(()), output.logp_r.detach()
+
+        weights = self.shadow.lent() if reference and self.shadow else contextlib.nullcontext()
+        with weights:
+            scored = forward.run(
+                self.model,
+                [rows.select(index) for index in micro_batches],
+                keep,
+                temperature=self._temperature,
+                forward_only=True,
+            )
+        logp_r = torch.zeros(int(rows.length_n.sum()), dtype=torch.float32)
+        if _owns_results():
+            for index, values in zip(micro_batches, scored, strict=True):
+                spans = [torch.arange(rows.offsets[i], rows.offsets[i + 1]) for i in index]
+                if spans:
+                    logp_r[torch.cat(spans)] = values.float().cpu()
+        # Everyone but the owner of a row contributes zeros, so the sum is exact.
+        dist.all_reduce(logp_r)
+        return logp_r
+
+    def update(self, rows: Rows, *, at_step_start: bool) -> UpdateResult:
+        """One optimizer update on `rows`, which hold whole groups.
+
+        `at_step_start`: no update has been taken since the rows' policy was frozen, so that "old" is the
+        present policy, and so is a reference at step start: those columns need not be filled.
+        """
+        loss, totals = self._loss, Totals.of(rows)
+        known: Metrics | None = None  # loss and metrics, where they were computed for all rows at once
+        micro_batches, split = self._plan_groups(rows)
+        zeros_r = torch.zeros(int(rows.length_n.sum()), dtype=torch.float32)
+        anchored = at_step_start and (rows.ref_logp_r is None or "ref" not in loss.anchors)
+        if loss.linear or (anchored and loss.known_at_step_start):
+            # Only differences of log-probs enter, and they are 0: any value serves.
+            columns = {"old_logp_r": zeros_r, "ref_logp_r": zeros_r} if anchored else {}
+            weight_r, known = token_weights(loss, rows.with_columns(**columns), zeros_r, totals)
+            rows = rows.with_columns(weight_r=weight_r)
+        elif loss.couples_groups and split:
+            logp_r = self.score(rows)
+            weight_r, known = token_weights(loss, _anchored(rows, logp_r), logp_r, totals)
+            rows = rows.with_columns(weight_r=weight_r)
+
+        def share(mine: Rows, output: LinearLogprob) -> tuple[Tensor, dict[str, float]]:
+            inputs = LossInputs(_anchored(mine, output.logp_r.detach()), output.logp_r, totals, output.entropy_r)
+            if mine.weight_r is None:
+                value, metrics = loss(inputs)
+                return value, _floats({"loss": value, **metrics})
+            assert output.surrogate is not None
+            if loss.couples_groups and split:
+                return output.surrogate, {}  # group statistics are not to be had here: see `known`
+            value, metrics = loss(inputs)
+            return output.surrogate, _floats({"loss": value, **metrics})
+
+        self.optimizer.zero_grad()
+        shares = forward.run(
+            self.model,
+            [rows.select(index) for index in micro_batches],
+            share,
+            temperature=self._temperature,
+            entropy=loss.wants_entropy,
+        )
+        metrics = _sum_over_ranks(shares if _owns_results() else [])
+        if loss.couples_groups and split and known is not None:
+            metrics = _floats(known)
+        return UpdateResult(self.optimizer.apply(), metrics)
+
+    def follow_reference(self, decay: float) -> None:
+        """Move an EMA reference towards the present weights; call once a step."""
+        if self.shadow is not None and self._loss.reference == "ema":
+            self.shadow.follow(decay)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor on the CPU); a collective, iterate it to the end on every rank."""
+        return self.model.export()
+
+    def _plan(self, rows: Rows, keep_groups: bool) -> list[list[int]]:
+        dp_size = parallel_state.get_data_parallel_world_size()
+        whole = plan(rows, dp_size, self._budget, self.model.config.hidden_size, keep_groups)
+        return whole.micro_batches[parallel_state.get_data_parallel_rank()]
+
+    def _plan_groups(self, rows: Rows) -> tuple[list[list[int]], bool]:
+        dp_size = parallel_state.get_data_parallel_world_size()
+        whole = plan(rows, dp_size, self._budget, self.model.config.hidden_size, self._loss.couples_groups)
+        return whole.micro_batches[parallel_state.get_data_parallel_rank()], whole.split_groups
+
+
+def _anchored(rows: Rows, logp_r: Tensor) -> Rows:
+    """Rows whose missing old and reference log-probs are the present ones."""
+    old = logp_r if rows.old_logp_r is None else rows.old_logp_r
+    reference = old if rows.ref_logp_r is None else rows.ref_logp_r
+    return rows.with_columns(old_logp_r=old, ref_logp_r=reference)
+
+
+def _owns_results() -> bool:
+    """Of the ranks that computed the same log-probs, the one that speaks for them."""
+    last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    return bool(last and parallel_state.get_tensor_model_parallel_rank() == 0)
+
+
+def _floats(metrics: Metrics) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def _sum_over_ranks(shares: list[Any]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for mine in all_gather_msgpack(shares):
+        for share in mine:
+            for name, value in share.items():
+                total[name] = total.get(name, 0.0) + value
+    return total
