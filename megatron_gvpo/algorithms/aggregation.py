@@ -28,17 +28,17 @@ class Aggregation(Block):
                                        response that sampling allows, REINFORCE and RLOO take 1
     """
 
-    kind: Literal["token_mean", "sequence_mean", "sequence_sum"]
+    name: Literal["token_mean", "sequence_mean", "sequence_sum"]
     constant: PositiveInt = 1
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        if self.constant != 1 and self.kind != "sequence_sum":
-            raise ValueError(f"constant={self.constant} goes with kind=sequence_sum, not {self.kind}")
+        if self.constant != 1 and self.name != "sequence_sum":
+            raise ValueError(f"constant={self.constant} goes with name=sequence_sum, not {self.name}")
         return self
 
     def __call__(self, rows: Rows, totals: Totals) -> Tensor:
-        match self.kind:
+        match self.name:
             case "token_mean":
                 coef_n = rows.reward_n.new_full((len(rows),), 1 / totals.tokens)
             case "sequence_mean":

@@ -17,7 +17,8 @@ Metrics = dict[str, Tensor]
 class Block(BaseModel):
     """Options of one block; its fields are the keys a user writes in YAML.
 
-    A plain value is short for the block's first option: `reference: fixed`.
+    Where there are several to choose from, `name` says which; `reference: fixed` is short for
+    `reference: {name: fixed}`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -25,7 +26,7 @@ class Block(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _short_form(cls, values: Any) -> Any:
-        return {next(iter(cls.model_fields)): values} if isinstance(values, str) else values
+        return {"name": values} if isinstance(values, str) and "name" in cls.model_fields else values
 
 
 class Reference(Block):
@@ -36,14 +37,14 @@ class Reference(Block):
     every step).
     """
 
-    policy: Literal["step_start", "fixed", "ema"] = "step_start"
+    name: Literal["step_start", "fixed", "ema"] = "step_start"
     decay: float | None = Field(None, gt=0, lt=1)
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        if (self.policy == "ema") != (self.decay is not None):
+        if (self.name == "ema") != (self.decay is not None):
             raise ValueError(
-                f"decay={self.decay} with policy={self.policy}: ema needs a decay, the others have none"
+                f"decay={self.decay} with policy={self.name}: ema needs a decay, the others have none"
             )
         return self
 

@@ -55,7 +55,7 @@ class AlgorithmConfig(Block):
         if not isinstance(values, Mapping):
             return values
         recipe = values.get("recipe", cls.model_fields["recipe"].default)
-        return _merge(_read_recipe(recipe), values) if isinstance(recipe, str) else values
+        return merge(_read_recipe(recipe), values) if isinstance(recipe, str) else values
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
@@ -100,11 +100,17 @@ def _read_recipe(name: str) -> dict[str, Any]:
     return recipe
 
 
-def _merge(recipe: Mapping[str, Any], user: Mapping[str, Any]) -> dict[str, Any]:
-    merged = {**recipe, **user}
-    for key in recipe.keys() & user.keys():
-        base, own = _named(recipe[key]), _named(user[key])
-        if isinstance(base, Mapping) and isinstance(own, Mapping):
-            same = own.get("name", base.get("name")) == base.get("name")
-            merged[key] = _merge(base, own) if same else own
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested settings `over` on top of `base`; a block under another name or recipe replaces the whole block.
+
+    A plain string in `base` is a block's short form where `over` sets keys of that block.
+    """
+    merged = {**base, **over}
+    for key in base.keys() & over.keys():
+        old, new = base[key], over[key]
+        if isinstance(old, str):
+            old = {"recipe" if key == "algorithm" else "name": old}
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            replaced = any(new.get(tag, old[tag]) != old[tag] for tag in ("name", "recipe") if tag in old)
+            merged[key] = new if replaced else merge(old, new)
     return merged

@@ -57,7 +57,7 @@ class Estimator(Block):
         `rows` are all rows of one optimizer step: batch_std and alpha are statistics over them.
         """
         reward_n = rows.reward_n.double()
-        valid_n = informative(rows)
+        valid_n = rewards_differ(rows)
         advantage_n = (reward_n - self._baseline(rows, reward_n)) / self._scale(rows, reward_n)
         if self.needs_group:
             advantage_n = advantage_n.where(valid_n, 0)
@@ -89,19 +89,15 @@ class Estimator(Block):
                 return (sum_of_squares / max(len(rows) - self.ddof, 1)).sqrt() + self.eps
 
     def _alpha(self, rows: Rows, valid_n: Tensor) -> Tensor:
-        match self.age:
-            case "none":
-                size_n = torch.zeros_like(rows.length_n)
-            case "sample":
-                size_n = torch.ones_like(rows.length_n)
-            case "token":
-                size_n = rows.length_n
+        size_n = (rows.length_n if self.age == "token" else torch.ones_like(rows.length_n)).double()
         valid = size_n[valid_n].sum()
-        return (size_n.sum() / valid if valid else torch.ones((), device=valid.device)).double()
+        if self.age == "none" or valid == 0:
+            return torch.ones_like(valid)
+        return size_n.sum() / valid
 
 
-def informative(rows: Rows) -> Tensor:
-    """Whether the rewards of each row's group differ, bool [n]; compared exactly, not by their std."""
+def rewards_differ(rows: Rows) -> Tensor:
+    """Whether the rewards of each row's group differ, bool [n]; compared exactly."""
     index_n, size_g = rows.groups
     highest_g = rows.reward_n.new_full((len(size_g),), -torch.inf)
     lowest_g = -highest_g

@@ -15,7 +15,7 @@ class NLL(Loss):
     """L = -sum_it c_it log pi(y_it), with c from `aggregation`; every response has weight 1."""
 
     name: Literal["nll"] = "nll"
-    aggregation: Aggregation = Aggregation(kind="token_mean")
+    aggregation: Aggregation = Aggregation(name="token_mean")
 
     signal: ClassVar[Literal["none"]] = "none"
 

@@ -18,7 +18,7 @@ class PolicyGradient(Loss):
     """
 
     name: Literal["pg"] = "pg"
-    aggregation: Aggregation = Aggregation(kind="token_mean")
+    aggregation: Aggregation = Aggregation(name="token_mean")
 
     signal: ClassVar[Literal["advantage"]] = "advantage"
 

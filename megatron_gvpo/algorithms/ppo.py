@@ -25,8 +25,8 @@ class PPO(Loss):
     clip_low: float = Field(0.2, gt=0, lt=1)
     clip_high: float = Field(0.2, gt=0)
     kl_coef: float = Field(0.0, ge=0)
-    reference: Reference = Reference(policy="fixed")
-    aggregation: Aggregation = Aggregation(kind="sequence_mean")
+    reference: Reference = Reference(name="fixed")
+    aggregation: Aggregation = Aggregation(name="sequence_mean")
 
     signal: ClassVar[Literal["advantage"]] = "advantage"
 
