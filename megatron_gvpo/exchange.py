@@ -1,0 +1,64 @@
+"""Small objects between ranks as msgpack bytes: numbers, strings, lists and dicts, never pickled code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def all_gather_msgpack(obj: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Every rank's object, in rank order; collective over `group` (default: all ranks).
+
+    Without torch.distributed it is `[obj]` after the same round trip, so tuples come back as lists
+    whatever the number of processes.
+    """
+    data = _pack(obj)
+    if not dist.is_initialized():
+        return [_unpack(data)]
+    data = data.to(_device(group))
+    world = dist.get_world_size(group)
+    size = torch.tensor([len(data)], device=data.device)
+    sizes = [torch.empty_like(size) for _ in range(world)]
+    dist.all_gather(sizes, size, group=group)
+    lengths = [int(s) for s in sizes]
+    # all_gather wants equal shapes.
+    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=data.device)
+    padded[: len(data)] = data
+    parts = [torch.empty_like(padded) for _ in range(world)]
+    dist.all_gather(parts, padded, group=group)
+    return [_unpack(part[:length]) for part, length in zip(parts, lengths, strict=True)]
+
+
+def broadcast_msgpack(obj: Any, src: int = 0, group: dist.ProcessGroup | None = None) -> Any:
+    """The object of global rank `src` on every rank; the others' `obj` is ignored."""
+    if not dist.is_initialized():
+        return _unpack(_pack(obj))
+    device = _device(group)
+    data = (
+        _pack(obj).to(device) if dist.get_rank() == src else torch.empty(0, dtype=torch.uint8, device=device)
+    )
+    size = torch.tensor([len(data)], device=device)
+    dist.broadcast(size, src, group=group)
+    if dist.get_rank() != src:
+        data = torch.empty(int(size), dtype=torch.uint8, device=device)
+    dist.broadcast(data, src, group=group)
+    return _unpack(data)
+
+
+def _pack(obj: Any) -> Tensor:
+    return torch.frombuffer(bytearray(msgpack.packb(obj)), dtype=torch.uint8)
+
+
+def _unpack(data: Tensor) -> Any:
+    return msgpack.unpackb(data.cpu().numpy().tobytes(), strict_map_key=False)
+
+
+def _device(group: dist.ProcessGroup | None) -> torch.device:
+    """Where the group's backend wants its tensors."""
+    if dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
