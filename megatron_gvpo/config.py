@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
+import re
+import typing
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -15,7 +18,7 @@ from typing import Any, Literal, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
-from megatron_gvpo.algorithms.config import AlgorithmConfig
+from megatron_gvpo.algorithms.config import AlgorithmConfig, merge
 
 
 class ConfigError(ValueError):
@@ -25,7 +28,7 @@ class ConfigError(ValueError):
 class Section(BaseModel):
     """One section of the file: unknown keys are errors, values do not change after loading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class ModelConfig(Section):
@@ -164,14 +167,22 @@ class Config(Section):
         if algorithm.sampler == "engine" and self.data.train.answer_key is None:
             builtin = [c.name for c in self.rewards.components if c.name == "math" and c.function is None]
             if builtin:
-                raise ValueError("data.train.answer_key is null, but the reward 'math' compares with an answer")
+                raise ValueError(
+                    "data.train.answer_key is null, but the reward 'math' compares with an answer"
+                )
         if max(self.eval.k) > self.eval.n:
-            raise ValueError(f"eval.k={list(self.eval.k)}: pass@k needs eval.n >= k, and eval.n={self.eval.n}")
+            raise ValueError(
+                f"eval.k={list(self.eval.k)}: pass@k needs eval.n >= k, and eval.n={self.eval.n}"
+            )
         decay_without_room = self.optimizer.warmup_steps >= train.steps * train.mini_batches
         if decay_without_room:
             raise ValueError(
                 f"optimizer.warmup_steps={self.optimizer.warmup_steps} leaves nothing of the run's "
                 f"{train.steps * train.mini_batches} updates (train.steps x train.mini_batches)"
+            )
+        if self.optimizer.min_lr > self.optimizer.lr:
+            raise ValueError(
+                f"optimizer.min_lr={self.optimizer.min_lr} exceeds optimizer.lr={self.optimizer.lr}"
             )
         if self.parallel.sequence_parallel and self.parallel.tp == 1:
             raise ValueError("parallel.sequence_parallel=true needs parallel.tp >= 2")
@@ -185,9 +196,9 @@ def load_config(files: Sequence[str | Path], overrides: Iterable[str] = ()) -> C
     """
     merged: dict[str, Any] = {}
     for file in files:
-        merged = _merge(merged, _read_yaml(Path(file)))
+        merged = merge(merged, _read_yaml(Path(file)))
     for override in overrides:
-        merged = _merge(merged, _parse_override(override))
+        merged = merge(merged, _parse_override(override))
     return build_config(merged)
 
 
@@ -211,31 +222,36 @@ def check_layout(config: Config, world_size: int) -> None:
             f"start a multiple of {tp * pp} (--nproc {tp * pp})"
         )
     model = read_model_config(config.model.path)
-    sizes = {
-        "num_attention_heads": model.get("num_attention_heads"),
-        "num_key_value_heads": model.get("num_key_value_heads", model.get("num_attention_heads")),
-        "intermediate_size": model.get("intermediate_size"),
-    }
+    split = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    sizes = {name: model[name] for name in split if model.get(name)}
     for name, size in sizes.items():
-        if size and size % tp:
-            fitting = [t for t in range(1, size + 1) if size % t == 0 and t <= 16]
+        if size % tp:
             raise ConfigError(
-                f"parallel.tp={tp} does not divide the model's {name}={size}; possible: {fitting}"
+                f"parallel.tp={tp} does not divide the model's {name}={size}; "
+                f"possible: {_divisors(math.gcd(*sizes.values()))}"
             )
     layers = model.get("num_hidden_layers", 0)
     if layers and (pp > layers or layers % pp):
-        fitting = [p for p in range(1, layers + 1) if layers % p == 0]
         raise ConfigError(
-            f"parallel.pp={pp} does not divide the model's num_hidden_layers={layers}; possible: {fitting}"
+            f"parallel.pp={pp} does not divide the model's num_hidden_layers={layers}; "
+            f"possible: {_divisors(layers)}"
         )
     room = model.get("max_position_embeddings")
-    longest = config.data.max_prompt_tokens + max(config.rollout.max_tokens, config.eval.sampling.max_tokens)
-    if room and config.algorithm.sampler == "engine" and longest > room:
-        raise ConfigError(
-            f"data.max_prompt_tokens={config.data.max_prompt_tokens} plus the longest response "
-            f"({longest - config.data.max_prompt_tokens} tokens) exceeds the model's "
-            f"max_position_embeddings={room}"
-        )
+    responses = {}
+    if config.algorithm.sampler == "engine":
+        responses["rollout.max_tokens"] = config.rollout.max_tokens
+    if config.data.eval is not None:
+        responses["eval.sampling.max_tokens"] = config.eval.sampling.max_tokens
+    for name, tokens in responses.items():
+        if room and config.data.max_prompt_tokens + tokens > room:
+            raise ConfigError(
+                f"data.max_prompt_tokens={config.data.max_prompt_tokens} plus {name}={tokens} exceeds the "
+                f"model's max_position_embeddings={room}"
+            )
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
 
 
 def read_model_config(path: str) -> dict[str, Any]:
@@ -254,7 +270,8 @@ def _read_yaml(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise ConfigError(f"{file}: no such configuration file")
     try:
-        values = yaml.load(file.read_text(), _Loader)
+        with file.open("rb") as stream:  # from the stream, so that errors name the file
+            values = yaml.load(stream, _Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{file}: not valid YAML: {error}") from None
     if not isinstance(values, dict):
@@ -279,80 +296,68 @@ class _Loader(yaml.SafeLoader):
     """SafeLoader that refuses a key given twice and reads 1e-5 as a number (YAML 1.1 wants 1.0e-5)."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        twice = {str(key) for key in keys if keys.count(key) > 1}
-        if twice:
-            mark = f"line {node.start_mark.line + 1}"
-            raise yaml.constructor.ConstructorError(None, None, f"{mark}: key {sorted(twice)} given twice")
+        seen = set()
+        for key_node, _ in node.value:
+            if key_node.value in seen:
+                problem = f"key {key_node.value!r} given twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+            seen.add(key_node.value)
         return super().construct_mapping(node, deep)
 
 
-def _float_resolver() -> None:
-    import re
-
-    pattern = re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)$")
-    _Loader.add_implicit_resolver("tag:yaml.org,2002:float", pattern, list("-+0123456789."))
-
-
-_float_resolver()
-
-
-def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    result = dict(base)
-    for key, value in over.items():
-        old = result.get(key)
-        both = isinstance(old, dict) and isinstance(value, dict)
-        result[key] = _merge(old, value) if both and old is not None else value
-    return result
+_FLOAT = re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)$")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
 
 
 def _explain(error: ValidationError) -> str:
-    """Pydantic's errors as lines of `key: what is wrong (value)`, with the nearest name for a wrong key."""
+    """Pydantic's errors as lines of `key: what is wrong (value)`, with the nearest name for a wrong one."""
     lines = []
     for item in error.errors():
-        key = ".".join(str(part) for part in item["loc"])
-        if item["type"] == "extra_forbidden":
-            near = difflib.get_close_matches(str(item["loc"][-1]), _names_at(item["loc"][:-1]), 1, 0.5)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; known: {sorted(_names_at(item['loc'][:-1]))}"
-            lines.append(f"{key}: no such key{hint}")
-        elif item["type"] == "missing":
-            lines.append(f"{key}: missing, and it has no default")
-        else:
-            message = item["msg"].removeprefix("Value error, ")
-            given = f" (given: {item['input']!r})" if key and not isinstance(item["input"], dict) else ""
-            lines.append(f"{key}: {message}{given}" if key else message)
+        key, siblings = _locate(item["loc"])
+        context, given = item.get("ctx", {}), item["input"]
+        match item["type"]:
+            case "extra_forbidden":
+                lines.append(f"{key}: no such key; {_nearest(str(item['loc'][-1]), siblings)}")
+            case "missing":
+                lines.append(f"{key}: missing, and it has no default")
+            case "union_tag_invalid":
+                names = re.findall(r"'([^']+)'", context["expected_tags"])
+                lines.append(f"{key}.name: there is no {context['tag']!r}; {_nearest(context['tag'], names)}")
+            case "union_tag_not_found":
+                lines.append(f"{key}.name: missing; it says which one is meant")
+            case "model_type" | "model_attributes_type" | "dict_type":
+                lines.append(f"{key}: expected settings as `key: value`, found {given!r}")
+            case _:
+                message = item["msg"].removeprefix("Value error, ")
+                shown = f" (given: {given!r})" if key and not isinstance(given, dict | BaseModel) else ""
+                lines.append(f"{key}: {message}{shown}" if key else message)
     return "\n".join(lines)
 
 
-def _names_at(loc: Sequence[int | str]) -> list[str]:
-    """Field names of the section at `loc`; discriminated unions add their tag to the path."""
-    section: Any = Config
+def _nearest(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, 1, 0.5)
+    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
+
+
+def _locate(loc: Sequence[int | str]) -> tuple[str, list[str]]:
+    """The key in the file that a pydantic location means, and the names that are known beside it."""
+    sections: list[type[BaseModel]] = [Config]
+    beside, key = sections, []
     for part in loc:
-        fields = getattr(section, "model_fields", {})
-        if part in fields:
-            section = fields[part].annotation
-            section = _section_in(section, None)
-        else:
-            section = _section_in(section, part)
-    if isinstance(section, list):
-        return sorted({name for option in section for name in option.model_fields})
-    return list(getattr(section, "model_fields", {}))
+        found = [section.model_fields[str(part)] for section in sections if part in section.model_fields]
+        tagged = [s for s in sections if "name" in s.model_fields and s.model_fields["name"].default == part]
+        if tagged and not found:
+            sections = tagged  # pydantic adds a union's tag to the path; the file has no such level
+            continue
+        key.append(str(part))
+        beside = sections
+        if not isinstance(part, int):
+            sections = [section for field in found for section in _sections_in(field.annotation)]
+    return ".".join(key), sorted({name for section in beside for name in section.model_fields})
 
 
-def _section_in(annotation: Any, tag: int | str | None) -> Any:
-    """The section class(es) inside an annotation such as `X | None`, `tuple[X, ...]` or a tagged union."""
-    import typing
-
-    if isinstance(annotation, list):
-        options = annotation
-    else:
-        options, queue = [], [annotation]
-        while queue:
-            item = queue.pop()
-            if isinstance(item, type) and issubclass(item, BaseModel):
-                options.append(item)
-            else:
-                queue.extend(typing.get_args(item))
-    tagged = [o for o in options if "name" in o.model_fields and o.model_fields["name"].default == tag]
-    options = tagged or options
-    return options[0] if len(options) == 1 else options
+def _sections_in(annotation: Any) -> list[type[BaseModel]]:
+    """The sections inside an annotation such as `X | None`, `tuple[X, ...]` or a tagged union."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [section for part in typing.get_args(annotation) for section in _sections_in(part)]

@@ -21,7 +21,7 @@ class Block(BaseModel):
     `reference: {name: fixed}`.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
@@ -44,7 +44,7 @@ class Reference(Block):
     def _possible(self) -> Self:
         if (self.name == "ema") != (self.decay is not None):
             raise ValueError(
-                f"decay={self.decay} with policy={self.name}: ema needs a decay, the others have none"
+                f"decay={self.decay} with name={self.name}: ema needs a decay, the others have none"
             )
         return self
 

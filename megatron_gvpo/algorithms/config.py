@@ -94,8 +94,8 @@ def _recipe_names() -> list[str]:
 def _read_recipe(name: str) -> dict[str, Any]:
     if name not in _recipe_names():
         near = difflib.get_close_matches(name, _recipe_names(), 1, 0.5)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"no recipe named {name!r}; {hint}There are: {', '.join(_recipe_names())}")
+        hint = f", did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"there is no recipe {name!r} among {', '.join(_recipe_names())}{hint}")
     recipe: dict[str, Any] = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
     return recipe
 

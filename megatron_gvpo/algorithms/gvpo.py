@@ -82,7 +82,7 @@ class GVPO(Loss):
             "reward_variance": (unbiased_n * centred(rows.reward_n) ** 2).sum(),
             "residual_variance": (unbiased_n * error_n.detach() ** 2).sum(),
         }
-        if rows.ref_logp_r is not None:
+        if "cov" in self.terms and rows.ref_logp_r is not None:
             drift_n = rows.sequence_sum(inputs.logp_r.detach() - rows.ref_logp_r)
             metrics["drift"] = drift_n.sum() / totals.sequences
         return share, metrics
