@@ -1,0 +1,21 @@
+"""Watching a run: phase times, metric files, progress display, profiler, device monitor, report."""
+
+from megatron_gvpo.observe.device import device_snapshot
+from megatron_gvpo.observe.jsonl import read_metrics
+from megatron_gvpo.observe.loggers import MetricLogger
+from megatron_gvpo.observe.profiler import ProfileWindow, profile_window
+from megatron_gvpo.observe.progress import Progress
+from megatron_gvpo.observe.report import plot_curve, time_report
+from megatron_gvpo.observe.timer import PhaseTimer
+
+__all__ = [
+    "MetricLogger",
+    "PhaseTimer",
+    "ProfileWindow",
+    "Progress",
+    "device_snapshot",
+    "plot_curve",
+    "profile_window",
+    "read_metrics",
+    "time_report",
+]
