@@ -105,7 +105,7 @@ def examine(component: Component, on_gpu: bool) -> Package:
     found = find_version(component.name)
     if component.name == "apex" and not _holds("apex", "optimizers"):
         found = None
-    needed = component.need == "always" or (component.need == "gpu" and on_gpu)
+    needed = component.need == "needed" or (component.need == "on GPUs" and on_gpu)
     if found is None:
         return Package(component, None, "missing" if needed else "absent")
     within = SpecifierSet(component.tested).contains(found, prereleases=True)
@@ -123,9 +123,7 @@ def find_version(name: str) -> str | None:
 def _problems(packages: list[Package], torch: Torch) -> Iterator[Problem]:
     python = platform.python_version()
     if not SpecifierSet(PYTHON_TESTED).contains(python):
-        yield Problem(
-            f"Python {python} is outside {PYTHON_TESTED}", "make quickstart (it finds or gets 3.12)"
-        )
+        yield Problem(f"Python {python} is outside {PYTHON_TESTED}", "make quickstart (it sets up 3.12)")
     for package in packages:
         component = package.component
         if package.status == "missing":
@@ -158,8 +156,8 @@ def _warnings(packages: list[Package], torch: Torch, gpus: list[Gpu]) -> Iterato
     if gpus and not torch.cuda_available and not torch.error:
         built = f"it is built for CUDA {torch.cuda}" if torch.cuda else "it is a build for CPUs"
         yield Problem(
-            f"{len(gpus)} GPU(s) are here, but torch cannot use them: {built}, the driver is {driver_version()}",
-            "install a torch built for a CUDA release that this driver supports, or check CUDA_VISIBLE_DEVICES",
+            f"torch cannot use the {len(gpus)} GPU(s) here: {built}, the driver is {driver_version()}",
+            "check CUDA_VISIBLE_DEVICES, or install a torch built for a CUDA release that this driver knows",
         )
 
 
@@ -231,9 +229,9 @@ def _print(result: Report) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=160)
+        console = Console(highlight=False, markup=False, width=160)
 
     def heading(text: str) -> None:
         console.print(Text(f"\n{text}", "bold"))
@@ -241,7 +239,7 @@ def _print(result: Report) -> None:
     def rows(pairs: dict[str, str]) -> None:
         grid = Table.grid(padding=(0, 2))
         for name, value in pairs.items():
-            grid.add_row(f"  {name}", Text(value))
+            grid.add_row(f"  {name}", value)
         console.print(grid)
 
     console.print(Text(f"megatron-gvpo {__version__}", "bold"))
@@ -251,19 +249,26 @@ def _print(result: Report) -> None:
     heading("Packages")
     styles = {"ok": "green", "untested": "yellow", "missing": "bold red", "absent": "bright_black"}
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black", pad_edge=False)
-    for column in ("  ", "package", "found", "reference", "for"):
+    for column in ("", "package", "found", "reference", "", "for"):
         table.add_column(column, no_wrap=column != "for")
     for package in result.packages:
         component = package.component
-        found = package.found or "-"
-        mark = Text(f"  {package.status}", styles[package.status])
-        table.add_row(mark, component.name, found, component.reference or "-", component.purpose)
+        table.add_row(
+            Text(f"  {package.status}", styles[package.status]),
+            component.name,
+            package.found or "-",
+            component.reference or "-",
+            component.need,
+            component.purpose,
+        )
     console.print(table)
 
     absent = [package.component for package in result.packages if package.status == "absent"]
     if absent:
-        heading("Not here, and not needed")
-        rows({c.name: f"{c.instead} instead; to get it: {c.install}" for c in absent})
+        heading("Absent, and not needed here")
+        for component in absent:
+            console.print(f"  {component.name:<18}  without it: {component.instead}")
+            console.print(f"  {'':<18}  to get it: {component.install}", soft_wrap=True)
     heading("Will be used")
     rows(result.uses)
     for title, items, style in (

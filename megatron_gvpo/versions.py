@@ -16,8 +16,8 @@ class Component:
 
     name: str
     purpose: str
-    need: Literal["always", "gpu", "never"]  # what the main job cannot do without: always, on a GPU, never
-    instead: str  # what is used where it is missing
+    need: Literal["needed", "on GPUs", "optional"]  # whether the main job runs without it
+    instead: str  # what is used where it is missing; empty where nothing can be
     install: str  # a command
     reference: str = ""
     tested: str = ""
@@ -27,8 +27,8 @@ COMPONENTS = (
     Component(
         name="torch",
         purpose="tensors, autograd, collectives",
-        need="always",
-        instead="nothing",
+        need="needed",
+        instead="",
         install="pip install torch==2.13.0",
         reference="2.13.0",
         tested=">=2.11,<2.16",
@@ -36,8 +36,8 @@ COMPONENTS = (
     Component(
         name="megatron-core",
         purpose="the parallel model, optimizer and checkpoints",
-        need="always",
-        instead="nothing",
+        need="needed",
+        instead="",
         install="pip install megatron-core==0.19.2",
         reference="0.19.2",
         tested=">=0.19.2,<0.20",
@@ -45,8 +45,8 @@ COMPONENTS = (
     Component(
         name="megatron-bridge",
         purpose="Hugging Face weights in and out of Megatron",
-        need="always",
-        instead="nothing",
+        need="needed",
+        instead="",
         # Its declared dependencies cannot be resolved beside transformers 5.19.
         install="pip install --no-deps megatron-bridge==0.6.2",
         reference="0.6.2",
@@ -55,8 +55,8 @@ COMPONENTS = (
     Component(
         name="transformers",
         purpose="tokenizers, model configurations, the embedded engine",
-        need="always",
-        instead="nothing",
+        need="needed",
+        instead="",
         install="pip install transformers==5.19.0",
         reference="5.19.0",
         tested=">=5.19,<6",
@@ -64,8 +64,8 @@ COMPONENTS = (
     Component(
         name="math-verify",
         purpose="the reward 'math'",
-        need="always",
-        instead="nothing",
+        need="needed",
+        instead="",
         install="pip install 'math-verify>=0.9'",
         reference="0.9.0",
         tested=">=0.9",
@@ -73,29 +73,28 @@ COMPONENTS = (
     Component(
         name="transformer-engine",
         purpose="attention, norms and FP8 on GPUs",
-        need="gpu",
-        instead="local attention and norm, on CPU only",
+        need="on GPUs",
+        instead="on a CPU, our own attention and norm",
         install="pip install --no-build-isolation 'transformer-engine[pytorch]'",
     ),
     Component(
         name="triton",
         purpose="GPU kernels; comes with torch for CUDA",
-        need="never",
+        need="optional",
         instead="plain PyTorch",
         install="pip install triton",
     ),
     Component(
         name="apex",
         purpose="another source of NVIDIA's fused optimizers",
-        need="never",
+        need="optional",
         instead="Transformer Engine's or PyTorch's optimizer",
-        # The package called apex on the Python package index is an unrelated web library.
-        install="build it from NVIDIA's repository NVIDIA/apex; never pip install apex",
+        install="build NVIDIA/apex from source (what pip calls apex is another library)",
     ),
     Component(
         name="sglang",
         purpose="rollout server; may live in an environment of its own",
-        need="never",
+        need="optional",
         instead="the embedded engine",
         install="in an environment of its own: pip install sglang==0.5.20",
         reference="0.5.20",
@@ -103,7 +102,7 @@ COMPONENTS = (
     Component(
         name="vllm",
         purpose="rollout server; may live in an environment of its own",
-        need="never",
+        need="optional",
         instead="the embedded engine",
         install="in an environment of its own: pip install vllm==0.32.0",
         reference="0.32.0",
@@ -111,14 +110,14 @@ COMPONENTS = (
     Component(
         name="nvidia-ml-py",
         purpose="reads the GPUs' memory, load, power and temperature",
-        need="never",
+        need="optional",
         instead="no GPU metrics",
         install="pip install nvidia-ml-py",
     ),
     Component(
         name="wandb",
         purpose="Weights & Biases logging",
-        need="never",
+        need="optional",
         instead="metrics.jsonl and TensorBoard",
         install="pip install wandb",
     ),

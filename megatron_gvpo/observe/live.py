@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
 import sys
@@ -26,6 +27,7 @@ PHASE_STYLES = {
     "scoring": "cyan",
     "training": "green",
     "sync": "yellow",
+    "evaluation": "magenta",
     "other": "bright_black",
 }
 CELL_WIDTH = 25
@@ -60,6 +62,7 @@ class LiveDisplay:
         out, err = sys.stdout, sys.stderr
         self._live.start()
         self._handlers = _reroute_logging({out: sys.stdout, err: sys.stderr})
+        atexit.register(self.close)  # a run that dies leaves a usable terminal
 
     def update(self, status: Status) -> None:
         self._status = status
@@ -68,6 +71,7 @@ class LiveDisplay:
         self._console.print(text, highlight=False, markup=False)
 
     def close(self) -> None:
+        atexit.unregister(self.close)
         self._live.stop()
         for handler, stream in self._handlers:
             handler.setStream(stream)
@@ -87,9 +91,8 @@ def draw(status: Status, title: str, width: int) -> RenderableType:
         Text(),
         *_time(status, inside),
     )
-    return Panel(
-        body, title=Text(title, "bold"), title_align="left", border_style="bright_black", width=width
-    )
+    heading = Text(title, "bold")
+    return Panel(body, title=heading, title_align="left", border_style="bright_black", width=width)
 
 
 def _bar(status: Status) -> RenderableType:
@@ -101,9 +104,7 @@ def _bar(status: Status) -> RenderableType:
     grid.add_column(ratio=1)
     grid.add_column(no_wrap=True, justify="right")
     grid.add_row(
-        Text.assemble(
-            "step ", (f"{status.step:>{width}}", "bold"), (f"/{status.total_steps}", "bright_black")
-        ),
+        Text.assemble("step ", (f"{status.step:>{width}}", "bold"), (f"/{total}", "bright_black")),
         ProgressBar(total=max(total, 1), completed=status.step, complete_style="bright_blue"),
         Text.assemble(
             clock(status.elapsed),

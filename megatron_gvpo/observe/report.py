@@ -100,11 +100,8 @@ def _draw_passed(axis: Axes, series: Series) -> None:
     steps, values = series
     axis.plot(steps, values, color=ORANGE, linewidth=1.8, marker="o", markersize=3.5, clip_on=False)
     below, above = (4, -12), (0, 7)
-    rises = values[-1] >= values[0]
-    for at, offset, side in (
-        (0, below if rises else above, "left"),
-        (-1, above if rises else below, "right"),
-    ):
+    first, last = (below, above) if values[-1] >= values[0] else (above, below)
+    for at, offset, side in ((0, first, "left"), (-1, last, "right")):
         axis.annotate(
             f"{values[at]:.0%}",
             (steps[at], values[at]),
