@@ -82,10 +82,10 @@ class Accumulator:
             self._pending += [group for group, keep in zip(groups, valid, strict=True) if keep]
             return None
 
-        batch, room = self._pending, max(self.batch_groups - n_valid, 0)
+        batch, room = list(self._pending), max(self.batch_groups, len(groups)) - n_valid
         for group, keep in zip(groups, valid, strict=True):  # in sampling order, so mini-batches stay mixed
-            if keep or room:
-                batch = [*batch, group]
+            if keep or room > 0:
+                batch.append(group)
                 room -= not keep
         self.metrics = {
             "rounds": self._rounds,
