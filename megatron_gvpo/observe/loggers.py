@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from megatron_gvpo.config import LoggingConfig
 from megatron_gvpo.observe.jsonl import JsonlWriter
+
+if TYPE_CHECKING:
+    from megatron_gvpo.config import LoggingConfig
 
 
 class Backend(Protocol):
