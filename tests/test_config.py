@@ -1,0 +1,317 @@
+"""What a user may write, and what they are told when it cannot run."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_gvpo.algorithms.gvpo import GVPO
+from megatron_gvpo.algorithms.pg import PolicyGradient
+from megatron_gvpo.config import Config, ConfigError, build_config, check_layout, load_config
+
+GOOD = """
+output_dir: runs/x
+model: {path: model}
+data:
+  train: {path: train.jsonl}
+train: {steps: 20, prompts_per_step: 4, mini_batches: 2}
+optimizer: {lr: 1e-5}
+"""
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    file = tmp_path / "good.yaml"
+    file.write_text(GOOD)
+    return file
+
+
+def message(good: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        load_config([good], overrides)
+    return str(error.value)
+
+
+# --- what works ---------------------------------------------------------------------------------------
+
+
+def test_defaults_are_gvpo(good):
+    config = load_config([good])
+    assert config.optimizer.lr == 1e-5  # YAML 1.1 alone would read a string
+    assert config.algorithm.loss == GVPO()
+    assert config.algorithm.sampler == "engine" and config.algorithm.estimator is None
+
+
+def test_later_files_and_then_overrides_win(good, tmp_path):
+    second = tmp_path / "second.yaml"
+    second.write_text("optimizer: {warmup_steps: 3}\nrollout: {n: 4}\ntrain: {steps: 30}\n")
+    config = load_config(
+        [good, second], ["rollout.n=16", "optimizer.betas=[0.9, 0.99]", "data.eval.path=e.jsonl"]
+    )
+    assert (config.optimizer.lr, config.optimizer.warmup_steps, config.train.steps) == (1e-5, 3, 30)
+    assert config.rollout.n == 16
+    assert config.optimizer.betas == (0.9, 0.99)
+    assert config.data.eval.path == "e.jsonl"
+
+
+@pytest.mark.parametrize("text", ["1e-5", "1E-5", "1.e-5", "1.0e-5", ".1e-4", "0.00001"])
+def test_floats_as_people_write_them(good, text):
+    assert load_config([good], [f"optimizer.lr={text}"]).optimizer.lr == pytest.approx(1e-5)
+
+
+def test_an_override_into_a_short_form_keeps_what_it_named(good):
+    good.write_text(GOOD + "algorithm: gpg\n")
+    config = load_config(
+        [good], ["algorithm.loss.aggregation.name=sequence_mean", "algorithm.estimator.age=token"]
+    )
+    assert config.algorithm.recipe == "gpg"
+    assert config.algorithm.loss == PolicyGradient(aggregation="sequence_mean")
+    assert config.algorithm.estimator.age == "token"
+    assert config.algorithm.batch_policy.threshold == 0.6
+
+
+def test_another_recipe_or_loss_replaces_the_former_with_its_keys(good):
+    good.write_text(GOOD + "algorithm: {recipe: gvpo, loss: {beta: 0.3}}\n")
+    assert load_config([good]).algorithm.loss == GVPO(beta=0.3)
+    assert load_config([good], ["algorithm=gpg"]).algorithm.loss == PolicyGradient()
+    assert load_config([good], ["algorithm.recipe=gpg"]).algorithm.loss == PolicyGradient()
+    good.write_text(GOOD + "algorithm: {recipe: grpo, loss: {name: pg}}\n")
+    assert load_config([good]).algorithm.loss == PolicyGradient()
+    good.write_text(GOOD + "algorithm: {recipe: dr_grpo, loss: {aggregation: token_mean}}\n")
+    assert load_config([good]).algorithm.loss.aggregation.constant == 1
+
+
+@pytest.mark.parametrize("recipe", ["gvpo", "gpg", "grpo", "dr_grpo"])
+def test_a_config_survives_being_written_and_read(good, recipe):
+    config = load_config([good], [f"algorithm={recipe}"])
+    assert build_config(json.loads(config.model_dump_json())) == config
+
+
+def test_an_ema_reference(good):
+    config = load_config([good], ["algorithm.loss.reference={name: ema, decay: 0.9}"])
+    assert config.algorithm.loss.anchors["ref"].decay == 0.9
+
+
+# --- what does not, and what is said ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        # unknown keys, at every depth
+        ("optimzer.lr=1", "optimzer: no such key; did you mean 'optimizer'?"),
+        ("optimizer.weight_decy=1", "optimizer.weight_decy: no such key; did you mean 'weight_decay'?"),
+        ("eval.sampling.temprature=1", "eval.sampling.temprature: no such key; did you mean 'temperature'?"),
+        ("data.train.pth=1", "data.train.pth: no such key; did you mean 'path'?"),
+        ("data.eval={path: x, splt: y}", "data.eval.splt: no such key; did you mean 'split'?"),
+        (
+            "rewards.components=[{name: math, wight: 1}]",
+            "rewards.components.0.wight: no such key; did you mean 'weight'?",
+        ),
+        ("algorithm.los=1", "algorithm.los: no such key; did you mean 'loss'?"),
+        ("algorithm.loss.bta=1", "algorithm.loss.bta: no such key; did you mean 'beta'?"),
+        (
+            "algorithm.loss={name: ppo, clip_hi: 1}",
+            "algorithm.loss.clip_hi: no such key; did you mean 'clip_high'?",
+        ),
+        (
+            "algorithm.loss.reference.nme=ema",
+            "algorithm.loss.reference.nme: no such key; did you mean 'name'?",
+        ),
+        (
+            "algorithm.estimator.bseline=mean",
+            "algorithm.estimator.bseline: no such key; did you mean 'baseline'?",
+        ),
+        (
+            "train.quux=1",
+            "train.quux: no such key; known: deterministic, max_tokens_per_micro_batch, mini_batches",
+        ),
+        # unknown names
+        (
+            "algorithm=gpgg",
+            "algorithm: there is no recipe 'gpgg' among dr_grpo, gpg, grpo, gvpo, sft, did you mean",
+        ),
+        ("algorithm.loss=gvop", "algorithm.loss.name: there is no 'gvop'; did you mean 'gvpo'?"),
+        (
+            "algorithm.batch_policy.name=x",
+            "algorithm.batch_policy.name: there is no 'x'; known: accumulate, keep_all",
+        ),
+        (
+            "algorithm.loss.reference=fixd",
+            "algorithm.loss.reference.name: Input should be 'step_start', 'fixed'",
+        ),
+        (
+            "algorithm.loss.terms=[var, cav]",
+            "algorithm.loss.terms.1: Input should be 'var' or 'cov' (given: 'cav')",
+        ),
+        # wrong types and values
+        ("train.steps=ten", "train.steps: Input should be a valid integer"),
+        ("train.steps=0", "train.steps: Input should be greater than 0 (given: 0)"),
+        ("optimizer.lr=.inf", "optimizer.lr: Input should be a finite number"),
+        ("optimizer.lr=", "optimizer.lr: Input should be a valid number (given: None)"),
+        ("algorithm.loss.beta=-0.1", "algorithm.loss.beta: Input should be greater than 0 (given: -0.1)"),
+        ("rollout.top_p=1.5", "rollout.top_p: Input should be less than or equal to 1 (given: 1.5)"),
+        ("rollout=", "rollout: expected settings as `key: value`, found None"),
+        ("data.train=train.jsonl", "data.train: expected settings as `key: value`, found 'train.jsonl'"),
+        ("nonsense", "override 'nonsense': expected key.sub=value"),
+        # impossible combinations
+        ("rollout.n=1", "rollout.n=1: this algorithm compares the responses of a prompt with each other"),
+        ("train.mini_batches=3", "train.mini_batches=3 does not divide train.prompts_per_step=4"),
+        ("optimizer.warmup_steps=40", "optimizer.warmup_steps=40 leaves nothing of the run's 40 updates"),
+        ("optimizer.min_lr=1", "optimizer.min_lr=1.0 exceeds optimizer.lr=1e-05"),
+        ("eval.k=[8]", "eval.k=[8]: pass@k needs eval.n >= k, and eval.n=4"),
+        ("parallel.sequence_parallel=true", "parallel.sequence_parallel=true needs parallel.tp >= 2"),
+        ("data.train.answer_key=null", "data.train.answer_key is null, but the reward 'math' compares"),
+        ("algorithm=sft", "data.train.demonstration_key is missing"),
+        (
+            "algorithm.sampler=dataset",
+            "algorithm: sampler=dataset gives one demonstration a prompt and no rewards",
+        ),
+        (
+            "algorithm={recipe: sft, batch_policy: accumulate}",
+            "algorithm: batch_policy=accumulate compares rewards",
+        ),
+        ("algorithm.estimator.scale=group_std", "algorithm: estimator has no effect with the loss gvpo"),
+        ("algorithm.loss=pg", "algorithm: estimator is missing: the loss pg is weighed by its advantages"),
+        ("algorithm={recipe: gpg, estimator: {baseline: none}}", "algorithm.estimator: baseline=none with"),
+        ("algorithm.loss.reference={name: ema}", "algorithm.loss.reference: decay=None with name=ema"),
+        (
+            "algorithm={recipe: gpg, loss: {aggregation: {constant: 9}}}",
+            "algorithm.loss.aggregation: constant=9 goes",
+        ),
+    ],
+)
+def test_what_a_user_is_told(good, override, said):
+    text = message(good, override)
+    assert text.startswith(said)
+    assert "\n" not in text and "pydantic" not in text
+
+
+@pytest.mark.parametrize("recipe", ["gvpo", "gpg", "grpo", "dr_grpo"])
+def test_comparing_methods_need_two_responses(good, recipe):
+    assert "rollout.n >= 2" in message(good, f"algorithm={recipe}", "rollout.n=1")
+
+
+def test_one_response_is_enough_where_nothing_is_compared(good):
+    overrides = ["algorithm=sft", "rollout.n=1", "data.train.demonstration_key=solution"]
+    assert not load_config([good], overrides).algorithm.needs_group
+    plain = "algorithm={recipe: null, loss: pg, estimator: {baseline: none}}"
+    assert not load_config([good], [plain, "rollout.n=1"]).algorithm.needs_group
+
+
+def test_missing_keys_and_several_errors_at_once(tmp_path):
+    file = tmp_path / "short.yaml"
+    file.write_text("model: {path: m}\ntrain: {steps: 1, prompt_per_step: 2}\n")
+    assert message(file).splitlines() == [
+        "output_dir: missing, and it has no default",
+        "data: missing, and it has no default",
+        "train.prompts_per_step: missing, and it has no default",
+        "train.prompt_per_step: no such key; did you mean 'prompts_per_step'?",
+        "optimizer: missing, and it has no default",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("model: {path: a}\ntrain: {steps: 1}\nmodel: {path: b}\n", "key 'model' given twice"),
+        ("train:\n  steps: 1\n  steps: 2\n", "key 'steps' given twice"),
+        ("train: {steps: [\n", "not valid YAML"),
+        ("train: {steps: 1}\n\tmodel: x\n", "not valid YAML"),
+        ("- a\n- b\n", "expected `section: {key: value}`, found list"),
+        ("", "expected `section: {key: value}`, found NoneType"),
+    ],
+)
+def test_files_that_are_not_a_configuration(tmp_path, text, said):
+    file = tmp_path / "bad.yaml"
+    file.write_text(text)
+    assert str(file) in message(file) and said in message(file)
+
+
+def test_the_line_of_a_duplicate_key_is_named(tmp_path):
+    file = tmp_path / "bad.yaml"
+    file.write_text("train:\n  steps: 1\n  seed: 0\n  steps: 2\n")
+    assert "line 4" in message(file)
+
+
+def test_a_binary_file_and_a_missing_one(tmp_path):
+    (tmp_path / "model.yaml").write_bytes(b"\x80\x02\xff\x00")
+    assert "not valid YAML" in message(tmp_path / "model.yaml")
+    assert message(tmp_path / "none.yaml") == f"{tmp_path / 'none.yaml'}: no such configuration file"
+
+
+def test_values_do_not_change_after_loading(good):
+    with pytest.raises(ValueError, match="frozen"):
+        load_config([good]).train.steps = 3  # type: ignore[misc]
+
+
+# --- the layout against the model ---------------------------------------------------------------------
+
+
+def with_model(good: Path, *overrides: str, **sizes: int) -> Config:
+    model = {
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 6,
+        "intermediate_size": 96,
+        "max_position_embeddings": 4096,
+    }
+    (good.parent / "config.json").write_text(json.dumps({**model, **sizes}))
+    return load_config([good], [f"model.path={good.parent}", *overrides])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size"),
+    [
+        ([], 1),
+        ([], 3),
+        (["parallel.tp=4"], 4),
+        (["parallel.tp=2", "parallel.pp=3"], 12),
+        (["parallel.pp=6"], 6),
+    ],
+)
+def test_layouts_that_fit(good, overrides, world_size):
+    check_layout(with_model(good, *overrides), world_size)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size", "said"),
+    [
+        (
+            ["parallel.tp=3"],
+            3,
+            "parallel.tp=3 does not divide the model's num_key_value_heads=4; possible: [1, 2, 4]",
+        ),
+        (["parallel.tp=8"], 8, "parallel.tp=8 does not divide the model's num_attention_heads=12"),
+        (
+            ["parallel.pp=4"],
+            4,
+            "parallel.pp=4 does not divide the model's num_hidden_layers=6; possible: [1, 2, 3, 6]",
+        ),
+        (["parallel.pp=12"], 12, "parallel.pp=12 does not divide the model's num_hidden_layers=6"),
+        (["parallel.tp=2", "parallel.pp=2"], 6, "6 process(es) cannot hold parallel.tp=2 x parallel.pp=2"),
+        (
+            ["rollout.max_tokens=4000"],
+            1,
+            "data.max_prompt_tokens=1024 plus rollout.max_tokens=4000 exceeds the model",
+        ),
+        (
+            ["data.eval.path=e", "eval.sampling.max_tokens=4000"],
+            1,
+            "data.max_prompt_tokens=1024 plus eval.sampling.max_tokens=4000 exceeds",
+        ),
+    ],
+)
+def test_layouts_that_do_not_fit(good, overrides, world_size, said):
+    with pytest.raises(ConfigError) as error:
+        check_layout(with_model(good, *overrides), world_size)
+    assert str(error.value).startswith(said)
+
+
+def test_a_model_directory_without_a_readable_config(good):
+    config = load_config([good], [f"model.path={good.parent}"])
+    with pytest.raises(ConfigError, match=r"no config\.json there"):
+        check_layout(config, 1)
+    (good.parent / "config.json").write_text('{"a": 1,\n oops}')
+    with pytest.raises(ConfigError, match="line 2: not valid JSON"):
+        check_layout(config, 1)
