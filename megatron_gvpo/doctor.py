@@ -83,7 +83,7 @@ def report() -> Report:
     torch, gpus = probe_torch(), list_gpus()
     packages = [examine(component, torch.cuda_available) for component in COMPONENTS]
     problems, warnings = list(_problems(packages, torch)), list(_warnings(packages, torch, gpus))
-    return Report(_machine(torch), gpus, packages, _uses(packages, torch), problems, warnings)
+    return Report(_machine(torch), gpus, packages, planned_use(packages, torch), problems, warnings)
 
 
 def probe_torch() -> Torch:
@@ -187,7 +187,7 @@ def _holds(package: str, submodule: str) -> bool:
     return any((Path(place) / submodule).is_dir() for place in places or ())
 
 
-def _uses(packages: list[Package], torch: Torch) -> dict[str, str]:
+def planned_use(packages: list[Package], torch: Torch) -> dict[str, str]:
     """What the main job will run on here."""
     found = {package.component.name: package.found for package in packages}
     if not torch.cuda_available:

@@ -126,6 +126,20 @@ def test_an_unrelated_apex_does_not_count(bare):
     assert {p["component"]["name"]: p["found"] for p in report["packages"]}["apex"] == "0.9.10"
 
 
+def test_a_gpu_makes_transformer_engine_needed_and_decides_the_dtype():
+    engine = next(c for c in COMPONENTS if c.name == "transformer-engine")
+    if doctor.find_version(engine.name) is None:
+        assert doctor.examine(engine, on_gpu=True).status == "missing"
+        assert doctor.examine(engine, on_gpu=False).status == "absent"
+    packages = [doctor.Package(engine, "2.20.2", "ok")]
+    hopper = doctor.Torch(cuda_available=True, cuda="13.0", capability=(9, 0))
+    volta = doctor.Torch(cuda_available=True, cuda="13.0", capability=(7, 0))
+    uses = doctor.planned_use(packages, hopper)
+    assert (uses["device"], uses["backend"], uses["dtype"]) == ("cuda", "nccl", "model.dtype=bfloat16")
+    assert uses["attention and norm"] == "Transformer Engine 2.20.2"
+    assert doctor.planned_use(packages, volta)["dtype"].startswith("model.dtype=float32")
+
+
 def test_versions_table_agrees_with_the_project_file():
     declared = {r.name: r.specifier for r in map(Requirement, PROJECT["project"]["dependencies"])}
     declared |= {r.name: r.specifier for r in map(Requirement, PROJECT["dependency-groups"]["bridge"])}

@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import time
+import types
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from megatron_gvpo.observe import (
     MetricLogger,
     PhaseTimer,
     Progress,
+    device,
     device_snapshot,
     plot_curve,
     profile_window,
@@ -323,6 +325,39 @@ def test_device_snapshot_sees_this_process_grow():
     block = np.ones(2**25)  # a quarter GiB, touched
     assert device_snapshot()["device/rss_gib"] - before == pytest.approx(0.25, abs=0.02)
     del block
+
+
+def test_a_sensor_that_a_gpu_lacks_is_left_out(monkeypatch):
+    """Stands in for a driver, with pynvml's own error types; what real ones answer needs a GPU."""
+    import pynvml
+
+    def unsupported(*_):
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    for name, answer in {
+        "nvmlDeviceGetCount": lambda: 2,
+        "nvmlDeviceGetHandleByIndex": lambda index: index,
+        "nvmlDeviceGetMemoryInfo": lambda gpu: types.SimpleNamespace(used=gpu * 2**30, total=2**37),
+        "nvmlDeviceGetUtilizationRates": unsupported,
+        "nvmlDeviceGetPowerUsage": lambda gpu: 350_500,
+        "nvmlDeviceGetTemperature": lambda gpu, sensor: 41,
+        "nvmlDeviceGetName": lambda gpu: "NVIDIA H200",
+        "nvmlDeviceGetCudaComputeCapability": lambda gpu: (9, 0),
+        "nvmlDeviceGetNvLinkState": lambda gpu, link: int(link < 18) if link < 20 else unsupported(),
+    }.items():
+        monkeypatch.setattr(pynvml, name, answer)
+    monkeypatch.setattr(device, "_nvml", lambda: pynvml)
+    snapshot = device_snapshot()
+    assert snapshot.pop("device/rss_gib") > 0
+    assert snapshot == {
+        "device/gpu0/memory_gib": 0.0,
+        "device/gpu0/power_w": 350.5,
+        "device/gpu0/temperature_c": 41.0,
+        "device/gpu1/memory_gib": 1.0,
+        "device/gpu1/power_w": 350.5,
+        "device/gpu1/temperature_c": 41.0,
+    }
+    assert device.list_gpus()[1] == device.Gpu(1, "NVIDIA H200", 128.0, (9, 0), 18)
 
 
 def test_observing_imports_nothing_heavy():
