@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_gvpo.config import ConfigError, ModelConfig, ParallelConfig
@@ -34,7 +39,66 @@ class Model:
         A collective: every rank must iterate it to the end; every rank gets every tensor.
         """
         with megatron_device(), torch.no_grad():
-            yield from self.bridge.export_hf_weights(self.chunks, cpu=True, show_progress=False)
+            for name, tensor in self.bridge.export_hf_weights(self.chunks, cpu=True, show_progress=False):
+                if name.endswith(("embed_tokens.weight", "lm_head.weight")):
+                    tensor = tensor[: self.vocab_size]
+                yield name, tensor
+
+    def save_hf(self, directory: Path, shard_bytes: int = 5 << 30) -> None:
+        """Write a Hugging Face checkpoint of the present weights: config.json and safetensors.
+
+        A collective; rank 0 writes, and holds at most `shard_bytes` and one tensor more.
+        """
+        writer = _SafetensorsWriter(directory, shard_bytes) if dist.get_rank() == 0 else None
+        for name, tensor in self.export():
+            if writer is not None:
+                writer.add(name, tensor)
+        if writer is not None:
+            writer.close()
+            self.bridge.hf_pretrained.config.save_pretrained(directory)
+        dist.barrier()
+
+
+class _SafetensorsWriter:
+    """Streams tensors into model-*.safetensors with their index, as transformers reads them."""
+
+    def __init__(self, directory: Path, shard_bytes: int) -> None:
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+        self._directory, self._limit = directory, shard_bytes
+        self._shard: dict[str, Tensor] = {}
+        self._names: list[list[str]] = []
+        self._bytes = self._total = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        if self._shard and self._bytes + tensor.nbytes > self._limit:
+            self._flush()
+        self._shard[name] = tensor.clone().contiguous()
+        self._bytes += tensor.nbytes
+
+    def close(self) -> None:
+        self._flush()
+        count = len(self._names)
+        if count == 1:
+            self._path(0).rename(self._directory / "model.safetensors")
+            return
+        files = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+        for i, file in enumerate(files):
+            self._path(i).rename(self._directory / file)
+        index = {
+            "metadata": {"total_size": self._total},
+            "weight_map": {name: files[i] for i, names in enumerate(self._names) for name in names},
+        }
+        (self._directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+    def _flush(self) -> None:
+        save_file(self._shard, self._path(len(self._names)), metadata={"format": "pt"})
+        self._names.append(list(self._shard))
+        self._total += self._bytes
+        self._shard, self._bytes = {}, 0
+
+    def _path(self, shard: int) -> Path:
+        return self._directory / f"shard-{shard}.safetensors"
 
 
 def build(model: ModelConfig, parallel: ParallelConfig) -> Model:

@@ -49,6 +49,7 @@ class Optimizer:
                 ),
                 model.chunks,
             )
+        self._allocate_states()
         self.scheduler = OptimizerParamScheduler(
             self.megatron,
             init_lr=0.0,
@@ -64,6 +65,30 @@ class Optimizer:
             use_checkpoint_opt_param_scheduler=False,
             override_opt_param_scheduler=True,
         )
+
+    def _adams(self) -> list[torch.optim.Optimizer]:
+        """The PyTorch optimizers inside, where neither Transformer Engine nor Apex brought their own."""
+        inner = [o.optimizer for o in self.megatron.chained_optimizers]
+        return [o for o in inner if isinstance(o, torch.optim.Adam | torch.optim.AdamW)]
+
+    def _allocate_states(self) -> None:
+        """Give PyTorch's Adam its states at once, not at the first step: a checkpoint needs them."""
+        for adam in self._adams():
+            for parameter in (p for group in adam.param_groups for p in group["params"]):
+                adam.state[parameter] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore from a loaded sharded state."""
+        self.megatron.load_state_dict(state)
+        for adam in self._adams():
+            for group in adam.param_groups:
+                for parameter in group["params"]:
+                    # Megatron gives all parameters one step tensor, which each would then advance.
+                    adam.state[parameter]["step"] = torch.tensor(float(group["step"]))
 
     def zero_grad(self) -> None:
         for chunk in self._chunks:

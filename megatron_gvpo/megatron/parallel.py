@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from datetime import timedelta
 
@@ -10,6 +11,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_gvpo.config import ParallelConfig
+
+# Set before the import: Megatron lists what it cannot import, and later every parameter.
+logging.getLogger("megatron").setLevel(logging.WARNING)
+logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)  # "is deprecated"
 
 if not torch.cuda.is_available():
     from megatron_gvpo.megatron.cpu import device as cpu_device

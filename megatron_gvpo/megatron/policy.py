@@ -5,7 +5,6 @@ Every rank calls every method with the same rows; the work is shared inside.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
-from megatron_gvpo.algorithms.base import Loss, Metrics, token_weights
+from megatron_gvpo.algorithms.base import STEP_START, Loss, Metrics, token_weights
 from megatron_gvpo.config import Config
 from megatron_gvpo.exchange import all_gather_msgpack
 from megatron_gvpo.kernels.linear_logprob import LinearLogprob
@@ -50,28 +49,29 @@ class Policy:
         self._loss: Loss = config.algorithm.loss
         self._budget = config.train.max_tokens_per_micro_batch
         self._temperature = config.rollout.temperature if config.algorithm.sampler == "engine" else 1.0
-        wants_shadow = "ref" in self._loss.anchors and self._loss.reference != "step_start"
-        self.shadow = Shadow(self.model) if wants_shadow else None
+        self._shadow_of = next((r for r in self._loss.anchors.values() if r != STEP_START), None)
+        self.shadow = Shadow(self.model) if self._shadow_of else None
 
-    def score(self, rows: Rows, *, reference: bool = False) -> Tensor:
-        """Log-probs of the response tokens, without gradient, fp32 [r] on the CPU of every rank.
+    def score_reference(self, rows: Rows) -> Tensor:
+        """`score` under the weights of the method's fixed or moving reference."""
+        assert self.shadow is not None, "the method has no reference of its own"
+        with self.shadow.lent():
+            return self.score(rows)
 
-        `reference`: under the reference weights instead of the present ones.
-        """
-        micro_batches = self._plan(rows, keep_groups=False)
+    def score(self, rows: Rows) -> Tensor:
+        """Log-probs of the response tokens, without gradient, fp32 [r] on the CPU of every rank."""
+        micro_batches, _ = self._plan(rows, keep_groups=False)
 
         def keep(_: Rows, output: LinearLogprob) -> tuple[Tensor, Tensor]:
             return output.logp_r.new_zeros(()), output.logp_r.detach()
 
-        weights = self.shadow.lent() if reference and self.shadow else contextlib.nullcontext()
-        with weights:
-            scored = forward.run(
-                self.model,
-                [rows.select(index) for index in micro_batches],
-                keep,
-                temperature=self._temperature,
-                forward_only=True,
-            )
+        scored = forward.run(
+            self.model,
+            [rows.select(index) for index in micro_batches],
+            keep,
+            temperature=self._temperature,
+            forward_only=True,
+        )
         logp_r = torch.zeros(int(rows.length_n.sum()), dtype=torch.float32)
         if _owns_results():
             for index, values in zip(micro_batches, scored, strict=True):
@@ -85,65 +85,66 @@ class Policy:
     def update(self, rows: Rows, *, at_step_start: bool) -> UpdateResult:
         """One optimizer update on `rows`, which hold whole groups.
 
-        `at_step_start`: no update has been taken since the rows' policy was frozen, so that "old" is the
-        present policy, and so is a reference at step start: those columns need not be filled.
+        `at_step_start`: no update has been taken since the step began, so that an anchor at step start is
+        the present policy; the rows' columns of such anchors need not be filled.
         """
         loss, totals = self._loss, Totals.of(rows)
-        known: Metrics | None = None  # loss and metrics, where they were computed for all rows at once
-        micro_batches, split = self._plan_groups(rows)
-        zeros_r = torch.zeros(int(rows.length_n.sum()), dtype=torch.float32)
-        anchored = at_step_start and (rows.ref_logp_r is None or "ref" not in loss.anchors)
-        if loss.linear or (anchored and loss.known_at_step_start):
-            # Only differences of log-probs enter, and they are 0: any value serves.
-            columns = {"old_logp_r": zeros_r, "ref_logp_r": zeros_r} if anchored else {}
-            weight_r, known = token_weights(loss, rows.with_columns(**columns), zeros_r, totals)
-            rows = rows.with_columns(weight_r=weight_r)
-        elif loss.couples_groups and split:
-            logp_r = self.score(rows)
-            weight_r, known = token_weights(loss, _anchored(rows, logp_r), logp_r, totals)
-            rows = rows.with_columns(weight_r=weight_r)
+        mine, split = self._plan(rows, keep_groups=loss.couples_groups)
+        rows, whole = self._known_weights(rows, totals, at_step_start, loss.couples_groups and split)
 
-        def share(mine: Rows, output: LinearLogprob) -> tuple[Tensor, dict[str, float]]:
-            inputs = LossInputs(_anchored(mine, output.logp_r.detach()), output.logp_r, totals, output.entropy_r)
-            if mine.weight_r is None:
-                value, metrics = loss(inputs)
+        def share(rows: Rows, output: LinearLogprob) -> tuple[Tensor, dict[str, float]]:
+            anchored = _anchored(rows, output.logp_r.detach())
+            if output.surrogate is None:
+                value, metrics = loss(LossInputs(anchored, output.logp_r, totals, output.entropy_r))
                 return value, _floats({"loss": value, **metrics})
-            assert output.surrogate is not None
-            if loss.couples_groups and split:
-                return output.surrogate, {}  # group statistics are not to be had here: see `known`
-            value, metrics = loss(inputs)
+            if whole is not None:
+                return output.surrogate, {}
+            value, metrics = loss(LossInputs(anchored, output.logp_r, totals))
             return output.surrogate, _floats({"loss": value, **metrics})
 
         self.optimizer.zero_grad()
         shares = forward.run(
             self.model,
-            [rows.select(index) for index in micro_batches],
+            [rows.select(index) for index in mine],
             share,
             temperature=self._temperature,
             entropy=loss.wants_entropy,
         )
         metrics = _sum_over_ranks(shares if _owns_results() else [])
-        if loss.couples_groups and split and known is not None:
-            metrics = _floats(known)
-        return UpdateResult(self.optimizer.apply(), metrics)
+        return UpdateResult(self.optimizer.apply(), _floats(whole) if whole is not None else metrics)
 
-    def follow_reference(self, decay: float) -> None:
-        """Move an EMA reference towards the present weights; call once a step."""
-        if self.shadow is not None and self._loss.reference == "ema":
-            self.shadow.follow(decay)
+    def _known_weights(
+        self, rows: Rows, totals: Totals, at_step_start: bool, split: bool
+    ) -> tuple[Rows, Metrics | None]:
+        """Fill `weight_r` where dL/dlogp can be had before the forward: the head then needs one pass less.
+
+        Where a coupled group is `split` over micro-batches there is no other way, and a scoring pass at
+        the present weights finds them. Then the metrics, too, can only be had here, of all rows at once.
+        """
+        loss = self._loss
+        if loss.linear or (at_step_start and loss.known_at_step_start):
+            # Only differences from anchors enter, and these are 0: zeros serve for all log-probs.
+            logp_r = torch.zeros(int(rows.length_n.sum()))
+        elif split:
+            logp_r = self.score(rows)
+        else:
+            return rows, None
+        weight_r, metrics = token_weights(loss, _anchored(rows, logp_r), logp_r, totals)
+        return rows.with_columns(weight_r=weight_r), metrics if split else None
+
+    def end_step(self) -> None:
+        """Move a reference that follows the policy."""
+        if self.shadow is not None and self._shadow_of is not None and self._shadow_of.decay is not None:
+            self.shadow.follow(self._shadow_of.decay)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor on the CPU); a collective, iterate it to the end on every rank."""
         return self.model.export()
 
-    def _plan(self, rows: Rows, keep_groups: bool) -> list[list[int]]:
+    def _plan(self, rows: Rows, keep_groups: bool) -> tuple[list[list[int]], bool]:
+        """The row indices of this rank's micro-batches, and whether some group is split."""
         dp_size = parallel_state.get_data_parallel_world_size()
         whole = plan(rows, dp_size, self._budget, self.model.config.hidden_size, keep_groups)
-        return whole.micro_batches[parallel_state.get_data_parallel_rank()]
-
-    def _plan_groups(self, rows: Rows) -> tuple[list[list[int]], bool]:
-        dp_size = parallel_state.get_data_parallel_world_size()
-        whole = plan(rows, dp_size, self._budget, self.model.config.hidden_size, self._loss.couples_groups)
         return whole.micro_batches[parallel_state.get_data_parallel_rank()], whole.split_groups
 
 

@@ -1,0 +1,76 @@
+"""What may watch a run: a callback of the user's, or `Recorder`, which writes the run's records."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_gvpo.observe import MetricLogger, Progress, plot_curve, read_metrics, time_report
+
+if TYPE_CHECKING:
+    from megatron_gvpo.trainer import Trainer
+
+
+class Callback:
+    """Override what you need. Called on every rank; `trainer.is_main` tells the one that may print."""
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Before the first step."""
+
+    def on_step(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
+        """After every step, and with step 0 after the evaluation before the first."""
+
+    def on_checkpoint(self, trainer: Trainer, directory: Path) -> None:
+        """After a checkpoint is complete."""
+
+    def on_end(self, trainer: Trainer) -> None:
+        """After the last step, its checkpoint and export; not after an interruption."""
+
+
+class Recorder(Callback):
+    """Progress display, metrics.jsonl, TensorBoard, and at the end summary.json and curve.png; rank 0 only."""
+
+    def on_start(self, trainer: Trainer) -> None:
+        if not trainer.is_main:
+            return
+        config = trainer.config
+        self._directory = Path(config.output_dir)
+        self._logger = MetricLogger(
+            config.logging,
+            self._directory,
+            resume_step=trainer.step if trainer.resumed else None,
+            run_config=config.model_dump(mode="json"),
+        )
+        self._progress = Progress(config.logging.progress, config.train.steps, title=config.output_dir)
+        self._begin = time.perf_counter()
+
+    def on_step(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
+        if trainer.is_main:
+            self._logger.log(step, metrics)
+            self._progress.update(step, metrics)
+
+    def on_checkpoint(self, trainer: Trainer, directory: Path) -> None:
+        if trainer.is_main:
+            self._progress.note(f"checkpoint: {directory}")
+
+    def on_end(self, trainer: Trainer) -> None:
+        if not trainer.is_main:
+            return
+        wall = time.perf_counter() - self._begin
+        self._progress.close()
+        self._logger.close()
+        records = read_metrics(self._directory / "metrics.jsonl")
+        graded = [r["eval/pass@1"] for r in records if r.get("eval/pass@1") is not None]
+        totals = trainer.parts.timer.totals
+        summary = {
+            "pass_at_1_before": graded[0] if graded else None,
+            "pass_at_1_after": graded[-1] if graded else None,
+            "steps": trainer.step,
+            "seconds": {"total": wall, **totals},
+        }
+        (self._directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        plot_curve(self._directory / "metrics.jsonl", self._directory / "curve.png")
+        print(time_report(totals, wall))

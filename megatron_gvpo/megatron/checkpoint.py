@@ -1,0 +1,146 @@
+"""Sharded checkpoints by megatron-core's dist_checkpointing: complete or absent, never half.
+
+A checkpoint is a directory `step_00000042/`: the model, optimizer, schedule and random states, sharded,
+and `state.json`, the trainer's own small state. It is written aside and renamed when all ranks are done,
+so a full disk or a kill leaves the previous checkpoint as it was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+from megatron_gvpo.exchange import all_gather_msgpack
+from megatron_gvpo.megatron.parallel import megatron_device
+from megatron_gvpo.megatron.policy import Policy
+
+_OPTIMIZER_SHARDING = {"distrib_optim_sharding_type": "dp_reshardable"}
+_PARTIAL = ".partial"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read; what was on disk before is untouched."""
+
+
+def save(root: Path, step: int, policy: Policy, state: dict[str, Any], keep: int) -> Path:
+    """Write `root`/step_<step> and remove all but the newest `keep`. A collective.
+
+    Raises CheckpointError on every rank when any rank fails to write.
+    """
+    final = root / f"step_{step:08d}"
+    aside = final.with_name(final.name + _PARTIAL)
+    _on_rank_0("prepare", lambda: _fresh_directory(aside))
+    _everywhere(f"cannot write {final}", lambda: _write(aside, policy))
+
+    def finish() -> None:
+        (aside / "state.json").write_text(json.dumps({"step": step, **state}))
+        if final.exists():  # saved before, by a run that this one repeats
+            shutil.rmtree(final)
+        os.replace(aside, final)
+        for old in complete(root)[:-keep]:
+            shutil.rmtree(old)
+
+    _on_rank_0(f"cannot finish {final}", finish)
+    return final
+
+
+def load(directory: Path, policy: Policy) -> dict[str, Any]:
+    """Restore the policy from a checkpoint of the same layout; returns the trainer's state. A collective.
+
+    Raises CheckpointError.
+    """
+    state: dict[str, Any] = json.loads((directory / "state.json").read_text())
+    _everywhere(f"cannot read {directory}", lambda: _read(directory, policy))
+    return state
+
+
+def complete(root: Path) -> list[Path]:
+    """The complete checkpoints under `root`, oldest first."""
+    return sorted(p for p in root.glob("step_*") if p.suffix != _PARTIAL and (p / "state.json").is_file())
+
+
+def _sharded_state(policy: Policy, loading: bool) -> dict[str, Any]:
+    (chunk,) = policy.model.chunks
+    model = chunk.sharded_state_dict()
+    optimizer = policy.optimizer.megatron.sharded_state_dict(
+        model, is_loading=loading, metadata=_OPTIMIZER_SHARDING
+    )
+    rank, world = dist.get_rank(), dist.get_world_size()
+    randomness = ShardedObject("random", _random_state(), (world,), (rank,))
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "schedule": policy.optimizer.scheduler.state_dict(),
+        "random": randomness,
+    }
+
+
+def _write(directory: Path, policy: Policy) -> None:
+    with megatron_device():
+        dist_checkpointing.save(_sharded_state(policy, loading=False), str(directory))
+        if policy.shadow is not None:
+            ema = directory / "reference"
+            if dist.get_rank() == 0:
+                ema.mkdir()
+            dist.barrier()
+            with policy.shadow.lent():
+                (chunk,) = policy.model.chunks
+                dist_checkpointing.save({"model": chunk.sharded_state_dict()}, str(ema))
+
+
+def _read(directory: Path, policy: Policy) -> None:
+    (chunk,) = policy.model.chunks
+    with megatron_device():
+        if policy.shadow is not None:
+            reference = {"model": chunk.sharded_state_dict()}
+            chunk.load_state_dict(dist_checkpointing.load(reference, str(directory / "reference"))["model"])
+            policy.shadow.capture()
+        loaded = dist_checkpointing.load(_sharded_state(policy, loading=True), str(directory))
+        chunk.load_state_dict(loaded["model"])
+        policy.optimizer.load_state_dict(loaded["optimizer"])
+        policy.optimizer.scheduler.load_state_dict(loaded["schedule"])
+        _restore_random_state(loaded["random"])
+
+
+def _random_state() -> dict[str, Any]:
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(),
+        "megatron": get_cuda_rng_tracker().get_states(),
+    }
+
+
+def _restore_random_state(state: dict[str, Any]) -> None:
+    get_cuda_rng_tracker().set_states(state["megatron"])
+    torch.cuda.set_rng_state(state["cuda"])
+    torch.set_rng_state(state["torch"])
+
+
+def _fresh_directory(directory: Path) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+
+
+def _on_rank_0(what: str, action: Any) -> None:
+    _everywhere(what, action if dist.get_rank() == 0 else lambda: None)
+
+
+def _everywhere(what: str, action: Any) -> None:
+    """Run on this rank; if it failed on any rank, raise on all, so that none waits for another."""
+    problem = None
+    try:
+        action()
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        problem = f"{type(error).__name__}: {error}"
+    problems = [p for p in all_gather_msgpack(problem) if p]
+    if problems:
+        raise CheckpointError(f"{what}: {problems[0]}")

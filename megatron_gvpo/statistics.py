@@ -1,0 +1,32 @@
+"""What a step's responses looked like, as metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+
+from megatron_gvpo.types import Group
+
+
+def rollout_statistics(groups: Sequence[Group]) -> dict[str, float]:
+    """Means over all responses of the batch, and the number of tokens in it."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    lengths = [len(rollout.token_ids) for rollout in rollouts]
+    statistics = {
+        "reward/mean": fmean(rollout.reward for rollout in rollouts),
+        "reward/groups_with_signal": fmean(len(set(group.rewards)) > 1 for group in groups),
+        "reward/errors": float(sum(bool(rollout.reward_errors) for rollout in rollouts)),
+        "response/length": fmean(lengths),
+        "response/truncated": fmean(rollout.finish_reason == "length" for rollout in rollouts),
+        "response/weight_version": fmean(rollout.weight_version for rollout in rollouts),
+    }
+    for name in rollouts[0].rewards:
+        statistics[f"reward/{name}"] = fmean(rollout.rewards[name] for rollout in rollouts)
+    return statistics
+
+
+def trained_tokens(groups: Sequence[Group]) -> int:
+    """Prompt and response tokens that go through the model in training."""
+    return sum(
+        len(group.prompt.token_ids) + len(rollout.token_ids) for group in groups for rollout in group.rollouts
+    )

@@ -1,0 +1,156 @@
+"""The training loop: Algorithm 1 of the GVPO paper, with the method as a choice of parts along it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_gvpo.algorithms.base import STEP_START
+from megatron_gvpo.callbacks import Callback
+from megatron_gvpo.config import Config, check_layout
+from megatron_gvpo.evaluation import summarise
+from megatron_gvpo.interrupt import Interrupt, Interrupted
+from megatron_gvpo.parts import Parts
+from megatron_gvpo.statistics import rollout_statistics, trained_tokens
+from megatron_gvpo.types import Group, Rows
+
+Metrics = dict[str, float]
+
+
+class Trainer:
+    """Post-trains a policy. Every rank builds one with the same configuration and calls `fit`.
+
+    `resume`: continue from the newest complete checkpoint in the output directory, if there is one.
+    Raises ConfigError, before anything is loaded, for a layout that the model or the processes cannot
+    hold, and DataError for data that cannot be used.
+    """
+
+    def __init__(self, config: Config, callbacks: Sequence[Callback] = (), *, resume: bool = False) -> None:
+        check_layout(config, int(os.environ.get("WORLD_SIZE", "1")))
+        self.config = config
+        self.callbacks = list(callbacks)
+        self.is_main = int(os.environ.get("RANK", "0")) == 0
+        self.parts = Parts(config)
+        found = self.parts.resume() if resume else None
+        self.resumed = found is not None
+        self.step = found or 0
+        self._resume_point: dict[str, Any] = self.parts.state_dict()
+
+    def fit(self) -> Metrics:
+        """Train to the last step; returns its metrics.
+
+        Raises Interrupted after SIGTERM or SIGUSR1, when a checkpoint has been written.
+        """
+        steps, every = self.config.train.steps, self.config.checkpoint.every
+        metrics: Metrics = {}
+        with self.parts, Interrupt() as interrupt:
+            self._notify("on_start")
+            if not self.resumed:
+                self._notify("on_step", 0, self.evaluate())
+            try:
+                for step in range(self.step + 1, steps + 1):
+                    metrics = self._train_step(step, interrupt)
+                    self._notify("on_step", step, metrics)
+                    if step == steps or (every and step % every == 0):
+                        self.save()
+                    interrupt.check()
+            except Interrupted:
+                self.save()
+                raise
+            if self.config.checkpoint.export_hf:
+                self.parts.export_hf(Path(self.config.output_dir) / "hf")
+            self._notify("on_end")
+        return metrics
+
+    def _train_step(self, step: int, interrupt: Interrupt) -> Metrics:
+        """Sample from the policy at step start, freeze what the loss compares with, update, evaluate."""
+        parts, timer, begin = self.parts, self.parts.timer, time.perf_counter()
+        timer.take()
+        parts.profiler.step(step)
+        groups = self._draw_groups(interrupt)
+        mini_batches, metrics = self._mini_batches(groups)
+        with timer.phase("scoring"):
+            mini_batches = [self._freeze_anchors(rows, i == 0) for i, rows in enumerate(mini_batches)]
+        with timer.phase("training"):
+            results = [parts.policy.update(rows, at_step_start=i == 0) for i, rows in enumerate(mini_batches)]
+            parts.policy.end_step()
+        self.step, self._resume_point = step, parts.state_dict()
+        if self.config.algorithm.sampler == "engine":
+            parts.sync(step)
+        seconds, phases = time.perf_counter() - begin, timer.take()
+        for result in results:
+            for name, value in result.metrics.items():
+                metrics[f"train/{name}"] = metrics.get(f"train/{name}", 0.0) + value / len(results)
+        metrics["train/grad_norm"] = sum(r.update.grad_norm for r in results) / len(results)
+        metrics["train/skipped"] = float(sum(r.update.skipped for r in results))
+        metrics["train/lr"] = results[-1].update.lr
+        metrics |= {f"time/{name}": value for name, value in phases.items()} | {"time/step": seconds}
+        metrics["throughput/tokens_per_s"] = trained_tokens(groups) / seconds
+        every = self.config.eval.every
+        if step == self.config.train.steps or (every and step % every == 0):
+            metrics |= self.evaluate()
+        return metrics
+
+    def _draw_groups(self, interrupt: Interrupt) -> list[Group]:
+        """Sample prompts and responses until the batch policy has a batch."""
+        parts = self.parts
+        while True:
+            interrupt.check()
+            seed = parts.order.seed_for_next()
+            prompts = [parts.prompts[i] for i in parts.order.take(self.config.train.prompts_per_step)]
+            parts.sync(self.step)
+            groups = parts.sampler.sample(prompts, seed)
+            if (batch := parts.batch_policy.offer(groups)) is not None:
+                return batch
+            self._resume_point = parts.state_dict()
+
+    def _mini_batches(self, groups: Sequence[Group]) -> tuple[list[Rows], Metrics]:
+        """Whole groups to the rows of each optimizer update, with their advantages."""
+        metrics = rollout_statistics(groups)
+        metrics |= {f"batch/{name}": value for name, value in self.parts.batch_policy.metrics.items()}
+        count, estimator = self.config.train.mini_batches, self.config.algorithm.estimator
+        bounds = [len(groups) * i // count for i in range(count + 1)]
+        mini_batches = [Rows.from_groups(groups[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+        if estimator is not None:
+            for i, rows in enumerate(mini_batches):
+                advantage_n, statistics = estimator(rows)
+                mini_batches[i] = rows.with_columns(advantage_n=advantage_n)
+                for name, value in statistics.items():
+                    key = f"advantage/{name}"
+                    metrics[key] = metrics.get(key, 0.0) + float(value) / count
+        return mini_batches, metrics
+
+    def _freeze_anchors(self, rows: Rows, first: bool) -> Rows:
+        """Log-probs of the policies that the loss compares with, before the step's first update.
+
+        Taken later, the policy at step start would be gone, and GVPO silently become REINFORCE. The
+        first mini-batch needs no scoring for it: there the policy at step start is the one that trains.
+        """
+        anchors, policy = self.config.algorithm.loss.anchors, self.parts.policy
+        columns = {}
+        now_r = policy.score(rows) if not first and STEP_START in anchors.values() else None
+        for anchor, reference in anchors.items():
+            columns[f"{anchor}_logp_r"] = now_r if reference == STEP_START else policy.score_reference(rows)
+        return rows.with_columns(**columns)
+
+    def evaluate(self) -> Metrics:
+        """Metrics of the present policy on the held-out prompts; empty without any."""
+        parts, options = self.parts, self.config.eval
+        if parts.evaluator is None:
+            return {}
+        parts.sync(self.step)
+        groups = parts.evaluator.sample(parts.eval_prompts, options.seed)
+        parts.timer.take()
+        return summarise(groups, options.k)
+
+    def save(self) -> None:
+        """Write a checkpoint from which a resumed run repeats what this one does next."""
+        directory = self.parts.save(self.step, self._resume_point)
+        self._notify("on_checkpoint", directory)
+
+    def _notify(self, event: str, *args: Any) -> None:
+        for callback in self.callbacks:
+            getattr(callback, event)(self, *args)
