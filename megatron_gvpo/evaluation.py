@@ -1,0 +1,79 @@
+"""Held-out quality of sampled responses: pass@k, avg@n, maj@n, length and truncation."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from statistics import fmean
+
+from megatron_gvpo.types import Group, Rollout
+
+
+def summarise(groups: Sequence[Group], k: Sequence[int]) -> dict[str, float]:
+    """Metrics of an evaluation: each is the mean over prompts, so unequal group sizes weigh the same.
+
+    - eval/pass@1 and eval/pass@k for every k: the unbiased estimator, from correct or not;
+    - eval/avg@n: the mean score, which equals pass@1 where scores are 0 or 1;
+    - eval/maj@n: whether the most frequent answer is correct;
+    - eval/response_length (tokens) and eval/truncated (the share that hit the token limit).
+
+    The score of a rollout is its first reward component (the verifier comes first by convention), or the
+    reward where there are no components; a rollout is correct if its score is 1. Raises ValueError for
+    no groups, and for a group smaller than a k.
+    """
+    if not groups:
+        raise ValueError("nothing to evaluate: there are no groups")
+    scores = [[score(rollout) for rollout in group.rollouts] for group in groups]
+    correct = [[is_correct(rollout) for rollout in group.rollouts] for group in groups]
+    metrics = {
+        f"eval/pass@{i}": fmean(pass_at_k(len(c), sum(c), i) for c in correct) for i in sorted({1, *k})
+    }
+    answers = [[final_answer(rollout.text) for rollout in group.rollouts] for group in groups]
+    metrics["eval/avg@n"] = fmean(map(fmean, scores))
+    metrics["eval/maj@n"] = fmean(map(maj_at_n, answers, correct))
+    metrics["eval/response_length"] = fmean(fmean(len(r.token_ids) for r in g.rollouts) for g in groups)
+    metrics["eval/truncated"] = fmean(fmean(r.finish_reason == "length" for r in g.rollouts) for g in groups)
+    return metrics
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Unbiased estimate of P(at least one of k samples is correct) when c of n were.
+
+    `1 - C(n-c, k) / C(n, k)` as a product of factors in [0, 1] (Chen et al. 2021, equation 1 and
+    figure 3). Raises ValueError unless 1 <= k <= n and 0 <= c <= n.
+    """
+    if not (1 <= k <= n and 0 <= c <= n):
+        raise ValueError(f"pass@{k} of n={n} samples with c={c} correct: needs 1 <= k <= n and 0 <= c <= n")
+    if n - c < k:
+        return 1.0
+    return 1.0 - math.prod(1.0 - k / i for i in range(n - c + 1, n + 1))
+
+
+def maj_at_n(answers: Sequence[str], correct: Sequence[bool]) -> bool:
+    """Whether the most frequent answer (of equally frequent ones the first) is correct."""
+    # Counter keeps the order of first occurrence, and max takes the first of equals.
+    counts = Counter(answers)
+    majority = max(counts, key=counts.__getitem__)
+    return correct[answers.index(majority)]
+
+
+def score(rollout: Rollout) -> float:
+    """The first reward component, or the reward where there are none."""
+    return next(iter(rollout.rewards.values()), rollout.reward)
+
+
+def is_correct(rollout: Rollout) -> bool:
+    """The full score, 1, up to rounding."""
+    return score(rollout) >= 1 - 1e-6
+
+
+def final_answer(text: str) -> str:
+    r"""Content of the last `\boxed{}` (braces may nest), else the whole text; stripped."""
+    _, found, rest = text.rpartition(r"\boxed{")
+    depth = 1
+    for i, character in enumerate(rest if found else ""):
+        depth += (character == "{") - (character == "}")
+        if depth == 0:
+            return rest[:i].strip()
+    return text.strip()
