@@ -440,10 +440,16 @@ def test_surrogate_of_fixed_weights_has_the_gradient_of_the_loss(loss):
 
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
-def test_linear_means_that_weights_do_not_move_with_the_policy(loss):
+def test_linear_means_that_weights_depend_on_no_log_probs(loss):
     rows = make_rows([[1, 0, 0, 1], [0.5, 0.5, 0.5]])
-    first, second = (token_weights(loss, rows, make_logp(rows, seed), Totals.of(rows))[0] for seed in (1, 2))
-    assert loss.linear == torch.allclose(first, second)
+    zeros_r = torch.zeros_like(make_logp(rows))
+    others = rows.with_columns(old_logp_r=zeros_r, ref_logp_r=zeros_r)
+    weights = [
+        token_weights(loss, rows, make_logp(rows, 1), Totals.of(rows))[0],
+        token_weights(loss, rows, make_logp(rows, 2), Totals.of(rows))[0],
+        token_weights(loss, others, make_logp(rows, 1), Totals.of(rows))[0],
+    ]
+    assert loss.linear == all(torch.allclose(weight_r, weights[0]) for weight_r in weights)
 
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)

@@ -72,7 +72,7 @@ class Loss(Block):
 
     @property
     def linear(self) -> bool:
-        """dL/dlogp does not depend on logp: the weights are known before the forward."""
+        """dL/dlogp depends on no policy's log-probs: the weights are known before any forward."""
         return False
 
     @property
@@ -82,7 +82,7 @@ class Loss(Block):
         There every `step_start` anchor equals the current policy, so a loss that sees log-probs only
         as differences from such anchors may be given zeros for all of them.
         """
-        return self.linear and not self.anchors
+        return self.linear
 
     @property
     def wants_entropy(self) -> bool:

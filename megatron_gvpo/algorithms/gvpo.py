@@ -53,13 +53,12 @@ class GVPO(Loss):
 
     @property
     def linear(self) -> bool:
-        return "var" not in self.terms
+        return not self.terms
 
     @property
     def known_at_step_start(self) -> bool:
-        if {"var", "cov"} <= set(self.terms):
-            return self.reference == STEP_START
-        return not self.terms
+        # With one of the terms alone, l or l' enters by itself and not only as l - l'.
+        return self.linear or (set(self.terms) == {"var", "cov"} and self.reference == STEP_START)
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, Metrics]:
         rows, totals = inputs.rows, inputs.totals
@@ -70,7 +69,7 @@ class GVPO(Loss):
 
         implicit_n = self.beta * self._log_ratio(inputs)
         error_n = centred(rows.reward_n) - centred(implicit_n)
-        if self.form == "nll" or self.linear:
+        if self.form == "nll" or "var" not in self.terms:
             share = -self.beta * (coef_n * error_n.detach() * inputs.logp_n).sum()
         elif self.form == "mse":
             share = 0.5 * (coef_n * error_n**2).sum()
@@ -82,7 +81,7 @@ class GVPO(Loss):
             "reward_variance": (unbiased_n * centred(rows.reward_n) ** 2).sum(),
             "residual_variance": (unbiased_n * error_n.detach() ** 2).sum(),
         }
-        if "cov" in self.terms and rows.ref_logp_r is not None:
+        if rows.ref_logp_r is not None and "cov" in self.terms:
             drift_n = rows.sequence_sum(inputs.logp_r.detach() - rows.ref_logp_r)
             metrics["drift"] = drift_n.sum() / totals.sequences
         return share, metrics
