@@ -27,7 +27,7 @@ PHASE_STYLES = {
     "scoring": "cyan",
     "training": "green",
     "sync": "yellow",
-    "evaluation": "magenta",
+    "checkpoint": "magenta",
     "other": "bright_black",
 }
 CELL_WIDTH = 25
