@@ -1,0 +1,50 @@
+"""Prompts, rollouts and groups: plain Python, so that a reward worker holds them without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One problem. `token_ids` is what the engine gets; nothing is ever re-tokenised for training."""
+
+    id: str
+    token_ids: tuple[int, ...]
+    text: str
+    answer: str | None = None
+    demonstration: tuple[int, ...] | None = None  # a solution's token ids, end token included
+    record: Mapping[str, Any] = field(default_factory=dict)  # the raw data record, for user rewards
+
+
+@dataclass(slots=True)
+class Rollout:
+    """One response. `logprobs` are the engine's own (fp32, at the sampling temperature), one per token.
+
+    `finish_reason`: "stop" (an end or stop token, which is the last of `token_ids`), "length"
+    (truncated) or "abort". `rewards` holds the named components, `reward` their weighted sum;
+    `reward_errors` says which component failed and how (such a component counts as 0).
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    text: str
+    finish_reason: str
+    weight_version: int = 0
+    rewards: dict[str, float] = field(default_factory=dict)
+    reward: float = 0.0
+    reward_errors: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Group:
+    """The k rollouts of one prompt; k may differ between groups."""
+
+    prompt: Prompt
+    rollouts: list[Rollout]
+
+    @property
+    def rewards(self) -> list[float]:
+        return [rollout.reward for rollout in self.rollouts]
