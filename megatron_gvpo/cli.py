@@ -19,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "doctor":
         from megatron_gvpo import doctor
 
-        return doctor.main(["--json"] if options.json else [])
+        return doctor.main(as_json=options.json)
     from megatron_gvpo.config import ConfigError, check_layout, load_config
 
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import shutil
@@ -106,7 +108,8 @@ def build(model: ModelConfig, parallel: ParallelConfig) -> Model:
 
     Raises ConfigError for an architecture that Megatron-Bridge does not know.
     """
-    with megatron_device():
+    # Megatron prints every size, and Megatron-Bridge draws progress bars of its own.
+    with megatron_device(), contextlib.redirect_stdout(io.StringIO()):
         bridge = _bridge(model)
         provider = bridge.to_megatron_provider(load_weights=False)
         _configure(provider, model, parallel)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import importlib.machinery
+import logging
 import sys
 import types
 from collections.abc import Sequence
@@ -56,9 +57,11 @@ def import_bridge() -> types.ModuleType:
 
     finder = _Finder()
     sys.meta_path.insert(0, finder)
+    logging.disable(logging.INFO)  # it reports each name that the empty modules lack
     try:
         return importlib.import_module("megatron.bridge")
     finally:
+        logging.disable(logging.NOTSET)
         sys.meta_path.remove(finder)
         for name in [name for name in sys.modules if name.split(".")[0] == _ROOT]:
             del sys.modules[name]

@@ -1,0 +1,37 @@
+# The two commands of the README: `make quickstart` and `make test`.
+# Both create the environment in .venv when it is missing or out of date.
+
+SHELL := bash
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: quickstart test slow lint format venv clean
+
+quickstart: venv  ## GVPO on a small model, from nothing to a better policy, in minutes
+	OMP_NUM_THREADS=2 $(PYTHON) examples/quickstart/run.py
+
+test: venv  ## the whole test suite, with real megatron-core under gloo
+	$(PYTHON) -m pytest -m "not slow"
+
+slow: venv  ## longer proofs: the quickstart under TP=2, PP=2 and DP=2, benchmarks
+	$(PYTHON) -m pytest -m slow
+
+lint: venv
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+format: venv
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+venv: $(VENV)/.complete
+
+$(VENV)/.complete: pyproject.toml constraints.txt tools/make_venv.sh
+	tools/make_venv.sh $(VENV)
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs
