@@ -26,7 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         files = [given for given in options.config if "=" not in given]
         overrides = [given for given in options.config if "=" in given]
         if not files:
-            raise ConfigError("no configuration file given: megatron-gvpo train CONFIG.yaml [key.sub=value ...]")
+            raise ConfigError(
+                "no configuration file given: megatron-gvpo train CONFIG.yaml [key.sub=value ...]"
+            )
         config = load_config(files, overrides)
         check_layout(config, options.nproc or int(os.environ.get("WORLD_SIZE", "1")))
     except ConfigError as error:
@@ -95,7 +97,11 @@ def _parser() -> argparse.ArgumentParser:
         help="configuration files, later ones win, and single values on top",
     )
     configured.add_argument(
-        "--nproc", type=int, default=0, metavar="N", help="start N processes on this machine (or use torchrun)"
+        "--nproc",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start N processes on this machine (or use torchrun)",
     )
     train = commands.add_parser("train", parents=[configured], help="post-train a policy")
     train.add_argument("--resume", action="store_true", help="continue from the newest complete checkpoint")

@@ -36,9 +36,7 @@ class Parts:
         self.timer = PhaseTimer(synchronize=torch.cuda.is_available())
         tokenizer = load_tokenizer(config.model.path)
         end = end_token_id(tokenizer)
-        self.prompts: list[Prompt] = load_prompts(
-            config.data.train, config.data, tokenizer, end_token_id=end
-        )
+        self.prompts: list[Prompt] = load_prompts(config.data.train, config.data, tokenizer, end_token_id=end)
         self.eval_prompts: list[Prompt] = []
         if config.data.eval is not None:
             self.eval_prompts = load_prompts(config.data.eval, config.data, tokenizer, end_token_id=end)

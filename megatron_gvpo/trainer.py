@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,7 @@ class Trainer:
         metrics |= {f"batch/{name}": value for name, value in self.parts.batch_policy.metrics.items()}
         count, estimator = self.config.train.mini_batches, self.config.algorithm.estimator
         bounds = [len(groups) * i // count for i in range(count + 1)]
-        mini_batches = [Rows.from_groups(groups[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+        mini_batches = [Rows.from_groups(groups[a:b]) for a, b in pairwise(bounds)]
         if estimator is not None:
             for i, rows in enumerate(mini_batches):
                 advantage_n, statistics = estimator(rows)

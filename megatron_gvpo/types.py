@@ -90,11 +90,15 @@ class Rows:
 
     def to(self, device: torch.device) -> Rows:
         """The same rows with their tensor columns on `device`; token ids stay on the host."""
-        moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Rows(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in moved.items()})
+        columns: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        moved: dict[str, Any] = {
+            name: value.to(device) if isinstance(value, Tensor) else value for name, value in columns.items()
+        }
+        return Rows(**moved)
 
     def with_columns(self, **columns: Tensor | None) -> Rows:
-        return replace(self, **columns)
+        changes: dict[str, Any] = dict(columns)
+        return replace(self, **changes)
 
     @staticmethod
     def from_groups(groups: Sequence[Group]) -> Rows:

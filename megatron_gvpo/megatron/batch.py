@@ -48,9 +48,7 @@ def plan(rows: Rows, dp_size: int, max_tokens: int, hidden_size: int, keep_group
     return Plan(per_rank, split)
 
 
-def _items(
-    rows: Rows, tokens: list[int], max_tokens: int, keep_groups: bool
-) -> tuple[list[list[int]], bool]:
+def _items(rows: Rows, tokens: list[int], max_tokens: int, keep_groups: bool) -> tuple[list[list[int]], bool]:
     """The indivisible units: whole groups that fit the budget, single sequences otherwise."""
     if not keep_groups:
         return [[i] for i in range(len(rows))], True
@@ -132,7 +130,10 @@ class TokenBatch:
 
     def to(self, device: torch.device) -> TokenBatch:
         return TokenBatch(
-            self.rows.to(device),
-            *(x.to(device) for x in (self.token_t, self.position_t, self.response_r, self.label_r)),
+            rows=self.rows.to(device),
+            token_t=self.token_t.to(device),
+            position_t=self.position_t.to(device),
+            response_r=self.response_r.to(device),
+            label_r=self.label_r.to(device),
             lengths=self.lengths,
         )

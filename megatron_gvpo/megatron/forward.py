@@ -56,7 +56,9 @@ def run(
     the last pipeline stage, and an empty list on the others. Gradients are left in the DDP buffers.
     """
     pad = parallel_state.get_tensor_model_parallel_world_size() if model.config.sequence_parallel else 1
-    scale = float(len(micro_batches) * parallel_state.get_data_parallel_world_size(with_context_parallel=True))
+    scale = float(
+        len(micro_batches) * parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    )
 
     def loss(rows: Rows, output: tuple[Any, ...]) -> tuple[Tensor, Any]:
         share, result = loss_function(rows, LinearLogprob(*output))

@@ -118,15 +118,14 @@ def build(model: ModelConfig, parallel: ParallelConfig) -> Model:
             provider.transformer_layer_spec = _local_block_spec
         provider.finalize()
         rotary: list[Any] = []
-        if on_cpu:
-            from megatron_gvpo.megatron.cpu.attention import defer_rotary
 
-            def defer(chunks: list[Any]) -> list[Any]:
+        def prepare(chunks: list[Any]) -> list[Any]:
+            if on_cpu:
+                from megatron_gvpo.megatron.cpu.attention import defer_rotary
+
                 rotary.extend(defer_rotary(chunk) for chunk in chunks)
-                return chunks
+            return chunks
 
-        else:
-            defer = None
         ddp = DistributedDataParallelConfig(
             use_distributed_optimizer=True,
             grad_reduce_in_fp32=True,
@@ -140,7 +139,7 @@ def build(model: ModelConfig, parallel: ParallelConfig) -> Model:
             bf16=half,
             fp16=False,
             use_cpu_initialization=on_cpu,
-            pre_wrap_hook=defer,
+            pre_wrap_hook=prepare,
         )
         bridge.load_hf_weights(chunks)
         vocab_size = int(bridge.hf_pretrained.config.vocab_size)
@@ -165,7 +164,9 @@ def _bridge(model: ModelConfig) -> Any:
     try:
         return bridge.AutoBridge.from_hf_pretrained(model.path, dtype=_DTYPES[model.dtype])
     except ValueError as error:
-        raise ConfigError(f"model.path={model.path}: Megatron-Bridge cannot build this model: {error}") from None
+        raise ConfigError(
+            f"model.path={model.path}: Megatron-Bridge cannot build this model: {error}"
+        ) from None
 
 
 def _configure(provider: Any, model: ModelConfig, parallel: ParallelConfig) -> None:
@@ -188,7 +189,11 @@ def _configure(provider: Any, model: ModelConfig, parallel: ParallelConfig) -> N
         "cross_entropy_loss_fusion": False,
     }
     if parallel.recompute == "full":
-        settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        settings |= {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
     elif parallel.recompute == "selective":
         settings |= {"recompute_granularity": "selective"}
     if not torch.cuda.is_available():
