@@ -15,6 +15,8 @@ class PromptOrder:
     The order of an epoch depends on nothing else, so that (epoch, position) is all there is to resume.
     """
 
+    _position: int
+
     def __init__(self, count: int, seed: int, shuffle: bool = True) -> None:
         if count < 1:
             raise ValueError(f"count={count}: there must be at least one prompt")
@@ -50,8 +52,7 @@ class PromptOrder:
         self._position = state["position"]
 
     def _start_epoch(self, epoch: int) -> None:
-        self._epoch: int = epoch
-        self._position: int = 0
+        self._epoch, self._position = epoch, 0
         order = np.arange(self._count)
         if self._shuffle:
             np.random.default_rng((self._seed, epoch)).shuffle(order)

@@ -1,0 +1,179 @@
+"""Rewards in processes of their own: a reward that hangs or crashes costs its rollout, not the run.
+
+Workers are plain subprocesses rather than `multiprocessing` ones, because those run the user's script
+again when they start. They answer job by job, so that it is always known which job took a worker down.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import batched
+from multiprocessing import Pipe
+from multiprocessing.connection import wait
+from types import TracebackType
+from typing import Any, Self
+
+from megatron_gvpo.config import ConfigError, RewardsConfig
+from megatron_gvpo.rewards.functions import Component, Job
+from megatron_gvpo.types import Group, Rollout
+
+_CHUNK = 32  # jobs sent at once: enough to hide the way there and back, few enough to share evenly
+
+
+class RewardPool:
+    """Worker processes that score rollouts; they live inside its context."""
+
+    def __init__(self, config: RewardsConfig) -> None:
+        names = [component.name for component in config.components]
+        if doubled := {name for name in names if names.count(name) > 1}:
+            raise ConfigError(f"rewards.components: the name {doubled.pop()!r} is given twice")
+        self._config = config
+        self._components = [Component(c.name, c.function, c.options) for c in config.components]
+        self._workers: list[_Worker] = []
+
+    def __enter__(self) -> Self:
+        """Start the workers. Raises ConfigError where a component's function cannot be loaded."""
+        try:
+            for _ in range(self._config.workers):
+                self._workers.append(_Worker(self._components, self._config.timeout))
+            for worker in self._workers:
+                worker.wait_until_ready()
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        while self._workers:
+            self._workers.pop().stop()
+
+    def score(self, groups: list[Group]) -> None:
+        """Fill in `rewards`, `reward` and `reward_errors` of every rollout.
+
+        A component that raises, exceeds the time limit, returns no finite number or kills its process
+        is 0 for that rollout, and the error is recorded. Equal responses to a prompt are scored once.
+        """
+        same: dict[Any, list[Rollout]] = {}
+        jobs = []
+        for g, group in enumerate(groups):
+            for rollout in group.rollouts:
+                key = (g, rollout.text, tuple(rollout.token_ids), rollout.finish_reason)
+                if key not in same:
+                    jobs += [Job(c, group.prompt, rollout) for c in range(len(self._components))]
+                same.setdefault(key, []).append(rollout)
+        answers = batched(self._evaluate(jobs), len(self._components))
+        for rollouts, answer in zip(same.values(), answers, strict=True):
+            for rollout in rollouts:
+                self._record(rollout, answer)
+
+    def _record(self, rollout: Rollout, answer: Sequence[float | str]) -> None:
+        named = {c.name: value for c, value in zip(self._components, answer, strict=True)}
+        rollout.reward_errors = {name: value for name, value in named.items() if isinstance(value, str)}
+        rollout.rewards = {name: 0.0 if isinstance(value, str) else value for name, value in named.items()}
+        rollout.reward = sum(c.weight * rollout.rewards[c.name] for c in self._config.components)
+
+    def _evaluate(self, jobs: Sequence[Job]) -> list[float | str]:
+        """Each job's value, or what went wrong."""
+        answers: dict[int, float | str] = {}
+        todo = deque(batched(range(len(jobs)), _CHUNK))
+        while len(answers) < len(jobs):
+            for i, worker in enumerate(self._workers):
+                if todo and not worker.pending:
+                    numbers = todo.popleft()
+                    try:
+                        worker.give(numbers, [jobs[number] for number in numbers])
+                    except OSError:  # it died while it had nothing to do: nobody's fault
+                        todo.appendleft(numbers)
+                        self._replace(i)
+            busy = [worker for worker in self._workers if worker.pending]
+            wait([worker.connection for worker in busy], min(worker.seconds_left for worker in busy))
+            for i, worker in enumerate(self._workers):
+                answers |= worker.take()
+                if worker.failure:
+                    answers[worker.pending.popleft()] = worker.failure
+                    if worker.pending:
+                        todo.appendleft(tuple(worker.pending))
+                    self._replace(i)
+        return [answers[number] for number in range(len(jobs))]
+
+    def _replace(self, i: int) -> None:
+        self._workers[i].stop()
+        self._workers[i] = _Worker(self._components, self._config.timeout)
+        self._workers[i].wait_until_ready()
+
+
+class _Worker:
+    """The trainer's end of one worker process, and the numbers of the jobs that it has yet to answer."""
+
+    def __init__(self, components: Sequence[Component], timeout: float) -> None:
+        self.pending: deque[int] = deque()
+        self.failure: str | None = None  # why the first of `pending` will never be answered
+        self._components, self._timeout = components, timeout
+        self.connection, theirs = Pipe()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "megatron_gvpo.rewards.worker", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # so that what a reward started ends with its worker
+            )
+
+    def wait_until_ready(self) -> None:
+        """Raises ConfigError where a component's function cannot be loaded."""
+        try:
+            self.connection.send((sys.path, self._components))
+            problem = self.connection.recv()
+        except (EOFError, OSError):
+            code = self.stop(patience=5.0)
+            raise ConfigError(f"rewards: a worker died while it started (exit code {code})") from None
+        if problem is not None:
+            index, text = problem
+            component = self._components[index]
+            key, value = ("function", component.function) if component.function else ("name", component.name)
+            raise ConfigError(f"rewards.components.{index}.{key}={value}: {text}")
+
+    def give(self, numbers: Sequence[int], jobs: Sequence[Job]) -> None:
+        """Raises OSError where the process is gone."""
+        self.connection.send(jobs)
+        self.pending.extend(numbers)
+        self._deadline = time.monotonic() + self._timeout
+
+    @property
+    def seconds_left(self) -> float:
+        return max(0.0, self._deadline - time.monotonic())
+
+    def take(self) -> dict[int, float | str]:
+        """The answers that have come; sets `failure` where the next one will not."""
+        answers: dict[int, float | str] = {}
+        try:
+            while self.pending and self.connection.poll():
+                value = self.connection.recv()
+                answers[self.pending.popleft()] = value
+                self._deadline = time.monotonic() + self._timeout
+        except (EOFError, OSError):
+            self.failure = f"it ended its process (exit code {self.stop(patience=5.0)})"
+        else:
+            if self.pending and not self.seconds_left:
+                self.failure = f"it took longer than rewards.timeout={self._timeout:g} seconds"
+        return answers
+
+    def stop(self, patience: float = 0.0) -> int:
+        """End the process, after `patience` seconds, and what it started; its exit code (-n: signal n)."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(patience)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self.connection.close()
+        return self._process.wait()

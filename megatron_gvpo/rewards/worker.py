@@ -1,0 +1,75 @@
+"""A reward worker: `python -m megatron_gvpo.rewards.worker FD`, started by `pool.RewardPool`.
+
+Over the connection with file descriptor FD it receives the trainer's module path and the components, and
+answers None, or the (index, problem) of a component that cannot be loaded. Then it receives lists of
+jobs and answers every job, in order, with its value or its error. No torch in here: a worker must start
+fast and stay small.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from numbers import Real
+from typing import Any
+
+from megatron_gvpo.rewards.functions import Job, load_reward
+
+
+def main() -> None:
+    _outlive_signals_but_not_the_parent()
+    connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
+    try:
+        path, components = connection.recv()
+        sys.path += [entry for entry in path if entry not in sys.path]
+        functions = []
+        for index, component in enumerate(components):
+            try:
+                functions.append(load_reward(component))
+            except ValueError as error:
+                return connection.send((index, str(error)))
+        import math_verify  # noqa: F401 - here, so that its two seconds count against no rollout
+
+        connection.send(None)
+        while True:
+            for job in connection.recv():
+                connection.send(_evaluate(functions[job.component], job))
+    except (EOFError, BrokenPipeError):
+        pass  # the pool is gone
+
+
+def _evaluate(function: Callable[..., Any], job: Job) -> float | str:
+    """The reward, or what went wrong."""
+    try:
+        value = function(job.prompt, job.rollout)
+    except (Exception, SystemExit) as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        return f"{type(error).__name__}: {error} ({os.path.basename(frame.filename)}, line {frame.lineno})"
+    if not isinstance(value, Real):
+        return f"it returned {type(value).__name__} instead of a number"
+    return float(value) if math.isfinite(value) else f"it returned {value}"
+
+
+def _outlive_signals_but_not_the_parent() -> None:
+    """Ctrl-C and Slurm's warnings reach every process, but only the trainer may decide what they mean."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        # A handler and not SIG_IGN, which whatever a reward starts would inherit.
+        signal.signal(number, lambda *_: None)
+    threading.Thread(target=_follow, args=(os.getppid(),), daemon=True).start()
+
+
+def _follow(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()
