@@ -6,9 +6,9 @@ gradients of logp and entropy H)
     dL/dz_j = g (1[j = label] - p_j) - e p_j (log p_j + H),   dX = dZ W / T,   dW = dZ^T X / T.
 
 The logits exist one tile at a time, in fp32, and become dZ in place. When the upstream gradient is
-known only after the forward, the backward recomputes the tiles (8 t h v flops in all); a tile is then
+known only after the forward, the backward recomputes the tiles (8 r h v flops in all); a tile is then
 all tokens by some columns, so that every row of W and of dW is visited once. When it is known before,
-one pass does everything (6 t h v); that needs whole softmax rows, so a tile is some tokens by all columns.
+one pass does everything (6 r h v); that needs whole softmax rows, so a tile is some tokens by all columns.
 
 Tiles of a shard and shards of a tensor-parallel group are the same thing: pieces of the vocabulary,
 each with its softmax statistics, merged by the online softmax (Milakov and Gimelshein, 2018).
@@ -125,13 +125,14 @@ class _Head:
     temperature: float
     entropy: bool
     tp_group: dist.ProcessGroup | None
-    logits_bytes: int
+    logits_bytes: int  # of one tile
 
     def slices(self, total: int, across: int, itemsize: int) -> list[slice]:
-        """Even slices of `total` such that a tile, one slice by `across` numbers, keeps to logits_bytes."""
-        longest = max(1, self.logits_bytes // (itemsize * max(across, 1)))
-        count = -(-total // longest)
-        return [slice(total * i // count, total * (i + 1) // count) for i in range(count)]
+        """Slices of `total` such that a tile, one slice by `across` numbers, keeps to logits_bytes."""
+        step = max(1, self.logits_bytes // (itemsize * max(across, 1)))
+        if step > 128:
+            step -= step % 128  # matrix products want aligned tiles
+        return [slice(start, min(start + step, total)) for start in range(0, total, step)]
 
     def logits(self, tile_rv: Tensor, x_rh: Tensor, w_vh: Tensor) -> Tensor:
         return _addmm_(tile_rv, x_rh, w_vh.T, beta=0, alpha=1 / self.temperature)
@@ -140,7 +141,7 @@ class _Head:
         if self.tp_group is None or stats_sr.shape[1] == 0:
             return stats_sr
         stats_ksr = stats_sr.new_empty(self.tp_group.size(), *stats_sr.shape)
-        dist.all_gather_into_tensor(stats_ksr.flatten(0, 1), stats_sr, self.tp_group)
+        dist.all_gather(list(stats_ksr), stats_sr, self.tp_group)
         return _merge(stats_ksr)
 
 
@@ -171,13 +172,13 @@ class _WeightsLate(torch.autograd.Function):
     def backward(ctx: Any, g_r: Tensor | None, e_r: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_rh, weight_vh, labels_r, stats_sr = ctx.saved_tensors
         head: _Head = ctx.head
-        max_r, sum_r, logp_r = stats_sr[0], stats_sr[1], _logp(stats_sr)
-        g_r = torch.zeros_like(logp_r) if g_r is None else g_r / head.temperature
-        p_factor_r, label_r = -g_r / sum_r, -g_r * torch.expm1(logp_r)
+        max_r, sum_r = stats_sr[0], stats_sr[1]
+        g_r = torch.zeros_like(sum_r) if g_r is None else g_r / head.temperature
+        # dZ = e^(z - max) (offset + slope (z - max)), but for the label's own g.
+        offset_r, slope_r = -g_r / sum_r, None
         if e_r is not None:
-            e_r, h_r = e_r / head.temperature, _entropy(stats_sr)
-            p_factor_r -= e_r * (h_r - sum_r.log()) / sum_r
-            label_r -= e_r * logp_r.exp() * (logp_r + h_r)
+            slope_r = -e_r / (sum_r * head.temperature)
+            offset_r += slope_r * (_entropy(stats_sr) - sum_r.log())
 
         slices = head.slices(head.columns, len(hidden_rh), stats_sr.itemsize)
         tile_rv = stats_sr.new_empty(len(hidden_rh), _longest(slices))
@@ -187,12 +188,12 @@ class _WeightsLate(torch.autograd.Function):
         for columns in slices:
             w_vh = _operand(weight_vh[columns])
             d_rv = head.logits(tile_rv[:, : _length(columns)], x_rh, w_vh).sub_(max_r[:, None])
-            if e_r is None:
-                d_rv.exp_().mul_(p_factor_r[:, None])
+            if slope_r is None:
+                d_rv.exp_().mul_(offset_r[:, None])
             else:
                 exp_rv = d_rv.exp()
-                d_rv.mul_((-e_r / sum_r)[:, None]).add_(p_factor_r[:, None]).mul_(exp_rv)
-            _put_(d_rv, labels_r - columns.start, label_r)
+                d_rv.mul_(slope_r[:, None]).add_(offset_r[:, None]).mul_(exp_rv)
+            _add_at_labels_(d_rv, labels_r - columns.start, g_r)
             d_rv = _operand(d_rv, weight_vh.dtype)
             if dx_rh is not None:
                 _addmm_(dx_rh, d_rv, w_vh)
@@ -203,7 +204,7 @@ class _WeightsLate(torch.autograd.Function):
 
 
 class _WeightsKnown(torch.autograd.Function):
-    """Computes the gradients of sum(weight_r * logp_r) in the forward and keeps them for the backward."""
+    """Computes the gradients of sum(weight_r * logp_r) in the forward; the backward scales them."""
 
     @staticmethod
     def forward(
@@ -221,18 +222,15 @@ class _WeightsKnown(torch.autograd.Function):
             d_rv = head.logits(tile_rv[: _length(rows)], x_rh[rows], w_vh)
             piece_sr = _exponentiate_(d_rv, labels_r[rows], head.entropy)
             stats_sr[:, rows] = merged_sr = head.merge_over_tp(piece_sr)
-            g_r = weight_r[rows] / head.temperature
+            g_r = weight_r[rows].to(dtype) / head.temperature
             d_rv.mul_((-g_r * (piece_sr[0] - merged_sr[0]).exp() / merged_sr[1])[:, None])
-            _put_(d_rv, labels_r[rows], -g_r * torch.expm1(_logp(merged_sr)))
+            _add_at_labels_(d_rv, labels_r[rows], g_r)
             d_rv = _operand(d_rv, weight_vh.dtype)
             if dx_rh is not None:
                 _addmm_(dx_rh[rows], d_rv, w_vh, beta=0)
             if dw_vh is not None:
                 _addmm_(dw_vh[: head.columns], d_rv.T, x_rh[rows])
-        ctx.gradients = [
-            None if dx_rh is None else dx_rh.to(hidden_rh.dtype),
-            None if dw_vh is None else dw_vh.to(weight_vh.dtype),
-        ]
+        ctx.gradients, ctx.dtype = (dx_rh, dw_vh), hidden_rh.dtype
         logp_r = _logp(stats_sr)
         entropy_r = _entropy(stats_sr) if head.entropy else None
         ctx.mark_non_differentiable(*[logp_r, entropy_r][: 1 + head.entropy])
@@ -242,10 +240,8 @@ class _WeightsKnown(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, _logp: None, _entropy: None, g: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
-            raise RuntimeError(
-                "the surrogate of linear_logprob backpropagates once: it hands its gradients over"
-            )
-        dx_rh, dw_vh = [None if d is None else d.mul_(g) for d in ctx.gradients]
+            raise RuntimeError("the surrogate of linear_logprob backpropagates once: its gradients are spent")
+        dx_rh, dw_vh = [None if d is None else d.mul_(g).to(ctx.dtype) for d in ctx.gradients]
         ctx.gradients = None
         return dx_rh, dw_vh, None, None, None
 
@@ -301,15 +297,11 @@ def _locate(z_rv: Tensor, labels_r: Tensor) -> tuple[Tensor, Tensor]:
     return labels_r.clamp(0, last), (labels_r >= 0) & (labels_r <= last)
 
 
-def _put_(d_rv: Tensor, labels_r: Tensor, value_r: Tensor) -> None:
-    """d_rv[i, labels_r[i]] <- value_r[i] where the label lies in this tile; no host synchronisation.
-
-    The label's column is p - 1 = expm1(logp), which p rounded in fp32 would lose for a confident policy.
-    """
+def _add_at_labels_(d_rv: Tensor, labels_r: Tensor, value_r: Tensor) -> None:
+    """d_rv[i, labels_r[i]] += value_r[i] where the label lies in this tile; no host synchronisation."""
     if d_rv.shape[1] > 0:
         index_r, owned_r = _locate(d_rv, labels_r)
-        old_r = d_rv.gather(1, index_r[:, None])[:, 0]
-        d_rv.scatter_(1, index_r[:, None], torch.where(owned_r, value_r, old_r)[:, None])
+        d_rv.scatter_add_(1, index_r[:, None], value_r.masked_fill(~owned_r, 0)[:, None])
 
 
 # Products: operands in the parameters' dtype on CUDA (tensor cores), results always in fp32. A CPU has no
