@@ -19,6 +19,8 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
+from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
+
 from megatron_gvpo.exchange import all_gather_msgpack
 from megatron_gvpo.megatron.parallel import megatron_device
 from megatron_gvpo.megatron.policy import Policy
@@ -139,7 +141,7 @@ def _everywhere(what: str, action: Any) -> None:
     problem = None
     try:
         action()
-    except Exception as error:  # whatever it is, the other ranks must hear of it
+    except (Exception, CheckpointException) as error:  # whatever it is, the other ranks must hear of it
         problem = f"{type(error).__name__}: {error}"
     problems = [p for p in all_gather_msgpack(problem) if p]
     if problems:
