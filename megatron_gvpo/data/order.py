@@ -15,20 +15,19 @@ class PromptOrder:
     The order of an epoch depends on nothing else, so that (epoch, position) is all there is to resume.
     """
 
-    _position: int
-
     def __init__(self, count: int, seed: int, shuffle: bool = True) -> None:
         if count < 1:
             raise ValueError(f"count={count}: there must be at least one prompt")
         self._count, self._seed, self._shuffle = count, seed, shuffle
-        self._start_epoch(0)
+        self._epoch, self._position, self._order = 0, 0, self._epoch_order(0)
 
     def take(self, k: int) -> list[int]:
         """The next `k` prompts' indices; they may straddle epochs."""
         taken: list[int] = []
         while len(taken) < k:
             if self._position == self._count:
-                self._start_epoch(self._epoch + 1)
+                self._epoch, self._position = self._epoch + 1, 0
+                self._order = self._epoch_order(self._epoch)
             end = min(self._position + k - len(taken), self._count)
             taken += self._order[self._position : end]
             self._position = end
@@ -48,12 +47,11 @@ class PromptOrder:
                 f"the checkpoint was trained on {state['count']} prompts, and data.train now has "
                 f"{self._count}: resume with the same data, or start a new run"
             )
-        self._start_epoch(state["epoch"])
-        self._position = state["position"]
+        self._epoch, self._position = state["epoch"], state["position"]
+        self._order = self._epoch_order(self._epoch)
 
-    def _start_epoch(self, epoch: int) -> None:
-        self._epoch, self._position = epoch, 0
+    def _epoch_order(self, epoch: int) -> list[int]:
         order = np.arange(self._count)
         if self._shuffle:
             np.random.default_rng((self._seed, epoch)).shuffle(order)
-        self._order: list[int] = order.tolist()
+        return [int(i) for i in order]

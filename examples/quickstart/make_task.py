@@ -1,0 +1,121 @@
+r"""The quickstart's material, made on the spot: a small model that knows nothing, and problems to learn.
+
+    python examples/quickstart/make_task.py --out DIR [--seed 0]
+
+writes DIR/model, a Hugging Face checkpoint of Qwen2's architecture (0.8 M random parameters, one token
+per character), and DIR/data with train.jsonl, validation.jsonl and test.parquet, whose prompts are all
+different. A problem is a sum, its worked solution takes one operation a line:
+
+    prompt    12+34-5=
+    solution  12+34=46
+              46-5=41
+              \boxed{41}
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from pathlib import Path
+from typing import NamedTuple
+
+import pyarrow
+import pyarrow.parquet
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+
+
+class Level(NamedTuple):
+    share: float  # of the problems of every split
+    operands: int
+    largest: int  # operand
+
+
+LEVELS = {
+    1: Level(share=0.25, operands=2, largest=99),
+    2: Level(share=0.25, operands=3, largest=99),
+    3: Level(share=0.25, operands=4, largest=99),
+    4: Level(share=0.25, operands=4, largest=999),
+}
+SIZES = {"train": 8192, "validation": 512, "test": 512}
+
+PAD, END, BOXED = "<|pad|>", "<|end|>", "\\boxed{"
+NEWLINE, SPACE = "ĊĠ"  # as byte-level BPE, which is what Qwen2 has, writes them
+TOKENS = [PAD, END, BOXED, "}", NEWLINE, SPACE, *"0123456789+-*="]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Make the quickstart's model and data.")
+    parser.add_argument("--out", type=Path, required=True, help="directory to write into")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    make_model(options.out / "model", options.seed)
+    make_data(options.out / "data", options.seed)
+
+
+def make_model(directory: Path, seed: int) -> None:
+    tokenizer = Qwen2Tokenizer(
+        vocab={token: i for i, token in enumerate(TOKENS)},
+        merges=[],
+        pad_token=PAD,
+        eos_token=END,
+        unk_token=None,
+    )
+    tokenizer.add_tokens(BOXED)
+    tokenizer.save_pretrained(directory)
+
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=len(TOKENS),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        pad_token_id=TOKENS.index(PAD),
+        bos_token_id=None,
+        eos_token_id=TOKENS.index(END),
+    )
+    Qwen2ForCausalLM(config).save_pretrained(directory)
+
+
+def make_data(directory: Path, seed: int) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    rng = random.Random(seed)
+    used: set[str] = set()
+    for split, size in SIZES.items():
+        records = []
+        while len(records) < size:
+            (number,) = rng.choices(list(LEVELS), [level.share for level in LEVELS.values()])
+            record = make_problem(LEVELS[number], rng) | {"level": number}
+            if record["prompt"] not in used:
+                used.add(record["prompt"])
+                records.append(record)
+        if split == "test":
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), directory / "test.parquet")
+        else:
+            lines = "".join(json.dumps(record) + "\n" for record in records)
+            (directory / f"{split}.jsonl").write_text(lines)
+
+
+def make_problem(level: Level, rng: random.Random) -> dict[str, str | int]:
+    value = rng.randint(1, level.largest)
+    prompt, steps = str(value), []
+    for _ in range(level.operands - 1):
+        sign, operand = rng.choice("+-"), rng.randint(1, level.largest)
+        result = value + operand if sign == "+" else value - operand
+        prompt += f"{sign}{operand}"
+        steps.append(f"{value}{sign}{operand}={result}\n")
+        value = result
+    return {
+        "prompt": f"{prompt}=",
+        "solution": "".join(steps) + rf"\boxed{{{value}}}",
+        "answer": str(value),
+    }
+
+
+if __name__ == "__main__":
+    main()
