@@ -63,14 +63,14 @@ def engine(checkpoint: str) -> LocalEngine:
     return loaded_engine(checkpoint)
 
 
-def loaded_engine(checkpoint: str, batch_size: int = 64) -> LocalEngine:
+def loaded_engine(checkpoint: str, batch_size: int = 4096) -> LocalEngine:
     engine = empty_engine(checkpoint, batch_size)
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     InProcess(engine).push(model.state_dict().items(), version=1)
     return engine
 
 
-def empty_engine(checkpoint: str, batch_size: int = 64) -> LocalEngine:
+def empty_engine(checkpoint: str, batch_size: int = 4096) -> LocalEngine:
     return LocalEngine(
         checkpoint,
         PreTrainedTokenizerFast.from_pretrained(checkpoint),

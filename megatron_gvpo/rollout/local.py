@@ -1,7 +1,7 @@
 """The embedded engine: a transformers model in this process, sampled by a plain decoding loop.
 
-The loop replaces `model.generate` because it does less work: a prompt is encoded once for its n samples,
-finished rows leave the batch, and only the current step's logits exist.
+The loop replaces `model.generate`, which samples half as many tokens a second from ragged responses: here a
+prompt is encoded once for its n samples, and finished rows leave the batch. Only one step's logits exist.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, TopPLogitsWarper
 
 from megatron_gvpo.config import SamplingConfig
+from megatron_gvpo.rollout.attention import GROUPED_SDPA
 from megatron_gvpo.rollout.engine import Request
 from megatron_gvpo.types import Rollout
 
@@ -49,6 +50,8 @@ class LocalEngine:
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices), self.device:
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path), dtype=dtype)
+        if model.config._attn_implementation == "sdpa":  # some models do not support it
+            model.set_attn_implementation(GROUPED_SDPA)
         self.model = model.eval().requires_grad_(False)
 
     @contextmanager
