@@ -33,6 +33,7 @@ class Trainer:
         check_layout(config, int(os.environ.get("WORLD_SIZE", "1")))
         self.config = config
         self.callbacks = list(callbacks)
+        self._samples_from_policy = config.algorithm.sampler == "engine"
         self.is_main = int(os.environ.get("RANK", "0")) == 0
         self.parts = Parts(config)
         found = self.parts.resume() if resume else None
@@ -79,7 +80,7 @@ class Trainer:
             results = [parts.policy.update(rows, at_step_start=i == 0) for i, rows in enumerate(mini_batches)]
             parts.policy.end_step()
         self.step, self._resume_point = step, parts.state_dict()
-        if self.config.algorithm.sampler == "engine":
+        if self._samples_from_policy:
             parts.sync(step)
         seconds, phases = time.perf_counter() - begin, timer.take()
         for result in results:
@@ -102,7 +103,8 @@ class Trainer:
             interrupt.check()
             seed = parts.order.seed_for_next()
             prompts = [parts.prompts[i] for i in parts.order.take(self.config.train.prompts_per_step)]
-            parts.sync(self.step)
+            if self._samples_from_policy:
+                parts.sync(self.step)
             groups = parts.sampler.sample(prompts, seed)
             if (batch := parts.batch_policy.offer(groups)) is not None:
                 return batch
@@ -110,7 +112,7 @@ class Trainer:
 
     def _mini_batches(self, groups: Sequence[Group]) -> tuple[list[Rows], Metrics]:
         """Whole groups to the rows of each optimizer update, with their advantages."""
-        metrics = rollout_statistics(groups)
+        metrics = rollout_statistics(groups) if self._samples_from_policy else {}
         metrics |= {f"batch/{name}": value for name, value in self.parts.batch_policy.metrics.items()}
         count, estimator = self.config.train.mini_batches, self.config.algorithm.estimator
         bounds = [len(groups) * i // count for i in range(count + 1)]

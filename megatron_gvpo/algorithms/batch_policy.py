@@ -35,7 +35,7 @@ class KeepAll(Block):
     name: Literal["keep_all"] = "keep_all"
 
     def build(self, batch_groups: int) -> BatchPolicy:
-        return Accumulator(batch_groups, threshold=0.0, max_rounds=1)
+        return Everything()
 
 
 class Accumulate(Block):
@@ -52,6 +52,21 @@ class Accumulate(Block):
 
     def build(self, batch_groups: int) -> BatchPolicy:
         return Accumulator(batch_groups, self.threshold, self.max_rounds)
+
+
+class Everything:
+    """Every batch as it comes; holds nothing."""
+
+    metrics: dict[str, float] = {}  # noqa: RUF012 - never filled
+
+    def offer(self, groups: Sequence[Group]) -> list[Group] | None:
+        return list(groups)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        pass
 
 
 class Accumulator:

@@ -71,8 +71,7 @@ def complete(root: Path) -> list[Path]:
 
 
 def _sharded_state(policy: Policy, loading: bool) -> dict[str, Any]:
-    (chunk,) = policy.model.chunks
-    model = chunk.sharded_state_dict()
+    model = _bare(policy).sharded_state_dict()
     optimizer = policy.optimizer.megatron.sharded_state_dict(
         model, is_loading=loading, metadata=_OPTIMIZER_SHARDING
     )
@@ -95,22 +94,29 @@ def _write(directory: Path, policy: Policy) -> None:
                 ema.mkdir()
             dist.barrier()
             with policy.shadow.lent():
-                (chunk,) = policy.model.chunks
-                dist_checkpointing.save({"model": chunk.sharded_state_dict()}, str(ema))
+                dist_checkpointing.save({"model": _bare(policy).sharded_state_dict()}, str(ema))
 
 
 def _read(directory: Path, policy: Policy) -> None:
-    (chunk,) = policy.model.chunks
-    with megatron_device():
+    model = _bare(policy)
+    with megatron_device(), torch.no_grad():
         if policy.shadow is not None:
-            reference = {"model": chunk.sharded_state_dict()}
-            chunk.load_state_dict(dist_checkpointing.load(reference, str(directory / "reference"))["model"])
+            reference = {"model": model.sharded_state_dict()}
+            model.load_state_dict(dist_checkpointing.load(reference, str(directory / "reference"))["model"])
             policy.shadow.capture()
         loaded = dist_checkpointing.load(_sharded_state(policy, loading=True), str(directory))
-        chunk.load_state_dict(loaded["model"])
+        model.load_state_dict(loaded["model"])
         policy.optimizer.load_state_dict(loaded["optimizer"])
         policy.optimizer.scheduler.load_state_dict(loaded["schedule"])
         _restore_random_state(loaded["random"])
+
+
+def _bare(policy: Policy) -> Any:
+    """The model without the wrappers for data parallelism and mixed precision."""
+    (model,) = policy.model.chunks
+    while hasattr(model, "module"):
+        model = model.module
+    return model
 
 
 def _random_state() -> dict[str, Any]:
