@@ -219,7 +219,8 @@ def test_gvpo_worked_example(form, norm, divisor):
     torch.testing.assert_close(weight_r, -0.1 * e / divisor)
     if form != "nll":
         assert metrics["loss"] == pytest.approx(0.4284375 / divisor)
-    assert metrics["drift"] == pytest.approx(0.125)
+    d = torch.tensor([0.5, -0.5, 0.0, 0.5])
+    assert metrics["kl"] == pytest.approx(float((d.exp() - 1 - d).mean()))
     assert metrics["residual_variance"] == pytest.approx(2 * 0.1428125)
     assert metrics["reward_variance"] == pytest.approx(1 / 3)
 

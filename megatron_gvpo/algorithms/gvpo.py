@@ -82,8 +82,10 @@ class GVPO(Loss):
             "residual_variance": (unbiased_n * error_n.detach() ** 2).sum(),
         }
         if rows.ref_logp_r is not None and "cov" in self.terms:
-            drift_n = rows.sequence_sum(inputs.logp_r.detach() - rows.ref_logp_r)
-            metrics["drift"] = drift_n.sum() / totals.sequences
+            # Schulman's k3 of KL(reference || policy) per token: exact in expectation over the reference's
+            # samples, and never negative.
+            log_ratio_r = inputs.logp_r.detach() - rows.ref_logp_r
+            metrics["kl"] = (log_ratio_r.exp() - 1 - log_ratio_r).sum() / totals.tokens
         return share, metrics
 
     def _log_ratio(self, inputs: LossInputs) -> Tensor:

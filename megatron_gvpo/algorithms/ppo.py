@@ -51,7 +51,7 @@ class PPO(Loss):
         loss_r = -unclipped_r.minimum(clipped_r)
         metrics = {
             "clip_fraction": (clipped_r < unclipped_r).sum() / totals.tokens,
-            "kl_old": (ratio_r - 1 - log_ratio_r).detach().sum() / totals.tokens,
+            "kl": (ratio_r - 1 - log_ratio_r).detach().sum() / totals.tokens,
         }
         if self.kl_coef:
             assert rows.ref_logp_r is not None, "kl_coef needs the reference's log-probs (Loss.anchors)"

@@ -178,12 +178,12 @@ def show(name: str, value: float) -> str:
     """A metric's value as people read it."""
     if not math.isfinite(value):
         return str(value)
+    if name.endswith("length"):
+        return f"{value:.1f}"
     if name.startswith("eval/"):
         return f"{value:.1%}"
     if name == "reward/mean":
         return f"{value:.3f}"
-    if name == "response/length":
-        return f"{value:.1f}"
     if name == "throughput/tokens_per_s":
         return f"{value / 1000:.1f}k" if value >= 10_000 else f"{value:.0f}"
     return f"{value:.3g}"
