@@ -126,12 +126,7 @@ def build(model: ModelConfig, parallel: ParallelConfig) -> Model:
                 rotary.extend(defer_rotary(chunk) for chunk in chunks)
             return chunks
 
-        ddp = DistributedDataParallelConfig(
-            use_distributed_optimizer=True,
-            grad_reduce_in_fp32=True,
-            overlap_grad_reduce=not on_cpu,
-            overlap_param_gather=not on_cpu,
-        )
+        ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
         half = model.dtype == "bfloat16"
         chunks = provider.provide_distributed_model(
             ddp_config=ddp,
