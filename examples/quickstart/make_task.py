@@ -18,7 +18,7 @@ import argparse
 import json
 import random
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow
 import pyarrow.parquet
@@ -32,11 +32,12 @@ class Level(NamedTuple):
     largest: int  # operand
 
 
+# A level needs more different problems than the splits take of it.
 LEVELS = {
-    1: Level(share=0.25, operands=2, largest=99),
-    2: Level(share=0.25, operands=3, largest=99),
-    3: Level(share=0.25, operands=4, largest=99),
-    4: Level(share=0.25, operands=4, largest=999),
+    1: Level(share=0.25, operands=2, largest=50),
+    2: Level(share=0.25, operands=3, largest=20),
+    3: Level(share=0.25, operands=4, largest=20),
+    4: Level(share=0.25, operands=4, largest=50),
 }
 SIZES = {"train": 8192, "validation": 512, "test": 512}
 
@@ -74,6 +75,7 @@ def make_model(directory: Path, seed: int) -> None:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=256,
+        initializer_range=0.06,  # about 1 / sqrt(hidden size): so small a model learns faster from there
         tie_word_embeddings=False,
         pad_token_id=TOKENS.index(PAD),
         bos_token_id=None,
@@ -88,12 +90,12 @@ def make_data(directory: Path, seed: int) -> None:
     used: set[str] = set()
     for split, size in SIZES.items():
         records = []
-        while len(records) < size:
-            (number,) = rng.choices(list(LEVELS), [level.share for level in LEVELS.values()])
-            record = make_problem(LEVELS[number], rng) | {"level": number}
-            if record["prompt"] not in used:
-                used.add(record["prompt"])
-                records.append(record)
+        for number in rng.choices(list(LEVELS), [level.share for level in LEVELS.values()], k=size):
+            record = make_problem(LEVELS[number], rng)
+            while record["prompt"] in used:  # another one of the same level, so that all splits are alike
+                record = make_problem(LEVELS[number], rng)
+            used.add(record["prompt"])
+            records.append(record | {"level": number})
         if split == "test":
             pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), directory / "test.parquet")
         else:
@@ -101,7 +103,7 @@ def make_data(directory: Path, seed: int) -> None:
             (directory / f"{split}.jsonl").write_text(lines)
 
 
-def make_problem(level: Level, rng: random.Random) -> dict[str, str | int]:
+def make_problem(level: Level, rng: random.Random) -> dict[str, Any]:
     value = rng.randint(1, level.largest)
     prompt, steps = str(value), []
     for _ in range(level.operands - 1):

@@ -98,7 +98,7 @@ class RewardPool:
                         todo.appendleft(numbers)
                         self._replace(i)
             busy = [worker for worker in self._workers if worker.pending]
-            wait([worker.connection for worker in busy], min(worker.seconds_left for worker in busy))
+            wait([worker.connection for worker in busy], min((w.seconds_left for w in busy), default=0.0))
             for i, worker in enumerate(self._workers):
                 answers |= worker.take()
                 if worker.failure:
