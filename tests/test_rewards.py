@@ -217,7 +217,7 @@ def test_a_function_of_a_module(functions: str, monkeypatch: pytest.MonkeyPatch)
 def test_a_bad_reward_costs_its_rollout_only(functions: str) -> None:
     expected = {
         "fine": None,
-        "raise": "KeyError: 'no such thing' (my_rewards.py, line 18)",
+        "raise": "KeyError: 'no such thing' (my_rewards.py, line 19)",
         "leave": "SystemExit: 3",
         "nan": "it returned nan",
         "infinite": "it returned inf",
@@ -225,10 +225,10 @@ def test_a_bad_reward_costs_its_rollout_only(functions: str) -> None:
         "none": "it returned NoneType instead of a number",
         "recursion": "RecursionError: ",
         "crash": "it ended its process (exit code 7)",
-        "hang": "it took longer than rewards.timeout=1 seconds",
+        "hang": "it took longer than rewards.timeout=3 seconds",
         "still fine": None,
     }
-    rewards = config(user(functions, "as_told"), RewardConfig(name="format"), timeout=1.0)
+    rewards = config(user(functions, "as_told"), RewardConfig(name="format"), timeout=3.0)
     for rollout, error in zip(score(rewards, *expected), expected.values(), strict=True):
         assert rollout.rewards == {"as_told": 0.0 if error else 1.0, "format": 0.0}
         assert rollout.reward == rollout.rewards["as_told"]
@@ -238,7 +238,7 @@ def test_a_bad_reward_costs_its_rollout_only(functions: str) -> None:
 
 def test_the_clock_is_of_one_rollout_not_of_all(functions: str) -> None:
     texts = ["fine", "hang", "crash", "hang", *map(str, range(100))]
-    rollouts = score(config(user(functions, "as_told"), timeout=0.5, workers=2), *texts)
+    rollouts = score(config(user(functions, "as_told"), timeout=3.0, workers=2), *texts)
     assert [rollout.reward for rollout in rollouts] == [1.0, 0.0, 0.0, 0.0] + [1.0] * 100
 
 
@@ -278,7 +278,7 @@ def test_workers_do_not_load_torch(functions: str) -> None:
         ({"function": "my_rewards.py"}, "expected module:function or path/file.py:function"),
         ({"function": "nowhere.py:length"}, "there is no file nowhere.py"),
         ({"function": "no_such_module:f"}, "importing no_such_module failed: ModuleNotFoundError"),
-        ({"function": "{file}:lenght"}, "has no function 'lenght'; it has: length, level"),
+        ({"function": "{file}:lenght"}, "has no function 'lenght'; it has: as_told, length, level, noted"),
         ({"function": "{file}:number"}, "has no function 'number'"),
         ({"function": "{file}:length", "options": {"scales": 1}}, "unexpected keyword argument 'scales'"),
         ({"function": "{broken}:f"}, "failed: SyntaxError"),
@@ -331,7 +331,7 @@ def running(marker: str) -> Iterator[int]:
 
 def test_nothing_outlives_its_pool(functions: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MARKER", marker := f"reward-test-{os.getpid()}-{time.time()}")
-    rollouts = score(config(user(functions, "as_told"), timeout=0.5, workers=2), "spawn", "fine")
+    rollouts = score(config(user(functions, "as_told"), timeout=3.0, workers=2), "spawn", "fine")
     assert [rollout.reward for rollout in rollouts] == [0.0, 1.0]
     assert not children() and not list(running(marker))
 

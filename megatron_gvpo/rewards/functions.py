@@ -66,7 +66,11 @@ def _load_function(spec: str) -> Callable[..., Any]:
         raise ValueError(f"importing {source} failed: {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)
     if not callable(function):
-        there = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        there = [
+            key
+            for key, f in inspect.getmembers(module, inspect.isfunction)
+            if f.__module__ == module.__name__
+        ]
         raise ValueError(f"{source} has no function {name!r}; it has: {', '.join(there) or 'none'}")
     return function
 

@@ -1,0 +1,45 @@
+r"""The reward for a right answer, as math-verify judges it.
+
+It runs in a worker that can be killed, so math-verify's own time limits, which need SIGALRM, are off.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+
+from math_verify import LatexExtractionConfig, parse, verify
+from sympy import Add, Basic, Function, Mul, Pow
+
+from megatron_gvpo.groups import Prompt, Rollout
+from megatron_gvpo.rewards.boxed import boxed
+
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off
+
+_INTEGER = re.compile(r"[+-]?[0-9]{1,100}")
+_LATEX = [LatexExtractionConfig()]
+
+
+def verify_math(prompt: Prompt, response: Rollout) -> float:
+    r"""1 if the last `\boxed{}` of the response equals the prompt's answer as mathematics, else 0.
+
+    math-verify judges. Where the answer is an integer, the box must state a number: `12+34` equals 46,
+    but it is the question. Raises ValueError for a prompt without an answer.
+    """
+    if prompt.answer is None:
+        raise ValueError("the prompt has no answer to compare with")
+    gold, given = boxed(prompt.answer) or prompt.answer.strip(), boxed(response.text)
+    if not given:
+        return 0.0
+    if given == gold:
+        return 1.0
+    if _INTEGER.fullmatch(gold) and _INTEGER.fullmatch(given):
+        return float(int(given) == int(gold))
+    return float(_equal(gold, given))
+
+
+def _equal(gold: str, given: str) -> bool:
+    golds, givens = (parse(rf"\boxed{{{text}}}", _LATEX, parsing_timeout=None) for text in (gold, given))
+    if _INTEGER.fullmatch(gold):
+        givens = [v for v in givens if isinstance(v, Basic) and not v.has(Add, Mul, Pow, Function)]
+    return bool(verify(golds, givens, timeout_seconds=None))
