@@ -8,7 +8,9 @@ three in turn, `--rounds` times:
   known  linear_logprob with weight_r; w is given to the forward
 
 Memory is the peak beyond the inputs, dX and dW. Times are of one forward and backward; ratios are
-medians over the rounds of ratios to the same round's naive time, because machines are noisy.
+medians over the rounds of ratios to the same round's naive time, because machines are noisy. "busy" is
+CPU seconds over wall seconds times threads: well under 1 on a CPU, others had the cores and wall times
+say little.
 """
 
 from __future__ import annotations
@@ -33,16 +35,16 @@ def main() -> None:
     if args.mode is not None:
         print(json.dumps(measure(args)))
         return
+    path = args.out or Path(__file__).parent / "results" / f"linear_logprob_{args.device}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     rounds: list[dict[str, dict[str, float]]] = []
     for i in range(args.rounds):
         rounds.append({mode: run_in_process(mode, args) for mode in MODES})
         shown = ", ".join(f"{mode} {rounds[-1][mode]['wall_s']:.1f} s" for mode in MODES)
         print(f"round {i + 1}/{args.rounds}: {shown}", file=sys.stderr, flush=True)
-    report = summarise(args, rounds)
+        report = summarise(args, rounds)
+        path.write_text(json.dumps(report, indent=2) + "\n")
     print_table(report)
-    path = args.out or Path(__file__).parent / "results" / f"linear_logprob_{args.device}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=2) + "\n")
 
 
 def parse() -> argparse.Namespace:
@@ -146,12 +148,14 @@ def summarise(args: argparse.Namespace, rounds: list[dict[str, dict[str, float]]
     }
     shape = {name: getattr(args, name) for name in ("tokens", "hidden", "vocab", "dtype", "logits_mib")}
     modes = {}
+    threads = machine["threads"]
     for mode in MODES:
         runs = [r[mode] for r in rounds]
         modes[mode] = {
             "extra_mb": round(max(run["extra_mb"] for run in runs)),
             "wall_s": round(median(run["wall_s"] for run in runs), 3),
             "cpu_s": round(median(run["cpu_s"] for run in runs), 3),
+            "busy": round(median(run["cpu_s"] / run["wall_s"] / threads for run in runs), 2),
             "wall_ratio": round(median(r[mode]["wall_s"] / r["naive"]["wall_s"] for r in rounds), 3),
             "cpu_ratio": round(median(r[mode]["cpu_s"] / r["naive"]["cpu_s"] for r in rounds), 3),
         }
@@ -161,10 +165,14 @@ def summarise(args: argparse.Namespace, rounds: list[dict[str, dict[str, float]]
 def print_table(report: dict) -> None:
     shape = report["shape"]
     print(f"T={shape['tokens']} H={shape['hidden']} V={shape['vocab']} {shape['dtype']}, {report['machine']}")
-    print(f"{'':6} {'beyond in, dX, dW':>18} {'wall':>9} {'CPU':>9} {'wall/naive':>11} {'CPU/naive':>10}")
+    print(
+        f"{'':6} {'beyond in, dX, dW':>18} {'wall':>9} {'CPU':>9} {'busy':>5} "
+        f"{'wall/naive':>11} {'CPU/naive':>10}"
+    )
     for mode, row in report["modes"].items():
         print(
             f"{mode:6} {row['extra_mb']:>15} MB {row['wall_s']:>7.2f} s {row['cpu_s']:>7.2f} s "
+            f"{row['busy']:>5.2f} "
             f"{row['wall_ratio']:>11.2f} {row['cpu_ratio']:>10.2f}"
         )
 

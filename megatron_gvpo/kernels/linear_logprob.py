@@ -130,8 +130,8 @@ class _Head:
     def slices(self, total: int, across: int, itemsize: int) -> list[slice]:
         """Slices of `total` such that a tile, one slice by `across` numbers, keeps to logits_bytes."""
         step = max(1, self.logits_bytes // (itemsize * max(across, 1)))
-        if step > 128:
-            step -= step % 128  # matrix products want aligned tiles
+        if step > 16:
+            step -= step % 16  # matrix products want aligned rows
         return [slice(start, min(start + step, total)) for start in range(0, total, step)]
 
     def logits(self, tile_rv: Tensor, x_rh: Tensor, w_vh: Tensor) -> Tensor:
