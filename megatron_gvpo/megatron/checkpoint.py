@@ -17,10 +17,17 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-
+from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 
+from megatron_gvpo.config import ConfigError
 from megatron_gvpo.exchange import all_gather_msgpack
 from megatron_gvpo.megatron.parallel import megatron_device
 from megatron_gvpo.megatron.policy import Policy
@@ -36,7 +43,7 @@ class CheckpointError(RuntimeError):
 def save(root: Path, step: int, policy: Policy, state: dict[str, Any], keep: int) -> Path:
     """Write `root`/step_<step> and remove all but the newest `keep`. A collective.
 
-    Raises CheckpointError on every rank when any rank fails to write.
+    `state` holds JSON values. Raises CheckpointError on every rank when any rank fails to write.
     """
     final = root / f"step_{step:08d}"
     aside = final.with_name(final.name + _PARTIAL)
@@ -44,7 +51,9 @@ def save(root: Path, step: int, policy: Policy, state: dict[str, Any], keep: int
     _everywhere(f"cannot write {final}", lambda: _write(aside, policy))
 
     def finish() -> None:
-        (aside / "state.json").write_text(json.dumps({"step": step, **state}))
+        record = {"step": step, "layout": _layout(policy), **state}
+        # Prompts carry their data record, in which Parquet may have dates: nothing that a run reads again.
+        (aside / "state.json").write_text(json.dumps(record, default=str))
         if final.exists():  # saved before, by a run that this one repeats
             shutil.rmtree(final)
         os.replace(aside, final)
@@ -58,9 +67,21 @@ def save(root: Path, step: int, policy: Policy, state: dict[str, Any], keep: int
 def load(directory: Path, policy: Policy) -> dict[str, Any]:
     """Restore the policy from a checkpoint of the same layout; returns the trainer's state. A collective.
 
-    Raises CheckpointError.
+    Raises ConfigError for another layout and CheckpointError for anything that cannot be read.
     """
-    state: dict[str, Any] = json.loads((directory / "state.json").read_text())
+    try:
+        state: dict[str, Any] = json.loads((directory / "state.json").read_text())
+        theirs, ours = state["layout"], _layout(policy)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{directory / 'state.json'} is no state of a checkpoint of this program: "
+            f"{type(error).__name__}: {error}"
+        ) from None
+    if theirs != ours:
+        raise ConfigError(
+            f"{directory} was written with {_named(theirs)}, and this run has {_named(ours)}: "
+            "resume with the same layout"
+        )
     _everywhere(f"cannot read {directory}", lambda: _read(directory, policy))
     return state
 
@@ -87,14 +108,15 @@ def _sharded_state(policy: Policy, loading: bool) -> dict[str, Any]:
 
 def _write(directory: Path, policy: Policy) -> None:
     with megatron_device():
-        dist_checkpointing.save(_sharded_state(policy, loading=False), str(directory))
+        dist_checkpointing.save(_sharded_state(policy, loading=False), str(directory), _InThisProcess())
         if policy.shadow is not None:
             ema = directory / "reference"
             if dist.get_rank() == 0:
                 ema.mkdir()
             dist.barrier()
             with policy.shadow.lent():
-                dist_checkpointing.save({"model": _bare(policy).sharded_state_dict()}, str(ema))
+                state = {"model": _bare(policy).sharded_state_dict()}
+                dist_checkpointing.save(state, str(ema), _InThisProcess())
 
 
 def _read(directory: Path, policy: Policy) -> None:
@@ -109,6 +131,37 @@ def _read(directory: Path, policy: Policy) -> None:
         policy.optimizer.load_state_dict(loaded["optimizer"])
         policy.optimizer.scheduler.load_state_dict(loaded["schedule"])
         _restore_random_state(loaded["random"])
+
+
+class _InThisProcess(TorchDistSaveShardedStrategy):
+    """Writes with PyTorch's own writer.
+
+    megatron-core's asynchronous one, which it uses in every case, starts a process by `spawn`: that takes
+    seconds, and runs the user's script a second time.
+    """
+
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
+        renamed, *_ = _replace_state_dict_keys_with_sharded_keys(
+            sharded_state_dict, keep_only_main_replica=True
+        )
+        torch_checkpoint.save(
+            mcore_to_pyt_state_dict(renamed, False),
+            storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir),
+            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+        )
+
+
+def _layout(policy: Policy) -> dict[str, int]:
+    model = policy.model.config
+    return {
+        "parallel.tp": model.tensor_model_parallel_size,
+        "parallel.pp": model.pipeline_model_parallel_size,
+        "processes": dist.get_world_size(),
+    }
+
+
+def _named(layout: dict[str, int]) -> str:
+    return ", ".join(f"{name}={size}" for name, size in layout.items())
 
 
 def _bare(policy: Policy) -> Any:
