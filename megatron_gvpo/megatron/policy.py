@@ -72,15 +72,7 @@ class Policy:
             temperature=self._temperature,
             forward_only=True,
         )
-        logp_r = torch.zeros(int(rows.length_n.sum()), dtype=torch.float32)
-        if _owns_results():
-            for index, values in zip(micro_batches, scored, strict=True):
-                spans = [torch.arange(rows.offsets[i], rows.offsets[i + 1]) for i in index]
-                if spans:
-                    logp_r[torch.cat(spans)] = values.float().cpu()
-        # Everyone but the owner of a row contributes zeros, so the sum is exact.
-        dist.all_reduce(logp_r)
-        return logp_r
+        return _gather(rows, micro_batches, scored)
 
     def update(self, rows: Rows, *, at_step_start: bool) -> UpdateResult:
         """One optimizer update on `rows`, which hold whole groups.
@@ -89,37 +81,40 @@ class Policy:
         the present policy; the rows' columns of such anchors need not be filled.
         """
         loss, totals = self._loss, Totals.of(rows)
-        mine, split = self._plan(rows, keep_groups=loss.couples_groups)
-        rows, whole = self._known_weights(rows, totals, at_step_start, loss.couples_groups and split)
+        mine, some_split = self._plan(rows, keep_groups=loss.couples_groups)
+        split = some_split and loss.couples_groups
+        rows = self._known_weights(rows, totals, at_step_start, split)
 
-        def share(rows: Rows, output: LinearLogprob) -> tuple[Tensor, dict[str, float]]:
+        def share(rows: Rows, output: LinearLogprob) -> tuple[Tensor, Any]:
+            if split:
+                assert output.surrogate is not None, "a split group needs its weights before the forward"
+                return output.surrogate, output.logp_r.detach()
             anchored = _anchored(rows, output.logp_r.detach())
-            if output.surrogate is None:
-                value, metrics = loss(LossInputs(anchored, output.logp_r, totals, output.entropy_r))
-                return value, _floats({"loss": value, **metrics})
-            if whole is not None:
-                return output.surrogate, {}
-            value, metrics = loss(LossInputs(anchored, output.logp_r, totals))
-            return output.surrogate, _floats({"loss": value, **metrics})
+            value, metrics = loss(LossInputs(anchored, output.logp_r, totals, output.entropy_r))
+            trained = value if output.surrogate is None else output.surrogate
+            return trained, _floats({"loss": value, **metrics})
 
         self.optimizer.zero_grad()
-        shares = forward.run(
+        results = forward.run(
             self.model,
             [rows.select(index) for index in mine],
             share,
             temperature=self._temperature,
             entropy=loss.wants_entropy,
         )
-        metrics = _sum_over_ranks(shares if _owns_results() else [])
-        return UpdateResult(self.optimizer.apply(), _floats(whole) if whole is not None else metrics)
+        if split:  # the loss and its metrics, too, are defined on whole groups only
+            logp_r = _gather(rows, mine, results)
+            value, shares = loss(LossInputs(_anchored(rows, logp_r), logp_r, totals))
+            metrics = _floats({"loss": value, **shares})
+        else:
+            metrics = _sum_over_ranks(results if _owns_results() else [])
+        return UpdateResult(self.optimizer.apply(), metrics)
 
-    def _known_weights(
-        self, rows: Rows, totals: Totals, at_step_start: bool, split: bool
-    ) -> tuple[Rows, Metrics | None]:
+    def _known_weights(self, rows: Rows, totals: Totals, at_step_start: bool, split: bool) -> Rows:
         """Fill `weight_r` where dL/dlogp can be had before the forward: the head then needs one pass less.
 
         Where a coupled group is `split` over micro-batches there is no other way, and a scoring pass at
-        the present weights finds them. Then the metrics, too, can only be had here, of all rows at once.
+        the present weights finds them.
         """
         loss = self._loss
         if loss.linear or (at_step_start and loss.known_at_step_start):
@@ -128,9 +123,9 @@ class Policy:
         elif split:
             logp_r = self.score(rows)
         else:
-            return rows, None
-        weight_r, metrics = token_weights(loss, _anchored(rows, logp_r), logp_r, totals)
-        return rows.with_columns(weight_r=weight_r), metrics if split else None
+            return rows
+        weight_r, _ = token_weights(loss, _anchored(rows, logp_r), logp_r, totals)
+        return rows.with_columns(weight_r=weight_r)
 
     def end_step(self) -> None:
         """Move a reference that follows the policy."""
@@ -146,6 +141,19 @@ class Policy:
         dp_size = parallel_state.get_data_parallel_world_size()
         whole = plan(rows, dp_size, self._budget, self.model.config.hidden_size, keep_groups)
         return whole.micro_batches[parallel_state.get_data_parallel_rank()], whole.split_groups
+
+
+def _gather(rows: Rows, micro_batches: list[list[int]], scored: list[Tensor]) -> Tensor:
+    """Every rank's log-probs of its micro-batches -> fp32 [r] of all rows, on the CPU of every rank."""
+    logp_r = torch.zeros(int(rows.length_n.sum()), dtype=torch.float32)
+    if _owns_results():
+        for index, values in zip(micro_batches, scored, strict=True):
+            spans = [torch.arange(rows.offsets[i], rows.offsets[i + 1]) for i in index]
+            if spans:
+                logp_r[torch.cat(spans)] = values.float().cpu()
+    # Everyone but the owner of a row contributes zeros, so the sum is exact.
+    dist.all_reduce(logp_r)
+    return logp_r
 
 
 def _anchored(rows: Rows, logp_r: Tensor) -> Rows:
