@@ -126,8 +126,7 @@ def _packed_params(model: Model, batch: TokenBatch) -> PackedSeqParams:
     }
     if not model.rotary:
         return PackedSeqParams(**common)
-    from megatron_gvpo.megatron.cpu.attention import LocalPackedSeqParams, length_buckets
+    from megatron_gvpo.megatron.cpu.attention import LocalPackedSeqParams
 
-    buckets, repack_t = length_buckets(batch.lengths)
     freqs_t = model.rotary[0](longest, packed_seq=True)[batch.position_t]
-    return LocalPackedSeqParams(**common, freqs_t=freqs_t, buckets=buckets, repack_t=repack_t)
+    return LocalPackedSeqParams(**common, freqs_t=freqs_t, lengths=tuple(batch.lengths))

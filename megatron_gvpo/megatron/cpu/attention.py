@@ -1,8 +1,9 @@
 """Causal attention over a pack on CPU, at the cost of the sum of squares of the sequences.
 
-PyTorch has no variable-length attention for CPUs, so the pack is unpacked into a few padded batches of
-sequences of similar length, each goes through scaled_dot_product_attention, and the result is packed
-again. Padding sits to the right, where a causal mask hides it: the result is exact.
+PyTorch has no variable-length attention for CPUs, so its flash kernel gets one sequence after the other,
+as views into the pack: no padding, no copies of the inputs, and a sequence's keys stay in the cache. One
+autograd function spans the whole pack, because the kernel's own would cost more than short sequences do;
+it also lets several query heads share a key head, as the kernel can and its public face does not.
 
 RoPE is applied here too, to the whole pack at once: megatron-core's unfused rotary embedding for
 packs loops over the sequences. `defer_rotary` takes it out of the model's own path.
@@ -10,19 +11,21 @@ packs loops over the sequences. `defer_rotary` takes it out of the model's own p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import divide
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-_BUCKETS = 4  # measured: enough for ragged packs, and still few and large batches
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 @dataclass
@@ -30,26 +33,7 @@ class LocalPackedSeqParams(PackedSeqParams):
     """PackedSeqParams plus what the local attention needs; computed once a micro-batch."""
 
     freqs_t: Tensor | None = None  # rotary frequencies of every token's position [t, 1, 1, d]
-    buckets: tuple[Tensor, ...] = ()  # token indices [b, length], a short sequence's last one repeated
-    repack_t: Tensor | None = None  # where each packed token lies in the concatenated buckets
-
-
-def length_buckets(lengths: list[int]) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Split a pack into padded batches: (token indices [b, length] a bucket, repacking index [t])."""
-    length_n = torch.tensor(lengths)
-    start_n = torch.cumsum(length_n, 0) - length_n
-    buckets, repack_t, filled = [], torch.empty(int(length_n.sum()), dtype=torch.int64), 0
-    for rows in torch.tensor_split(torch.argsort(length_n), _BUCKETS):
-        if not len(rows):
-            continue
-        longest = int(length_n[rows].max())
-        column = torch.arange(longest)
-        real = column < length_n[rows, None]
-        index = start_n[rows, None] + torch.minimum(column, length_n[rows, None] - 1)
-        repack_t[index[real]] = filled + torch.nonzero(real.flatten()).flatten()
-        buckets.append(index)
-        filled += index.numel()
-    return tuple(buckets), repack_t
+    lengths: tuple[int, ...] = ()  # of the sequences, in tokens
 
 
 class _NoRotary(torch.nn.Module):
@@ -105,25 +89,47 @@ class LocalAttention(MegatronModule):
         **_: Any,
     ) -> Tensor:
         pack = packed_seq_params
-        assert pack is not None and pack.repack_t is not None, "local attention takes packs only"
+        assert pack is not None and pack.lengths, "local attention takes packs only"
         if pack.freqs_t is not None:
             query, key = (self._rotate(x, pack.freqs_t) for x in (query, key))
-        shared = query.shape[1] // key.shape[1]
-        if shared > 1:  # grouped-query attention: every key head serves `shared` query heads
-            key, value = (x.repeat_interleave(shared, dim=1) for x in (key, value))
-        outputs = []
-        for index in pack.buckets:
-            q, k, v = (_unpack(x, index) for x in (query, key, value))
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
-            outputs.append(out.transpose(1, 2).reshape(index.numel(), self.width))
-        return torch.cat(outputs).index_select(0, pack.repack_t)
+        out_tnd: Tensor = _PackedAttention.apply(query, key, value, pack.lengths, self.scale)
+        return out_tnd.reshape(len(query), self.width)
 
     def _rotate(self, x_tnd: Tensor, freqs_t: Tensor) -> Tensor:
         rotated = apply_rotary_pos_emb(x_tnd.unsqueeze(1), freqs_t, self.config, cp_group=self.cp_group)
         return rotated.squeeze(1)
 
 
-def _unpack(x_tnd: Tensor, index: Tensor) -> Tensor:
-    """[t, n, d] -> [b, n, length, d]"""
-    batch, length = index.shape
-    return x_tnd.index_select(0, index.flatten()).view(batch, length, *x_tnd.shape[1:]).transpose(1, 2)
+class _PackedAttention(torch.autograd.Function):
+    """query [t, n, d], key and value [t, n_kv, d] -> [t, n, d], each sequence by itself."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], scale: float | None
+    ) -> Tensor:
+        sequences = zip(*(_sequences(x, lengths) for x in (query, key, value)), strict=True)
+        results = [_flash(q, k, v, 0.0, True, scale=scale) for q, k, v in sequences]
+        out = _pack([out for out, _ in results])
+        ctx.save_for_backward(query, key, value, out, *(logsumexp for _, logsumexp in results))
+        ctx.lengths, ctx.scale = lengths, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, *logsumexps = ctx.saved_tensors
+        inputs = zip(
+            *(_sequences(x, ctx.lengths) for x in (grad, query, key, value, out)), logsumexps, strict=True
+        )
+        grads = [_flash_backward(*sequence, 0.0, True, scale=ctx.scale) for sequence in inputs]
+        return *(_pack(pieces) for pieces in zip(*grads, strict=True)), None, None
+
+
+def _sequences(x_tnd: Tensor, lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """Views [1, n, length, d] of the sequences."""
+    return x_tnd.transpose(0, 1)[None].split(lengths, dim=2)
+
+
+def _pack(sequences: Sequence[Tensor]) -> Tensor:
+    """[1, n, length, d] each -> [t, n, d]"""
+    return torch.cat([x.transpose(1, 2)[0] for x in sequences])
