@@ -1,0 +1,81 @@
+"""Runs a function of a module under tests/ on real gloo process groups of several sizes.
+
+    launch("gradient_worker:run", [1, 2, 4], "a directory")
+
+starts one clean process that imports megatron-core and Megatron-Bridge, which takes longer than most
+tests, and then forks the ranks of every size from it, one size after the other. In every rank the default
+process group is up; the function gets the strings that follow, and leaves its results in files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+COLLECTIVE_TIMEOUT = timedelta(seconds=120)
+
+
+def launch(target: str, sizes: Sequence[int], *arguments: str, timeout: float = 600) -> None:
+    """Run `target` ("module:function") once with every number of ranks in `sizes`.
+
+    Raises AssertionError with the end of the output where a rank fails, or is not done in `timeout` seconds.
+    """
+    command = [sys.executable, "-W", "ignore", __file__, target, ",".join(map(str, sizes)), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+        try:
+            problem = f"exit status {code}" if (code := process.wait(timeout)) else None
+        except subprocess.TimeoutExpired:
+            problem = f"not done after {timeout:.0f} s"
+        finally:
+            _kill_session(process)
+        log.seek(0)
+        assert problem is None, (
+            f"{target} on {sizes} ranks: {problem}; its output ends:\n{log.read()[-6000:]}"
+        )
+
+
+def _kill_session(process: subprocess.Popen[bytes]) -> None:
+    """End the ranks too: they are in the session of the process that forked them."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _rank(rank: int, target: str, size: int, store: str, arguments: Sequence[str]) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT
+    )
+    module, function = target.split(":")
+    getattr(importlib.import_module(module), function)(*arguments)
+    dist.destroy_process_group()
+
+
+def _main(target: str, sizes: str, *arguments: str) -> None:
+    import torch.multiprocessing as mp
+
+    for module in ("megatron_gvpo.megatron.policy", target.split(":")[0]):
+        importlib.import_module(module)
+    importlib.import_module("megatron_gvpo.megatron.cpu.bridge").import_bridge()
+    for size in map(int, sizes.split(",")):
+        print(f"{target} on {size} rank(s)", flush=True)
+        with tempfile.TemporaryDirectory() as directory:
+            store = str(Path(directory) / "store")
+            mp.start_processes(_rank, (target, size, store, arguments), nprocs=size, start_method="fork")
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -1,0 +1,170 @@
+"""What every rank does for test_gradient_invariance.py: each case under each layout, on the real Policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_gvpo.config import Config, build_config
+from megatron_gvpo.types import Rows
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A parallel layout; data parallelism takes the ranks that `tp` and `pp` leave."""
+
+    ranks: int
+    tp: int = 1
+    pp: int = 1
+    sequence_parallel: bool = False
+    recompute: str = "none"
+
+    @property
+    def dp(self) -> int:
+        return self.ranks // (self.tp * self.pp)
+
+    def __str__(self) -> str:
+        sizes = [f"{name}{size}" for name in ("tp", "pp", "dp") if (size := getattr(self, name)) > 1]
+        extras = ["sp"] * self.sequence_parallel + ["recompute"] * (self.recompute != "none")
+        return "-".join(sizes + extras) or "single"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One optimizer update: these rows, by this algorithm, in micro-batches of `budget` tokens.
+
+    `rows` come without advantages: the algorithm's estimator computes them, as the trainer does.
+    """
+
+    name: str
+    algorithm: dict[str, Any]
+    rows: Rows
+    budget: int
+    at_step_start: bool = False
+    model: str = "untied"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one case came to; gradients are under Hugging Face names."""
+
+    metrics: dict[str, float]
+    gradients: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What one model came to besides: before any update, and after one real update with `UPDATE`."""
+
+    exported: dict[str, Tensor]
+    logp_r: Tensor
+    updated: dict[str, Tensor]
+    grad_norm: float
+
+
+TEMPERATURE = 0.8
+# Adam's first step is g / (|g| + eps): with the usual 1e-8 it is the sign of g, so that a rounding error in a
+# gradient of 1e-9 flips the update. This eps is comparable to the gradients, and the update continuous.
+UPDATE = {"lr": 1e-2, "eps": 1e-3, "clip_grad": 0.5, "weight_decay": 0.1, "betas": (0.9, 0.95)}
+
+
+def config_of(case: Case, layout: Layout, directory: Path) -> Config:
+    return build_config(
+        {
+            "output_dir": "unused",
+            "model": {"path": str(directory / case.model), "dtype": "float32"},
+            "data": {"train": {"path": "unused", "demonstration_key": "unused"}},
+            "algorithm": case.algorithm,
+            "rollout": {"temperature": TEMPERATURE},
+            "train": {"steps": 1, "prompts_per_step": 1, "max_tokens_per_micro_batch": case.budget},
+            "optimizer": UPDATE,
+            "parallel": {
+                "tp": layout.tp,
+                "pp": layout.pp,
+                "sequence_parallel": layout.sequence_parallel,
+                "recompute": layout.recompute,
+            },
+        }
+    )
+
+
+def run(directory: str) -> None:
+    """Every case and probe of this number of ranks; rank 0 writes results-{ranks}.pt."""
+    from megatron.core import parallel_state
+
+    from megatron_gvpo.megatron.policy import Policy
+
+    place, ranks = Path(directory), dist.get_world_size()
+    runs, probes = torch.load(place / "work.pt", weights_only=False)
+    results: dict[tuple[str, str], Outcome | Probe] = {}
+    for layout in dict.fromkeys(layout for layout, _ in runs if layout.ranks == ranks):
+        for model, probe in probes.items():
+            policy = Policy(config_of(probe, layout, place))
+            exported = _copy(policy.weights())
+            for case in (c for of, c in runs if of == layout and c.model == model):
+                print(f"{layout}: {case.name}", flush=True)
+                results[str(layout), case.name] = _gradients(policy, case, config_of(case, layout, place))
+            results[str(layout), model] = _probe(policy, probe, config_of(probe, layout, place), exported)
+            parallel_state.destroy_model_parallel()
+    if dist.get_rank() == 0:
+        torch.save(results, place / f"results-{ranks}.pt")
+
+
+def _configure(policy: Any, config: Config) -> None:
+    """What Policy.__init__ takes from `config`, but the model, whose building would take most of the time."""
+    policy._loss = config.algorithm.loss
+    policy._budget = config.train.max_tokens_per_micro_batch
+    policy._temperature = config.rollout.temperature if config.algorithm.sampler == "engine" else 1.0
+
+
+def _gradients(policy: Any, case: Case, config: Config) -> Outcome:
+    """Loss and gradients of one case; the weights stay."""
+    _configure(policy, config)
+    rows = case.rows
+    if config.algorithm.estimator is not None:
+        rows = rows.with_columns(advantage_n=config.algorithm.estimator(rows)[0])
+    gradients: dict[str, Tensor] = {}
+    apply, policy.optimizer.apply = (
+        policy.optimizer.apply,
+        lambda: gradients.update(_export_gradients(policy)),
+    )
+    metrics = policy.update(rows, at_step_start=case.at_step_start).metrics
+    policy.optimizer.apply = apply
+    return Outcome(metrics, gradients)
+
+
+def _probe(policy: Any, case: Case, config: Config, exported: dict[str, Tensor]) -> Probe:
+    _configure(policy, config)
+    logp_r = policy.score(case.rows)
+    update = policy.update(case.rows, at_step_start=case.at_step_start).update
+    return Probe(exported, logp_r, _copy(policy.weights()), update.grad_norm)
+
+
+@torch.no_grad()
+def _export_gradients(policy: Any) -> dict[str, Tensor]:
+    """The accumulated gradients under Hugging Face names: in the parameters' places, they are exported."""
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_data_parallel_group()
+    for bucket in (b for chunk in policy.model.chunks for buffer in chunk.buffers for b in buffer.buckets):
+        # The distributed optimizer reduce-scatters: of every bucket, a rank has summed its own shard only.
+        shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+        dist.all_gather_into_tensor(bucket.grad_data, shard, group)
+    parameters = [p for chunk in policy.model.chunks for p in chunk.parameters()]
+    weights = [p.detach().clone() for p in parameters]
+    for parameter in parameters:
+        parameter.copy_(parameter.main_grad)
+    gradients = _copy(policy.weights())
+    for parameter, weight in zip(parameters, weights, strict=True):
+        parameter.copy_(weight)
+    return gradients
+
+
+def _copy(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in named}

@@ -1,0 +1,356 @@
+"""The gradient does not know the machine (design law 2): real megatron-core against plain transformers.
+
+What would break it. A loss is a sum over all sequences of an optimizer step, divided by a size of that
+whole step (its groups, sequences or tokens). Megatron takes it in shares: each of D data-parallel ranks
+runs M micro-batches and returns one number for each. The schedule divides that number by M before the
+backward, and DDP divides the gradient by D before it sums over the ranks:
+
+    gradient = sum_d sum_m 1/D 1/M grad returned_dm.
+
+So the gradient of sum_dm share_dm comes out exactly if every share is normalised by the *whole* step's
+sizes and returned times M D, with the same M on all ranks. A normaliser of one micro-batch or one rank
+(its own tokens, its own mean, M without D) agrees with the reference on one micro-batch and one rank, and
+nowhere else. Tensor and pipeline parallelism add what must be summed exactly once: the gradients of norms
+and of an embedding that two stages hold, the head's part of the hidden states' gradient; and a vocabulary
+that must be padded. A group that is split needs its sequences' weights from a scoring pass.
+
+The reference is fp64 transformers and autograd, sequence by sequence (gradient_reference.py). Everything
+is compared with it, so that the layouts agree with each other. The measure is the largest difference over
+the largest entry of the same parameter's gradient: an entry is a sum of terms that may cancel, fp32 rounds
+at the size of the terms, and the entry's own size says nothing about that.
+
+Not covered: bf16; CUDA kernels and Transformer Engine (on CPU, attention and norms are local ones); virtual
+pipeline stages, context and expert parallelism; dropout and MoE auxiliary losses, outside the law anyway.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import gradient_reference as reference
+import pytest
+import torch
+from distributed import launch
+from gradient_reference import ReferenceLoss
+from gradient_worker import TEMPERATURE, UPDATE, Case, Layout, Outcome, Probe
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megatron_gvpo.megatron.batch import plan
+from megatron_gvpo.types import Rows
+
+TOLERANCE = 1e-5
+# What differs between methods is normalisers and splits over micro-batches and ranks: all steps run on one
+# rank and on two data-parallel ones. The other layouts change the model only, and run the CORE.
+THOROUGH = [Layout(1), Layout(2)]
+OTHERS = [
+    Layout(1, recompute="full"),
+    Layout(2, tp=2),
+    Layout(2, tp=2, sequence_parallel=True),
+    Layout(2, pp=2),
+    Layout(4, tp=2),
+    Layout(4, tp=2, pp=2),
+    Layout(4, pp=2),
+    Layout(4, pp=4),
+    Layout(4),
+]
+LAYOUTS = THOROUGH + OTHERS
+HIDDEN = 32  # of the reference's models
+Params = dict[str, torch.nn.Parameter]
+Groups = list[tuple[int, list[tuple[int, float]]]]  # (prompt tokens, (response tokens, reward) of every row)
+
+ROWS: dict[str, Groups] = {
+    # A group of one, a group whose rewards are all equal, a prompt and two responses of one token.
+    "ragged": [
+        (3, [(4, 1.0), (1, 0.0), (9, 0.5)]),
+        (1, [(20, 1.0), (6, 0.0)]),
+        (7, [(5, 1.0)]),
+        (5, [(8, 0.5), (3, 0.5), (6, 0.5), (2, 0.5)]),
+        (2, [(1, 0.0), (12, 1.0), (7, 0.0)]),
+    ],
+    # On four ranks the long sequences, whose group has no signal, keep ranks to themselves.
+    "long without signal": [
+        (3, [(30, 1.0), (28, 1.0)]),
+        (3, [(4, 1.0), (6, 0.0), (3, 0.0)]),
+        (3, [(2, 0.0), (5, 0.0)]),
+        (3, [(7, 1.0), (3, 0.0)]),
+    ],
+    "fewer than ranks": [(2, [(3, 1.0), (5, 0.0)])],
+}
+ONE_BY_ONE, SPLIT, WHOLE, ALL = 1, 24, 40, 10_000  # budgets in tokens, and what they do to the ragged rows
+
+
+def make_rows(groups: Groups) -> Rows:
+    """Rows of random tokens; the groups' rows are mixed, and their numbers have gaps."""
+    generator = torch.Generator().manual_seed(0)
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(reference.VOCABULARY, (count,), generator=generator).tolist()
+
+    prompts = [tokens(length) for length, _ in groups]
+    flat = [(g, *row) for g, (_, rows) in enumerate(groups) for row in rows]
+    longest = max(length for _, length, _ in flat)
+    rows = Rows(
+        prompt_ids=[prompts[g] for g, _, _ in flat],
+        response_ids=[tokens(length) for _, length, _ in flat],
+        group_n=torch.tensor([3 * g + 1 for g, _, _ in flat]),
+        reward_n=torch.tensor([reward for _, _, reward in flat]),
+        truncated_n=torch.tensor([length == longest for _, length, _ in flat]),
+    )
+    return rows.select(torch.randperm(len(rows), generator=generator).tolist())
+
+
+def moved(rows: Rows, logp: list[Tensor]) -> Rows:
+    """The rows as in a later mini-batch of a step: the policy is not the old one, nor the reference."""
+    generator = torch.Generator().manual_seed(1)
+    logp_r = torch.cat(logp).detach().float()
+    old_r, ref_r = (logp_r + scale * torch.randn(logp_r.shape, generator=generator) for scale in (0.2, 0.5))
+    return rows.with_columns(old_logp_r=old_r, ref_logp_r=ref_r)
+
+
+@dataclass(frozen=True)
+class Step:
+    """An optimizer update by the package's `algorithm` and by the paper's `loss`.
+
+    `at_step_start` is a step's first mini-batch: old and reference policy are the present one, their columns
+    empty, and the weights of most methods known before the forward. Otherwise the policy has moved.
+    """
+
+    algorithm: dict[str, Any]
+    loss: ReferenceLoss
+    budget: int
+    at_step_start: bool = False
+    rows: str = "ragged"
+    model: str = "untied"
+
+
+def gvpo(budget: int, at_step_start: bool = False, model: str = "untied", **loss: Any) -> Step:
+    terms, form = loss.get("terms", ("var", "cov")), loss.get("form")
+    paper = reference.gvpo(0.3, "var" in terms, "cov" in terms, surrogate=form == "nll")
+    algorithm = {"recipe": "gvpo", "loss": {"beta": 0.3, **loss}}
+    return Step(algorithm, paper, budget, at_step_start, model=model)
+
+
+def gpg(budget: int, age: str, rows: str = "ragged") -> Step:
+    return Step({"recipe": "gpg", "estimator": {"age": age}}, reference.gpg(age), budget, rows=rows)
+
+
+def grpo(budget: int, kl_coef: float, at_step_start: bool = False, rows: str = "ragged") -> Step:
+    algorithm = {"recipe": "grpo", "loss": {"kl_coef": kl_coef}}
+    return Step(algorithm, reference.grpo(0.2, kl_coef), budget, at_step_start, rows)
+
+
+def sft(budget: int, model: str = "untied") -> Step:
+    return Step({"recipe": "sft"}, reference.sft(), budget, model=model)
+
+
+STEPS = {
+    "gvpo, one by one": gvpo(ONE_BY_ONE),
+    "gvpo, groups split": gvpo(SPLIT),
+    "gvpo, groups whole": gvpo(WHOLE),
+    "gvpo, all in one": gvpo(ALL),
+    "gvpo, step start, groups split": gvpo(SPLIT, True),
+    "gvpo, step start, groups whole": gvpo(WHOLE, True),
+    "gvpo, without var, groups split": gvpo(SPLIT, terms=("cov",)),
+    "gvpo, without var, groups whole": gvpo(WHOLE, terms=("cov",)),
+    "gvpo, without cov, groups split": gvpo(SPLIT, terms=("var",)),
+    "gvpo, without cov, groups whole": gvpo(WHOLE, terms=("var",)),
+    "gvpo, without both, groups split": gvpo(SPLIT, terms=()),
+    "gvpo, without both, groups whole": gvpo(WHOLE, terms=()),
+    "gvpo, as variance, groups split": gvpo(SPLIT, form="variance"),
+    "gvpo, as variance, groups whole": gvpo(WHOLE, form="variance"),
+    "gvpo, as nll, groups split": gvpo(SPLIT, form="nll"),
+    "gvpo, as nll, step start, groups split": gvpo(SPLIT, True, form="nll"),
+    "gvpo, as nll, step start, groups whole": gvpo(WHOLE, True, form="nll"),
+    "gpg, age by sample, one by one": gpg(ONE_BY_ONE, "sample"),
+    "gpg, age by token": gpg(SPLIT, "token"),
+    "gpg, age by sample, ranks without signal": gpg(ALL, "sample", "long without signal"),
+    "gpg, age by token, ranks without signal, accumulated": gpg(SPLIT, "token", "long without signal"),
+    "grpo with kl, one by one": grpo(ONE_BY_ONE, 0.5),
+    "grpo with kl": grpo(SPLIT, 0.5),
+    "grpo without kl, step start": grpo(WHOLE, 0.0, True),
+    "grpo with kl, fewer rows than ranks": grpo(SPLIT, 0.5, rows="fewer than ranks"),
+    "sft": sft(SPLIT),
+    "sft, all in one": sft(ALL),
+    "tied, gvpo, groups split": gvpo(SPLIT, model="tied"),
+    "tied, gvpo, groups whole": gvpo(WHOLE, model="tied"),
+    "tied, sft": sft(SPLIT, model="tied"),
+}
+CORE = [
+    "gvpo, groups split",
+    "gvpo, groups whole",
+    "gvpo, step start, groups whole",
+    "gpg, age by sample, ranks without signal",
+    "gpg, age by token, ranks without signal, accumulated",
+    "grpo with kl",
+    "grpo with kl, fewer rows than ranks",
+    "sft",
+    "tied, gvpo, groups split",
+]
+RUNS = [(layout, name) for layout in LAYOUTS for name in (STEPS if layout in THOROUGH else CORE)]
+MODELS = {"untied": "gvpo, groups split", "tied": "tied, gvpo, groups split"}  # and the step of their update
+
+each_run = pytest.mark.parametrize(
+    ("layout", "name"), [pytest.param(*run, id=f"{run[0]}: {run[1]}") for run in RUNS]
+)
+each_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+each_model = pytest.mark.parametrize("model", MODELS)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints, and what the ranks found: all layouts and steps in one launch."""
+    path = tmp_path_factory.mktemp("invariance")
+    reference.save_models(path)
+    cases = {}
+    for name, step in STEPS.items():
+        rows, *_ = sampled_for(step, path)
+        cases[name] = Case(name, step.algorithm, rows, step.budget, step.at_step_start, step.model)
+    probes = {model: cases[name] for model, name in MODELS.items()}
+    torch.save(([(layout, cases[name]) for layout, name in RUNS], probes), path / "work.pt")
+    launch("gradient_worker:run", sorted({layout.ranks for layout in LAYOUTS}), str(path))
+    return path
+
+
+@pytest.fixture(scope="module")
+def found(directory: Path) -> dict[tuple[str, str], Any]:
+    """{(layout, step): Outcome, (layout, model): Probe}"""
+    parts = [torch.load(file, weights_only=False) for file in directory.glob("results-*.pt")]
+    return {key: value for part in parts for key, value in part.items()}
+
+
+@cache
+def sampled(directory: Path, model: str, temperature: float, rows: str) -> tuple[Rows, list[Tensor], Params]:
+    """Rows, the reference's log-probs of them (an autograd graph that is used again), its parameters."""
+    policy, made = reference.load(directory / model), make_rows(ROWS[rows])
+    return made, reference.log_probs(policy, made, temperature), dict(policy.named_parameters())
+
+
+def sampled_for(step: Step, directory: Path) -> tuple[Rows, list[Tensor], Params]:
+    temperature = 1.0 if step.algorithm["recipe"] == "sft" else TEMPERATURE
+    rows, logp, parameters = sampled(directory, step.model, temperature, step.rows)
+    return (rows if step.at_step_start else moved(rows, logp)), logp, parameters
+
+
+@cache
+def expected(name: str, directory: Path) -> tuple[float, dict[str, Tensor]]:
+    """The reference's loss and gradients."""
+    rows, logp, parameters = sampled_for(STEPS[name], directory)
+    loss = STEPS[name].loss(reference.sample_of(rows, logp))
+    gradients = torch.autograd.grad(loss, list(parameters.values()), retain_graph=True)
+    return loss.item(), dict(zip(parameters, gradients, strict=True))
+
+
+@each_run
+def test_loss_and_gradients_are_those_of_the_reference(
+    found: dict[tuple[str, str], Any], directory: Path, layout: Layout, name: str
+) -> None:
+    outcome: Outcome = found[str(layout), name]
+    loss, gradients = expected(name, directory)
+    # The loss, too, is a sum of terms of order 1 that may cancel, down to exactly 0.
+    assert outcome.metrics["loss"] == pytest.approx(loss, rel=TOLERANCE, abs=1e-6)
+    assert outcome.gradients.keys() == gradients.keys()
+    for key, wanted in gradients.items():
+        difference = (outcome.gradients[key] - wanted).abs().max() / wanted.abs().max()
+        assert difference < TOLERANCE, key
+
+
+@each_run
+def test_metrics_do_not_know_the_machine(
+    found: dict[tuple[str, str], Any], layout: Layout, name: str
+) -> None:
+    single = found["single", name].metrics
+    assert found[str(layout), name].metrics == pytest.approx(single, rel=TOLERANCE, abs=1e-6)
+
+
+@each_layout
+@each_model
+def test_export_is_what_was_loaded_bit_for_bit(
+    found: dict[tuple[str, str], Any], directory: Path, layout: Layout, model: str
+) -> None:
+    """Also where tensor parallelism padded the vocabulary of 131."""
+    exported = found[str(layout), model].exported
+    loaded = load_file(directory / model / "model.safetensors")
+    assert exported.keys() == loaded.keys()
+    for name, tensor in loaded.items():
+        assert exported[name].dtype == tensor.dtype, name
+        assert torch.equal(exported[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+@each_layout
+@each_model
+def test_scores_are_those_of_transformers(
+    found: dict[tuple[str, str], Any], directory: Path, layout: Layout, model: str
+) -> None:
+    _, logp, _ = sampled(directory, model, TEMPERATURE, "ragged")
+    scored = found[str(layout), model].logp_r
+    torch.testing.assert_close(scored, torch.cat(logp).detach().float(), rtol=0, atol=1e-5)
+
+
+@each_layout
+@each_model
+def test_an_update_is_that_of_torch_adamw(
+    found: dict[tuple[str, str], Any], directory: Path, layout: Layout, model: str
+) -> None:
+    """Clipped by the norm over all shards, every parameter in it once; norms and biases do not decay.
+
+    A gradient that is off by d moves Adam's first step, lr g / (|g| + eps), by lr d / eps at most. After
+    clipping to a norm of 0.5, d is at most TOLERANCE times 0.5, and eps is 1e-3: 5e-3 of lr.
+    """
+    probe: Probe = found[str(layout), model]
+    _, gradients = expected(MODELS[model], directory)
+    _, _, parameters = sampled(directory, model, TEMPERATURE, "ragged")
+    norm = torch.stack([g.norm() for g in gradients.values()]).norm().item()
+    assert norm > UPDATE["clip_grad"], "nothing would be clipped"
+    assert probe.grad_norm == pytest.approx(norm, rel=TOLERANCE)
+
+    weights = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    for name, weight in weights.items():
+        weight.grad = gradients[name] * UPDATE["clip_grad"] / norm
+    matrices = [w for w in weights.values() if w.dim() > 1]
+    vectors = [w for w in weights.values() if w.dim() == 1]
+    options = {key: UPDATE[key] for key in ("lr", "eps", "betas", "weight_decay")}
+    torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], **options).step()
+    for name, weight in weights.items():
+        assert (probe.updated[name] - weight).abs().max() < 5e-3 * UPDATE["lr"], name
+
+
+# What the names of the steps promise holds only while plan() does what it did when they were written.
+
+
+def test_budgets_split_groups_or_keep_them_whole() -> None:
+    rows = make_rows(ROWS["ragged"])
+    plans = {budget: plan(rows, 1, budget, HIDDEN) for budget in (ONE_BY_ONE, SPLIT, WHOLE, ALL)}
+    counts = {budget: len(p.micro_batches[0]) for budget, p in plans.items()}
+    assert counts[ONE_BY_ONE] == len(rows) and counts[ALL] == 1
+    assert plans[SPLIT].split_groups and 1 < counts[SPLIT] < len(rows)
+    assert not plans[WHOLE].split_groups and counts[WHOLE] > 1
+
+
+@pytest.mark.parametrize("budget", [ALL, SPLIT])
+def test_some_rank_of_four_has_no_signal(budget: int) -> None:
+    rows = make_rows(ROWS["long without signal"])
+    spread = {g: rows.reward_n[rows.group_n == g].unique().numel() > 1 for g in rows.group_n.tolist()}
+    of_ranks = plan(rows, 4, budget, HIDDEN, keep_groups=False).micro_batches
+    valid = [[spread[int(rows.group_n[i])] for pack in packs for i in pack] for packs in of_ranks]
+    assert any(rank and not any(rank) for rank in valid)
+    assert len({rank.count(False) for rank in valid}) > 1
+
+
+def test_some_micro_batches_are_empty() -> None:
+    rows = make_rows(ROWS["fewer than ranks"])
+    of_ranks = plan(rows, 4, SPLIT, HIDDEN, keep_groups=False).micro_batches
+    assert [len(packs) for packs in of_ranks] == [1] * 4 and sum(packs == [[]] for packs in of_ranks) == 2
+
+
+def test_a_group_with_equal_rewards_has_a_gradient_once_the_policy_moved(directory: Path) -> None:
+    step = STEPS["gvpo, groups whole"]
+    rows, logp, _ = sampled_for(step, directory)
+    logp = [x.detach().requires_grad_() for x in logp]
+    step.loss(reference.sample_of(rows, logp)).backward()
+    groups = rows.group_n.tolist()
+    equal = [i for i, g in enumerate(groups) if set(rows.reward_n[rows.group_n == g].tolist()) == {0.5}]
+    assert len(equal) == 4 and all(logp[i].grad.abs().min() > 1e-4 for i in equal)
