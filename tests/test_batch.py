@@ -92,6 +92,12 @@ def test_few_micro_batches_are_nearly_full() -> None:
     assert len(plan(rows, 2, 1000, HIDDEN).micro_batches[0]) <= needed + 1
 
 
+def test_sequences_beyond_the_budget_get_a_micro_batch_each_and_no_empty_ones() -> None:
+    rows = make_rows([(5, r) for r in (40, 30, 90, 20)])
+    assert [len(pack) for pack in packs(plan(rows, 1, 10, HIDDEN))] == [1] * 4
+    assert [len(rank) for rank in plan(rows, 2, 10, HIDDEN).micro_batches] == [2, 2]
+
+
 def test_plan_of_no_rows_has_one_empty_micro_batch_on_every_rank() -> None:
     assert plan(make_rows([]), 3, 100, HIDDEN) == Plan([[[]], [[]], [[]]], split_groups=False)
 

@@ -35,16 +35,11 @@ def plan(rows: Rows, dp_size: int, max_tokens: int, hidden_size: int, keep_group
     cost = [t * (1 + t / (6 * hidden_size)) for t in tokens]
     items, split = _items(rows, tokens, max_tokens, keep_groups)
     items.sort(key=lambda item: -sum(cost[i] for i in item))
-    total = sum(tokens)
-    count = max(1, -(-total // (max_tokens * dp_size)))
-    while (bins := _fill(items, tokens, cost, count * dp_size, max_tokens)) is None:
+    least = sum(min(t, max_tokens) for t in tokens)  # a longer sequence fills one micro-batch, not several
+    count = max(1, -(-least // (max_tokens * dp_size)))
+    while (bins := _fill(items, tokens, cost, count * dp_size, dp_size, max_tokens)) is None:
         count += 1
-    bins.sort(key=lambda rows_of: -sum(cost[i] for i in rows_of))
-    per_rank: list[list[list[int]]] = [[] for _ in range(dp_size)]
-    for i in range(count):  # deal out in a snake, so that no rank gets the larger of every round
-        turn = bins[i * dp_size : (i + 1) * dp_size]
-        for rank, micro_batch in enumerate(turn if i % 2 == 0 else reversed(turn)):
-            per_rank[rank].append(sorted(micro_batch))
+    per_rank = [[sorted(rows_of) for rows_of in bins[rank::dp_size]] for rank in range(dp_size)]
     return Plan(per_rank, split)
 
 
@@ -67,20 +62,24 @@ def _items(rows: Rows, tokens: list[int], max_tokens: int, keep_groups: bool) ->
 
 
 def _fill(
-    items: list[list[int]], tokens: list[int], cost: list[float], bins: int, max_tokens: int
+    items: list[list[int]], tokens: list[int], cost: list[float], bins: int, dp_size: int, max_tokens: int
 ) -> list[list[int]] | None:
-    """Longest-processing-time packing under the token budget; None if some item finds no room."""
+    """Longest-processing-time packing under the token budget, onto the rank with the least to do so far
+    (bin b is rank b % dp_size's) and there into its emptiest bin; None if some item finds no room.
+    """
     content: list[list[int]] = [[] for _ in range(bins)]
-    used, load = [0] * bins, [0.0] * bins
+    used, load, rank_load = [0] * bins, [0.0] * bins, [0.0] * dp_size
     for item in items:
         size = sum(tokens[i] for i in item)
         room = [b for b in range(bins) if used[b] + size <= max_tokens or not content[b]]
         if not room:
             return None
-        best = min(room, key=lambda b: load[b])
+        best = min(room, key=lambda b: (rank_load[b % dp_size], load[b]))
+        item_cost = sum(cost[i] for i in item)
         content[best] += item
         used[best] += size
-        load[best] += sum(cost[i] for i in item)
+        load[best] += item_cost
+        rank_load[best % dp_size] += item_cost
     return content
 
 
