@@ -30,7 +30,7 @@ def main() -> int:
         subprocess.run([sys.executable, *command], check=True)
         seconds[title] = time.perf_counter() - start
 
-    train = ["-m", "megatron_gvpo", "train"]
+    train = ["-m", "megatron_gvpo", "train", "--overwrite"]
     cpu = str(HERE.parent / "cpu.yaml")
     run("make the task", [str(HERE / "make_task.py"), "--out", str(RUN / "task")])
     run("warm start (SFT)", [*train, str(HERE / "sft.yaml"), cpu, *arguments])
