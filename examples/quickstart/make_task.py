@@ -35,9 +35,9 @@ class Level(NamedTuple):
 # A level needs more different problems than the splits take of it.
 LEVELS = {
     1: Level(share=0.25, operands=3, largest=12),
-    2: Level(share=0.25, operands=4, largest=12),
-    3: Level(share=0.25, operands=4, largest=20),
-    4: Level(share=0.25, operands=4, largest=50),
+    2: Level(share=0.25, operands=3, largest=20),
+    3: Level(share=0.25, operands=4, largest=12),
+    4: Level(share=0.25, operands=4, largest=20),
 }
 SIZES = {"train": 8192, "validation": 512, "test": 512}
 
