@@ -33,7 +33,7 @@ from megatron_gvpo.megatron.parallel import megatron_device
 from megatron_gvpo.megatron.policy import Policy
 
 _OPTIMIZER_SHARDING = {"distrib_optim_sharding_type": "dp_reshardable"}
-_PARTIAL = ".partial"
+_PARTIAL, _REPLACED = ".partial", ".replaced"
 
 
 class CheckpointError(RuntimeError):
@@ -48,15 +48,21 @@ def save(root: Path, step: int, policy: Policy, state: dict[str, Any], keep: int
     final = root / f"step_{step:08d}"
     aside = final.with_name(final.name + _PARTIAL)
     _on_rank_0("prepare", lambda: _fresh_directory(aside))
-    _everywhere(f"cannot write {final}", lambda: _write(aside, policy))
+    try:
+        _everywhere(f"cannot write {final}", lambda: _write(aside, policy))
+    except CheckpointError as error:
+        free = shutil.disk_usage(root).free / (1 << 20)
+        raise CheckpointError(f"{error} ({free:.0f} MiB are free there)") from None
 
     def finish() -> None:
         record = {"step": step, "layout": _layout(policy), **state}
         # Prompts carry their data record, in which Parquet may have dates: nothing that a run reads again.
         (aside / "state.json").write_text(json.dumps(record, default=str))
-        if final.exists():  # saved before, by a run that this one repeats
-            shutil.rmtree(final)
+        replaced = final.with_name(final.name + _REPLACED)
+        if final.exists():  # saved before, at the end of the step that is now interrupted
+            os.replace(final, replaced)
         os.replace(aside, final)
+        shutil.rmtree(replaced, ignore_errors=True)
         for old in complete(root)[:-keep]:
             shutil.rmtree(old)
 
@@ -88,7 +94,7 @@ def load(directory: Path, policy: Policy) -> dict[str, Any]:
 
 def complete(root: Path) -> list[Path]:
     """The complete checkpoints under `root`, oldest first."""
-    return sorted(p for p in root.glob("step_*") if p.suffix != _PARTIAL and (p / "state.json").is_file())
+    return sorted(p for p in root.glob("step_*") if not p.suffix and (p / "state.json").is_file())
 
 
 def _sharded_state(policy: Policy, loading: bool) -> dict[str, Any]:
@@ -200,8 +206,17 @@ def _everywhere(what: str, action: Any) -> None:
     problem = None
     try:
         action()
-    except (Exception, CheckpointException) as error:  # whatever it is, the other ranks must hear of it
-        problem = f"{type(error).__name__}: {error}"
+    except CheckpointException as error:  # some rank's, with its traceback around it
+        problem = _described(next(cause for cause, _ in error.failures.values()))
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        problem = _described(error)
     problems = [p for p in all_gather_msgpack(problem) if p]
     if problems:
         raise CheckpointError(f"{what}: {problems[0]}")
+
+
+def _described(error: BaseException) -> str:
+    """Its first cause: PyTorch's writer covers a full disk with a complaint of its own."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return f"{type(error).__name__}: {error}"
