@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,9 +30,15 @@ class Callback:
     def on_end(self, trainer: Trainer) -> None:
         """After the last step, its checkpoint and export; not after an interruption."""
 
+    def on_exit(self, trainer: Trainer) -> None:
+        """After everything else, however the run ends: close what `on_start` opened."""
+
 
 class Recorder(Callback):
-    """Progress display, metrics.jsonl, TensorBoard, and at the end summary.json and curve.png; rank 0 only."""
+    """Progress display, metrics.jsonl, TensorBoard; at the end summary.json and curve.png. Rank 0 only."""
+
+    def __init__(self) -> None:
+        self._opened = ExitStack()
 
     def on_start(self, trainer: Trainer) -> None:
         if not trainer.is_main:
@@ -44,7 +51,9 @@ class Recorder(Callback):
             resume_step=trainer.step if trainer.resumed else None,
             run_config=config.model_dump(mode="json"),
         )
+        self._opened.callback(self._logger.close)
         self._progress = Progress(config.logging.progress, config.train.steps, title=config.output_dir)
+        self._opened.callback(self._progress.close)
         self._begin = time.perf_counter()
 
     def on_step(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
@@ -61,7 +70,6 @@ class Recorder(Callback):
             return
         wall = time.perf_counter() - self._begin
         self._progress.close()
-        self._logger.close()
         records = read_metrics(self._directory / "metrics.jsonl")
         graded = [r["eval/pass@1"] for r in records if r.get("eval/pass@1") is not None]
         totals = trainer.parts.timer.totals
@@ -74,3 +82,6 @@ class Recorder(Callback):
         (self._directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         plot_curve(self._directory / "metrics.jsonl", self._directory / "curve.png")
         print(time_report(totals, wall))
+
+    def on_exit(self, trainer: Trainer) -> None:
+        self._opened.close()

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
+import signal
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_gvpo import __version__
 
+if TYPE_CHECKING:
+    from megatron_gvpo.config import Config
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0 done (or stopped by SIGTERM and saved), 2 wrong input."""
+    """Run one command; returns the exit code.
+
+    0: done, or stopped by SIGTERM and saved; 1: a checkpoint could not be written or read; 2: wrong input.
+    """
     options = _parser().parse_args(arguments)
     if options.command == "doctor":
         from megatron_gvpo import doctor
@@ -30,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "no configuration file given: megatron-gvpo train CONFIG.yaml [key.sub=value ...]"
             )
         config = load_config(files, overrides)
-        check_layout(config, options.nproc or int(os.environ.get("WORLD_SIZE", "1")))
+        check_layout(config, int(os.environ.get("WORLD_SIZE", options.nproc or 1)))
+        _check_command(options, config)
     except ConfigError as error:
         return _refuse(error)
     if options.nproc > 1 and "WORLD_SIZE" not in os.environ:
@@ -41,8 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _run(options, config)
 
 
-def _run(options: argparse.Namespace, config: Any) -> int:
+def _run(options: argparse.Namespace, config: Config) -> int:
     """The part that loads torch, Megatron and the model."""
+    _quieten()
     from megatron_gvpo.callbacks import Recorder
     from megatron_gvpo.config import ConfigError
     from megatron_gvpo.data.prompts import DataError
@@ -53,28 +64,68 @@ def _run(options: argparse.Namespace, config: Any) -> int:
 
     try:
         if options.command == "train":
-            Trainer(config, [Recorder()], resume=options.resume).fit()
+            Trainer(config, [Recorder()], resume=options.resume, overwrite=options.overwrite).fit()
         else:
-            trainer = Trainer(config, resume=options.command == "export" or options.resume)
-            with trainer.parts:
-                if options.command == "eval":
-                    _print_main(trainer.is_main, json.dumps(trainer.evaluate(), indent=2))
-                else:
-                    trainer.parts.export_hf(Path(options.out))
-                    _print_main(trainer.is_main, f"step {trainer.step} written to {options.out}")
+            _use(options, config)
     except Interrupted:
         message = "stopped on request; the checkpoint is complete: continue with `train ... --resume`"
         _print_main(os.environ.get("RANK", "0") == "0", message)
-    except (ConfigError, DataError, CheckpointError) as error:
+    except (ConfigError, DataError) as error:
         return _refuse(error)
+    except CheckpointError as error:
+        return _refuse(error, code=1)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     finally:
         shut_down()
     return 0
 
 
-def _refuse(error: Exception) -> int:
+def _use(options: argparse.Namespace, config: Config) -> None:
+    """Evaluate or export a policy."""
+    from megatron_gvpo.megatron.checkpoint import CheckpointError
+    from megatron_gvpo.parts import Parts
+
+    is_main = os.environ.get("RANK", "0") == "0"
+    parts = Parts(config)
+    step = parts.resume() if options.command == "export" or options.resume else 0
+    if step is None:
+        raise CheckpointError(f"{parts.checkpoints}: there is no complete checkpoint")
+    with parts:
+        if options.command == "eval":
+            _print_main(is_main, json.dumps(parts.evaluate(step), indent=2))
+        else:
+            parts.export_hf(Path(options.out))
+            _print_main(is_main, f"step {step} written to {options.out}")
+
+
+def _quieten() -> None:
+    """Keep the terminal for the run's own lines; python -W or PYTHONWARNINGS brings warnings back.
+
+    The libraries warn of what they lack on this machine, which `doctor` says better, and of each other.
+    """
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+
+def _check_command(options: argparse.Namespace, config: Config) -> None:
+    """Raises ConfigError for what only this command cannot do."""
+    from megatron_gvpo.config import ConfigError
+    from megatron_gvpo.outputs import refuse_earlier_run
+
+    if options.command == "train" and not (options.resume or options.overwrite):
+        refuse_earlier_run(config.output_dir)
+    if options.command == "eval" and config.data.eval is None:
+        raise ConfigError("data.eval is missing: it names the held-out prompts")
+    if options.command == "export" and Path(options.out).exists() and any(Path(options.out).iterdir()):
+        raise ConfigError(f"--out {options.out}: this directory is not empty")
+
+
+def _refuse(error: Exception, code: int = 2) -> int:
     _print_main(os.environ.get("RANK", "0") == "0", f"error: {error}", sys.stderr)
-    return 2
+    return code
 
 
 def _print_main(is_main: bool, text: str, file: Any = None) -> None:
@@ -104,7 +155,9 @@ def _parser() -> argparse.ArgumentParser:
         help="start N processes on this machine (or use torchrun)",
     )
     train = commands.add_parser("train", parents=[configured], help="post-train a policy")
-    train.add_argument("--resume", action="store_true", help="continue from the newest complete checkpoint")
+    earlier = train.add_mutually_exclusive_group()
+    earlier.add_argument("--resume", action="store_true", help="continue from the newest complete checkpoint")
+    earlier.add_argument("--overwrite", action="store_true", help="replace an earlier run in output_dir")
     evaluate = commands.add_parser("eval", parents=[configured], help="pass@k on the held-out prompts")
     evaluate.add_argument("--resume", action="store_true", help="of the newest checkpoint, not of model.path")
     export = commands.add_parser(

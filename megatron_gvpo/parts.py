@@ -15,6 +15,7 @@ from megatron_gvpo.config import Config
 from megatron_gvpo.data.order import PromptOrder
 from megatron_gvpo.data.prompts import load_prompts
 from megatron_gvpo.data.tokenizer import end_token_id, load_tokenizer
+from megatron_gvpo.evaluation import summarise
 from megatron_gvpo.megatron import checkpoint, parallel
 from megatron_gvpo.megatron.policy import Policy
 from megatron_gvpo.observe import PhaseTimer, ProfileWindow, profile_window
@@ -76,6 +77,15 @@ class Parts:
         if self._engine is not None and self._engine.weight_version != version:
             with self.timer.phase("sync"):
                 self._transport.push(self.policy.weights(), version)
+
+    def evaluate(self, version: int) -> dict[str, float]:
+        """Metrics of the present policy on the held-out prompts; empty without any. A collective."""
+        if self.evaluator is None:
+            return {}
+        self.sync(version)
+        groups = self.evaluator.sample(self.eval_prompts, self.config.eval.seed)
+        self.timer.take()
+        return summarise(groups, self.config.eval.k)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps besides the policy, as JSON values."""

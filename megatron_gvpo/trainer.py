@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ from typing import Any
 from megatron_gvpo.algorithms.base import STEP_START
 from megatron_gvpo.callbacks import Callback
 from megatron_gvpo.config import Config, check_layout
-from megatron_gvpo.evaluation import summarise
 from megatron_gvpo.interrupt import Interrupt, Interrupted
+from megatron_gvpo.outputs import refuse_earlier_run, remove_earlier_run
 from megatron_gvpo.parts import Parts
 from megatron_gvpo.statistics import rollout_statistics, trained_tokens
 from megatron_gvpo.types import Group, Rows
@@ -25,12 +26,22 @@ class Trainer:
     """Post-trains a policy. Every rank builds one with the same configuration and calls `fit`.
 
     `resume`: continue from the newest complete checkpoint in the output directory, if there is one.
-    Raises ConfigError, before anything is loaded, for a layout that the model or the processes cannot
-    hold, and DataError for data that cannot be used.
+    `overwrite`: remove what an earlier run left there. Raises ConfigError, before anything is loaded, for
+    an earlier run and neither of them, and for a layout that the model or the processes cannot hold;
+    DataError for data that cannot be used; CheckpointError for a checkpoint that cannot be read.
     """
 
-    def __init__(self, config: Config, callbacks: Sequence[Callback] = (), *, resume: bool = False) -> None:
+    def __init__(
+        self,
+        config: Config,
+        callbacks: Sequence[Callback] = (),
+        *,
+        resume: bool = False,
+        overwrite: bool = False,
+    ) -> None:
         check_layout(config, int(os.environ.get("WORLD_SIZE", "1")))
+        if not (resume or overwrite):
+            refuse_earlier_run(config.output_dir)
         self.config = config
         self.callbacks = list(callbacks)
         self._samples_from_policy = config.algorithm.sampler == "engine"
@@ -48,7 +59,10 @@ class Trainer:
         """
         steps, every = self.config.train.steps, self.config.checkpoint.every
         metrics: Metrics = {}
-        with self.parts, Interrupt() as interrupt:
+        with Interrupt() as interrupt, self.parts, ExitStack() as end:
+            if self.is_main and not self.resumed:  # now that nothing can be wrong with the input any more
+                remove_earlier_run(self.config.output_dir)
+            end.callback(self._notify, "on_exit")
             self._notify("on_start")
             if not self.resumed:
                 self._notify("on_step", 0, self.evaluate())
@@ -141,13 +155,7 @@ class Trainer:
 
     def evaluate(self) -> Metrics:
         """Metrics of the present policy on the held-out prompts; empty without any."""
-        parts, options = self.parts, self.config.eval
-        if parts.evaluator is None:
-            return {}
-        parts.sync(self.step)
-        groups = parts.evaluator.sample(parts.eval_prompts, options.seed)
-        parts.timer.take()
-        return summarise(groups, options.k)
+        return self.parts.evaluate(self.step)
 
     def save(self) -> None:
         """Write a checkpoint from which a resumed run repeats what this one does next."""
