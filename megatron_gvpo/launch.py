@@ -1,39 +1,78 @@
-"""Several processes on this machine: torchrun with orderly ends."""
+"""Several processes on this machine, as torchrun starts them, with orderly ends."""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from types import FrameType
+
+PATIENCE = 10.0  # seconds that the other ranks have to end by themselves when one has failed
 
 
 def launch(processes: int, arguments: Sequence[str]) -> int:
-    """Run `python -m megatron_gvpo <arguments>` in `processes` ranks under torchrun; its exit code.
+    """Run `python -m megatron_gvpo <arguments>` in `processes` ranks; 0, or the first other exit code.
 
-    SIGTERM goes to the ranks alone, which save and exit: torchrun would give them half a minute and
-    then report a failure, so it is told to leave that signal alone.
+    SIGTERM and SIGUSR1 go on to the ranks, which save and exit with 0. torchrun would give them half a
+    minute and report a failure, as it does for wrong input, with a page of its own.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={processes}", "-m", "megatron_gvpo", *arguments]
-    threads = max(1, (os.cpu_count() or 1) // processes)
-    environment = {
-        "OMP_NUM_THREADS": str(threads),
-        **os.environ,
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGINT",
-    }
-    torchrun = subprocess.Popen(
-        command,
-        env=environment,
-        start_new_session=True,  # so that the signal can be sent to the ranks as one group
-        preexec_fn=lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),
-    )
+    environment = _environment(processes)
+    command = [sys.executable, "-m", "megatron_gvpo", *arguments]
+    ranks = [
+        subprocess.Popen(command, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(processes)
+    ]
 
     def forward(number: int, frame: FrameType | None) -> None:
-        os.killpg(torchrun.pid, number)
+        for rank in ranks:
+            rank.send_signal(number)
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, forward)
-    return torchrun.wait()
+    previous = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        return _wait(ranks)
+    except KeyboardInterrupt:  # a terminal sends it to the ranks too
+        return 128 + signal.SIGINT
+    finally:
+        _end(ranks)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
+    """Until all ranks are done or one has failed; a rank that a signal ended counts as 128 + signal."""
+    while True:
+        codes = [rank.poll() for rank in ranks]
+        if failed := [code for code in codes if code]:
+            return failed[0] if failed[0] > 0 else 128 - failed[0]
+        if None not in codes:
+            return 0
+        time.sleep(0.1)
+
+
+def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    for rank in ranks:
+        with suppress(subprocess.TimeoutExpired):
+            rank.wait(max(0.0, deadline - time.monotonic()))
+    for rank in ranks:
+        rank.kill()
+        rank.wait()
+
+
+def _environment(processes: int) -> dict[str, str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return {
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes)),
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+    }
