@@ -1,0 +1,201 @@
+"""The command line as a user meets it: wrong input, signals, several processes, a clean terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tiny_run import records
+
+from megatron_gvpo.cli import main
+
+STEP = re.compile(r"step +\d+/\d+  ")
+SHORT = ("algorithm=gvpo", "train.steps=2", "data.eval=null", "checkpoint.export_hf=false")
+
+
+def data_file(name: str, *lines: str) -> Callable[[Path, Path], list[str]]:
+    def make(task: Path, place: Path) -> list[str]:
+        (place / name).write_text("".join(line + "\n" for line in lines))
+        return [f"data.train.path={place / name}"]
+
+    return make
+
+
+def overrides(*given: str) -> Callable[[Path, Path], list[str]]:
+    return lambda task, place: [text.format(task=task, place=place) for text in given]
+
+
+def changed_model(file: str, **changes: object) -> Callable[[Path, Path], list[str]]:
+    """A copy of the model with keys of a JSON file changed, or (None) removed."""
+
+    def make(task: Path, place: Path) -> list[str]:
+        shutil.copytree(task / "model", place / "model")
+        values = json.loads((place / "model" / file).read_text()) | changes
+        kept = {key: value for key, value in values.items() if value is not None}
+        (place / "model" / file).write_text(json.dumps(kept))
+        return [f"model.path={place / 'model'}"]
+
+    return make
+
+
+GOOD = '{"prompt": "1+1=", "answer": "2", "solution": "2"}'
+WRONG = {
+    "malformed line": (
+        data_file("bad.jsonl", GOOD, '{"prompt": '),
+        r"bad\.jsonl, line 2: not valid JSON",
+    ),
+    "empty": (data_file("empty.jsonl"), r"empty\.jsonl: no records"),
+    "no answer": (
+        data_file("blind.jsonl", GOOD, '{"prompt": "2+2="}'),
+        r"blind\.jsonl, line 2: field 'answer' is missing; fields there: prompt",
+    ),
+    "long prompt": (
+        data_file("long.jsonl", GOOD.replace("1+1", "1+" * 20)),
+        r"long\.jsonl, line 1: the prompt has 42 tokens, more than data\.max_prompt_tokens=32",
+    ),
+    "longer than the model": (
+        overrides("data.max_prompt_tokens=250"),
+        r"data\.max_prompt_tokens=250 plus rollout\.max_tokens=10 exceeds .*max_position_embeddings=256",
+    ),
+    "no end token": (
+        changed_model("tokenizer_config.json", eos_token=None),
+        r"model\.path=.*: the tokenizer has no end token; name it as eos_token in tokenizer_config\.json",
+    ),
+    "wrong key": (overrides("train.stepz=3"), r"train\.stepz: no such key; did you mean 'steps'\?"),
+    "tp": (
+        overrides("parallel.tp=3", "--nproc=3"),
+        r"parallel\.tp=3 does not divide the model's num_attention_heads=4; possible: \[1, 2\]",
+    ),
+    "no model": (overrides("model.path={place}/none"), r"model\.path=.*none: no config\.json there"),
+    "unknown architecture": (
+        changed_model("config.json", architectures=["GPT2LMHeadModel"], model_type="gpt2"),
+        r"model\.path=.*: Megatron-Bridge cannot build this model: .*",
+    ),
+    "no such reward": (
+        overrides('rewards.components=[{{"name": "mine", "function": "{task}/reward.py:none"}}]'),
+        r"rewards\.components\.0\.function=.*reward\.py:none: .* has no function 'none'; it has: reward",
+    ),
+    "one response": (overrides("rollout.n=1"), r"rollout\.n=1: .* so it needs rollout\.n >= 2"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_input_is_named_and_destroys_nothing(task, tmp_path, capfd, case):
+    make, message = WRONG[case]
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "metrics.jsonl").write_text('{"step": 7}\n')
+    given = ["algorithm=gvpo", f"output_dir={out}", *make(task, tmp_path), "--overwrite"]
+    assert main(["train", str(task / "run.yaml"), *given]) == 2
+    printed, error = capfd.readouterr()
+    assert printed == ""
+    assert re.match(f"error: {message}", error, re.DOTALL), error
+    assert "Traceback" not in error
+    assert {path.name: path.read_text() for path in out.iterdir()} == {"metrics.jsonl": '{"step": 7}\n'}
+
+
+def test_wrong_use_of_a_command(task, tmp_path, capsys):
+    config, out = str(task / "run.yaml"), f"output_dir={tmp_path / 'run'}"
+
+    def error_of(code: int, *arguments: str) -> str:
+        assert main(arguments) == code
+        return capsys.readouterr().err
+
+    assert "no configuration file given" in error_of(2, "train", "train.steps=1")
+    assert "error: data.eval is missing" in error_of(2, "eval", config, out, "data.eval=null")
+    assert "this directory is not empty" in error_of(2, "export", config, out, "--out", str(task))
+    nothing_yet = error_of(1, "export", config, out, "--out", str(tmp_path / "hf"))
+    assert nothing_yet == f"error: {tmp_path / 'run' / 'checkpoints'}: there is no complete checkpoint\n"
+
+
+def test_eval_and_export_of_a_finished_run(task, tmp_path, capsys):
+    out, exported = tmp_path / "run", tmp_path / "exported"
+    given = [str(task / "run.yaml"), "algorithm=gvpo", "train.steps=2", f"output_dir={out}"]
+    assert main(["train", *given]) == 0
+    last = {name: value for name, value in records(out)[-1].items() if name.startswith("eval/")}
+    assert main(["train", *given]) == 2
+    assert "holds an earlier run" in capsys.readouterr().err
+
+    assert main(["eval", *given, f"model.path={out / 'hf'}"]) == 0
+    assert json.loads(capsys.readouterr().out) == last
+    assert main(["eval", *given, "--resume"]) == 0
+    assert json.loads(capsys.readouterr().out) == last
+    assert main(["export", *given, "--out", str(exported)]) == 0
+    assert capsys.readouterr().out == f"step 2 written to {exported}\n"
+    assert (exported / "model.safetensors").read_bytes() == (out / "hf" / "model.safetensors").read_bytes()
+
+
+def test_doctor(capsys):
+    code = main(["doctor", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert code == (0 if report["ready"] else 1)
+
+
+def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", *arguments],
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_sigterm_stops_both_ranks_and_the_terminal_shows_only_the_run(task, tmp_path):
+    given = [str(task / "run.yaml"), "algorithm=gvpo", f"output_dir={tmp_path}", "checkpoint.every=2"]
+    launched = start("megatron_gvpo", "train", *given, "train.steps=100000", "--nproc=2", PYTHONWARNINGS="")
+    deadline = time.monotonic() + 300
+    while not (tmp_path / "checkpoints" / "step_00000002").exists():
+        assert launched.poll() is None and time.monotonic() < deadline, launched.communicate()
+        time.sleep(0.2)
+    launched.send_signal(signal.SIGTERM)
+    printed, error = launched.communicate(timeout=120)
+    assert (launched.returncode, error) == (0, "")
+    *lines, last = printed.splitlines()
+    assert last == "stopped on request; the checkpoint is complete: continue with `train ... --resume`"
+    assert all(STEP.match(line) or line.startswith("checkpoint: ") for line in lines), printed
+    newest = max((tmp_path / "checkpoints").iterdir())
+    assert json.loads((newest / "state.json").read_text())["step"] == records(tmp_path)[-1]["step"]
+
+
+def test_sigterm_while_starting_leaves_nothing(task, tmp_path):
+    given = [str(task / "run.yaml"), f"output_dir={tmp_path / 'run'}", *SHORT]
+    launched = start("megatron_gvpo", "train", *given, "--nproc=2")
+    time.sleep(3)
+    launched.send_signal(signal.SIGTERM)
+    _, error = launched.communicate(timeout=120)
+    assert launched.returncode == 128 + signal.SIGTERM
+    assert "Traceback" not in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_torchrun(task, tmp_path):
+    given = [str(task / "run.yaml"), f"output_dir={tmp_path}", *SHORT]
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "megatron_gvpo")
+    launched = start(*torchrun, "train", *given)
+    _, error = launched.communicate(timeout=300)
+    assert launched.returncode == 0, error
+    assert [line["step"] for line in records(tmp_path)] == [0, 1, 2]
+
+
+def test_wrong_data_on_two_ranks_is_said_once(task, tmp_path):
+    (tmp_path / "bad.jsonl").write_text("{\n")
+    given = [
+        str(task / "run.yaml"),
+        f"output_dir={tmp_path}",
+        *SHORT,
+        f"data.train.path={tmp_path}/bad.jsonl",
+    ]
+    launched = start("megatron_gvpo", "train", *given, "--nproc=2", PYTHONWARNINGS="")
+    printed, error = launched.communicate(timeout=300)
+    assert (launched.returncode, printed) == (2, "")
+    assert re.fullmatch(r"error: .*bad\.jsonl, line 1: not valid JSON: .*\n", error)

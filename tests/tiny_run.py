@@ -1,0 +1,112 @@
+"""The quickstart's model and problems in a small edition, and runs on them: for the tests of whole runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "quickstart"))
+
+import make_task
+
+from megatron_gvpo.callbacks import Callback, Recorder
+from megatron_gvpo.config import Config, load_config
+from megatron_gvpo.interrupt import Interrupted
+from megatron_gvpo.observe import read_metrics
+from megatron_gvpo.trainer import Trainer
+
+CONFIG = """
+model: {{path: {task}/model, dtype: float32}}
+data:
+  train: {{path: {task}/data/train.jsonl, demonstration_key: solution}}
+  eval: {{path: {task}/data/test.parquet, limit: 4}}
+  max_prompt_tokens: 32
+rollout: {{n: 4, max_tokens: 10}}
+rewards: {{components: [{{name: variety, function: "{task}/reward.py:reward"}}]}}
+train: {{steps: 4, prompts_per_step: 4, max_tokens_per_micro_batch: 128}}
+optimizer: {{lr: 1.0e-3, warmup_steps: 1, decay: linear}}
+eval: {{every: 2, n: 2, k: [1, 2], sampling: {{max_tokens: 10}}}}
+logging: {{progress: lines, tensorboard: false}}
+"""
+
+# A model that knows nothing is never right, so this rewards variety. At its call `signal_at` the trainer,
+# which is a worker's parent, gets SIGTERM in mid-step; call `poison_at` returns what no gradient can bear.
+REWARD = """
+import os, signal
+
+calls = 0
+
+def reward(prompt, rollout, signal_at=0, poison_at=0, coarse=False):
+    global calls
+    calls += 1
+    if calls == signal_at:
+        os.kill(os.getppid(), signal.SIGTERM)
+    if calls == poison_at:
+        return 1e38
+    variety = len(set(rollout.token_ids)) / len(rollout.token_ids)
+    return float(variety < 0.7) if coarse else variety
+
+if "SIGNAL_WHILE_LOADING" in os.environ:
+    os.kill(os.getppid(), signal.SIGTERM)
+"""
+
+
+def make(directory: Path) -> None:
+    """directory/{model,data,reward.py,run.yaml}"""
+    sizes = {"train": 48, "validation": 4, "test": 8}
+    make_task.SIZES, before = sizes, make_task.SIZES
+    try:
+        make_task.make_model(directory / "model", seed=0)
+        make_task.make_data(directory / "data", seed=0)
+    finally:
+        make_task.SIZES = before
+    (directory / "reward.py").write_text(REWARD)
+    (directory / "run.yaml").write_text(CONFIG.format(task=directory))
+
+
+def configure(task: Path, out: Path, *overrides: str) -> Config:
+    return load_config([task / "run.yaml"], [f"output_dir={out}", *overrides])
+
+
+def reward_options(task: Path, **options: Any) -> str:
+    """An override that gives the reward function these options."""
+    component = {"name": "variety", "function": f"{task}/reward.py:reward", "options": options}
+    return f"rewards.components={json.dumps([component])}"
+
+
+class StopAfter(Callback):
+    """SIGTERM to this process at the end of a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step(self, trainer: Trainer, step: int, metrics: object) -> None:
+        if step == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def fit(config: Config, callbacks: Sequence[Callback] = (), **how: bool) -> Trainer:
+    """Train with the program's own recorder until the end or an interruption; the process group stays."""
+    from megatron.core import parallel_state
+
+    try:
+        trainer = Trainer(config, [Recorder(), *callbacks], **how)
+        with suppress(Interrupted):
+            trainer.fit()
+        return trainer
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def records(out: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl without what the clock wrote."""
+    return [
+        {name: value for name, value in record.items() if not name.startswith(("time/", "throughput/"))}
+        for record in read_metrics(out / "metrics.jsonl")
+    ]
