@@ -23,10 +23,7 @@ def launch(processes: int, arguments: Sequence[str]) -> int:
     """
     environment = _environment(processes)
     command = [sys.executable, "-m", "megatron_gvpo", *arguments]
-    ranks = [
-        subprocess.Popen(command, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(processes)
-    ]
+    ranks: list[subprocess.Popen[bytes]] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
         for rank in ranks:
@@ -34,6 +31,9 @@ def launch(processes: int, arguments: Sequence[str]) -> int:
 
     previous = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGUSR1)}
     try:
+        for rank in range(processes):
+            numbered = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            ranks.append(subprocess.Popen(command, env=numbered))
         return _wait(ranks)
     except KeyboardInterrupt:  # a terminal sends it to the ranks too
         return 128 + signal.SIGINT
