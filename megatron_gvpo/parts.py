@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_gvpo.algorithms.batch_policy import BatchPolicy
-from megatron_gvpo.config import Config
+from megatron_gvpo.config import Config, read_model_config
 from megatron_gvpo.data.order import PromptOrder
-from megatron_gvpo.data.prompts import load_prompts
+from megatron_gvpo.data.prompts import DataError, load_prompts
 from megatron_gvpo.data.tokenizer import end_token_id, load_tokenizer
 from megatron_gvpo.evaluation import summarise
 from megatron_gvpo.megatron import checkpoint, parallel
@@ -37,6 +37,13 @@ class Parts:
         self.timer = PhaseTimer(synchronize=torch.cuda.is_available())
         tokenizer = load_tokenizer(config.model.path)
         end = end_token_id(tokenizer)
+        vocabulary = read_model_config(config.model.path).get("vocab_size", end + 1)
+        if end >= vocabulary:
+            raise DataError(
+                f"model.path={config.model.path}: the tokenizer's end token {tokenizer.eos_token!r} has id "
+                f"{end}, and the model knows only {vocabulary} tokens; name its own as eos_token in "
+                "tokenizer_config.json"
+            )
         self.prompts: list[Prompt] = load_prompts(config.data.train, config.data, tokenizer, end_token_id=end)
         self.eval_prompts: list[Prompt] = []
         if config.data.eval is not None:
