@@ -35,22 +35,24 @@ eval: {{every: 2, n: 2, k: [1, 2], sampling: {{max_tokens: 10}}}}
 logging: {{progress: lines, tensorboard: false}}
 """
 
-# A model that knows nothing is never right, so this rewards variety. At its call `signal_at` the trainer,
-# which is a worker's parent, gets SIGTERM in mid-step; call `poison_at` returns what no gradient can bear.
+# A model that knows nothing is never right, so this rewards variety. In the middle of step `signal_in` the
+# trainer, which is a worker's parent, gets SIGTERM; the first response of step `poison_in` is worth what no
+# gradient can bear. Responses of step s come from weight version s - 1.
 REWARD = """
 import os, signal
 
-calls = 0
+poisoned = False
 
-def reward(prompt, rollout, signal_at=0, poison_at=0, coarse=False):
-    global calls
-    calls += 1
-    if calls == signal_at:
+def reward(prompt, rollout, signal_in=0, poison_in=0, coarse=False):
+    global poisoned
+    step = rollout.weight_version + 1
+    if step == signal_in:
         os.kill(os.getppid(), signal.SIGTERM)
-    if calls == poison_at:
+    if step == poison_in and not poisoned:
+        poisoned = True
         return 1e38
     variety = len(set(rollout.token_ids)) / len(rollout.token_ids)
-    return float(variety < 0.7) if coarse else variety
+    return rollout.token_ids[0] % 2 if coarse else variety
 
 if "SIGNAL_WHILE_LOADING" in os.environ:
     os.kill(os.getppid(), signal.SIGTERM)
