@@ -78,7 +78,7 @@ class RewardConfig(Section):
 class RewardsConfig(Section):
     components: tuple[RewardConfig, ...] = (RewardConfig(name="math"),)
     timeout: float = Field(10.0, gt=0)  # seconds a rollout; later it counts as 0
-    workers: PositiveInt = 1  # processes on every node
+    workers: PositiveInt = 1  # processes of every rank
 
 
 class TrainConfig(Section):
@@ -86,8 +86,7 @@ class TrainConfig(Section):
     prompts_per_step: PositiveInt
     mini_batches: PositiveInt = 1  # optimizer updates a step
     max_tokens_per_micro_batch: PositiveInt = 8192
-    seed: int = 0
-    deterministic: bool = False
+    seed: int = Field(0, ge=0)
 
 
 class OptimizerConfig(Section):
@@ -128,7 +127,6 @@ class LoggingConfig(Section):
     wandb_project: str | None = None
     progress: Literal["auto", "live", "lines", "off"] = "auto"
     profile_steps: tuple[int, int] | None = None  # torch profiler over [first, last] steps
-    samples_every: int = Field(0, ge=0)  # steps between prompts and responses written to samples.jsonl
 
 
 class Config(Section):

@@ -6,10 +6,14 @@ writes DIR/model, a Hugging Face checkpoint of Qwen2's architecture (0.8 M rando
 per character), and DIR/data with train.jsonl, validation.jsonl and test.parquet, whose prompts are all
 different. A problem is a sum, its worked solution takes one operation a line:
 
-    prompt    12+34-5=
-    solution  12+34=46
-              46-5=41
-              \boxed{41}
+    prompt    7+5-9=
+    solution  7+5=12
+              12-9=3
+              \boxed{3}
+
+What supervised fine-tuning imitates is the field `demonstration`: the worked solution of some problems,
+and of the others only the final line, as people write who do it in their head. The fine-tuned model
+then does both, and mostly fails at the second. That working step by step pays is for GVPO to find out.
 """
 
 from __future__ import annotations
@@ -29,16 +33,17 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 class Level(NamedTuple):
     share: float  # of the problems of every split
     operands: int
-    largest: int  # operand
 
 
 # A level needs more different problems than the splits take of it.
 LEVELS = {
-    1: Level(share=0.25, operands=3, largest=12),
-    2: Level(share=0.25, operands=3, largest=20),
-    3: Level(share=0.25, operands=4, largest=12),
-    4: Level(share=0.25, operands=4, largest=20),
+    1: Level(share=0.25, operands=4),
+    2: Level(share=0.25, operands=5),
+    3: Level(share=0.25, operands=6),
+    4: Level(share=0.25, operands=7),
 }
+HIGHEST = 9  # every intermediate result lies between 0 and this
+WORKED = 0.25  # share of the demonstrations that show the work
 SIZES = {"train": 8192, "validation": 512, "test": 512}
 
 PAD, END, BOXED = "<|pad|>", "<|end|>", "\\boxed{"
@@ -95,7 +100,8 @@ def make_data(directory: Path, seed: int) -> None:
             while record["prompt"] in used:  # another one of the same level, so that all splits are alike
                 record = make_problem(LEVELS[number], rng)
             used.add(record["prompt"])
-            records.append(record | {"level": number})
+            shown = record["solution"] if rng.random() < WORKED else record["solution"].splitlines()[-1]
+            records.append(record | {"level": number, "demonstration": shown})
         if split == "test":
             pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), directory / "test.parquet")
         else:
@@ -104,14 +110,13 @@ def make_data(directory: Path, seed: int) -> None:
 
 
 def make_problem(level: Level, rng: random.Random) -> dict[str, Any]:
-    value = rng.randint(1, level.largest)
+    value = rng.randint(0, HIGHEST)
     prompt, steps = str(value), []
     for _ in range(level.operands - 1):
-        sign, operand = rng.choice("+-"), rng.randint(1, level.largest)
-        result = value + operand if sign == "+" else value - operand
-        prompt += f"{sign}{operand}"
-        steps.append(f"{value}{sign}{operand}={result}\n")
-        value = result
+        change = rng.choice([d for d in range(-9, 10) if d and 0 <= value + d <= HIGHEST])
+        prompt += f"{change:+d}"
+        steps.append(f"{value}{change:+d}={value + change}\n")
+        value += change
     return {
         "prompt": f"{prompt}=",
         "solution": "".join(steps) + rf"\boxed{{{value}}}",

@@ -21,8 +21,8 @@ if not torch.cuda.is_available():
 
     cpu_device.install()
 
-from megatron.core import parallel_state
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core import parallel_state  # noqa: E402 - after the stand-ins above
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 
 
 def megatron_device() -> contextlib.AbstractContextManager[None]:
