@@ -7,16 +7,13 @@ PYTHON := $(VENV)/bin/python
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: quickstart test slow lint format venv clean
+.PHONY: quickstart test lint format venv clean
 
 quickstart: venv  ## GVPO on a small model, from nothing to a better policy, in minutes
 	OMP_NUM_THREADS=2 $(PYTHON) examples/quickstart/run.py
 
 test: venv  ## the whole test suite, with real megatron-core under gloo
-	$(PYTHON) -m pytest -m "not slow"
-
-slow: venv  ## longer proofs: the quickstart under TP=2, PP=2 and DP=2, benchmarks
-	$(PYTHON) -m pytest -m slow
+	$(PYTHON) -m pytest
 
 lint: venv
 	$(VENV)/bin/ruff check .
