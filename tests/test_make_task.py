@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import re
 from pathlib import Path
@@ -78,8 +79,9 @@ def test_levels_have_their_shares(splits: dict[str, list[Prompt]], make_task: Mo
             those = [prompt.text for prompt in prompts if prompt.record["level"] == number]
             assert len(those) / len(prompts) == pytest.approx(level.share, abs=0.08)
             for text in those:
-                operands = [int(operand) for operand in re.findall(r"\d+", text)]
-                assert len(operands) == level.operands and max(operands) <= level.largest
+                changes = [int(term) for term in re.findall(r"[+-]?\d+", text)]
+                assert len(changes) == level.operands
+                assert all(0 <= value <= make_task.HIGHEST for value in itertools.accumulate(changes))
 
 
 def test_demonstrations_are_right(splits: dict[str, list[Prompt]], task: Path) -> None:
