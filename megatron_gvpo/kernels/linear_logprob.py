@@ -43,7 +43,7 @@ def linear_logprob(
     entropy: bool = False,
     tp_group: dist.ProcessGroup | None = None,
     vocab_size: int | None = None,
-    logits_bytes: int = 128 << 20,
+    logits_bytes: int = 288 << 20,
 ) -> LinearLogprob:
     """log softmax(hidden_rh @ weight_vh^T / temperature)[labels_r], forward and backward without the logits.
 
