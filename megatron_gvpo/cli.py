@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     0: done, or stopped by SIGTERM and saved; 1: a checkpoint could not be written or read; 2: wrong input.
     """
-    options = _parser().parse_args(arguments)
+    options = _parse(arguments)
     if options.command == "doctor":
         from megatron_gvpo import doctor
 
@@ -131,6 +131,17 @@ def _refuse(error: Exception, code: int = 2) -> int:
 def _print_main(is_main: bool, text: str, file: Any = None) -> None:
     if is_main:
         print(text, file=file, flush=True)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Overrides may also follow options: argparse takes only one unbroken run of positional arguments."""
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    if rest and (not hasattr(options, "config") or any(given.startswith("-") for given in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        options.config += rest
+    return options
 
 
 def _parser() -> argparse.ArgumentParser:

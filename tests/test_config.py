@@ -315,3 +315,13 @@ def test_a_model_directory_without_a_readable_config(good):
     (good.parent / "config.json").write_text('{"a": 1,\n oops}')
     with pytest.raises(ConfigError, match="line 2: not valid JSON"):
         check_layout(config, 1)
+
+
+def test_overrides_may_follow_options():
+    from megatron_gvpo.cli import _parse
+
+    options = _parse(["train", "a.yaml", "--nproc", "2", "parallel.tp=2", "train.steps=2"])
+    assert (options.config, options.nproc) == (["a.yaml", "parallel.tp=2", "train.steps=2"], 2)
+    for wrong in (["train", "a.yaml", "--nprocs", "2"], ["doctor", "x=1"]):
+        with pytest.raises(SystemExit):
+            _parse(wrong)
