@@ -7,13 +7,18 @@ PYTHON := $(VENV)/bin/python
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: quickstart test lint format venv clean
+.PHONY: quickstart test slow lint format venv clean
 
 quickstart: venv  ## GVPO on a small model, from nothing to a better policy, in minutes
 	OMP_NUM_THREADS=2 $(PYTHON) examples/quickstart/run.py
 
 test: venv  ## the whole test suite, with real megatron-core under gloo
-	$(PYTHON) -m pytest
+	$(PYTHON) -m pytest $(OPTIONS)
+
+slow: venv  ## longer proofs on real servers, with their results under benchmarks/results/
+	$(PYTHON) benchmarks/rollout_faults.py --engine sglang --schedules 20 --out benchmarks/results/rollout_faults_sglang.json
+	$(PYTHON) benchmarks/rollout_faults.py --engine vllm --schedules 20 --out benchmarks/results/rollout_faults_vllm.json
+	$(PYTHON) benchmarks/delta_steps.py --out benchmarks/results/delta_steps_cpu.json
 
 lint: venv
 	$(VENV)/bin/ruff check .

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_gvpo.exchange import all_gather_msgpack
 from megatron_gvpo.observe import MetricLogger, Progress, plot_curve, read_metrics, time_report
 
 if TYPE_CHECKING:
@@ -34,15 +35,50 @@ class Callback:
         """After everything else, however the run ends: close what `on_start` opened."""
 
 
+class OutputError(RuntimeError):
+    """The run's records could not be written, as on a full disk; complete checkpoints are untouched."""
+
+
 class Recorder(Callback):
-    """Progress display, metrics.jsonl, TensorBoard; at the end summary.json and curve.png. Rank 0 only."""
+    """Progress display, metrics.jsonl, TensorBoard; at the end summary.json and curve.png. By rank 0.
+
+    Raises OutputError, on all ranks at once, where the file system refuses to take them.
+    """
 
     def __init__(self) -> None:
         self._opened = ExitStack()
 
     def on_start(self, trainer: Trainer) -> None:
-        if not trainer.is_main:
-            return
+        self._write(trainer, lambda: self._open(trainer))
+
+    def on_step(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
+        self._write(trainer, lambda: self._log(step, metrics))
+
+    def on_checkpoint(self, trainer: Trainer, directory: Path) -> None:
+        if trainer.is_main:
+            self._progress.note(f"checkpoint: {directory}")
+
+    def on_end(self, trainer: Trainer) -> None:
+        self._write(trainer, lambda: self._conclude(trainer))
+
+    def on_exit(self, trainer: Trainer) -> None:
+        try:
+            self._opened.close()
+        except OSError as error:
+            raise _refused(trainer, str(error)) from None
+
+    def _write(self, trainer: Trainer, write: Callable[[], None]) -> None:
+        """Do it on rank 0; a collective, so that no rank goes on to wait for one that failed."""
+        problem = None
+        try:
+            if trainer.is_main:
+                write()
+        except OSError as error:
+            problem = str(error)
+        if problems := [text for text in all_gather_msgpack(problem) if text]:
+            raise _refused(trainer, problems[0])
+
+    def _open(self, trainer: Trainer) -> None:
         config = trainer.config
         self._directory = Path(config.output_dir)
         self._logger = MetricLogger(
@@ -56,18 +92,11 @@ class Recorder(Callback):
         self._opened.callback(self._progress.close)
         self._begin = time.perf_counter()
 
-    def on_step(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
-        if trainer.is_main:
-            self._logger.log(step, metrics)
-            self._progress.update(step, metrics)
+    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._logger.log(step, metrics)
+        self._progress.update(step, metrics)
 
-    def on_checkpoint(self, trainer: Trainer, directory: Path) -> None:
-        if trainer.is_main:
-            self._progress.note(f"checkpoint: {directory}")
-
-    def on_end(self, trainer: Trainer) -> None:
-        if not trainer.is_main:
-            return
+    def _conclude(self, trainer: Trainer) -> None:
         wall = time.perf_counter() - self._begin
         self._progress.close()
         records = read_metrics(self._directory / "metrics.jsonl")
@@ -83,5 +112,9 @@ class Recorder(Callback):
         plot_curve(self._directory / "metrics.jsonl", self._directory / "curve.png")
         print(time_report(totals, wall))
 
-    def on_exit(self, trainer: Trainer) -> None:
-        self._opened.close()
+
+def _refused(trainer: Trainer, problem: str) -> OutputError:
+    return OutputError(
+        f"cannot write the records in output_dir={trainer.config.output_dir}: {problem}; complete "
+        "checkpoints there are untouched: make room and continue with --resume"
+    )

@@ -1,4 +1,4 @@
-"""The command line: train, eval, export, doctor."""
+"""The command line: train, eval, export, serve, doctor."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from megatron_gvpo import __version__
@@ -22,9 +24,35 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code.
 
-    0: done, or stopped by SIGTERM and saved; 1: a checkpoint could not be written or read; 2: wrong input.
+    0: done, or stopped by SIGTERM and saved; 1: a checkpoint or the records could not be written, a
+    checkpoint not be read, or no rollouts be had; 2: wrong input; 143: stopped by SIGTERM before training
+    began, and nothing written.
     """
     options = _parse(arguments)
+    with ExitStack() as starting:
+        if options.command == "train":
+            starting.enter_context(_ends_at_once())
+        return _main(options, list(sys.argv[1:] if arguments is None else arguments), starting)
+
+
+@contextmanager
+def _ends_at_once() -> Iterator[None]:
+    """Until training begins, SIGTERM and SIGUSR1 end the process with a word, also amid an import."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        message = "stopped on request before training began; nothing was written"
+        _print_main(os.environ.get("RANK", "0") == "0", message, sys.stderr)
+        os._exit(128 + number)
+
+    previous = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _main(options: argparse.Namespace, given: list[str], starting: ExitStack) -> int:
     if options.command == "doctor":
         from megatron_gvpo import doctor
 
@@ -39,6 +67,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "no configuration file given: megatron-gvpo train CONFIG.yaml [key.sub=value ...]"
             )
         config = load_config(files, overrides)
+        if options.command == "serve":
+            from megatron_gvpo.rollout.serve import serve
+
+            return serve(config)
         check_layout(config, int(os.environ.get("WORLD_SIZE", options.nproc or 1)))
         _check_command(options, config)
     except ConfigError as error:
@@ -46,25 +78,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.nproc > 1 and "WORLD_SIZE" not in os.environ:
         from megatron_gvpo.launch import launch
 
-        given = list(sys.argv[1:] if arguments is None else arguments)
         return launch(options.nproc, given)
-    return _run(options, config)
+    return _run(options, config, starting)
 
 
-def _run(options: argparse.Namespace, config: Config) -> int:
+def _run(options: argparse.Namespace, config: Config, starting: ExitStack) -> int:
     """The part that loads torch, Megatron and the model."""
     _quieten()
-    from megatron_gvpo.callbacks import Recorder
+    from megatron_gvpo.callbacks import OutputError, Recorder
     from megatron_gvpo.config import ConfigError
     from megatron_gvpo.data.prompts import DataError
     from megatron_gvpo.interrupt import Interrupted
     from megatron_gvpo.megatron.checkpoint import CheckpointError
     from megatron_gvpo.megatron.parallel import shut_down
+    from megatron_gvpo.rollout.fleet import RolloutError
     from megatron_gvpo.trainer import Trainer
 
     try:
         if options.command == "train":
-            Trainer(config, [Recorder()], resume=options.resume, overwrite=options.overwrite).fit()
+            trainer = Trainer(config, [Recorder()], resume=options.resume, overwrite=options.overwrite)
+            starting.close()
+            trainer.fit()
         else:
             _use(options, config)
     except Interrupted:
@@ -72,7 +106,7 @@ def _run(options: argparse.Namespace, config: Config) -> int:
         _print_main(os.environ.get("RANK", "0") == "0", message)
     except (ConfigError, DataError) as error:
         return _refuse(error)
-    except CheckpointError as error:
+    except (CheckpointError, OutputError, RolloutError) as error:
         return _refuse(error, code=1)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
@@ -91,12 +125,12 @@ def _use(options: argparse.Namespace, config: Config) -> None:
     step = parts.resume() if options.command == "export" or options.resume else 0
     if step is None:
         raise CheckpointError(f"{parts.checkpoints}: there is no complete checkpoint")
-    with parts:
-        if options.command == "eval":
+    if options.command == "eval":
+        with parts:
             _print_main(is_main, json.dumps(parts.evaluate(step), indent=2))
-        else:
-            parts.export_hf(Path(options.out))
-            _print_main(is_main, f"step {step} written to {options.out}")
+    else:
+        parts.export_hf(Path(options.out))
+        _print_main(is_main, f"step {step} written to {options.out}")
 
 
 def _quieten() -> None:
@@ -175,6 +209,7 @@ def _parser() -> argparse.ArgumentParser:
         "export", parents=[configured], help="write the newest checkpoint as a Hugging Face one"
     )
     export.add_argument("--out", required=True, metavar="DIR")
+    commands.add_parser("serve", parents=[configured], help="run this machine's rollout servers")
     doctor = commands.add_parser("doctor", help="what this machine has, and what is missing")
     doctor.add_argument("--json", action="store_true")
     return parser

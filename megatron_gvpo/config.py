@@ -16,19 +16,16 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
+from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
 from megatron_gvpo.algorithms.config import AlgorithmConfig, merge
+from megatron_gvpo.rollout.config import ServersConfig as ServersConfig
+from megatron_gvpo.rollout.config import WeightSyncConfig as WeightSyncConfig
+from megatron_gvpo.section import Section as Section
 
 
 class ConfigError(ValueError):
     """A configuration that cannot run, said in the user's terms."""
-
-
-class Section(BaseModel):
-    """One section of the file: unknown keys are errors, values do not change after loading."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class ModelConfig(Section):
@@ -63,9 +60,15 @@ class SamplingConfig(Section):
 
 
 class RolloutConfig(SamplingConfig):
-    engine: Literal["local"] = "local"
+    engine: Literal["local", "sglang", "vllm"] = "local"  # local: embedded, in the trainer's processes
     n: PositiveInt = 8  # responses a prompt (the group size k)
     batch_size: PositiveInt = 256  # sequences generated at once by the embedded engine
+    async_steps: NonNegativeInt = 0  # batches generated ahead while the trainer trains; 0: strictly on-policy
+    servers: ServersConfig = ServersConfig()  # of the engines sglang and vllm
+    weights: WeightSyncConfig = WeightSyncConfig()
+    # Warn where the policy that samples is further from the trained one (KL, nats a token); default: 1e-6 in
+    # float32, 1e-3 in bfloat16.
+    mismatch_threshold: float | None = Field(None, gt=0)
 
 
 class RewardConfig(Section):
@@ -143,6 +146,11 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
 
+    @property
+    def served_path(self) -> str:
+        """The checkpoint directory that rollout servers start with."""
+        return self.rollout.servers.model_path or self.model.path
+
     @model_validator(mode="after")
     def _possible(self) -> Self:
         """Combinations that no machine could run."""
@@ -157,6 +165,25 @@ class Config(Section):
                 f"rollout.n={n}: this algorithm compares the responses of a prompt with each other, "
                 "so it needs rollout.n >= 2"
             )
+        if algorithm.reference_logprobs == "engine":
+            if self.rollout.top_p < 1:
+                raise ValueError(
+                    f"rollout.top_p={self.rollout.top_p}: algorithm.reference_logprobs=engine compares the "
+                    "trainer's log-probs with the engine's, which some engines renormalise after top-p: set "
+                    "rollout.top_p=1, or use reference_logprobs=trainer"
+                )
+            if train.mini_batches == 1 and not self.rollout.async_steps:
+                raise ValueError(
+                    "train.mini_batches=1: algorithm.reference_logprobs=engine has no effect there, because "
+                    "the first mini-batch of a step is its own reference: use reference_logprobs=trainer"
+                )
+        if self.rollout.engine == "local":
+            for name in ("servers", "weights", "async_steps"):
+                if getattr(self.rollout, name) != RolloutConfig.model_fields[name].default:
+                    raise ValueError(
+                        f"rollout.{name} has no effect with rollout.engine=local, which generates in the "
+                        "trainer's own processes: choose sglang or vllm, or leave it out"
+                    )
         if algorithm.sampler == "dataset" and self.data.train.demonstration_key is None:
             raise ValueError(
                 "data.train.demonstration_key is missing: algorithm.sampler=dataset trains on worked "
@@ -252,11 +279,11 @@ def _divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
-def read_model_config(path: str) -> dict[str, Any]:
-    """The model's Hugging Face config.json. Raises ConfigError where there is none."""
+def read_model_config(path: str, key: str = "model.path") -> dict[str, Any]:
+    """The model's Hugging Face config.json. Raises ConfigError, which names `key`, where there is none."""
     file = Path(path) / "config.json"
     if not file.is_file():
-        raise ConfigError(f"model.path={path}: no config.json there (a Hugging Face checkpoint directory)")
+        raise ConfigError(f"{key}={path}: no config.json there (a Hugging Face checkpoint directory)")
     try:
         model: dict[str, Any] = json.loads(file.read_text())
     except json.JSONDecodeError as error:

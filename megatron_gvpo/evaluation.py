@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
 
+from megatron_gvpo.rewards.boxed import boxed
 from megatron_gvpo.types import Group, Rollout
 
 
@@ -69,11 +70,6 @@ def is_correct(rollout: Rollout) -> bool:
 
 
 def final_answer(text: str) -> str:
-    r"""Content of the last `\boxed{}` (braces may nest), else the whole text; stripped."""
-    _, found, rest = text.rpartition(r"\boxed{")
-    depth = 1
-    for i, character in enumerate(rest if found else ""):
-        depth += (character == "{") - (character == "}")
-        if depth == 0:
-            return rest[:i].strip()
-    return text.strip()
+    r"""Content of the last `\boxed{}`, else the whole text; stripped."""
+    answer = boxed(text)
+    return text.strip() if answer is None else answer

@@ -24,8 +24,10 @@ class Rollout:
     """One response. `logprobs` are the engine's own (fp32, at the sampling temperature), one per token.
 
     `finish_reason`: "stop" (an end or stop token, which is the last of `token_ids`), "length"
-    (truncated) or "abort". `rewards` holds the named components, `reward` their weighted sum;
-    `reward_errors` says which component failed and how (such a component counts as 0).
+    (truncated) or "abort". `spans` are (weight version, first token, end token), where more than one set of
+    weights sampled the response; `weight_version` is the oldest. `rewards` holds the named components,
+    `reward` their weighted sum; `reward_errors` says which component failed and how (such a component counts
+    as 0).
     """
 
     token_ids: list[int]
@@ -36,6 +38,7 @@ class Rollout:
     rewards: dict[str, float] = field(default_factory=dict)
     reward: float = 0.0
     reward_errors: dict[str, str] = field(default_factory=dict)
+    spans: list[tuple[int, int, int]] = field(default_factory=list)
 
 
 @dataclass(slots=True)

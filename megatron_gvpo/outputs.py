@@ -11,6 +11,7 @@ from megatron_gvpo.config import ConfigError
 OWN = (
     "checkpoints",
     "hf",
+    "hf.partial",
     "metrics.jsonl",
     "summary.json",
     "curve.png",

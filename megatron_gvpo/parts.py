@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -20,10 +23,14 @@ from megatron_gvpo.megatron import checkpoint, parallel
 from megatron_gvpo.megatron.policy import Policy
 from megatron_gvpo.observe import PhaseTimer, ProfileWindow, profile_window
 from megatron_gvpo.rewards.pool import RewardPool
+from megatron_gvpo.rollout.collect import EmbeddedRollouts, Rollouts
 from megatron_gvpo.rollout.local import LocalEngine
-from megatron_gvpo.sampling import DatasetSampler, EngineSampler, Sampler
+from megatron_gvpo.rollout.served import ServedRollouts
+from megatron_gvpo.sampling import BatchQueue, DatasetSampler, EngineSampler, Sampler
 from megatron_gvpo.types import Prompt
-from megatron_gvpo.weights.in_process import InProcess
+from megatron_gvpo.weights.in_process import EmbeddedWeights
+from megatron_gvpo.weights.push import WeightPush
+from megatron_gvpo.weights.served import ServedWeights
 
 
 class Parts:
@@ -37,14 +44,18 @@ class Parts:
         self.timer = PhaseTimer(synchronize=torch.cuda.is_available())
         tokenizer = load_tokenizer(config.model.path)
         end = end_token_id(tokenizer)
-        vocabulary = read_model_config(config.model.path).get("vocab_size", end + 1)
+        model = read_model_config(config.model.path)
+        vocabulary = model.get("vocab_size", end + 1)
         if end >= vocabulary:
             raise DataError(
                 f"model.path={config.model.path}: the tokenizer's end token {tokenizer.eos_token!r} has id "
                 f"{end}, and the model knows only {vocabulary} tokens; name its own as eos_token in "
                 "tokenizer_config.json"
             )
-        self.prompts: list[Prompt] = load_prompts(config.data.train, config.data, tokenizer, end_token_id=end)
+        positions = model.get("max_position_embeddings") if config.algorithm.sampler == "dataset" else None
+        self.prompts: list[Prompt] = load_prompts(
+            config.data.train, config.data, tokenizer, end_token_id=end, positions=positions
+        )
         self.eval_prompts: list[Prompt] = []
         if config.data.eval is not None:
             self.eval_prompts = load_prompts(config.data.eval, config.data, tokenizer, end_token_id=end)
@@ -55,25 +66,36 @@ class Parts:
             config.logging.profile_steps, Path(config.output_dir), dist.get_rank()
         )
         self._engine: LocalEngine | None = None
+        self._served: ServedRollouts | None = None
         self._rewards: RewardPool | None = None
         self.sampler: Sampler = DatasetSampler()
         self.evaluator: Sampler | None = None
         if config.algorithm.sampler == "engine" or self.eval_prompts:
             self._build_rollout(tokenizer, end)
+        size = config.train.prompts_per_step
+        self.batches = BatchQueue(self.order, self.prompts, self.sampler, size)
 
     def _build_rollout(self, tokenizer: Any, end: int) -> None:
         config = self.config
-        self._engine = LocalEngine(
-            config.model.path,
-            tokenizer,
-            device=parallel.device(),
-            dtype=getattr(torch, config.model.dtype),
-            batch_size=config.rollout.batch_size,
-            end_token_id=end,
-        )
-        self._transport = InProcess(self._engine)
+        rollouts: Rollouts
+        if config.rollout.engine == "local":
+            self._engine = LocalEngine(
+                config.model.path,
+                tokenizer,
+                device=parallel.device(),
+                dtype=getattr(torch, config.model.dtype),
+                batch_size=config.rollout.batch_size,
+                end_token_id=end,
+            )
+            self._weights: WeightPush = EmbeddedWeights(self._engine, self.policy.weights)
+            rollouts = EmbeddedRollouts(self._engine)
+        else:
+            model = read_model_config(config.model.path)
+            rollouts = self._served = ServedRollouts(config, tokenizer, end, model)
+            score = partial(self.policy.score, temperature=1.0)
+            self._weights = ServedWeights(config, self._served, self.policy.weights, score, self.prompts)
         self._rewards = RewardPool(config.rewards)
-        common = (self._engine, self._rewards, self.timer)
+        common = (rollouts, self._rewards, self.timer)
         if config.algorithm.sampler == "engine":
             self.sampler = EngineSampler(*common, config.rollout.n, config.rollout)
         if self.eval_prompts:
@@ -81,22 +103,39 @@ class Parts:
 
     def sync(self, version: int) -> None:
         """Give the engine the policy's weights, unless it has them. A collective."""
-        if self._engine is not None and self._engine.weight_version != version:
+        if self._rewards is not None and self._weights.version != version:
             with self.timer.phase("sync"):
-                self._transport.push(self.policy.weights(), version)
+                self._weights.push(version)
+
+    @property
+    def sync_metrics(self) -> dict[str, float]:
+        """Of the last weight push to servers, on rank 0."""
+        return self._weights.metrics if self._rewards is not None else {}
+
+    @contextmanager
+    def while_waiting(self, call: Callable[[], None]) -> Iterator[None]:
+        """Inside, `call` is called on every rank at once, now and again, while responses are awaited."""
+        if self._served is None:
+            yield
+            return
+        before, self._served.on_heartbeat = self._served.on_heartbeat, call
+        try:
+            yield
+        finally:
+            self._served.on_heartbeat = before
 
     def evaluate(self, version: int) -> dict[str, float]:
         """Metrics of the present policy on the held-out prompts; empty without any. A collective."""
         if self.evaluator is None:
             return {}
         self.sync(version)
-        groups = self.evaluator.sample(self.eval_prompts, self.config.eval.seed)
+        groups = self.evaluator.collect(self.evaluator.submit(self.eval_prompts, self.config.eval.seed))
         self.timer.take()
         return summarise(groups, self.config.eval.k)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps besides the policy, as JSON values."""
-        return {"order": self.order.state_dict(), "batch_policy": self.batch_policy.state_dict()}
+        return {"order": self.batches.state_dict(), "batch_policy": self.batch_policy.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.order.load_state_dict(state["order"])
@@ -117,31 +156,39 @@ class Parts:
             return checkpoint.save(self.checkpoints, step, self.policy, state, self.config.checkpoint.keep)
 
     def export_hf(self, directory: Path) -> None:
-        """Write a Hugging Face checkpoint: weights, configuration, tokenizer. A collective."""
+        """Write a Hugging Face checkpoint: weights, configuration, tokenizer. A collective.
+
+        Raises CheckpointError; what was in `directory` is then as it was.
+        """
         aside = directory.with_name(directory.name + ".partial")
-        with self.timer.phase("checkpoint"):
+
+        def write() -> None:
             self.policy.model.save_hf(aside)
             if dist.get_rank() == 0:
                 load_tokenizer(self.config.model.path).save_pretrained(aside)
                 shutil.rmtree(directory, ignore_errors=True)
                 aside.rename(directory)
-            dist.barrier()
+
+        with self.timer.phase("checkpoint"):
+            checkpoint.everywhere(f"cannot write {directory}", write)
 
     @property
     def checkpoints(self) -> Path:
         return Path(self.config.output_dir) / "checkpoints"
 
     def __enter__(self) -> Self:
-        if self._rewards is not None:
-            self._rewards.__enter__()
-        self.profiler.__enter__()
+        with ExitStack() as opened:  # what is open already ends where the next cannot be opened
+            for part in (self._rewards, self._served, self.profiler):
+                if part is not None:
+                    opened.enter_context(part)
+            self._opened = opened.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.profiler.__exit__(kind, error, trace)
-        if self._rewards is not None:
-            self._rewards.__exit__(kind, error, trace)
+        if self._served is not None and isinstance(self._weights, ServedWeights):
+            self._weights.close()
+        self._opened.__exit__(kind, error, trace)
         if self._engine is not None:
             self._engine.close()

@@ -8,9 +8,13 @@ from statistics import fmean
 from megatron_gvpo.types import Group
 
 
-def rollout_statistics(groups: Sequence[Group]) -> dict[str, float]:
-    """Means over all responses of the batch, and the number of tokens in it."""
+def rollout_statistics(groups: Sequence[Group], version: int) -> dict[str, float]:
+    """Means over all responses of the batch; `version` is that of the policy they are to train.
+
+    Staleness is counted in steps, from the oldest weights that took part in a response.
+    """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
+    staleness = [version - rollout.weight_version for rollout in rollouts]
     lengths = [len(rollout.token_ids) for rollout in rollouts]
     statistics = {
         "reward/mean": fmean(rollout.reward for rollout in rollouts),
@@ -19,6 +23,9 @@ def rollout_statistics(groups: Sequence[Group]) -> dict[str, float]:
         "response/length": fmean(lengths),
         "response/truncated": fmean(rollout.finish_reason == "length" for rollout in rollouts),
         "response/weight_version": fmean(rollout.weight_version for rollout in rollouts),
+        "response/staleness": fmean(staleness),
+        "response/staleness_max": float(max(staleness)),
+        "response/carried": fmean(len(rollout.spans) > 1 for rollout in rollouts),
     }
     for name in rollouts[0].rewards:
         statistics[f"reward/{name}"] = fmean(rollout.rewards[name] for rollout in rollouts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -14,10 +15,15 @@ from megatron_gvpo.algorithms.base import STEP_START
 from megatron_gvpo.callbacks import Callback
 from megatron_gvpo.config import Config, check_layout
 from megatron_gvpo.interrupt import Interrupt, Interrupted
+from megatron_gvpo.megatron.policy import UpdateResult
+from megatron_gvpo.observe.mismatch import THRESHOLDS, MismatchWatch
 from megatron_gvpo.outputs import refuse_earlier_run, remove_earlier_run
 from megatron_gvpo.parts import Parts
+from megatron_gvpo.rollout.fleet import RolloutError
 from megatron_gvpo.statistics import rollout_statistics, trained_tokens
 from megatron_gvpo.types import Group, Rows
+
+log = logging.getLogger(__name__)
 
 Metrics = dict[str, float]
 
@@ -45,8 +51,11 @@ class Trainer:
         self.config = config
         self.callbacks = list(callbacks)
         self._samples_from_policy = config.algorithm.sampler == "engine"
+        self._engine_reference = config.algorithm.reference_logprobs == "engine"
         self.is_main = int(os.environ.get("RANK", "0")) == 0
         self.parts = Parts(config)
+        threshold = config.rollout.mismatch_threshold or THRESHOLDS[config.model.dtype]
+        self._mismatch = MismatchWatch(threshold, config.rollout.top_p)
         found = self.parts.resume() if resume else None
         self.resumed = found is not None
         self.step = found or 0
@@ -55,7 +64,8 @@ class Trainer:
     def fit(self) -> Metrics:
         """Train to the last step; returns its metrics.
 
-        Raises Interrupted after SIGTERM or SIGUSR1, when a checkpoint has been written.
+        Raises Interrupted after SIGTERM or SIGUSR1, and RolloutError when no server will give responses any
+        more, when a checkpoint has been written.
         """
         steps, every = self.config.train.steps, self.config.checkpoint.every
         metrics: Metrics = {}
@@ -73,7 +83,7 @@ class Trainer:
                     if step == steps or (every and step % every == 0):
                         self.save()
                     interrupt.check()
-            except Interrupted:
+            except (Interrupted, RolloutError):  # every rank raises them at the same point
                 self.save()
                 raise
             if self.config.checkpoint.export_hf:
@@ -91,8 +101,11 @@ class Trainer:
         with timer.phase("scoring"):
             mini_batches = [self._freeze_anchors(rows, i == 0) for i, rows in enumerate(mini_batches)]
         with timer.phase("training"):
-            results = [parts.policy.update(rows, at_step_start=i == 0) for i, rows in enumerate(mini_batches)]
+            results = [self._update(rows, i == 0) for i, rows in enumerate(mini_batches)]
             parts.policy.end_step()
+        metrics |= (mismatch := self._mismatch.take())
+        if self.is_main and (warning := self._mismatch.warning(step, mismatch)):
+            log.warning(warning)
         self.step, self._resume_point = step, parts.state_dict()
         if self._samples_from_policy:
             parts.sync(step)
@@ -103,6 +116,7 @@ class Trainer:
         metrics["train/grad_norm"] = sum(r.update.grad_norm for r in results) / len(results)
         metrics["train/skipped"] = float(sum(r.update.skipped for r in results))
         metrics["train/lr"] = results[-1].update.lr
+        metrics |= parts.sync_metrics
         metrics |= {f"time/{name}": value for name, value in phases.items()} | {"time/step": seconds}
         metrics["throughput/tokens_per_s"] = trained_tokens(groups) / seconds
         every = self.config.eval.every
@@ -113,20 +127,21 @@ class Trainer:
     def _draw_groups(self, interrupt: Interrupt) -> list[Group]:
         """Sample prompts and responses until the batch policy has a batch."""
         parts = self.parts
+        ahead = min(self.config.rollout.async_steps, self.config.train.steps - self.step - 1)
         while True:
             interrupt.check()
-            seed = parts.order.seed_for_next()
-            prompts = [parts.prompts[i] for i in parts.order.take(self.config.train.prompts_per_step)]
             if self._samples_from_policy:
                 parts.sync(self.step)
-            groups = parts.sampler.sample(prompts, seed)
+            parts.batches.ask(1 + ahead)
+            with parts.while_waiting(interrupt.check):
+                groups = parts.batches.collect()
             if (batch := parts.batch_policy.offer(groups)) is not None:
                 return batch
             self._resume_point = parts.state_dict()
 
     def _mini_batches(self, groups: Sequence[Group]) -> tuple[list[Rows], Metrics]:
         """Whole groups to the rows of each optimizer update, with their advantages."""
-        metrics = rollout_statistics(groups) if self._samples_from_policy else {}
+        metrics = rollout_statistics(groups, self.step) if self._samples_from_policy else {}
         metrics |= {f"batch/{name}": value for name, value in self.parts.batch_policy.metrics.items()}
         count, estimator = self.config.train.mini_batches, self.config.algorithm.estimator
         bounds = [len(groups) * i // count for i in range(count + 1)]
@@ -147,11 +162,28 @@ class Trainer:
         first mini-batch needs no scoring for it: there the policy at step start is the one that trains.
         """
         anchors, policy = self.config.algorithm.loss.anchors, self.parts.policy
-        columns = {}
-        now_r = policy.score(rows) if not first and STEP_START in anchors.values() else None
+        columns, now_r = {}, None
+        if not (first or self._engine_reference) and STEP_START in anchors.values():
+            now_r = policy.score(rows)
+            self._mismatch.compare(rows, now_r, self.step)
         for anchor, reference in anchors.items():
             columns[f"{anchor}_logp_r"] = now_r if reference == STEP_START else policy.score_reference(rows)
         return rows.with_columns(**columns)
+
+    def _update(self, rows: Rows, first: bool) -> UpdateResult:
+        """One optimizer update; the first of a step also tells how far the engine is from the trainer.
+
+        With the engine's log-probs as the reference, the later ones are corrected by that. The first needs
+        none: there the policy at step start is the one that trains, and d = 0 exactly; unless older weights
+        sampled from it, because then the reference is the policy that sampled.
+        """
+        if self._engine_reference and not (first and rows.sampled_by(self.step).all()):
+            rows = rows.with_columns(ref_logp_r=self._mismatch.corrected(rows))
+        watched = first and rows.engine_logp_r is not None
+        result = self.parts.policy.update(rows, at_step_start=first, keep_logp=watched)
+        if first and result.logp_r is not None:
+            self._mismatch.compare(rows, result.logp_r, self.step)
+        return result
 
     def evaluate(self) -> Metrics:
         """Metrics of the present policy on the held-out prompts; empty without any."""

@@ -34,7 +34,9 @@ class Rows:
     truncated_n: Tensor  # bool: the response hit the token limit
     advantage_n: Tensor | None = None
     old_logp_r: Tensor | None = None  # the policy at step start, by the trainer
-    ref_logp_r: Tensor | None = None  # the method's reference policy, by the trainer
+    ref_logp_r: Tensor | None = None  # the method's reference policy, by the trainer or the engine
+    engine_logp_r: Tensor | None = None  # the policy that sampled, by the rollout engine
+    version_r: Tensor | None = None  # int64: the weight version that sampled the token
     weight_r: Tensor | None = None  # dL/dlogp, where it is known before the forward
 
     def __len__(self) -> int:
@@ -72,6 +74,12 @@ class Rows:
         """Segment sum of a per-token value over each sequence, [r] -> [n]."""
         return value_r.new_zeros(len(self)).index_add(0, self.seq_r, value_r)
 
+    def sampled_by(self, version: int) -> Tensor:
+        """Whether the weights of `version` sampled the token, bool [r]; true where that is not known."""
+        if self.version_r is None:
+            return torch.ones_like(self.seq_r, dtype=torch.bool)
+        return self.version_r == version
+
     def select(self, index: Sequence[int]) -> Rows:
         """The rows at `index`, in that order, with all their columns."""
         row = torch.as_tensor(list(index), dtype=torch.int64)
@@ -102,6 +110,7 @@ class Rows:
 
     @staticmethod
     def from_groups(groups: Sequence[Group]) -> Rows:
+        """Rows of all rollouts, in order. Raises ValueError for log-probs that do not match their tokens."""
         rollouts = [(g, rollout) for g, group in enumerate(groups) for rollout in group.rollouts]
         return Rows(
             prompt_ids=[groups[g].prompt.token_ids for g, _ in rollouts],
@@ -109,7 +118,30 @@ class Rows:
             group_n=torch.tensor([g for g, _ in rollouts], dtype=torch.int64),
             reward_n=torch.tensor([rollout.reward for _, rollout in rollouts], dtype=torch.float32),
             truncated_n=torch.tensor([rollout.finish_reason == "length" for _, rollout in rollouts]),
+            engine_logp_r=_engine_logp([rollout for _, rollout in rollouts]),
+            version_r=torch.tensor([v for _, r in rollouts for v in _versions(r)], dtype=torch.int64),
         )
+
+
+def _versions(rollout: Rollout) -> list[int]:
+    """The weight version that sampled each token."""
+    versions = [rollout.weight_version] * len(rollout.token_ids)
+    for version, first, end in rollout.spans:
+        versions[first:end] = [version] * (end - first)
+    return versions
+
+
+def _engine_logp(rollouts: Sequence[Rollout]) -> Tensor | None:
+    """The engine's log-probs of all responses, fp32 [r]; None where some response has none."""
+    if any(rollout.token_ids and not rollout.logprobs for rollout in rollouts):
+        return None
+    for i, rollout in enumerate(rollouts):
+        if len(rollout.logprobs) != len(rollout.token_ids):
+            raise ValueError(
+                f"response {i} of the batch has {len(rollout.token_ids)} tokens, and the rollout engine gave "
+                f"{len(rollout.logprobs)} log-probs: want one a token"
+            )
+    return torch.tensor([logp for rollout in rollouts for logp in rollout.logprobs], dtype=torch.float32)
 
 
 @dataclass(frozen=True, slots=True)

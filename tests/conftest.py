@@ -11,6 +11,7 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+pytest_plugins = ["real_parts"]
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
+from real_parts import used
+
 COLLECTIVE_TIMEOUT = timedelta(seconds=120)
 
 
@@ -44,6 +46,8 @@ def launch(target: str, sizes: Sequence[int], *arguments: str, timeout: float = 
         assert problem is None, (
             f"{target} on {sizes} ranks: {problem}; its output ends:\n{log.read()[-6000:]}"
         )
+    for size in sizes:
+        used(f"megatron-core and Megatron-Bridge, {size} rank{'s' * (size > 1)}")
 
 
 def _kill_session(process: subprocess.Popen[bytes]) -> None:

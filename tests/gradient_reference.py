@@ -26,6 +26,7 @@ class Sample:
     logp: list[Tensor]  # differentiable
     old: list[Tensor]
     ref: list[Tensor]
+    engine: list[Tensor]
     rewards: Tensor
     groups: list[list[int]]  # row indices
 
@@ -88,8 +89,8 @@ def sample_of(rows: Rows, logp: list[Tensor]) -> Sample:
     members: dict[int, list[int]] = {}
     for i, group in enumerate(rows.group_n.tolist()):
         members.setdefault(group, []).append(i)
-    old = column(rows.old_logp_r)
-    return Sample(logp, old, column(rows.ref_logp_r), rows.reward_n.double(), list(members.values()))
+    old, ref, engine = map(column, (rows.old_logp_r, rows.ref_logp_r, rows.engine_logp_r))
+    return Sample(logp, old, ref, engine, rows.reward_n.double(), list(members.values()))
 
 
 def gvpo(beta: float, var: bool = True, cov: bool = True, surrogate: bool = False) -> ReferenceLoss:
@@ -121,7 +122,14 @@ def gvpo(beta: float, var: bool = True, cov: bool = True, surrogate: bool = Fals
     return loss
 
 
-def gpg(age: str) -> ReferenceLoss:
+def importance(sample: Sample, i: int, cap: float | None) -> Tensor:
+    """min(pi_old / pi_engine, cap) of row i's tokens (TIS); 1 without a cap."""
+    if cap is None:
+        return torch.ones_like(sample.old[i])
+    return torch.exp(sample.old[i] - sample.engine[i]).minimum(torch.tensor(cap))
+
+
+def gpg(age: str, cap: float | None = None) -> ReferenceLoss:
     """arXiv 2504.02546: -1/T sum_it alpha (R_i - mean R) log pi (eq. 5-6, F_norm = 1).
 
     alpha = B / (B - M) (eq. 7-8), with M of B samples in groups whose rewards are all equal; or the same
@@ -136,13 +144,14 @@ def gpg(age: str) -> ReferenceLoss:
         for group in valid:
             mean = sample.rewards[group].mean()
             for i in group:
-                total -= alpha * (sample.rewards[i] - mean) * sample.logp[i].sum()
+                weighted = importance(sample, i, cap) * sample.logp[i]
+                total -= alpha * (sample.rewards[i] - mean) * weighted.sum()
         return total / sample.tokens
 
     return loss
 
 
-def grpo(clip: float, kl_coef: float) -> ReferenceLoss:
+def grpo(clip: float, kl_coef: float, cap: float | None = None) -> ReferenceLoss:
     """arXiv 2402.03300, eq. 3-4: the clipped objective minus k3, mean over tokens, then over sequences."""
 
     def advantage(rewards: Tensor) -> Tensor:
@@ -158,7 +167,7 @@ def grpo(clip: float, kl_coef: float) -> ReferenceLoss:
                 objective = torch.min(ratio * A, torch.clip(ratio, 1 - clip, 1 + clip) * A)
                 ref_ratio = torch.exp(sample.ref[i] - sample.logp[i])
                 k3 = ref_ratio - torch.log(ref_ratio) - 1
-                total -= (objective - kl_coef * k3).mean()
+                total -= (importance(sample, i, cap) * objective - kl_coef * k3).mean()
         return total / len(sample.logp)
 
     return loss

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_gvpo.config import Config, build_config
+from megatron_gvpo.observe.mismatch import MismatchWatch
 from megatron_gvpo.types import Rows
 
 
@@ -39,7 +40,8 @@ class Layout:
 class Case:
     """One optimizer update: these rows, by this algorithm, in micro-batches of `budget` tokens.
 
-    `rows` come without advantages: the algorithm's estimator computes them, as the trainer does.
+    `rows` come without advantages: the algorithm's estimator computes them, as the trainer does. With `first`
+    the reference is the engine's log-probs, corrected by what a step's first mini-batch, these rows, shows.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Case:
     budget: int
     at_step_start: bool = False
     model: str = "untied"
+    first: Rows | None = None
 
 
 @dataclass(frozen=True)
@@ -134,9 +137,21 @@ def _gradients(policy: Any, case: Case, config: Config) -> Outcome:
         policy.optimizer.apply,
         lambda: gradients.update(_export_gradients(policy)),
     )
+    if case.first is not None:
+        watch = MismatchWatch(threshold=1.0)
+        watch.compare(case.first, _own_logp(policy, case.first), version=0)
+        rows = rows.with_columns(ref_logp_r=watch.corrected(rows))
+        gradients.clear()
     metrics = policy.update(rows, at_step_start=case.at_step_start).metrics
     policy.optimizer.apply = apply
     return Outcome(metrics, gradients)
+
+
+def _own_logp(policy: Any, rows: Rows) -> Tensor:
+    """Log-probs that an update's own forward found; they are those of a scoring pass."""
+    found_r: Tensor = policy.update(rows, at_step_start=True, keep_logp=True).logp_r
+    torch.testing.assert_close(found_r, policy.score(rows), rtol=0, atol=1e-5)
+    return found_r
 
 
 def _probe(policy: Any, case: Case, config: Config, exported: dict[str, Tensor]) -> Probe:

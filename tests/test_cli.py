@@ -15,7 +15,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tiny_run import records
+from real_parts import used
+from tiny_run import records, reward_options
 
 from megatron_gvpo.cli import main
 
@@ -23,10 +24,10 @@ STEP = re.compile(r"step +\d+/\d+  ")
 SHORT = ("algorithm=gvpo", "train.steps=2", "data.eval=null", "checkpoint.export_hf=false")
 
 
-def data_file(name: str, *lines: str) -> Callable[[Path, Path], list[str]]:
+def data_file(name: str, *lines: str, algorithm: str = "gvpo") -> Callable[[Path, Path], list[str]]:
     def make(task: Path, place: Path) -> list[str]:
         (place / name).write_text("".join(line + "\n" for line in lines))
-        return [f"data.train.path={place / name}"]
+        return [f"data.train.path={place / name}", f"algorithm={algorithm}"]
 
     return make
 
@@ -62,6 +63,10 @@ WRONG = {
     "long prompt": (
         data_file("long.jsonl", GOOD.replace("1+1", "1+" * 20)),
         r"long\.jsonl, line 1: the prompt has 41 tokens, more than data\.max_prompt_tokens=32",
+    ),
+    "long demonstration": (
+        data_file("long.jsonl", GOOD, GOOD.replace('"2"}', f'"{"2" * 252}"}}'), algorithm="sft"),
+        r"long\.jsonl, line 2: the prompt has 4 tokens and its demonstration 253 .*embeddings=256",
     ),
     "longer than the model": (
         overrides("data.max_prompt_tokens=250"),
@@ -168,15 +173,34 @@ def test_sigterm_stops_both_ranks_and_the_terminal_shows_only_the_run(task, tmp_
     assert json.loads((newest / "state.json").read_text())["step"] == records(tmp_path)[-1]["step"]
 
 
+def test_a_disk_full_while_logging_is_said_once_and_costs_no_checkpoint(task, tmp_path):
+    given = [str(task / "run.yaml"), "algorithm=gvpo", f"output_dir={tmp_path}", "checkpoint.every=1"]
+    full = reward_options(task, disk_full_in=2)
+    launched = start("megatron_gvpo", "train", *given, full, "--nproc=2", PYTHONWARNINGS="")
+    _, error = launched.communicate(timeout=300)
+    assert re.fullmatch(r"error: cannot write the records in output_dir=.*: .*File too large; .*\n", error)
+    assert launched.returncode == 1
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000001"]
+    assert [line["step"] for line in records(tmp_path)] == [0, 1]
+
+
+def handles_sigterm(process: psutil.Process) -> bool:
+    """Whether it has a handler: it has read its command line, and has still to import nearly everything."""
+    (caught,) = re.findall(r"SigCgt:\s+(\w+)", Path(f"/proc/{process.pid}/status").read_text())
+    return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
+
+
 def test_sigterm_while_starting_leaves_nothing(task, tmp_path):
     given = [str(task / "run.yaml"), f"output_dir={tmp_path / 'run'}", *SHORT]
     launched = start("megatron_gvpo", "train", *given, "--nproc=2")
-    while len(psutil.Process(launched.pid).children()) < 2:
-        time.sleep(0.1)
+    ranks: list[psutil.Process] = []
+    while len(ranks) < 2 or not all(map(handles_sigterm, ranks)):
+        time.sleep(0.05)
+        ranks = psutil.Process(launched.pid).children()
     launched.send_signal(signal.SIGTERM)
     _, error = launched.communicate(timeout=120)
     assert launched.returncode == 128 + signal.SIGTERM
-    assert "Traceback" not in error
+    assert error == "stopped on request before training began; nothing was written\n"
     assert not (tmp_path / "run").exists()
 
 
@@ -187,6 +211,7 @@ def test_torchrun(task, tmp_path):
     _, error = launched.communicate(timeout=300)
     assert launched.returncode == 0, error
     assert [line["step"] for line in records(tmp_path)] == [0, 1, 2]
+    used("torchrun")
 
 
 def test_wrong_data_on_two_ranks_is_said_once(task, tmp_path):

@@ -78,7 +78,7 @@ def test_another_recipe_or_loss_replaces_the_former_with_its_keys(good):
     good.write_text(GOOD + "algorithm: {recipe: grpo, loss: {name: pg}}\n")
     assert load_config([good]).algorithm.loss == PolicyGradient()
     good.write_text(GOOD + "algorithm: {recipe: dr_grpo, loss: {aggregation: token_mean}}\n")
-    assert load_config([good]).algorithm.loss.aggregation.constant == 1
+    assert load_config([good]).algorithm.loss.aggregation.constant is None
 
 
 @pytest.mark.parametrize("recipe", ["gvpo", "gpg", "grpo", "dr_grpo"])
@@ -179,6 +179,35 @@ def test_an_ema_reference(good):
             "algorithm={recipe: gpg, loss: {aggregation: {constant: 9}}}",
             "algorithm.loss.aggregation: constant=9 goes",
         ),
+        (
+            "algorithm={recipe: sft, loss: {aggregation: sequence_sum}}",
+            "algorithm: loss.aggregation.constant is missing: sampler=dataset",
+        ),
+        (
+            "algorithm={recipe: gpg, loss: {importance: {cap: 0.5}}}",
+            "algorithm.loss.importance.cap: Input should be greater than or equal to 1 (given: 0.5)",
+        ),
+        (
+            "algorithm.loss.importance={cap: 2}",
+            "algorithm.loss.importance: no such key; known: beta, form, name, norm, reference, terms",
+        ),
+        ("rollout.mismatch_threshold=0", "rollout.mismatch_threshold: Input should be greater than 0"),
+        (
+            "algorithm={recipe: grpo, reference_logprobs: engine}",
+            "algorithm: reference_logprobs=engine: the loss ppo exponentiates differences from the policy at",
+        ),
+        (
+            "algorithm={recipe: gpg, reference_logprobs: engine}",
+            "algorithm: reference_logprobs=engine: the loss pg compares with no policy: there is nothing to",
+        ),
+        (
+            "algorithm={reference_logprobs: engine, loss: {terms: [var]}}",
+            "algorithm: reference_logprobs=engine: the loss gvpo compares with no policy",
+        ),
+        (
+            "algorithm={reference_logprobs: engine, loss: {reference: fixed}}",
+            "algorithm: reference_logprobs=engine: the loss gvpo compares with another policy than the one",
+        ),
     ],
 )
 def test_what_a_user_is_told(good, override, said):
@@ -197,6 +226,15 @@ def test_one_response_is_enough_where_nothing_is_compared(good):
     assert not load_config([good], overrides).algorithm.needs_group
     plain = "algorithm={recipe: null, loss: pg, estimator: {baseline: none}}"
     assert not load_config([good], [plain, "rollout.n=1"]).algorithm.needs_group
+
+
+def test_what_the_engines_reference_needs(good):
+    engine = "algorithm.reference_logprobs=engine"
+    assert load_config([good], [engine]).algorithm.reference_logprobs == "engine"
+    for override in ("rollout.top_p=0.95", "train.mini_batches=1"):
+        assert message(good, engine, override).startswith(f"{override}: {engine} ")
+    ahead = ["rollout.engine=sglang", "rollout.async_steps=1"]  # the reference is then an older policy
+    assert load_config([good], [engine, "train.mini_batches=1", *ahead]).rollout.async_steps == 1
 
 
 def test_missing_keys_and_several_errors_at_once(tmp_path):

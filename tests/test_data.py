@@ -54,10 +54,12 @@ def jsonl(file: Path, *records: Any) -> str:
 
 
 def load(path: Any, tokenizer: PreTrainedTokenizerFast, /, **settings: Any) -> list[Prompt]:
-    """load_prompts with the settings of DatasetConfig and DataConfig in one namespace."""
+    """load_prompts with its own settings and those of DatasetConfig and DataConfig in one namespace."""
     of_dataset = {key: settings.pop(key) for key in list(settings) if key in DatasetConfig.model_fields}
     dataset = DatasetConfig(path=str(path), **of_dataset)
-    return load_prompts(dataset, DataConfig(train=dataset, **settings), tokenizer, end_token_id=END)
+    positions = settings.pop("positions", None)
+    data = DataConfig(train=dataset, **settings)
+    return load_prompts(dataset, data, tokenizer, end_token_id=END, positions=positions)
 
 
 GOOD = [
@@ -101,6 +103,18 @@ def test_the_end_token_is_not_doubled(tmp_path: Path, tokenizer: Any) -> None:
     record = {"prompt": "?", "answer": "x", "solution": "x<end>"}
     (prompt,) = load(jsonl(tmp_path / "a.jsonl", record), tokenizer, demonstration_key="solution")
     assert prompt.demonstration is not None and prompt.demonstration.count(END) == 1
+
+
+def test_a_demonstration_must_fit_the_model(tmp_path: Path, tokenizer: Any) -> None:
+    path = jsonl(tmp_path / "a.jsonl", *GOOD)  # the longer one: 4 prompt tokens, 5 characters, the end token
+    assert len(load(path, tokenizer, demonstration_key="solution", positions=10)) == 2
+    with pytest.raises(
+        DataError, match=r"a\.jsonl, line 1: the prompt has 4 tokens and its demonstration 6 "
+    ):
+        load(path, tokenizer, demonstration_key="solution", positions=9)
+    assert len(load(path, tokenizer, positions=9)) == 2, (
+        "without demonstrations, responses have their own limit"
+    )
 
 
 def test_chat_template(tmp_path: Path, chat_tokenizer: Any) -> None:
@@ -210,7 +224,7 @@ def test_bad_files(tmp_path: Path, tokenizer: Any) -> None:
 
 def test_hub_data_sets_need_datasets(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)  # as if it were not installed
-    with pytest.raises(ImportError, match=r"'someone/sums' is no local file.*pip install datasets"):
+    with pytest.raises(DataError, match=r"'someone/sums' is no local file.*pip install datasets"):
         load("someone/sums", tokenizer)
 
 

@@ -50,6 +50,7 @@ def test_final_answer():
     assert final_answer(" 42\n") == "42"
     assert final_answer(r"cut off \boxed{12") == r"cut off \boxed{12"
     assert final_answer(r"\boxed{}") == ""
+    assert final_answer(r"\boxed{\{1, 2\}}") == r"\{1, 2\}"
 
 
 def test_correct_is_the_first_component_at_its_full_value():

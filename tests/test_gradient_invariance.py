@@ -12,7 +12,8 @@ sizes and returned times M D, with the same M on all ranks. A normaliser of one 
 (its own tokens, its own mean, M without D) agrees with the reference on one micro-batch and one rank, and
 nowhere else. Tensor and pipeline parallelism add what must be summed exactly once: the gradients of norms
 and of an embedding that two stages hold, the head's part of the hidden states' gradient; and a vocabulary
-that must be padded. A group that is split needs its sequences' weights from a scoring pass.
+that must be padded. A group that is split needs its sequences' weights from a scoring pass. With the engine's
+log-probs as the reference, the mean gap that is taken off them must be that of all ranks' rows.
 
 The reference is fp64 transformers and autograd, sequence by sequence (gradient_reference.py). Everything
 is compared with it, so that the layouts agree with each other. The measure is the largest difference over
@@ -111,12 +112,20 @@ def moved(rows: Rows, logp: list[Tensor]) -> Rows:
     return rows.with_columns(old_logp_r=old_r, ref_logp_r=ref_r)
 
 
+def by_another_engine(rows: Rows, logp: list[Tensor]) -> Rows:
+    """The rows with log-probs of an engine that differs from the trainer in every token."""
+    noise_r = torch.randn(sum(map(len, logp)), generator=torch.Generator().manual_seed(2))
+    return rows.with_columns(engine_logp_r=torch.cat(logp).detach().float() + 0.4 * noise_r)
+
+
 @dataclass(frozen=True)
 class Step:
     """An optimizer update by the package's `algorithm` and by the paper's `loss`.
 
     `at_step_start` is a step's first mini-batch: old and reference policy are the present one, their columns
-    empty, and the weights of most methods known before the forward. Otherwise the policy has moved.
+    empty, and the weights of most methods known before the forward. Otherwise the policy has moved. With
+    `engine_gap` the reference's log-probs are the engine's, too small by that in every token; at step start
+    they are then those of older weights.
     """
 
     algorithm: dict[str, Any]
@@ -125,22 +134,38 @@ class Step:
     at_step_start: bool = False
     rows: str = "ragged"
     model: str = "untied"
+    engine_gap: float | None = None
 
 
-def gvpo(budget: int, at_step_start: bool = False, model: str = "untied", **loss: Any) -> Step:
+def gvpo(
+    budget: int, at_step_start: bool = False, model: str = "untied", gap: float | None = None, **loss: Any
+) -> Step:
     terms, form = loss.get("terms", ("var", "cov")), loss.get("form")
     paper = reference.gvpo(0.3, "var" in terms, "cov" in terms, surrogate=form == "nll")
     algorithm = {"recipe": "gvpo", "loss": {"beta": 0.3, **loss}}
-    return Step(algorithm, paper, budget, at_step_start, model=model)
+    return Step(algorithm, paper, budget, at_step_start, model=model, engine_gap=gap)
 
 
-def gpg(budget: int, age: str, rows: str = "ragged") -> Step:
-    return Step({"recipe": "gpg", "estimator": {"age": age}}, reference.gpg(age), budget, rows=rows)
+def importance(cap: float | None) -> dict[str, Any]:
+    return {} if cap is None else {"importance": {"cap": cap}}
 
 
-def grpo(budget: int, kl_coef: float, at_step_start: bool = False, rows: str = "ragged") -> Step:
-    algorithm = {"recipe": "grpo", "loss": {"kl_coef": kl_coef}}
-    return Step(algorithm, reference.grpo(0.2, kl_coef), budget, at_step_start, rows)
+def gpg(
+    budget: int, age: str, rows: str = "ragged", at_step_start: bool = False, cap: float | None = None
+) -> Step:
+    algorithm = {"recipe": "gpg", "estimator": {"age": age}, "loss": importance(cap)}
+    return Step(algorithm, reference.gpg(age, cap), budget, at_step_start, rows)
+
+
+def grpo(
+    budget: int,
+    kl_coef: float,
+    at_step_start: bool = False,
+    rows: str = "ragged",
+    cap: float | None = None,
+) -> Step:
+    algorithm = {"recipe": "grpo", "loss": {"kl_coef": kl_coef, **importance(cap)}}
+    return Step(algorithm, reference.grpo(0.2, kl_coef, cap), budget, at_step_start, rows)
 
 
 def sft(budget: int, model: str = "untied") -> Step:
@@ -165,10 +190,19 @@ STEPS = {
     "gvpo, as nll, groups split": gvpo(SPLIT, form="nll"),
     "gvpo, as nll, step start, groups split": gvpo(SPLIT, True, form="nll"),
     "gvpo, as nll, step start, groups whole": gvpo(WHOLE, True, form="nll"),
+    "gvpo, engine's reference, groups split": gvpo(SPLIT, gap=0.05),
+    "gvpo, engine's reference, groups whole": gvpo(WHOLE, gap=0.05),
+    "gvpo, engine's reference, step start, groups split": gvpo(SPLIT, True, gap=0.05),
+    "gvpo, engine's reference, step start, groups whole": gvpo(WHOLE, True, gap=0.05),
+    "gvpo, engine's reference, without var": gvpo(WHOLE, gap=0.05, terms=("cov",)),
     "gpg, age by sample, one by one": gpg(ONE_BY_ONE, "sample"),
     "gpg, age by token": gpg(SPLIT, "token"),
     "gpg, age by sample, ranks without signal": gpg(ALL, "sample", "long without signal"),
     "gpg, age by token, ranks without signal, accumulated": gpg(SPLIT, "token", "long without signal"),
+    "gpg with importance": gpg(SPLIT, "token", cap=1.2),
+    "gpg with importance, step start": gpg(SPLIT, "sample", at_step_start=True, cap=1.2),
+    "grpo with importance": grpo(SPLIT, 0.5, cap=1.2),
+    "grpo with importance, step start": grpo(WHOLE, 0.0, True, cap=1.2),
     "grpo with kl, one by one": grpo(ONE_BY_ONE, 0.5),
     "grpo with kl": grpo(SPLIT, 0.5),
     "grpo without kl, step start": grpo(WHOLE, 0.0, True),
@@ -183,10 +217,13 @@ CORE = [
     "gvpo, groups split",
     "gvpo, groups whole",
     "gvpo, step start, groups whole",
+    "gvpo, engine's reference, groups split",
+    "gvpo, engine's reference, groups whole",
     "gpg, age by sample, ranks without signal",
     "gpg, age by token, ranks without signal, accumulated",
     "grpo with kl",
     "grpo with kl, fewer rows than ranks",
+    "grpo with importance, step start",
     "sft",
     "tied, gvpo, groups split",
 ]
@@ -208,7 +245,12 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cases = {}
     for name, step in STEPS.items():
         rows, *_ = sampled_for(step, path)
-        cases[name] = Case(name, step.algorithm, rows, step.budget, step.at_step_start, step.model)
+        first = None
+        if step.engine_gap is not None:
+            first, logp, _ = sampled(path, step.model, TEMPERATURE, "long without signal")
+            first = first.with_columns(engine_logp_r=torch.cat(logp).detach().float() - step.engine_gap)
+            rows = rows.with_columns(engine_logp_r=rows.ref_logp_r - step.engine_gap, ref_logp_r=None)
+        cases[name] = Case(name, step.algorithm, rows, step.budget, step.at_step_start, step.model, first)
     probes = {model: cases[name] for model, name in MODELS.items()}
     torch.save(([(layout, cases[name]) for layout, name in RUNS], probes), path / "work.pt")
     launch("gradient_worker:run", sorted({layout.ranks for layout in LAYOUTS}), str(path))
@@ -232,7 +274,9 @@ def sampled(directory: Path, model: str, temperature: float, rows: str) -> tuple
 def sampled_for(step: Step, directory: Path) -> tuple[Rows, list[Tensor], Params]:
     temperature = 1.0 if step.algorithm["recipe"] == "sft" else TEMPERATURE
     rows, logp, parameters = sampled(directory, step.model, temperature, step.rows)
-    return (rows if step.at_step_start else moved(rows, logp)), logp, parameters
+    rows = by_another_engine(rows, logp)
+    present = step.at_step_start and step.engine_gap is None
+    return (rows if present else moved(rows, logp)), logp, parameters
 
 
 @cache
@@ -354,3 +398,15 @@ def test_a_group_with_equal_rewards_has_a_gradient_once_the_policy_moved(directo
     groups = rows.group_n.tolist()
     equal = [i for i, g in enumerate(groups) if set(rows.reward_n[rows.group_n == g].tolist()) == {0.5}]
     assert len(equal) == 4 and all(logp[i].grad.abs().min() > 1e-4 for i in equal)
+
+
+def test_an_engines_gap_would_be_seen_if_it_were_not_taken_off(directory: Path) -> None:
+    name = "gvpo, engine's reference, groups whole"
+    step = STEPS[name]
+    rows, logp, parameters = sampled_for(step, directory)
+    biased = rows.with_columns(ref_logp_r=rows.ref_logp_r - step.engine_gap)
+    loss = step.loss(reference.sample_of(biased, logp))
+    gradients = torch.autograd.grad(loss, list(parameters.values()), retain_graph=True)
+    _, exact = expected(name, directory)
+    for gradient, wanted in zip(gradients, exact.values(), strict=True):
+        assert (gradient - wanted).abs().max() / wanted.abs().max() > 1000 * TOLERANCE

@@ -134,6 +134,25 @@ def test_tensorboard_forgets_what_came_after_the_checkpoint(tmp_path):
     assert "steps: 5" in str(events.Tensors("config/text_summary")[0].tensor_proto.string_val[0])
 
 
+def test_a_full_disk_under_tensorboard_is_raised_and_not_printed(tmp_path):
+    """Its own thread writes, and would die with a traceback."""
+    program = """
+import resource, sys
+from pathlib import Path
+from megatron_gvpo.observe.loggers import TensorBoardWriter
+writer = TensorBoardWriter(Path(sys.argv[1]), -1, None)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1, 1))
+try:
+    while True:
+        writer.log(1, {"reward/mean": 0.5})
+except OSError as error:
+    print(error.strerror)
+"""
+    command = [sys.executable, "-W", "ignore", "-c", program, str(tmp_path)]
+    died = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (died.stdout, died.stderr) == ("File too large\n", "")
+
+
 def test_missing_wandb_names_key_and_command(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ImportError, match=r"logging\.wandb_project='p' needs .*pip install wandb"):

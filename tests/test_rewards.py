@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from real_parts import used
 
 from megatron_gvpo.config import ConfigError, RewardConfig, RewardsConfig
 from megatron_gvpo.rewards.boxed import boxed, verify_format
@@ -183,6 +184,7 @@ def user(file: str, function: str, **settings: Any) -> RewardConfig:
 def score(rewards: RewardsConfig, *texts: str, of: Prompt | None = None) -> list[Rollout]:
     rollouts = [response(text, (i,)) for i, text in enumerate(texts)]
     with RewardPool(rewards) as pool:
+        used("reward workers")
         pool.score([Group(of or prompt(), rollouts)])
     return rollouts
 

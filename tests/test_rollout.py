@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from real_parts import used
 from scipy.stats import chisquare
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from megatron_gvpo.config import SamplingConfig
 from megatron_gvpo.exchange import all_gather_msgpack, broadcast_msgpack
-from megatron_gvpo.rollout.collect import generate_groups, prompt_seed
-from megatron_gvpo.rollout.engine import Request
+from megatron_gvpo.rollout.collect import generate_groups
+from megatron_gvpo.rollout.engine import Request, derived_seed
 from megatron_gvpo.rollout.local import LocalEngine
 from megatron_gvpo.types import Prompt
 from megatron_gvpo.weights.in_process import InProcess
@@ -65,6 +66,7 @@ def engine(checkpoint: str) -> LocalEngine:
 
 def loaded_engine(checkpoint: str, batch_size: int = 4096) -> LocalEngine:
     engine = empty_engine(checkpoint, batch_size)
+    used("embedded rollout engine")
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     InProcess(engine).push(model.state_dict().items(), version=1)
     return engine
@@ -213,8 +215,8 @@ def test_samples_of_a_prompt_differ_but_do_not_depend_on_company(checkpoint):
 
 
 def test_prompt_seeds_are_stable_and_spread():
-    assert prompt_seed(0, 0) == 1576848291327681832  # recorded runs rely on it
-    seeds = [prompt_seed(seed, position) for seed in range(50) for position in range(50)]
+    assert derived_seed(0, 0) == 1576848291327681832  # recorded runs rely on it
+    seeds = [derived_seed(seed, position) for seed in range(50) for position in range(50)]
     assert len(set(seeds)) == 2500
     assert all(0 <= seed < 2**63 for seed in seeds)
 

@@ -21,6 +21,7 @@ from megatron_gvpo.callbacks import Callback
 from megatron_gvpo.config import ConfigError
 from megatron_gvpo.megatron import checkpoint, parallel
 from megatron_gvpo.megatron.checkpoint import CheckpointError
+from megatron_gvpo.megatron.policy import Policy
 from megatron_gvpo.parts import Parts
 from megatron_gvpo.sampling import EngineSampler
 from megatron_gvpo.trainer import Trainer
@@ -103,7 +104,8 @@ def test_transformers_agrees_with_the_trained_policy(task, finished):
         assert parts.resume() == 4
         parts.sync(4)
         with parts:
-            rows = Rows.from_groups(parts.sampler.sample(parts.prompts[:6], seed=1))
+            ticket = parts.sampler.submit(parts.prompts[:6], seed=1)
+            rows = Rows.from_groups(parts.sampler.collect(ticket))
             ours_r = parts.policy.score(rows)
     finally:
         parallel.shut_down()
@@ -119,10 +121,10 @@ def test_transformers_agrees_with_the_trained_policy(task, finished):
 
 def test_every_step_samples_and_trains_on_all_its_responses(task, tmp_path, monkeypatch):
     sampled, trained = [], []
-    sample, from_groups = EngineSampler.sample, Rows.from_groups
+    collect, from_groups = EngineSampler.collect, Rows.from_groups
 
-    def spy_on_sample(self, prompts, seed):
-        groups = sample(self, prompts, seed)
+    def spy_on_collect(self, ticket):
+        groups = collect(self, ticket)
         sampled.append([(group.prompt.id, len(group.rollouts)) for group in groups])
         return groups
 
@@ -131,7 +133,7 @@ def test_every_step_samples_and_trains_on_all_its_responses(task, tmp_path, monk
         trained.append(len(rows))
         return rows
 
-    monkeypatch.setattr(EngineSampler, "sample", spy_on_sample)
+    monkeypatch.setattr(EngineSampler, "collect", spy_on_collect)
     monkeypatch.setattr(Rows, "from_groups", staticmethod(spy_on_rows))
     more = ("train.steps=3", "train.prompts_per_step=24", "data.eval=null", "checkpoint.export_hf=false")
     fit(configure(task, tmp_path, *GVPO, *more))
@@ -142,10 +144,92 @@ def test_every_step_samples_and_trains_on_all_its_responses(task, tmp_path, monk
     assert trained == [48, 48] * 3, "two mini-batches a step"
 
 
+ENGINE_REFERENCE = (*GVPO, "algorithm.reference_logprobs=engine")
+
+
+def test_every_step_is_watched_for_a_mismatch(finished, caplog):
+    """The embedded engine differs from the trainer by rounding only, and nobody is warned."""
+    for line in records(finished)[1:]:
+        assert line["mismatch/tokens"] == pytest.approx(16 * line["response/length"])
+        assert 0 < line["mismatch/abs_mean"] < 1e-5 and line["mismatch/kl"] < 1e-10
+        assert abs(line["mismatch/slope"]) < 1e-5
+    assert "not the one that is trained" not in caplog.text
+
+
+def with_gap(monkeypatch, gap: float, versions_behind: int = 0) -> None:
+    """An engine whose log-probs are too small by `gap` in every token, and whose weights are older."""
+    from_groups = Rows.from_groups
+
+    def perturbed(groups):
+        rows = from_groups(groups)
+        return rows.with_columns(
+            engine_logp_r=rows.engine_logp_r - gap, version_r=rows.version_r - versions_behind
+        )
+
+    monkeypatch.setattr(Rows, "from_groups", staticmethod(perturbed))
+
+
+def counted_scores(monkeypatch) -> list[int]:
+    """The number of rows of every scoring pass from now on."""
+    scored, score = [], Policy.score
+
+    def counting(self, rows):
+        scored.append(len(rows))
+        return score(self, rows)
+
+    monkeypatch.setattr(Policy, "score", counting)
+    return scored
+
+
+SHORT = ("train.max_tokens_per_micro_batch=4096", "data.eval=null", "checkpoint.export_hf=false")
+
+
+@pytest.mark.parametrize("gap", [0.0, 0.25])
+def test_the_engines_reference_trains_like_the_trainers_without_scoring(
+    task, tmp_path, monkeypatch, caplog, gap
+):
+    """Also where the engine is off in every token, which is taken off again, and said."""
+    fit(configure(task, tmp_path / "trainer", *GVPO, *SHORT))
+    with_gap(monkeypatch, gap)
+    scored = counted_scores(monkeypatch)
+    fit(configure(task, tmp_path / "engine", *ENGINE_REFERENCE, *SHORT))
+    assert scored == [], "no group is split here, so nothing needs a scoring pass"
+    for ours, theirs in zip(records(tmp_path / "engine")[1:], records(tmp_path / "trainer")[1:], strict=True):
+        assert ours["train/kl"] > 0, "the second mini-batch looks back at step start"
+        for name in ("reward/mean", "response/length", "train/loss", "train/kl", "train/grad_norm"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
+        assert ours["mismatch/tokens"] < theirs["mismatch/tokens"], "only the first mini-batch is compared"
+        assert ours["mismatch/gap"] == pytest.approx(gap, abs=1e-5)
+        assert ours["mismatch/slope"] == pytest.approx(gap, abs=1e-5)
+        assert ours["mismatch/residual_slope"] == pytest.approx(0, abs=1e-5)
+    warnings = [r.message for r in caplog.records if "not the one that is trained" in r.message]
+    assert len(warnings) == (gap > 0), "once a run"
+
+
+def test_what_older_weights_sampled_has_them_as_its_reference(task, tmp_path, monkeypatch):
+    """Then the first mini-batch, too, looks back, and is no measure of the engine."""
+    trained = []
+    update = Policy.update
+
+    def spy(self, rows, *, at_step_start, keep_logp=False):
+        trained.append((at_step_start, rows))
+        return update(self, rows, at_step_start=at_step_start, keep_logp=keep_logp)
+
+    monkeypatch.setattr(Policy, "update", spy)
+    with_gap(monkeypatch, 0.0, versions_behind=1)
+    fit(configure(task, tmp_path, *ENGINE_REFERENCE, *SHORT, "train.steps=1", "optimizer.warmup_steps=0"))
+    assert [first for first, _ in trained] == [True, False]
+    for _, rows in trained:
+        assert torch.equal(rows.ref_logp_r, rows.engine_logp_r)
+    assert not any(name.startswith("mismatch/") for name in records(tmp_path)[-1])
+
+
 METHODS = {
     "gvpo": GVPO,
+    "engine's reference": ENGINE_REFERENCE,
     "ema": (*GVPO, 'algorithm.loss.reference={"name": "ema", "decay": 0.9}'),
-    "grpo": ("algorithm=grpo", "train.mini_batches=2"),  # its reference is fixed: model.path
+    # Its reference is fixed: model.path.
+    "grpo": ("algorithm=grpo", "train.mini_batches=2", "algorithm.loss.importance={cap: 2.0}"),
 }
 
 
@@ -159,6 +243,16 @@ def test_a_resumed_run_equals_an_uninterrupted_one(task, tmp_path, method):
     assert_same_run(whole, parts)
     if method != "gvpo":
         assert records(parts)[-1]["train/kl"] > 0, "the policy has left its reference"
+    if method == "grpo":
+        assert records(parts)[-1]["train/importance"] == pytest.approx(1, abs=1e-5)
+
+
+def test_dr_grpo_divides_by_the_longest_response_that_sampling_allows(task, tmp_path):
+    for name, given in {"default": (), "explicit": ("algorithm.loss.aggregation.constant=10",)}.items():
+        more = ("train.steps=1", "optimizer.warmup_steps=0", *SHORT)
+        fit(configure(task, tmp_path / name, "algorithm=dr_grpo", *given, *more))
+    ours, explicit = (records(tmp_path / name)[-1] for name in ("default", "explicit"))
+    assert ours == explicit and ours["train/grad_norm"] > 0
 
 
 def test_resume_of_sft(task, tmp_path):
@@ -233,6 +327,16 @@ def test_a_disk_full_while_saving_leaves_the_previous_checkpoint(task, tmp_path,
     assert_same_run(tmp_path, finished)
     assert [path.name for path in checkpoint.complete(tmp_path / "checkpoints")] == ["step_00000004"]
     assert not (tmp_path / "checkpoints" / "step_00000002.partial").exists()
+
+
+def test_a_disk_full_while_exporting_leaves_the_export_and_the_checkpoint(task, tmp_path):
+    fit(configure(task, tmp_path, *GVPO, "train.steps=2"))
+    before = weights(tmp_path)
+    with FullDisk() as disk, pytest.raises(CheckpointError, match=r"cannot write .*hf: .*File too large"):
+        fit(configure(task, tmp_path, *GVPO, "train.steps=3"), [disk], resume=True)
+    after = weights(tmp_path)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert checkpoint.complete(tmp_path / "checkpoints")[-1].name == "step_00000003"
 
 
 @pytest.mark.parametrize(

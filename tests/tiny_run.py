@@ -14,6 +14,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "quickstart"))
 
 import make_task
+from real_parts import used
 
 from megatron_gvpo.callbacks import Callback, Recorder
 from megatron_gvpo.config import Config, load_config
@@ -36,18 +37,22 @@ logging: {{progress: lines, tensorboard: false}}
 """
 
 # A model that knows nothing is never right, so this rewards variety. In the middle of step `signal_in` the
-# trainer, which is a worker's parent, gets SIGTERM; the first response of step `poison_in` is worth what no
-# gradient can bear. Responses of step s come from weight version s - 1.
+# trainer, which is a worker's parent, gets SIGTERM; in that of step `disk_full_in` its disk fills: no file
+# can grow any more. The first response of step `poison_in` is worth what no gradient can bear. Responses of
+# step s come from weight version s - 1.
 REWARD = """
-import os, signal
+import os, resource, signal
 
 poisoned = False
 
-def reward(prompt, rollout, signal_in=0, poison_in=0, coarse=False):
+def reward(prompt, rollout, signal_in=0, disk_full_in=0, poison_in=0, coarse=False):
     global poisoned
     step = rollout.weight_version + 1
     if step == signal_in:
         os.kill(os.getppid(), signal.SIGTERM)
+    if step == disk_full_in:
+        trainer, limit = os.getppid(), resource.RLIMIT_FSIZE
+        resource.prlimit(trainer, limit, (1, resource.prlimit(trainer, limit)[1]))
     if step == poison_in and not poisoned:
         poisoned = True
         return 1e38
@@ -99,6 +104,11 @@ def fit(config: Config, callbacks: Sequence[Callback] = (), **how: bool) -> Trai
 
     try:
         trainer = Trainer(config, [Recorder(), *callbacks], **how)
+        used("megatron-core and Megatron-Bridge, 1 rank")
+        if config.algorithm.sampler == "engine" or config.data.eval is not None:
+            used("reward workers")
+            if config.rollout.engine == "local":
+                used("embedded rollout engine")
         with suppress(Interrupted):
             trainer.fit()
         return trainer

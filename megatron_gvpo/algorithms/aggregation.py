@@ -24,18 +24,23 @@ class Aggregation(Block):
 
         token_mean      1 / T          every token counts the same (DAPO, GPG eq. 5)
         sequence_mean   1 / (N |y_i|)  every sequence counts the same (GRPO, arXiv 2402.03300 eq. 3)
-        sequence_sum    1 / (N C)      C = `constant`; Dr. GRPO (arXiv 2503.20783) takes the longest
-                                       response that sampling allows, REINFORCE and RLOO take 1
+        sequence_sum    1 / (N C)      C = `constant`, by default the longest response that sampling allows
+                                       (Dr. GRPO, arXiv 2503.20783); REINFORCE and RLOO take 1
     """
 
     name: Literal["token_mean", "sequence_mean", "sequence_sum"]
-    constant: PositiveInt = 1
+    constant: PositiveInt | None = None  # null with sequence_sum: rollout.max_tokens
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        if self.constant != 1 and self.name != "sequence_sum":
+        if self.constant is not None and self.name != "sequence_sum":
             raise ValueError(f"constant={self.constant} goes with name=sequence_sum, not {self.name}")
         return self
+
+    def sized(self, max_tokens: int) -> Self:
+        """With `max_tokens`, the longest response that sampling allows, where that is the constant."""
+        missing = self.name == "sequence_sum" and self.constant is None
+        return self.model_copy(update={"constant": max_tokens}) if missing else self
 
     def __call__(self, rows: Rows, totals: Totals) -> Tensor:
         match self.name:
@@ -44,6 +49,7 @@ class Aggregation(Block):
             case "sequence_mean":
                 coef_n = 1 / (totals.sequences * rows.length_n.to(rows.reward_n.dtype))
             case "sequence_sum":
+                assert self.constant is not None, "the longest response is not known here (Aggregation.sized)"
                 coef_n = rows.reward_n.new_full((len(rows),), 1 / (totals.sequences * self.constant))
         return coef_n[rows.seq_r]
 

@@ -64,6 +64,8 @@ class Loss(Block):
     # The weight of a sequence depends on the other sequences of its group, which therefore must all be
     # among the rows of one call.
     couples_groups: ClassVar[bool] = False
+    # Anchors enter as sums of log-probs and are never exponentiated, so that small errors in them stay small.
+    sums_anchors: ClassVar[bool] = False
 
     @property
     def anchors(self) -> Mapping[Literal["old", "ref"], Reference]:
@@ -88,6 +90,13 @@ class Loss(Block):
     def wants_entropy(self) -> bool:
         """Whether `inputs.entropy_r` must be filled (it costs time)."""
         return False
+
+    def sized(self, max_tokens: int) -> Self:
+        """For responses of at most `max_tokens` tokens, which an aggregation may divide by."""
+        aggregation = getattr(self, "aggregation", None)
+        if aggregation is None:
+            return self
+        return self.model_copy(update={"aggregation": aggregation.sized(max_tokens)})
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, Metrics]:
         raise NotImplementedError

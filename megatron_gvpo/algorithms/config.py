@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import BeforeValidator, Field, model_validator
 
-from megatron_gvpo.algorithms.base import Block
+from megatron_gvpo.algorithms.base import STEP_START, Block
 from megatron_gvpo.algorithms.batch_policy import Accumulate, KeepAll
 from megatron_gvpo.algorithms.estimators import Estimator
 from megatron_gvpo.algorithms.gvpo import GVPO
@@ -46,6 +46,9 @@ class AlgorithmConfig(Block):
     batch_policy: AnyBatchPolicy = KeepAll()
     estimator: Estimator | None = None  # for losses that are weighed by advantages
     loss: AnyLoss = GVPO()
+    # Who computes the log-probs of the policy at step start that the loss compares with: "engine" takes those
+    # that came with the responses, corrected by their mean gap a token, and saves the scoring pass.
+    reference_logprobs: Literal["trainer", "engine"] = "trainer"
 
     @model_validator(mode="before")
     @classmethod
@@ -71,6 +74,10 @@ class AlgorithmConfig(Block):
                 f"batch_policy={self.batch_policy.name} compares rewards, and sampler=dataset has none: "
                 "use keep_all"
             )
+        if self.sampler == "dataset" and loss.sized(1) != loss:
+            raise ValueError(
+                "loss.aggregation.constant is missing: sampler=dataset has no longest response for it"
+            )
         if loss.signal == "advantage" and self.estimator is None:
             raise ValueError(f"estimator is missing: the loss {loss.name} is weighed by its advantages")
         if loss.signal != "advantage" and self.estimator is not None:
@@ -78,7 +85,24 @@ class AlgorithmConfig(Block):
                 f"estimator has no effect with the loss {loss.name}, which does not use advantages: "
                 "set it to null"
             )
+        if self.reference_logprobs == "engine":
+            self._engine_may_be_reference()
         return self
+
+    def _engine_may_be_reference(self) -> None:
+        anchors = set(self.loss.anchors.values())
+        if not anchors:
+            problem = "compares with no policy: there is nothing to save"
+        elif not self.loss.sums_anchors:
+            problem = (
+                "exponentiates differences from the policy at step start, where the engine's rounding would "
+                "pass for a change of the policy: loss.importance corrects for the engine"
+            )
+        elif anchors != {STEP_START}:
+            problem = "compares with another policy than the one at step start, the only one the engine has"
+        else:
+            return
+        raise ValueError(f"reference_logprobs=engine: the loss {self.loss.name} {problem}; use trainer")
 
     @property
     def needs_group(self) -> bool:

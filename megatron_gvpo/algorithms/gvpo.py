@@ -46,6 +46,7 @@ class GVPO(Loss):
 
     signal: ClassVar[Literal["reward"]] = "reward"
     couples_groups: ClassVar[bool] = True
+    sums_anchors: ClassVar[bool] = True
 
     @property
     def anchors(self) -> Mapping[Literal["old", "ref"], Reference]:

@@ -10,15 +10,17 @@ from torch import Tensor
 
 from megatron_gvpo.algorithms.aggregation import Aggregation
 from megatron_gvpo.algorithms.base import STEP_START, Loss, Metrics, Reference
+from megatron_gvpo.algorithms.importance import TruncatedImportance
 from megatron_gvpo.types import LossInputs
 
 
 class PPO(Loss):
-    """L = sum_it c_it [ -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A) + kl_coef * k3 ].
+    """L = sum_it c_it [ -w min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A) + kl_coef * k3 ].
 
     rho = pi / pi_old per token with pi_old the policy at step start, A = A_i the advantage of the
-    response, c from `aggregation`, k3 = x_ref/x - 1 - log(x_ref/x) >= 0 the estimate of KL(pi || pi_ref)
-    with x = pi(y_it) (arXiv 2402.03300 eq. 3-4). Without kl_coef no reference policy is kept.
+    response, c from `aggregation`, w the token's weight by `importance` (1 without), k3 = x_ref/x - 1 -
+    log(x_ref/x) >= 0 the estimate of KL(pi || pi_ref) with x = pi(y_it) (arXiv 2402.03300 eq. 3-4). Without
+    kl_coef no reference policy is kept.
     """
 
     name: Literal["ppo"] = "ppo"
@@ -27,6 +29,7 @@ class PPO(Loss):
     kl_coef: float = Field(0.0, ge=0)
     reference: Reference = Reference(name="fixed")
     aggregation: Aggregation = Aggregation(name="sequence_mean")
+    importance: TruncatedImportance | None = None
 
     signal: ClassVar[Literal["advantage"]] = "advantage"
 
@@ -36,7 +39,8 @@ class PPO(Loss):
 
     @property
     def known_at_step_start(self) -> bool:
-        return all(anchor == STEP_START for anchor in self.anchors.values())
+        # `importance` sees the old log-probs by themselves, and not only as differences from the present.
+        return self.importance is None and all(anchor == STEP_START for anchor in self.anchors.values())
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, Metrics]:
         rows, totals, logp_r = inputs.rows, inputs.totals, inputs.logp_r
@@ -53,6 +57,10 @@ class PPO(Loss):
             "clip_fraction": (clipped_r < unclipped_r).sum() / totals.tokens,
             "kl": (ratio_r - 1 - log_ratio_r).detach().sum() / totals.tokens,
         }
+        if self.importance:
+            importance_r, shares = self.importance(rows, totals)
+            loss_r = importance_r * loss_r
+            metrics |= shares
         if self.kl_coef:
             assert rows.ref_logp_r is not None, "kl_coef needs the reference's log-probs (Loss.anchors)"
             ref_ratio_r = rows.ref_logp_r - logp_r

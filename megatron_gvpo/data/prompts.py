@@ -21,13 +21,19 @@ log = logging.getLogger(__name__)
 
 
 def load_prompts(
-    dataset: DatasetConfig, data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, end_token_id: int
+    dataset: DatasetConfig,
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    end_token_id: int,
+    positions: int | None = None,
 ) -> list[Prompt]:
     """All prompts of a data set, in the order of its records.
 
     With `data.chat_template` and a tokenizer that has one, a plain string becomes a user message, and
     `data.system_prompt` comes first unless the record has a system message of its own. Demonstrations
-    end with `end_token_id`. Raises DataError, and ImportError where `datasets` is needed and missing.
+    end with `end_token_id`, and with their prompt they must fit into `positions` tokens, the model's. Raises
+    DataError.
     """
     render = _Renderer(data, tokenizer)
     records = list(islice(read_records(dataset.path, dataset.split), dataset.limit))
@@ -54,6 +60,12 @@ def load_prompts(
             solution = _string(record, dataset.demonstration_key)
             tokens = tokenizer(solution, add_special_tokens=False)["input_ids"]
             demonstration = (*tokens, *([end_token_id] if tokens[-1:] != [end_token_id] else []))
+            if positions and len(ids) + len(demonstration) > positions:
+                raise DataError(
+                    f"{record.where}: the prompt has {len(ids)} tokens and its demonstration "
+                    f"{len(demonstration)} (field {dataset.demonstration_key!r}), together "
+                    f"more than the model's max_position_embeddings={positions}; shorten or remove the record"
+                )
         prompts.append(Prompt(record.id, tuple(ids), text, answer, demonstration, record.fields))
 
     if dropped := len(records) - len(prompts):

@@ -26,8 +26,8 @@ class Record(NamedTuple):
 def read_records(path: str, split: str = "train") -> Iterator[Record]:
     """The records of a file, of a directory's files in the order of their names, or of a hub data set.
 
-    `split` is for hub data sets only. Raises DataError, and ImportError where a hub data set is meant
-    and `datasets` is not installed.
+    `split` is for hub data sets only. Raises DataError, also where a hub data set is meant and `datasets` is
+    not installed.
     """
     local = Path(path).expanduser()
     if local.is_dir():
@@ -79,7 +79,7 @@ def _read_hub(name: str, split: str) -> Iterator[Record]:
     try:
         from datasets import load_dataset
     except ImportError:
-        raise ImportError(
+        raise DataError(
             f"{name!r} is no local file, and reading it as a hub data set needs the package `datasets`: "
             "pip install datasets"
         ) from None

@@ -49,7 +49,7 @@ def save(root: Path, step: int, policy: Policy, state: dict[str, Any], keep: int
     aside = final.with_name(final.name + _PARTIAL)
     _on_rank_0("prepare", lambda: _fresh_directory(aside))
     try:
-        _everywhere(f"cannot write {final}", lambda: _write(aside, policy))
+        everywhere(f"cannot write {final}", lambda: _write(aside, policy))
     except CheckpointError as error:
         free = shutil.disk_usage(root).free / (1 << 20)
         raise CheckpointError(f"{error} ({free:.0f} MiB are free there)") from None
@@ -88,7 +88,7 @@ def load(directory: Path, policy: Policy) -> dict[str, Any]:
             f"{directory} was written with {_named(theirs)}, and this run has {_named(ours)}: "
             "resume with the same layout"
         )
-    _everywhere(f"cannot read {directory}", lambda: _read(directory, policy))
+    everywhere(f"cannot read {directory}", lambda: _read(directory, policy))
     return state
 
 
@@ -198,11 +198,11 @@ def _fresh_directory(directory: Path) -> None:
 
 
 def _on_rank_0(what: str, action: Any) -> None:
-    _everywhere(what, action if dist.get_rank() == 0 else lambda: None)
+    everywhere(what, action if dist.get_rank() == 0 else lambda: None)
 
 
-def _everywhere(what: str, action: Any) -> None:
-    """Run on this rank; if it failed on any rank, raise on all, so that none waits for another."""
+def everywhere(what: str, action: Any) -> None:
+    """Run on this rank; if it failed on any, raise CheckpointError on all, so that none waits for another."""
     problem = None
     try:
         action()

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -49,16 +50,22 @@ class Model:
     def save_hf(self, directory: Path, shard_bytes: int = 5 << 30) -> None:
         """Write a Hugging Face checkpoint of the present weights: config.json and safetensors.
 
-        A collective; rank 0 writes, and holds at most `shard_bytes` and one tensor more.
+        A collective; rank 0 writes, and holds at most `shard_bytes` and one tensor more. Where it cannot
+        write, it alone raises, in the end: until then it goes on with the tensors that all ranks gather.
         """
+        problem: Exception | None = None
         writer = _SafetensorsWriter(directory, shard_bytes) if dist.get_rank() == 0 else None
         for name, tensor in self.export():
-            if writer is not None:
-                writer.add(name, tensor)
+            if writer is not None and problem is None:
+                try:
+                    writer.add(name, tensor)
+                except (OSError, SafetensorError) as error:
+                    problem = error
+        if problem is not None:
+            raise problem
         if writer is not None:
             writer.close()
             self.bridge.hf_pretrained.config.save_pretrained(directory)
-        dist.barrier()
 
 
 class _SafetensorsWriter:
@@ -66,7 +73,6 @@ class _SafetensorsWriter:
 
     def __init__(self, directory: Path, shard_bytes: int) -> None:
         shutil.rmtree(directory, ignore_errors=True)
-        directory.mkdir(parents=True)
         self._directory, self._limit = directory, shard_bytes
         self._shard: dict[str, Tensor] = {}
         self._names: list[list[str]] = []
@@ -94,6 +100,7 @@ class _SafetensorsWriter:
         (self._directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
     def _flush(self) -> None:
+        self._directory.mkdir(parents=True, exist_ok=True)
         save_file(self._shard, self._path(len(self._names)), metadata={"format": "pt"})
         self._names.append(list(self._shard))
         self._total += self._bytes

@@ -33,6 +33,7 @@ class UpdateResult:
 
     update: Update
     metrics: dict[str, float]  # "loss" among them
+    logp_r: Tensor | None  # before the update, fp32 [r] on the CPU of every rank; where it was asked for
 
 
 class Policy:
@@ -46,7 +47,7 @@ class Policy:
         mcore.no_sync_func = self.model.chunks[0].no_sync
         updates = config.train.steps * config.train.mini_batches
         self.optimizer = Optimizer(self.model, config.optimizer, config.model, updates)
-        self._loss: Loss = config.algorithm.loss
+        self._loss: Loss = config.algorithm.loss.sized(config.rollout.max_tokens)
         self._budget = config.train.max_tokens_per_micro_batch
         self._temperature = config.rollout.temperature if config.algorithm.sampler == "engine" else 1.0
         self._shadow_of = next((r for r in self._loss.anchors.values() if r != STEP_START), None)
@@ -58,8 +59,11 @@ class Policy:
         with self.shadow.lent():
             return self.score(rows)
 
-    def score(self, rows: Rows) -> Tensor:
-        """Log-probs of the response tokens, without gradient, fp32 [r] on the CPU of every rank."""
+    def score(self, rows: Rows, temperature: float | None = None) -> Tensor:
+        """Log-probs of the response tokens, without gradient, fp32 [r] on the CPU of every rank.
+
+        `temperature`: default the sampling temperature.
+        """
         micro_batches, _ = self._plan(rows, keep_groups=False)
 
         def keep(_: Rows, output: LinearLogprob) -> tuple[Tensor, Tensor]:
@@ -69,16 +73,17 @@ class Policy:
             self.model,
             [rows.select(index) for index in micro_batches],
             keep,
-            temperature=self._temperature,
+            temperature=self._temperature if temperature is None else temperature,
             forward_only=True,
         )
         return _gather(rows, micro_batches, scored)
 
-    def update(self, rows: Rows, *, at_step_start: bool) -> UpdateResult:
+    def update(self, rows: Rows, *, at_step_start: bool, keep_logp: bool = False) -> UpdateResult:
         """One optimizer update on `rows`, which hold whole groups.
 
         `at_step_start`: no update has been taken since the step began, so that an anchor at step start is
-        the present policy; the rows' columns of such anchors need not be filled.
+        the present policy; the rows' columns of such anchors need not be filled. `keep_logp`: return the
+        log-probs that the update's own forward found.
         """
         loss, totals = self._loss, Totals.of(rows)
         mine, some_split = self._plan(rows, keep_groups=loss.couples_groups)
@@ -86,13 +91,14 @@ class Policy:
         rows = self._known_weights(rows, totals, at_step_start, split)
 
         def share(rows: Rows, output: LinearLogprob) -> tuple[Tensor, Any]:
+            logp_r = output.logp_r.detach()
             if split:
                 assert output.surrogate is not None, "a split group needs its weights before the forward"
-                return output.surrogate, output.logp_r.detach()
-            anchored = _anchored(rows, output.logp_r.detach())
+                return output.surrogate, (logp_r, {})
+            anchored = _anchored(rows, logp_r)
             value, metrics = loss(LossInputs(anchored, output.logp_r, totals, output.entropy_r))
             trained = value if output.surrogate is None else output.surrogate
-            return trained, _floats({"loss": value, **metrics})
+            return trained, (logp_r, _floats({"loss": value, **metrics}))
 
         self.optimizer.zero_grad()
         results = forward.run(
@@ -102,13 +108,14 @@ class Policy:
             temperature=self._temperature,
             entropy=loss.wants_entropy,
         )
+        logp_r = _gather(rows, mine, [found for found, _ in results]) if split or keep_logp else None
         if split:  # the loss and its metrics, too, are defined on whole groups only
-            logp_r = _gather(rows, mine, results)
+            assert logp_r is not None
             value, shares = loss(LossInputs(_anchored(rows, logp_r), logp_r, totals))
             metrics = _floats({"loss": value, **shares})
         else:
-            metrics = _sum_over_ranks(results if _owns_results() else [])
-        return UpdateResult(self.optimizer.apply(), metrics)
+            metrics = _sum_over_ranks([share for _, share in results] if _owns_results() else [])
+        return UpdateResult(self.optimizer.apply(), metrics, logp_r)
 
     def _known_weights(self, rows: Rows, totals: Totals, at_step_start: bool, split: bool) -> Rows:
         """Fill `weight_r` where dL/dlogp can be had before the forward: the head then needs one pass less.
@@ -117,7 +124,8 @@ class Policy:
         the present weights finds them.
         """
         loss = self._loss
-        if loss.linear or (at_step_start and loss.known_at_step_start):
+        anchored = rows.old_logp_r is not None or rows.ref_logp_r is not None  # with others than the present
+        if loss.linear or (at_step_start and loss.known_at_step_start and not anchored):
             # Only differences from anchors enter, and these are 0: zeros serve for all log-probs.
             logp_r = torch.zeros(int(rows.length_n.sum()))
         elif split:

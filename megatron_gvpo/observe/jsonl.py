@@ -33,7 +33,7 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
 
 
 class JsonlWriter:
-    """Appends to metrics.jsonl, flushed line by line.
+    """Appends to metrics.jsonl, line by line and without a buffer: what failed is not tried again at the end.
 
     `keep_until` is the last step whose line stays of what an earlier run left there; -1 keeps nothing.
     """
@@ -44,13 +44,14 @@ class JsonlWriter:
         aside = path.with_name(path.name + ".tmp")
         _write_lines(aside, (record for record in old if record["step"] <= keep_until))
         os.replace(aside, path)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("ab", buffering=0)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         # JSON has no NaN and no infinity; null keeps every reader working.
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._file.write(json.dumps({"step": step, **finite}) + "\n")
-        self._file.flush()
+        line = (json.dumps({"step": step, **finite}) + "\n").encode()
+        while line:  # a disk that fills takes a part first
+            line = line[self._file.write(line) :]
 
     def close(self) -> None:
         self._file.close()

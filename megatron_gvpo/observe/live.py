@@ -40,7 +40,7 @@ CELLS = (
     ("train/grad_norm", "grad norm"),
     ("throughput/tokens_per_s", "tokens/s"),
     ("time/step", "seconds/step"),
-    ("train/lr", "learning rate"),
+    ("mismatch/kl", "engine mismatch"),
 )
 
 

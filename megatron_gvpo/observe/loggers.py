@@ -6,7 +6,9 @@ that the records of an interrupted-and-resumed run equal those of an uninterrupt
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -65,6 +67,7 @@ class TensorBoardWriter:
     def __init__(self, directory: Path, keep_until: int, run_config: Mapping[str, Any] | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        threading.excepthook = partial(_report_thread, threading.excepthook)
         self._writer = SummaryWriter(str(directory), purge_step=keep_until + 1, flush_secs=10)
         if run_config is not None:
             import yaml
@@ -78,6 +81,14 @@ class TensorBoardWriter:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def _report_thread(
+    report: Callable[[threading.ExceptHookArgs], object], died: threading.ExceptHookArgs
+) -> None:
+    """TensorBoard's thread, when it dies of a full disk, is silent: the next `log` raises what it died of."""
+    if not type(died.thread).__module__.startswith("tensorboard."):
+        report(died)
 
 
 class WandbWriter:

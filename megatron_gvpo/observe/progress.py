@@ -170,6 +170,7 @@ LABELS = (
     ("train/kl", "kl"),
     ("train/loss", "loss"),
     ("train/grad_norm", "grad norm"),
+    ("mismatch/kl", "mismatch"),
     ("throughput/tokens_per_s", "tokens/s"),
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -33,3 +34,36 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Release what the engine holds; it cannot generate afterwards."""
+
+
+def derived_seed(*parts: int) -> int:
+    """A seed from others, such as a prompt's from the step's: the first 63 bits of BLAKE2b("a/b/...").
+
+    A hash, so that neighbouring seeds and positions share nothing; 63 bits, because engines take
+    signed 64-bit seeds.
+    """
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def check_request(
+    request: Request, sampling: SamplingConfig, vocabulary: int, room: int | None
+) -> str | None:
+    """What is wrong with a request to a model of `vocabulary` tokens and `room` positions, if anything is."""
+    length = len(request.prompt_ids)
+    if request.n < 1:
+        return f"n={request.n}, but at least 1 sample must be asked for"
+    if request.seed < 0:
+        return f"seed={request.seed} is negative"
+    if not length:
+        return "the prompt is empty; it needs at least one token"
+    if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < vocabulary:
+        return f"the prompt has a token id outside the model's vocabulary [0, {vocabulary})"
+    if room and length >= room:
+        return f"the prompt has {length} tokens, and the model only {room} positions"
+    if room and length + sampling.max_tokens > room:
+        return (
+            f"{length} prompt tokens + max_tokens={sampling.max_tokens} exceed the model's {room} "
+            f"positions; max_tokens <= {room - length} fits"
+        )
+    return None

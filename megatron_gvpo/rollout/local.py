@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, TopPLog
 
 from megatron_gvpo.config import SamplingConfig
 from megatron_gvpo.rollout.attention import GROUPED_SDPA
-from megatron_gvpo.rollout.engine import Request
+from megatron_gvpo.rollout.engine import Request, check_request
 from megatron_gvpo.types import Rollout
 
 
@@ -86,25 +86,9 @@ class LocalEngine:
         return results
 
     def _check(self, i: int, request: Request, sampling: SamplingConfig) -> None:
-        config, length = self.model.config.get_text_config(), len(request.prompt_ids)
+        config = self.model.config.get_text_config()
         room = getattr(config, "max_position_embeddings", None)
-        problem = None
-        if request.n < 1:
-            problem = f"n={request.n}, but at least 1 sample must be asked for"
-        elif request.seed < 0:
-            problem = f"seed={request.seed} is negative"
-        elif not length:
-            problem = "the prompt is empty; it needs at least one token"
-        elif not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < config.vocab_size:
-            problem = f"the prompt has a token id outside the model's vocabulary [0, {config.vocab_size})"
-        elif room and length >= room:
-            problem = f"the prompt has {length} tokens, and the model only {room} positions"
-        elif room and length + sampling.max_tokens > room:
-            problem = (
-                f"{length} prompt tokens + max_tokens={sampling.max_tokens} exceed the model's {room} "
-                f"positions; max_tokens <= {room - length} fits"
-            )
-        if problem:
+        if problem := check_request(request, sampling, config.vocab_size, room):
             raise ValueError(f"rollout request {i}: {problem}")
 
     @torch.inference_mode()

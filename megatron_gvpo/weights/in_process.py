@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -51,3 +51,21 @@ class InProcess:
             if missing:
                 shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
                 raise ValueError(f"weight push {version}: {len(missing)} tensor(s) did not come: {shown}")
+
+
+class EmbeddedWeights:
+    """Pushes the policy's weights into the embedded engine of this process."""
+
+    def __init__(self, engine: LocalEngine, weights: Callable[[], Iterator[tuple[str, Tensor]]]) -> None:
+        self._engine, self._weights = engine, weights
+
+    @property
+    def version(self) -> int:
+        return self._engine.weight_version
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def push(self, version: int) -> None:
+        InProcess(self._engine).push(self._weights(), version)

@@ -1,0 +1,57 @@
+"""Models of a given size for weight_sync.py: Qwen2's architecture, random weights, a tiny vocabulary."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "quickstart"))
+
+import make_task
+
+WIDTHS = {50: 256, 500: 1024, 1 << 40: 2048}  # hidden sizes, up to so many megabytes
+
+
+def make_model(directory: Path, megabytes: int, device: torch.device) -> dict[str, Tensor]:
+    """Write a checkpoint of about this size; its weights bf16, by Hugging Face name, on `device`."""
+    make_task.make_model(directory, seed=0)  # for its tokenizer
+    hidden = next(width for limit, width in WIDTHS.items() if megabytes <= limit)
+    config = Qwen2Config.from_pretrained(directory)
+    settings = config.to_dict() | {
+        "hidden_size": hidden,
+        "intermediate_size": 3 * hidden,
+        "num_attention_heads": hidden // 64,
+        "num_key_value_heads": hidden // 256,
+        "dtype": "bfloat16",
+    }
+    layer = hidden * (2 * hidden + hidden // 2 + 9 * hidden)  # q and o, k and v, the MLP
+    settings["num_hidden_layers"] = layers = max(1, round(megabytes * 1e6 / 2 / layer))
+    settings["layer_types"] = ["full_attention"] * layers
+    settings["max_window_layers"] = layers
+    config = Qwen2Config.from_dict(settings)
+    with torch.device("meta"):
+        shapes = {name: t.shape for name, t in Qwen2ForCausalLM(config).state_dict().items()}
+    noise = torch.randn(1 << 22, generator=torch.Generator().manual_seed(0)).mul_(0.02).bfloat16()
+    weights = {name: _fill(torch.empty(shape, dtype=torch.bfloat16), noise) for name, shape in shapes.items()}
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+    config.architectures = ["Qwen2ForCausalLM"]
+    config.save_pretrained(directory)
+    return {name: weight.to(device) for name, weight in weights.items()}
+
+
+def change(weights: dict[str, Tensor], every: int) -> None:
+    """Change every so-manieth element by a unit in its last place, as a small update does here and there."""
+    for weight in weights.values():
+        weight.view(-1).view(torch.int16)[::every].bitwise_xor_(1)
+
+
+def _fill(tensor: Tensor, noise: Tensor) -> Tensor:
+    """The noise over and over: numbers enough, at the speed of a copy."""
+    for part in tensor.view(-1).split(len(noise)):
+        part.copy_(noise[: len(part)])
+    return tensor

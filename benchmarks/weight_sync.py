@@ -1,0 +1,420 @@
+"""Seconds and bytes of a weight push, per transport, to real SGLang and vLLM servers on this machine.
+
+Models of Qwen2's architecture with random bf16 weights are made on the spot, and pushed as a run pushes them:
+the gate closed, the server paused, the weights moved and loaded, the version named, the prefix cache flushed,
+the server resumed. Between pushes every `--changed`-th element changes by a unit in its last place. Measured
+are, in turn with each push, the seconds of a plain torch.distributed.broadcast of the same bytes, in the same
+buckets, between this process and one that does nothing else with them.
+
+  in-process  into the embedded engine
+  broadcast   over a process group with the server (gloo on CPU, NCCL on GPU)
+  delta       the same, changed elements alone
+  disk        safetensors files
+
+`push_s` is all of it; `transfer_s` is from the first byte read to the last one loaded in the server, and
+`of_plain` = plain_s / transfer_s (target for broadcast: 0.8). `first_s` is the first push, which forms the
+group. `parts_s` are medians of the transport's begin, send and end, of filling buckets between the sends, and
+of what is around the transport (pause, flush, resume). Ratios are of neighbouring measurements; on a machine
+that does other work read `of_fastest`, the ratio of the fastest ones.
+
+NCCL needs a GPU for this process beside the server's: with one GPU only in-process and disk are measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import aiohttp
+import torch
+import torch.distributed as dist
+from sync_model import change, make_model
+from torch import Tensor
+
+from megatron_gvpo.config import Config, build_config
+from megatron_gvpo.data.tokenizer import load_tokenizer
+from megatron_gvpo.rollout.fleet import Fleet
+from megatron_gvpo.rollout.http import Http
+from megatron_gvpo.rollout.local import LocalEngine
+from megatron_gvpo.rollout.loop import BackgroundLoop
+from megatron_gvpo.rollout.served import DIALECTS, start_servers
+from megatron_gvpo.weights.broadcast import Broadcast
+from megatron_gvpo.weights.bucket import Bucket
+from megatron_gvpo.weights.delta import Delta
+from megatron_gvpo.weights.disk import Disk
+from megatron_gvpo.weights.in_process import InProcess
+from megatron_gvpo.weights.push import Publisher
+
+ROOT = Path(__file__).parent.parent
+CPU = torch.device("cpu")
+TIMEOUT = 120.0  # seconds for one step of a push
+TARGET = 0.8
+TRANSPORTS = ("in-process", "broadcast", "delta", "disk")
+Weights = dict[str, Tensor]
+
+
+def main() -> None:
+    args = parse()
+    path = args.out or ROOT / "benchmarks" / "results" / f"weight_sync_{args.device}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    report: dict[str, Any] = {"machine": machine(args), "settings": settings(args), "results": []}
+    with Plain(args) as plain:
+        for megabytes in args.megabytes:
+            with tempfile.TemporaryDirectory(dir=args.directory) as directory:
+                weights = make_model(Path(directory) / "model", megabytes, device(args))
+                for row in measure_model(Path(directory), weights, plain, args):
+                    report["results"].append(row)
+                    print_row(row)
+                    report["machine"]["load_at_end"] = os.getloadavg()[0]
+                    path.write_text(json.dumps(report, indent=2) + "\n")
+                del weights
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[10, 200, 2000], metavar="MB")
+    parser.add_argument("--engines", nargs="*", choices=DIALECTS, default=list(DIALECTS))
+    parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS))
+    parser.add_argument("--rounds", type=int, default=5, help="measured pushes of each transport (5)")
+    parser.add_argument("--bucket-mb", type=int, default=512, help="rollout.weights.bucket_mb (512)")
+    parser.add_argument("--changed", type=int, default=50, help="every N-th element changes a push (50)")
+    parser.add_argument(
+        "--python", nargs="*", default=[], metavar="ENGINE=PYTHON", help="default: make_env.sh"
+    )
+    parser.add_argument("--directory", type=Path, help="for models and the disk transport; default: TMPDIR")
+    parser.add_argument("--out", type=Path, help="default: results/weight_sync_DEVICE.json beside this file")
+    return parser.parse_args()
+
+
+def measure_model(
+    directory: Path, weights: Weights, plain: Plain, args: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    if "in-process" in args.transports:
+        engine = LocalEngine(
+            str(directory / "model"),
+            load_tokenizer(str(directory / "model")),
+            device=device(args),
+            dtype=torch.bfloat16,
+            batch_size=1,
+            end_token_id=1,
+        )
+        target = InProcess(engine)
+
+        def push_in_process(version: int) -> dict[str, float]:
+            target.push(weights.items(), version)
+            return {}
+
+        yield measure("none", "in-process", push_in_process, weights, plain, args)
+        del engine, target
+    for name in args.engines:
+        with served(name, directory, args) as (loop, fleet, config, pid):
+            for transport in [t for t in args.transports if t != "in-process"]:
+                if transport in ("broadcast", "delta") and args.device == "cuda" and not two_gpus():
+                    print(f"{transport} is left out: NCCL needs a second GPU", file=sys.stderr)
+                    continue
+                pushing = Pushing(transport, loop, fleet, config, weights, pid, args)
+                try:
+                    yield measure(name, transport, pushing, weights, plain, args)
+                finally:
+                    pushing.close()
+
+
+def measure(
+    engine: str,
+    transport: str,
+    push: Callable[[int], dict[str, float]],
+    weights: Weights,
+    plain: Plain,
+    args: argparse.Namespace,
+) -> dict[str, Any]:
+    """The first push alone, then rounds of a plain broadcast and a push."""
+    size = sum(tensor.nbytes for tensor in weights.values())
+    rounds: list[dict[str, float]] = []
+    for i in range(args.rounds + 1):
+        change(weights, args.changed)
+        plain_s = plain(size)
+        begin = time.perf_counter()
+        parts = push(i)
+        push_s = time.perf_counter() - begin
+        rounds.append({"plain_s": plain_s, "push_s": push_s, "transfer_s": push_s, "bytes": size} | parts)
+        print(f"{engine} {transport} {size / 1e6:.0f} MB: {rounds[-1]}", file=sys.stderr, flush=True)
+    first, rounds = rounds[0], rounds[1:]
+    row: dict[str, Any] = {"engine": engine, "transport": transport, "megabytes": size / 1e6}
+    row |= {"first_s": round(first["push_s"], 4), "bytes": median(r["bytes"] for r in rounds)}
+    row |= {name: spread([r[name] for r in rounds]) for name in ("push_s", "transfer_s", "plain_s")}
+    row["gb_per_s"] = round(size / row["transfer_s"]["median"] / 1e9, 3)
+    ratios = spread([r["plain_s"] / r["transfer_s"] for r in rounds])
+    row["of_plain"] = ratios | {"of_fastest": round(row["plain_s"]["min"] / row["transfer_s"]["min"], 3)}
+    parts = [name for name in rounds[0] if name.endswith("_part")]
+    row["parts_s"] = {name[:-5]: round(median(r[name] for r in rounds), 4) for name in parts}
+    for name in ("wire_s", "trainer_cpu_s", "server_cpu_s"):
+        if name in rounds[0]:
+            row[name] = spread([r[name] for r in rounds])
+    return row
+
+
+class Pushing:
+    """Pushes of one transport to one server, timed in parts."""
+
+    def __init__(
+        self,
+        transport: str,
+        loop: BackgroundLoop,
+        fleet: Fleet,
+        config: Config,
+        weights: Weights,
+        pid: int,
+        args: argparse.Namespace,
+    ) -> None:
+        where, backend = device(args), "nccl" if args.device == "cuda" else "gloo"
+        if transport == "disk":
+            self._timed = Timed(Disk(Path(config.output_dir) / "weights", TIMEOUT))
+            where = CPU
+        else:
+            kind = Delta if transport == "delta" else Broadcast
+            self._timed = Timed(kind("127.0.0.1", backend, TIMEOUT))
+        self._fleet, self._weights, self._pid = fleet, weights, pid
+        self._publisher = Publisher(
+            fleet,
+            loop,
+            self._timed,
+            config.rollout.weights,
+            dtype=torch.bfloat16,
+            device=where,
+            expected={name: tuple(tensor.shape) for name, tensor in weights.items()},
+            optional=frozenset(),
+            fp8=None,
+            report=lambda message: print(message, file=sys.stderr),
+        )
+
+    def __call__(self, version: int) -> dict[str, float]:
+        self._timed.clear()
+        cpu, own, begin = cpu_seconds(self._pid), time.process_time(), time.perf_counter()
+        self._publisher.attempt(self._weights.items(), version)
+        seconds = time.perf_counter() - begin
+        own, cpu = time.process_time() - own, cpu_seconds(self._pid) - cpu
+        assert self._fleet.members[0].has(version), "the push failed"
+        metrics = self._publisher.metrics
+        spent = {"bytes": metrics["sync/bytes"], "trainer_cpu_s": own, "server_cpu_s": cpu}
+        if "sync/wire_s" in metrics:
+            spent["wire_s"] = metrics["sync/wire_s"]
+        return self._timed.parts(seconds) | spent
+
+    def close(self) -> None:
+        self._publisher.close()
+        self._fleet.members[0].regroup = True
+
+
+class Timed:
+    """A transport with a clock."""
+
+    def __init__(self, transport: Any) -> None:
+        self._transport = transport
+        self.clear()
+
+    def clear(self) -> None:
+        self._begun: float | None = None
+        self._spent = {"begin": 0.0, "send": 0.0, "end": 0.0}
+
+    def parts(self, seconds: float) -> dict[str, float]:
+        """Seconds of each part; transfer_s is from the end of `begin` to the end of `end`."""
+        assert self._begun is not None
+        transfer = self._ended - self._begun
+        parts = dict(self._spent)
+        parts["fill"] = transfer - parts["send"] - parts["end"]
+        parts["around"] = seconds - transfer - parts["begin"]
+        return {f"{name}_part": value for name, value in parts.items()} | {"transfer_s": transfer}
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return self._transport.metrics
+
+    async def begin(self, members: Any, version: int) -> None:
+        await self._clocked("begin", self._transport.begin(members, version))
+        self._begun = time.perf_counter()
+
+    async def send(self, bucket: Bucket) -> int:
+        return await self._clocked("send", self._transport.send(bucket))
+
+    async def end(self) -> None:
+        await self._clocked("end", self._transport.end())
+        self._ended = time.perf_counter()
+
+    async def close(self) -> None:
+        await self._transport.close()
+
+    async def _clocked(self, part: str, call: Any) -> Any:
+        begin = time.perf_counter()
+        result = await call
+        self._spent[part] += time.perf_counter() - begin
+        return result
+
+
+class Plain:
+    """A plain broadcast to another process, which keeps what it receives in one buffer."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args, self._bucket = args, args.bucket_mb * 2**20
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Plain:
+        args = self._args
+        if args.device == "cuda" and not two_gpus():
+            return self
+        store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+        command = [sys.executable, str(Path(__file__).with_name("sync_plain.py")), args.device]
+        self._process = subprocess.Popen([*command, str(store.port), str(self._bucket)])
+        backend = "nccl" if args.device == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=0, world_size=2)
+        self._buffer = torch.ones(self._bucket, dtype=torch.uint8, device=device(args))
+        return self
+
+    def __call__(self, size: int) -> float:
+        """Seconds until the other process has `size` bytes, in buckets."""
+        if self._process is None:
+            return float("nan")
+        self._announce(size)
+        begin = time.perf_counter()
+        for start in range(0, size, self._bucket):
+            dist.broadcast(self._buffer[: min(self._bucket, size - start)], 0)
+        dist.barrier()
+        if self._args.device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - begin
+
+    def _announce(self, size: int) -> None:
+        dist.broadcast(torch.tensor([size], device=self._buffer.device), 0)
+        dist.barrier()
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None:
+            self._announce(0)
+            self._process.wait(30)
+            dist.destroy_process_group()
+
+
+@contextmanager
+def served(
+    engine: str, directory: Path, args: argparse.Namespace
+) -> Iterator[tuple[BackgroundLoop, Fleet, Config, int]]:
+    """A server of `engine` on the model, healthy, a fleet of it alone, and its process group."""
+    small = ["--max-total-tokens", "4096"] if engine == "sglang" else ["--max-num-seqs", "8"]
+    servers = {"python": engine_python(engine, args), "context_length": 128, "args": small}
+    rollout = {"engine": engine, "servers": servers, "weights": {"bucket_mb": args.bucket_mb}}
+    config = build_config(
+        {
+            "output_dir": str(directory / engine),
+            "model": {"path": str(directory / "model"), "dtype": "bfloat16"},
+            "data": {"train": {"path": "unused"}},
+            "rollout": rollout,
+            "train": {"steps": 1, "prompts_per_step": 1},
+            "optimizer": {"lr": 1.0},
+        }
+    )
+    loop = BackgroundLoop("benchmark")
+    supervisor = start_servers(config, None, lambda message: print(message, file=sys.stderr))
+    session = loop.run(_session())
+    server = DIALECTS[engine](Http(session, supervisor.processes[0].url))
+    fleet = Fleet([server], config.rollout.servers, (1,), print, supervisor)
+    try:
+        loop.run(fleet.start())
+        yield loop, fleet, config, supervisor.processes[0].pid or 0
+    finally:
+        loop.run(fleet.stop())
+        supervisor.close()
+        loop.run(session.close())
+        loop.close()
+
+
+async def _session() -> aiohttp.ClientSession:
+    return aiohttp.ClientSession()
+
+
+def engine_python(engine: str, args: argparse.Namespace) -> str:
+    given = dict(choice.split("=", 1) for choice in args.python)
+    if engine in given:
+        return given[engine]
+    script = ROOT / "tools" / "engines" / "make_env.sh"
+    built = subprocess.run([script, engine], stdout=subprocess.PIPE, text=True, check=True)
+    return built.stdout.strip().splitlines()[-1]
+
+
+def device(args: argparse.Namespace) -> torch.device:
+    """The trainer's: the last GPU, for servers start on the first."""
+    return (
+        torch.device("cuda", torch.cuda.device_count() - 1) if args.device == "cuda" else torch.device("cpu")
+    )
+
+
+def cpu_seconds(group: int) -> float:
+    """That a process group has taken so far."""
+    ticks = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            fields = stat.read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12]) if int(fields[2]) == group else 0
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def two_gpus() -> bool:
+    return torch.cuda.device_count() > 1
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    return {name: round(f(values), 4) for name, f in (("min", min), ("median", median), ("max", max))}
+
+
+def settings(args: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in ("rounds", "bucket_mb", "changed")} | {"target": TARGET}
+
+
+def machine(args: argparse.Namespace) -> dict[str, Any]:
+    versions = {name: version(name) for name in ("torch", "transformers", "safetensors", "aiohttp")}
+    for engine in args.engines:
+        name = "vllm" if engine == "vllm" else "sglang"
+        asked = f"import importlib; print(importlib.import_module('{name}.version').__version__)"
+        found = subprocess.run(
+            [engine_python(engine, args), "-c", asked], capture_output=True, text=True
+        ).stdout.split()
+        versions[engine] = found[-1] if found else "unknown"
+    return {
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "command": shlex.join(["python", *sys.argv]),
+        "load_at_start": os.getloadavg()[0],
+        **versions,
+    }
+
+
+def print_row(row: dict[str, Any]) -> None:
+    where = f"{row['engine']:>7} {row['transport']:<10} {row['megabytes']:7.0f} MB"
+    print(
+        f"{where}  push {row['push_s']['median']:7.3f} s  transfer {row['transfer_s']['median']:7.3f} s  "
+        f"{row['gb_per_s']:6.2f} GB/s  sent {row['bytes'] / 1e6:7.0f} MB  plain "
+        f"{row['plain_s']['median']:6.3f} s  of plain {row['of_plain']['median']:.2f} "
+        f"(fastest {row['of_plain']['of_fastest']:.2f})",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()

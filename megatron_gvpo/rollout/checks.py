@@ -1,0 +1,81 @@
+"""Does a server fit the run? Asked before step 1, answered in the user's terms."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron_gvpo.config import Config, ConfigError, read_model_config
+from megatron_gvpo.rollout.server import Server
+
+TIMEOUT = 60.0
+# What makes two config.json the same model, whatever else they say.
+SHAPE = (
+    "architectures",
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "tie_word_embeddings",
+    "eos_token_id",
+)
+
+
+async def check_server(server: Server, config: Config, model: dict[str, Any]) -> None:
+    """Compare what a server says of itself with what the run needs. Raises ConfigError."""
+    facts = await server.facts(TIMEOUT)
+    where = f"rollout server {server.url}"
+    if facts.version not in server.tested and not config.rollout.servers.allow_untested_version:
+        raise ConfigError(
+            f"{where} runs {config.rollout.engine} {facts.version}; tested: {', '.join(server.tested)}. "
+            f"Their "
+            "interfaces change between releases: use a tested one, or set "
+            "rollout.servers.allow_untested_version=true and watch the mismatch metrics"
+        )
+    needed = config.data.max_prompt_tokens + config.rollout.max_tokens
+    if 0 < facts.context_length < needed:
+        raise ConfigError(
+            f"{where} has a context length of {facts.context_length} tokens; data.max_prompt_tokens="
+            f"{config.data.max_prompt_tokens} plus rollout.max_tokens={config.rollout.max_tokens} need "
+            f"{needed}"
+        )
+    served = Path(facts.model_path)
+    if not (served / "config.json").is_file():  # on another machine: the probe of the first push compares
+        return
+    theirs = json.loads((served / "config.json").read_text())
+    for key in SHAPE:
+        if theirs.get(key) != model.get(key):
+            raise ConfigError(
+                f"{where} serves {facts.model_path} with {key}={theirs.get(key)!r}, but "
+                f"model.path={config.model.path} has {key}={model.get(key)!r}: start it with the "
+                f"trainer's model"
+            )
+    expected = read_model_config(config.served_path).get("quantization_config")
+    if theirs.get("quantization_config") != expected:
+        raise ConfigError(
+            f"{where} serves {facts.model_path} with quantization_config="
+            f"{theirs.get('quantization_config')}, but {config.served_path} has {expected}: set "
+            "rollout.servers.model_path to what the server serves"
+        )
+    ours, other = _vocabulary(Path(config.model.path)), _vocabulary(served)
+    if ours and other and ours != other:
+        differing = sorted(token for token, _ in ours.items() ^ other.items())[:5]
+        raise ConfigError(
+            f"{where} serves {facts.model_path} with another tokenizer than model.path={config.model.path}: "
+            f"they differ in {', '.join(map(repr, differing))}"
+        )
+
+
+def _vocabulary(directory: Path) -> dict[str, int]:
+    """Token -> id of a tokenizer.json, special tokens included; empty where there is none to compare."""
+    file = directory / "tokenizer.json"
+    if not file.is_file():
+        return {}
+    tokenizer = json.loads(file.read_text())
+    vocabulary = tokenizer.get("model", {}).get("vocab", {})
+    if not isinstance(vocabulary, dict):  # unigram models list (token, score)
+        vocabulary = {token: i for i, (token, _) in enumerate(vocabulary)}
+    return vocabulary | {token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}

@@ -1,0 +1,89 @@
+"""A server's HTTP interface: every status is checked, every wait ends, its own words reach the user."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import aiohttp
+
+SHOWN = 600  # characters of a server's answer in an error
+
+
+class ServerRefused(Exception):  # noqa: N818 - the server's answer, which the caller may expect
+    """The server answered, and said no. `status` is its HTTP status."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+    @property
+    def is_request(self) -> bool:
+        """Whether the request itself was wrong: it would be refused everywhere."""
+        return 400 <= self.status < 500 and self.status not in (408, 425, 429)
+
+
+class ServerGone(Exception):  # noqa: N818 - a state of the server
+    """No answer: refused connection, broken connection, or nothing within the time given."""
+
+    refused = False  # nobody listens at the address
+
+
+class Http:
+    """JSON calls to the server at `url`, over a session that many of them share."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, api_key: str | None = None) -> None:
+        self.url = url.rstrip("/")
+        self._session = session
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+    async def post(
+        self, path: str, body: Any = None, *, timeout: float, params: dict[str, str] | None = None
+    ) -> Any:
+        """The decoded JSON answer (text where it is not JSON). Raises ServerRefused, ServerGone."""
+        return await self._call("POST", path, timeout, json={} if body is None else body, params=params)
+
+    async def get(self, path: str, *, timeout: float) -> Any:
+        return await self._call("GET", path, timeout)
+
+    async def _call(self, method: str, path: str, timeout: float, **arguments: Any) -> Any:
+        where = f"{self.url}{path}"
+        limit = aiohttp.ClientTimeout(total=timeout, sock_connect=min(timeout, 10.0))
+        try:
+            async with self._session.request(
+                method, where, headers=self._headers, timeout=limit, **arguments
+            ) as response:
+                text = await response.text()
+                status = response.status
+        except aiohttp.ClientConnectorError as error:
+            gone = ServerGone(f"{where}: {error.os_error.strerror or error}")
+            gone.refused = True
+            raise gone from None
+        except TimeoutError:
+            raise ServerGone(f"{where}: no answer within {timeout:g} s") from None
+        except (aiohttp.ClientError, OSError, asyncio.IncompleteReadError) as error:
+            raise ServerGone(f"{where}: {error or type(error).__name__}") from None
+        try:
+            answer = json.loads(text)
+        except json.JSONDecodeError:
+            answer = text
+        # SGLang reports some refusals with status 200 and success: false.
+        refused = isinstance(answer, dict) and answer.get("success") is False
+        if status >= 400 or refused:
+            raise ServerRefused(
+                f"{where}: status {status}: {_words(answer)}", 400 if status < 400 else status
+            )
+        return answer
+
+
+def _words(answer: Any) -> str:
+    """The message inside an error answer, in the shapes that the servers use."""
+    while isinstance(answer, dict):
+        inner = next((answer[key] for key in ("error", "message", "detail") if answer.get(key)), None)
+        if inner is None:
+            answer = json.dumps(answer)
+            break
+        answer = inner
+    text = str(answer).strip() or "(empty answer)"
+    return text if len(text) <= SHOWN else text[:SHOWN] + " ..."

@@ -1,0 +1,56 @@
+"""Patches of weights, for the receivers in both engines: single elements by position, or whole tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+def apply_patches(model: Any, wire: torch.Tensor, patches: list[list[Any]]) -> None:
+    """Write the patches into the model through its own checkpoint loader, which knows about fusion and
+    shards.
+
+    Raises RuntimeError where the loader wrote elements that no patch names.
+    """
+    with KeepWhereNaN():
+        model.load_weights(unpack(wire, patches))
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and torch.isnan(parameter).any():
+            raise RuntimeError(f"a weight patch left NaN in {name}: its loader does not copy in place")
+
+
+def unpack(wire: torch.Tensor, patches: list[list[Any]]) -> list[tuple[str, torch.Tensor]]:
+    """(name, tensor) of each [name, dtype, shape, count]; NaN where an element keeps its value.
+
+    `wire` uint8: the int32 positions of all patches, then their values. Count -1 is a whole tensor, without
+    positions.
+    """
+    counts = [count for _, _, _, count in patches]
+    cut = 4 * sum(count for count in counts if count > 0)
+    positions, values = wire[:cut].view(torch.int32), wire[cut:]
+    tensors = []
+    for name, dtype_name, shape, count in patches:
+        dtype = getattr(torch, dtype_name)
+        numel = torch.Size(shape).numel()
+        size = (numel if count < 0 else count) * dtype.itemsize
+        value, values = values[:size].view(dtype), values[size:]
+        if count < 0:
+            tensors.append((name, value.view(shape)))
+            continue
+        position, positions = positions[:count], positions[count:]
+        tensor = torch.full((numel,), torch.nan, dtype=dtype, device=wire.device)
+        tensor[position.long()] = value
+        tensors.append((name, tensor.view(shape)))
+    return tensors
+
+
+class KeepWhereNaN(TorchFunctionMode):
+    """Inside, `target.copy_(source)` leaves the elements alone where the source is NaN."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func is torch.Tensor.copy_ and args[1].is_floating_point():
+            target, source = args[0], args[1].to(args[0])
+            return func(target, torch.where(torch.isnan(source), target, source))
+        return func(*args, **(kwargs or {}))

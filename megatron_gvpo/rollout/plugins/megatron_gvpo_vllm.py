@@ -1,0 +1,155 @@
+"""Runs inside vLLM's workers: receives weights over a torch process group (gloo or NCCL), or from files.
+
+vLLM finds it as a general plugin because this folder, with its entry points, is on the server's PYTHONPATH.
+Its own NCCL backend has a bootstrap of its own and knows no CPU; this one speaks what torch.distributed
+speaks, so that one trainer code serves both engines on both kinds of machine.
+"""
+
+from __future__ import annotations
+
+import datetime
+import glob
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron_gvpo_patches import apply_patches, unpack
+from safetensors import safe_open
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+NAME = "megatron_gvpo"
+
+
+@dataclass
+class Meeting(WeightTransferInitInfo):
+    """Where the process group forms; this server's first rank in it is `rank_offset`."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    backend: str  # "gloo" or "nccl"
+    timeout: float  # seconds
+
+
+@dataclass
+class Bucket(WeightTransferUpdateInfo):
+    """Tensors of one broadcast, their bytes one after another; or all tensors of a directory.
+
+    With `counts` it is a broadcast of `size` bytes of patches (see megatron_gvpo_patches).
+    """
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    directory: str | None = None
+    counts: list[int] | None = None
+    size: int = 0
+
+
+class Receiver(WeightTransferEngine):
+    """vLLM's weight transfer interface over a process group that the trainer's rank 0 leads."""
+
+    init_info_cls = Meeting
+    update_info_cls = Bucket
+    supports_draft_weight_update = False
+    _group: Any = None
+    _reloading = False
+    _copy: dict[str, torch.Tensor]  # on CPU, of the tensors that patches belong to
+    _store: Any = None
+
+    def init_transfer_engine(self, init_info: Meeting) -> None:
+        self.shutdown()
+        self._copy = {}
+        timeout = datetime.timedelta(seconds=init_info.timeout)
+        self._store = dist.TCPStore(
+            init_info.master_address, init_info.master_port, init_info.world_size, False, timeout
+        )
+        parallel = self.parallel_config
+        rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
+        if init_info.backend == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            self._group = dist.ProcessGroupNCCL(self._store, rank, init_info.world_size, options)
+        else:
+            self._group = dist.ProcessGroupGloo(self._store, rank, init_info.world_size, timeout)
+
+    def start_weight_update(self) -> None:
+        self._reloading = False
+
+    def finish_weight_update(self) -> None:
+        if self._reloading:
+            finalize_layerwise_reload(self.model, self.model_config)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        # The base class synchronises an accelerator, which a CPU build does not have.
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type == "cuda":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: Bucket) -> None:
+        if update_info.counts is not None:
+            self._receive_patches(update_info, update_info.counts)
+            return
+        self._reload()
+        if update_info.directory is not None:
+            self.model.load_weights(_tensors_in(update_info.directory))
+            return
+        dtypes = [getattr(torch, name) for name in update_info.dtypes]
+        shapes = [torch.Size(shape) for shape in update_info.shapes]
+        sizes = [shape.numel() * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
+        flat = self._broadcast(sum(sizes))
+        tensors = zip(update_info.names, dtypes, shapes, flat.split(sizes), strict=True)
+        # Views: vLLM keeps the tensors of a layer until the whole layer has come, and the bucket with them.
+        self.model.load_weights([(n, part.view(d).view(s)) for n, d, s, part in tensors])
+
+    def _receive_patches(self, bucket: Bucket, counts: list[int]) -> None:
+        wire = self._broadcast(bucket.size)
+        parts = zip(bucket.names, bucket.dtypes, bucket.shapes, counts, strict=True)
+        patches = [list(part) for part in parts]
+        if self.device.type != "cpu":  # in place, outside vLLM's reloading of whole layers
+            apply_patches(self.model, wire, patches)
+            return
+        # On CPU vLLM repacks its parameters, which then have no loader: whole tensors, from a copy of them.
+        for name, tensor in unpack(wire, patches):
+            old = self._copy.get(name)
+            self._copy[name] = tensor.clone() if old is None else tensor.where(~tensor.isnan(), old)
+        self._reload()
+        self.model.load_weights([(name, self._copy[name].clone()) for name in bucket.names])
+
+    def _reload(self) -> None:
+        """Begin vLLM's reloading of whole layers, unless it has begun."""
+        if not self._reloading:
+            initialize_layerwise_reload(self.model)
+            self._reloading = True
+
+    def _broadcast(self, size: int) -> torch.Tensor:
+        """The trainer's next broadcast, uint8 [size]."""
+        wire = torch.empty(size, dtype=torch.uint8, device=self.device)
+        self._group.broadcast([wire], dist.BroadcastOptions()).wait()
+        return wire
+
+    def shutdown(self) -> None:
+        self._group = self._store = None
+
+
+def _tensors_in(directory: str) -> Iterator[tuple[str, torch.Tensor]]:
+    for file in sorted(glob.glob(os.path.join(directory, "*.safetensors"))):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - not a mapping
+                yield name, tensors.get_tensor(name)
+
+
+def register() -> None:
+    """Called by vLLM in each of its processes."""
+    if NAME not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(NAME, Receiver)

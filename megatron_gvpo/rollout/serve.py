@@ -1,0 +1,51 @@
+"""`megatron-gvpo serve`: the rollout servers of one machine, kept running until it is told to stop.
+
+On a cluster it runs on every rollout node (`srun megatron-gvpo serve CONFIG.yaml rollout.servers.host=...`),
+and the trainer gets their addresses as `rollout.servers.urls`. A server that is started again here has old
+weights: the trainer sees that, and gives it the current ones before the first request.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+from megatron_gvpo.config import Config, ConfigError
+from megatron_gvpo.rollout.served import report, start_servers
+from megatron_gvpo.rollout.supervise import is_healthy
+
+
+def serve(config: Config) -> int:
+    """Start the servers, say when they are healthy, end them on SIGTERM or SIGINT; returns the exit code.
+
+    0: told to stop; 1: a server could not be kept running. Raises ConfigError for settings that cannot be.
+    """
+    settings = config.rollout.servers
+    if config.rollout.engine == "local":
+        raise ConfigError("rollout.engine=local has no servers: serve needs rollout.engine=sglang or vllm")
+    key = os.environ.get(settings.api_key_env or "")
+    if settings.api_key_env and not key:
+        raise ConfigError(f"rollout.servers.api_key_env: ${settings.api_key_env} is not set")
+    told = threading.Event()
+    previous = {n: signal.signal(n, lambda *_: told.set()) for n in (signal.SIGTERM, signal.SIGINT)}
+    supervisor = start_servers(config, key, report)
+    try:
+        waiting = list(supervisor.processes)
+        deadline = time.monotonic() + settings.start_timeout
+        while not told.wait(1.0) and supervisor.failed is None:
+            if waiting and not (waiting := [p for p in waiting if not is_healthy(p.url, 5.0)]):
+                urls = ",".join(process.url for process in supervisor.processes)
+                print(f"ready: rollout.servers.urls=[{urls}]", flush=True)
+            if waiting and time.monotonic() > deadline:
+                report(
+                    f"{waiting[0].url} was not healthy after {settings.start_timeout:g} s; see "
+                    f"{waiting[0].log}"
+                )
+                return 1
+        return 0 if supervisor.failed is None else 1
+    finally:
+        supervisor.close()
+        for number, handler in previous.items():
+            signal.signal(number, handler)

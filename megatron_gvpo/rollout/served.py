@@ -1,0 +1,221 @@
+"""Rollouts from servers: rank 0 asks them, all ranks get the answers.
+
+While rank 0 waits for responses the other ranks wait for its word, at most a heartbeat long, on the CPU: a
+colocated engine has the GPUs to itself. A word may be "push": a server came back and needs the weights, which
+takes all ranks.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+import torch
+import torch.distributed as dist
+
+from megatron_gvpo.config import Config, ConfigError, SamplingConfig
+from megatron_gvpo.exchange import broadcast_msgpack
+from megatron_gvpo.rollout.checks import check_server
+from megatron_gvpo.rollout.collect import pack_rollout
+from megatron_gvpo.rollout.engine import Request, check_request, derived_seed
+from megatron_gvpo.rollout.fleet import Fleet, RolloutError
+from megatron_gvpo.rollout.http import Http
+from megatron_gvpo.rollout.loop import BackgroundLoop
+from megatron_gvpo.rollout.server import Server
+from megatron_gvpo.rollout.sglang import SGLang
+from megatron_gvpo.rollout.supervise import ServerProcess, Supervisor, free_ports
+from megatron_gvpo.rollout.vllm import VLLM
+from megatron_gvpo.types import Group, Prompt, Rollout
+
+DIALECTS: dict[str, type[Server]] = {"sglang": SGLang, "vllm": VLLM}
+HEARTBEAT = 5.0  # seconds that the other ranks wait at most without a word from rank 0
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """Responses that were asked for; `future` is rank 0's."""
+
+    prompts: Sequence[Prompt]
+    future: concurrent.futures.Future[list[list[Rollout]]] | None
+
+
+class ServedRollouts:
+    """The rollout servers of a run; a context manager, in which they are healthy. Collective throughout.
+
+    `push` gives the current weights to servers that lack them, on all ranks.
+    """
+
+    def __init__(self, config: Config, tokenizer: Any, end_token_id: int, model: dict[str, Any]) -> None:
+        self.config = config
+        self._tokenizer, self._end, self._model = tokenizer, end_token_id, model
+        self.push: Callable[[], None] = _no_push
+        self.on_heartbeat: Callable[[], None] = _nothing  # on every rank at once, while responses are awaited
+        self.fleet: Fleet | None = None  # rank 0's, from here on
+        self.loop: BackgroundLoop | None = None
+        self._supervisor: Supervisor | None = None
+        self._session: aiohttp.ClientSession | None = None
+
+    def __enter__(self) -> Self:
+        """Start or find the servers. Raises ConfigError for one that does not fit, RolloutError for none."""
+        problem: tuple[str, str] | None = None
+        if dist.get_rank() == 0:
+            try:
+                self._open()
+            except (ConfigError, RolloutError, OSError) as error:
+                self._close()
+                kind = "config" if isinstance(error, ConfigError) else "rollout"
+                problem = (kind, str(error))
+        problem = self._wait_for(problem)
+        if problem is not None:
+            raise (ConfigError if problem[0] == "config" else RolloutError)(problem[1])
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
+
+    def submit(self, prompts: Sequence[Prompt], n: int, sampling: SamplingConfig, seed: int) -> Ticket:
+        """Ask for `n` responses to each prompt; returns at once. Raises ValueError for an impossible one."""
+        requests = [Request(p.token_ids, n, derived_seed(seed, i)) for i, p in enumerate(prompts)]
+        for prompt, request in zip(prompts, requests, strict=True):
+            room = self._model.get("max_position_embeddings")
+            if problem := check_request(request, sampling, self._model["vocab_size"], room):
+                raise ValueError(f"prompt {prompt.id}: {problem}")
+        if self.fleet is None or self.loop is None:
+            return Ticket(prompts, None)
+        return Ticket(prompts, self.loop.submit(self.fleet.generate(requests, sampling)))
+
+    def collect(self, ticket: Ticket) -> list[Group]:
+        """The complete groups, in prompt order, the same on every rank. Raises RolloutError."""
+        while True:
+            match broadcast_msgpack(self._next(ticket)):
+                case ["wait", _]:
+                    self.on_heartbeat()
+                case ["push", _]:
+                    self.push()
+                case ["done", rows]:
+                    rollouts = [[Rollout(**r) for r in row] for row in rows]
+                    return [Group(p, row) for p, row in zip(ticket.prompts, rollouts, strict=True)]
+                case [_, problem]:
+                    raise RolloutError(problem)
+
+    def _next(self, ticket: Ticket) -> tuple[str, Any] | None:
+        """Rank 0's next word about a ticket."""
+        if ticket.future is None or self.fleet is None:
+            return None
+        deadline = time.monotonic() + HEARTBEAT
+        while time.monotonic() < deadline:
+            done, _ = concurrent.futures.wait([ticket.future], timeout=0.2)
+            if done:
+                try:
+                    rows = ticket.future.result()
+                except RolloutError as error:
+                    return "error", str(error)
+                self._decode(rows)
+                return "done", [[pack_rollout(r) for r in row] for row in rows]
+            if self.fleet.wants_weights:
+                return "push", None
+        return "wait", None
+
+    def _decode(self, rows: list[list[Rollout]]) -> None:
+        flat = [rollout for row in rows for rollout in row]
+        texts = self._tokenizer.batch_decode([r.token_ids for r in flat], skip_special_tokens=True)
+        for rollout, text in zip(flat, texts, strict=True):
+            rollout.text = text
+
+    def _open(self) -> None:
+        """Rank 0: processes, session, fleet; returns when all servers are healthy and fit."""
+        servers, config = self.config.rollout.servers, self.config
+        dialect = DIALECTS[config.rollout.engine]
+        self.loop = BackgroundLoop("rollout client")
+        if servers.urls:
+            urls, key = list(servers.urls), os.environ.get(servers.api_key_env or "")
+            if servers.api_key_env and not key:
+                raise ConfigError(f"rollout.servers.api_key_env: ${servers.api_key_env} is not set")
+        else:
+            key = secrets.token_hex(16)
+            self._supervisor = start_servers(config, key, report)
+            urls = [process.url for process in self._supervisor.processes]
+        self._session = self.loop.run(_session())
+        members = [dialect(Http(self._session, url, key)) for url in urls]
+        stop_ids = (self._end, *config.rollout.stop_token_ids)
+        self.fleet = Fleet(members, servers, stop_ids, report, self._supervisor)
+        self.loop.run(self.fleet.start())
+        for member in members:
+            self.loop.run(check_server(member, config, self._model))
+
+    def _wait_for(self, problem: Any) -> Any:
+        return broadcast_msgpack(problem)
+
+    def _close(self) -> None:
+        if self.loop is not None and self.fleet is not None:
+            self.loop.run(self.fleet.stop())
+            self.loop.cancel_all()
+        if self.loop is not None:
+            if self._session is not None:
+                self.loop.run(self._session.close())
+            self.loop.close()
+        if self._supervisor is not None:  # last, so that nobody waits for what it ends
+            self._supervisor.close()
+        self.fleet = self.loop = self._supervisor = self._session = None
+
+
+def start_servers(config: Config, key: str | None, report: Callable[[str], None]) -> Supervisor:
+    """Start `rollout.servers.count` servers on this machine, under a supervisor."""
+    servers = config.rollout.servers
+    dialect = DIALECTS[config.rollout.engine]
+    first = servers.port
+    ports = [first + i for i in range(servers.count)] if first else free_ports(servers.count, servers.host)
+    on_gpu = torch.cuda.is_available()
+    logs = Path(config.output_dir) / "servers"
+    processes = []
+    for i, port in enumerate(ports):
+        launch = dialect.launch(config.served_path, config.model.dtype, port, servers, key, on_gpu)
+        if on_gpu:
+            devices = range(i * servers.tp, (i + 1) * servers.tp)
+            launch.environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
+        else:  # memory that a server frees stays its own: for large tensors fresh pages cost more than a copy
+            large = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**33)}
+            launch.environment.update(large)
+        processes.append(ServerProcess(launch, f"http://{servers.host}:{port}", logs / f"{port}.log"))
+    supervisor = Supervisor(processes, servers, report)
+    try:
+        supervisor.start()
+    except OSError as error:
+        supervisor.close()
+        raise ConfigError(
+            f"rollout.servers.python={servers.python}: cannot be started ({error.strerror}); give the "
+            "interpreter of an environment that has the engine"
+        ) from None
+    return supervisor
+
+
+def report(message: str) -> None:
+    """Say something to the user, beside the progress display."""
+    print(message, file=sys.stderr, flush=True)
+
+
+async def _session() -> aiohttp.ClientSession:
+    # No limit of connections: the engines queue requests better than a client does. None is used twice: a
+    # server may close an idle one at the moment when a request takes it, which would look like the server's
+    # end.
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    return aiohttp.ClientSession(connector=connector, trust_env=False)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _no_push() -> None:
+    raise RuntimeError("no weights were pushed yet")

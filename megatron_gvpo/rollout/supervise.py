@@ -1,0 +1,201 @@
+"""Server processes of our own: started, watched, restarted, and ended by their process groups."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from megatron_gvpo.rollout.config import ServersConfig
+from megatron_gvpo.rollout.server import Launch
+
+POLL = 1.0  # seconds between looks at a process
+GRACE = 15.0  # seconds between asking a server to end and ending it
+LOG_LINES = 20  # of a server's log, shown when it fails
+
+
+class ServerProcess:
+    """One server as a process group, its output in a log file."""
+
+    def __init__(self, launch: Launch, url: str, log: Path) -> None:
+        self.url, self.log = url, log
+        self._launch = launch
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Raises OSError where the command does not exist."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        environment = _without_torchrun(os.environ) | self._launch.environment
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [*_dying_with_us(), *self._launch.command],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a process group of its own, which ends as one
+            )
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    def exit_status(self) -> int | None:
+        """None while it runs."""
+        return self._process.poll() if self._process else None
+
+    def stop(self, grace: float = GRACE) -> None:
+        """Ask the whole group to end, then end it."""
+        if self._process is None:
+            return
+        for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, 5.0)):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+            deadline = time.monotonic() + patience
+            while _group_lives(self._process) and time.monotonic() < deadline:
+                time.sleep(0.05)
+        self._process = None
+
+    def tail(self) -> str:
+        """The end of its log."""
+        with contextlib.suppress(FileNotFoundError):
+            lines = self.log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+            return "\n".join(f"    {line[:300]}" for line in lines)
+        return ""
+
+
+class Supervisor:
+    """Keeps server processes running until it is closed. A thread of its own watches them.
+
+    A process that ends, or does not answer /health for `hang_timeout` seconds once it has, is started anew,
+    `restarts` times. `failed` then says which, and why.
+    """
+
+    def __init__(
+        self, processes: Sequence[ServerProcess], settings: ServersConfig, report: Callable[[str], None]
+    ) -> None:
+        self.processes = list(processes)
+        self.failed: str | None = None
+        self._settings, self._report = settings, report
+        self._unusable: set[str] = set()  # urls to start anew
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._watch_all, name="server supervisor", daemon=True)
+
+    def start(self) -> None:
+        for process in self.processes:
+            process.start()
+            self._report(f"starting rollout server {process.url} (pid {process.pid}, log {process.log})")
+        self._thread.start()
+
+    def restart(self, url: str) -> None:
+        """Start the server anew, soon."""
+        self._unusable.add(url)
+
+    def close(self) -> None:
+        self._closing.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=30.0)
+        threads = [threading.Thread(target=process.stop) for process in self.processes]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _watch_all(self) -> None:
+        healthy_at: dict[str, float] = {}
+        restarts = dict.fromkeys((p.url for p in self.processes), 0)
+        while not self._closing.wait(POLL):
+            for process in self.processes:
+                why = self._trouble(process, healthy_at)
+                if why is None or self._closing.is_set():
+                    continue
+                if restarts[process.url] >= self._settings.restarts:
+                    if self.failed is None:
+                        self.failed = (
+                            f"rollout server {process.url} {why}, after {restarts[process.url]} restarts "
+                            f"(rollout.servers.restarts); its log {process.log} ends with\n{process.tail()}"
+                        )
+                        self._report(self.failed)
+                    continue
+                restarts[process.url] += 1
+                self._report(f"rollout server {process.url} {why}; starting it again")
+                process.stop(grace=1.0)
+                healthy_at.pop(process.url, None)
+                process.start()
+
+    def _trouble(self, process: ServerProcess, healthy_at: dict[str, float]) -> str | None:
+        status = process.exit_status()
+        if status is not None:
+            return f"ended with status {status}"
+        if process.url in self._unusable:
+            self._unusable.discard(process.url)
+            return "cannot be used"
+        now = time.monotonic()
+        limit = self._settings.hang_timeout
+        if is_healthy(process.url, min(5.0, limit)):
+            healthy_at[process.url] = now
+        elif now - healthy_at.get(process.url, now) > limit:
+            return f"has not answered for rollout.servers.hang_timeout={limit:g} s"
+        return None
+
+
+def _dying_with_us() -> list[str]:
+    """A prefix that ends a server whose starter was killed and could not end it (util-linux, on Linux)."""
+    setpriv = shutil.which("setpriv")
+    return [setpriv, "--pdeathsig", "TERM"] if setpriv else []
+
+
+def free_ports(count: int, host: str) -> list[int]:
+    """Ports that nobody listens on at the moment."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind((host, 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+def is_healthy(url: str, timeout: float) -> bool:
+    """Whether the server at `url` says so within `timeout` seconds."""
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=timeout) as answer:
+            return bool(answer.status == 200)
+    except OSError:  # of which urllib's errors are
+        return False
+
+
+def _group_lives(process: subprocess.Popen[bytes]) -> bool:
+    process.poll()  # reap the leader: a zombie would count as alive
+    try:
+        os.killpg(process.pid, 0)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
+def _without_torchrun(environment: os._Environ[str]) -> dict[str, str]:
+    """The environment without what would make a server believe that it is a rank of ours."""
+    ours = (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "PYTHONPATH",
+    )
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in ours and not name.startswith(("TORCHELASTIC_", "GROUP_", "ROLE_"))
+    }

@@ -1,0 +1,80 @@
+"""Weights by files that every server can read: slow, and free of any process group."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from megatron_gvpo.rollout.fleet import Member
+from megatron_gvpo.rollout.http import ServerGone, ServerRefused
+from megatron_gvpo.weights.bucket import Bucket
+from megatron_gvpo.weights.transport import PushFailed
+
+
+class Disk:
+    """A directory of safetensors files a push, complete or absent; the one before is removed after it."""
+
+    def __init__(self, directory: Path, timeout: float) -> None:
+        self._root, self._timeout = directory, timeout
+        self._members: list[Member] = []
+        self._version, self._files = -1, 0
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    async def begin(self, members: Sequence[Member], version: int) -> None:
+        self._members, self._version, self._files = list(members), version, 0
+        with _named(self._aside):
+            shutil.rmtree(self._aside, ignore_errors=True)
+            self._aside.mkdir(parents=True)
+
+    async def send(self, bucket: Bucket) -> int:
+        file = self._aside / f"model-{self._files:05d}.safetensors"
+        self._files += 1
+        with _named(file):
+            await asyncio.to_thread(save_file, dict(bucket.tensors()), file, {"format": "pt"})
+        return bucket.flat.nbytes
+
+    async def end(self) -> None:
+        final = self._root / f"version_{self._version}"
+        with _named(final):
+            shutil.rmtree(final, ignore_errors=True)
+            self._aside.rename(final)
+        calls = [m.server.load_directory(final, str(self._version), self._timeout) for m in self._members]
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        failed: list[Member] = []
+        errors: list[str] = []
+        for member, result in zip(self._members, results, strict=True):
+            if isinstance(result, ServerGone | ServerRefused):
+                failed.append(member)
+                errors.append(str(result))
+            elif isinstance(result, BaseException):
+                raise result
+        if failed:
+            raise PushFailed("; ".join(errors), failed)
+        for old in self._root.glob("version_*"):
+            if old != final:
+                shutil.rmtree(old, ignore_errors=True)
+
+    async def close(self) -> None:
+        shutil.rmtree(self._root, ignore_errors=True)
+
+    @property
+    def _aside(self) -> Path:
+        return self._root / "partial"
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """A full or unwritable disk as a failed push: the servers keep waiting, and the run says why."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise PushFailed(f"{path} cannot be written: {error}", []) from None  # no server's fault

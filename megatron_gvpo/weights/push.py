@@ -1,0 +1,231 @@
+"""One push of the policy's weights to all servers: the dance, its failures, and who may serve afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_gvpo.exchange import broadcast_msgpack
+from megatron_gvpo.rollout.config import WeightSyncConfig
+from megatron_gvpo.rollout.fleet import Fleet, Member, RolloutError
+from megatron_gvpo.rollout.http import ServerGone, ServerRefused
+from megatron_gvpo.rollout.loop import BackgroundLoop
+from megatron_gvpo.weights.bucket import Halves, buckets
+from megatron_gvpo.weights.fp8 import Fp8Layout
+from megatron_gvpo.weights.transport import PushFailed, Transport
+
+RETRY_AFTER = 2.0  # seconds: a server that died is seen as such by then
+HEARTBEAT = 5.0  # seconds that the other ranks wait at most without a word from rank 0
+
+Stream = Iterable[tuple[str, Tensor]]
+
+
+class WeightPush(Protocol):
+    """How the policy's weights reach the engine that samples from them."""
+
+    @property
+    def version(self) -> int:
+        """Of the weights that the engine has; -1 before the first push."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Of the last push; empty where there is nothing to say."""
+
+    def push(self, version: int) -> None:
+        """Give the engine the policy's present weights as this version. A collective."""
+
+
+class Publisher:
+    """Rank 0's side of a push. The other ranks take part in the weight stream's collectives alone.
+
+    While a push runs nothing is in flight on the servers that it goes to. A server whose push fails stays
+    paused and without requests until one has succeeded; the others serve all the same.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        loop: BackgroundLoop,
+        transport: Transport,
+        settings: WeightSyncConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        expected: Mapping[str, tuple[int, ...]],
+        optional: frozenset[str],
+        fp8: Fp8Layout | None,
+        report: Callable[[str], None],
+    ) -> None:
+        self._fleet, self._loop, self._transport, self._settings = fleet, loop, transport, settings
+        self._dtype, self._halves = dtype, Halves(settings.bucket_mb * 2**20, device)
+        self._expected, self._optional, self._fp8, self._report = expected, optional, fp8, report
+        self._failures: dict[str, int] = {}  # in a row, by url
+        self._problem, self._in_a_row = "", 0
+        self.metrics: dict[str, float] = {}
+
+    def next_command(self, version: int) -> str:
+        """ "push", "done", "wait" (for at most a heartbeat: a server may come back), or what went wrong."""
+        deadline = time.monotonic() + HEARTBEAT
+        # Every server is replaced once in the meantime; what then still fails is not a server's fault.
+        if self._in_a_row >= self._settings.attempts * (len(self._fleet.members) + 1):
+            return f"{self._in_a_row} weight pushes in a row failed, at last: {self._problem}"
+        while True:
+            healthy = [m for m in self._fleet.members if m.state != "lost"]
+            if any(not m.has(version) for m in healthy):
+                return "push"
+            if healthy:
+                return "done"
+            if problem := self._fleet.hopeless():
+                return problem
+            if time.monotonic() > deadline:
+                return "wait"
+            time.sleep(0.1)
+
+    def attempt(self, stream: Stream, version: int) -> None:
+        """Push once to all healthy servers that lack the version. Raises ValueError for a wrong stream."""
+        begin = time.perf_counter()
+        targets = self._run(self._fleet.take_out(version, abort=self._settings.in_flight == "carry"))
+        try:
+            sent = self._send(stream, targets, version) if targets else 0
+            for member in targets:
+                self._failures.pop(member.server.url, None)
+                self._in_loop(self._fleet.admit, member, version)
+            self._in_a_row = 0
+            seconds = time.perf_counter() - begin
+            self.metrics = {"sync/bytes": float(sent), "sync/gb_per_s": sent / seconds / 1e9}
+            self.metrics |= self._transport.metrics
+        except PushFailed as failure:
+            self._problem, self._in_a_row = str(failure), self._in_a_row + 1
+            self._report(f"weight push {version} failed: {failure}")
+            self._run(self._judge(failure.members))
+            time.sleep(RETRY_AFTER)
+        finally:
+            for member in targets:
+                member.in_push = False
+
+    def close(self) -> None:
+        self._run(self._transport.close())
+
+    def _send(self, stream: Stream, targets: Sequence[Member], version: int) -> int:
+        """Bytes sent, to each of them."""
+        self._run(self._each(targets, _prepare))
+        self._run(self._transport.begin(targets, version))
+        if self._fp8 is not None:
+            stream = self._fp8.quantised(stream)
+        sent = self._send_buckets(self._checked(stream, version))
+        self._run(self._transport.end())
+        self._run(self._each(targets, _conclude))
+        return sent
+
+    def _send_buckets(self, stream: Stream) -> int:
+        """Bytes sent. A bucket is on its way while the next one is gathered and filled."""
+        sent = 0
+        sending: Future[int] | None = None
+        try:
+            for bucket in buckets(stream, self._halves, self._dtype):
+                sent += sending.result() if sending is not None else 0
+                sending = self._loop.submit(self._transport.send(bucket))
+            return sent + (sending.result() if sending is not None else 0)
+        finally:
+            if sending is not None:
+                sending.cancel()  # without effect on what has ended
+            self._halves.rest()
+
+    def _checked(self, stream: Stream, version: int) -> Iterator[tuple[str, Tensor]]:
+        """The stream; its names and shapes are those of the model that the servers have loaded."""
+        left = dict(self._expected)
+        for name, tensor in stream:
+            shape = left.pop(name, None)
+            if shape is None and name not in self._optional:
+                known = "came twice" if name in self._expected else "is not in the servers' model"
+                raise ValueError(f"weight push {version}: {name} {known}")
+            if shape is not None and tuple(tensor.shape) != shape:
+                raise ValueError(
+                    f"weight push {version}: {name} has shape {tuple(tensor.shape)}, "
+                    f"the servers' model has {shape}"
+                )
+            yield name, tensor
+        if missing := sorted(left.keys() - self._optional):
+            shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+            raise ValueError(f"weight push {version}: {len(missing)} tensor(s) did not come: {shown}")
+
+    async def _judge(self, failed: Sequence[Member]) -> None:
+        """Who does not answer is lost at once: a retry goes without it. Who refuses too often, too."""
+        for member in failed:
+            count = self._failures[member.server.url] = self._failures.get(member.server.url, 0) + 1
+            try:
+                await member.server.weight_version(5.0)
+            except (ServerGone, ServerRefused) as error:
+                self._fleet.lose(member, str(error))
+            else:
+                if count >= self._settings.attempts:
+                    self._fleet.replace(member, f"{count} weight pushes in a row failed there")
+
+    async def _each(
+        self, members: Sequence[Member], call: Callable[[Member, float], Coroutine[Any, Any, None]]
+    ) -> None:
+        timeout = self._settings.timeout
+        results = await asyncio.gather(*(call(m, timeout) for m in members), return_exceptions=True)
+        failed = [m for m, result in zip(members, results, strict=True) if isinstance(result, BaseException)]
+        if failed:
+            errors = [result for result in results if isinstance(result, BaseException)]
+            if not isinstance(errors[0], ServerGone | ServerRefused):
+                raise errors[0]
+            raise PushFailed("; ".join(map(str, errors)), failed)
+
+    def _in_loop(self, call: Callable[..., None], *arguments: Any) -> None:
+        """The fleet is the loop's: nothing else may change it."""
+
+        async def there() -> None:
+            call(*arguments)
+
+        self._run(there())
+
+    def _run[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return self._loop.run(coroutine)
+
+
+async def _prepare(member: Member, timeout: float) -> None:
+    """Nothing runs on it, and nothing that others may send it begins."""
+    await member.server.pause(timeout)
+
+
+async def _conclude(member: Member, timeout: float) -> None:
+    await member.server.flush_cache(timeout)
+    await member.server.resume(timeout)
+
+
+def push(
+    publisher: Publisher | None, weights: Callable[[], Iterator[tuple[str, Tensor]]], version: int
+) -> None:
+    """Push until every healthy server has the weights, and at least one is. A collective.
+
+    `publisher` is rank 0's, None elsewhere. Every rank iterates every stream to its end, whatever happens to
+    the servers. Raises RolloutError on every rank when no server can be had, or for a stream that does not
+    fit the servers' model.
+    """
+    while True:
+        command = publisher.next_command(version) if publisher is not None else None
+        command = broadcast_msgpack(command)
+        if command == "done":
+            return
+        if command == "wait":
+            continue
+        if command == "push":
+            stream, problem = weights(), None
+            if publisher is not None:
+                try:
+                    publisher.attempt(stream, version)
+                except (ValueError, RolloutError) as error:
+                    problem = str(error)
+            for _ in stream:  # what rank 0 did not need, and all of it on the others
+                pass
+            command = broadcast_msgpack(problem)
+        if command is not None:
+            raise RolloutError(command)

@@ -1,0 +1,153 @@
+"""The policy's weights to the servers of a run: what is sent, how, and the proof that it arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_gvpo.config import Config, ConfigError, read_model_config
+from megatron_gvpo.exchange import broadcast_msgpack
+from megatron_gvpo.rollout.fleet import RolloutError
+from megatron_gvpo.rollout.served import ServedRollouts, report
+from megatron_gvpo.types import Prompt, Rows
+from megatron_gvpo.weights.broadcast import Broadcast
+from megatron_gvpo.weights.checkpoint import stored_tensors
+from megatron_gvpo.weights.delta import Delta
+from megatron_gvpo.weights.disk import Disk
+from megatron_gvpo.weights.fp8 import fp8_layout
+from megatron_gvpo.weights.push import Publisher, push
+from megatron_gvpo.weights.transport import Transport
+
+PROBE_TOKENS = 48
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05, "fp8": 0.2}  # mean absolute difference, nats a token
+# The first push of a run, and the first with changed weights: a push that does nothing passes the first.
+PROOFS = 2
+
+Weights = Callable[[], Iterator[tuple[str, Tensor]]]
+
+
+class ServedWeights:
+    """Pushes to all servers, and proves the first pushes by a probe's log-probs. Collective throughout."""
+
+    def __init__(
+        self,
+        config: Config,
+        rollouts: ServedRollouts,
+        weights: Weights,
+        score: Callable[[Rows], Tensor],
+        prompts: Sequence[Prompt],
+    ) -> None:
+        self._config, self._rollouts, self._weights, self._score = config, rollouts, weights, score
+        key = "rollout.servers.model_path" if config.rollout.servers.model_path else "model.path"
+        self._served = read_model_config(config.served_path, key)
+        self._stored = stored_tensors(Path(config.served_path))
+        self._fp8 = fp8_layout(config.served_path, self._served, self._stored)
+        if self._fp8 is not None and config.model.dtype != "bfloat16":
+            raise ConfigError(
+                f"model.dtype={config.model.dtype}: {key}={config.served_path} is in FP8, which the engines "
+                "compute with in bfloat16: set model.dtype=bfloat16"
+            )
+        if self._fp8 is not None and config.rollout.weights.transport == "delta":
+            raise ConfigError(
+                f"rollout.weights.transport=delta cannot change a model in FP8 ({key}={config.served_path}): "
+                "engines keep it in other arrangements than they load; use broadcast"
+            )
+        self._probe = _probe(prompts)
+        self._publisher: Publisher | None = None
+        self._proved = 0
+        self.version = -1
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Of the last push; empty but on rank 0."""
+        return self._publisher.metrics if self._publisher is not None else {}
+
+    def push(self, version: int) -> None:
+        """Give all healthy servers the present weights. Raises RolloutError."""
+        if self._publisher is None and dist.get_rank() == 0:
+            self._publisher = self._publish()
+        push(self._publisher, self._weights, version)
+        self.version = version
+        self._rollouts.push = lambda: push(self._publisher, self._weights, version)
+        if self._proved < PROOFS and len(self._probe) > 1:
+            self._prove()
+
+    def close(self) -> None:
+        if self._publisher is not None:
+            self._publisher.close()
+            self._publisher = None
+
+    def _prove(self) -> None:
+        """Compare the servers' log-probs of a fixed text with the policy's own."""
+        own = self._score(_rows(self._probe))
+        problem = None
+        fleet, loop = self._rollouts.fleet, self._rollouts.loop
+        if fleet is not None and loop is not None:
+            limit = TOLERANCE["fp8" if self._fp8 is not None else self._config.model.dtype]
+            for member in [m for m in fleet.members if m.has(self.version)]:
+                theirs = loop.run(member.server.score(self._probe, self._config.rollout.weights.timeout))
+                gap = (torch.tensor(theirs) - own).abs()
+                if not gap.mean() <= limit:
+                    problem = (
+                        f"rollout server {member.server.url} does not have the weights that were sent: "
+                        f"after push "
+                        f"{self.version} its log-probs of {len(own)} probe tokens differ from the "
+                        f"trainer's by "
+                        f"{gap.mean():.3g} on average (allowed: {limit:g}), {gap.max():.3g} at most. Does it "
+                        "serve the same model, in the same dtype, at a tested version?"
+                    )
+        problem = broadcast_msgpack(problem)
+        if problem is not None:
+            raise RolloutError(problem)
+        self._proved += 1
+
+    def _publish(self) -> Publisher:
+        fleet, loop = self._rollouts.fleet, self._rollouts.loop
+        assert fleet is not None and loop is not None, "rank 0 has them while the rollouts are open"
+        settings, config = self._config.rollout.weights, self._config
+        backend, device = "gloo", torch.device("cpu")
+        if torch.cuda.is_available():
+            backend, device = "nccl", torch.device("cuda", torch.cuda.current_device())
+        transport: Transport
+        if settings.transport == "disk":
+            transport = Disk(Path(settings.directory or f"{config.output_dir}/weights"), settings.timeout)
+            device = torch.device("cpu")
+        else:
+            kind = Delta if settings.transport == "delta" else Broadcast
+            transport = kind(settings.address, backend, settings.timeout)
+        return Publisher(
+            fleet,
+            loop,
+            transport,
+            settings,
+            dtype=getattr(torch, config.model.dtype),
+            device=device,
+            expected={name: tensor.shape for name, tensor in self._stored.items()},
+            optional=frozenset(["lm_head.weight"] if self._served.get("tie_word_embeddings") else []),
+            fp8=self._fp8,
+            report=report,
+        )
+
+
+def _probe(prompts: Sequence[Prompt]) -> list[int]:
+    """Tokens of the first prompts, one after another."""
+    tokens: list[int] = []
+    for prompt in prompts:
+        if len(tokens) >= PROBE_TOKENS:
+            break
+        tokens += prompt.token_ids
+    return tokens[:PROBE_TOKENS]
+
+
+def _rows(tokens: list[int]) -> Rows:
+    return Rows(
+        prompt_ids=[tokens[:1]],
+        response_ids=[tokens[1:]],
+        group_n=torch.zeros(1, dtype=torch.int64),
+        reward_n=torch.zeros(1),
+        truncated_n=torch.zeros(1, dtype=torch.bool),
+    )

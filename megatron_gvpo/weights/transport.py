@@ -1,0 +1,35 @@
+"""What moves buckets of weights to servers, once nothing is in flight there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from megatron_gvpo.rollout.fleet import Member
+from megatron_gvpo.weights.bucket import Bucket
+
+
+class PushFailed(Exception):  # noqa: N818 - an outcome that the pusher deals with
+    """The weights did not reach these servers whole: none of their updates counts."""
+
+    def __init__(self, message: str, members: Sequence[Member]) -> None:
+        super().__init__(message)
+        self.members = list(members)
+
+
+class Transport(Protocol):
+    """A push is `begin`, `send` for every bucket, `end`. Raises PushFailed; then `begin` starts anew."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Of the last push."""
+
+    async def begin(self, members: Sequence[Member], version: int) -> None: ...
+
+    async def send(self, bucket: Bucket) -> int:
+        """Bytes sent, to each server. The bucket's buffer is overwritten some time after this returns."""
+
+    async def end(self) -> None:
+        """All servers have all weights, and call them `version`."""
+
+    async def close(self) -> None: ...

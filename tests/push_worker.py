@@ -1,0 +1,141 @@
+"""What every rank of a trainer does for the tests of weight pushes to a real server."""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rows import make_rows
+from test_engines import PROMPTS
+from tiny_run import configure
+
+from megatron_gvpo.config import SamplingConfig, read_model_config
+from megatron_gvpo.data.tokenizer import load_tokenizer
+from megatron_gvpo.megatron.policy import Policy
+from megatron_gvpo.rollout.fleet import RolloutError
+from megatron_gvpo.rollout.served import ServedRollouts
+from megatron_gvpo.types import Prompt
+from megatron_gvpo.weights.served import ServedWeights
+
+LAYOUTS = {"single": (), "tp2": ("parallel.tp=2",), "pp2": ("parallel.pp=2",), "dp2": ()}
+TRANSPORTS = ("broadcast", "broadcast", "disk", "delta", "delta")
+GREEDY = SamplingConfig(top_p=1e-6, max_tokens=12)
+
+
+def run(engine: str, url: str, task: str, out: str, layout: str) -> None:
+    """Push before and after training steps, over each transport; write what the server then says.
+
+    The delta transport sends everything the first time; then a few elements have changed.
+    """
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(dist.get_rank()), str(dist.get_world_size())
+    directory = Path(out)
+    overrides = [f"rollout.engine={engine}", f"rollout.servers.urls=[{url}]", "algorithm=grpo"]
+    overrides += ["rollout.weights.bucket_mb=1", "optimizer.lr=1.0e-2"]
+    for step, transport in enumerate(TRANSPORTS):
+        if step == 0 or transport != TRANSPORTS[step - 1]:
+            if step:
+                end(weights, rollouts)  # noqa: F821 - of the step before
+            config = configure(
+                Path(task),
+                directory,
+                *overrides,
+                *LAYOUTS[layout],
+                f"rollout.weights.transport={transport}",
+                f"rollout.weights.directory={directory}/weights",
+            )
+            policy = Policy(config) if step == 0 else policy  # noqa: F821
+            model = read_model_config(config.model.path)
+            rollouts = ServedRollouts(config, load_tokenizer(config.model.path), 1, model).__enter__()
+            prompts = [Prompt(str(i), tuple(prompt), "") for i, prompt in enumerate(PROMPTS)]
+            score = partial(policy.score, temperature=1.0)
+            weights = ServedWeights(config, rollouts, policy.weights, score, prompts)
+        if step == 4:
+            _nudge(policy)
+        elif step:
+            policy.update(make_rows([[1.0, 0.0, 0.5]]), at_step_start=True)
+        weights.push(step)
+        if rollouts.fleet is not None and transport == "delta":
+            assert (weights.metrics["sync/bytes"] < 20_000) == (step == 4), weights.metrics
+        policy.model.save_hf(directory / f"export-{step}")
+        if rollouts.fleet is not None:
+            _ask(engine, rollouts, directory, step)
+        dist.barrier()
+    end(weights, rollouts)
+
+
+def _nudge(policy: Policy) -> None:
+    """Change a few elements of every parameter, on every rank its own."""
+    with torch.no_grad():
+        for chunk in policy.model.chunks:
+            for parameter in chunk.parameters():
+                parameter.view(-1)[1:40:13] += 0.5
+
+
+def _ask(engine: str, rollouts: ServedRollouts, directory: Path, step: int) -> None:
+    [member] = rollouts.fleet.members
+    server, call = member.server, rollouts.loop.run
+    assert member.has(step) and call(server.weight_version(10)) == str(step)
+    pushed = checksum(engine, rollouts)
+    for i, prompt in enumerate(PROMPTS):
+        sample = call(server.sample(prompt, 12, 0, GREEDY, [1], 60))
+        (directory / f"greedy-{step}-{i}").write_text(repr(sample.token_ids))
+    call(server.pause(30))
+    call(server.load_directory(directory / f"export-{step}", str(step), 60))
+    call(server.flush_cache(30))
+    call(server.resume(30))
+    (directory / f"checksum-{step}").write_text(json.dumps(pushed, indent=1))
+    from_files = json.dumps(checksum(engine, rollouts), indent=1)
+    (directory / f"checksum-{step}-from-files").write_text(from_files)
+
+
+def checksum(engine: str, rollouts: ServedRollouts) -> dict[str, str]:
+    """The server's own checksums of the tensors that it computes with."""
+    path = "/weights_checker" if engine == "sglang" else "/weight_checker"
+    http = rollouts.fleet.members[0].server._http
+    answer = rollouts.loop.run(http.post(path, {"action": "checksum"}, timeout=60))
+    return answer["ranks"][0]["checksums"] if engine == "sglang" else answer["checksums"]
+
+
+def end(weights: ServedWeights, rollouts: ServedRollouts) -> None:
+    weights.close()
+    rollouts.__exit__(None, None, None)
+    torch.manual_seed(0)
+
+
+class Nowhere:
+    """A transport that says it sent everything."""
+
+    metrics: dict[str, float] = {}  # noqa: RUF012
+
+    async def begin(self, members: object, version: int) -> None: ...
+
+    async def send(self, bucket: object) -> int:
+        return 0
+
+    async def end(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+def unheard(engine: str, url: str, task: str, out: str) -> None:
+    """A push that never arrives, after an update; writes the error that the run ends with."""
+    overrides = [f"rollout.engine={engine}", f"rollout.servers.urls=[{url}]", "algorithm=grpo"]
+    config = configure(Path(task), Path(out), *overrides, "optimizer.lr=1.0e-2")
+    policy, model = Policy(config), read_model_config(config.model.path)
+    prompts = [Prompt(str(i), tuple(prompt), "") for i, prompt in enumerate(PROMPTS)]
+    with ServedRollouts(config, load_tokenizer(config.model.path), 1, model) as rollouts:
+        score = partial(policy.score, temperature=1.0)
+        weights = ServedWeights(config, rollouts, policy.weights, score, prompts)
+        weights.push(0)
+        policy.update(make_rows([[1.0, 0.0, 0.5]]), at_step_start=True)
+        weights._publisher._transport = Nowhere()
+        try:
+            weights.push(1)
+        except RolloutError as error:
+            (Path(out) / "error").write_text(str(error))
+        finally:
+            weights.close()

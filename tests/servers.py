@@ -1,0 +1,90 @@
+"""Real SGLang and vLLM servers for tests: each started once, on the tiny model, and ended with the session.
+
+Their environments are built once by tools/engines/make_env.sh, which takes minutes and is kept in the user's
+cache. Where one cannot be built the tests that need it fail, and say why: a real part that silently did not
+run is a defect.
+"""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import aiohttp
+from real_parts import used
+from tiny_run import configure
+
+from megatron_gvpo.config import Config
+from megatron_gvpo.rollout.http import Http
+from megatron_gvpo.rollout.loop import BackgroundLoop
+from megatron_gvpo.rollout.served import DIALECTS, start_servers
+from megatron_gvpo.rollout.server import Server
+from megatron_gvpo.rollout.supervise import Supervisor, is_healthy
+
+ENGINES = ("sglang", "vllm")
+BUILD_SECONDS = 1200.0
+START_SECONDS = 300.0
+
+
+@functools.cache
+def engine_python(engine: str) -> str:
+    """The interpreter of the engine's own environment, built where it is missing."""
+    script = Path(__file__).parents[1] / "tools" / "engines" / "make_env.sh"
+    built = subprocess.run([script, engine], capture_output=True, text=True, timeout=BUILD_SECONDS)
+    assert built.returncode == 0, f"no environment for {engine}:\n{built.stderr[-3000:]}"
+    return built.stdout.strip().splitlines()[-1]
+
+
+def served_config(engine: str, task: Path, out: Path, *overrides: str) -> Config:
+    """The tiny run with rollouts from `engine`'s servers."""
+    own = (
+        f"rollout.engine={engine}",
+        f"rollout.servers.python={engine_python(engine)}",
+        "rollout.servers.context_length=256",
+    )
+    return configure(task, out, *own, *overrides)
+
+
+@contextmanager
+def running(engine: str, task: Path, out: Path, *overrides: str) -> Iterator[Supervisor]:
+    """Healthy servers of `engine` on the tiny model, under a supervisor."""
+    messages: list[str] = []
+    config = served_config(engine, task, out, *overrides)
+    supervisor = start_servers(config, None, messages.append)
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while not all(is_healthy(process.url, 5.0) for process in supervisor.processes):
+            logs = "\n".join(process.tail() for process in supervisor.processes)
+            assert supervisor.failed is None and time.monotonic() < deadline, "\n".join([*messages, logs])
+            time.sleep(0.5)
+        used(f"{engine} server")
+        yield supervisor
+    finally:
+        supervisor.close()
+
+
+class Client:
+    """Calls a server's dialect from a test that is not asynchronous."""
+
+    def __init__(self, engine: str, url: str) -> None:
+        self.loop = BackgroundLoop("test client")
+        self._session = self.loop.run(_session())
+        self.server: Server = DIALECTS[engine](Http(self._session, url))
+
+    def __call__(self, name: str, *arguments: object, timeout: float = 120.0) -> object:
+        return self.loop.run(getattr(self.server, name)(*arguments, timeout))
+
+    def http(self, path: str, body: object = None, timeout: float = 60.0) -> object:
+        return self.loop.run(self.server._http.post(path, body, timeout=timeout))
+
+    def close(self) -> None:
+        self.loop.run(self._session.close())
+        self.loop.close()
+
+
+async def _session() -> aiohttp.ClientSession:
+    return aiohttp.ClientSession()

@@ -1,0 +1,218 @@
+"""Real SGLang and vLLM servers: what they sample, refuse and stop, against transformers on their weights."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from distributed import launch
+from servers import ENGINES, Client, running, served_config
+from transformers import AutoModelForCausalLM
+
+from megatron_gvpo.config import Config, ConfigError, SamplingConfig, ServersConfig, read_model_config
+from megatron_gvpo.rollout.checks import check_server
+from megatron_gvpo.rollout.engine import Request
+from megatron_gvpo.rollout.fleet import Fleet
+from megatron_gvpo.rollout.http import ServerGone, ServerRefused
+from megatron_gvpo.types import Rollout
+
+PROMPTS = [[9, 16, 10, 17, 8, 16, 7, 19], [5, 5, 5], [12, 3, 4, 14, 9, 10]]
+
+
+@dataclass
+class Running:
+    engine: str
+    url: str
+    client: Client
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def served(request, task: Path, tmp_path_factory) -> Iterator[Running]:
+    """One server for all tests of this file."""
+    with running(request.param, task, tmp_path_factory.mktemp(request.param)) as supervisor:
+        url = supervisor.processes[0].url
+        client = Client(request.param, url)
+        yield Running(request.param, url, client)
+        client.close()
+
+
+def logprobs(model: Path, prompt: list[int], response: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """Log-probs of the response's tokens by transformers, in fp32."""
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        logits = reference(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+    logp = torch.log_softmax(logits / temperature, -1)
+    return logp.gather(1, torch.tensor(response)[:, None]).squeeze(1)
+
+
+def fleet_of(served: Running, stop_ids: list[int]) -> Fleet:
+    async def make() -> Fleet:
+        fleet = Fleet([served.client.server], ServersConfig(start_timeout=60), stop_ids, print)
+        await fleet.start()
+        await _admit(fleet, 0)
+        return fleet
+
+    return served.client.loop.run(make())
+
+
+def test_samples_are_complete_and_their_logprobs_are_those_of_transformers(served: Running, task: Path):
+    """Token ids in and out; log-probs at the sampling temperature; the stop token is the last one."""
+    sampling = SamplingConfig(temperature=0.7, max_tokens=40)
+    fleet = fleet_of(served, [1])
+    requests = [Request(tuple(prompt), 3, seed=7 + i) for i, prompt in enumerate(PROMPTS)]
+    groups = served.client.loop.run(fleet.generate(requests, sampling))
+    served.client.loop.run(fleet.stop())
+    assert [len(group) for group in groups] == [3, 3, 3]
+    for prompt, group in zip(PROMPTS, groups, strict=True):
+        for rollout in group:
+            assert rollout.finish_reason == ("stop" if rollout.token_ids[-1] == 1 else "length")
+            assert 1 not in rollout.token_ids[:-1]
+            assert len(rollout.token_ids) == 40 or rollout.finish_reason == "stop"
+            expected = logprobs(task / "model", prompt, rollout.token_ids, temperature=0.7)
+            assert torch.allclose(torch.tensor(rollout.logprobs), expected, atol=2e-4)
+
+
+def test_scores_are_those_of_transformers(served: Running, task: Path):
+    for prompt in PROMPTS:
+        score = served.client("score", prompt)
+        assert torch.allclose(
+            torch.tensor(score), logprobs(task / "model", prompt[:1], prompt[1:]), atol=2e-4
+        )
+
+
+def test_a_response_stopped_for_new_weights_goes_on_where_it_was(served: Running, task: Path):
+    """The spans say which weights sampled what; the log-probs are those of one uninterrupted response."""
+    fleet, loop = fleet_of(served, []), served.client.loop
+    sampling = SamplingConfig(temperature=2.0, max_tokens=240)
+    requests = [Request(tuple(prompt), 8, seed=1) for prompt in PROMPTS]
+    carried: list[tuple[list[int], Rollout]] = []
+    for version, delay in ((1, 0.2), (3, 0.1), (5, 0.03), (7, 0.0)):  # a fast server may be done by then
+        loop.run(_admit(fleet, version - 1))
+        future = loop.submit(fleet.generate(requests, sampling))
+        loop.run(asyncio.sleep(delay))
+        [member] = loop.run(fleet.take_out(version, abort=True))
+        assert not member.calls
+        loop.run(_admit(fleet, version))
+        groups = future.result(timeout=120)
+        carried = [
+            (p, r) for p, group in zip(PROMPTS, groups, strict=True) for r in group if len(r.spans) > 1
+        ]
+        if carried:
+            break
+    loop.run(fleet.stop())
+    assert carried
+    for prompt, rollout in carried:
+        assert [span[0] for span in rollout.spans] == [version - 1, version]
+        assert rollout.weight_version == version - 1
+        assert rollout.spans[0][2] == rollout.spans[1][1] and rollout.spans[1][2] == len(rollout.token_ids)
+        expected = logprobs(task / "model", prompt, rollout.token_ids, temperature=2.0)
+        assert torch.allclose(torch.tensor(rollout.logprobs), expected, atol=2e-4)
+
+
+def test_the_servers_own_words_reach_the_user(served: Running):
+    with pytest.raises(ServerRefused, match=r"(?s)400.*256") as refused:
+        served.client("sample", [5] * 8, 1000, 0, SamplingConfig(), [1])
+    assert refused.value.is_request
+
+
+def test_a_silent_server_is_a_named_wait(served: Running):
+    with pytest.raises(ServerGone, match=r"/v1/completions|/generate.*no answer within 0\.01 s"):
+        served.client("sample", PROMPTS[0], 200, 0, SamplingConfig(temperature=2.0), [], timeout=0.01)
+
+
+@pytest.mark.parametrize("layout", ["single", "tp2", "pp2", "dp2"])
+def test_what_arrives_is_what_was_exported_byte_for_byte(
+    served: Running, task: Path, tmp_path: Path, layout: str
+):
+    """A push from the sharded trainer, then the same weights from its export: every checksum of the server
+    agrees.
+
+    Before and after training steps, over the broadcast group, over files, and as patches; greedy tokens and
+    log-probs are those of transformers on the export.
+    """
+    ranks = 1 if layout == "single" else 2
+    launch("push_worker:run", [ranks], served.engine, served.url, str(task), str(tmp_path), layout)
+    for step in range(5):
+        export = tmp_path / f"export-{step}"
+        pushed = (tmp_path / f"checksum-{step}").read_text()
+        assert pushed == (tmp_path / f"checksum-{step}-from-files").read_text()
+        assert step == 0 or pushed != (tmp_path / f"checksum-{step - 1}").read_text()
+        for i, prompt in enumerate(PROMPTS):
+            response = eval((tmp_path / f"greedy-{step}-{i}").read_text())
+            reference = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32)
+            ids = torch.tensor([prompt])
+            greedy = reference.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, pad_token_id=0
+            )
+            assert response == greedy[0, len(prompt) :].tolist()
+
+
+async def _admit(fleet: Fleet, version: int) -> None:
+    server = fleet.members[0].server
+    await server.begin_update(30)
+    await server.end_update(str(version), 30)
+    fleet.admit(fleet.members[0], version)
+
+
+def check(served: Running, config: Config) -> None:
+    model = read_model_config(config.model.path)
+    served.client.loop.run(check_server(served.client.server, config, model))
+
+
+def test_a_fitting_server_is_accepted(served: Running, task: Path, tmp_path: Path):
+    check(served, served_config(served.engine, task, tmp_path))
+
+
+def test_a_context_that_is_too_short_is_refused(served: Running, task: Path, tmp_path: Path):
+    config = served_config(served.engine, task, tmp_path, "rollout.max_tokens=250")
+    with pytest.raises(ConfigError, match=r"context length of 256.*max_tokens=250 need 282"):
+        check(served, config)
+
+
+def test_an_untested_release_is_refused_unless_allowed(
+    served: Running, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(type(served.client.server), "tested", ("9.9",))
+    with pytest.raises(ConfigError, match=r"runs (sglang 0\.5|vllm 0\.32).*tested: 9\.9"):
+        check(served, served_config(served.engine, task, tmp_path))
+    allowed = "rollout.servers.allow_untested_version=true"
+    check(served, served_config(served.engine, task, tmp_path, allowed))
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "message"),
+    [
+        ("config.json", '"num_hidden_layers": 4', '"num_hidden_layers": 2', "num_hidden_layers=4.*has.*=2"),
+        ("config.json", '"eos_token_id": 1', '"eos_token_id": 2', "eos_token_id=1.*has.*=2"),
+        ("tokenizer.json", '"9": ', '"ninth": ', "another tokenizer.*differ in.*'9'"),
+    ],
+)
+def test_another_model_or_tokenizer_is_refused(
+    served: Running, task: Path, tmp_path: Path, file: str, old: str, new: str, message: str
+):
+    other = tmp_path / "model"
+    shutil.copytree(task / "model", other)
+    text = (other / file).read_text()
+    assert old in text
+    (other / file).write_text(text.replace(old, new))
+    with pytest.raises(ConfigError, match=message):
+        check(served, served_config(served.engine, task, tmp_path, f"model.path={other}"))
+
+
+def test_the_probe_tells_other_weights(served: Running, task: Path, tmp_path: Path):
+    """A server that has not taken the push is found out, and the run refuses to go on."""
+    launch("push_worker:unheard", [1], served.engine, served.url, str(task), str(tmp_path))
+    assert "does not have the weights that were sent" in (tmp_path / "error").read_text()
+
+
+def test_a_push_that_failed_half_way_does_not_hinder_the_next(served: Running):
+    """Its update was begun and never ended."""
+    served.client("begin_update")
+    served.client("begin_update")
+    served.client("end_update", "5")
+    assert served.client("weight_version") == "5"

@@ -1,0 +1,56 @@
+#!/usr/bin/env bash
+# Build the environment of a rollout engine for CPU, once, outside the repository; print its Python.
+#   usage: tools/engines/make_env.sh sglang|vllm
+# On a GPU cluster use the engines' own releases or images instead (docs/engines.md).
+# The CPU build of torch must be what `pip install torch==2.13.0` finds; where it is not, name its index with
+# PIP_EXTRA_INDEX_URL. ENGINE_PYTHON names the interpreter to build with (default: python3.11).
+set -euo pipefail
+engine=${1:?usage: make_env.sh sglang|vllm}
+here=$(cd "$(dirname "$0")" && pwd)
+case $engine in
+  sglang | vllm) ;;
+  *) echo "make_env.sh: there is no engine '$engine'; known: sglang, vllm" >&2; exit 2 ;;
+esac
+
+# The name carries what the environment is made of, so that a change builds a new one.
+key=$(cat "$0" "$here/$engine.txt" "$here/sgl_kernel/__init__.py" | sha256sum | cut -c1-12)
+dir=${XDG_CACHE_HOME:-$HOME/.cache}/megatron_gvpo/engines/$engine-$key
+if [ -e "$dir/.complete" ]; then
+  echo "$dir/bin/python"
+  exit
+fi
+
+find_python() {
+  for candidate in ${ENGINE_PYTHON:-} python3.11 "$HOME"/.pyenv/versions/3.11.*/bin/python; do
+    if "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
+      echo "$candidate"
+      return
+    fi
+  done
+  echo "make_env.sh: no Python 3.11 found; name one with ENGINE_PYTHON" >&2
+  exit 3
+}
+
+mkdir -p "$(dirname "$dir")"
+exec 9>"$dir.lock"
+flock 9 # two builders: the second waits, then finds it done
+if [ ! -e "$dir/.complete" ]; then
+  rm -rf "$dir"
+  "$(find_python)" -m venv "$dir"
+  pip=("$dir/bin/python" -m pip install --quiet --disable-pip-version-check)
+  "${pip[@]}" "torch==2.13.0" >&2
+  "${pip[@]}" -r "$here/$engine.txt" >&2
+  site=$("$dir/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
+  if [ "$engine" = sglang ]; then
+    # Without its dependencies: they name the CUDA builds of torch and of the kernels.
+    "${pip[@]}" --no-deps "sglang==0.5.23" "sglang-router==0.3.2" >&2
+    cp -r "$here/sgl_kernel" "$site/"
+    # torchvision registers shapes of operators that its CUDA build alone has, at import; nothing else is used of it.
+    : >"$site/torchvision/_meta_registrations.py"
+  else
+    # Their CUDA builds break the import of transformers beside a CPU torch; text models need none of them.
+    "$dir/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec >&2
+  fi
+  touch "$dir/.complete"
+fi
+echo "$dir/bin/python"

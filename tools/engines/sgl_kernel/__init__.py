@@ -1,0 +1,26 @@
+"""A stand-in for SGLang's GPU kernel package, which has no CPU build on the package index.
+
+It lets the real server be imported and run with its native torch operators; any kernel that is really called
+raises. It proves protocol and control flow, not SGLang's kernels, and is never installed where there is CUDA.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+__version__ = "0.4.10"
+
+
+def copy_all_layer_kv_cache_cpu(keys: Any, values: Any, target: Any, source: Any) -> None:
+    """Move cache entries between slots: the one operation that the CPU path calls here."""
+    for cache in (*keys, *values):
+        cache[target] = cache[source]
+
+
+def __getattr__(name: str) -> Callable[..., Any]:
+    if name.startswith("__"):
+        raise AttributeError(name)
+
+    def missing(*_: Any, **__: Any) -> Any:
+        raise NotImplementedError(f"sgl_kernel.{name}: this is the CPU stand-in, without kernels")
+
+    return missing
