@@ -39,7 +39,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import aiohttp
 import torch
 import torch.distributed as dist
 from sync_model import change, make_model
@@ -48,7 +47,7 @@ from torch import Tensor
 from megatron_gvpo.config import Config, build_config
 from megatron_gvpo.data.tokenizer import load_tokenizer
 from megatron_gvpo.rollout.fleet import Fleet
-from megatron_gvpo.rollout.http import Http
+from megatron_gvpo.rollout.http import Http, open_session
 from megatron_gvpo.rollout.local import LocalEngine
 from megatron_gvpo.rollout.loop import BackgroundLoop
 from megatron_gvpo.rollout.served import DIALECTS, start_servers
@@ -330,7 +329,7 @@ def served(
     )
     loop = BackgroundLoop("benchmark")
     supervisor = start_servers(config, None, lambda message: print(message, file=sys.stderr))
-    session = loop.run(_session())
+    session = loop.run(open_session())
     server = DIALECTS[engine](Http(session, supervisor.processes[0].url))
     fleet = Fleet([server], config.rollout.servers, (1,), print, supervisor)
     try:
@@ -341,10 +340,6 @@ def served(
         supervisor.close()
         loop.run(session.close())
         loop.close()
-
-
-async def _session() -> aiohttp.ClientSession:
-    return aiohttp.ClientSession()
 
 
 def engine_python(engine: str, args: argparse.Namespace) -> str:

@@ -30,7 +30,7 @@ class Proxy:
         self._loop.close()
 
     async def _start(self) -> None:
-        self._session = aiohttp.ClientSession()
+        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True))
         app = web.Application(client_max_size=2**30)
         app.router.add_route("*", "/{path:.*}", self._forward)
         self._runner = web.AppRunner(app)

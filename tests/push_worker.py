@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from rows import make_rows
+from servers import checksum
 from test_engines import PROMPTS
 from tiny_run import configure
 
@@ -79,7 +80,9 @@ def _ask(engine: str, rollouts: ServedRollouts, directory: Path, step: int) -> N
     [member] = rollouts.fleet.members
     server, call = member.server, rollouts.loop.run
     assert member.has(step) and call(server.weight_version(10)) == str(step)
-    pushed = checksum(engine, rollouts)
+    post = partial(server._http.post, timeout=60)
+    sums = partial(checksum, engine, lambda path, body: call(post(path, body)))
+    pushed = sums()
     for i, prompt in enumerate(PROMPTS):
         sample = call(server.sample(prompt, 12, 0, GREEDY, [1], 60))
         (directory / f"greedy-{step}-{i}").write_text(repr(sample.token_ids))
@@ -88,16 +91,8 @@ def _ask(engine: str, rollouts: ServedRollouts, directory: Path, step: int) -> N
     call(server.flush_cache(30))
     call(server.resume(30))
     (directory / f"checksum-{step}").write_text(json.dumps(pushed, indent=1))
-    from_files = json.dumps(checksum(engine, rollouts), indent=1)
+    from_files = json.dumps(sums(), indent=1)
     (directory / f"checksum-{step}-from-files").write_text(from_files)
-
-
-def checksum(engine: str, rollouts: ServedRollouts) -> dict[str, str]:
-    """The server's own checksums of the tensors that it computes with."""
-    path = "/weights_checker" if engine == "sglang" else "/weight_checker"
-    http = rollouts.fleet.members[0].server._http
-    answer = rollouts.loop.run(http.post(path, {"action": "checksum"}, timeout=60))
-    return answer["ranks"][0]["checksums"] if engine == "sglang" else answer["checksums"]
 
 
 def end(weights: ServedWeights, rollouts: ServedRollouts) -> None:

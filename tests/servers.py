@@ -10,16 +10,16 @@ from __future__ import annotations
 import functools
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-import aiohttp
 from real_parts import used
 from tiny_run import configure
 
 from megatron_gvpo.config import Config
-from megatron_gvpo.rollout.http import Http
+from megatron_gvpo.rollout.http import Http, open_session
 from megatron_gvpo.rollout.loop import BackgroundLoop
 from megatron_gvpo.rollout.served import DIALECTS, start_servers
 from megatron_gvpo.rollout.server import Server
@@ -72,7 +72,7 @@ class Client:
 
     def __init__(self, engine: str, url: str) -> None:
         self.loop = BackgroundLoop("test client")
-        self._session = self.loop.run(_session())
+        self._session = self.loop.run(open_session())
         self.server: Server = DIALECTS[engine](Http(self._session, url))
 
     def __call__(self, name: str, *arguments: object, timeout: float = 120.0) -> object:
@@ -86,5 +86,8 @@ class Client:
         self.loop.close()
 
 
-async def _session() -> aiohttp.ClientSession:
-    return aiohttp.ClientSession()
+def checksum(engine: str, post: Callable[[str, object], Any]) -> dict[str, str]:
+    """The server's own checksums of the tensors that it computes with; `post` posts to it."""
+    path = "/weights_checker" if engine == "sglang" else "/weight_checker"
+    answer = post(path, {"action": "checksum"})
+    return answer["ranks"][0]["checksums"] if engine == "sglang" else answer["checksums"]

@@ -11,15 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 from distributed import launch
-from servers import ENGINES, Client, running, served_config
+from safetensors.torch import load_file
+from servers import ENGINES, Client, checksum, running, served_config
 from transformers import AutoModelForCausalLM
 
 from megatron_gvpo.config import Config, ConfigError, SamplingConfig, ServersConfig, read_model_config
 from megatron_gvpo.rollout.checks import check_server
 from megatron_gvpo.rollout.engine import Request
-from megatron_gvpo.rollout.fleet import Fleet
+from megatron_gvpo.rollout.fleet import Fleet, Member
 from megatron_gvpo.rollout.http import ServerGone, ServerRefused
 from megatron_gvpo.types import Rollout
+from megatron_gvpo.weights.broadcast import Broadcast
+from megatron_gvpo.weights.bucket import Halves, buckets
 
 PROMPTS = [[9, 16, 10, 17, 8, 16, 7, 19], [5, 5, 5], [12, 3, 4, 14, 9, 10]]
 
@@ -210,9 +213,26 @@ def test_the_probe_tells_other_weights(served: Running, task: Path, tmp_path: Pa
     assert "does not have the weights that were sent" in (tmp_path / "error").read_text()
 
 
-def test_a_push_that_failed_half_way_does_not_hinder_the_next(served: Running):
-    """Its update was begun and never ended."""
-    served.client("begin_update")
-    served.client("begin_update")
-    served.client("end_update", "5")
+def test_a_push_that_failed_half_way_does_not_hinder_the_next(served: Running, task: Path):
+    """Its update was begun, got half of a layer, and was never ended."""
+    tensors = list(load_file(task / "model" / "model.safetensors").items())
+    half = next(i for i, (name, _) in enumerate(tensors) if "k_proj" in name)
+    assert served.client("begin_update") is None
+    served.client.loop.run(_push(served, tensors[:half], 4, ends=False))
+    served.client.loop.run(_push(served, tensors, 5))
     assert served.client("weight_version") == "5"
+    pushed = checksum(served.engine, served.client.http)
+    served.client("load_directory", task / "model", "6")
+    assert pushed == checksum(served.engine, served.client.http)
+
+
+async def _push(served: Running, tensors: list, version: int, ends: bool = True) -> None:
+    transport = Broadcast("127.0.0.1", "gloo", 60.0)
+    await served.client.server.pause(30)
+    await transport.begin([Member(served.client.server)], version)
+    for bucket in buckets(tensors, Halves(1 << 20, torch.device("cpu")), torch.float32):
+        await transport.send(bucket)
+    if ends:
+        await transport.end()
+    await transport.close()
+    await served.client.server.resume(30)

@@ -59,15 +59,18 @@ def test_a_server_that_refuses_for_a_while(
     [port] = free_ports(1, "127.0.0.1")
     proxy = Proxy(b.url, port)
 
+    back = threading.Timer(3.0, proxy.set, ["forward"])
+
     def refuse() -> None:
         proxy.set(mode)
-        threading.Timer(6.0, proxy.set, ["forward"]).start()
+        back.start()
 
     try:
         trainer, saboteur = faulty_run(
             engine, task, tmp_path / "run", [a.url, proxy.url], [Fault(2, moment, refuse)], "train.steps=5"
         )
     finally:
+        back.cancel()
         proxy.close()
     check(trainer, saboteur, records(tmp_path / "run"))
 

@@ -11,6 +11,15 @@ import aiohttp
 SHOWN = 600  # characters of a server's answer in an error
 
 
+async def open_session() -> aiohttp.ClientSession:
+    """The session that all calls to a run's servers share."""
+    # No limit of connections: the engines queue requests better than a client does. None is used twice: a
+    # server may close an idle one at the moment when a request takes it, which would look like the server's
+    # end.
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    return aiohttp.ClientSession(connector=connector, trust_env=False)
+
+
 class ServerRefused(Exception):  # noqa: N818 - the server's answer, which the caller may expect
     """The server answered, and said no. `status` is its HTTP status."""
 

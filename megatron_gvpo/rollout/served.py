@@ -28,7 +28,7 @@ from megatron_gvpo.rollout.checks import check_server
 from megatron_gvpo.rollout.collect import pack_rollout
 from megatron_gvpo.rollout.engine import Request, check_request, derived_seed
 from megatron_gvpo.rollout.fleet import Fleet, RolloutError
-from megatron_gvpo.rollout.http import Http
+from megatron_gvpo.rollout.http import Http, open_session
 from megatron_gvpo.rollout.loop import BackgroundLoop
 from megatron_gvpo.rollout.server import Server
 from megatron_gvpo.rollout.sglang import SGLang
@@ -146,7 +146,7 @@ class ServedRollouts:
             key = secrets.token_hex(16)
             self._supervisor = start_servers(config, key, report)
             urls = [process.url for process in self._supervisor.processes]
-        self._session = self.loop.run(_session())
+        self._session = self.loop.run(open_session())
         members = [dialect(Http(self._session, url, key)) for url in urls]
         stop_ids = (self._end, *config.rollout.stop_token_ids)
         self.fleet = Fleet(members, servers, stop_ids, report, self._supervisor)
@@ -203,14 +203,6 @@ def start_servers(config: Config, key: str | None, report: Callable[[str], None]
 def report(message: str) -> None:
     """Say something to the user, beside the progress display."""
     print(message, file=sys.stderr, flush=True)
-
-
-async def _session() -> aiohttp.ClientSession:
-    # No limit of connections: the engines queue requests better than a client does. None is used twice: a
-    # server may close an idle one at the moment when a request takes it, which would look like the server's
-    # end.
-    connector = aiohttp.TCPConnector(limit=0, force_close=True)
-    return aiohttp.ClientSession(connector=connector, trust_env=False)
 
 
 def _nothing() -> None:

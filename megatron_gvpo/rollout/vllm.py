@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from megatron_gvpo.config import SamplingConfig, ServersConfig
-from megatron_gvpo.rollout.http import Http
+from megatron_gvpo.rollout.http import Http, ServerRefused
 from megatron_gvpo.rollout.server import PLUGINS, Facts, Launch, Meeting, Patch, Sample, TensorSpec, finish
 
 MODEL = "policy"  # the name that requests give
@@ -138,7 +138,14 @@ class VLLM:
         await self._http.post("/shutdown_weight_transfer_engine", timeout=timeout)
 
     async def begin_update(self, timeout: float) -> None:
-        await self._http.post("/start_weight_update", timeout=timeout)
+        try:
+            await self._http.post("/start_weight_update", timeout=timeout)
+        except ServerRefused as error:
+            if "already active" not in str(error):
+                raise
+            # Of a push that failed half-way: what it left is overwritten now.
+            await self._http.post("/finish_weight_update", timeout=timeout)
+            await self._http.post("/start_weight_update", timeout=timeout)
 
     async def receive(self, specs: Sequence[TensorSpec], meeting: Meeting, timeout: float) -> None:
         info = {

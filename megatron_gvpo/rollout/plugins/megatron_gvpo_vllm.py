@@ -84,10 +84,11 @@ class Receiver(WeightTransferEngine):
             self._group = dist.ProcessGroupGloo(self._store, rank, init_info.world_size, timeout)
 
     def start_weight_update(self) -> None:
-        self._reloading = False
+        self.finish_weight_update()  # vLLM itself ends an update in which a bucket failed, without this
 
     def finish_weight_update(self) -> None:
         if self._reloading:
+            self._reloading = False
             finalize_layerwise_reload(self.model, self.model_config)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
