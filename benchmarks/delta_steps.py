@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
 import tiny_run  # noqa: E402 - from tests/
-from servers import Client, running, served_config  # noqa: E402
+from servers import Client, checksum, running, served_config  # noqa: E402
 
 
 def main() -> int:
@@ -61,9 +61,9 @@ def measure(place: Path, steps: int, lr: float) -> dict[str, object]:
         )
         tiny_run.fit(config)
         client = Client("sglang", url)
-        pushed = checksums(client)
+        pushed = checksum(client.loop, client.server)
         client("load_directory", out / "hf", "from files")
-        bit_exact = pushed == checksums(client)
+        bit_exact = pushed == checksum(client.loop, client.server)
         client.close()
     records = [r for r in tiny_run.records(out) if "sync/bytes" in r]
     whole = sum(f.stat().st_size for f in (out / "hf").glob("*.safetensors"))
@@ -78,11 +78,6 @@ def measure(place: Path, steps: int, lr: float) -> dict[str, object]:
         "mean_share_of_elements": mean(r["sync/changed"] for r in records),
         "by_step": [{"bytes": r["sync/bytes"], "changed": r["sync/changed"]} for r in records],
     }
-
-
-def checksums(client: Client) -> dict[str, str]:
-    answer = client.http("/weights_checker", {"action": "checksum"})
-    return answer["ranks"][0]["checksums"]
 
 
 if __name__ == "__main__":

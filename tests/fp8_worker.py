@@ -9,9 +9,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from push_worker import checksum, end
+from push_worker import end
 from rows import make_rows
 from safetensors.torch import load_file, save_file
+from servers import checksum
 from test_engines import PROMPTS
 from tiny_run import configure
 
@@ -66,14 +67,15 @@ def run(engine: str, url: str, task: str, served: str, out: str) -> None:
         call = rollouts.loop.run
         answers = {"before": call(member.server.score(PROMPTS[0], 60))}
         weights.push(step)
-        answers |= {"pushed": checksum(engine, rollouts), "score": call(member.server.score(PROMPTS[0], 60))}
+        answers["pushed"] = checksum(rollouts.loop, member.server)
+        answers["score"] = call(member.server.score(PROMPTS[0], 60))
         policy.model.save_hf(directory / f"export-{step}")
         quantise_checkpoint(directory / f"export-{step}", directory / f"fp8-{step}")
         call(member.server.pause(30))
         call(member.server.load_directory(directory / f"fp8-{step}", str(step), 60))
         call(member.server.flush_cache(30))
         call(member.server.resume(30))
-        answers["from files"] = checksum(engine, rollouts)
+        answers["from files"] = checksum(rollouts.loop, member.server)
         (directory / f"answers-{step}").write_text(json.dumps(answers, indent=1))
         end(weights, rollouts)
     torch.manual_seed(0)

@@ -80,9 +80,7 @@ def _ask(engine: str, rollouts: ServedRollouts, directory: Path, step: int) -> N
     [member] = rollouts.fleet.members
     server, call = member.server, rollouts.loop.run
     assert member.has(step) and call(server.weight_version(10)) == str(step)
-    post = partial(server._http.post, timeout=60)
-    sums = partial(checksum, engine, lambda path, body: call(post(path, body)))
-    pushed = sums()
+    pushed = checksum(rollouts.loop, server)
     for i, prompt in enumerate(PROMPTS):
         sample = call(server.sample(prompt, 12, 0, GREEDY, [1], 60))
         (directory / f"greedy-{step}-{i}").write_text(repr(sample.token_ids))
@@ -91,7 +89,7 @@ def _ask(engine: str, rollouts: ServedRollouts, directory: Path, step: int) -> N
     call(server.flush_cache(30))
     call(server.resume(30))
     (directory / f"checksum-{step}").write_text(json.dumps(pushed, indent=1))
-    from_files = json.dumps(sums(), indent=1)
+    from_files = json.dumps(checksum(rollouts.loop, server), indent=1)
     (directory / f"checksum-{step}-from-files").write_text(from_files)
 
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 import functools
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from real_parts import used
 from tiny_run import configure
@@ -86,8 +85,9 @@ class Client:
         self.loop.close()
 
 
-def checksum(engine: str, post: Callable[[str, object], Any]) -> dict[str, str]:
-    """The server's own checksums of the tensors that it computes with; `post` posts to it."""
-    path = "/weights_checker" if engine == "sglang" else "/weight_checker"
-    answer = post(path, {"action": "checksum"})
-    return answer["ranks"][0]["checksums"] if engine == "sglang" else answer["checksums"]
+def checksum(loop: BackgroundLoop, server: Server) -> dict[str, str]:
+    """The server's own checksums of the tensors that it computes with."""
+    sglang = isinstance(server, DIALECTS["sglang"])
+    path = "/weights_checker" if sglang else "/weight_checker"
+    answer = loop.run(server._http.post(path, {"action": "checksum"}, timeout=60))
+    return answer["ranks"][0]["checksums"] if sglang else answer["checksums"]

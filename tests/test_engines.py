@@ -221,9 +221,9 @@ def test_a_push_that_failed_half_way_does_not_hinder_the_next(served: Running, t
     served.client.loop.run(_push(served, tensors[:half], 4, ends=False))
     served.client.loop.run(_push(served, tensors, 5))
     assert served.client("weight_version") == "5"
-    pushed = checksum(served.engine, served.client.http)
+    pushed = checksum(served.client.loop, served.client.server)
     served.client("load_directory", task / "model", "6")
-    assert pushed == checksum(served.engine, served.client.http)
+    assert pushed == checksum(served.client.loop, served.client.server)
 
 
 async def _push(served: Running, tensors: list, version: int, ends: bool = True) -> None:
