@@ -184,6 +184,18 @@ class Config(Section):
                         f"rollout.{name} has no effect with rollout.engine=local, which generates in the "
                         "trainer's own processes: choose sglang or vllm, or leave it out"
                     )
+        if self.rollout.servers.colocated:
+            if self.rollout.async_steps:
+                raise ValueError(
+                    f"rollout.async_steps={self.rollout.async_steps}: servers that have the trainer's own "
+                    "GPUs (rollout.servers.colocated) cannot generate while it trains: set it to 0"
+                )
+            if self.rollout.weights.transport in ("broadcast", "delta"):
+                raise ValueError(
+                    f"rollout.weights.transport={self.rollout.weights.transport}: NCCL forms no process "
+                    "group of a trainer and a server on the same GPU (rollout.servers.colocated): set it to "
+                    "shared, or to disk"
+                )
         if algorithm.sampler == "dataset" and self.data.train.demonstration_key is None:
             raise ValueError(
                 "data.train.demonstration_key is missing: algorithm.sampler=dataset trains on worked "

@@ -91,7 +91,7 @@ class Parts:
             rollouts = EmbeddedRollouts(self._engine)
         else:
             model = read_model_config(config.model.path)
-            rollouts = self._served = ServedRollouts(config, tokenizer, end, model)
+            rollouts = self._served = ServedRollouts(config, tokenizer, end, model, self.policy.memory)
             score = partial(self.policy.score, temperature=1.0)
             self._weights = ServedWeights(config, self._served, self.policy.weights, score, self.prompts)
         self._rewards = RewardPool(config.rewards)
@@ -106,6 +106,11 @@ class Parts:
         if self._rewards is not None and self._weights.version != version:
             with self.timer.phase("sync"):
                 self._weights.push(version)
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether the engine has the trainer's own GPUs, so that only one of them can work at a time."""
+        return self._served is not None and self._served.memory is not None
 
     @property
     def sync_metrics(self) -> dict[str, float]:

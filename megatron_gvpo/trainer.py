@@ -107,7 +107,7 @@ class Trainer:
         if self.is_main and (warning := self._mismatch.warning(step, mismatch)):
             log.warning(warning)
         self.step, self._resume_point = step, parts.state_dict()
-        if self._samples_from_policy:
+        if self._samples_from_policy and not parts.shares_gpus:  # else not before they are sampled from
             parts.sync(step)
         seconds, phases = time.perf_counter() - begin, timer.take()
         for result in results:

@@ -23,7 +23,7 @@ from megatron_gvpo.types import Prompt
 from megatron_gvpo.weights.served import ServedWeights
 
 LAYOUTS = {"single": (), "tp2": ("parallel.tp=2",), "pp2": ("parallel.pp=2",), "dp2": ()}
-TRANSPORTS = ("broadcast", "broadcast", "disk", "delta", "delta")
+TRANSPORTS = ("broadcast", "broadcast", "disk", "delta", "delta", "shared")
 GREEDY = SamplingConfig(top_p=1e-6, max_tokens=12)
 
 

@@ -140,7 +140,7 @@ def test_what_arrives_is_what_was_exported_byte_for_byte(
     """
     ranks = 1 if layout == "single" else 2
     launch("push_worker:run", [ranks], served.engine, served.url, str(task), str(tmp_path), layout)
-    for step in range(5):
+    for step in range(6):
         export = tmp_path / f"export-{step}"
         pushed = (tmp_path / f"checksum-{step}").read_text()
         assert pushed == (tmp_path / f"checksum-{step}-from-files").read_text()

@@ -348,12 +348,14 @@ def test_nothing_outlives_its_run(functions: str, how: signal.Signals) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
+        # A shell starts what it puts into the background with SIGINT ignored; so would what that starts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert run.stdout is not None and run.stdout.readline() == "ready\n"
     time.sleep(0.5)  # the reward hangs by now
     assert len(list(running(marker))) >= 2
     run.send_signal(how)
-    run.wait()
+    run.wait(timeout=60)
     deadline = time.monotonic() + 20
     while list(running(marker)) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -47,6 +47,17 @@ class Model:
                     tensor = tensor[: self.vocab_size]
                 yield name, tensor
 
+    def weights(self) -> Iterator[Tensor]:
+        """This rank's parameters."""
+        for chunk in self.chunks:
+            yield from chunk.parameters()
+
+    def gradient_buffers(self) -> Iterator[Tensor]:
+        """What Megatron's data parallelism sums this rank's gradients in."""
+        for chunk in self.chunks:
+            for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
+                yield buffer.grad_data
+
     def save_hf(self, directory: Path, shard_bytes: int = 5 << 30) -> None:
         """Write a Hugging Face checkpoint of the present weights: config.json and safetensors.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +71,14 @@ class Optimizer:
         """The PyTorch optimizers inside, where neither Transformer Engine nor Apex brought their own."""
         inner = [o.optimizer for o in self.megatron.chained_optimizers]
         return [o for o in inner if isinstance(o, torch.optim.Adam | torch.optim.AdamW)]
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """What it updates and remembers; in fp32 the former are the model's own weights."""
+        for inner in (o.optimizer for o in self.megatron.chained_optimizers):
+            for group in inner.param_groups:
+                yield from group["params"]
+            for state in inner.state.values():
+                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
     def _allocate_states(self) -> None:
         """Give PyTorch's Adam its states at once, not at the first step: a checkpoint needs them."""

@@ -21,6 +21,7 @@ from megatron_gvpo.exchange import all_gather_msgpack
 from megatron_gvpo.kernels.linear_logprob import LinearLogprob
 from megatron_gvpo.megatron import forward, parallel
 from megatron_gvpo.megatron.batch import plan
+from megatron_gvpo.megatron.memory import Memory
 from megatron_gvpo.megatron.model import build
 from megatron_gvpo.megatron.optimizer import Optimizer, Update
 from megatron_gvpo.megatron.shadow import Shadow
@@ -47,6 +48,7 @@ class Policy:
         mcore.no_sync_func = self.model.chunks[0].no_sync
         updates = config.train.steps * config.train.mini_batches
         self.optimizer = Optimizer(self.model, config.optimizer, config.model, updates)
+        self.memory = Memory(self.model, self.optimizer)
         self._loss: Loss = config.algorithm.loss.sized(config.rollout.max_tokens)
         self._budget = config.train.max_tokens_per_micro_batch
         self._temperature = config.rollout.temperature if config.algorithm.sampler == "engine" else 1.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch.distributed as dist
 
@@ -12,6 +12,14 @@ from megatron_gvpo.config import SamplingConfig
 from megatron_gvpo.exchange import all_gather_msgpack
 from megatron_gvpo.rollout.engine import Engine, Request, derived_seed
 from megatron_gvpo.types import Group, Prompt, Rollout
+
+
+class TrainerMemory(Protocol):
+    """The trainer's memory on this rank's accelerator, which a colocated engine needs while it generates."""
+
+    def release(self, part: Literal["weights", "training"]) -> None: ...
+
+    def restore(self, part: Literal["weights", "training"]) -> None: ...
 
 
 class Rollouts(Protocol):

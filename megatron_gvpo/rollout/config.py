@@ -25,6 +25,9 @@ class ServersConfig(Section):
     python: str = "python"  # interpreter of the engine's own environment
     args: tuple[str, ...] = ()  # further arguments of the server's own command line
     context_length: PositiveInt | None = None  # default: the model's
+    # The servers have the trainer's own GPUs: they give their memory back while it trains, it gives its own
+    # while they generate.
+    colocated: bool = False
     api_key_env: str | None = None  # environment variable with the key of servers given by `urls`
     allow_untested_version: bool = False
     restarts: NonNegativeInt = 3  # of each started server, before the run gives up
@@ -47,7 +50,9 @@ class ServersConfig(Section):
 class WeightSyncConfig(Section):
     """How new weights reach the servers after every step."""
 
-    transport: Literal["broadcast", "delta", "disk"] = "broadcast"
+    # broadcast: a process group with all servers; delta: the same, with only what changed; shared: this
+    # machine's shared memory, for servers on it; disk: files.
+    transport: Literal["broadcast", "delta", "shared", "disk"] = "broadcast"
     bucket_mb: PositiveInt = 512  # extra memory of a push: one half is sent while the other is filled
     address: str = "127.0.0.1"  # of the trainer's first rank, where servers meet it
     directory: str | None = None  # of the disk transport; default: OUTPUT_DIR/weights; all nodes must see it

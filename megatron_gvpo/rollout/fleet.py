@@ -21,7 +21,7 @@ from megatron_gvpo.config import SamplingConfig
 from megatron_gvpo.rollout.config import ServersConfig
 from megatron_gvpo.rollout.engine import Request, derived_seed
 from megatron_gvpo.rollout.http import ServerGone, ServerRefused
-from megatron_gvpo.rollout.server import Sample, Server
+from megatron_gvpo.rollout.server import MemoryPart, Sample, Server
 from megatron_gvpo.rollout.supervise import Supervisor
 from megatron_gvpo.types import Rollout
 
@@ -47,6 +47,8 @@ class Member:
     calls: set[asyncio.Task[Sample]] = field(default_factory=set)
     in_push: bool = False  # weights are under way to it: it may be slow to answer
     regroup: bool = True  # it is in no process group of ours, such as after a restart
+    lent: tuple[MemoryPart, ...] = ()  # what a colocated trainer has of its memory
+    lent_at: str = ""  # the version of its weights then: after a restart it is another
 
     def has(self, version: int) -> bool:
         """Whether it serves the weights of this version."""
@@ -141,6 +143,42 @@ class Fleet:
         for member in targets:
             member.in_push = True
         return targets
+
+    async def rest(self) -> None:
+        """All healthy members give their memory to a colocated trainer; they want the weights again then."""
+        if self._supervisor is not None:
+            lost = [m.server.url for m in self.members if m.state == "lost"]
+            await asyncio.to_thread(self._supervisor.hold, lost)
+        async with asyncio.TaskGroup() as group:
+            for member in self.members:
+                if member.state != "lost":
+                    group.create_task(self._lend(member))
+
+    async def _lend(self, member: Member) -> None:
+        self.retire(member, "rests while the trainer trains")
+        await self._drain(member, abort=True)
+        server = member.server
+        try:
+            if not member.lent:  # else a push did not come to its end: it rests already, at least in part
+                await server.pause(CONTROL)
+                member.lent_at = await server.weight_version(CONTROL)
+                await server.release_memory(CONTROL)
+                member.lent = ("weights", "cache")
+        except (ServerGone, ServerRefused) as error:
+            self.replace(member, str(error))
+
+    def wake(self) -> None:
+        """The trainer has made room: servers that ended in the meantime may start."""
+        if self._supervisor is not None:
+            self._supervisor.go_on()
+
+    async def reclaim(self, member: Member, part: MemoryPart) -> None:
+        """The member takes `part` of its memory back, if it gave it. Raises ServerGone, ServerRefused."""
+        if len(member.lent) == 2 and await member.server.weight_version(CONTROL) != member.lent_at:
+            member.lent = ()  # it has restarted, with memory of its own
+        if part in member.lent:
+            member.lent = tuple(p for p in member.lent if p != part)
+            await member.server.reclaim_memory(part, CONTROL)
 
     async def _drain(self, member: Member, abort: bool) -> None:
         while member.calls and member.state != "lost":
@@ -279,7 +317,10 @@ class Fleet:
         limit = self._settings.health_timeout
         while True:
             try:
-                await member.server.healthy(limit)
+                if member.lent:  # what is asked of it to be healthy would wait, or need the memory
+                    await member.server.weight_version(limit)
+                else:
+                    await member.server.healthy(limit)
             except (ServerGone, ServerRefused) as error:
                 silent = time.monotonic() - last_seen
                 stopped = isinstance(error, ServerGone) and error.refused

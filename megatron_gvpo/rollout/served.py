@@ -25,7 +25,7 @@ import torch.distributed as dist
 from megatron_gvpo.config import Config, ConfigError, SamplingConfig
 from megatron_gvpo.exchange import broadcast_msgpack
 from megatron_gvpo.rollout.checks import check_server
-from megatron_gvpo.rollout.collect import pack_rollout
+from megatron_gvpo.rollout.collect import TrainerMemory, pack_rollout
 from megatron_gvpo.rollout.engine import Request, check_request, derived_seed
 from megatron_gvpo.rollout.fleet import Fleet, RolloutError
 from megatron_gvpo.rollout.http import Http, open_session
@@ -51,11 +51,21 @@ class Ticket:
 class ServedRollouts:
     """The rollout servers of a run; a context manager, in which they are healthy. Collective throughout.
 
-    `push` gives the current weights to servers that lack them, on all ranks.
+    `push` gives the current weights to servers that lack them, on all ranks. Colocated servers rest but
+    between a push and the end of `collect`: whenever they do not, `memory`'s "training" part is theirs.
     """
 
-    def __init__(self, config: Config, tokenizer: Any, end_token_id: int, model: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: Any,
+        end_token_id: int,
+        model: dict[str, Any],
+        memory: TrainerMemory | None = None,
+    ) -> None:
         self.config = config
+        self.memory = memory if config.rollout.servers.colocated else None
+        self.resting = False  # the servers, on every rank
         self._tokenizer, self._end, self._model = tokenizer, end_token_id, model
         self.push: Callable[[], None] = _no_push
         self.on_heartbeat: Callable[[], None] = _nothing  # on every rank at once, while responses are awaited
@@ -67,6 +77,9 @@ class ServedRollouts:
     def __enter__(self) -> Self:
         """Start or find the servers. Raises ConfigError for one that does not fit, RolloutError for none."""
         problem: tuple[str, str] | None = None
+        if self.memory is not None:
+            self.memory.release("training")
+            self.memory.release("weights")
         if dist.get_rank() == 0:
             try:
                 self._open()
@@ -74,9 +87,10 @@ class ServedRollouts:
                 self._close()
                 kind = "config" if isinstance(error, ConfigError) else "rollout"
                 problem = (kind, str(error))
-        problem = self._wait_for(problem)
+        problem = broadcast_msgpack(problem)
         if problem is not None:
             raise (ConfigError if problem[0] == "config" else RolloutError)(problem[1])
+        self.rest()
         return self
 
     def __exit__(
@@ -97,6 +111,25 @@ class ServedRollouts:
 
     def collect(self, ticket: Ticket) -> list[Group]:
         """The complete groups, in prompt order, the same on every rank. Raises RolloutError."""
+        try:
+            return self._collect(ticket)
+        finally:
+            if ticket.future is not None:
+                ticket.future.cancel()  # without effect but where something was raised
+            self.rest()
+
+    def rest(self) -> None:
+        """Colocated servers give their memory back, and the trainer takes its own. Collective."""
+        if self.memory is None or self.resting:
+            return
+        if self.fleet is not None and self.loop is not None:
+            self.loop.run(self.fleet.rest())
+        broadcast_msgpack(None)  # the others begin when rank 0 has ended
+        self.memory.restore("weights")
+        self.memory.restore("training")
+        self.resting = True
+
+    def _collect(self, ticket: Ticket) -> list[Group]:
         while True:
             match broadcast_msgpack(self._next(ticket)):
                 case ["wait", _]:
@@ -153,9 +186,6 @@ class ServedRollouts:
         self.loop.run(self.fleet.start())
         for member in members:
             self.loop.run(check_server(member, config, self._model))
-
-    def _wait_for(self, problem: Any) -> Any:
-        return broadcast_msgpack(problem)
 
     def _close(self) -> None:
         if self.loop is not None and self.fleet is not None:

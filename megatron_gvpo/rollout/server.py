@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from megatron_gvpo.config import SamplingConfig, ServersConfig
 from megatron_gvpo.rollout.http import Http
 
+MemoryPart = Literal["weights", "cache"]  # of what a server holds on an accelerator
 PLUGINS = Path(__file__).parent / "plugins"  # on the servers' PYTHONPATH: nothing to install there
 
 
@@ -146,6 +147,15 @@ class Server(Protocol):
 
     async def end_update(self, version: str, timeout: float) -> None:
         """The weights are complete, and this is their version."""
+
+    async def receive_shared(self, specs: Sequence[TensorSpec], file: Path, timeout: float) -> None:
+        """Take one bucket of tensors, their bytes one after another, from a file that both can map."""
+
+    async def release_memory(self, timeout: float) -> None:
+        """Give the accelerator's memory back, with what was in it. It is paused, and nothing is in flight."""
+
+    async def reclaim_memory(self, part: MemoryPart, timeout: float) -> None:
+        """Take a released part again, empty; once each."""
 
     async def load_directory(self, directory: Path, version: str, timeout: float) -> None:
         """Take the weights from safetensors files."""

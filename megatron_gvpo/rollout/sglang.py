@@ -11,7 +11,17 @@ from typing import Any, ClassVar
 
 from megatron_gvpo.config import SamplingConfig, ServersConfig
 from megatron_gvpo.rollout.http import Http, ServerRefused
-from megatron_gvpo.rollout.server import PLUGINS, Facts, Launch, Meeting, Patch, Sample, TensorSpec, finish
+from megatron_gvpo.rollout.server import (
+    PLUGINS,
+    Facts,
+    Launch,
+    Meeting,
+    MemoryPart,
+    Patch,
+    Sample,
+    TensorSpec,
+    finish,
+)
 
 RECEIVER = "megatron_gvpo_sglang.receive"
 
@@ -46,6 +56,8 @@ class SGLang:
             command += ["--context-length", str(servers.context_length)]
         if api_key:
             command += ["--api-key", api_key]
+        if servers.colocated and on_gpu:
+            command += ["--enable-memory-saver"]
         environment = {"PYTHONPATH": str(PLUGINS)}
         if not on_gpu:
             environment["SGLANG_USE_CPU_ENGINE"] = "1"
@@ -185,7 +197,12 @@ class SGLang:
         self, patches: Sequence[Patch], size: int, meeting: Meeting, timeout: float
     ) -> None:
         listed = [[p.spec.name, p.spec.dtype, p.spec.shape, p.count] for p in patches]
-        order = {"op": "apply", "name": meeting.name, "bytes": size, "patches": listed}
+        await self._order_all(
+            {"op": "apply", "name": meeting.name, "bytes": size, "patches": listed}, timeout
+        )
+
+    async def _order_all(self, order: dict[str, Any], timeout: float) -> None:
+        """The same order for all ranks."""
         processes = (await self.facts(timeout)).processes
         await self._order([order] * processes, timeout)
 
@@ -198,6 +215,18 @@ class SGLang:
     async def end_update(self, version: str, timeout: float) -> None:
         await self._http.post("/end_weight_update", timeout=timeout)
         await self._name_version(version, timeout)
+
+    async def receive_shared(self, specs: Sequence[TensorSpec], file: Path, timeout: float) -> None:
+        listed = [[spec.name, spec.dtype, spec.shape] for spec in specs]
+        await self._order_all({"op": "load", "file": str(file), "tensors": listed}, timeout)
+
+    async def release_memory(self, timeout: float) -> None:
+        await self._http.post("/release_memory_occupation", timeout=timeout)
+
+    async def reclaim_memory(self, part: MemoryPart, timeout: float) -> None:
+        # Nothing runs before the cache is back, so the graphs may come with it.
+        tags = {"weights": ["weights"], "cache": ["kv_cache", "cuda_graph"]}[part]
+        await self._http.post("/resume_memory_occupation", {"tags": tags}, timeout=timeout)
 
     async def load_directory(self, directory: Path, version: str, timeout: float) -> None:
         # SGLang keeps the directory as its model path, and reads config.json there only at its start.

@@ -86,6 +86,7 @@ class Supervisor:
         self.failed: str | None = None
         self._settings, self._report = settings, report
         self._unusable: set[str] = set()  # urls to start anew
+        self._held, self._starting = False, threading.Lock()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch_all, name="server supervisor", daemon=True)
 
@@ -98,6 +99,21 @@ class Supervisor:
     def restart(self, url: str) -> None:
         """Start the server anew, soon."""
         self._unusable.add(url)
+
+    def hold(self, unhealthy: Sequence[str]) -> None:
+        """Start no server and look at none until `go_on`: their memory is somebody else's.
+
+        The processes of the `unhealthy` ones, which may be starting, are ended until then.
+        """
+        with self._starting:
+            self._held = True
+            for process in self.processes:
+                if process.url in unhealthy:
+                    process.stop(grace=1.0)
+                    self._unusable.add(process.url)
+
+    def go_on(self) -> None:
+        self._held = False
 
     def close(self) -> None:
         self._closing.set()
@@ -114,6 +130,9 @@ class Supervisor:
         restarts = dict.fromkeys((p.url for p in self.processes), 0)
         while not self._closing.wait(POLL):
             for process in self.processes:
+                if self._held:
+                    healthy_at.clear()  # it may be silent for as long as it rests
+                    continue
                 why = self._trouble(process, healthy_at)
                 if why is None or self._closing.is_set():
                     continue
@@ -127,9 +146,13 @@ class Supervisor:
                     continue
                 restarts[process.url] += 1
                 self._report(f"rollout server {process.url} {why}; starting it again")
-                process.stop(grace=1.0)
-                healthy_at.pop(process.url, None)
-                process.start()
+                with self._starting:
+                    process.stop(grace=1.0)
+                    healthy_at.pop(process.url, None)
+                    if self._held:
+                        self._unusable.add(process.url)
+                    else:
+                        process.start()
 
     def _trouble(self, process: ServerProcess, healthy_at: dict[str, float]) -> str | None:
         status = process.exit_status()

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from megatron_gvpo.config import SamplingConfig, ServersConfig
 from megatron_gvpo.rollout.http import Http, ServerRefused
-from megatron_gvpo.rollout.server import PLUGINS, Facts, Launch, Meeting, Patch, Sample, TensorSpec, finish
+from megatron_gvpo.rollout.server import (
+    PLUGINS,
+    Facts,
+    Launch,
+    Meeting,
+    MemoryPart,
+    Patch,
+    Sample,
+    TensorSpec,
+    finish,
+)
 
 MODEL = "policy"  # the name that requests give
 
@@ -46,6 +56,8 @@ class VLLM:
         environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": str(PLUGINS)}
         if api_key:
             environment["VLLM_API_KEY"] = api_key
+        if servers.colocated and on_gpu:
+            command += ["--enable-sleep-mode"]
         if not on_gpu:
             command += ["--enforce-eager"]
             environment["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB
@@ -148,12 +160,7 @@ class VLLM:
             await self._http.post("/start_weight_update", timeout=timeout)
 
     async def receive(self, specs: Sequence[TensorSpec], meeting: Meeting, timeout: float) -> None:
-        info = {
-            "names": [spec.name for spec in specs],
-            "dtypes": [spec.dtype for spec in specs],
-            "shapes": [list(spec.shape) for spec in specs],
-        }
-        await self._http.post("/update_weights", {"update_info": info}, timeout=timeout)
+        await self._http.post("/update_weights", {"update_info": _listed(specs)}, timeout=timeout)
 
     async def join_for_patches(self, meeting: Meeting, rank_offset: int, timeout: float) -> None:
         await self.join(meeting, rank_offset, timeout)
@@ -164,20 +171,33 @@ class VLLM:
     async def receive_patches(
         self, patches: Sequence[Patch], size: int, meeting: Meeting, timeout: float
     ) -> None:
-        info = {
-            "names": [p.spec.name for p in patches],
-            "dtypes": [p.spec.dtype for p in patches],
-            "shapes": [list(p.spec.shape) for p in patches],
-            "counts": [p.count for p in patches],
-            "size": size,
-        }
+        info = _listed([p.spec for p in patches]) | {"counts": [p.count for p in patches], "size": size}
         await self._http.post("/update_weights", {"update_info": info}, timeout=timeout)
 
     async def end_update(self, version: str, timeout: float) -> None:
         await self._http.post("/finish_weight_update", {"weight_version": version}, timeout=timeout)
+
+    async def receive_shared(self, specs: Sequence[TensorSpec], file: Path, timeout: float) -> None:
+        info = _listed(specs) | {"file": str(file)}
+        await self._http.post("/update_weights", {"update_info": info}, timeout=timeout)
+
+    async def release_memory(self, timeout: float) -> None:
+        await self._http.post("/sleep", timeout=timeout, params={"level": "2", "mode": "abort"})
+
+    async def reclaim_memory(self, part: MemoryPart, timeout: float) -> None:
+        tag = {"weights": "weights", "cache": "kv_cache"}[part]
+        await self._http.post("/wake_up", timeout=timeout, params={"tags": tag})
 
     async def load_directory(self, directory: Path, version: str, timeout: float) -> None:
         await self.begin_update(timeout)
         info = {"names": [], "dtypes": [], "shapes": [], "directory": str(directory)}
         await self._http.post("/update_weights", {"update_info": info}, timeout=timeout)
         await self.end_update(version, timeout)
+
+
+def _listed(specs: Sequence[TensorSpec]) -> dict[str, Any]:
+    return {
+        "names": [spec.name for spec in specs],
+        "dtypes": [spec.dtype for spec in specs],
+        "shapes": [list(spec.shape) for spec in specs],
+    }

@@ -12,9 +12,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from megatron_gvpo.rollout.fleet import Member
-from megatron_gvpo.rollout.http import ServerGone, ServerRefused
 from megatron_gvpo.weights.bucket import Bucket
-from megatron_gvpo.weights.transport import PushFailed
+from megatron_gvpo.weights.transport import PushFailed, each
 
 
 class Disk:
@@ -47,18 +46,7 @@ class Disk:
         with _named(final):
             shutil.rmtree(final, ignore_errors=True)
             self._aside.rename(final)
-        calls = [m.server.load_directory(final, str(self._version), self._timeout) for m in self._members]
-        results = await asyncio.gather(*calls, return_exceptions=True)
-        failed: list[Member] = []
-        errors: list[str] = []
-        for member, result in zip(self._members, results, strict=True):
-            if isinstance(result, ServerGone | ServerRefused):
-                failed.append(member)
-                errors.append(str(result))
-            elif isinstance(result, BaseException):
-                raise result
-        if failed:
-            raise PushFailed("; ".join(errors), failed)
+        await each(self._members, lambda m: m.server.load_directory(final, str(self._version), self._timeout))
         for old in self._root.glob("version_*"):
             if old != final:
                 shutil.rmtree(old, ignore_errors=True)

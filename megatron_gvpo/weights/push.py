@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -18,7 +17,7 @@ from megatron_gvpo.rollout.http import ServerGone, ServerRefused
 from megatron_gvpo.rollout.loop import BackgroundLoop
 from megatron_gvpo.weights.bucket import Halves, buckets
 from megatron_gvpo.weights.fp8 import Fp8Layout
-from megatron_gvpo.weights.transport import PushFailed, Transport
+from megatron_gvpo.weights.transport import PushFailed, Transport, each
 
 RETRY_AFTER = 2.0  # seconds: a server that died is seen as such by then
 HEARTBEAT = 5.0  # seconds that the other ranks wait at most without a word from rank 0
@@ -60,11 +59,14 @@ class Publisher:
         expected: Mapping[str, tuple[int, ...]],
         optional: frozenset[str],
         fp8: Fp8Layout | None,
+        colocated: bool,
         report: Callable[[str], None],
     ) -> None:
         self._fleet, self._loop, self._transport, self._settings = fleet, loop, transport, settings
         self._dtype, self._halves = dtype, Halves(settings.bucket_mb * 2**20, device)
         self._expected, self._optional, self._fp8, self._report = expected, optional, fp8, report
+        self._colocated = colocated
+        self._closed: list[Member] = []  # they have the weights and wait for `open`
         self._failures: dict[str, int] = {}  # in a row, by url
         self._problem, self._in_a_row = "", 0
         self.metrics: dict[str, float] = {}
@@ -114,13 +116,16 @@ class Publisher:
 
     def _send(self, stream: Stream, targets: Sequence[Member], version: int) -> int:
         """Bytes sent, to each of them."""
-        self._run(self._each(targets, _prepare))
+        self._run(each(targets, self._prepare))
         self._run(self._transport.begin(targets, version))
         if self._fp8 is not None:
             stream = self._fp8.quantised(stream)
         sent = self._send_buckets(self._checked(stream, version))
         self._run(self._transport.end())
-        self._run(self._each(targets, _conclude))
+        if self._colocated:
+            self._closed += targets
+        else:
+            self._run(each(targets, self._conclude))
         return sent
 
     def _send_buckets(self, stream: Stream) -> int:
@@ -167,17 +172,25 @@ class Publisher:
                 if count >= self._settings.attempts:
                     self._fleet.replace(member, f"{count} weight pushes in a row failed there")
 
-    async def _each(
-        self, members: Sequence[Member], call: Callable[[Member, float], Coroutine[Any, Any, None]]
-    ) -> None:
-        timeout = self._settings.timeout
-        results = await asyncio.gather(*(call(m, timeout) for m in members), return_exceptions=True)
-        failed = [m for m, result in zip(members, results, strict=True) if isinstance(result, BaseException)]
-        if failed:
-            errors = [result for result in results if isinstance(result, BaseException)]
-            if not isinstance(errors[0], ServerGone | ServerRefused):
-                raise errors[0]
-            raise PushFailed("; ".join(map(str, errors)), failed)
+    def open(self) -> None:
+        """Colocated servers take the rest of their memory, now that the trainer has given its own."""
+        closed, self._closed = self._closed, []
+        try:
+            self._run(each([m for m in closed if m.state == "ready"], self._conclude))
+        except PushFailed as failure:
+            self._report(f"rollout servers did not wake: {failure}")
+            for member in failure.members:
+                self._in_loop(self._fleet.replace, member, "it did not wake")
+
+    async def _prepare(self, member: Member) -> None:
+        """Nothing runs on it, and nothing that others may send it begins."""
+        await member.server.pause(self._settings.timeout)
+        await self._fleet.reclaim(member, "weights")
+
+    async def _conclude(self, member: Member) -> None:
+        await self._fleet.reclaim(member, "cache")
+        await member.server.flush_cache(self._settings.timeout)
+        await member.server.resume(self._settings.timeout)
 
     def _in_loop(self, call: Callable[..., None], *arguments: Any) -> None:
         """The fleet is the loop's: nothing else may change it."""
@@ -189,16 +202,6 @@ class Publisher:
 
     def _run[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
         return self._loop.run(coroutine)
-
-
-async def _prepare(member: Member, timeout: float) -> None:
-    """Nothing runs on it, and nothing that others may send it begins."""
-    await member.server.pause(timeout)
-
-
-async def _conclude(member: Member, timeout: float) -> None:
-    await member.server.flush_cache(timeout)
-    await member.server.resume(timeout)
 
 
 def push(

@@ -20,6 +20,7 @@ from megatron_gvpo.weights.delta import Delta
 from megatron_gvpo.weights.disk import Disk
 from megatron_gvpo.weights.fp8 import fp8_layout
 from megatron_gvpo.weights.push import Publisher, push
+from megatron_gvpo.weights.shared import Shared
 from megatron_gvpo.weights.transport import Transport
 
 PROBE_TOKENS = 48
@@ -59,7 +60,12 @@ class ServedWeights:
         self._probe = _probe(prompts)
         self._publisher: Publisher | None = None
         self._proved = 0
-        self.version = -1
+        self._version = -1
+
+    @property
+    def version(self) -> int:
+        """Of the weights that the servers have; -1 where they have none, as after a rest."""
+        return -1 if self._rollouts.resting else self._version
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -70,32 +76,54 @@ class ServedWeights:
         """Give all healthy servers the present weights. Raises RolloutError."""
         if self._publisher is None and dist.get_rank() == 0:
             self._publisher = self._publish()
-        push(self._publisher, self._weights, version)
-        self.version = version
-        self._rollouts.push = lambda: push(self._publisher, self._weights, version)
-        if self._proved < PROOFS and len(self._probe) > 1:
-            self._prove()
+        proves = self._proved < PROOFS and len(self._probe) > 1
+        own = self._score(_rows(self._probe)) if proves else None
+        self._rollouts.push = lambda: self._push(version)
+        self._push(version)
+        self._version = version
+        if own is not None:
+            self._prove(own)
+
+    def _push(self, version: int) -> None:
+        """Push, with the trainer's memory where colocated servers need it before and after."""
+        memory = self._rollouts.memory
+        if memory is None:
+            push(self._publisher, self._weights, version)
+            return
+        self._rollouts.resting = False
+        try:
+            memory.release("training")
+            memory.restore("weights")
+            if self._rollouts.fleet is not None:
+                self._rollouts.fleet.wake()
+            push(self._publisher, self._weights, version)
+            memory.release("weights")
+            broadcast_msgpack(None)  # all ranks have
+            if self._publisher is not None:
+                self._publisher.open()
+        except BaseException:
+            self._rollouts.rest()
+            raise
 
     def close(self) -> None:
         if self._publisher is not None:
             self._publisher.close()
             self._publisher = None
 
-    def _prove(self) -> None:
-        """Compare the servers' log-probs of a fixed text with the policy's own."""
-        own = self._score(_rows(self._probe))
+    def _prove(self, own: Tensor) -> None:
+        """Compare the servers' log-probs of a fixed text with the policy's `own`, fp32 [tokens - 1]."""
         problem = None
         fleet, loop = self._rollouts.fleet, self._rollouts.loop
         if fleet is not None and loop is not None:
             limit = TOLERANCE["fp8" if self._fp8 is not None else self._config.model.dtype]
-            for member in [m for m in fleet.members if m.has(self.version)]:
+            for member in [m for m in fleet.members if m.has(self._version)]:
                 theirs = loop.run(member.server.score(self._probe, self._config.rollout.weights.timeout))
                 gap = (torch.tensor(theirs) - own).abs()
                 if not gap.mean() <= limit:
                     problem = (
                         f"rollout server {member.server.url} does not have the weights that were sent: "
                         f"after push "
-                        f"{self.version} its log-probs of {len(own)} probe tokens differ from the "
+                        f"{self._version} its log-probs of {len(own)} probe tokens differ from the "
                         f"trainer's by "
                         f"{gap.mean():.3g} on average (allowed: {limit:g}), {gap.max():.3g} at most. Does it "
                         "serve the same model, in the same dtype, at a tested version?"
@@ -113,7 +141,9 @@ class ServedWeights:
         if torch.cuda.is_available():
             backend, device = "nccl", torch.device("cuda", torch.cuda.current_device())
         transport: Transport
-        if settings.transport == "disk":
+        if settings.transport == "shared":
+            transport, device = Shared(settings.timeout), torch.device("cpu")
+        elif settings.transport == "disk":
             transport = Disk(Path(settings.directory or f"{config.output_dir}/weights"), settings.timeout)
             device = torch.device("cpu")
         else:
@@ -129,6 +159,7 @@ class ServedWeights:
             expected={name: tensor.shape for name, tensor in self._stored.items()},
             optional=frozenset(["lm_head.weight"] if self._served.get("tie_word_embeddings") else []),
             fp8=self._fp8,
+            colocated=config.rollout.servers.colocated,
             report=report,
         )
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from megatron_gvpo.rollout.fleet import Member
+from megatron_gvpo.rollout.http import ServerGone, ServerRefused
 from megatron_gvpo.weights.bucket import Bucket
 
 
@@ -15,6 +17,17 @@ class PushFailed(Exception):  # noqa: N818 - an outcome that the pusher deals wi
     def __init__(self, message: str, members: Sequence[Member]) -> None:
         super().__init__(message)
         self.members = list(members)
+
+
+async def each(members: Sequence[Member], call: Callable[[Member], Awaitable[None]]) -> None:
+    """Call all servers at once. Raises PushFailed, when all have answered, for those that failed."""
+    results = await asyncio.gather(*(call(member) for member in members), return_exceptions=True)
+    failed = [(m, r) for m, r in zip(members, results, strict=True) if isinstance(r, BaseException)]
+    for _, error in failed:
+        if not isinstance(error, ServerGone | ServerRefused):
+            raise error
+    if failed:
+        raise PushFailed("; ".join(str(error) for _, error in failed), [m for m, _ in failed])
 
 
 class Transport(Protocol):

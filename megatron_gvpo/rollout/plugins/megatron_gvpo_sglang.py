@@ -1,4 +1,4 @@
-"""Runs inside SGLang's schedulers: weight patches over a torch process group.
+"""Runs inside SGLang's schedulers: weights from shared memory, and patches over a torch process group.
 
 SGLang calls `receive` as a custom weight loader (`--custom-weight-loader megatron_gvpo_sglang.receive`, with
 this folder on the server's PYTHONPATH) for each `/update_weights_from_tensor` that names it. The one tensor
@@ -14,18 +14,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron_gvpo_bucket import Layout
 from megatron_gvpo_patches import apply_patches
 
 _groups: dict[str, tuple[Any, Any]] = {}  # by name: process group and its store, which must live as long
 
 
 def receive(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """Carry out the order: "join" a group, "leave" it, or "apply" the patches of its next broadcast."""
+    """Carry out the order: "join" a group, "apply" the patches of its next broadcast, or "load" a file."""
     order = json.loads(bytes(named_tensors[0][1].cpu().numpy()))
     if order["op"] == "join":
         _join(order)
-    elif order["op"] == "leave":
-        _groups.pop(order["name"], None)
+    elif order["op"] == "load":
+        _load(model, order)
     else:
         _apply(model, order)
 
@@ -48,3 +49,10 @@ def _apply(model: torch.nn.Module, order: dict[str, Any]) -> None:
     wire = torch.empty(order["bytes"], dtype=torch.uint8, device=next(model.parameters()).device)
     _groups[order["name"]][0].broadcast([wire], dist.BroadcastOptions()).wait()
     apply_patches(model, wire, order["patches"])
+
+
+def _load(model: Any, order: dict[str, Any]) -> None:
+    """Tensors, their bytes one after another, from a file in memory."""
+    layout = Layout(*zip(*order["tensors"], strict=True))
+    flat = layout.mapped(order["file"]).to(next(model.parameters()).device)
+    model.load_weights(layout.views(flat))

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron_gvpo_bucket import Layout
 from megatron_gvpo_patches import apply_patches, unpack
 from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import (
@@ -43,7 +44,7 @@ class Meeting(WeightTransferInitInfo):
 
 @dataclass
 class Bucket(WeightTransferUpdateInfo):
-    """Tensors of one broadcast, their bytes one after another; or all tensors of a directory.
+    """Tensors of one broadcast, or of a file in memory, their bytes one after another; or all of a directory.
 
     With `counts` it is a broadcast of `size` bytes of patches (see megatron_gvpo_patches).
     """
@@ -52,6 +53,7 @@ class Bucket(WeightTransferUpdateInfo):
     dtypes: list[str]
     shapes: list[list[int]]
     directory: str | None = None
+    file: str | None = None
     counts: list[int] | None = None
     size: int = 0
 
@@ -105,13 +107,14 @@ class Receiver(WeightTransferEngine):
         if update_info.directory is not None:
             self.model.load_weights(_tensors_in(update_info.directory))
             return
-        dtypes = [getattr(torch, name) for name in update_info.dtypes]
-        shapes = [torch.Size(shape) for shape in update_info.shapes]
-        sizes = [shape.numel() * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
-        flat = self._broadcast(sum(sizes))
-        tensors = zip(update_info.names, dtypes, shapes, flat.split(sizes), strict=True)
-        # Views: vLLM keeps the tensors of a layer until the whole layer has come, and the bucket with them.
-        self.model.load_weights([(n, part.view(d).view(s)) for n, d, s, part in tensors])
+        layout = Layout(update_info.names, update_info.dtypes, update_info.shapes)
+        # vLLM keeps the tensors of a layer until the whole layer has come, and the bucket with them: so views
+        # of a buffer of its own, never of the file, which the next bucket overwrites.
+        if update_info.file is not None:
+            flat = layout.mapped(update_info.file).to(self.device, copy=True)
+        else:
+            flat = self._broadcast(layout.nbytes)
+        self.model.load_weights(layout.views(flat))
 
     def _receive_patches(self, bucket: Bucket, counts: list[int]) -> None:
         wire = self._broadcast(bucket.size)

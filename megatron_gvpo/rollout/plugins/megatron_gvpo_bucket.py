@@ -1,0 +1,31 @@
+"""Buckets of weights, for the receivers in both engines: tensors, their bytes one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+class Layout:
+    """Names, dtypes and shapes of a bucket's tensors, in order."""
+
+    def __init__(self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> None:
+        self._names = names
+        self._dtypes = [getattr(torch, dtype) for dtype in dtypes]
+        self._shapes = [torch.Size(shape) for shape in shapes]
+        pairs = zip(self._shapes, self._dtypes, strict=True)
+        self._sizes = [shape.numel() * dtype.itemsize for shape, dtype in pairs]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self._sizes)
+
+    def views(self, flat: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        """(name, tensor), views into `flat`, uint8 [nbytes]."""
+        parts = zip(self._names, self._dtypes, self._shapes, flat.split(self._sizes), strict=True)
+        return [(name, part.view(dtype).view(shape)) for name, dtype, shape, part in parts]
+
+    def mapped(self, file: str) -> torch.Tensor:
+        """The bucket's bytes in a file of shared memory, uint8 [nbytes], not copied."""
+        return torch.from_file(file, shared=True, size=self.nbytes, dtype=torch.uint8)

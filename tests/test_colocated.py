@@ -1,0 +1,108 @@
+"""A trainer and a rollout server that take turns with the same memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from servers import ENGINES, served_config
+from tiny_run import configure, fit, records
+
+from megatron_gvpo.callbacks import Callback
+from megatron_gvpo.config import ConfigError
+from megatron_gvpo.trainer import Trainer
+
+
+def bytes_held(trainer: Trainer) -> tuple[int, int]:
+    """Of weights; of optimizer states and gradients, where they are not the weights' own."""
+    policy = trainer.parts.policy
+    weights = {t.untyped_storage()._cdata: t.untyped_storage() for t in policy.model.weights()}
+    others = {
+        t.untyped_storage()._cdata: t.untyped_storage()
+        for t in (*policy.optimizer.tensors(), *policy.model.gradient_buffers())
+        if t.dim()  # PyTorch's Adam counts its steps on the host
+    }
+    total = [sum(s.nbytes() for s in found.values()) for found in (weights, others)]
+    shared = sum(s.nbytes() for place, s in others.items() if place in weights)
+    return total[0], total[1] - shared
+
+
+class LendAfterEveryStep(Callback):
+    held: tuple[int, int] = (0, 0)
+
+    def on_step(self, trainer: Trainer, step: int, metrics: object) -> None:
+        memory = trainer.parts.policy.memory
+        self.held = bytes_held(trainer)
+        memory.release("training")
+        assert bytes_held(trainer) == (self.held[0], 0)
+        memory.release("weights")
+        memory.release("weights")  # idempotent
+        assert bytes_held(trainer) == (0, 0)
+        memory.restore("weights")
+        memory.restore("training")
+        assert bytes_held(trainer) == self.held
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_lent_memory_comes_back_with_what_was_in_it(task: Path, tmp_path: Path, dtype: str):
+    """A run is bit for bit that of a trainer that never lent anything."""
+    lender = LendAfterEveryStep()
+    for name, callbacks in (("keeps", []), ("lends", [lender])):
+        fit(configure(task, tmp_path / name, f"model.dtype={dtype}"), callbacks)
+    assert records(tmp_path / "lends") == records(tmp_path / "keeps")
+    parameters, rest = lender.held
+    # Adam's two moments and the gradients in fp32; in bf16 the master weights too.
+    assert rest == pytest.approx(parameters * (3 if dtype == "float32" else 8), rel=0.02)
+
+
+class KillWhileTraining(Callback):
+    """Ends the resting server after a step, and notes what both sides hold, and when."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.while_generating: list[tuple[int, int]] = []
+        self.while_training: list[tuple[int, int]] = []
+
+    def on_start(self, trainer: Trainer) -> None:
+        served = trainer.parts._served
+        assert served.resting and bytes_held(trainer) != (0, 0)
+        collect = served._collect
+
+        def noted(ticket):  # type: ignore[no-untyped-def]
+            self.while_generating.append(bytes_held(trainer))
+            return collect(ticket)
+
+        served._collect = noted
+
+    def on_step(self, trainer: Trainer, step: int, metrics: object) -> None:
+        [member] = trainer.parts._served.fleet.members
+        [process] = trainer.parts._served._supervisor.processes
+        assert member.lent == ("weights", "cache")
+        self.while_training.append(bytes_held(trainer))
+        if step == self.step:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_run_with_a_colocated_server(engine: str, task: Path, tmp_path: Path):
+    """Each holds memory only in its turn, the server has every step's weights, and one that dies while the
+    trainer trains comes back in its own turn."""
+    colocated = ("rollout.servers.colocated=true", "rollout.weights.transport=shared")
+    watch = KillWhileTraining(step=2)
+    fit(served_config(engine, task, tmp_path, *colocated), [watch])
+    assert set(watch.while_generating) == {(0, 0)} and len(watch.while_generating) == 4 + 3
+    assert all(weights > 0 and rest > 0 for weights, rest in watch.while_training)
+    steps = [record for record in records(tmp_path) if record["step"] > 0]
+    assert [record["step"] for record in steps] == [1, 2, 3, 4]
+    for record in steps:  # sampled from the weights that the trainer has, after each of its updates
+        assert record["mismatch/abs_max"] < 1e-3
+
+
+def test_what_cannot_share_a_gpu_is_refused(task: Path, tmp_path: Path):
+    colocated = ("rollout.engine=sglang", "rollout.servers.colocated=true")
+    with pytest.raises(ConfigError, match=r"transport=broadcast.*same GPU.*shared"):
+        configure(task, tmp_path, *colocated)
+    with pytest.raises(ConfigError, match=r"async_steps=1.*set it to 0"):
+        configure(task, tmp_path, *colocated, "rollout.weights.transport=shared", "rollout.async_steps=1")
