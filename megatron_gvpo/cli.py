@@ -57,7 +57,8 @@ def _main(options: argparse.Namespace, given: list[str], starting: ExitStack) ->
         from megatron_gvpo import doctor
 
         return doctor.main(as_json=options.json)
-    from megatron_gvpo.config import ConfigError, check_layout, load_config
+    from megatron_gvpo.config import ConfigError, load_config
+    from megatron_gvpo.layout import check_layout
 
     try:
         files = [given for given in options.config if "=" not in given]

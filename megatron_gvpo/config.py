@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 import re
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -106,9 +105,36 @@ class OptimizerConfig(Section):
 class ParallelConfig(Section):
     tp: PositiveInt = 1  # tensor parallel
     pp: PositiveInt = 1  # pipeline parallel
+    vpp: PositiveInt = 1  # interleaved pipeline: stages of a pipeline rank
+    stage_layers: tuple[PositiveInt, ...] | None = None  # of the pp x vpp stages in order; default: equal
+    cp: PositiveInt = 1  # context parallel: ranks that share a sequence
+    cp_exchange: Literal["p2p", "all_gather", "a2a"] = "p2p"  # on GPU: keys in a ring, all keys, heads
+    ep: PositiveInt = 1  # expert parallel
+    etp: PositiveInt = 1  # tensor parallel of the experts
     sequence_parallel: bool = False
+    overlap_grad_reduce: bool = False  # sum gradients over data-parallel ranks during the backward
+    overlap_param_gather: bool = False  # gather updated weights during the next forward
     recompute: Literal["none", "selective", "full"] = "none"
     timeout_seconds: PositiveInt = 1800  # of a collective
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.sequence_parallel and self.tp == 1:
+            raise ValueError(
+                "sequence_parallel=true needs tp >= 2: it shares the tokens of a tensor-parallel group"
+            )
+        if self.vpp > 1 and self.pp == 1:
+            raise ValueError(f"vpp={self.vpp} needs pp >= 2: it interleaves the stages of a pipeline")
+        if self.stage_layers is not None and len(self.stage_layers) != self.pp * self.vpp:
+            raise ValueError(
+                f"stage_layers={list(self.stage_layers)} names {len(self.stage_layers)} stages, and "
+                f"pp={self.pp} x vpp={self.vpp} has {self.pp * self.vpp}"
+            )
+        if self.overlap_param_gather and not self.overlap_grad_reduce:
+            raise ValueError(
+                "overlap_param_gather=true needs overlap_grad_reduce=true: Megatron starts them together"
+            )
+        return self
 
 
 class EvalConfig(Section):
@@ -221,8 +247,6 @@ class Config(Section):
             raise ValueError(
                 f"optimizer.min_lr={self.optimizer.min_lr} exceeds optimizer.lr={self.optimizer.lr}"
             )
-        if self.parallel.sequence_parallel and self.parallel.tp == 1:
-            raise ValueError("parallel.sequence_parallel=true needs parallel.tp >= 2")
         return self
 
 
@@ -245,50 +269,6 @@ def build_config(values: Mapping[str, Any]) -> Config:
         return Config.model_validate(values)
     except ValidationError as error:
         raise ConfigError(_explain(error)) from None
-
-
-def check_layout(config: Config, world_size: int) -> None:
-    """Check the parallel layout against the model's config.json and the number of processes.
-
-    Raises ConfigError.
-    """
-    tp, pp = config.parallel.tp, config.parallel.pp
-    if world_size % (tp * pp):
-        raise ConfigError(
-            f"{world_size} process(es) cannot hold parallel.tp={tp} x parallel.pp={pp}: "
-            f"start a multiple of {tp * pp} (--nproc {tp * pp})"
-        )
-    model = read_model_config(config.model.path)
-    split = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-    sizes = {name: model[name] for name in split if model.get(name)}
-    for name, size in sizes.items():
-        if size % tp:
-            raise ConfigError(
-                f"parallel.tp={tp} does not divide the model's {name}={size}; "
-                f"possible: {_divisors(math.gcd(*sizes.values()))}"
-            )
-    layers = model.get("num_hidden_layers", 0)
-    if layers and (pp > layers or layers % pp):
-        raise ConfigError(
-            f"parallel.pp={pp} does not divide the model's num_hidden_layers={layers}; "
-            f"possible: {_divisors(layers)}"
-        )
-    room = model.get("max_position_embeddings")
-    responses = {}
-    if config.algorithm.sampler == "engine":
-        responses["rollout.max_tokens"] = config.rollout.max_tokens
-    if config.data.eval is not None:
-        responses["eval.sampling.max_tokens"] = config.eval.sampling.max_tokens
-    for name, tokens in responses.items():
-        if room and config.data.max_prompt_tokens + tokens > room:
-            raise ConfigError(
-                f"data.max_prompt_tokens={config.data.max_prompt_tokens} plus {name}={tokens} exceeds the "
-                f"model's max_position_embeddings={room}"
-            )
-
-
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
 
 
 def read_model_config(path: str, key: str = "model.path") -> dict[str, Any]:

@@ -13,8 +13,9 @@ from typing import Any
 
 from megatron_gvpo.algorithms.base import STEP_START
 from megatron_gvpo.callbacks import Callback
-from megatron_gvpo.config import Config, check_layout
+from megatron_gvpo.config import Config
 from megatron_gvpo.interrupt import Interrupt, Interrupted
+from megatron_gvpo.layout import check_layout
 from megatron_gvpo.megatron.policy import UpdateResult
 from megatron_gvpo.observe.mismatch import THRESHOLDS, MismatchWatch
 from megatron_gvpo.outputs import refuse_earlier_run, remove_earlier_run

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +18,37 @@ from megatron_gvpo.types import Rows
 
 @dataclass(frozen=True)
 class Layout:
-    """A parallel layout; data parallelism takes the ranks that `tp` and `pp` leave."""
+    """A parallel layout; data parallelism takes the ranks that `tp`, `pp` and `cp` leave."""
 
     ranks: int
     tp: int = 1
     pp: int = 1
+    vpp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
     sequence_parallel: bool = False
+    stage_layers: tuple[int, ...] | None = None
+    overlap: bool = False
     recompute: str = "none"
 
     @property
     def dp(self) -> int:
-        return self.ranks // (self.tp * self.pp)
+        return self.ranks // (self.tp * self.pp * self.cp)
 
     def __str__(self) -> str:
-        sizes = [f"{name}{size}" for name in ("tp", "pp", "dp") if (size := getattr(self, name)) > 1]
-        extras = ["sp"] * self.sequence_parallel + ["recompute"] * (self.recompute != "none")
-        return "-".join(sizes + extras) or "single"
+        names = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")
+        parts = [f"{name}{size}" for name in names if (size := getattr(self, name)) > 1]
+        parts += ["sp"] * self.sequence_parallel + ["overlap"] * self.overlap
+        parts += [f"stages{'.'.join(map(str, self.stage_layers))}"] if self.stage_layers else []
+        parts += [f"recompute_{self.recompute}"] * (self.recompute != "none")
+        return "-".join(parts) or "single"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The section `parallel` of a configuration."""
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("ranks", "overlap")}
+        return given | {"overlap_grad_reduce": self.overlap, "overlap_param_gather": self.overlap}
 
 
 @dataclass(frozen=True)
@@ -87,12 +102,7 @@ def config_of(case: Case, layout: Layout, directory: Path) -> Config:
             "rollout": {"temperature": TEMPERATURE},
             "train": {"steps": 1, "prompts_per_step": 1, "max_tokens_per_micro_batch": case.budget},
             "optimizer": UPDATE,
-            "parallel": {
-                "tp": layout.tp,
-                "pp": layout.pp,
-                "sequence_parallel": layout.sequence_parallel,
-                "recompute": layout.recompute,
-            },
+            "parallel": layout.settings,
         }
     )
 
@@ -122,7 +132,7 @@ def run(directory: str) -> None:
 def _configure(policy: Any, config: Config) -> None:
     """What Policy.__init__ takes from `config`, but the model, whose building would take most of the time."""
     policy._loss = config.algorithm.loss
-    policy._budget = config.train.max_tokens_per_micro_batch
+    policy._budget = config.train.max_tokens_per_micro_batch * config.parallel.cp
     policy._temperature = config.rollout.temperature if config.algorithm.sampler == "engine" else 1.0
 
 
@@ -166,11 +176,14 @@ def _export_gradients(policy: Any) -> dict[str, Tensor]:
     """The accumulated gradients under Hugging Face names: in the parameters' places, they are exported."""
     from megatron.core import parallel_state
 
-    group = parallel_state.get_data_parallel_group()
-    for bucket in (b for chunk in policy.model.chunks for buffer in chunk.buffers for b in buffer.buckets):
-        # The distributed optimizer reduce-scatters: of every bucket, a rank has summed its own shard only.
-        shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
-        dist.all_gather_into_tensor(bucket.grad_data, shard, group)
+    of_all = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    of_experts = parallel_state.get_expert_data_parallel_group()
+    for chunk in policy.model.chunks:
+        for buffers, group in ((chunk.buffers, of_all), (chunk.expert_parallel_buffers, of_experts)):
+            for bucket in (bucket for buffer in buffers for bucket in buffer.buckets):
+                # The distributed optimizer reduce-scatters: of a bucket, a rank has summed its shard only.
+                shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, shard, group)
     parameters = [p for chunk in policy.model.chunks for p in chunk.parameters()]
     weights = [p.detach().clone() for p in parameters]
     for parameter in parameters:

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_gvpo.layout import Padding
 from megatron_gvpo.megatron.batch import Plan, TokenBatch, plan
 from megatron_gvpo.types import Rows
 
@@ -102,35 +103,58 @@ def test_plan_of_no_rows_has_one_empty_micro_batch_on_every_rank() -> None:
     assert plan(make_rows([]), 3, 100, HIDDEN) == Plan([[[]], [[]], [[]]], split_groups=False)
 
 
+@pytest.mark.parametrize("multiple", [1, 2, 3])
+def test_an_interleaved_pipeline_gets_a_multiple_of_micro_batches(multiple: int) -> None:
+    rows = make_rows([(5, r) for r in range(1, 40)])
+    counts = {len(rank) for rank in plan(rows, 2, 100, HIDDEN, multiple=multiple).micro_batches}
+    assert len(counts) == 1 and counts.pop() % multiple == 0
+    assert plan(make_rows([(2, 3)]), 1, 100, HIDDEN, multiple=multiple).micro_batches == [
+        [[0], *[[]] * (multiple - 1)]
+    ]
+
+
+ragged_lengths = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 9)), max_size=8)
+
+
 @settings(max_examples=100, deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(1, 6), st.integers(1, 9)), max_size=8),
-    st.sampled_from([1, 2, 8]),
-)
+@given(ragged_lengths, st.sampled_from([1, 2, 4]), st.sampled_from([1, 3]))
 def test_a_pack_predicts_every_response_token_from_the_token_before(
-    lengths: list[tuple[int, int]], pad_multiple: int
+    lengths: list[tuple[int, int]], of_sequence: int, shards: int
 ) -> None:
     rows = make_rows(lengths)
-    pack = TokenBatch.pack(rows, pad_multiple)
+    padding = Padding(of_sequence, of_sequence * shards)
+    pack = TokenBatch.pack(rows, padding)
 
-    tokens, positions, predicted, labels, packed = [], [], [], [], []
-    for prompt, response in zip(rows.prompt_ids, rows.response_ids, strict=True):
-        sequence = [*prompt, *response]
-        for position in range(len(sequence) - 1):
-            if position + 1 >= len(prompt):
-                predicted.append(len(tokens))
-                labels.append(sequence[position + 1])
-            tokens.append(sequence[position])
-            positions.append(position)
-        packed.append(len(sequence) - 1)
+    begin = 0
+    columns = zip(rows.prompt_ids, rows.response_ids, pack.lengths, rows.offsets, strict=False)
+    for prompt, response, length, offset in columns:
+        sequence = [*prompt, *response][:-1]
+        assert 0 <= length - len(sequence) < of_sequence, "no more than it takes"
+        assert pack.token_t[begin : begin + len(sequence)].tolist() == sequence
+        predicted = range(begin + len(prompt) - 1, begin + len(sequence))
+        own = slice(offset, offset + len(response))
+        assert pack.response_r[own].tolist() == list(predicted)
+        assert pack.label_r[own].tolist() == response
+        begin += length
+    assert pack.position_t.tolist() == [i for length in pack.lengths for i in range(length)]
+    assert pack.index_r.tolist() == list(range(rows.offsets[-1])), "every response token, once"
+    assert len(pack.token_t) % padding.pack == 0 and len(pack.token_t) > 0
+    assert len(pack.token_t) - begin < padding.pack or (begin == 0 and len(pack.token_t) == padding.pack)
+    assert all(length % of_sequence == 0 for length in pack.lengths)
 
-    real = len(tokens)
-    assert pack.token_t[:real].tolist() == tokens
-    assert pack.position_t[:real].tolist() == positions
-    assert pack.response_r.tolist() == predicted
-    assert pack.label_r.tolist() == labels
-    padding = len(pack.token_t) - real
-    assert len(pack.token_t) % pad_multiple == 0 and len(pack.token_t) > 0
-    assert padding < pad_multiple or (real == 0 and padding == pad_multiple), "no more than it takes"
-    assert pack.lengths == packed + [padding] * (padding > 0)
-    assert pack.position_t[real:].tolist() == list(range(padding))
+
+@settings(max_examples=100, deadline=None)
+@given(ragged_lengths, st.sampled_from([2, 4]))
+def test_cuts_share_a_pack_and_their_columns_stay_aligned(lengths: list[tuple[int, int]], parts: int) -> None:
+    rows = make_rows(lengths)
+    pack = TokenBatch.pack(rows, Padding(2 * parts, 2 * parts))
+    cuts = [pack.cut(parts, part) for part in range(parts)]
+
+    assert sorted(i for cut in cuts for i in cut.index_r.tolist()) == list(range(rows.offsets[-1]))
+    assert sorted(t for cut in cuts for t in cut.token_t.tolist()) == sorted(pack.token_t.tolist())
+    causal = [int((cut.position_t + 1).sum()) for cut in cuts]
+    assert len(set(causal)) == 1, "the same share of causal attention"
+    for cut in cuts:
+        assert torch.equal(cut.token_t[cut.response_r], pack.token_t[pack.response_r[cut.index_r]])
+        assert torch.equal(cut.position_t[cut.response_r], pack.position_t[pack.response_r[cut.index_r]])
+        assert torch.equal(cut.label_r, pack.label_r[cut.index_r])

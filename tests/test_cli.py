@@ -84,7 +84,7 @@ WRONG = {
     "no model": (overrides("model.path={place}/none"), r"model\.path=.*none: no config\.json there"),
     "unknown architecture": (
         changed_model("config.json", architectures=["GPT2LMHeadModel"], model_type="gpt2"),
-        r"model\.path=.*: Megatron-Bridge cannot build this model: .*",
+        r"model\.path=.*: architecture GPT2LMHeadModel in config\.json; supported: .*",
     ),
     "no such reward": (
         overrides('rewards.components=[{{"name": "mine", "function": "{task}/reward.py:none"}}]'),

@@ -2,12 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_gvpo.algorithms.gvpo import GVPO
 from megatron_gvpo.algorithms.pg import PolicyGradient
-from megatron_gvpo.config import Config, ConfigError, build_config, check_layout, load_config
+from megatron_gvpo.config import Config, ConfigError, build_config, load_config
+from megatron_gvpo.layout import check_layout
 
 GOOD = """
 output_dir: runs/x
@@ -160,7 +162,16 @@ def test_an_ema_reference(good):
         ("optimizer.warmup_steps=40", "optimizer.warmup_steps=40 leaves nothing of the run's 40 updates"),
         ("optimizer.min_lr=1", "optimizer.min_lr=1.0 exceeds optimizer.lr=1e-05"),
         ("eval.k=[8]", "eval.k=[8]: pass@k needs eval.n >= k, and eval.n=4"),
-        ("parallel.sequence_parallel=true", "parallel.sequence_parallel=true needs parallel.tp >= 2"),
+        ("parallel.sequence_parallel=true", "parallel: sequence_parallel=true needs tp >= 2"),
+        ("parallel.vpp=2", "parallel: vpp=2 needs pp >= 2"),
+        (
+            "parallel.stage_layers=[1, 2]",
+            "parallel: stage_layers=[1, 2] names 2 stages",
+        ),
+        (
+            "parallel.overlap_param_gather=true",
+            "parallel: overlap_param_gather=true needs overlap_grad_reduce",
+        ),
         ("data.train.answer_key=null", "data.train.answer_key is null, but the reward 'math' compares"),
         ("algorithm=sft", "data.train.demonstration_key is missing"),
         (
@@ -286,8 +297,9 @@ def test_values_do_not_change_after_loading(good):
 # --- the layout against the model ---------------------------------------------------------------------
 
 
-def with_model(good: Path, *overrides: str, **sizes: int) -> Config:
+def with_model(good: Path, *overrides: str, **sizes: Any) -> Config:
     model = {
+        "architectures": ["Qwen2ForCausalLM"],
         "num_attention_heads": 12,
         "num_key_value_heads": 4,
         "num_hidden_layers": 6,
@@ -327,6 +339,29 @@ def test_layouts_that_fit(good, overrides, world_size):
             "parallel.pp=4 does not divide the model's num_hidden_layers=6; possible: [1, 2, 3, 6]",
         ),
         (["parallel.pp=12"], 12, "parallel.pp=12 does not divide the model's num_hidden_layers=6"),
+        (
+            ["parallel.pp=2", "parallel.vpp=2"],
+            2,
+            "parallel.vpp=2 does not divide the 3 layers of a pipeline rank; possible: [1, 3], or name",
+        ),
+        (
+            ["parallel.pp=2", "parallel.stage_layers=[3, 2]"],
+            2,
+            "parallel.stage_layers=[3, 2] are 5 layers, and the model has num_hidden_layers=6",
+        ),
+        (["parallel.cp=2"], 1, "1 process(es) cannot hold parallel.tp=1 x parallel.pp=1 x parallel.cp=2"),
+        (
+            ["parallel.tp=2", "parallel.cp=4", "parallel.cp_exchange=a2a"],
+            8,
+            "parallel.cp=4 with cp_exchange=a2a gives every rank whole heads, and num_attention_heads=12",
+        ),
+        (["parallel.ep=2"], 2, "parallel.ep=2: the model has no experts"),
+        (["parallel.etp=2"], 2, "parallel.etp=2: the model has no experts"),
+        (
+            ["parallel.ep=2"],
+            3,
+            "3 process(es) of a pipeline stage cannot hold parallel.ep=2 x parallel.etp=1",
+        ),
         (["parallel.tp=2", "parallel.pp=2"], 6, "6 process(es) cannot hold parallel.tp=2 x parallel.pp=2"),
         (
             ["rollout.max_tokens=4000"],
@@ -344,6 +379,32 @@ def test_layouts_that_do_not_fit(good, overrides, world_size, said):
     with pytest.raises(ConfigError) as error:
         check_layout(with_model(good, *overrides), world_size)
     assert str(error.value).startswith(said)
+
+
+MOE = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 6, "moe_intermediate_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["parallel.ep=4"], "parallel.ep=4 does not divide the model's 6 experts; possible: [1, 2, 3, 6]"),
+        (
+            ["parallel.ep=2", "parallel.tp=2"],
+            "parallel.tp=2 with experts needs parallel.sequence_parallel=true",
+        ),
+        (["parallel.etp=3"], "parallel.etp=3 does not divide the model's moe_intermediate_size=32"),
+    ],
+)
+def test_expert_layouts_that_do_not_fit(good, overrides, said):
+    check_layout(with_model(good, "parallel.ep=2", **MOE), 2)
+    with pytest.raises(ConfigError) as error:
+        check_layout(with_model(good, *overrides, **MOE), 12)
+    assert str(error.value).startswith(said)
+
+
+def test_an_architecture_that_is_not_supported(good):
+    with pytest.raises(ConfigError, match=r"architecture GPT2LMHeadModel in .*; supported: Deepseek"):
+        check_layout(with_model(good, architectures=["GPT2LMHeadModel"]), 1)
 
 
 def test_a_model_directory_without_a_readable_config(good):

@@ -49,14 +49,24 @@ TOLERANCE = 1e-5
 THOROUGH = [Layout(1), Layout(2)]
 OTHERS = [
     Layout(1, recompute="full"),
+    Layout(2, overlap=True),
     Layout(2, tp=2),
     Layout(2, tp=2, sequence_parallel=True),
     Layout(2, pp=2),
+    Layout(2, pp=2, stage_layers=(3, 1)),
+    Layout(2, pp=2, vpp=2),
+    Layout(2, cp=2),
+    Layout(4),
     Layout(4, tp=2),
     Layout(4, tp=2, pp=2),
     Layout(4, pp=2),
     Layout(4, pp=4),
-    Layout(4),
+    Layout(4, pp=2, vpp=2, overlap=True),
+    Layout(4, tp=2, sequence_parallel=True, pp=2, vpp=2),
+    Layout(4, cp=4),
+    Layout(4, cp=2, overlap=True),
+    Layout(4, cp=2, tp=2, sequence_parallel=True),
+    Layout(4, cp=2, pp=2, vpp=2),
 ]
 LAYOUTS = THOROUGH + OTHERS
 HIDDEN = 32  # of the reference's models

@@ -1,16 +1,17 @@
 """Rows to packed micro-batches: which rank computes which rows when, and the packs themselves.
 
 The plan is a pure function of the rows, so that every rank computes the same one. Nothing is padded but
-what tensor parallelism demands. Whole groups stay together where the token budget allows it.
+what the layout demands (`layout.Padding`). Whole groups stay together where the token budget allows it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from megatron_gvpo.layout import Padding
 from megatron_gvpo.types import Rows
 
 
@@ -25,11 +26,19 @@ class Plan:
     split_groups: bool
 
 
-def plan(rows: Rows, dp_size: int, max_tokens: int, hidden_size: int, keep_groups: bool = True) -> Plan:
+def plan(
+    rows: Rows,
+    dp_size: int,
+    max_tokens: int,
+    hidden_size: int,
+    keep_groups: bool = True,
+    multiple: int = 1,
+) -> Plan:
     """Distribute rows over data-parallel ranks and micro-batches of at most `max_tokens` tokens.
 
     Balanced by cost, the linear layers' tokens plus the attention's squares. A sequence longer than
-    `max_tokens` gets a micro-batch of its own.
+    `max_tokens` gets a micro-batch of its own. Every rank gets a `multiple` of micro-batches, which an
+    interleaved pipeline wants; empty ones where the rows do not fill them.
     """
     tokens = [len(p) + len(r) for p, r in zip(rows.prompt_ids, rows.response_ids, strict=True)]
     cost = [t * (1 + t / (6 * hidden_size)) for t in tokens]
@@ -37,8 +46,9 @@ def plan(rows: Rows, dp_size: int, max_tokens: int, hidden_size: int, keep_group
     items.sort(key=lambda item: -sum(cost[i] for i in item))
     least = sum(min(t, max_tokens) for t in tokens)  # a longer sequence fills one micro-batch, not several
     count = max(1, -(-least // (max_tokens * dp_size)))
+    count += -count % multiple
     while (bins := _fill(items, tokens, cost, count * dp_size, dp_size, max_tokens)) is None:
-        count += 1
+        count += multiple
     per_rank = [[sorted(rows_of) for rows_of in bins[rank::dp_size]] for rank in range(dp_size)]
     return Plan(per_rank, split)
 
@@ -85,46 +95,61 @@ def _fill(
 
 @dataclass
 class TokenBatch:
-    """One pack: token-aligned columns [t], built before any parallel split (design law 1).
+    """One pack, or a context-parallel rank's cut of one: token-aligned columns [t] (design law 1).
 
-    `lengths` are the packed sequences' in tokens, the padding counted as one more sequence.
-    `response_r` are the positions whose *next* token is a response token, in row order: the hidden
-    state there predicts `label_r`.
+    The hidden state at `response_r` predicts token `index_r` of the rows' flat response columns, `label_r`.
     """
 
-    rows: Rows
+    rows: Rows  # all of the pack's, in every cut
     token_t: Tensor  # int64
     position_t: Tensor  # int64, from 0 in every sequence
     response_r: Tensor  # int64 indices into t
+    index_r: Tensor  # int64 indices into the rows' token columns
     label_r: Tensor  # int64
-    lengths: list[int]
+    lengths: list[int]  # of all the pack's sequences, padding included; the pack's own is one more sequence
 
     @staticmethod
-    def pack(rows: Rows, pad_multiple: int = 1) -> TokenBatch:
+    def pack(rows: Rows, padding: Padding = Padding(1, 1)) -> TokenBatch:  # noqa: B008 - frozen
         tokens: list[int] = []
-        positions: list[Tensor] = []
         response: list[Tensor] = []
         lengths: list[int] = []
         for prompt, answer in zip(rows.prompt_ids, rows.response_ids, strict=True):
-            first = len(tokens) + len(prompt) - 1  # the hidden state here predicts answer[0]
-            tokens += [*prompt, *answer[:-1]]  # the last token predicts nothing that is trained
-            length = len(prompt) + max(len(answer) - 1, 0)
-            positions.append(torch.arange(length))
+            begin = len(tokens)
+            first = begin + len(prompt) - 1  # the hidden state here predicts answer[0]
             response.append(torch.arange(first, first + len(answer)))
-            lengths.append(length)
-        label_r = torch.tensor([t for answer in rows.response_ids for t in answer], dtype=torch.int64)
-        pad = -len(tokens) % pad_multiple if tokens else pad_multiple
+            tokens += [*prompt, *answer[:-1]]  # the last token predicts nothing that is trained
+            tokens += [0] * (-(len(tokens) - begin) % padding.sequence)
+            lengths.append(len(tokens) - begin)
+        pad = -len(tokens) % padding.pack if tokens else padding.pack
         if pad:
             tokens += [0] * pad
-            positions.append(torch.arange(pad))
             lengths.append(pad)
         return TokenBatch(
             rows=rows,
             token_t=torch.tensor(tokens, dtype=torch.int64),
-            position_t=torch.cat(positions),
+            position_t=torch.cat([torch.arange(length) for length in lengths]),
             response_r=torch.cat(response) if response else torch.zeros(0, dtype=torch.int64),
-            label_r=label_r,
+            index_r=torch.arange(int(rows.length_n.sum())),
+            label_r=torch.tensor([t for answer in rows.response_ids for t in answer], dtype=torch.int64),
             lengths=lengths,
+        )
+
+    def cut(self, parts: int, part: int) -> TokenBatch:
+        """One of `parts` context-parallel ranks' tokens, all columns cut alike."""
+        if parts == 1:
+            return self
+        mine_t = context_cut(self.lengths, parts, part)
+        local_t = torch.full_like(self.token_t, -1)
+        local_t[mine_t] = torch.arange(len(mine_t))
+        response_r = local_t[self.response_r]
+        here_r = response_r >= 0
+        return replace(
+            self,
+            token_t=self.token_t[mine_t],
+            position_t=self.position_t[mine_t],
+            response_r=response_r[here_r],
+            index_r=self.index_r[here_r],
+            label_r=self.label_r[here_r],
         )
 
     def to(self, device: torch.device) -> TokenBatch:
@@ -133,6 +158,21 @@ class TokenBatch:
             token_t=self.token_t.to(device),
             position_t=self.position_t.to(device),
             response_r=self.response_r.to(device),
+            index_r=self.index_r.to(device),
             label_r=self.label_r.to(device),
             lengths=self.lengths,
         )
+
+
+def context_cut(lengths: list[int], parts: int, part: int) -> Tensor:
+    """Pack indices of the tokens that context-parallel rank `part` of `parts` holds, int64.
+
+    Of every sequence's 2 x `parts` chunks it holds number `part` from the front and from the back, so that
+    all ranks have the same share of causal attention: the order that Megatron and Transformer Engine assume.
+    """
+    indices, begin = [], 0
+    for length in lengths:
+        chunks = torch.arange(begin, begin + length).view(2 * parts, -1)
+        indices.append(chunks[[part, 2 * parts - 1 - part]].flatten())
+        begin += length
+    return torch.cat(indices)

@@ -3,7 +3,9 @@
 The fused head hangs on GPTModel's `output_processor` hook: it gets the hidden states and this rank's
 vocabulary shard, so that full logits never exist. How the loss stays independent of the machine
 (design law 2): every share is normalised by the optimizer step's totals, and multiplied by what
-Megatron's schedule (1 / micro-batches) and its data-parallel average (1 / ranks) will divide by.
+Megatron's schedule (cp / micro-batches) and its data-parallel average (1 / (cp x ranks)) will divide by.
+Under context parallelism every rank of a group computes the whole loss from all log-probs and sends its own
+tokens' share of the gradient back.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -55,17 +58,16 @@ def run(
     """Run this rank's micro-batches. Returns what `loss_function` handed back, one a micro-batch, on
     the last pipeline stage, and an empty list on the others. Gradients are left in the DDP buffers.
     """
-    pad = parallel_state.get_tensor_model_parallel_world_size() if model.config.sequence_parallel else 1
-    scale = float(
-        len(micro_batches) * parallel_state.get_data_parallel_world_size(with_context_parallel=True)
-    )
+    scale = float(len(micro_batches) * parallel_state.get_data_parallel_world_size())
+    cp_group = parallel_state.get_context_parallel_group()
 
     def loss(rows: Rows, output: tuple[Any, ...]) -> tuple[Tensor, Any]:
         share, result = loss_function(rows, LinearLogprob(*output))
         return share * scale, result
 
     def forward_step(data: Iterator[Rows], chunk: Any) -> tuple[Any, Callable[..., Any]]:
-        batch = TokenBatch.pack(next(data), pad).to(device())
+        whole = TokenBatch.pack(next(data), model.padding)
+        batch = whole.cut(cp_group.size(), cp_group.rank()).to(device())
         output = chunk(
             input_ids=batch.token_t[None],
             position_ids=batch.position_t[None],
@@ -81,8 +83,8 @@ def run(
     with megatron_device(), torch.set_grad_enabled(not forward_only):
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter(micro_batches),
-            model=model.chunks if len(model.chunks) > 1 else model.chunks[0],
+            data_iterator=[iter(micro_batches) for _ in model.chunks],
+            model=model.chunks,
             num_microbatches=len(micro_batches),
             seq_length=1,  # unused: packs carry their own lengths (variable_seq_lengths)
             micro_batch_size=1,
@@ -102,16 +104,32 @@ def _head(
     else:
         hidden_rh = hidden_states.squeeze(1).index_select(0, batch.response_r)
         hidden_rh = copy_to_tensor_model_parallel_region(hidden_rh)  # backward: all-reduce
-    return linear_logprob(
+    weight_r = batch.rows.weight_r
+    mine = linear_logprob(
         hidden_rh,
         output_layer.weight if output_weight is None else output_weight,
         batch.label_r,
         temperature=context.temperature,
-        weight_r=batch.rows.weight_r,
+        weight_r=None if weight_r is None else weight_r[batch.index_r],
         entropy=context.entropy,
         tp_group=parallel_state.get_tensor_model_parallel_group(),
         vocab_size=context.vocab_size,
     )
+    if parallel_state.get_context_parallel_world_size() == 1:
+        return mine
+    entropy_r = None if mine.entropy_r is None else _whole(mine.entropy_r, batch)
+    return LinearLogprob(_whole(mine.logp_r, batch), entropy_r, mine.surrogate)
+
+
+def _whole(mine_r: Tensor, batch: TokenBatch) -> Tensor:
+    """A context-parallel rank's values -> those of all the pack's response tokens, in row order.
+
+    The others' enter as constants: their own ranks differentiate them, once.
+    """
+    placed_r = mine_r.new_zeros(int(batch.rows.length_n.sum())).index_add(0, batch.index_r, mine_r)
+    others_r = placed_r.detach().clone()
+    dist.all_reduce(others_r, group=parallel_state.get_context_parallel_group())
+    return placed_r + (others_r - placed_r.detach())
 
 
 def _packed_params(model: Model, batch: TokenBatch) -> PackedSeqParams:
@@ -124,9 +142,11 @@ def _packed_params(model: Model, batch: TokenBatch) -> PackedSeqParams:
         "max_seqlen_q": longest,
         "max_seqlen_kv": longest,
     }
-    if not model.rotary:
+    if model.config.context_parallel_size > 1:  # every length is already a multiple of what it is cut into
+        common |= {"cu_seqlens_q_padded": cu_seqlens, "cu_seqlens_kv_padded": cu_seqlens}
+    if not model.local:
         return PackedSeqParams(**common)
     from megatron_gvpo.megatron.cpu.attention import LocalPackedSeqParams
 
-    freqs_t = model.rotary[0](longest, packed_seq=True)[batch.position_t]
+    freqs_t = model.rotary[0](longest, packed_seq=True)[batch.position_t] if model.rotary else None
     return LocalPackedSeqParams(**common, freqs_t=freqs_t, lengths=tuple(batch.lengths))

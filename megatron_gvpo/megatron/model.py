@@ -14,16 +14,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_gvpo.config import ConfigError, ModelConfig, ParallelConfig
+from megatron_gvpo.layout import Padding
 from megatron_gvpo.megatron.parallel import megatron_device
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+from megatron_gvpo.megatron.settings import DTYPES, ddp_settings, model_settings
 
 
 @dataclass
@@ -34,13 +32,26 @@ class Model:
     config: Any  # megatron-core's TransformerConfig
     bridge: Any
     vocab_size: int  # without the padding that tensor parallelism adds
-    rotary: list[Any]  # one a chunk on CPU, where the local attention applies RoPE; else empty
+    padding: Padding  # of every pack
+    local: bool  # on CPU, with the local layers
+    rotary: list[Any]  # one a chunk where the local attention applies RoPE; else empty
+
+    def settle(self) -> None:
+        """Make this rank's weights the newest: with overlap_param_gather, an update leaves that for later.
+
+        To be called on every rank, before weights are read other than by a forward pass.
+        """
+        for chunk in self.chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                with megatron_device(), torch.no_grad():
+                    chunk.start_param_sync(force_sync=True)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) of every weight, in a fixed order, on the CPU.
 
         A collective: every rank must iterate it to the end; every rank gets every tensor.
         """
+        self.settle()
         with megatron_device(), torch.no_grad():
             for name, tensor in self.bridge.export_hf_weights(self.chunks, cpu=True, show_progress=False):
                 if name.endswith(("embed_tokens.weight", "lm_head.weight")):
@@ -130,33 +141,37 @@ def build(model: ModelConfig, parallel: ParallelConfig) -> Model:
     with megatron_device(), contextlib.redirect_stdout(io.StringIO()):
         bridge = _bridge(model)
         provider = bridge.to_megatron_provider(load_weights=False)
-        _configure(provider, model, parallel)
         on_cpu = not torch.cuda.is_available()
+        for name, value in model_settings(model, parallel, on_cpu).items():
+            setattr(provider, name, value)
         if on_cpu:
-            provider.transformer_layer_spec = _local_block_spec
+            from megatron_gvpo.megatron.cpu.spec import local_block_spec
+
+            provider.transformer_layer_spec = local_block_spec
         provider.finalize()
         rotary: list[Any] = []
 
         def prepare(chunks: list[Any]) -> list[Any]:
-            if on_cpu:
+            if on_cpu and not provider.multi_latent_attention:  # which rotates a part of each head by itself
                 from megatron_gvpo.megatron.cpu.attention import defer_rotary
 
                 rotary.extend(defer_rotary(chunk) for chunk in chunks)
             return chunks
 
-        ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
-        half = model.dtype == "bfloat16"
         chunks = provider.provide_distributed_model(
-            ddp_config=ddp,
+            ddp_config=ddp_settings(parallel),
             wrap_with_ddp=True,
-            bf16=half,
+            bf16=model.dtype == "bfloat16",
             fp16=False,
             use_cpu_initialization=on_cpu,
             pre_wrap_hook=prepare,
         )
         bridge.load_hf_weights(chunks)
+        no_sync = [chunk.no_sync for chunk in chunks]
+        provider.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
         vocab_size = int(bridge.hf_pretrained.config.vocab_size)
-    return Model(chunks, chunks[0].config, bridge, vocab_size, rotary)
+    padding = Padding.of(model, parallel)
+    return Model(chunks, chunks[0].config, bridge, vocab_size, padding, on_cpu, rotary)
 
 
 def _bridge(model: ModelConfig) -> Any:
@@ -175,65 +190,8 @@ def _bridge(model: ModelConfig) -> Any:
         ) from error
     os.environ.setdefault("HF_HUB_OFFLINE", "1" if os.path.isdir(model.path) else "0")
     try:
-        return bridge.AutoBridge.from_hf_pretrained(model.path, dtype=_DTYPES[model.dtype])
+        return bridge.AutoBridge.from_hf_pretrained(model.path, dtype=DTYPES[model.dtype])
     except ValueError as error:
         raise ConfigError(
             f"model.path={model.path}: Megatron-Bridge cannot build this model: {error}"
         ) from None
-
-
-def _configure(provider: Any, model: ModelConfig, parallel: ParallelConfig) -> None:
-    dtype = _DTYPES[model.dtype]
-    settings: dict[str, Any] = {
-        "tensor_model_parallel_size": parallel.tp,
-        "pipeline_model_parallel_size": parallel.pp,
-        "sequence_parallel": parallel.sequence_parallel,
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
-        "bf16": model.dtype == "bfloat16",
-        "fp16": False,
-        "attention_dropout": 0.0,  # a scoring pass and a training pass must see the same model
-        "hidden_dropout": 0.0,
-        "should_pad_vocab": True,
-        "make_vocab_size_divisible_by": 1,
-        "variable_seq_lengths": True,  # packs differ in length between micro-batches
-        "moe_token_dispatcher_type": "alltoall",  # variable_seq_lengths demands it, of dense models too
-        "gradient_accumulation_fusion": False,
-        "cross_entropy_loss_fusion": False,
-    }
-    if parallel.recompute == "full":
-        settings |= {
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        }
-    elif parallel.recompute == "selective":
-        settings |= {"recompute_granularity": "selective"}
-    if not torch.cuda.is_available():
-        settings |= {
-            "use_cpu_initialization": True,
-            "masked_softmax_fusion": False,
-            "bias_activation_fusion": False,
-            "bias_dropout_fusion": False,
-            "persist_layer_norm": False,
-            "apply_rope_fusion": False,
-        }
-    for name, value in settings.items():
-        setattr(provider, name, value)
-
-
-def _local_block_spec(config: Any) -> Any:
-    """megatron-core's local layers with our norm and attention in the places of Transformer Engine's."""
-    from megatron_gvpo.megatron.cpu.attention import LocalAttention
-    from megatron_gvpo.megatron.cpu.norm import LocalRMSNorm
-
-    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
-    block.layer_norm = LocalRMSNorm
-    for spec in block.layer_specs:
-        layer = spec.submodules
-        layer.input_layernorm = layer.pre_mlp_layernorm = LocalRMSNorm
-        attention = layer.self_attention.submodules
-        attention.core_attention = LocalAttention
-        if config.qk_layernorm:
-            attention.q_layernorm = attention.k_layernorm = LocalRMSNorm
-    return block

@@ -55,6 +55,10 @@ def initialize(parallel: ParallelConfig, seed: int) -> None:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tp,
             pipeline_model_parallel_size=parallel.pp,
+            virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+            context_parallel_size=parallel.cp,
+            expert_model_parallel_size=parallel.ep,
+            expert_tensor_parallel_size=parallel.etp,
             distributed_timeout_minutes=max(1, parallel.timeout_seconds // 60),
         )
         model_parallel_cuda_manual_seed(seed, force_reset_rng=True)

@@ -43,14 +43,12 @@ class Policy:
     def __init__(self, config: Config) -> None:
         parallel.initialize(config.parallel, config.train.seed)
         self.model = build(config.model, config.parallel)
-        mcore = self.model.config
-        mcore.finalize_model_grads_func = finalize_model_grads
-        mcore.no_sync_func = self.model.chunks[0].no_sync
+        self.model.config.finalize_model_grads_func = finalize_model_grads
         updates = config.train.steps * config.train.mini_batches
         self.optimizer = Optimizer(self.model, config.optimizer, config.model, updates)
         self.memory = Memory(self.model, self.optimizer)
         self._loss: Loss = config.algorithm.loss.sized(config.rollout.max_tokens)
-        self._budget = config.train.max_tokens_per_micro_batch
+        self._budget = config.train.max_tokens_per_micro_batch * config.parallel.cp
         self._temperature = config.rollout.temperature if config.algorithm.sampler == "engine" else 1.0
         self._shadow_of = next((r for r in self._loss.anchors.values() if r != STEP_START), None)
         self.shadow = Shadow(self.model) if self._shadow_of else None
@@ -149,7 +147,9 @@ class Policy:
     def _plan(self, rows: Rows, keep_groups: bool) -> tuple[list[list[int]], bool]:
         """The row indices of this rank's micro-batches, and whether some group is split."""
         dp_size = parallel_state.get_data_parallel_world_size()
-        whole = plan(rows, dp_size, self._budget, self.model.config.hidden_size, keep_groups)
+        mcore = self.model.config
+        multiple = mcore.pipeline_model_parallel_size if len(self.model.chunks) > 1 else 1
+        whole = plan(rows, dp_size, self._budget, mcore.hidden_size, keep_groups, multiple)
         return whole.micro_batches[parallel_state.get_data_parallel_rank()], whole.split_groups
 
 
@@ -176,7 +176,8 @@ def _anchored(rows: Rows, logp_r: Tensor) -> Rows:
 def _owns_results() -> bool:
     """Of the ranks that computed the same log-probs, the one that speaks for them."""
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-    return bool(last and parallel_state.get_tensor_model_parallel_rank() == 0)
+    first = parallel_state.get_tensor_and_context_parallel_rank() == 0
+    return bool(last and first)
 
 
 def _floats(metrics: Metrics) -> dict[str, float]:

@@ -19,6 +19,7 @@ class Shadow:
     """Holds the weights that the model has when this is built."""
 
     def __init__(self, model: Model) -> None:
+        self._settle = model.settle
         self._parameters = [p for chunk in model.chunks for p in chunk.parameters()]
         self._copies: list[Tensor] = []
         self.capture()
@@ -26,11 +27,13 @@ class Shadow:
     @torch.no_grad()
     def capture(self) -> None:
         """Take the model's present weights."""
+        self._settle()
         self._copies = [p.detach().to("cpu", copy=True) for p in self._parameters]
 
     @torch.no_grad()
     def follow(self, decay: float) -> None:
         """Exponential moving average: copy <- decay * copy + (1 - decay) * weight."""
+        self._settle()
         for copy, parameter in zip(self._copies, self._parameters, strict=True):
             copy.lerp_(parameter.detach().to("cpu"), 1.0 - decay)
 
@@ -45,6 +48,7 @@ class Shadow:
 
     @torch.no_grad()
     def _swap(self) -> None:
+        self._settle()
         for i, parameter in enumerate(self._parameters):
             own = parameter.detach().to("cpu", copy=True)
             parameter.copy_(self._copies[i])

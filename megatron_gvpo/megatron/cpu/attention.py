@@ -7,6 +7,8 @@ it also lets several query heads share a key head, as the kernel can and its pub
 
 RoPE is applied here too, to the whole pack at once: megatron-core's unfused rotary embedding for
 packs loops over the sequences. `defer_rotary` takes it out of the model's own path.
+
+Under context parallelism a rank has two chunks of every sequence's queries, and gathers all keys and values.
 """
 
 from __future__ import annotations
@@ -19,10 +21,13 @@ import torch
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.utils import divide
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import scaled_dot_product_attention
+
+from megatron_gvpo.megatron.batch import context_cut
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -56,7 +61,7 @@ def defer_rotary(model: Any) -> Any:
 class LocalAttention(MegatronModule):
     """Under the call contract of megatron-core's core attention, for `thd` packs, without dropout.
 
-    query [t, n, d], key and value [t, n_kv, d] of this tensor-parallel rank -> [t, n * d].
+    query [t, n, d], key and value [t, n_kv, d] of this rank -> [t, n * d].
     """
 
     def __init__(
@@ -75,7 +80,7 @@ class LocalAttention(MegatronModule):
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.cp_group = groups.cp
         self.scale = softmax_scale
-        self.width = divide(config.kv_channels * config.num_attention_heads, groups.tp.size())
+        self.window = config.window_size
 
     def forward(
         self,
@@ -90,10 +95,42 @@ class LocalAttention(MegatronModule):
     ) -> Tensor:
         pack = packed_seq_params
         assert pack is not None and pack.lengths, "local attention takes packs only"
+        if self.window is not None and max(pack.lengths) > self.window[0] + 1:
+            raise NotImplementedError(
+                f"a sequence of {max(pack.lengths)} tokens exceeds the model's sliding window of "
+                f"{self.window[0] + 1}, which the attention on CPU does not have: use shorter ones, or a GPU"
+            )
         if pack.freqs_t is not None:
             query, key = (self._rotate(x, pack.freqs_t) for x in (query, key))
+        if self.cp_group.size() > 1:
+            return self._across_ranks(query, key, value, pack.lengths).flatten(1)
         out_tnd: Tensor = _PackedAttention.apply(query, key, value, pack.lengths, self.scale)
-        return out_tnd.reshape(len(query), self.width)
+        return out_tnd.flatten(1)
+
+    def _across_ranks(self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...]) -> Tensor:
+        """The rank's queries [t / cp, n, d] against the keys of the whole pack up to each of them."""
+        parts, part = self.cp_group.size(), self.cp_group.rank()
+        held = torch.cat([context_cut(list(lengths), parts, i) for i in range(parts)])
+        order = torch.argsort(held)
+        key, value = (
+            gather_from_sequence_parallel_region(x.contiguous(), group=self.cp_group)[order]
+            for x in (key, value)  # backward: reduce-scatter
+        )
+        out, mine, begin = [], 0, 0
+        for length in lengths:
+            size = length // (2 * parts)
+            for chunk in (part, 2 * parts - 1 - part):
+                end = begin + (chunk + 1) * size
+                q, k, v = (
+                    x.transpose(0, 1)[None]
+                    for x in (query[mine : mine + size], key[begin:end], value[begin:end])
+                )
+                seen = torch.ones(size, end - begin, dtype=torch.bool).tril(chunk * size)
+                o = scaled_dot_product_attention(q, k, v, seen, scale=self.scale, enable_gqa=True)
+                out.append(o[0].transpose(0, 1))
+                mine += size
+            begin += length
+        return torch.cat(out)
 
     def _rotate(self, x_tnd: Tensor, freqs_t: Tensor) -> Tensor:
         rotated = apply_rotary_pos_emb(x_tnd.unsqueeze(1), freqs_t, self.config, cp_group=self.cp_group)

@@ -1,0 +1,165 @@
+"""Which parallel layouts are possible, told from the configuration and the model's config.json alone.
+
+Nothing heavy is loaded here: what cannot run is refused in the first second, with the reason and what would
+run. docs/layouts.md is the table of what is proven.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_gvpo.config import Config, ConfigError, ModelConfig, ParallelConfig, read_model_config
+
+# Architectures whose log-probs, gradients and round trip tests/test_families.py compares with transformers.
+ARCHITECTURES = (
+    "DeepseekV3ForCausalLM",
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
+_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+
+
+@dataclass(frozen=True)
+class Padding:
+    """What packs must be multiples of, in tokens. The one place that knows it."""
+
+    sequence: int  # every sequence's length
+    pack: int  # the whole pack's length; a multiple of `sequence`
+
+    @staticmethod
+    def of(model: ModelConfig, parallel: ParallelConfig) -> Padding:
+        """Context parallelism cuts every sequence into 2 cp chunks; sequence parallelism cuts a rank's
+        tokens into tp shards; FP8 kernels take blocks of tokens of a shard.
+        """
+        sequence = 2 * parallel.cp if parallel.cp > 1 else 1
+        shards = parallel.cp * (parallel.tp if parallel.sequence_parallel else 1)
+        return Padding(sequence, math.lcm(sequence, shards))
+
+
+def experts(model: dict[str, Any]) -> int:
+    """Routed experts of a model's config.json; 0 for a dense model."""
+    return int(next((model[name] for name in _EXPERTS if model.get(name)), 0))
+
+
+def check_layout(config: Config, world_size: int) -> None:
+    """Check model and parallel layout against config.json and the number of processes. Raises ConfigError."""
+    model = read_model_config(config.model.path)
+    _check_architecture(config, model)
+    _check_processes(config.parallel, world_size)
+    _check_widths(config.parallel, model)
+    _check_depth(config.parallel, model)
+    _check_experts(config.parallel, model)
+    _check_lengths(config, model)
+
+
+def _check_architecture(config: Config, model: dict[str, Any]) -> None:
+    named = model.get("architectures") or []
+    if not set(named) & set(ARCHITECTURES):
+        raise ConfigError(
+            f"model.path={config.model.path}: architecture {', '.join(named) or 'not named'} in config.json; "
+            f"supported: {', '.join(ARCHITECTURES)}"
+        )
+
+
+def _check_processes(parallel: ParallelConfig, world_size: int) -> None:
+    tp, pp, cp, ep, etp = parallel.tp, parallel.pp, parallel.cp, parallel.ep, parallel.etp
+    ranks = f"parallel.tp={tp} x parallel.pp={pp}" + (f" x parallel.cp={cp}" if cp > 1 else "")
+    if world_size % (tp * pp * cp):
+        raise ConfigError(
+            f"{world_size} process(es) cannot hold {ranks}: "
+            f"start a multiple of {tp * pp * cp} (--nproc {tp * pp * cp})"
+        )
+    if (world_size // pp) % (ep * etp):
+        raise ConfigError(
+            f"{world_size // pp} process(es) of a pipeline stage cannot hold parallel.ep={ep} x "
+            f"parallel.etp={etp}: start a multiple of {math.lcm(ep * etp, tp * cp) * pp}"
+        )
+
+
+def _check_widths(parallel: ParallelConfig, model: dict[str, Any]) -> None:
+    heads = ["num_attention_heads"]
+    if not model.get("kv_lora_rank"):  # the latent keys of MLA have no heads of their own
+        heads.append("num_key_value_heads")
+    sizes = {name: model[name] for name in [*heads, "intermediate_size"] if model.get(name)}
+    for name, size in sizes.items():
+        if size % parallel.tp:
+            raise ConfigError(
+                f"parallel.tp={parallel.tp} does not divide the model's {name}={size}; "
+                f"possible: {_divisors(math.gcd(*sizes.values()))}"
+            )
+    if parallel.cp > 1 and parallel.cp_exchange == "a2a":
+        for name in heads:
+            here = model.get(name, parallel.tp) // parallel.tp
+            if here % parallel.cp:
+                raise ConfigError(
+                    f"parallel.cp={parallel.cp} with cp_exchange=a2a gives every rank whole heads, and "
+                    f"{name}={model[name]} with parallel.tp={parallel.tp} leaves {here}; use cp_exchange=p2p"
+                )
+
+
+def _check_depth(parallel: ParallelConfig, model: dict[str, Any]) -> None:
+    layers = model.get("num_hidden_layers", 0)
+    pp, vpp, given = parallel.pp, parallel.vpp, parallel.stage_layers
+    if given is not None and layers and sum(given) != layers:
+        raise ConfigError(
+            f"parallel.stage_layers={list(given)} are {sum(given)} layers, and the model has "
+            f"num_hidden_layers={layers}"
+        )
+    if given is None and layers and layers % pp:
+        raise ConfigError(
+            f"parallel.pp={pp} does not divide the model's num_hidden_layers={layers}; "
+            f"possible: {_divisors(layers)}, or name the layers of each stage: parallel.stage_layers"
+        )
+    if given is None and layers and layers % (pp * vpp):
+        raise ConfigError(
+            f"parallel.vpp={vpp} does not divide the {layers // pp} layers of a pipeline rank; "
+            f"possible: {_divisors(layers // pp)}, or name the layers of each stage: parallel.stage_layers"
+        )
+
+
+def _check_experts(parallel: ParallelConfig, model: dict[str, Any]) -> None:
+    count = experts(model)
+    if not count:
+        for name, size in (("ep", parallel.ep), ("etp", parallel.etp)):
+            if size > 1:
+                raise ConfigError(f"parallel.{name}={size}: the model has no experts")
+        return
+    if count % parallel.ep:
+        raise ConfigError(
+            f"parallel.ep={parallel.ep} does not divide the model's {count} experts; "
+            f"possible: {_divisors(count)}"
+        )
+    if (width := model.get("moe_intermediate_size", parallel.etp)) % parallel.etp:
+        raise ConfigError(
+            f"parallel.etp={parallel.etp} does not divide the model's moe_intermediate_size={width}; "
+            f"possible: {_divisors(width)}"
+        )
+    if parallel.tp > 1 and not parallel.sequence_parallel:
+        raise ConfigError(
+            f"parallel.tp={parallel.tp} with experts needs parallel.sequence_parallel=true: otherwise every "
+            "rank of a tensor-parallel group would send the same tokens to the experts"
+        )
+
+
+def _check_lengths(config: Config, model: dict[str, Any]) -> None:
+    room = model.get("max_position_embeddings")
+    responses = {}
+    if config.algorithm.sampler == "engine":
+        responses["rollout.max_tokens"] = config.rollout.max_tokens
+    if config.data.eval is not None:
+        responses["eval.sampling.max_tokens"] = config.eval.sampling.max_tokens
+    for name, tokens in responses.items():
+        if room and config.data.max_prompt_tokens + tokens > room:
+            raise ConfigError(
+                f"data.max_prompt_tokens={config.data.max_prompt_tokens} plus {name}={tokens} exceeds the "
+                f"model's max_position_embeddings={room}"
+            )
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]

@@ -1,0 +1,28 @@
+"""The layer spec of CPU runs: megatron-core's local layers with our norm and attention in TE's places."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.identity_op import IdentityOp
+
+from megatron_gvpo.megatron.cpu.attention import LocalAttention
+from megatron_gvpo.megatron.cpu.norm import LocalRMSNorm
+
+
+def local_block_spec(config: Any, vp_stage: int | None = None) -> Any:
+    """Of the decoder layers that this pipeline stage holds: dense, MoE and MLA ones."""
+    block = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
+    )
+    block.layer_norm = LocalRMSNorm
+    for spec in block.layer_specs:
+        layer = spec.submodules
+        layer.input_layernorm = layer.pre_mlp_layernorm = LocalRMSNorm
+        attention = layer.self_attention.submodules
+        attention.core_attention = LocalAttention
+        for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
+            if getattr(attention, name, IdentityOp) not in (IdentityOp, None):
+                setattr(attention, name, LocalRMSNorm)
+    return block
