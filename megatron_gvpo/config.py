@@ -17,7 +17,8 @@ from typing import Any, Literal, Self
 import yaml
 from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
-from megatron_gvpo.algorithms.config import AlgorithmConfig, merge
+from megatron_gvpo.algorithms.config import AlgorithmConfig
+from megatron_gvpo.algorithms.recipe import merge
 from megatron_gvpo.rollout.config import ServersConfig as ServersConfig
 from megatron_gvpo.rollout.config import WeightSyncConfig as WeightSyncConfig
 from megatron_gvpo.section import Section as Section
@@ -37,7 +38,8 @@ class DatasetConfig(Section):
     split: str = "train"  # for hub data sets
     prompt_key: str = "prompt"  # a string, or a list of chat messages
     answer_key: str | None = "answer"  # null where no reward needs one
-    demonstration_key: str | None = None  # a worked solution, for SFT
+    demonstration_key: str | None = None  # a worked solution: for SFT, or as a member of the group
+    responses_key: str | None = None  # [{"response": ..., "reward": ...}, ...], for algorithm.sampler=file
     limit: PositiveInt | None = None  # the first `limit` records only
 
 
@@ -186,7 +188,7 @@ class Config(Section):
                 f"train.mini_batches={train.mini_batches} does not divide "
                 f"train.prompts_per_step={train.prompts_per_step}: every optimizer update takes whole groups"
             )
-        if algorithm.needs_group and n < 2:
+        if algorithm.needs_group and algorithm.sampler == "engine" and n < 2:
             raise ValueError(
                 f"rollout.n={n}: this algorithm compares the responses of a prompt with each other, "
                 "so it needs rollout.n >= 2"
@@ -222,10 +224,17 @@ class Config(Section):
                     "group of a trainer and a server on the same GPU (rollout.servers.colocated): set it to "
                     "shared, or to disk"
                 )
-        if algorithm.sampler == "dataset" and self.data.train.demonstration_key is None:
+        given = [member.name for member in algorithm.members if member.name == "demonstration"]
+        if (algorithm.sampler == "dataset" or given) and self.data.train.demonstration_key is None:
+            who = f"algorithm.members: {given[0]}" if given else "algorithm.sampler=dataset"
             raise ValueError(
-                "data.train.demonstration_key is missing: algorithm.sampler=dataset trains on worked "
+                f"data.train.demonstration_key is missing: {who} trains on worked "
                 "solutions, so name the field that holds them"
+            )
+        if algorithm.sampler == "file" and self.data.train.responses_key is None:
+            raise ValueError(
+                "data.train.responses_key is missing: algorithm.sampler=file trains on scored responses, so "
+                "name the field that holds them"
             )
         if algorithm.sampler == "engine" and self.data.train.answer_key is None:
             builtin = [c.name for c in self.rewards.components if c.name == "math" and c.function is None]

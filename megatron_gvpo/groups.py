@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, NamedTuple
+
+Source = Literal["policy", "replay", "demonstration", "file"]
+
+
+class Scored(NamedTuple):
+    """A response that the data set has, end token included, and its reward."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    reward: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +27,7 @@ class Prompt:
     answer: str | None = None
     demonstration: tuple[int, ...] | None = None  # a solution's token ids, end token included
     record: Mapping[str, Any] = field(default_factory=dict)  # the raw data record, for user rewards
+    responses: tuple[Scored, ...] = ()  # what `sampler: file` trains on
 
 
 @dataclass(slots=True)
@@ -27,7 +38,8 @@ class Rollout:
     (truncated) or "abort". `spans` are (weight version, first token, end token), where more than one set of
     weights sampled the response; `weight_version` is the oldest. `rewards` holds the named components,
     `reward` their weighted sum; `reward_errors` says which component failed and how (such a component counts
-    as 0).
+    as 0). `source` says where it comes from: what no present engine sampled has `logprobs` of its time, or
+    none. A response that is not `trained` counts in its group's statistics, and has no gradient.
     """
 
     token_ids: list[int]
@@ -39,14 +51,21 @@ class Rollout:
     reward: float = 0.0
     reward_errors: dict[str, str] = field(default_factory=dict)
     spans: list[tuple[int, int, int]] = field(default_factory=list)
+    source: Source = "policy"
+    trained: bool = True
 
 
 @dataclass(slots=True)
 class Group:
-    """The k rollouts of one prompt; k may differ between groups."""
+    """The k rollouts of one prompt; k may differ between groups.
+
+    `prior` is what the reward of this prompt was expected to be before these rollouts were seen: the reward
+    of the greedy response, or what earlier rollouts say.
+    """
 
     prompt: Prompt
     rollouts: list[Rollout]
+    prior: float | None = None
 
     @property
     def rewards(self) -> list[float]:

@@ -14,10 +14,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_gvpo.algorithms.batch_policy import BatchPolicy
-from megatron_gvpo.config import Config, read_model_config
+from megatron_gvpo.algorithms.curriculum import SuccessRate
+from megatron_gvpo.algorithms.members import History
+from megatron_gvpo.config import Config, SamplingConfig, read_model_config
 from megatron_gvpo.data.order import PromptOrder
-from megatron_gvpo.data.prompts import DataError, load_prompts
+from megatron_gvpo.data.prompts import DataError, PromptWriter, load_prompts
 from megatron_gvpo.data.tokenizer import end_token_id, load_tokenizer
+from megatron_gvpo.data.tracker import SuccessTracker, WeightedOrder
 from megatron_gvpo.evaluation import summarise
 from megatron_gvpo.megatron import checkpoint, parallel
 from megatron_gvpo.megatron.policy import Policy
@@ -26,11 +29,22 @@ from megatron_gvpo.rewards.pool import RewardPool
 from megatron_gvpo.rollout.collect import EmbeddedRollouts, Rollouts
 from megatron_gvpo.rollout.local import LocalEngine
 from megatron_gvpo.rollout.served import ServedRollouts
-from megatron_gvpo.sampling import BatchQueue, DatasetSampler, EngineSampler, Sampler
+from megatron_gvpo.sampling import (
+    BatchQueue,
+    ComposedSampler,
+    DatasetSampler,
+    EngineSampler,
+    FileSampler,
+    Order,
+    Sampler,
+    responses_of,
+)
 from megatron_gvpo.types import Prompt
 from megatron_gvpo.weights.in_process import EmbeddedWeights
 from megatron_gvpo.weights.push import WeightPush
 from megatron_gvpo.weights.served import ServedWeights
+
+GREEDY = 1e-6  # top_p that leaves the most likely token alone, in every engine
 
 
 class Parts:
@@ -52,14 +66,20 @@ class Parts:
                 f"{end}, and the model knows only {vocabulary} tokens; name its own as eos_token in "
                 "tokenizer_config.json"
             )
-        positions = model.get("max_position_embeddings") if config.algorithm.sampler == "dataset" else None
+        positions = model.get("max_position_embeddings") if config.algorithm.sampler != "engine" else None
         self.prompts: list[Prompt] = load_prompts(
             config.data.train, config.data, tokenizer, end_token_id=end, positions=positions
         )
         self.eval_prompts: list[Prompt] = []
         if config.data.eval is not None:
             self.eval_prompts = load_prompts(config.data.eval, config.data, tokenizer, end_token_id=end)
-        self.order = PromptOrder(len(self.prompts), config.train.seed, config.data.shuffle)
+        algorithm = config.algorithm.sized(config.rollout.max_tokens)
+        self.tracker = SuccessTracker(algorithm.tracker) if algorithm.needs_tracker else None
+        self.order: Order = PromptOrder(len(self.prompts), config.train.seed, config.data.shuffle)
+        if self.tracker is not None and isinstance(algorithm.prompts, SuccessRate):
+            self.order = WeightedOrder(self.prompts, config.train.seed, algorithm.prompts, self.tracker)
+        self.members = [member.build() for member in algorithm.members]
+        self.shapers = algorithm.shapers
         self.batch_policy: BatchPolicy = config.algorithm.batch_policy.build(config.train.prompts_per_step)
         self.policy = Policy(config)
         self.profiler: ProfileWindow = profile_window(
@@ -68,10 +88,25 @@ class Parts:
         self._engine: LocalEngine | None = None
         self._served: ServedRollouts | None = None
         self._rewards: RewardPool | None = None
-        self.sampler: Sampler = DatasetSampler()
+        base: Sampler = DatasetSampler() if algorithm.sampler == "dataset" else FileSampler()
         self.evaluator: Sampler | None = None
-        if config.algorithm.sampler == "engine" or self.eval_prompts:
+        self._engine_sampler: Callable[..., Sampler] | None = None
+        if algorithm.sampler == "engine" or self.eval_prompts:
             self._build_rollout(tokenizer, end)
+        answers = greedy = None
+        if algorithm.sampler == "engine":
+            answers = self._engine_sampler
+            assert answers is not None
+            shares = None
+            if self.tracker is not None:
+                shares = responses_of(algorithm.allocation, self.tracker, config.rollout.n)
+            base = answers(config.rollout.n, shares=shares)
+            if algorithm.prior.name == "greedy":
+                greedy = answers(1, config.rollout.model_copy(update={"top_p": GREEDY}))
+        writer = PromptWriter(config.data.train, config.data, tokenizer)
+        self.sampler = ComposedSampler(
+            base, writer, self.members, answers=answers, greedy=greedy, tracker=self.tracker
+        )
         size = config.train.prompts_per_step
         self.batches = BatchQueue(self.order, self.prompts, self.sampler, size)
 
@@ -95,11 +130,18 @@ class Parts:
             score = partial(self.policy.score, temperature=1.0)
             self._weights = ServedWeights(config, self._served, self.policy.weights, score, self.prompts)
         self._rewards = RewardPool(config.rewards)
-        common = (rollouts, self._rewards, self.timer)
-        if config.algorithm.sampler == "engine":
-            self.sampler = EngineSampler(*common, config.rollout.n, config.rollout)
+        rewards = self._rewards
+
+        def sampler(
+            n: int,
+            sampling: SamplingConfig = config.rollout,
+            shares: Callable[..., list[int]] | None = None,
+        ) -> Sampler:
+            return EngineSampler(rollouts, rewards, self.timer, n, sampling, shares)
+
+        self._engine_sampler = sampler
         if self.eval_prompts:
-            self.evaluator = EngineSampler(*common, config.eval.n, config.eval.sampling)
+            self.evaluator = sampler(config.eval.n, config.eval.sampling)
 
     def sync(self, version: int) -> None:
         """Give the engine the policy's weights, unless it has them. A collective."""
@@ -140,11 +182,22 @@ class Parts:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps besides the policy, as JSON values."""
-        return {"order": self.batches.state_dict(), "batch_policy": self.batch_policy.state_dict()}
+        members = [m.state_dict() if isinstance(m, History) else {} for m in self.members]
+        return {
+            "order": self.batches.state_dict(),
+            "batch_policy": self.batch_policy.state_dict(),
+            "tracker": None if self.tracker is None else self.tracker.state_dict(),
+            "members": members,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.order.load_state_dict(state["order"])
         self.batch_policy.load_state_dict(state["batch_policy"])
+        if self.tracker is not None:
+            self.tracker.load_state_dict(state.get("tracker") or {})
+        for member, held in zip(self.members, state.get("members", ()), strict=False):
+            if isinstance(member, History):
+                member.load_state_dict(held)
 
     def resume(self) -> int | None:
         """Restore the newest complete checkpoint; returns its step, None where there is none."""

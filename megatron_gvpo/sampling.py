@@ -1,19 +1,24 @@
-"""Prompts to scored groups of responses: from the rollout engine, or from the data set (SFT)."""
+"""Prompts to scored groups of responses: of the rollout engine, or the data set's own."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from megatron_gvpo.algorithms.curriculum import Equal, Knapsack
+from megatron_gvpo.algorithms.members import Member
 from megatron_gvpo.config import SamplingConfig
-from megatron_gvpo.data.order import PromptOrder
+from megatron_gvpo.data.prompts import PromptWriter
+from megatron_gvpo.data.tracker import SuccessTracker
 from megatron_gvpo.exchange import all_gather_msgpack
 from megatron_gvpo.observe import PhaseTimer
 from megatron_gvpo.rewards.pool import RewardPool
 from megatron_gvpo.rollout.collect import Rollouts
+from megatron_gvpo.rollout.engine import derived_seed
 from megatron_gvpo.types import Group, Prompt, Rollout
 
 
@@ -26,21 +31,52 @@ class Sampler(Protocol):
     def collect(self, ticket: Any) -> list[Group]: ...
 
 
+class Order(Protocol):
+    """Which prompts come next; `seed_for_next` is a seed for what is sampled for them."""
+
+    def take(self, k: int) -> list[int]: ...
+
+    def seed_for_next(self) -> int: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
 class EngineSampler:
-    """`n` responses of the engine's policy to each prompt, with their rewards."""
+    """`n` responses of the engine's policy to each prompt, with their rewards.
+
+    `shares`: how many to each prompt of a batch, where that differs.
+    """
 
     def __init__(
-        self, rollouts: Rollouts, rewards: RewardPool, timer: PhaseTimer, n: int, sampling: SamplingConfig
+        self,
+        rollouts: Rollouts,
+        rewards: RewardPool,
+        timer: PhaseTimer,
+        n: int,
+        sampling: SamplingConfig,
+        shares: Callable[[Sequence[Prompt]], list[int]] | None = None,
     ) -> None:
         self._rollouts, self._rewards, self._timer = rollouts, rewards, timer
-        self._n, self._sampling = n, sampling
+        self._n, self._sampling, self._shares = n, sampling, shares
 
     def submit(self, prompts: Sequence[Prompt], seed: int) -> Any:
-        return self._rollouts.submit(prompts, self._n, self._sampling, seed)
+        shares = [self._n] * len(prompts) if self._shares is None else self._shares(prompts)
+        tickets = []
+        for i, n in enumerate(sorted(set(shares))):
+            members = [p for p, share in enumerate(shares) if share == n]
+            of_share = seed if i == 0 else derived_seed(seed, n)
+            chosen = [prompts[p] for p in members]
+            tickets.append((members, self._rollouts.submit(chosen, n, self._sampling, of_share)))
+        return tickets
 
     def collect(self, ticket: Any) -> list[Group]:
+        found: dict[int, Group] = {}
         with self._timer.phase("rollout"):
-            groups = self._rollouts.collect(ticket)
+            for members, asked in ticket:
+                found |= dict(zip(members, self._rollouts.collect(asked), strict=True))
+        groups = [found[p] for p in range(len(found))]
         with self._timer.phase("reward"):
             self._score(groups)
         return groups
@@ -70,10 +106,100 @@ class DatasetSampler:
         return [Group(prompt, [_demonstration(prompt)]) for prompt in ticket]
 
 
+class FileSampler:
+    """Each prompt's responses of the data set, with their rewards: offline training."""
+
+    def submit(self, prompts: Sequence[Prompt], seed: int) -> Any:
+        return prompts
+
+    def collect(self, ticket: Any) -> list[Group]:
+        return [
+            Group(
+                prompt,
+                [
+                    Rollout(list(r.token_ids), [], r.text, "stop", -1, reward=r.reward, source="file")
+                    for r in prompt.responses
+                ],
+            )
+            for prompt in ticket
+        ]
+
+
+@dataclass
+class BatchSampling:
+    """What members may ask for while a batch is composed (`algorithms.members.Sampling`)."""
+
+    step: int
+    seed: int
+    sampler: Callable[[int], Sampler] | None
+    writer: PromptWriter
+    asked: int = 0
+
+    def ask(self, prompts: Sequence[Prompt], n: int) -> list[Group]:
+        assert self.sampler is not None, "without an engine there is nobody to ask"
+        self.asked += 1
+        sampler = self.sampler(n)
+        return sampler.collect(sampler.submit(prompts, derived_seed(self.seed, self.asked)))
+
+    def extended(self, prompt: Prompt, text: str) -> Prompt:
+        return self.writer.extended(prompt, text)
+
+
+class ComposedSampler:
+    """A sampler's groups with the prior of their prompts, what joins them, and the tracker told of them.
+
+    `greedy` samples the most likely response of every prompt. `answers(n)` is a sampler of n responses, for
+    members that ask. `step` is set by the trainer.
+    """
+
+    def __init__(
+        self,
+        base: Sampler,
+        writer: PromptWriter,
+        members: Sequence[Member],
+        *,
+        answers: Callable[[int], Sampler] | None = None,
+        greedy: Sampler | None = None,
+        tracker: SuccessTracker | None = None,
+    ) -> None:
+        self.step = 1
+        self._base, self._writer, self._members = base, writer, members
+        self._answers, self._greedy, self._tracker = answers, greedy, tracker
+
+    def submit(self, prompts: Sequence[Prompt], seed: int) -> Any:
+        greedy = None if self._greedy is None else self._greedy.submit(prompts, seed)
+        return self._base.submit(prompts, seed), greedy, seed
+
+    def collect(self, ticket: Any) -> list[Group]:
+        asked, greedy, seed = ticket
+        groups = self._base.collect(asked)
+        if self._greedy is not None:
+            best = self._greedy.collect(greedy)
+            groups = [replace(g, prior=b.rollouts[0].reward) for g, b in zip(groups, best, strict=True)]
+        elif self._tracker is not None:
+            groups = [replace(g, prior=self._tracker.expected_reward(g.prompt)) for g in groups]
+        if self._tracker is not None:
+            self._tracker.learn(groups)
+        for number, member in enumerate(self._members):
+            of_member = derived_seed(seed, number, 1)
+            groups = member(groups, BatchSampling(self.step, of_member, self._answers, self._writer))
+        return groups
+
+
+def responses_of(allocation: Equal | Knapsack, tracker: SuccessTracker, n: int) -> Callable[..., list[int]]:
+    """How many responses each prompt of a batch gets."""
+
+    def shares(prompts: Sequence[Prompt]) -> list[int]:
+        known = [tracker.known(prompt) for prompt in prompts]
+        return allocation.shares([None if record is None else record.success for record in known], n)
+
+    return shares
+
+
 class BatchQueue:
     """Batches of `size` prompts' groups in the order of the data, asked for before they are needed."""
 
-    def __init__(self, order: PromptOrder, prompts: Sequence[Prompt], sampler: Sampler, size: int) -> None:
+    def __init__(self, order: Order, prompts: Sequence[Prompt], sampler: Sampler, size: int) -> None:
         self._order, self._prompts, self._sampler, self._size = order, prompts, sampler, size
         self._asked: deque[tuple[dict[str, Any], Any]] = deque()  # the order's state before it, ticket
 

@@ -14,7 +14,8 @@ def rollout_statistics(groups: Sequence[Group], version: int) -> dict[str, float
     Staleness is counted in steps, from the oldest weights that took part in a response.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    staleness = [version - rollout.weight_version for rollout in rollouts]
+    sampled = [rollout for rollout in rollouts if rollout.source == "policy" and rollout.weight_version >= 0]
+    staleness = [version - rollout.weight_version for rollout in sampled] or [0]
     lengths = [len(rollout.token_ids) for rollout in rollouts]
     statistics = {
         "reward/mean": fmean(rollout.reward for rollout in rollouts),
@@ -22,13 +23,15 @@ def rollout_statistics(groups: Sequence[Group], version: int) -> dict[str, float
         "reward/errors": float(sum(bool(rollout.reward_errors) for rollout in rollouts)),
         "response/length": fmean(lengths),
         "response/truncated": fmean(rollout.finish_reason == "length" for rollout in rollouts),
-        "response/weight_version": fmean(rollout.weight_version for rollout in rollouts),
+        "response/weight_version": fmean(rollout.weight_version for rollout in sampled or rollouts),
         "response/staleness": fmean(staleness),
         "response/staleness_max": float(max(staleness)),
         "response/carried": fmean(len(rollout.spans) > 1 for rollout in rollouts),
+        "response/from_policy": len(sampled) / len(rollouts),
     }
-    for name in rollouts[0].rewards:
-        statistics[f"reward/{name}"] = fmean(rollout.rewards[name] for rollout in rollouts)
+    for name in sorted({name for rollout in rollouts for name in rollout.rewards}):
+        scored = [rollout.rewards[name] for rollout in rollouts if name in rollout.rewards]
+        statistics[f"reward/{name}"] = fmean(scored)
     return statistics
 
 

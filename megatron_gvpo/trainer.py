@@ -52,6 +52,7 @@ class Trainer:
         self.config = config
         self.callbacks = list(callbacks)
         self._samples_from_policy = config.algorithm.sampler == "engine"
+        self._has_rewards = config.algorithm.sampler != "dataset"
         self._engine_reference = config.algorithm.reference_logprobs == "engine"
         self.is_main = int(os.environ.get("RANK", "0")) == 0
         self.parts = Parts(config)
@@ -114,9 +115,10 @@ class Trainer:
         for result in results:
             for name, value in result.metrics.items():
                 metrics[f"train/{name}"] = metrics.get(f"train/{name}", 0.0) + value / len(results)
-        metrics["train/grad_norm"] = sum(r.update.grad_norm for r in results) / len(results)
+        if results:  # unless every response was masked
+            metrics["train/grad_norm"] = sum(r.update.grad_norm for r in results) / len(results)
+            metrics["train/lr"] = results[-1].update.lr
         metrics["train/skipped"] = float(sum(r.update.skipped for r in results))
-        metrics["train/lr"] = results[-1].update.lr
         metrics |= parts.sync_metrics
         metrics |= {f"time/{name}": value for name, value in phases.items()} | {"time/step": seconds}
         metrics["throughput/tokens_per_s"] = trained_tokens(groups) / seconds
@@ -134,27 +136,30 @@ class Trainer:
             if self._samples_from_policy:
                 parts.sync(self.step)
             parts.batches.ask(1 + ahead)
+            parts.sampler.step = self.step + 1
             with parts.while_waiting(interrupt.check):
                 groups = parts.batches.collect()
-            if (batch := parts.batch_policy.offer(groups)) is not None:
+            for shaper in parts.shapers:
+                groups = shaper(groups, self.step + 1)
+            if groups and (batch := parts.batch_policy.offer(groups)) is not None:
                 return batch
             self._resume_point = parts.state_dict()
 
     def _mini_batches(self, groups: Sequence[Group]) -> tuple[list[Rows], Metrics]:
         """Whole groups to the rows of each optimizer update, with their advantages."""
-        metrics = rollout_statistics(groups, self.step) if self._samples_from_policy else {}
+        metrics = rollout_statistics(groups, self.step) if self._has_rewards else {}
         metrics |= {f"batch/{name}": value for name, value in self.parts.batch_policy.metrics.items()}
         count, estimator = self.config.train.mini_batches, self.config.algorithm.estimator
         bounds = [len(groups) * i // count for i in range(count + 1)]
-        mini_batches = [Rows.from_groups(groups[a:b]) for a, b in pairwise(bounds)]
+        mini_batches = [Rows.from_groups(groups[a:b]) for a, b in pairwise(bounds) if a < b]
         if estimator is not None:
             for i, rows in enumerate(mini_batches):
-                advantage_n, statistics = estimator(rows)
-                mini_batches[i] = rows.with_columns(advantage_n=advantage_n)
+                mini_batches[i], statistics = estimator.fill(rows)
                 for name, value in statistics.items():
                     key = f"advantage/{name}"
-                    metrics[key] = metrics.get(key, 0.0) + float(value) / count
-        return mini_batches, metrics
+                    metrics[key] = metrics.get(key, 0.0) + float(value) / len(mini_batches)
+        trained = [rows.trained() for rows in mini_batches]
+        return [rows for rows in trained if len(rows)], metrics
 
     def _freeze_anchors(self, rows: Rows, first: bool) -> Rows:
         """Log-probs of the policies that the loss compares with, before the step's first update.

@@ -6,8 +6,9 @@ order), t packed tokens (prompts too), h hidden, v vocabulary shard.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from megatron_gvpo.groups import Group as Group
 from megatron_gvpo.groups import Prompt as Prompt
 from megatron_gvpo.groups import Rollout as Rollout
+from megatron_gvpo.groups import Scored as Scored
 
 
 @dataclass
@@ -33,10 +35,16 @@ class Rows:
     reward_n: Tensor
     truncated_n: Tensor  # bool: the response hit the token limit
     advantage_n: Tensor | None = None
+    advantage_r: Tensor | None = None  # where a response's tokens have advantages of their own
+    prior_n: Tensor | None = None  # the reward that was expected of the prompt; NaN: nobody said
+    trained_n: Tensor | None = None  # bool: the others count in the statistics of their group only
+    demonstration_n: Tensor | None = None  # bool: a given solution, not sampled from any policy
+    component_n: dict[str, Tensor] = field(default_factory=dict)  # the reward's components, fp32
     old_logp_r: Tensor | None = None  # the policy at step start, by the trainer
     ref_logp_r: Tensor | None = None  # the method's reference policy, by the trainer or the engine
-    engine_logp_r: Tensor | None = None  # the policy that sampled, by the rollout engine
+    engine_logp_r: Tensor | None = None  # the policy that sampled, by the engine; NaN: no engine sampled it
     version_r: Tensor | None = None  # int64: the weight version that sampled the token
+    item_r: Tensor | None = None  # int64: which item of its response the token belongs to
     weight_r: Tensor | None = None  # dL/dlogp, where it is known before the forward
 
     def __len__(self) -> int:
@@ -74,6 +82,23 @@ class Rows:
         """Segment sum of a per-token value over each sequence, [r] -> [n]."""
         return value_r.new_zeros(len(self)).index_add(0, self.seq_r, value_r)
 
+    def sequence_mean(self, value_r: Tensor) -> Tensor:
+        """Mean of a per-token value over each sequence, [r] -> [n]."""
+        return self.sequence_sum(value_r) / self.length_n.clamp(min=1)
+
+    def token_advantages(self) -> Tensor:
+        """The advantage of every response token, [r]: its own, or its response's."""
+        if self.advantage_r is not None:
+            return self.advantage_r
+        assert self.advantage_n is not None, "this loss needs advantages (Loss.signal)"
+        return self.advantage_n[self.seq_r]
+
+    def trained(self) -> Rows:
+        """The rows that have a gradient."""
+        if self.trained_n is None or bool(self.trained_n.all()):
+            return self
+        return self.select(self.trained_n.nonzero().flatten().tolist())
+
     def sampled_by(self, version: int) -> Tensor:
         """Whether the weights of `version` sampled the token, bool [r]; true where that is not known."""
         if self.version_r is None:
@@ -92,6 +117,8 @@ class Rows:
                 return None
             if isinstance(column, list):
                 return [column[i] for i in index]
+            if isinstance(column, dict):
+                return {key: value[row] for key, value in column.items()}
             return column[token] if name.endswith("_r") else column[row]
 
         return Rows(**{f.name: pick(f.name) for f in fields(self)})
@@ -102,6 +129,7 @@ class Rows:
         moved: dict[str, Any] = {
             name: value.to(device) if isinstance(value, Tensor) else value for name, value in columns.items()
         }
+        moved["component_n"] = {key: value.to(device) for key, value in self.component_n.items()}
         return Rows(**moved)
 
     def with_columns(self, **columns: Tensor | None) -> Rows:
@@ -112,6 +140,8 @@ class Rows:
     def from_groups(groups: Sequence[Group]) -> Rows:
         """Rows of all rollouts, in order. Raises ValueError for log-probs that do not match their tokens."""
         rollouts = [(g, rollout) for g, group in enumerate(groups) for rollout in group.rollouts]
+        names = sorted({name for _, rollout in rollouts for name in rollout.rewards})
+        priors = [groups[g].prior for g, _ in rollouts]
         return Rows(
             prompt_ids=[groups[g].prompt.token_ids for g, _ in rollouts],
             response_ids=[rollout.token_ids for _, rollout in rollouts],
@@ -120,6 +150,17 @@ class Rows:
             truncated_n=torch.tensor([rollout.finish_reason == "length" for _, rollout in rollouts]),
             engine_logp_r=_engine_logp([rollout for _, rollout in rollouts]),
             version_r=torch.tensor([v for _, r in rollouts for v in _versions(r)], dtype=torch.int64),
+            prior_n=None
+            if set(priors) <= {None}
+            else torch.tensor([math.nan if p is None else p for p in priors], dtype=torch.float32),
+            trained_n=torch.tensor([rollout.trained for _, rollout in rollouts], dtype=torch.bool),
+            demonstration_n=torch.tensor(
+                [r.source == "demonstration" for _, r in rollouts], dtype=torch.bool
+            ),
+            component_n={
+                name: torch.tensor([r.rewards.get(name, 0.0) for _, r in rollouts], dtype=torch.float32)
+                for name in names
+            },
         )
 
 
@@ -132,16 +173,22 @@ def _versions(rollout: Rollout) -> list[int]:
 
 
 def _engine_logp(rollouts: Sequence[Rollout]) -> Tensor | None:
-    """The engine's log-probs of all responses, fp32 [r]; None where some response has none."""
-    if any(rollout.token_ids and not rollout.logprobs for rollout in rollouts):
+    """The engine's log-probs of all responses, fp32 [r], NaN of those that no engine sampled.
+
+    None where no response has any, or an engine kept some to itself.
+    """
+    known = [rollout.logprobs or [math.nan] * len(rollout.token_ids) for rollout in rollouts]
+    if not any(rollout.logprobs for rollout in rollouts) or any(
+        rollout.source == "policy" and rollout.token_ids and not rollout.logprobs for rollout in rollouts
+    ):
         return None
     for i, rollout in enumerate(rollouts):
-        if len(rollout.logprobs) != len(rollout.token_ids):
+        if len(known[i]) != len(rollout.token_ids):
             raise ValueError(
                 f"response {i} of the batch has {len(rollout.token_ids)} tokens, and the rollout engine gave "
                 f"{len(rollout.logprobs)} log-probs: want one a token"
             )
-    return torch.tensor([logp for rollout in rollouts for logp in rollout.logprobs], dtype=torch.float32)
+    return torch.tensor([logp for logps in known for logp in logps], dtype=torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,15 +208,14 @@ class Totals:
 class LossInputs:
     """What a loss sees of one micro-batch: its rows and the current policy's log-probs.
 
-    `logp_r` fp32 [r], differentiable, at the sampling temperature. `entropy_r` fp32 [r] where the
-    method asked for it. A loss returns its *share* of the optimizer step's loss: shares add up over
+    `logp_r` fp32 [r], differentiable, at the sampling temperature. A loss
+    returns its *share* of the optimizer step's loss: shares add up over
     micro-batches and ranks because every normaliser comes from `totals`.
     """
 
     rows: Rows
     logp_r: Tensor
     totals: Totals
-    entropy_r: Tensor | None = None
 
     @cached_property
     def logp_n(self) -> Tensor:

@@ -29,6 +29,8 @@ def make_rows(rewards: list[list[float]], lengths: list[int] | None = None, seed
         advantage_n=torch.randn(n, generator=generator),
         old_logp_r=column_r[0],
         ref_logp_r=column_r[1],
+        demonstration_n=torch.arange(n) % 3 == 1,
+        item_r=torch.arange(sum(lengths)) % 2,
         engine_logp_r=column_r[0] + 0.5 * torch.randn(sum(lengths), generator=generator),
     )
 

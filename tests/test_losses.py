@@ -7,10 +7,14 @@ import torch
 from rows import make_logp, make_rows
 
 from megatron_gvpo.algorithms.base import token_weights
+from megatron_gvpo.algorithms.cispo import CISPO
+from megatron_gvpo.algorithms.disco import DisCO
+from megatron_gvpo.algorithms.dpo import DPO
 from megatron_gvpo.algorithms.gvpo import GVPO
 from megatron_gvpo.algorithms.nll import NLL
 from megatron_gvpo.algorithms.pg import PolicyGradient
 from megatron_gvpo.algorithms.ppo import PPO
+from megatron_gvpo.algorithms.reg_grpo import RegGRPO
 from megatron_gvpo.types import LossInputs, Totals
 
 EMA = {"name": "ema", "decay": 0.9}
@@ -28,11 +32,27 @@ LOSSES = {
     "ppo + importance": PPO(importance={"cap": 1.3}),
     "ppo + kl": PPO(kl_coef=0.1, reference="step_start"),
     "ppo + kl ema": PPO(kl_coef=0.1, reference=EMA),
+    "ppo of sequences": PPO(ratio="sequence", clip_low=0.01, clip_high=0.02),
+    "ppo of items": PPO(ratio="item", clip_low=0.01, clip_high=0.02),
+    "ppo, dual clip": PPO(dual_clip=1.05),
+    "ppo, demonstrations by probability": PPO(demonstrations="probability"),
+    "ppo, demonstrations shaped": PPO(demonstrations="shaped"),
+    "ppo, demonstrations shaped, of sequences": PPO(demonstrations="shaped", ratio="sequence"),
+    "cispo": CISPO(clip_high=0.1),
+    "dpo": DPO(),
+    "dpo, all pairs": DPO(pairs="all", reference=EMA),
+    "reg_grpo": RegGRPO(kl_coef=0.1),
+    "reg_grpo without kl": RegGRPO(),
+    "disco": DisCO(),
+    "disco-b": DisCO(tau=None),
+    "disco of ratios": DisCO(score="ratio", tau=1.0, kl_coef=0.0),
+    "drpo": DisCO(length_temperature=0.1, max_tokens=5),
     "nll": NLL(),
 }
+OF_GROUPS = {name: loss for name, loss in LOSSES.items() if not loss.couples_step or loss.kl_coef == 0}
 
 
-@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize("loss", OF_GROUPS.values(), ids=OF_GROUPS)
 def test_shares_add_up_over_any_split_by_groups(loss):
     rows = make_rows([[1, 0, 0, 1], [0.5, 0.5, 0.5], [2.0], [1, -3], [0, 1]])
     logp_r, totals = make_logp(rows), Totals.of(rows)
@@ -97,6 +117,32 @@ def test_known_at_step_start_means_that_zeros_serve_for_all_log_probs(loss):
         at_start["ref_logp_r"] = logp_r
     exact, _ = token_weights(loss, rows.with_columns(**at_start), logp_r, totals)
     assert loss.known_at_step_start == torch.allclose(shortcut, exact, atol=1e-7)
+
+
+def test_dual_clip_bounds_what_a_bad_response_costs():
+    rows = make_rows([[1, 0]], lengths=[1, 1])
+    rows = rows.with_columns(advantage_n=torch.tensor([-1.0, -1.0]), old_logp_r=torch.tensor([-2.0, -0.5]))
+    logp_r = torch.tensor([0.0, -0.4])  # ratios e^2 and e^0.1
+    weight_r, metrics = token_weights(PPO(dual_clip=3.0), rows, logp_r, Totals.of(rows))
+    assert float(metrics["loss"]) == pytest.approx((3 + torch.tensor(0.1).exp().item()) / 2)
+    assert weight_r.tolist() == pytest.approx([0, torch.tensor(0.1).exp().item() / 2])
+
+
+def test_disco_holds_the_policy_by_the_kl_of_the_whole_step():
+    """Not of a micro-batch: so a loss that `couples_step` is only ever called with all rows."""
+    rows = make_rows([[1, 0, 0, 1], [0.5, 0.5, 0.5]])
+    totals = Totals.of(rows)
+    logp_r = (rows.old_logp_r - 0.3).requires_grad_()  # KL = 0.3
+    free, _ = token_weights(DisCO(kl_coef=0.0), rows, logp_r, totals)
+    held, metrics = token_weights(DisCO(kl_coef=10.0, kl_limit=0.1), rows, logp_r, totals)
+    assert float(metrics["kl_step"]) == pytest.approx(0.3, abs=1e-6)
+    torch.testing.assert_close(held - free, torch.full_like(held, -10.0 * 0.2 / totals.tokens))
+
+
+def test_no_reward_in_a_pair_of_equals():
+    rows = make_rows([[1, 1], [0.5]])
+    weight_r, metrics = token_weights(DPO(), rows, make_logp(rows), Totals.of(rows))
+    assert weight_r.abs().max() == 0 and metrics["loss"] == 0
 
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)

@@ -52,6 +52,38 @@ class Reference(Block):
 STEP_START = Reference()
 
 
+class Advantage(Block):
+    """Rewards to advantages, of all rows of one optimizer step at once.
+
+    Calling it returns (advantages, metrics): fp32 [n], one a response, or [r], one a token, where
+    `per_token`. Rows that are not trained have advantages too, which nobody reads.
+    """
+
+    @property
+    def per_token(self) -> bool:
+        """Whether the tokens of a response have advantages of their own."""
+        return False
+
+    @property
+    def needs_prior(self) -> bool:
+        """Whether it reads `rows.prior_n`."""
+        return False
+
+    @property
+    def needs_group(self) -> bool:
+        """Whether it compares the responses of a prompt with each other."""
+        return True
+
+    def __call__(self, rows: Rows) -> tuple[Tensor, Metrics]:
+        raise NotImplementedError
+
+    def fill(self, rows: Rows) -> tuple[Rows, Metrics]:
+        """The rows with their advantages."""
+        advantage, metrics = self(rows)
+        column = "advantage_r" if self.per_token else "advantage_n"
+        return rows.with_columns(**{column: advantage}), metrics
+
+
 class Loss(Block):
     """A loss as a differentiable function of the current log-probs.
 
@@ -59,11 +91,18 @@ class Loss(Block):
     scalar) and detached shares of metrics, which add up over micro-batches and ranks like the loss.
     """
 
+    # Bonus on the policy's entropy: the trainer subtracts entropy_coef times its mean over response tokens.
+    entropy_coef: float = Field(0.0, ge=0)
+
     # What weighs the log-probs: `rows.reward_n`, `rows.advantage_n`, or nothing.
     signal: ClassVar[Literal["reward", "advantage", "none"]]
     # The weight of a sequence depends on the other sequences of its group, which therefore must all be
     # among the rows of one call.
     couples_groups: ClassVar[bool] = False
+    # Advantages may differ between the tokens of a response.
+    token_advantages: ClassVar[bool] = True
+    # The weight of a sequence depends on all sequences of the optimizer step.
+    couples_step: ClassVar[bool] = False
     # Anchors enter as sums of log-probs and are never exponentiated, so that small errors in them stay small.
     sums_anchors: ClassVar[bool] = False
 
@@ -88,8 +127,8 @@ class Loss(Block):
 
     @property
     def wants_entropy(self) -> bool:
-        """Whether `inputs.entropy_r` must be filled (it costs time)."""
-        return False
+        """Whether the head must compute entropies (it costs time)."""
+        return self.entropy_coef > 0
 
     def sized(self, max_tokens: int) -> Self:
         """For responses of at most `max_tokens` tokens, which an aggregation may divide by."""

@@ -10,7 +10,8 @@ import torch
 from pydantic import Field, PositiveInt
 
 from megatron_gvpo.algorithms.base import Block
-from megatron_gvpo.types import Group, Prompt, Rollout
+from megatron_gvpo.algorithms.shaping import value_of
+from megatron_gvpo.types import Group, Prompt, Rollout, Scored
 
 
 class BatchPolicy(Protocol):
@@ -41,6 +42,8 @@ class KeepAll(Block):
 class Accumulate(Block):
     """GPG's thresholding (arXiv 2504.02546, section 2.2): enough groups whose rewards differ.
 
+    With threshold 1 it is DAPO's dynamic sampling (arXiv 2503.14476 eq. 11): refilled until all of them do.
+
     A group is valid when its rewards differ. While fewer than `threshold` (beta_th) times the nominal
     number of groups are valid, the valid ones are kept and another batch is sampled, up to `max_rounds`
     batches (20 in the paper's code). See `Accumulator` for what the batch then holds.
@@ -49,9 +52,10 @@ class Accumulate(Block):
     name: Literal["accumulate"] = "accumulate"
     threshold: float = Field(0.6, gt=0, le=1)
     max_rounds: PositiveInt = 20
+    by: str | None = None  # a component of the reward; null: all of it. DAPO refills by accuracy
 
     def build(self, batch_groups: int) -> BatchPolicy:
-        return Accumulator(batch_groups, self.threshold, self.max_rounds)
+        return Accumulator(batch_groups, self.threshold, self.max_rounds, self.by)
 
 
 class Everything:
@@ -78,7 +82,8 @@ class Accumulator:
     because no valid group is thrown away.
     """
 
-    def __init__(self, batch_groups: int, threshold: float, max_rounds: int) -> None:
+    def __init__(self, batch_groups: int, threshold: float, max_rounds: int, by: str | None = None) -> None:
+        self.by = by
         self.batch_groups = batch_groups
         self.threshold = threshold
         self.max_rounds = max_rounds
@@ -90,7 +95,7 @@ class Accumulator:
     def offer(self, groups: Sequence[Group]) -> list[Group] | None:
         self._rounds += 1
         self._offered += len(groups)
-        valid = [is_valid(group) for group in groups]
+        valid = [is_valid(group, self.by) for group in groups]
         n_valid = len(self._pending) + sum(valid)
         enough = n_valid >= self.threshold * self.batch_groups
         if not enough and self._rounds < self.max_rounds:
@@ -120,9 +125,10 @@ class Accumulator:
         self._rounds, self._offered = state["rounds"], state["offered"]
 
 
-def is_valid(group: Group) -> bool:
-    """Whether the rewards of a group differ, in fp32 as training sees them."""
-    return len(torch.tensor(group.rewards, dtype=torch.float32).unique()) > 1
+def is_valid(group: Group, by: str | None = None) -> bool:
+    """Whether the rewards of a group (or the component `by`) differ, in fp32 as training sees them."""
+    values = [value_of(rollout, by) for rollout in group.rollouts]
+    return len(torch.tensor(values, dtype=torch.float32).unique()) > 1
 
 
 def _group(values: Mapping[str, Any]) -> Group:
@@ -130,4 +136,11 @@ def _group(values: Mapping[str, Any]) -> Group:
     prompt = dict(values["prompt"])
     for key in ("token_ids", "demonstration"):
         prompt[key] = None if prompt[key] is None else tuple(prompt[key])
-    return Group(Prompt(**prompt), [Rollout(**rollout) for rollout in values["rollouts"]])
+    prompt["responses"] = tuple(Scored(tuple(ids), text, r) for ids, text, r in prompt["responses"])
+    rollouts = [rollout_of(fields) for fields in values["rollouts"]]
+    return Group(Prompt(**prompt), rollouts, values["prior"])
+
+
+def rollout_of(fields: Mapping[str, Any]) -> Rollout:
+    """The inverse of `dataclasses.asdict`, after JSON has turned tuples into lists."""
+    return Rollout(**{**fields, "spans": [tuple(span) for span in fields["spans"]]})

@@ -1,33 +1,119 @@
-"""A method as a composition of blocks, and the recipes that name the usual ones."""
+"""A method as a composition of blocks: every block there is, and which go together."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
-from functools import cache
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import yaml
 from pydantic import BeforeValidator, Field, model_validator
 
 from megatron_gvpo.algorithms.base import STEP_START, Block
 from megatron_gvpo.algorithms.batch_policy import Accumulate, KeepAll
+from megatron_gvpo.algorithms.bnpo import BNPO
+from megatron_gvpo.algorithms.cispo import CISPO
+from megatron_gvpo.algorithms.curriculum import (
+    Equal,
+    GreedyPrior,
+    InOrder,
+    Knapsack,
+    NoPrior,
+    SuccessRate,
+    TrackedPrior,
+    Tracker,
+)
+from megatron_gvpo.algorithms.custom import CustomEstimator, CustomLoss, CustomShaper
+from megatron_gvpo.algorithms.disco import DisCO
+from megatron_gvpo.algorithms.dpo import DPO
 from megatron_gvpo.algorithms.estimators import Estimator
+from megatron_gvpo.algorithms.filters import Drop, Keep, MaskTruncated
+from megatron_gvpo.algorithms.gdpo import ComponentEstimator
+from megatron_gvpo.algorithms.grao import ReferenceAnswerEstimator
 from megatron_gvpo.algorithms.gvpo import GVPO
+from megatron_gvpo.algorithms.judged import GroupSimilarity, WinRate
+from megatron_gvpo.algorithms.mc_grpo import MedianEstimator
+from megatron_gvpo.algorithms.members import Demonstration, Hinted, Replay
+from megatron_gvpo.algorithms.ngrpo import VirtualEstimator
 from megatron_gvpo.algorithms.nll import NLL
 from megatron_gvpo.algorithms.pg import PolicyGradient
 from megatron_gvpo.algorithms.ppo import PPO
-
-RECIPES = Path(__file__).parent / "recipes"
+from megatron_gvpo.algorithms.rank_grpo import RankEstimator
+from megatron_gvpo.algorithms.recipe import merge, read_recipe
+from megatron_gvpo.algorithms.reg_grpo import RegGRPO
+from megatron_gvpo.algorithms.shapers import (
+    Affine,
+    FormatLength,
+    Gate,
+    LengthCurriculum,
+    Overlong,
+    SerialDecay,
+    ShortRight,
+    SoftLog,
+    Staged,
+    Unlikeliness,
+)
+from megatron_gvpo.algorithms.stratified import StratifiedEstimator
+from megatron_gvpo.algorithms.tempo import PrefixTreeEstimator
+from megatron_gvpo.algorithms.v05 import ShrunkEstimator
+from megatron_gvpo.algorithms.xrpo import NoveltyEstimator
 
 
 def _named(value: Any) -> Any:
     return {"name": value} if isinstance(value, str) else value
 
 
-AnyLoss = Annotated[GVPO | PolicyGradient | PPO | NLL, Field(discriminator="name"), BeforeValidator(_named)]
+def _group_by_default(value: Any) -> Any:
+    value = _named(value)
+    return {"name": "group", **value} if isinstance(value, Mapping) else value
+
+
+AnyPrompts = Annotated[InOrder | SuccessRate, Field(discriminator="name"), BeforeValidator(_named)]
+AnyAllocation = Annotated[Equal | Knapsack, Field(discriminator="name"), BeforeValidator(_named)]
+AnyPrior = Annotated[
+    NoPrior | GreedyPrior | TrackedPrior, Field(discriminator="name"), BeforeValidator(_named)
+]
+AnyMember = Annotated[Replay | Demonstration | Hinted, Field(discriminator="name"), BeforeValidator(_named)]
+AnyShaper = Annotated[
+    Affine
+    | Overlong
+    | Unlikeliness
+    | ShortRight
+    | LengthCurriculum
+    | FormatLength
+    | Gate
+    | Staged
+    | SoftLog
+    | SerialDecay
+    | Keep
+    | Drop
+    | MaskTruncated
+    | WinRate
+    | GroupSimilarity
+    | CustomShaper,
+    Field(discriminator="name"),
+    BeforeValidator(_named),
+]
 AnyBatchPolicy = Annotated[KeepAll | Accumulate, Field(discriminator="name"), BeforeValidator(_named)]
+AnyEstimator = Annotated[
+    Estimator
+    | BNPO
+    | MedianEstimator
+    | VirtualEstimator
+    | ComponentEstimator
+    | StratifiedEstimator
+    | PrefixTreeEstimator
+    | NoveltyEstimator
+    | ShrunkEstimator
+    | ReferenceAnswerEstimator
+    | RankEstimator
+    | CustomEstimator,
+    Field(discriminator="name"),
+    BeforeValidator(_group_by_default),
+]
+AnyLoss = Annotated[
+    GVPO | PolicyGradient | PPO | CISPO | NLL | DPO | DisCO | RegGRPO | CustomLoss,
+    Field(discriminator="name"),
+    BeforeValidator(_named),
+]
 
 
 class AlgorithmConfig(Block):
@@ -37,14 +123,21 @@ class AlgorithmConfig(Block):
           recipe: gvpo
           loss: {beta: 0.2}
 
-    A block given under another `name` replaces the recipe's; otherwise its keys are merged into it.
-    With `recipe: null` the blocks' own defaults hold.
+    A block given under another `name` replaces the recipe's; otherwise its keys are merged into it. A list
+    replaces the recipe's list. With `recipe: null` the blocks' own defaults hold.
     """
 
     recipe: str | None = "gvpo"
-    sampler: Literal["engine", "dataset"] = "engine"  # responses come from the policy, or from the data set
+    # Responses come from the policy, are the data set's demonstrations, or its scored responses.
+    sampler: Literal["engine", "dataset", "file"] = "engine"
+    prompts: AnyPrompts = InOrder()  # which are drawn
+    allocation: AnyAllocation = Equal()  # of responses to the prompts of a batch
+    tracker: Tracker = Tracker()  # of prompts' success, for the blocks that want it
+    prior: AnyPrior = NoPrior()  # the reward that is expected of a prompt
+    members: tuple[AnyMember, ...] = ()  # what joins the groups, in this order
+    shapers: tuple[AnyShaper, ...] = ()  # what changes rewards, masks and drops, in this order
     batch_policy: AnyBatchPolicy = KeepAll()
-    estimator: Estimator | None = None  # for losses that are weighed by advantages
+    estimator: AnyEstimator | None = None  # for losses that are weighed by advantages
     loss: AnyLoss = GVPO()
     # Who computes the log-probs of the policy at step start that the loss compares with: "engine" takes those
     # that came with the responses, corrected by their mean gap a token, and saves the scoring pass.
@@ -58,26 +151,14 @@ class AlgorithmConfig(Block):
         if not isinstance(values, Mapping):
             return values
         recipe = values.get("recipe", cls.model_fields["recipe"].default)
-        return merge(_read_recipe(recipe), values) if isinstance(recipe, str) else values
+        return merge(read_recipe(recipe)[0], values) if isinstance(recipe, str) else values
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
         """Combinations of blocks that mean nothing."""
         loss = self.loss
-        if self.sampler == "dataset" and loss.signal != "none":
-            raise ValueError(
-                f"sampler=dataset gives one demonstration a prompt and no rewards, but the loss {loss.name} "
-                f"is weighed by each response's {loss.signal}: use the loss nll, or sampler=engine"
-            )
-        if self.sampler == "dataset" and self.batch_policy.name != "keep_all":
-            raise ValueError(
-                f"batch_policy={self.batch_policy.name} compares rewards, and sampler=dataset has none: "
-                "use keep_all"
-            )
-        if self.sampler == "dataset" and loss.sized(1) != loss:
-            raise ValueError(
-                "loss.aggregation.constant is missing: sampler=dataset has no longest response for it"
-            )
+        if self.sampler != "engine":
+            self._without_engine()
         if loss.signal == "advantage" and self.estimator is None:
             raise ValueError(f"estimator is missing: the loss {loss.name} is weighed by its advantages")
         if loss.signal != "advantage" and self.estimator is not None:
@@ -85,13 +166,58 @@ class AlgorithmConfig(Block):
                 f"estimator has no effect with the loss {loss.name}, which does not use advantages: "
                 "set it to null"
             )
+        estimator = self.estimator
+        wants_prior = estimator is not None and estimator.needs_prior
+        if wants_prior != (self.prior.name != "none"):
+            raise ValueError(
+                f"prior={self.prior.name}: "
+                + (
+                    f"the estimator {estimator.name} needs an expected reward: prior=greedy or tracker"
+                    if estimator is not None and wants_prior
+                    else "nothing reads it; estimator.baseline=prior does"
+                )
+            )
+        if estimator is not None and estimator.per_token and not loss.token_advantages:
+            raise ValueError(
+                f"the estimator {estimator.name} gives every token an advantage, and the loss {loss.name} "
+                "takes one a response"
+            )
+        if getattr(loss, "ratio", None) == "item" and not isinstance(estimator, RankEstimator):
+            raise ValueError("loss.ratio=item needs the estimator rank, which finds the items")
         if self.reference_logprobs == "engine":
             self._engine_may_be_reference()
         return self
 
+    def _without_engine(self) -> None:
+        """What the samplers `dataset` and `file` cannot do."""
+        loss, sampler = self.loss, self.sampler
+        if sampler == "dataset" and loss.signal != "none":
+            raise ValueError(
+                f"sampler=dataset gives one demonstration a prompt and no rewards, but the loss {loss.name} "
+                f"is weighed by each response's {loss.signal}: use the loss nll, or sampler=engine"
+            )
+        if sampler == "dataset" and self.batch_policy.name != "keep_all":
+            raise ValueError(
+                f"batch_policy={self.batch_policy.name} compares rewards, and sampler=dataset has none: "
+                "use keep_all"
+            )
+        if sampler == "dataset" and self.shapers:
+            raise ValueError("shapers work on rewards, and sampler=dataset has none: leave them out")
+        if self.prior.name == "greedy" or self.allocation.name != "equal":
+            raise ValueError(f"prior=greedy and allocation ask the engine, and sampler={sampler} has none")
+        if others := [m.name for m in self.members if sampler == "dataset" or m.name != "demonstration"]:
+            raise ValueError(f"members: {others[0]} has nobody to ask, or to join, with sampler={sampler}")
+        missing = [f"shapers: {block.name}: max_tokens" for block in self.shapers if block.sized(1) != block]
+        if loss.sized(1) != loss:
+            missing = [f"loss.{'aggregation.constant' if hasattr(loss, 'aggregation') else 'max_tokens'}"]
+        if missing:
+            raise ValueError(f"{missing[0]} is missing: sampler={sampler} has no longest response for it")
+
     def _engine_may_be_reference(self) -> None:
         anchors = set(self.loss.anchors.values())
-        if not anchors:
+        if self.members or self.sampler != "engine":
+            problem = "compares responses that the present engine did not sample, and has no log-probs of"
+        elif not anchors:
             problem = "compares with no policy: there is nothing to save"
         elif not self.loss.sums_anchors:
             problem = (
@@ -107,34 +233,26 @@ class AlgorithmConfig(Block):
     @property
     def needs_group(self) -> bool:
         """Whether it compares the responses of a prompt with each other."""
-        return self.loss.couples_groups or (self.estimator is not None and self.estimator.needs_group)
+        coupled = self.loss.couples_groups and self.loss.signal != "advantage"
+        return coupled or (self.estimator is not None and self.estimator.needs_group)
 
+    @property
+    def needs_tracker(self) -> bool:
+        """Whether some block asks what earlier responses to a prompt came to."""
+        return (
+            self.prior.name == "tracker"
+            or self.prompts.name == "success_rate"
+            or self.allocation.name == "knapsack"
+        )
 
-@cache
-def _recipe_names() -> list[str]:
-    return sorted(file.stem for file in RECIPES.glob("*.yaml"))
-
-
-def _read_recipe(name: str) -> dict[str, Any]:
-    if name not in _recipe_names():
-        near = difflib.get_close_matches(name, _recipe_names(), 1, 0.5)
-        hint = f", did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"there is no recipe {name!r} among {', '.join(_recipe_names())}{hint}")
-    recipe: dict[str, Any] = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
-    return recipe
-
-
-def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested settings `over` on top of `base`; a block under another name or recipe replaces the whole block.
-
-    A plain string in `base` is a block's short form where `over` sets keys of that block.
-    """
-    merged = {**base, **over}
-    for key in base.keys() & over.keys():
-        old, new = base[key], over[key]
-        if isinstance(old, str):
-            old = {"recipe" if key == "algorithm" else "name": old}
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            replaced = any(new.get(tag, old[tag]) != old[tag] for tag in ("name", "recipe") if tag in old)
-            merged[key] = new if replaced else merge(old, new)
-    return merged
+    def sized(self, max_tokens: int) -> Self:
+        """For responses of at most `max_tokens` tokens, which some blocks count with."""
+        changes: dict[str, Any] = {
+            "loss": self.loss.sized(max_tokens),
+            "shapers": tuple(shaper.sized(max_tokens) for shaper in self.shapers),
+            "members": tuple(
+                member.sized(max_tokens) if isinstance(member, Demonstration) else member
+                for member in self.members
+            ),
+        }
+        return self.model_copy(update=changes)

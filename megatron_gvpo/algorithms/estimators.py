@@ -8,15 +8,16 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from megatron_gvpo.algorithms.base import Block, Metrics
+from megatron_gvpo.algorithms.base import Advantage, Metrics
 from megatron_gvpo.types import Rows
 
 
-class Estimator(Block):
+class Estimator(Advantage):
     """A_i = alpha * (r_i - baseline_i) / (scale_i + eps), fp32 [n].
 
     baseline    mean  group mean, GRPO (arXiv 2402.03300) and GPG eq. 6
                 loo   mean of the others, RLOO (arXiv 2402.14740): k/(k-1) times `mean`
+                prior what was expected of the prompt (`algorithm.prior`): ReMax, SPO
                 none  the reward itself
     scale       group_std  std of the group's rewards, GRPO
                 batch_std  std of all rewards, one of GPG's choices of F_norm
@@ -26,30 +27,37 @@ class Estimator(Block):
                 sample  sequences, B / (B - M), as in the paper: exact for means over sequences
                 token   response tokens: exact for `token_mean`
                 none    alpha = 1
+    whiten      (A - mean) / (std + eps) over the optimizer step, every response counting once (sequence) or
+                as often as it has tokens (token): REINFORCE++ (arXiv 2501.03262), SPO (arXiv 2509.13232)
 
     A group is valid when its rewards differ. Any other, a group of one included, has advantages of
-    exactly 0 under every baseline; where no group is valid, alpha is 1.
+    exactly 0 under the baselines mean and loo (before `whiten`); where no group is valid, alpha is 1.
     """
 
-    baseline: Literal["none", "mean", "loo"] = "mean"
+    name: Literal["group"] = "group"
+    baseline: Literal["none", "mean", "loo", "prior"] = "mean"
     scale: Literal["none", "group_std", "batch_std"] = "none"
     ddof: Literal[0, 1] = 1
     eps: float = Field(1e-6, ge=0)
     age: Literal["none", "sample", "token"] = "none"
+    whiten: Literal["none", "sequence", "token"] = "none"
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        if self.baseline == "none" and (self.scale == "group_std" or self.age != "none"):
+        if not self.needs_group and (self.scale == "group_std" or self.age != "none"):
             raise ValueError(
-                f"baseline=none with scale={self.scale}, age={self.age}: group_std and age compare the "
-                "responses of a prompt, so they need baseline=mean or loo"
+                f"baseline={self.baseline} with scale={self.scale}, age={self.age}: group_std and age "
+                "compare the responses of a prompt, so they need baseline=mean or loo"
             )
         return self
 
     @property
     def needs_group(self) -> bool:
-        """Whether it compares the responses of a prompt with each other."""
-        return self.baseline != "none"
+        return self.baseline in ("mean", "loo")
+
+    @property
+    def needs_prior(self) -> bool:
+        return self.baseline == "prior"
 
     def __call__(self, rows: Rows) -> tuple[Tensor, Metrics]:
         """Advantages of `rows`, fp32 [n], and metrics of the whole batch.
@@ -63,11 +71,16 @@ class Estimator(Block):
             advantage_n = advantage_n.where(valid_n, 0)
         alpha = self._alpha(rows, valid_n)
         metrics = {"valid_fraction": valid_n.double().mean(), "age_alpha": alpha}
-        return (alpha * advantage_n).float(), metrics
+        advantage_n = alpha * advantage_n
+        if self.whiten != "none":
+            advantage_n = whitened(rows, advantage_n, self.whiten, self.ddof, self.eps)
+        return advantage_n.float(), metrics
 
     def _baseline(self, rows: Rows, reward_n: Tensor) -> Tensor:
         if self.baseline == "none":
             return torch.zeros_like(reward_n)
+        if self.baseline == "prior":
+            return prior(rows)
         mean_n = rows.group_mean(reward_n)
         if self.baseline == "mean":
             return mean_n
@@ -80,10 +93,7 @@ class Estimator(Block):
             case "none":
                 return torch.ones_like(reward_n)
             case "group_std":
-                index_n, size_g = rows.groups
-                k_n = size_g[index_n]
-                variance_n = rows.group_mean((reward_n - rows.group_mean(reward_n)) ** 2)
-                return (variance_n * k_n / (k_n - self.ddof).clamp(min=1)).sqrt() + self.eps
+                return group_std(rows, reward_n, self.ddof) + self.eps
             case "batch_std":
                 sum_of_squares = ((reward_n - reward_n.mean()) ** 2).sum()
                 return (sum_of_squares / max(len(rows) - self.ddof, 1)).sqrt() + self.eps
@@ -96,11 +106,45 @@ class Estimator(Block):
         return size_n.sum() / valid
 
 
-def rewards_differ(rows: Rows) -> Tensor:
-    """Whether the rewards of each row's group differ, bool [n]; compared exactly."""
+def rewards_differ(rows: Rows, value_n: Tensor | None = None) -> Tensor:
+    """Whether the rewards (or another value) of each row's group differ, bool [n]; compared exactly."""
+    value_n = rows.reward_n if value_n is None else value_n
     index_n, size_g = rows.groups
-    highest_g = rows.reward_n.new_full((len(size_g),), -torch.inf)
+    highest_g = value_n.new_full((len(size_g),), -torch.inf)
     lowest_g = -highest_g
-    highest_g = highest_g.index_reduce(0, index_n, rows.reward_n, "amax")
-    lowest_g = lowest_g.index_reduce(0, index_n, rows.reward_n, "amin")
+    highest_g = highest_g.index_reduce(0, index_n, value_n, "amax")
+    lowest_g = lowest_g.index_reduce(0, index_n, value_n, "amin")
     return (highest_g > lowest_g)[index_n]
+
+
+def group_std(rows: Rows, value_n: Tensor, ddof: int = 1) -> Tensor:
+    """Standard deviation of a value over its group, broadcast to [n]; 0 for a group of one."""
+    index_n, size_g = rows.groups
+    k_n = size_g[index_n]
+    variance_n = rows.group_mean((value_n - rows.group_mean(value_n)) ** 2)
+    return (variance_n * k_n / (k_n - ddof).clamp(min=1)).sqrt()
+
+
+def normalised(rows: Rows, value_n: Tensor, ddof: int = 1, eps: float = 1e-6) -> Tensor:
+    """(value - group mean) / (group std + eps), fp64 [n]: GRPO's advantage; 0 where a group's are equal."""
+    value_n = value_n.double()
+    scaled_n = (value_n - rows.group_mean(value_n)) / (group_std(rows, value_n, ddof) + eps)
+    return scaled_n.where(rewards_differ(rows, value_n), 0)
+
+
+def whitened(
+    rows: Rows, value_n: Tensor, over: Literal["sequence", "token"], ddof: int, eps: float
+) -> Tensor:
+    """(value - mean) / (std + eps) over all rows, each counted once or as often as it has tokens, [n]."""
+    count_n = torch.ones_like(value_n) if over == "sequence" else rows.length_n.to(value_n.dtype)
+    total = count_n.sum()
+    mean = (count_n * value_n).sum() / total
+    variance = (count_n * (value_n - mean) ** 2).sum() / (total - ddof).clamp(min=1)
+    return (value_n - mean) / (variance.sqrt() + eps)
+
+
+def prior(rows: Rows) -> Tensor:
+    """The expected reward of each row's prompt, fp64 [n]. Raises ValueError where nobody said it."""
+    if rows.prior_n is None or bool(rows.prior_n.isnan().any()):
+        raise ValueError("some prompt has no expected reward: set algorithm.prior")
+    return rows.prior_n.double()

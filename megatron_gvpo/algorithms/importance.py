@@ -29,6 +29,7 @@ class TruncatedImportance(Block):
         if rows.engine_logp_r is None:
             raise ValueError("algorithm.loss.importance: the rollout engine gave no log-probs of its tokens")
         ratio_r = (rows.old_logp_r - rows.engine_logp_r).detach().exp()
+        ratio_r = ratio_r.where(~rows.engine_logp_r.isnan(), 1)  # demonstrations: no engine sampled them
         weight_r = ratio_r.clamp(max=self.cap)
         return weight_r, {
             "importance": weight_r.sum() / totals.tokens,

@@ -36,8 +36,7 @@ class PolicyGradient(Loss):
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, Metrics]:
         rows = inputs.rows
-        assert rows.advantage_n is not None, "a policy gradient needs advantages (Loss.signal)"
-        weight_r = self.aggregation(rows, inputs.totals) * rows.advantage_n[rows.seq_r]
+        weight_r = self.aggregation(rows, inputs.totals) * rows.token_advantages()
         metrics: Metrics = {}
         if self.importance:
             importance_r, metrics = self.importance(rows, inputs.totals)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -10,12 +12,12 @@ from jinja2 import TemplateError
 
 from megatron_gvpo.config import DataConfig, DatasetConfig
 from megatron_gvpo.data.sources import DataError, Record, read_records
-from megatron_gvpo.types import Prompt
+from megatron_gvpo.types import Prompt, Scored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["DataError", "load_prompts"]
+__all__ = ["DataError", "PromptWriter", "load_prompts"]
 
 log = logging.getLogger(__name__)
 
@@ -59,14 +61,24 @@ def load_prompts(
         if dataset.demonstration_key is not None:
             solution = _string(record, dataset.demonstration_key)
             tokens = tokenizer(solution, add_special_tokens=False)["input_ids"]
-            demonstration = (*tokens, *([end_token_id] if tokens[-1:] != [end_token_id] else []))
+            demonstration = _ended(tokens, end_token_id)
             if positions and len(ids) + len(demonstration) > positions:
                 raise DataError(
                     f"{record.where}: the prompt has {len(ids)} tokens and its demonstration "
                     f"{len(demonstration)} (field {dataset.demonstration_key!r}), together "
                     f"more than the model's max_position_embeddings={positions}; shorten or remove the record"
                 )
-        prompts.append(Prompt(record.id, tuple(ids), text, answer, demonstration, record.fields))
+        responses: tuple[Scored, ...] = ()
+        if dataset.responses_key is not None:
+            responses = _responses(record, dataset.responses_key, tokenizer, end_token_id)
+            longest = max(len(response.token_ids) for response in responses)
+            if positions and len(ids) + longest > positions:
+                raise DataError(
+                    f"{record.where}: the prompt has {len(ids)} tokens and its longest response {longest} "
+                    f"(field {dataset.responses_key!r}), together more than the model's "
+                    f"max_position_embeddings={positions}; shorten or remove it"
+                )
+        prompts.append(Prompt(record.id, tuple(ids), text, answer, demonstration, record.fields, responses))
 
     if dropped := len(records) - len(prompts):
         log.warning(
@@ -76,6 +88,26 @@ def load_prompts(
     if not prompts:
         raise DataError(f"{dataset.path}: every prompt is longer than {data.max_prompt_tokens} tokens")
     return prompts
+
+
+class PromptWriter:
+    """Prompts with more text after what the user says, rendered and tokenised like the others."""
+
+    def __init__(self, dataset: DatasetConfig, data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._render, self._tokenizer, self._key = _Renderer(data, tokenizer), tokenizer, dataset.prompt_key
+
+    def extended(self, prompt: Prompt, text: str) -> Prompt:
+        """The prompt with `text` appended to the last user message (or to the plain prompt)."""
+        record = Record(prompt.id, f"prompt {prompt.id}", prompt.record)
+        said = _field(record, self._key)
+        if isinstance(said, str):
+            said += text
+        else:
+            last = max((i for i, m in enumerate(said) if m["role"] == "user"), default=len(said) - 1)
+            said = [{**m, "content": m["content"] + text} if i == last else m for i, m in enumerate(said)]
+        rendered = self._render(record, said)
+        ids = self._tokenizer([rendered], add_special_tokens=not self._render.chat)["input_ids"][0]
+        return replace(prompt, token_ids=tuple(ids), text=rendered)
 
 
 class _Renderer:
@@ -123,6 +155,30 @@ def _field(record: Record, key: str) -> Any:
         problem = "is null" if key in record.fields else "is missing"
         raise DataError(f"{record.where}: field {key!r} {problem}; fields there: {', '.join(record.fields)}")
     return value
+
+
+def _ended(tokens: list[int], end_token_id: int) -> tuple[int, ...]:
+    return (*tokens, *([end_token_id] if tokens[-1:] != [end_token_id] else []))
+
+
+def _responses(
+    record: Record, key: str, tokenizer: PreTrainedTokenizerBase, end_token_id: int
+) -> tuple[Scored, ...]:
+    """The scored responses of a record: [{"response": text, "reward": number}, ...]."""
+    found = _field(record, key)
+    wanted = '[{"response": "...", "reward": 1.0}, ...]'
+    if not isinstance(found, list) or not found:
+        raise DataError(f"{record.where}: field {key!r}: expected {wanted}, found {_shown(found)}")
+    for i, item in enumerate(found):
+        reward = item.get("reward") if isinstance(item, dict) else None
+        number = isinstance(reward, int | float) and not isinstance(reward, bool) and math.isfinite(reward)
+        if not number or not isinstance(item.get("response"), str):
+            raise DataError(f"{record.where}: field {key!r}, response {i}: expected one of {wanted}")
+    encoded = tokenizer([item["response"] for item in found], add_special_tokens=False)["input_ids"]
+    return tuple(
+        Scored(_ended(ids, end_token_id), item["response"], float(item["reward"]))
+        for item, ids in zip(found, encoded, strict=True)
+    )
 
 
 def _string(record: Record, key: str) -> str:

@@ -110,7 +110,8 @@ def _head(
         output_layer.weight if output_weight is None else output_weight,
         batch.label_r,
         temperature=context.temperature,
-        weight_r=None if weight_r is None else weight_r[batch.index_r],
+        # With weights known beforehand the head gives no gradient to entropies.
+        weight_r=None if weight_r is None or context.entropy else weight_r[batch.index_r],
         entropy=context.entropy,
         tp_group=parallel_state.get_tensor_model_parallel_group(),
         vocab_size=context.vocab_size,

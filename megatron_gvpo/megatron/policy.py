@@ -87,18 +87,25 @@ class Policy:
         """
         loss, totals = self._loss, Totals.of(rows)
         mine, some_split = self._plan(rows, keep_groups=loss.couples_groups)
-        split = some_split and loss.couples_groups
+        split = (some_split and loss.couples_groups) or loss.couples_step
         rows = self._known_weights(rows, totals, at_step_start, split)
 
         def share(rows: Rows, output: LinearLogprob) -> tuple[Tensor, Any]:
             logp_r = output.logp_r.detach()
+            bonus, entropy = output.logp_r.new_zeros(()), {}
+            if output.entropy_r is not None:
+                mean = output.entropy_r.sum() / totals.tokens
+                bonus, entropy = -loss.entropy_coef * mean, {"entropy": mean}
             if split:
-                assert output.surrogate is not None, "a split group needs its weights before the forward"
-                return output.surrogate, (logp_r, {})
+                surrogate = output.surrogate
+                if surrogate is None:  # the head, which then differentiates entropies, had no weights
+                    assert rows.weight_r is not None, "a split group needs its weights before the forward"
+                    surrogate = (rows.weight_r * output.logp_r).sum()
+                return surrogate + bonus, (logp_r, _floats(entropy))
             anchored = _anchored(rows, logp_r)
-            value, metrics = loss(LossInputs(anchored, output.logp_r, totals, output.entropy_r))
+            value, metrics = loss(LossInputs(anchored, output.logp_r, totals))
             trained = value if output.surrogate is None else output.surrogate
-            return trained, (logp_r, _floats({"loss": value, **metrics}))
+            return trained + bonus, (logp_r, _floats({"loss": value + bonus, **metrics, **entropy}))
 
         self.optimizer.zero_grad()
         results = forward.run(
@@ -113,6 +120,9 @@ class Policy:
             assert logp_r is not None
             value, shares = loss(LossInputs(_anchored(rows, logp_r), logp_r, totals))
             metrics = _floats({"loss": value, **shares})
+            if loss.wants_entropy:
+                metrics |= _sum_over_ranks([share for _, share in results] if _owns_results() else [])
+                metrics["loss"] -= loss.entropy_coef * metrics["entropy"]
         else:
             metrics = _sum_over_ranks([share for _, share in results] if _owns_results() else [])
         return UpdateResult(self.optimizer.apply(), metrics, logp_r)

@@ -1,0 +1,120 @@
+"""A loss, an estimator or a shaper of the user's own: docs/bring_your_own.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from megatron_gvpo.algorithms.base import STEP_START, Advantage, Loss, Metrics, Reference
+from megatron_gvpo.algorithms.shaping import Shaper, rewarded
+from megatron_gvpo.functions import check_call, load_function
+from megatron_gvpo.types import Group, LossInputs, Rows
+
+
+class CustomLoss(Loss):
+    """`function(inputs: LossInputs, **options)` -> share, or (share, metrics).
+
+    `reads` says what the trainer must fill in: reward or advantage, old and ref log-probs. A loss in which a
+    response's weight depends on the others of its group says `groups`: then groups come whole.
+    """
+
+    name: Literal["custom"] = "custom"
+    function: str
+    options: dict[str, Any] = Field(default_factory=dict)
+    reads: tuple[Literal["reward", "advantage", "old", "ref"], ...] = ("advantage",)
+    groups: bool = False
+    reference: Reference = Reference(name="fixed")
+
+    @model_validator(mode="after")
+    def _callable(self) -> Self:
+        check_call(load_function(self.function), "f(inputs, **options)", 1, self.options)
+        return self
+
+    @property
+    def signal(self) -> Literal["reward", "advantage", "none"]:  # type: ignore[override]
+        return "advantage" if "advantage" in self.reads else "reward" if "reward" in self.reads else "none"
+
+    @property
+    def couples_groups(self) -> bool:  # type: ignore[override]
+        return self.groups
+
+    @property
+    def anchors(self) -> Mapping[Literal["old", "ref"], Reference]:
+        anchors: dict[Literal["old", "ref"], Reference] = {}
+        if "old" in self.reads:
+            anchors["old"] = STEP_START
+        if "ref" in self.reads:
+            anchors["ref"] = self.reference
+        return anchors
+
+    def __call__(self, inputs: LossInputs) -> tuple[Tensor, Metrics]:
+        result = load_function(self.function)(inputs, **self.options)
+        share, metrics = result if isinstance(result, tuple) else (result, {})
+        if not isinstance(share, Tensor) or share.shape != () or not share.is_floating_point():
+            raise ValueError(
+                f"loss.function={self.function}: expected a scalar tensor, it returned {_shown(share)}"
+            )
+        return share, metrics
+
+
+class CustomEstimator(Advantage):
+    """`function(rows: Rows, **options)` -> advantages [n], of all rows of an optimizer step.
+
+    `compares`: whether it compares the responses of a prompt (then rollout.n = 1 is refused).
+    """
+
+    name: Literal["custom"] = "custom"
+    function: str
+    options: dict[str, Any] = Field(default_factory=dict)
+    compares: bool = True
+
+    @model_validator(mode="after")
+    def _callable(self) -> Self:
+        check_call(load_function(self.function), "f(rows, **options)", 1, self.options)
+        return self
+
+    @property
+    def needs_group(self) -> bool:
+        return self.compares
+
+    def __call__(self, rows: Rows) -> tuple[Tensor, Metrics]:
+        value = load_function(self.function)(rows, **self.options)
+        if not isinstance(value, Tensor) or value.shape != (len(rows),):
+            raise ValueError(
+                f"estimator.function={self.function}: expected a tensor of shape ({len(rows)},), one "
+                f"advantage a response; it returned {_shown(value)}"
+            )
+        return value.float(), {}
+
+
+class CustomShaper(Shaper):
+    """`function(group: Group, **options)` -> the group's new rewards, one a response."""
+
+    name: Literal["custom"] = "custom"
+    function: str
+    options: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _callable(self) -> Self:
+        check_call(load_function(self.function), "f(group, **options)", 1, self.options)
+        return self
+
+    def __call__(self, groups: Sequence[Group], step: int) -> list[Group]:
+        function = load_function(self.function)
+        shaped = []
+        for group in groups:
+            rewards = [float(r) for r in function(group, **self.options)]
+            if len(rewards) != len(group.rollouts):
+                raise ValueError(
+                    f"shaper function={self.function}: {len(group.rollouts)} responses, and it returned "
+                    f"{len(rewards)} rewards"
+                )
+            shaped.append(rewarded(group, rewards))
+        return shaped
+
+
+def _shown(value: Any) -> str:
+    return f"one of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

@@ -1,0 +1,69 @@
+"""Recipes: YAML files that name the usual compositions, and what each says of itself."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import Field
+
+from megatron_gvpo.algorithms.base import Block
+
+RECIPES = Path(__file__).parent / "recipes"
+
+
+class About(Block):
+    """What a recipe says of itself."""
+
+    title: str
+    paper: str
+    summary: str
+    # How sure its formulas are: read in the paper, or in the authors' code; second-hand notes; textbook;
+    # the abstract alone, and then the method is only inspired by it.
+    sure: Literal["paper", "code", "second-hand", "textbook", "inspired by"]
+    chosen: str | None = None  # what the source left open, and what was chosen
+    needs: tuple[str, ...] = ()  # of the data, the rewards, or other models
+    settings: dict[str, Any] = Field(default_factory=dict)  # of the run that the method goes with
+
+
+@cache
+def recipe_names() -> list[str]:
+    return sorted(file.stem for file in RECIPES.glob("*.yaml"))
+
+
+def read_recipe(name: str) -> tuple[dict[str, Any], About]:
+    """A recipe's blocks, with those of the recipe it is based on, and what it says of itself.
+
+    Raises ValueError for one that there is not.
+    """
+    if name not in recipe_names():
+        near = difflib.get_close_matches(name, recipe_names(), 1, 0.5)
+        hint = f"did you mean {near[0]!r}?" if near else "`megatron-gvpo recipes` lists them"
+        raise ValueError(f"there is no recipe {name!r}; {hint}")
+    blocks: dict[str, Any] = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
+    about = About(**blocks.pop("about"))
+    if base := blocks.pop("based_on", None):
+        blocks = merge(read_recipe(base)[0], blocks)
+    return blocks, about
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested settings `over` on top of `base`; a block under another name or recipe replaces the whole block.
+
+    A plain string in `base` is a block's short form where `over` sets keys of that block.
+    """
+    merged = {**base, **over}
+    for key in base.keys() & over.keys():
+        old, new = base[key], over[key]
+        if isinstance(old, str):
+            old = {"recipe" if key == "algorithm" else "name": old}
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            replaced = any(new.get(tag, old[tag]) != old[tag] for tag in ("name", "recipe") if tag in old)
+            if key == "estimator" and new.get("name", "group") != old.get("name", "group") and "name" in new:
+                replaced = True  # `group` may be left unsaid
+            merged[key] = new if replaced else merge(old, new)
+    return merged

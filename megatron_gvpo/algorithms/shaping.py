@@ -1,0 +1,59 @@
+"""What a shaper is: a function of scored groups that changes rewards, masks responses or drops them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Self
+
+from megatron_gvpo.algorithms.base import Block
+from megatron_gvpo.types import Group, Rollout
+
+
+class Shaper(Block):
+    """Scored groups in, groups out, before the batch policy sees them; what came in is left as it was.
+
+    `step` counts from 1. Shapers run in the order of the list `algorithm.shapers`, on every rank alike.
+    """
+
+    def sized(self, max_tokens: int) -> Self:
+        """For responses of at most `max_tokens` tokens."""
+        return self
+
+    def __call__(self, groups: Sequence[Group], step: int) -> list[Group]:
+        raise NotImplementedError
+
+
+class SizedShaper(Shaper):
+    """A shaper that must know how long a response may be."""
+
+    max_tokens: int | None = None  # null: rollout.max_tokens
+
+    def sized(self, max_tokens: int) -> Self:
+        return self if self.max_tokens is not None else self.model_copy(update={"max_tokens": max_tokens})
+
+    @property
+    def limit(self) -> int:
+        assert self.max_tokens is not None, "the longest response is not known here (Shaper.sized)"
+        return self.max_tokens
+
+
+def rewarded(group: Group, rewards: Sequence[float]) -> Group:
+    """The group with other rewards; their components stay."""
+    rollouts = [replace(rollout, reward=float(r)) for rollout, r in zip(group.rollouts, rewards, strict=True)]
+    return replace(group, rollouts=rollouts)
+
+
+def each(groups: Sequence[Group], reward: Callable[[Rollout], float]) -> list[Group]:
+    """Every response's reward replaced by a function of the response."""
+    return [rewarded(group, [reward(rollout) for rollout in group.rollouts]) for group in groups]
+
+
+def value_of(rollout: Rollout, component: str | None) -> float:
+    """A component of the reward, or all of it. Raises ValueError for one that there is not."""
+    if component is None:
+        return rollout.reward
+    if component not in rollout.rewards:
+        known = ", ".join(rollout.rewards) or "none"
+        raise ValueError(f"algorithm: no reward component {component!r}; there are: {known}")
+    return rollout.rewards[component]

@@ -1,0 +1,92 @@
+"""What earlier responses say of every prompt, and batches of prompts drawn by it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron_gvpo.algorithms.curriculum import Record, SuccessRate, Tracker
+from megatron_gvpo.data.sources import DataError
+from megatron_gvpo.types import Group, Prompt
+
+
+class SuccessTracker:
+    """Beta counts of the prompts that were visited, by their id."""
+
+    def __init__(self, rule: Tracker) -> None:
+        self.rule = rule
+        self._counts: dict[str, tuple[float, float]] = {}
+
+    def known(self, prompt: Prompt, field: str | None = None) -> Record | None:
+        """What is known of a prompt; before its first visit, what the `field` of its data record says."""
+        if (counts := self._counts.get(prompt.id)) is not None:
+            return Record(counts[0] / sum(counts), sum(counts))
+        stated = prompt.record.get(field) if field else None
+        return None if stated is None else Record(float(stated), self.rule.weight)
+
+    def expected_reward(self, prompt: Prompt) -> float:
+        """The prior of a prompt's reward."""
+        record = self.known(prompt)
+        return self.rule.reward(self.rule.expected if record is None else record.success)
+
+    def learn(self, groups: Sequence[Group]) -> None:
+        """Take in what the policy's own responses came to."""
+        for group in groups:
+            rewards = [rollout.reward for rollout in group.rollouts if rollout.source == "policy"]
+            rule = self.rule
+            before = (rule.weight * rule.expected, rule.weight * (1 - rule.expected))
+            alpha, beta = self._counts.get(group.prompt.id, before)
+            self._counts[group.prompt.id] = rule.updated(alpha, beta, rewards)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {prompt: list(counts) for prompt, counts in self._counts.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._counts = {prompt: (counts[0], counts[1]) for prompt, counts in state.items()}
+
+
+class WeightedOrder:
+    """Batches of prompts drawn by weight, without repetition in a batch; stands where `PromptOrder` does.
+
+    A draw depends on the seed, its number and the tracker's counts, and on nothing else.
+    """
+
+    def __init__(
+        self, prompts: Sequence[Prompt], seed: int, by: SuccessRate, tracker: SuccessTracker
+    ) -> None:
+        self._prompts, self._seed, self._by, self._tracker = prompts, seed, by, tracker
+        self._draws = 0
+
+    def take(self, k: int) -> list[int]:
+        """Indices of `k` prompts; of all of them, again, where `k` is more than there are."""
+        taken: list[int] = []
+        while len(taken) < k:
+            taken += self._draw(min(k - len(taken), len(self._prompts)))
+        return taken
+
+    def _draw(self, k: int) -> list[int]:
+        weight = np.array([self._by.weight(self._tracker.known(p, self._by.field)) for p in self._prompts])
+        generator = np.random.default_rng((self._seed, self._draws))
+        self._draws += 1
+        # The k smallest of exponential times with these rates: prompts of weight 0 come last.
+        with np.errstate(divide="ignore"):
+            times = generator.exponential(size=len(weight)) / weight
+        order = np.lexsort((generator.random(len(weight)), times))
+        return [int(i) for i in order[:k]]
+
+    def seed_for_next(self) -> int:
+        return int(np.random.SeedSequence((self._seed, 1, self._draws)).generate_state(1)[0])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": len(self._prompts), "draws": self._draws}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises DataError where the state is of another data set, or of another order."""
+        if state.get("count") != len(self._prompts) or "draws" not in state:
+            raise DataError(
+                f"the checkpoint was trained on {state.get('count')} prompts, and data.train now has "
+                f"{len(self._prompts)}, or drawn otherwise (algorithm.prompts): resume with the same settings"
+            )
+        self._draws = state["draws"]

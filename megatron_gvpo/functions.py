@@ -1,0 +1,55 @@
+"""Functions of the user's own, by name: "module:function" or "path/file.py:function"."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+@cache
+def load_function(spec: str) -> Callable[..., Any]:
+    """The function that is meant. Raises ValueError that says what is missing."""
+    source, colon, name = spec.rpartition(":")
+    if not colon or not source or not name:
+        raise ValueError("expected module:function or path/file.py:function")
+    is_file = source.endswith(".py")
+    if is_file and not Path(source).is_file():
+        raise ValueError(f"there is no file {source}")
+    try:
+        module = _load_file(Path(source)) if is_file else importlib.import_module(source)
+    except Exception as error:
+        raise ValueError(f"importing {source} failed: {type(error).__name__}: {error}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        there = [
+            key
+            for key, f in inspect.getmembers(module, inspect.isfunction)
+            if f.__module__ == module.__name__
+        ]
+        raise ValueError(f"{source} has no function {name!r}; it has: {', '.join(there) or 'none'}")
+    checked: Callable[..., Any] = function
+    return checked
+
+
+def check_call(function: Callable[..., Any], shown: str, arguments: int, options: dict[str, Any]) -> None:
+    """Raises ValueError where `function` cannot be called with so many arguments and these options."""
+    try:
+        inspect.signature(function).bind(*range(arguments), **options)
+    except TypeError as error:
+        raise ValueError(f"it is called as {shown} with options {options}: {error}") from None
+
+
+def _load_file(file: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"user_{file.stem}", file)
+    assert spec is not None and spec.loader is not None  # true of every name that ends with .py
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses, among others, look their module up
+    spec.loader.exec_module(module)
+    return module
