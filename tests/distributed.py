@@ -50,6 +50,21 @@ def launch(target: str, sizes: Sequence[int], *arguments: str, timeout: float = 
         used(f"megatron-core and Megatron-Bridge, {size} rank{'s' * (size > 1)}")
 
 
+def forget_layout() -> None:
+    """Tear a Megatron layout down, so that the next can be built: megatron-core leaves its groups behind.
+
+    Every group has threads of its own, and the hundreds that many layouts make would crowd the machine.
+    """
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    dist.barrier()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+
+
 def _kill_session(process: subprocess.Popen[bytes]) -> None:
     """End the ranks too: they are in the session of the process that forked them."""
     with contextlib.suppress(ProcessLookupError):

@@ -14,6 +14,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "quickstart"))
 
 import make_task
+import torch.distributed as dist
+from distributed import forget_layout
 from real_parts import used
 
 from megatron_gvpo.callbacks import Callback, Recorder
@@ -100,8 +102,6 @@ class StopAfter(Callback):
 
 def fit(config: Config, callbacks: Sequence[Callback] = (), **how: bool) -> Trainer:
     """Train with the program's own recorder until the end or an interruption; the process group stays."""
-    from megatron.core import parallel_state
-
     try:
         trainer = Trainer(config, [Recorder(), *callbacks], **how)
         used("megatron-core and Megatron-Bridge, 1 rank")
@@ -113,7 +113,8 @@ def fit(config: Config, callbacks: Sequence[Callback] = (), **how: bool) -> Trai
             trainer.fit()
         return trainer
     finally:
-        parallel_state.destroy_model_parallel()
+        if dist.is_initialized():
+            forget_layout()
 
 
 def records(out: Path) -> list[dict[str, Any]]:

@@ -148,6 +148,10 @@ def _packed_params(model: Model, batch: TokenBatch) -> PackedSeqParams:
     if not model.local:
         return PackedSeqParams(**common)
     from megatron_gvpo.megatron.cpu.attention import LocalPackedSeqParams
+    from megatron_gvpo.megatron.cpu.rotary import angles
 
-    freqs_t = model.rotary[0](longest, packed_seq=True)[batch.position_t] if model.rotary else None
-    return LocalPackedSeqParams(**common, freqs_t=freqs_t, lengths=tuple(batch.lengths))
+    angles_t = None
+    if model.rotary:
+        freqs_t = model.rotary[0](longest, packed_seq=True)[batch.position_t]
+        angles_t = angles(freqs_t, model.config.rotary_interleaved)
+    return LocalPackedSeqParams(**common, angles_t=angles_t, lengths=tuple(batch.lengths))

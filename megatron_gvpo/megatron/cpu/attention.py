@@ -1,9 +1,10 @@
 """Causal attention over a pack on CPU, at the cost of the sum of squares of the sequences.
 
-PyTorch has no variable-length attention for CPUs, so its flash kernel gets one sequence after the other,
-as views into the pack: no padding, no copies of the inputs, and a sequence's keys stay in the cache. One
-autograd function spans the whole pack, because the kernel's own would cost more than short sequences do;
-it also lets several query heads share a key head, as the kernel can and its public face does not.
+PyTorch has no variable-length attention for CPUs, so its flash kernel gets the pack sequence by sequence,
+neighbours of one length together, as views: no padding, no copies of the inputs, and a sequence's keys stay
+in the cache. One autograd function spans the whole pack, because the kernel's own would cost more than short
+sequences do; it also lets several query heads share a key head, as the kernel can and its public face does
+not.
 
 RoPE is applied here too, to the whole pack at once: megatron-core's unfused rotary embedding for
 packs loops over the sequences. `defer_rotary` takes it out of the model's own path.
@@ -15,10 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
-from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
@@ -28,6 +29,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_gvpo.megatron.batch import context_cut
+from megatron_gvpo.megatron.cpu.rotary import rotate
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -37,7 +39,7 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 class LocalPackedSeqParams(PackedSeqParams):
     """PackedSeqParams plus what the local attention needs; computed once a micro-batch."""
 
-    freqs_t: Tensor | None = None  # rotary frequencies of every token's position [t, 1, 1, d]
+    angles_t: tuple[Tensor, Tensor] | None = None  # of every token's position; see rotary.py
     lengths: tuple[int, ...] = ()  # of the sequences, in tokens
 
 
@@ -100,8 +102,9 @@ class LocalAttention(MegatronModule):
                 f"a sequence of {max(pack.lengths)} tokens exceeds the model's sliding window of "
                 f"{self.window[0] + 1}, which the attention on CPU does not have: use shorter ones, or a GPU"
             )
-        if pack.freqs_t is not None:
-            query, key = (self._rotate(x, pack.freqs_t) for x in (query, key))
+        if pack.angles_t is not None:
+            interleaved = self.config.rotary_interleaved
+            query, key = (rotate(x, pack.angles_t, interleaved) for x in (query, key))
         if self.cp_group.size() > 1:
             return self._across_ranks(query, key, value, pack.lengths).flatten(1)
         out_tnd: Tensor = _PackedAttention.apply(query, key, value, pack.lengths, self.scale)
@@ -132,10 +135,6 @@ class LocalAttention(MegatronModule):
             begin += length
         return torch.cat(out)
 
-    def _rotate(self, x_tnd: Tensor, freqs_t: Tensor) -> Tensor:
-        rotated = apply_rotary_pos_emb(x_tnd.unsqueeze(1), freqs_t, self.config, cp_group=self.cp_group)
-        return rotated.squeeze(1)
-
 
 class _PackedAttention(torch.autograd.Function):
     """query [t, n, d], key and value [t, n_kv, d] -> [t, n, d], each sequence by itself."""
@@ -162,11 +161,17 @@ class _PackedAttention(torch.autograd.Function):
         return *(_pack(pieces) for pieces in zip(*grads, strict=True)), None, None
 
 
-def _sequences(x_tnd: Tensor, lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """Views [1, n, length, d] of the sequences."""
-    return x_tnd.transpose(0, 1)[None].split(lengths, dim=2)
+def _sequences(x_tnd: Tensor, lengths: tuple[int, ...]) -> list[Tensor]:
+    """Views [b, n, length, d], each of the b next sequences, which have this length."""
+    views, begin = [], 0
+    for length, run in groupby(lengths):
+        end = begin + length * len(list(run))
+        views.append(x_tnd[begin:end].unflatten(0, (-1, length)).transpose(1, 2))
+        begin = end
+    return views
 
 
 def _pack(sequences: Sequence[Tensor]) -> Tensor:
-    """[1, n, length, d] each -> [t, n, d]"""
-    return torch.cat([x.transpose(1, 2)[0] for x in sequences])
+    """[b, n, length, d] each -> [t, n, d]"""
+    pieces = [x.transpose(1, 2).flatten(0, 1) for x in sequences]
+    return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
