@@ -21,6 +21,8 @@ ARCHITECTURES = (
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
 )
+# All that megatron-core has of llama3's; the factor is free.
+_LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 
@@ -50,6 +52,7 @@ def check_layout(config: Config, world_size: int) -> None:
     """Check model and parallel layout against config.json and the number of processes. Raises ConfigError."""
     model = read_model_config(config.model.path)
     _check_architecture(config, model)
+    _check_positions(config, model)
     _check_processes(config.parallel, world_size)
     _check_widths(config.parallel, model)
     _check_depth(config.parallel, model)
@@ -63,6 +66,29 @@ def _check_architecture(config: Config, model: dict[str, Any]) -> None:
         raise ConfigError(
             f"model.path={config.model.path}: architecture {', '.join(named) or 'not named'} in config.json; "
             f"supported: {', '.join(ARCHITECTURES)}"
+        )
+
+
+def _check_positions(config: Config, model: dict[str, Any]) -> None:
+    rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    known = ["default", "yarn"] if model.get("kv_lora_rank") else ["default", "llama3"]
+    if kind not in known:
+        raise ConfigError(
+            f"model.path={config.model.path}: rope_type={kind} in config.json; supported for this "
+            f"architecture: {', '.join(known)}"
+        )
+    for name, value in _LLAMA3_ROPE.items() if kind == "llama3" else ():
+        if rope.get(name, value) != value:
+            raise ConfigError(
+                f"model.path={config.model.path}: {name}={rope[name]} of the llama3 rope in config.json; "
+                f"megatron-core has it with {value} only"
+            )
+    window = model.get("sliding_window") if model.get("use_sliding_window", True) else None
+    if window and config.parallel.cp > 1 and config.parallel.cp_exchange == "p2p":
+        raise ConfigError(
+            f"parallel.cp={config.parallel.cp}: a ring cannot follow the model's sliding_window={window}; "
+            "use parallel.cp_exchange=a2a"
         )
 
 

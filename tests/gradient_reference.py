@@ -6,9 +6,10 @@ losses: for what test_gradient_invariance.py compares Megatron with.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -41,32 +42,102 @@ class Sample:
 ReferenceLoss = Callable[[Sample], Tensor]
 
 
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.15,
+    "tie_word_embeddings": False,
+    "dtype": "float32",
+}
+_LLAMA3_ROPE = {  # as Llama 3.1 has it: megatron-core knows no other
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 32,
+}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_MLA = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+}
+_GROUPED = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.5,
+}
+CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
+    "untied": lambda: transformers.Qwen2Config(**_COMMON),
+    "tied": lambda: transformers.Qwen2Config(**{**_COMMON, "tie_word_embeddings": True}),
+    "qwen3": lambda: transformers.Qwen3Config(**_COMMON, head_dim=16),
+    "llama3": lambda: transformers.LlamaConfig(**_COMMON, head_dim=16, rope_parameters=_LLAMA3_ROPE),
+    "mistral": lambda: transformers.MistralConfig(**_COMMON, head_dim=16, sliding_window=None),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **_COMMON, **_EXPERTS, head_dim=16, num_experts=4, norm_topk_prob=True
+    ),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(
+        **{**_COMMON, **_MLA}, **_EXPERTS, **_GROUPED, rope_parameters=_YARN_ROPE
+    ),
+}
+
+
 def save_models(directory: Path) -> None:
-    """Two Qwen2 checkpoints, "tied" and "untied", whose attention, norms and biases are far from trivial."""
-    for name in ("untied", "tied"):
+    """A checkpoint of each of CONFIGS, whose attention, norms, biases and routers are far from trivial."""
+    for name, config in CONFIGS.items():
         torch.manual_seed(0)
-        config = transformers.Qwen2Config(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=128,
-            initializer_range=0.15,
-            tie_word_embeddings=name == "tied",
-            dtype="float32",
-        )
-        model = transformers.Qwen2ForCausalLM(config)
-        for parameter_name, parameter in model.named_parameters():
-            if "norm" in parameter_name or "bias" in parameter_name:
-                parameter.data += 0.1 * torch.randn_like(parameter)
+        model = transformers.AutoModelForCausalLM.from_config(config())
+        named = [*model.named_parameters(), *model.named_buffers()]
+        for tensor_name, tensor in named:
+            if "norm" in tensor_name or "bias" in tensor_name:
+                tensor.data += 0.1 * torch.randn_like(tensor)
+            elif tensor_name.endswith("mlp.gate.weight"):
+                tensor.data.normal_(std=0.5)
         model.save_pretrained(directory / name)
 
 
 def load(directory: Path) -> torch.nn.Module:
-    model: torch.nn.Module = transformers.Qwen2ForCausalLM.from_pretrained(directory, dtype="float32")
+    model: torch.nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype="float32", experts_implementation="eager", attn_implementation="eager"
+    )
     return model.double().eval()
+
+
+def as_in_file(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The names that checkpoints have: in memory, transformers keeps a layer's experts in two tensors."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in named.items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            found[name] = tensor
+            continue
+        stem, kind = name.rsplit(".", 1)
+        for i, expert in enumerate(tensor):
+            parts = expert.chunk(2) if kind == "gate_up_proj" else (expert,)
+            for part_name, part in zip(kind.removesuffix("_proj").split("_"), parts, strict=True):
+                found[f"{stem}.{i}.{part_name}_proj.weight"] = part
+    return found
 
 
 def log_probs(model: torch.nn.Module, rows: Rows, temperature: float) -> list[Tensor]:

@@ -82,6 +82,7 @@ class Probe:
 
     exported: dict[str, Tensor]
     logp_r: Tensor
+    updated_logp_r: Tensor
     updated: dict[str, Tensor]
     grad_norm: float
 
@@ -117,7 +118,8 @@ def run(directory: str) -> None:
     runs, probes = torch.load(place / "work.pt", weights_only=False)
     results: dict[tuple[str, str], Outcome | Probe] = {}
     for layout in dict.fromkeys(layout for layout, _ in runs if layout.ranks == ranks):
-        for model, probe in probes.items():
+        for model in dict.fromkeys(case.model for of, case in runs if of == layout):
+            probe = probes[model]
             policy = Policy(config_of(probe, layout, place))
             exported = _copy(policy.weights())
             for case in (c for of, c in runs if of == layout and c.model == model):
@@ -168,7 +170,8 @@ def _probe(policy: Any, case: Case, config: Config, exported: dict[str, Tensor])
     _configure(policy, config)
     logp_r = policy.score(case.rows)
     update = policy.update(case.rows, at_step_start=case.at_step_start).update
-    return Probe(exported, logp_r, _copy(policy.weights()), update.grad_norm)
+    updated_logp_r = policy.score(case.rows)  # before an export, which would settle the weights
+    return Probe(exported, logp_r, updated_logp_r, _copy(policy.weights()), update.grad_norm)
 
 
 @torch.no_grad()
@@ -189,6 +192,8 @@ def _export_gradients(policy: Any) -> dict[str, Tensor]:
     for parameter in parameters:
         parameter.copy_(parameter.main_grad)
     gradients = _copy(policy.weights())
+    for name in [name for name in gradients if name.endswith("e_score_correction_bias")]:
+        del gradients[name]  # exported, but no parameter
     for parameter, weight in zip(parameters, weights, strict=True):
         parameter.copy_(weight)
     return gradients

@@ -403,6 +403,30 @@ def test_expert_layouts_that_do_not_fit(good, overrides, said):
     assert str(error.value).startswith(said)
 
 
+LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sizes", "said"),
+    [
+        ([], {"rope_parameters": {"rope_type": "yarn"}}, "rope_type=yarn in config.json; supported for this"),
+        ([], {"rope_scaling": {"type": "linear"}}, "rope_type=linear in config.json; supported for this"),
+        (
+            [],
+            {"rope_parameters": {**LLAMA3, "low_freq_factor": 2.0}},
+            "low_freq_factor=2.0 of the llama3 rope in config.json; megatron-core has it with 1.0 only",
+        ),
+        (["parallel.cp=2"], {"sliding_window": 4096}, "a ring cannot follow the model's sliding_window=4096"),
+    ],
+)
+def test_positions_that_megatron_does_not_have(good, overrides, sizes, said):
+    check_layout(with_model(good, rope_parameters=LLAMA3), 1)
+    check_layout(with_model(good, "parallel.cp=2", sliding_window=9, use_sliding_window=False), 2)
+    with pytest.raises(ConfigError) as error:
+        check_layout(with_model(good, *overrides, **sizes), 2)
+    assert said in str(error.value)
+
+
 def test_an_architecture_that_is_not_supported(good):
     with pytest.raises(ConfigError, match=r"architecture GPT2LMHeadModel in .*; supported: Deepseek"):
         check_layout(with_model(good, architectures=["GPT2LMHeadModel"]), 1)

@@ -1,6 +1,6 @@
 """Stand-ins that let unmodified megatron-core run on CPU with gloo. Never loaded where there is CUDA.
 
-`device.install()` answers the device questions that megatron-core asks of CUDA, `attention` and `norm`
-hold the local layers that replace Transformer Engine's, `bridge` lets Megatron-Bridge be imported
-without Transformer Engine.
+`device.install()` answers the device questions that megatron-core asks of CUDA, `spec`, `attention` and
+`norm` hold the local layers that replace Transformer Engine's, `collectives` has what gloo lacks, `bridge`
+lets Megatron-Bridge be imported without Transformer Engine.
 """

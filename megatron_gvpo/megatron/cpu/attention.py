@@ -22,7 +22,10 @@ from typing import Any
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -83,6 +86,7 @@ class LocalAttention(MegatronModule):
         self.cp_group = groups.cp
         self.scale = softmax_scale
         self.window = config.window_size
+        self.positions = config.qk_pos_emb_head_dim if config.multi_latent_attention else 0
 
     def forward(
         self,
@@ -102,6 +106,8 @@ class LocalAttention(MegatronModule):
                 f"a sequence of {max(pack.lengths)} tokens exceeds the model's sliding window of "
                 f"{self.window[0] + 1}, which the attention on CPU does not have: use shorter ones, or a GPU"
             )
+        if self.positions:
+            key = self._one_for_all_ranks(key)
         if pack.angles_t is not None:
             interleaved = self.config.rotary_interleaved
             query, key = (rotate(x, pack.angles_t, interleaved) for x in (query, key))
@@ -134,6 +140,15 @@ class LocalAttention(MegatronModule):
                 mine += size
             begin += length
         return torch.cat(out)
+
+    def _one_for_all_ranks(self, key: Tensor) -> Tensor:
+        """MLA's heads share the part of their keys that holds positions, across tensor-parallel ranks too.
+
+        megatron-core's local layers gather it and leave every rank with the gradient of its own heads only.
+        """
+        own, shared = key.split([key.shape[-1] - self.positions, self.positions], dim=-1)
+        shared = copy_to_tensor_model_parallel_region(shared)  # backward: all-reduce
+        return torch.cat([own, shared], dim=-1)
 
 
 class _PackedAttention(torch.autograd.Function):

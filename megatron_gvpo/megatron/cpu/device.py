@@ -14,7 +14,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch.overrides import TorchFunctionMode
+
+from megatron_gvpo.megatron.cpu.collectives import STAND_INS
 
 _CPU = torch.device("cpu")
 _installed = False
@@ -38,7 +41,7 @@ class _CudaMeansCpu(TorchFunctionMode):
             kwargs = {**kwargs, "pin_memory": False}
         if func is torch.Tensor.to and len(args) > 1 and _names_cuda(args[1]):
             args = (args[0], _CPU, *args[2:])
-        return func(*args, **kwargs)
+        return STAND_INS.get(func, func)(*args, **kwargs)
 
 
 def _names_cuda(device: object) -> bool:
@@ -89,7 +92,10 @@ def install() -> None:
     if _installed:
         return
     _installed = True
-    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # megatron-core's jit_fuser is torch.compile
+    # megatron-core's jit_fuser is torch.compile, whose cache asks the GPU for its name; the variable is for
+    # processes that are started from here.
+    os.environ["TORCH_COMPILE_DISABLE"] = "1"
+    torch._dynamo.config.disable = True
     cuda: Any = torch.cuda
     cuda.current_device = lambda: _CPU
     # Each name gets an object of its own: dynamo refuses one function under two names.
