@@ -141,7 +141,7 @@ class BatchSampling:
         sampler = self.sampler(n)
         return sampler.collect(sampler.submit(prompts, derived_seed(self.seed, self.asked)))
 
-    def extended(self, prompt: Prompt, text: str) -> Prompt:
+    def extended(self, prompt: Prompt, text: str) -> Prompt | None:
         return self.writer.extended(prompt, text)
 
 

@@ -23,8 +23,8 @@ class Sampling(Protocol):
     def ask(self, prompts: Sequence[Prompt], n: int) -> list[Group]:
         """`n` scored responses of the engine to each prompt."""
 
-    def extended(self, prompt: Prompt, text: str) -> Prompt:
-        """The prompt with `text` after what the user says, in the same chat template."""
+    def extended(self, prompt: Prompt, text: str) -> Prompt | None:
+        """The prompt with `text` after what the user says, in the same chat template; None: too long."""
 
 
 Member = Callable[[Sequence[Group], Sampling], list[Group]]
@@ -124,8 +124,9 @@ class Hinted(Block):
     """`n` responses to the prompt with a hint join the group, where it failed or always.
 
     `fields` of the data record hold the hints, from the weakest to the strongest; each is tried where the
-    ones before it brought no right response, and the first that brings one (or the last) stays. `template`
-    wraps a hint, `{hint}` in it. With `best_draft` the hint is the group's own best response (iGRPO).
+    ones before it brought no right response, and the first that brings one (or the last) stays. With
+    `best_draft` the hint is the group's own best response (iGRPO). `template` wraps a hint, `{hint}` in it; a
+    prompt that is longer with it than data.max_prompt_tokens goes without.
 
     prompt  own     responses are trained as if to the prompt without the hint (Guide, arXiv 2506.13923)
             hinted  as to the prompt they answered: a group of its own (iGRPO); the group it came from is
@@ -168,14 +169,14 @@ class Hinted(Block):
         found: dict[int, Group] = {}
         for level in range(1 if self.best_draft else len(self.fields)):
             open_ = [g for g, group in enumerate(groups) if self._wants(group, found.get(g))]
-            hints = {g: hint for g in open_ if (hint := self._hint(groups[g], level))}
-            if not hints:
-                continue
-            prompts = [
-                sampling.extended(groups[g].prompt, self.template.replace("{hint}", hint))
-                for g, hint in hints.items()
-            ]
-            found |= dict(zip(hints, sampling.ask(prompts, self.n), strict=True))
+            prompts: dict[int, Prompt] = {}
+            for g in open_:
+                hint = self._hint(groups[g], level)
+                text = None if hint is None else self.template.replace("{hint}", hint)
+                if text is not None and (prompt := sampling.extended(groups[g].prompt, text)) is not None:
+                    prompts[g] = prompt
+            if prompts:
+                found |= dict(zip(prompts, sampling.ask(list(prompts.values()), self.n), strict=True))
         joined: list[Group] = []
         for g, group in enumerate(groups):
             joined += self._joined(group, found[g]) if g in found else [group]
