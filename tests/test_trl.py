@@ -76,8 +76,11 @@ def pairs(rows: Rows) -> list[int]:
 
 
 def given(name: str) -> tuple[Rows, torch.Tensor]:
-    """Rows with the advantages of a method. RLOO's policy is the one that sampled: TRL, unlike the paper, then
-    clips the ratios of whole sequences, whose gradient is REINFORCE's there and only there."""
+    """Rows with the advantages of a method, and the policy's log-probs.
+
+    RLOO's policy is the one that sampled: TRL, unlike the paper, clips ratios of whole sequences, whose
+    gradient is REINFORCE's there and only there.
+    """
     rows, logp_r = material()
     estimator = OURS[name][1]
     rows = rows if estimator is None else rows.with_columns(advantage_n=estimator(rows)[0])

@@ -74,9 +74,9 @@ def policy_loss(case: dict[str, Any], data: dict[str, torch.Tensor], logp: torch
 def dpo_loss(case: dict[str, Any], data: dict[str, torch.Tensor], logp: torch.Tensor) -> torch.Tensor:
     order = case["order"]  # rows of the chosen, then of the rejected
     mask = data["mask"][order]
-    masked = (logp[order] * mask, torch.zeros_like(mask), torch.zeros_like(mask, dtype=torch.bool))
+    unused = torch.zeros_like(mask)
     outputs = SimpleNamespace(
-        log_probs=masked[0], entropy=masked[1], mean_logits=masked[1], is_top1=masked[2]
+        log_probs=logp[order] * mask, entropy=unused, mean_logits=unused, is_top1=unused.bool()
     )
     ref = (data["ref"][order] * mask).sum(1)
     self = trainer(
