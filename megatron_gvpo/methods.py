@@ -41,7 +41,7 @@ PLACES: dict[str, Any] = {  # of a method's blocks: key in `algorithm`, and what
 
 def listing() -> list[dict[str, Any]]:
     """Every recipe: name, title, paper, summary, how sure, what was chosen, what it needs, settings."""
-    return [{"name": name, **read_recipe(name)[1].model_dump()} for name in recipe_names()]
+    return [{"name": name, **read_recipe(name)[1].model_dump(mode="json")} for name in recipe_names()]
 
 
 def as_text() -> str:

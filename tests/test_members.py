@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 import torch
 from groups import make_group, rewards_of
 
+from megatron_gvpo import teacher
 from megatron_gvpo.algorithms.estimators import Estimator
+from megatron_gvpo.algorithms.guests import Exits, Teacher
 from megatron_gvpo.algorithms.importance import TruncatedImportance
 from megatron_gvpo.algorithms.members import Demonstration, Hinted, Replay
+from megatron_gvpo.functions import load_function
 from megatron_gvpo.types import Group, Prompt, Rollout, Rows, Totals
 
 
@@ -20,11 +25,13 @@ class Asked:
     """An engine that answers by script: a prompt's responses are right if its text holds `answer`."""
 
     def __init__(self, step: int = 1, answer: str = "strong") -> None:
-        self.step, self.seed, self.answer = step, 5, answer
+        self.step, self.seed, self.answer, self.longest_prompt = step, 5, answer, 6
         self.prompts: list[str] = []
+        self.asked: list[tuple[int, ...]] = []
 
     def ask(self, prompts: Sequence[Prompt], n: int) -> list[Group]:
         self.prompts += [prompt.text for prompt in prompts]
+        self.asked += [prompt.token_ids for prompt in prompts]
         return [
             Group(p, [Rollout([5], [-0.1], "five", "stop", 3, reward=float(self.answer in p.text))] * n)
             for p in prompts
@@ -32,6 +39,19 @@ class Asked:
 
     def extended(self, prompt: Prompt, text: str) -> Prompt:
         return replace(prompt, text=prompt.text + text)
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def encode_response(self, text: str) -> list[int]:
+        return [*self.encode(text), 0]
+
+    def texts(self, function, groups, n, options):
+        return load_function(function)(groups, n, **options)
+
+    def score(self, groups: list[Group]) -> None:
+        for rollout in (r for group in groups for r in group.rollouts):
+            rollout.reward = float(len(rollout.text))
 
 
 def test_history_mixes_the_newest_earlier_responses_in():
@@ -144,3 +164,62 @@ def test_igrpo_trains_the_refinements_of_the_best_draft():
 def test_hints_that_mean_nothing(options, said):
     with pytest.raises(ValueError, match=said):
         Hinted(**options)
+
+
+def test_a_serial_group_leaves_its_thought_early():
+    """A prompt of 2 tokens, an inducer of 1, room for 6: no exit behind the third token of the thought."""
+    group = make_group([0.5], lengths=[9])
+    thought = group.rollouts[0]
+    (serial,) = Exits(count=5, inducer="!")([group], asked := Asked())
+    assert asked.asked == [(1, 2, *[7] * place, ord("!")) for place in (1, 2, 3)]
+    assert [r.token_ids for r in serial.rollouts[:-1]] == [[*[7] * place, ord("!"), 5] for place in (1, 2, 3)]
+    assert serial.rollouts[-1] == thought
+    assert all(r.weight_version == -1 and not r.logprobs for r in serial.rollouts[:-1])
+    assert Exits(count=2, inducer="too long")([group], Asked()) == [group]
+
+
+def append(groups, n, suffix="?"):
+    """A teacher that goes on where the best response ended."""
+    return [[group.rollouts[0].text + suffix] * n for group in groups]
+
+
+def test_a_teacher_joins_scored_like_the_others():
+    block = Teacher(function="test_members:append", options={"suffix": "!!"}, n=2)
+    (group,) = block([make_group([0, 0], texts=["a", "b"])], Asked())
+    assert rewards_of(group) == [0, 0, 3, 3]
+    given = group.rollouts[2]
+    assert given.token_ids == [ord("a"), ord("!"), ord("!"), 0] and given.source == "demonstration"
+    only_failed = Teacher(function="test_members:append", when="all_wrong")
+    assert [len(g.rollouts) for g in only_failed([make_group([0]), make_group([1])], Asked())] == [2, 1]
+    some = Teacher(function="test_members:append", share=0.5)([make_group([0])] * 100, Asked())
+    assert 30 < sum(len(g.rollouts) == 2 for g in some) < 70
+
+
+def test_a_chat_model_is_asked_over_http():
+    """A server that answers by what it was asked; then one that is not there."""
+    said = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            said.append((self.path, body["model"], body["messages"][0]["content"]))
+            choices = [{"message": {"content": f"{i}"}} for i in range(body["n"])]
+            answer = json.dumps({"choices": choices}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    group = make_group([0, 1], texts=["bad", "good"], record={"prompt": "1+1"})
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/v1"
+        texts = teacher.chat([group], 2, url=url, model="m", template="{prompt}: {best}, not {worst}")
+        server.shutdown()
+    assert texts == [["0", "1"]]
+    assert said == [("/v1/chat/completions", "m", "1+1: good, not bad")]
+    with pytest.raises(teacher.TeacherError, match=r"/v1: prompt p: "):
+        teacher.chat([group], 1, url=url, model="m", timeout=5)

@@ -123,7 +123,11 @@ def test_a_method_that_cannot_be_called_is_refused_before_loading(task, tmp_path
 @pytest.mark.parametrize(
     ("block", "function", "said"),
     [
-        ("loss", "def f(inputs):\n    return inputs.logp_r\n", "expected a scalar, it returned one of shape"),
+        (
+            "loss",
+            "def f(inputs):\n    return inputs.logp_r\n",
+            "expected a scalar tensor, it returned one of shape",
+        ),
         (
             "estimator",
             "def f(rows):\n    return rows.reward_n[:1]\n",

@@ -31,6 +31,8 @@ EXTRA = {
     "scaf_grpo": [
         "algorithm.members=[{name: hinted, fields: [hint_1, hint_2], n: 1, place: replace, keep: right}]"
     ],
+    "gvpo_teacher": ["algorithm.members=[{name: teacher, function: 'megatron_gvpo.teacher:repeat_best'}]"],
+    "s_grpo": ["data.max_prompt_tokens=64"],
     "igrpo": ['algorithm.members.0.template="{hint}"'],
 }
 

@@ -20,11 +20,29 @@ class Sampling(Protocol):
     step: int
     seed: int  # of this batch
 
+    @property
+    def longest_prompt(self) -> int:
+        """In tokens, that may be asked."""
+
     def ask(self, prompts: Sequence[Prompt], n: int) -> list[Group]:
         """`n` scored responses of the engine to each prompt."""
 
     def extended(self, prompt: Prompt, text: str) -> Prompt | None:
         """The prompt with `text` after what the user says, in the same chat template; None: too long."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids, without special ones of the tokenizer's."""
+
+    def encode_response(self, text: str) -> list[int]:
+        """Token ids of a response, end token included."""
+
+    def texts(
+        self, function: str, groups: Sequence[Group], n: int, options: Mapping[str, Any]
+    ) -> list[list[str]]:
+        """What a user's function says, called on one rank: `n` texts for each group."""
+
+    def score(self, groups: list[Group]) -> None:
+        """Fill in the rewards."""
 
 
 Member = Callable[[Sequence[Group], Sampling], list[Group]]
@@ -132,6 +150,7 @@ class Hinted(Block):
             hinted  as to the prompt they answered: a group of its own (iGRPO); the group it came from is
                     trained only where `keep_group`
     place   add, or replace: each takes the place of a wrong response (Scaf-GRPO, arXiv 2510.19807)
+    source  policy, or demonstration, where the loss treats responses to hints as given solutions
     keep    all of the hinted responses, or only the right ones
     """
 
@@ -143,6 +162,7 @@ class Hinted(Block):
     template: str = "\n\nHint: {hint}"
     prompt: Literal["own", "hinted"] = "own"
     place: Literal["add", "replace"] = "add"
+    source: Literal["policy", "demonstration"] = "policy"
     keep: Literal["all", "right"] = "all"
     keep_group: bool = True
     after_step: int = Field(0, ge=0)  # no hints up to it
@@ -208,5 +228,11 @@ class Hinted(Block):
             rollouts = [rollout for i, rollout in enumerate(rollouts) if i not in taken]
         # Their log-probs are of another context than they are trained in, so no engine speaks for them.
         return [
-            replace(group, rollouts=[*rollouts, *(replace(r, weight_version=-1, spans=[]) for r in mine)])
+            replace(
+                group,
+                rollouts=[
+                    *rollouts,
+                    *(replace(r, weight_version=-1, spans=[], source=self.source) for r in mine),
+                ],
+            )
         ]

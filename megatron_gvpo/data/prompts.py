@@ -95,7 +95,12 @@ class PromptWriter:
 
     def __init__(self, dataset: DatasetConfig, data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self._render, self._tokenizer, self._key = _Renderer(data, tokenizer), tokenizer, dataset.prompt_key
-        self._longest = data.max_prompt_tokens
+        self.longest = data.max_prompt_tokens
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids, without special ones of the tokenizer's."""
+        ids: list[int] = self._tokenizer([text], add_special_tokens=False)["input_ids"][0]
+        return ids
 
     def extended(self, prompt: Prompt, text: str) -> Prompt | None:
         """The prompt with `text` appended to the last user message (or to the plain prompt).
@@ -111,7 +116,7 @@ class PromptWriter:
             said = [{**m, "content": m["content"] + text} if i == last else m for i, m in enumerate(said)]
         rendered = self._render(record, said)
         ids = self._tokenizer([rendered], add_special_tokens=not self._render.chat)["input_ids"][0]
-        if len(ids) > self._longest:
+        if len(ids) > self.longest:
             return None
         return replace(prompt, token_ids=tuple(ids), text=rendered)
 
