@@ -1,4 +1,4 @@
-"""The command line: train, eval, export, serve, doctor."""
+"""The command line: train, eval, export, serve, recipes, doctor."""
 
 from __future__ import annotations
 
@@ -57,6 +57,8 @@ def _main(options: argparse.Namespace, given: list[str], starting: ExitStack) ->
         from megatron_gvpo import doctor
 
         return doctor.main(as_json=options.json)
+    if options.command == "recipes":
+        return _recipes(options)
     from megatron_gvpo.config import ConfigError, load_config
     from megatron_gvpo.layout import check_layout
 
@@ -81,6 +83,22 @@ def _main(options: argparse.Namespace, given: list[str], starting: ExitStack) ->
 
         return launch(options.nproc, given)
     return _run(options, config, starting)
+
+
+def _recipes(options: argparse.Namespace) -> int:
+    """List the methods, or show one."""
+    from megatron_gvpo import methods
+
+    if options.show:
+        try:
+            print(methods.show(options.name), end="")
+        except ValueError as error:
+            return _refuse(error)
+    elif options.markdown:
+        print(methods.markdown(), end="")
+    else:
+        print(methods.as_json() if options.json else methods.as_text())
+    return 0
 
 
 def _run(options: argparse.Namespace, config: Config, starting: ExitStack) -> int:
@@ -211,6 +229,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     export.add_argument("--out", required=True, metavar="DIR")
     commands.add_parser("serve", parents=[configured], help="run this machine's rollout servers")
+    recipes = commands.add_parser("recipes", help="the methods: list them, or show one's composition")
+    recipes.add_argument("--json", action="store_true")
+    recipes.add_argument("--markdown", action="store_true", help="as docs/methods.md")
+    one = recipes.add_subparsers(dest="show", metavar="show NAME")
+    one.add_parser("show", help="a recipe with every effective value").add_argument("name", metavar="NAME")
     doctor = commands.add_parser("doctor", help="what this machine has, and what is missing")
     doctor.add_argument("--json", action="store_true")
     return parser

@@ -188,7 +188,8 @@ class Config(Section):
                 f"train.mini_batches={train.mini_batches} does not divide "
                 f"train.prompts_per_step={train.prompts_per_step}: every optimizer update takes whole groups"
             )
-        if algorithm.needs_group and algorithm.sampler == "engine" and n < 2:
+        alone = algorithm.sampler == "engine" and not algorithm.members
+        if algorithm.needs_group and alone and n < 2:
             raise ValueError(
                 f"rollout.n={n}: this algorithm compares the responses of a prompt with each other, "
                 "so it needs rollout.n >= 2"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-Source = Literal["policy", "replay", "demonstration", "file"]
+Source = Literal["policy", "replay", "exit", "demonstration", "file"]
 
 
 class Scored(NamedTuple):

@@ -90,7 +90,7 @@ class Parts:
         self._rewards: RewardPool | None = None
         base: Sampler = DatasetSampler() if algorithm.sampler == "dataset" else FileSampler()
         self.evaluator: Sampler | None = None
-        self._engine_sampler: Callable[..., Sampler] | None = None
+        self._engine_sampler: Callable[..., EngineSampler] | None = None
         if algorithm.sampler == "engine" or self.eval_prompts:
             self._build_rollout(tokenizer, end)
         answers = greedy = None
@@ -105,7 +105,7 @@ class Parts:
                 greedy = answers(1, config.rollout.model_copy(update={"top_p": GREEDY}))
         writer = PromptWriter(config.data.train, config.data, tokenizer)
         self.sampler = ComposedSampler(
-            base, writer, self.members, answers=answers, greedy=greedy, tracker=self.tracker
+            base, writer, self.members, end, answers=answers, greedy=greedy, tracker=self.tracker
         )
         size = config.train.prompts_per_step
         self.batches = BatchQueue(self.order, self.prompts, self.sampler, size)
@@ -136,7 +136,7 @@ class Parts:
             n: int,
             sampling: SamplingConfig = config.rollout,
             shares: Callable[..., list[int]] | None = None,
-        ) -> Sampler:
+        ) -> EngineSampler:
             return EngineSampler(rollouts, rewards, self.timer, n, sampling, shares)
 
         self._engine_sampler = sampler

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -14,11 +14,13 @@ from megatron_gvpo.algorithms.members import Member
 from megatron_gvpo.config import SamplingConfig
 from megatron_gvpo.data.prompts import PromptWriter
 from megatron_gvpo.data.tracker import SuccessTracker
-from megatron_gvpo.exchange import all_gather_msgpack
+from megatron_gvpo.exchange import all_gather_msgpack, broadcast_msgpack
+from megatron_gvpo.functions import load_function
 from megatron_gvpo.observe import PhaseTimer
 from megatron_gvpo.rewards.pool import RewardPool
 from megatron_gvpo.rollout.collect import Rollouts
 from megatron_gvpo.rollout.engine import derived_seed
+from megatron_gvpo.rollout.fleet import RolloutError
 from megatron_gvpo.types import Group, Prompt, Rollout
 
 
@@ -78,10 +80,10 @@ class EngineSampler:
                 found |= dict(zip(members, self._rollouts.collect(asked), strict=True))
         groups = [found[p] for p in range(len(found))]
         with self._timer.phase("reward"):
-            self._score(groups)
+            self.score(groups)
         return groups
 
-    def _score(self, groups: list[Group]) -> None:
+    def score(self, groups: list[Group]) -> None:
         """Each rank verifies every world-size-th group; then all learn all rewards."""
         rank, world = dist.get_rank(), dist.get_world_size()
         self._rewards.score(groups[rank::world])
@@ -131,8 +133,10 @@ class BatchSampling:
 
     step: int
     seed: int
-    sampler: Callable[[int], Sampler] | None
+    sampler: Callable[[int], EngineSampler] | None
     writer: PromptWriter
+    end_token_id: int
+    scorer: Callable[[list[Group]], None] | None
     asked: int = 0
 
     def ask(self, prompts: Sequence[Prompt], n: int) -> list[Group]:
@@ -141,8 +145,38 @@ class BatchSampling:
         sampler = self.sampler(n)
         return sampler.collect(sampler.submit(prompts, derived_seed(self.seed, self.asked)))
 
-    def extended(self, prompt: Prompt, text: str) -> Prompt:
+    @property
+    def longest_prompt(self) -> int:
+        return self.writer.longest
+
+    def extended(self, prompt: Prompt, text: str) -> Prompt | None:
         return self.writer.extended(prompt, text)
+
+    def encode(self, text: str) -> list[int]:
+        return self.writer.encode(text)
+
+    def encode_response(self, text: str) -> list[int]:
+        ids = self.writer.encode(text)
+        return ids if ids[-1:] == [self.end_token_id] else [*ids, self.end_token_id]
+
+    def texts(
+        self, function: str, groups: Sequence[Group], n: int, options: Mapping[str, Any]
+    ) -> list[list[str]]:
+        said: Any = None
+        if dist.get_rank() == 0:
+            try:
+                said = ["texts", _checked(load_function(function)(groups, n, **options), len(groups), n)]
+            except Exception as error:  # of the user's function: every rank must learn of it
+                said = ["error", f"{function}: {type(error).__name__}: {error}"]
+        kind, value = broadcast_msgpack(said)
+        if kind == "error":
+            raise RolloutError(f"algorithm.members: {value}")
+        texts: list[list[str]] = value
+        return texts
+
+    def score(self, groups: list[Group]) -> None:
+        assert self.scorer is not None, "without an engine there are no rewards"
+        self.scorer(groups)
 
 
 class ComposedSampler:
@@ -157,13 +191,14 @@ class ComposedSampler:
         base: Sampler,
         writer: PromptWriter,
         members: Sequence[Member],
+        end_token_id: int,
         *,
-        answers: Callable[[int], Sampler] | None = None,
+        answers: Callable[[int], EngineSampler] | None = None,
         greedy: Sampler | None = None,
         tracker: SuccessTracker | None = None,
     ) -> None:
         self.step = 1
-        self._base, self._writer, self._members = base, writer, members
+        self._base, self._writer, self._members, self._end = base, writer, members, end_token_id
         self._answers, self._greedy, self._tracker = answers, greedy, tracker
 
     def submit(self, prompts: Sequence[Prompt], seed: int) -> Any:
@@ -180,10 +215,21 @@ class ComposedSampler:
             groups = [replace(g, prior=self._tracker.expected_reward(g.prompt)) for g in groups]
         if self._tracker is not None:
             self._tracker.learn(groups)
+        scorer = None if self._answers is None else self._answers(1).score
         for number, member in enumerate(self._members):
             of_member = derived_seed(seed, number, 1)
-            groups = member(groups, BatchSampling(self.step, of_member, self._answers, self._writer))
+            sampling = BatchSampling(self.step, of_member, self._answers, self._writer, self._end, scorer)
+            groups = member(groups, sampling)
         return groups
+
+
+def _checked(texts: Any, groups: int, n: int) -> list[list[str]]:
+    """What a teacher function returned. Raises ValueError where it is not `n` texts for each group."""
+    listed = [list(given) for given in texts]
+    if len(listed) != groups or any(len(given) != n for given in listed):
+        found = [len(given) for given in listed]
+        raise ValueError(f"expected {n} texts for each of {groups} groups, it returned {found}")
+    return [[str(text) for text in given] for given in listed]
 
 
 def responses_of(allocation: Equal | Knapsack, tracker: SuccessTracker, n: int) -> Callable[..., list[int]]:

@@ -143,7 +143,7 @@ def _gradients(policy: Any, case: Case, config: Config) -> Outcome:
     _configure(policy, config)
     rows = case.rows
     if config.algorithm.estimator is not None:
-        rows = rows.with_columns(advantage_n=config.algorithm.estimator(rows)[0])
+        rows, _ = config.algorithm.estimator.fill(rows)
     gradients: dict[str, Tensor] = {}
     apply, policy.optimizer.apply = (
         policy.optimizer.apply,

@@ -22,6 +22,7 @@ PARTS = (
     "reward workers",
     "sglang server",
     "vllm server",
+    "TRL's losses",
 )
 
 _passed: Counter[str] = Counter()

@@ -26,7 +26,15 @@ def better(prompt, a, b):
     return float(len(a.token_ids) > len(b.token_ids)) if len(a.token_ids) != len(b.token_ids) else 0.5
 """
 # Beside what a recipe says it goes with: what its rewards are here, and what users must name themselves.
-EXTRA: dict[str, list[str]] = {}
+EXTRA = {
+    "rank_grpo": ["algorithm.estimator={items: 2, separator_ids: [1, 2, 3, 4, 5]}"],
+    "scaf_grpo": [
+        "algorithm.members=[{name: hinted, fields: [hint_1, hint_2], n: 1, place: replace, keep: right}]"
+    ],
+    "gvpo_teacher": ["algorithm.members=[{name: teacher, function: 'megatron_gvpo.teacher:repeat_best'}]"],
+    "s_grpo": ["data.max_prompt_tokens=64"],
+    "igrpo": ['algorithm.members.0.template="{hint}"'],
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,7 +57,8 @@ def place(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
                 {"response": record["prompt"][:5], "reward": 0.2},
                 {"response": "1", "reward": 0.0},
             ]
-            record |= {"responses": scored, "weak": "1", "strong": "2", "topic": number % 3}
+            hints = {"hint": "1", "hint_1": "1", "hint_2": "2", "hint_3": "3"}
+            record |= {"responses": scored, "topic": number % 3, **hints}
             file.write(json.dumps(record) + "\n")
     return directory
 

@@ -28,6 +28,7 @@ from megatron_gvpo.algorithms.estimators import Estimator
 from megatron_gvpo.algorithms.filters import Drop, Keep, MaskTruncated
 from megatron_gvpo.algorithms.gdpo import ComponentEstimator
 from megatron_gvpo.algorithms.grao import ReferenceAnswerEstimator
+from megatron_gvpo.algorithms.guests import Exits, Teacher
 from megatron_gvpo.algorithms.gvpo import GVPO
 from megatron_gvpo.algorithms.judged import GroupSimilarity, WinRate
 from megatron_gvpo.algorithms.mc_grpo import MedianEstimator
@@ -71,7 +72,9 @@ AnyAllocation = Annotated[Equal | Knapsack, Field(discriminator="name"), BeforeV
 AnyPrior = Annotated[
     NoPrior | GreedyPrior | TrackedPrior, Field(discriminator="name"), BeforeValidator(_named)
 ]
-AnyMember = Annotated[Replay | Demonstration | Hinted, Field(discriminator="name"), BeforeValidator(_named)]
+AnyMember = Annotated[
+    Replay | Demonstration | Hinted | Exits | Teacher, Field(discriminator="name"), BeforeValidator(_named)
+]
 AnyShaper = Annotated[
     Affine
     | Overlong

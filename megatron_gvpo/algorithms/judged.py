@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
 from typing import Any, Literal
@@ -10,7 +11,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from megatron_gvpo.algorithms.shaping import Shaper, rewarded
 from megatron_gvpo.functions import load_function
-from megatron_gvpo.types import Group
+from megatron_gvpo.types import Group, Prompt, Rollout
 
 
 class WinRate(Shaper):
@@ -93,8 +94,11 @@ class GroupSimilarity(Shaper):
 
 def unigram_overlap(a: str, b: str) -> float:
     """2 |A and B| / (|A| + |B|) of the words of two texts, with multiplicity; 1 where both have none."""
-    from collections import Counter
-
     words_a, words_b = Counter(a.split()), Counter(b.split())
     total = words_a.total() + words_b.total()
     return 2 * (words_a & words_b).total() / total if total else 1.0
+
+
+def shorter(prompt: Prompt, a: Rollout, b: Rollout) -> float:
+    """A judge that prefers brevity: for trying a recipe out, before a real one takes its place."""
+    return 0.5 if len(a.token_ids) == len(b.token_ids) else float(len(a.token_ids) < len(b.token_ids))

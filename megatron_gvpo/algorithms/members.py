@@ -20,11 +20,29 @@ class Sampling(Protocol):
     step: int
     seed: int  # of this batch
 
+    @property
+    def longest_prompt(self) -> int:
+        """In tokens, that may be asked."""
+
     def ask(self, prompts: Sequence[Prompt], n: int) -> list[Group]:
         """`n` scored responses of the engine to each prompt."""
 
-    def extended(self, prompt: Prompt, text: str) -> Prompt:
-        """The prompt with `text` after what the user says, in the same chat template."""
+    def extended(self, prompt: Prompt, text: str) -> Prompt | None:
+        """The prompt with `text` after what the user says, in the same chat template; None: too long."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids, without special ones of the tokenizer's."""
+
+    def encode_response(self, text: str) -> list[int]:
+        """Token ids of a response, end token included."""
+
+    def texts(
+        self, function: str, groups: Sequence[Group], n: int, options: Mapping[str, Any]
+    ) -> list[list[str]]:
+        """What a user's function says, called on one rank: `n` texts for each group."""
+
+    def score(self, groups: list[Group]) -> None:
+        """Fill in the rewards."""
 
 
 Member = Callable[[Sequence[Group], Sampling], list[Group]]
@@ -124,13 +142,15 @@ class Hinted(Block):
     """`n` responses to the prompt with a hint join the group, where it failed or always.
 
     `fields` of the data record hold the hints, from the weakest to the strongest; each is tried where the
-    ones before it brought no right response, and the first that brings one (or the last) stays. `template`
-    wraps a hint, `{hint}` in it. With `best_draft` the hint is the group's own best response (iGRPO).
+    ones before it brought no right response, and the first that brings one (or the last) stays. With
+    `best_draft` the hint is the group's own best response (iGRPO). `template` wraps a hint, `{hint}` in it; a
+    prompt that is longer with it than data.max_prompt_tokens goes without.
 
     prompt  own     responses are trained as if to the prompt without the hint (Guide, arXiv 2506.13923)
             hinted  as to the prompt they answered: a group of its own (iGRPO); the group it came from is
                     trained only where `keep_group`
     place   add, or replace: each takes the place of a wrong response (Scaf-GRPO, arXiv 2510.19807)
+    source  policy, or demonstration, where the loss treats responses to hints as given solutions
     keep    all of the hinted responses, or only the right ones
     """
 
@@ -142,6 +162,7 @@ class Hinted(Block):
     template: str = "\n\nHint: {hint}"
     prompt: Literal["own", "hinted"] = "own"
     place: Literal["add", "replace"] = "add"
+    source: Literal["policy", "demonstration"] = "policy"
     keep: Literal["all", "right"] = "all"
     keep_group: bool = True
     after_step: int = Field(0, ge=0)  # no hints up to it
@@ -168,14 +189,14 @@ class Hinted(Block):
         found: dict[int, Group] = {}
         for level in range(1 if self.best_draft else len(self.fields)):
             open_ = [g for g, group in enumerate(groups) if self._wants(group, found.get(g))]
-            hints = {g: hint for g in open_ if (hint := self._hint(groups[g], level))}
-            if not hints:
-                continue
-            prompts = [
-                sampling.extended(groups[g].prompt, self.template.replace("{hint}", hint))
-                for g, hint in hints.items()
-            ]
-            found |= dict(zip(hints, sampling.ask(prompts, self.n), strict=True))
+            prompts: dict[int, Prompt] = {}
+            for g in open_:
+                hint = self._hint(groups[g], level)
+                text = None if hint is None else self.template.replace("{hint}", hint)
+                if text is not None and (prompt := sampling.extended(groups[g].prompt, text)) is not None:
+                    prompts[g] = prompt
+            if prompts:
+                found |= dict(zip(prompts, sampling.ask(list(prompts.values()), self.n), strict=True))
         joined: list[Group] = []
         for g, group in enumerate(groups):
             joined += self._joined(group, found[g]) if g in found else [group]
@@ -207,5 +228,11 @@ class Hinted(Block):
             rollouts = [rollout for i, rollout in enumerate(rollouts) if i not in taken]
         # Their log-probs are of another context than they are trained in, so no engine speaks for them.
         return [
-            replace(group, rollouts=[*rollouts, *(replace(r, weight_version=-1, spans=[]) for r in mine)])
+            replace(
+                group,
+                rollouts=[
+                    *rollouts,
+                    *(replace(r, weight_version=-1, spans=[], source=self.source) for r in mine),
+                ],
+            )
         ]

@@ -31,6 +31,7 @@ class PPO(Loss):
                     ratio        pi / pi_old like any other's
                     probability  pi, as if given with certainty
                     shaped       pi / (pi + shape), unclipped (LUFFY, arXiv 2504.14945)
+                    likelihood   none: the term is -likelihood_coef log pi (ExPO, arXiv 2507.02834)
     """
 
     name: Literal["ppo"] = "ppo"
@@ -42,8 +43,9 @@ class PPO(Loss):
     reference: Reference = Reference(name="fixed")
     aggregation: Aggregation = Aggregation(name="sequence_mean")
     importance: TruncatedImportance | None = None
-    demonstrations: Literal["ratio", "probability", "shaped"] = "ratio"
+    demonstrations: Literal["ratio", "probability", "shaped", "likelihood"] = "ratio"
     shape: float = Field(0.1, gt=0)
+    likelihood_coef: float = Field(0.1, ge=0)
     cross_context: bool = False  # responses to a hinted prompt: pi_old by the engine, with the hint (Guide)
 
     signal: ClassVar[Literal["advantage"]] = "advantage"
@@ -59,7 +61,7 @@ class PPO(Loss):
         return (
             self.importance is None
             and not self.cross_context
-            and self.demonstrations == "ratio"
+            and self.demonstrations in ("ratio", "likelihood")
             and all(anchor == STEP_START for anchor in self.anchors.values())
         )
 
@@ -74,6 +76,8 @@ class PPO(Loss):
         gain_r = unclipped_r.minimum(clipped_r)
         if self.dual_clip is not None:
             gain_r = gain_r.maximum(self.dual_clip * advantage_r).where(advantage_r < 0, gain_r)
+        if self.demonstrations == "likelihood" and rows.demonstration_n is not None:
+            gain_r = (self.likelihood_coef * logp_r).where(rows.demonstration_n[rows.seq_r], gain_r)
         drift_r = (logp_r - _old(rows)).detach()
         metrics = {
             "clip_fraction": (clipped_r < unclipped_r).sum() / totals.tokens,
@@ -100,7 +104,7 @@ class PPO(Loss):
         elif self.ratio == "item":
             log_ratio_r = _item_mean(rows, log_ratio_r)
         ratio_r, free_r = log_ratio_r.exp(), torch.zeros_like(logp_r, dtype=torch.bool)
-        if self.demonstrations == "ratio" or rows.demonstration_n is None:
+        if self.demonstrations in ("ratio", "likelihood") or rows.demonstration_n is None:
             return ratio_r, free_r
         given_r = rows.demonstration_n[rows.seq_r]
         own_r = rows.sequence_mean(logp_r)[rows.seq_r] if self.ratio == "sequence" else logp_r

@@ -95,9 +95,18 @@ class PromptWriter:
 
     def __init__(self, dataset: DatasetConfig, data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self._render, self._tokenizer, self._key = _Renderer(data, tokenizer), tokenizer, dataset.prompt_key
+        self.longest = data.max_prompt_tokens
 
-    def extended(self, prompt: Prompt, text: str) -> Prompt:
-        """The prompt with `text` appended to the last user message (or to the plain prompt)."""
+    def encode(self, text: str) -> list[int]:
+        """Token ids, without special ones of the tokenizer's."""
+        ids: list[int] = self._tokenizer([text], add_special_tokens=False)["input_ids"][0]
+        return ids
+
+    def extended(self, prompt: Prompt, text: str) -> Prompt | None:
+        """The prompt with `text` appended to the last user message (or to the plain prompt).
+
+        None where it is then longer than data.max_prompt_tokens.
+        """
         record = Record(prompt.id, f"prompt {prompt.id}", prompt.record)
         said = _field(record, self._key)
         if isinstance(said, str):
@@ -107,6 +116,8 @@ class PromptWriter:
             said = [{**m, "content": m["content"] + text} if i == last else m for i, m in enumerate(said)]
         rendered = self._render(record, said)
         ids = self._tokenizer([rendered], add_special_tokens=not self._render.chat)["input_ids"][0]
+        if len(ids) > self.longest:
+            return None
         return replace(prompt, token_ids=tuple(ids), text=rendered)
 
 

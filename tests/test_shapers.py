@@ -1,0 +1,197 @@
+"""Shapers against the worked examples of their papers."""
+
+from __future__ import annotations
+
+import pytest
+from groups import make_group, rewards_of
+
+from megatron_gvpo.algorithms.curriculum import Equal, Knapsack, Record, SuccessRate, Tracker, knapsack_value
+from megatron_gvpo.algorithms.filters import Drop, Keep, MaskTruncated
+from megatron_gvpo.algorithms.judged import GroupSimilarity, WinRate, unigram_overlap
+from megatron_gvpo.algorithms.shapers import (
+    Affine,
+    FormatLength,
+    Gate,
+    LengthCurriculum,
+    Overlong,
+    SerialDecay,
+    ShortRight,
+    SoftLog,
+    Staged,
+    Unlikeliness,
+)
+
+
+def shaped(shaper, *groups, step=1):
+    before = [rewards_of(group) for group in groups]
+    after = shaper(list(groups), step)
+    assert [rewards_of(group) for group in groups] == before, "what came in is left as it was"
+    return [rewards_of(group) for group in after]
+
+
+def test_affine_makes_the_two_values_of_weighted_grpo():
+    assert shaped(Affine(scale=1.3, shift=-0.3), make_group([1, 0])) == [pytest.approx([1, -0.3])]
+
+
+def test_overlong_falls_linearly_inside_its_buffer():
+    group = make_group([1] * 5, lengths=[10, 60, 70, 100, 120])
+    expected = [pytest.approx([1, 1, 0.75, 0, 0])]
+    assert shaped(Overlong(buffer=40, max_tokens=100), group) == expected
+    assert shaped(Overlong(buffer=40).sized(100), group) == expected
+
+
+def test_unlikeliness_vector():
+    group = make_group([1, 1, 0, 1], logprobs=[-1, -3, -2, -0.5])
+    assert shaped(Unlikeliness(), group) == [pytest.approx([0.875, 1, 0, 0.8125])]
+
+
+def test_short_right_answers_of_the_best_groups():
+    """sigmoid(1) = 0.731059; the second group is not among the best half."""
+    good, poor = make_group([1, 1, 0], lengths=[10, 20, 5]), make_group([1, 0, 0], lengths=[9, 9, 9])
+    expected = [pytest.approx([1 - 0.6 * 0.268941, 1 - 0.6 * 0.731059, 0], abs=1e-5), [1, 0, 0]]
+    assert shaped(ShortRight(top=0.5), good, poor) == expected
+    assert shaped(ShortRight(top=1.0), make_group([1], lengths=[7])) == [[pytest.approx(0.7)]]
+    assert shaped(ShortRight(top=1.0), make_group([0.0, 0.0])) == [[0, 0]]
+
+
+def test_length_curriculum_vector_and_schedule():
+    group = make_group([0] * 4, lengths=[64, 128, 192, 256])
+    block = LengthCurriculum(start=128, decay=0.5, every=10, weight=1.0)
+    assert shaped(block, group) == [pytest.approx([0.5, 1, 0.5, 0])]
+    assert shaped(block, group, step=10) == [pytest.approx([0.5, 1, 0.5, 0])]
+    assert shaped(block, group, step=11) == [pytest.approx([1, 0, 0, 0])]
+
+
+def test_format_length_vector():
+    right = make_group([0] * 5, lengths=[0, 25, 50, 75, 100], components={"format": [1] * 5})
+    assert shaped(FormatLength(max_tokens=100), right) == [pytest.approx([1, 1.75, 2, 1.5, 0])]
+    wrong = make_group([0] * 3, lengths=[0, 50, 100], components={"format": [0] * 3})
+    assert shaped(FormatLength(max_tokens=100), wrong) == [pytest.approx([0, 0, -1])]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({}, [0.88, 0.79, 0, 0]), ({"relative": True}, [1, 0.85, 0, 0])],
+)
+def test_c_grpo_vector(options, expected):
+    group = make_group([1, 1, 0, 0], components={"outcome": [1, 1, 0, 0], "rubric": [0.6, 0.3, 0.6, 0]})
+    found = shaped(Gate(outcome="outcome", bonus="rubric", **options), group)
+    assert found == [pytest.approx(expected)]
+
+
+def test_a_thinking_reward_counts_only_behind_the_tests():
+    group = make_group([1.5, 0.5], components={"tests": [1, 0], "thinking": [0.8, 0.9]})
+    block = Gate(outcome="tests", bonus="thinking", how="add", weight=1.0)
+    assert shaped(block, group) == [pytest.approx([2.3, 0.5])]
+
+
+def test_a_stage_counts_when_the_one_before_it_passed():
+    components = {"parse": [1, 1, 0], "tool": [1, 0.2, 1], "right": [1, 1, 1]}
+    block = Staged(stages=[("parse", 1.0), ("tool", 0.5), ("right", 1.0)])
+    assert shaped(block, make_group([0] * 3, components=components)) == [pytest.approx([3, 1.2, 0])]
+
+
+def test_soft_log_is_continuous_and_flat_above_its_turn():
+    block = SoftLog(tau=0.5)
+    (found,) = shaped(block, make_group([0.5, 0.5 + 1e-6, 0.5 - 1e-6, 1.0, 0.0]))
+    assert found[:3] == pytest.approx([0.5] * 3, abs=1e-5)
+    assert found[3] - 0.5 < 0.5 < 0.5 - found[4]
+
+
+def test_s_grpo_vector():
+    assert shaped(SerialDecay(), make_group([0, 1, 1, 0, 1])) == [[0, 1, 0.5, 0, 0.25]]
+
+
+def test_win_rate_of_a_strict_order():
+    group = make_group([0] * 4, lengths=[4, 3, 2, 1])
+    judge = "groups:longer"
+    assert shaped(WinRate(function=judge), group) == [pytest.approx([1, 2 / 3, 1 / 3, 0])]
+    assert shaped(WinRate(function=judge), make_group([3.0])) == [[0.5]]
+    (capped,) = shaped(WinRate(function=judge, opponents=1), group)
+    assert capped == pytest.approx([1, 0.5, 0.5, 0])
+
+
+def test_similarity_to_the_others_or_to_answers_to_paraphrases():
+    overlap = "megatron_gvpo.algorithms.judged:unigram_overlap"
+    assert unigram_overlap("a b", "b c") == 0.5 and unigram_overlap("", "") == 1
+    group = make_group([0, 0, 0], texts=["a b", "a b", "c"])
+    assert shaped(GroupSimilarity(function=overlap), group) == [pytest.approx([0.5, 0.5, 0])]
+    first = make_group([1, 1], texts=["a", "b"], record={"topic": 1})
+    second = make_group([0], texts=["a"], record={"topic": 1})
+    third = make_group([0], texts=["a"], record={"topic": 2})
+    found = shaped(GroupSimilarity(function=overlap, across="topic", weight=0.5), first, second, third)
+    assert found == [pytest.approx([1.5, 0.5]), [pytest.approx(0.5)], [0]]
+
+
+def test_rejection_sampling_keeps_the_right_or_the_best():
+    groups = make_group([1, 0, 1]), make_group([0, 0])
+    assert shaped(Keep(), *groups) == [[1, 1]]
+    assert shaped(Keep(which="best"), *groups) == [[1], [0]]
+
+
+def test_drop_names_what_it_drops():
+    groups = make_group([1, 1]), make_group([0, 0]), make_group([1, 0])
+    assert shaped(Drop(which="all_right"), *groups) == [[0, 0], [1, 0]]
+    assert shaped(Drop(which="all_wrong"), *groups) == [[1, 1], [1, 0]]
+    assert shaped(Drop(), *groups) == [[1, 0]]
+    by = make_group([1, 0], components={"right": [0, 0]})
+    assert shaped(Drop(by="right"), by) == []
+    with pytest.raises(ValueError, match=r"no reward component 'rihgt'; there are: right"):
+        Drop(by="rihgt")([by], 1)
+
+
+def test_truncated_responses_are_masked_and_stay_in_their_group():
+    group = make_group([0, 1, 0], lengths=[6, 6, 6], reasons=["length", "length", "stop"])
+    assert [r.trained for r in MaskTruncated()([group], 1)[0].rollouts] == [False, False, True]
+    only_wrong = MaskTruncated(only_wrong=True)([group], 1)[0]
+    assert [r.trained for r in only_wrong.rollouts] == [False, True, True]
+    repeating = MaskTruncated(only_wrong=True, repeat=3)([group], 1)[0]
+    assert [r.trained for r in repeating.rollouts] == [True, True, True], (
+        "its last three repeat the three before"
+    )
+    assert [r.trained for r in MaskTruncated(share=0.0)([group], 1)[0].rollouts] == [True] * 3
+
+
+def test_knapsack_vectors_and_budget():
+    assert knapsack_value(8, 0.5) == pytest.approx(0.124023, abs=1e-6)
+    assert knapsack_value(8, 0.1) == pytest.approx(0.046132, abs=1e-6)
+    assert knapsack_value(32, 0.1) == pytest.approx(0.078219, abs=1e-6)
+    success = [0.5, 0.1, 0.0, 1.0, None]
+    given = Knapsack(low=2).shares(success, 8)
+    assert sum(given) == 40 and given[4] == 8 and min(given) >= 2
+    assert given[1] > given[0] > given[3] == 2
+    assert Equal().shares(success, 8) == [8] * 5
+
+
+def test_knapsack_is_optimal_where_all_can_be_tried():
+    success, n = [0.3, 0.7, 0.05], 4
+    given = Knapsack(low=1, high=12).shares(success, n)
+    worth = {
+        (a, b, 12 - a - b): sum(map(knapsack_value, (a, b, 12 - a - b), success))
+        for a in range(1, 11)
+        for b in range(1, 12 - a)
+    }
+    assert sum(map(knapsack_value, given, success)) == pytest.approx(max(worth.values()))
+
+
+def test_success_rates_weigh_prompts_as_gpgs_code_does():
+    known = [Record(p, 4.0) for p in (0.0, 0.25, 1.0)]
+
+    def weights(favour):
+        block = SuccessRate(favour=favour, floor=0.0)
+        return [block.weight(record) for record in known]
+
+    assert weights("hard") == [1, 0.75, 0]
+    assert weights("soft") == [0, 0.75, 0]
+    assert weights("medium") == [0, 1, 0]
+    assert weights("unsure") == pytest.approx([0, (0.1875**0.5) / 2, 0])
+    assert SuccessRate(floor=0.0).weight(None) == 1
+
+
+def test_spo_tracker_vector():
+    rule = Tracker(decay=2**-0.5)
+    alpha, beta = rule.updated(4, 4, [1.0])
+    assert (alpha, beta) == pytest.approx((3.828427, 2.828427))
+    assert alpha / (alpha + beta) == pytest.approx(0.575111, abs=1e-6)
+    assert Tracker(low=-1, high=1).updated(0, 0, [-1, 1, 0]) == (1.5, 1.5)
+    assert Tracker(low=-1, high=1).reward(0.25) == -0.5
