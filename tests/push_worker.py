@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from rows import make_rows
 from servers import checksum
-from test_engines import PROMPTS
+from test_engines import PROMPTS, TRANSPORTS
 from tiny_run import configure
 
 from megatron_gvpo.config import SamplingConfig, read_model_config
@@ -23,7 +23,6 @@ from megatron_gvpo.types import Prompt
 from megatron_gvpo.weights.served import ServedWeights
 
 LAYOUTS = {"single": (), "tp2": ("parallel.tp=2",), "pp2": ("parallel.pp=2",), "dp2": ()}
-TRANSPORTS = ("broadcast", "broadcast", "disk", "delta", "delta", "shared")
 GREEDY = SamplingConfig(top_p=1e-6, max_tokens=12)
 
 

@@ -90,4 +90,4 @@ def checksum(loop: BackgroundLoop, server: Server) -> dict[str, str]:
     sglang = isinstance(server, DIALECTS["sglang"])
     path = "/weights_checker" if sglang else "/weight_checker"
     answer = loop.run(server._http.post(path, {"action": "checksum"}, timeout=60))
-    return answer["ranks"][0]["checksums"] if sglang else answer["checksums"]
+    return {str(i): rank["checksums"] for i, rank in enumerate(answer["ranks"])} if sglang else answer

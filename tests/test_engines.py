@@ -24,6 +24,7 @@ from megatron_gvpo.types import Rollout
 from megatron_gvpo.weights.broadcast import Broadcast
 from megatron_gvpo.weights.bucket import Halves, buckets
 
+TRANSPORTS = ("broadcast", "broadcast", "disk", "delta", "delta", "shared")  # of the pushes, in turn
 PROMPTS = [[9, 16, 10, 17, 8, 16, 7, 19], [5, 5, 5], [12, 3, 4, 14, 9, 10]]
 
 
@@ -135,18 +136,32 @@ def test_what_arrives_is_what_was_exported_byte_for_byte(
     """A push from the sharded trainer, then the same weights from its export: every checksum of the server
     agrees.
 
-    Before and after training steps, over the broadcast group, over files, and as patches; greedy tokens and
-    log-probs are those of transformers on the export.
+    Before and after training steps, by every transport; greedy tokens and log-probs are those of
+    transformers on the export.
     """
     ranks = 1 if layout == "single" else 2
     launch("push_worker:run", [ranks], served.engine, served.url, str(task), str(tmp_path), layout)
-    for step in range(6):
-        export = tmp_path / f"export-{step}"
-        pushed = (tmp_path / f"checksum-{step}").read_text()
-        assert pushed == (tmp_path / f"checksum-{step}-from-files").read_text()
-        assert step == 0 or pushed != (tmp_path / f"checksum-{step - 1}").read_text()
+    assert_exported(tmp_path)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_server_of_two_ranks_gets_its_shards(engine: str, task: Path, tmp_path: Path):
+    """The same, where both ranks of a tensor-parallel server are in the group."""
+    with running(engine, task, tmp_path, "rollout.servers.tp=2") as supervisor:
+        url = supervisor.processes[0].url
+        launch("push_worker:run", [1], engine, url, str(task), str(tmp_path), "single")
+    assert_exported(tmp_path)
+
+
+def assert_exported(directory: Path) -> None:
+    """What push_worker wrote after each push: the server had the export, and other weights before."""
+    for step in range(len(TRANSPORTS)):
+        export = directory / f"export-{step}"
+        pushed = (directory / f"checksum-{step}").read_text()
+        assert pushed == (directory / f"checksum-{step}-from-files").read_text()
+        assert step == 0 or pushed != (directory / f"checksum-{step - 1}").read_text()
         for i, prompt in enumerate(PROMPTS):
-            response = eval((tmp_path / f"greedy-{step}-{i}").read_text())
+            response = eval((directory / f"greedy-{step}-{i}").read_text())
             reference = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32)
             ids = torch.tensor([prompt])
             greedy = reference.generate(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,6 +62,9 @@ class SGLang:
         environment = {"PYTHONPATH": str(PLUGINS)}
         if not on_gpu:
             environment["SGLANG_USE_CPU_ENGINE"] = "1"
+            if servers.tp > 1:  # else it wants a NUMA node for each rank
+                cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+                environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join([cores] * servers.tp)
             command += ["--device", "cpu", "--attention-backend", "torch_native"]
             command += ["--sampling-backend", "pytorch", "--disable-cuda-graph", "--disable-overlap-schedule"]
             command += ["--sleep-on-idle"]  # else an idle scheduler keeps a core busy

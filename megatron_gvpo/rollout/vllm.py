@@ -61,6 +61,7 @@ class VLLM:
         if not on_gpu:
             command += ["--enforce-eager"]
             environment["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB
+            environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # else a NUMA node for each rank
             environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # else its first request starts dozens
         return Launch([*command, *servers.args], environment)
 
