@@ -47,7 +47,10 @@ class Task:
 def train(
     algorithm: AlgorithmConfig, seed: int, *, n: int, steps: int, mini_batches: int, lr: float
 ) -> dict[str, float]:
-    """One run; returns the expected reward and the policy's entropy (nats) at its end and at its worst."""
+    """One run; returns the expected reward at its start, end and worst, and the policy's entropy in nats.
+
+    `responses`: how many it drew. A method that samples more than one batch a step draws more.
+    """
     task = Task(seed)
     generator = torch.Generator().manual_seed(seed + 1)
     logits_xv = task.logits_xv.clone().requires_grad_()
@@ -55,13 +58,14 @@ def train(
     adam = torch.optim.Adam([logits_xv], lr=lr, betas=(0.9, 0.95))
     members = [member.build() for member in algorithm.members]
     policy = algorithm.batch_policy.build(PROMPTS_PER_STEP)
-    curve = []
+    curve, sampled_count = [], 0
     for step in range(1, steps + 1):
         old_xv = torch.log_softmax(logits_xv.detach(), -1)
         groups = None
         while groups is None:
             drawn = torch.randperm(PROMPTS, generator=generator)[:PROMPTS_PER_STEP].tolist()
             sampled: list[Group] = sample(task, old_xv, drawn, n, generator)
+            sampled_count += n * len(drawn)
             for member in members:
                 sampled = member(sampled, Asking(step, seed))  # type: ignore[arg-type]
             groups = policy.offer(sampled)
@@ -71,7 +75,8 @@ def train(
         policy_xv = torch.softmax(logits_xv.detach(), -1)
         curve.append(float((policy_xv * task.reward_xv).sum(-1).mean()))
     entropy = -(policy_xv * policy_xv.clamp(min=1e-30).log()).sum(-1).mean()
-    return {"reward": curve[-1], "worst": min(curve), "entropy": float(entropy), "start": start(task)}
+    result = {"reward": curve[-1], "worst": min(curve), "entropy": float(entropy), "start": start(task)}
+    return result | {"responses": sampled_count}
 
 
 def start(task: Task) -> float:

@@ -99,7 +99,7 @@ def test_a_recipe_runs_with_a_gradient(task, place, tmp_path, name):
 
 
 def test_a_resumed_run_remembers_its_responses_and_its_prompts(task, place, tmp_path):
-    """History and success rates go into checkpoints: interrupted after step 1, it repeats what it would do."""
+    """History and success rates go into checkpoints: interrupted after step 1, it goes on the same."""
     name = "gvpo_history"
     extra = ["algorithm.prompts={name: success_rate, favour: hard}", "train.prompts_per_step=24"]
     options = [*overrides(name, place), "algorithm.members.0.count=2", *extra]
