@@ -1,10 +1,10 @@
 """The gradient of every loss does not know the machine: real megatron-core against plain transformers.
 
 test_gradient_invariance.py proves it for the headliners, with formulas of their own and in every layout. Here
-are all losses and aggregations, on one rank and on two data-parallel ones, in packs that split groups, packs
-that keep them whole, and one response a pack. The reference is the loss itself, called once with all rows, on
-log-probs of `transformers` in fp64, and plain autograd: what is proved is that no split over micro-batches
-and ranks changes it. The formulas are proved in test_relatives.py and test_trl.py.
+are all losses and aggregations, on one rank, on two data-parallel and on two context-parallel ones, in packs
+that split groups, packs that keep them whole, and one response a pack. The reference is the loss itself, called
+once with all rows on log-probs of `transformers` in fp64, and plain autograd: what is proved is that no split
+over micro-batches and ranks changes it. The formulas are proved in test_relatives.py and test_trl.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.types import LossInputs, Rows, Totals
 
 TOLERANCE = 2e-5  # of the largest entry of a parameter's gradient
-LAYOUTS = [Layout(1), Layout(2)]
+LAYOUTS = [Layout(1), Layout(2), Layout(2, cp=2)]
 ONE_BY_ONE, SPLIT, ALL = 1, 24, 10_000  # budgets in tokens
 
 GRPO = {"recipe": "grpo", "loss": {"kl_coef": 0.0}}
@@ -38,12 +38,12 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "gspo": {"recipe": "gspo", "loss": {"clip_low": 0.05, "clip_high": 0.05}},
     "ppo of items": {**GRPO, "estimator": {"name": "rank", "items": 2, "separator_ids": [0]}},
     "cispo": {"recipe": "cispo", "loss": {"clip_high": 0.1}},
-    "dpo": {"recipe": "dpo"},
-    "dpo, all pairs": {"recipe": "dpo", "loss": {"pairs": "all"}},
+    "dpo": {"recipe": "dpo", "sampler": "engine"},
+    "dpo, all pairs": {"recipe": "dpo", "sampler": "engine", "loss": {"pairs": "all"}},
     "disco": {"recipe": "disco", "loss": {"kl_limit": 0.0, "kl_coef": 10.0}},
     "disco of ratios": {"recipe": "disco_ratio", "loss": {"kl_limit": 0.0, "kl_coef": 10.0}},
     "drpo": {"recipe": "drpo", "loss": {"max_tokens": 20}},
-    "reg_grpo": {"recipe": "reg_grpo", "loss": {"kl_coef": 0.2}},
+    "reg_grpo": {"recipe": "reg_grpo", "loss": {"kl_coef": 0.2, "eps": 1.0}},
     "whitened": {"recipe": "reinforce_pp_baseline"},
     "batch std": {"recipe": "gpg_batch_std"},
 }

@@ -42,7 +42,7 @@ def test_gvpos_setting():
     assert config.train.steps == pytest.approx(10 * 7500 / 1024, abs=1)
     assert config.optimizer.lr == 5e-6 and config.algorithm.loss.beta == 0.1
     assert load("gvpo_math_1.5b").rollout.n == 8
-    mixed = load("gvpo_math_1.5b", "algorithm=gvpo_history", "rollout.n=4")
+    mixed = load("gvpo_math_1.5b", "algorithm=gvpo_history", "rollout.n=5", "algorithm.members.0.count=3")
     assert mixed.rollout.n + mixed.algorithm.members[0].count == 8
 
 

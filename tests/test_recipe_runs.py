@@ -10,7 +10,7 @@ import math
 from pathlib import Path
 
 import pytest
-from tiny_run import configure, fit, records
+from tiny_run import StopAfter, configure, fit, records
 
 from megatron_gvpo.algorithms.recipe import read_recipe, recipe_names
 from megatron_gvpo.megatron import parallel
@@ -96,3 +96,16 @@ def test_a_recipe_runs_with_a_gradient(task, place, tmp_path, name):
         assert all(math.isfinite(value) for value in line.values())
         assert line["train/skipped"] == 0
     assert any(line["train/grad_norm"] > 0 for line in steps)
+
+
+def test_a_resumed_run_remembers_its_responses_and_its_prompts(task, place, tmp_path):
+    """History and success rates go into checkpoints: interrupted after step 1, it goes on the same."""
+    name = "gvpo_history"
+    extra = ["algorithm.prompts={name: success_rate, favour: hard}", "train.prompts_per_step=24"]
+    options = [*overrides(name, place), "algorithm.members.0.count=2", *extra]
+    fit(configure(task, tmp_path / "whole", *options))
+    stopped = fit(configure(task, tmp_path / "parts", *options), [StopAfter(1)])
+    assert stopped.step == 1
+    fit(configure(task, tmp_path / "parts", *options), resume=True)
+    assert records(tmp_path / "parts") == records(tmp_path / "whole")
+    assert records(tmp_path / "whole")[-1]["response/from_policy"] < 1, "some responses are replayed"

@@ -5,11 +5,14 @@ from __future__ import annotations
 import pytest
 
 from megatron_gvpo.algorithms.batch_policy import Accumulate
+from megatron_gvpo.algorithms.bnpo import BNPO
 from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.algorithms.estimators import Estimator
+from megatron_gvpo.algorithms.filters import Keep
 from megatron_gvpo.algorithms.gvpo import GVPO
 from megatron_gvpo.algorithms.nll import NLL
 from megatron_gvpo.algorithms.recipe import read_recipe, recipe_names
+from megatron_gvpo.algorithms.shapers import Overlong
 
 
 @pytest.mark.parametrize("recipe", recipe_names())
@@ -19,6 +22,44 @@ def test_recipes_load_name_their_source_and_survive_a_round_trip(recipe):
     _, about = read_recipe(recipe)
     assert about.title and about.paper and about.summary
     assert about.sure != "inspired by" or about.chosen, "what was chosen where the source is silent"
+
+
+def test_one_item_of_a_recipes_list_can_be_changed():
+    values = {"recipe": "dapo", "shapers": {"0": {"buffer": 100}}}
+    assert AlgorithmConfig.model_validate(values).shapers == (Overlong(buffer=100),)
+    replaced = {"recipe": "dapo", "shapers": {0: {"name": "keep", "which": "best"}}}
+    assert AlgorithmConfig.model_validate(replaced).shapers == (Keep(which="best"),)
+    with pytest.raises(ValueError, match="shapers"):
+        AlgorithmConfig.model_validate({"recipe": "dapo", "shapers": {"1": {"buffer": 100}}})
+
+
+def test_an_estimator_under_another_name_replaces_the_recipes():
+    bnpo = AlgorithmConfig.model_validate({"recipe": "grpo", "estimator": "bnpo"})
+    assert bnpo.estimator == BNPO()
+    plain = AlgorithmConfig.model_validate({"recipe": "grpo", "estimator": {"ddof": 0}})
+    assert plain.estimator == Estimator(scale="group_std", ddof=0)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"recipe": "remax", "prior": "none"}, "needs an expected reward: prior=greedy or tracker"),
+        ({"recipe": "grpo", "prior": "greedy"}, "prior=greedy: nothing reads it"),
+        (
+            {"recipe": "reg_grpo", "estimator": "prefix_tree"},
+            "gives every token an advantage",
+        ),
+        ({"recipe": "grpo", "loss": {"ratio": "item"}}, "ratio=item needs the estimator rank"),
+        ({"recipe": "sft", "shapers": ["affine"]}, "sampler=dataset has none"),
+        ({"recipe": "dpo", "members": ["replay"]}, "replay has nobody to ask, or to join"),
+        ({"recipe": "dpo", "shapers": ["overlong"]}, "shapers: overlong: max_tokens is missing"),
+        ({"recipe": "dpo", "allocation": "knapsack"}, "allocation ask the engine"),
+        ({"recipe": "gvpo_history", "reference_logprobs": "engine"}, "the present engine did not sample"),
+    ],
+)
+def test_compositions_that_mean_nothing_are_refused(values, said):
+    with pytest.raises(ValueError, match=said):
+        AlgorithmConfig.model_validate(values)
 
 
 def test_recipes_say_what_the_papers_say():

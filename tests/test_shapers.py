@@ -193,5 +193,6 @@ def test_spo_tracker_vector():
     alpha, beta = rule.updated(4, 4, [1.0])
     assert (alpha, beta) == pytest.approx((3.828427, 2.828427))
     assert alpha / (alpha + beta) == pytest.approx(0.575111, abs=1e-6)
+    assert Tracker(weight=8, expected=0.5).posterior(1, 0) == pytest.approx(5 / 9)
     assert Tracker(low=-1, high=1).updated(0, 0, [-1, 1, 0]) == (1.5, 1.5)
     assert Tracker(low=-1, high=1).reward(0.25) == -0.5

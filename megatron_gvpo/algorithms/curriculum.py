@@ -21,9 +21,9 @@ class Record(NamedTuple):
 class Tracker(Block):
     """Beta counts of every prompt: a <- decay a + successes, b <- decay b + failures, after every visit.
 
-    The expected success is a / (a + b) as of before a batch (SPO, arXiv 2509.13232; there the decay follows
-    the policy's KL since the prompt was last seen, here it is a constant, once a visit). A reward r counts as
-    (r - low) / (high - low) of a success, within [0, 1]. `expected` and `weight`: before any visit.
+    The expected success, before a batch is seen, is (a + weight * expected) / (a + b + weight): SPO's tracker
+    (arXiv 2509.13232), whose decay follows the policy's KL since the prompt was last seen; here it is a
+    constant, once a visit. A reward r counts as (r - low) / (high - low) of a success, within [0, 1].
     """
 
     decay: float = Field(0.9, gt=0, le=1)
@@ -37,6 +37,10 @@ class Tracker(Block):
         success = [min(max((r - self.low) / (self.high - self.low), 0.0), 1.0) for r in rewards]
         won = sum(success)
         return self.decay * alpha + won, self.decay * beta + len(success) - won
+
+    def posterior(self, alpha: float, beta: float) -> float:
+        """The expected success with these counts."""
+        return (alpha + self.weight * self.expected) / (alpha + beta + self.weight)
 
     def reward(self, success: float) -> float:
         """The reward that an expected success means."""

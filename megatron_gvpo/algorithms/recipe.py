@@ -54,16 +54,28 @@ def read_recipe(name: str) -> tuple[dict[str, Any], About]:
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """Nested settings `over` on top of `base`; a block under another name or recipe replaces the whole block.
 
-    A plain string in `base` is a block's short form where `over` sets keys of that block.
+    A plain string in `base` is a block's short form where `over` sets keys of that block. A list is replaced,
+    unless `over` gives its items by their numbers: `members: {0: {count: 4}}`, or members.0.count=4.
     """
     merged = {**base, **over}
     for key in base.keys() & over.keys():
         old, new = base[key], over[key]
         if isinstance(old, str):
             old = {"recipe" if key == "algorithm" else "name": old}
+        if isinstance(old, list) and isinstance(new, Mapping):
+            merged[key] = _merge_items(old, new)
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             replaced = any(new.get(tag, old[tag]) != old[tag] for tag in ("name", "recipe") if tag in old)
             if key == "estimator" and new.get("name", "group") != old.get("name", "group") and "name" in new:
                 replaced = True  # `group` may be left unsaid
             merged[key] = new if replaced else merge(old, new)
     return merged
+
+
+def _merge_items(old: list[Any], new: Mapping[Any, Any]) -> Any:
+    """A list with some of its items changed; what is no such thing is left for validation to refuse."""
+    items = {str(number): item for number, item in enumerate(old)}
+    if not {str(number) for number in new} <= items.keys():
+        return new
+    merged = merge(items, {str(number): item for number, item in new.items()})
+    return [merged[number] for number in items]

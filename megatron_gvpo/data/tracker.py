@@ -28,17 +28,16 @@ class SuccessTracker:
 
     def expected_reward(self, prompt: Prompt) -> float:
         """The prior of a prompt's reward."""
-        record = self.known(prompt)
-        return self.rule.reward(self.rule.expected if record is None else record.success)
+        alpha, beta = self._counts.get(prompt.id, (0.0, 0.0))
+        return self.rule.reward(self.rule.posterior(alpha, beta))
 
     def learn(self, groups: Sequence[Group]) -> None:
         """Take in what the policy's own responses came to."""
         for group in groups:
             rewards = [rollout.reward for rollout in group.rollouts if rollout.source == "policy"]
-            rule = self.rule
-            before = (rule.weight * rule.expected, rule.weight * (1 - rule.expected))
-            alpha, beta = self._counts.get(group.prompt.id, before)
-            self._counts[group.prompt.id] = rule.updated(alpha, beta, rewards)
+            if rewards:
+                alpha, beta = self._counts.get(group.prompt.id, (0.0, 0.0))
+                self._counts[group.prompt.id] = self.rule.updated(alpha, beta, rewards)
 
     def state_dict(self) -> dict[str, Any]:
         return {prompt: list(counts) for prompt, counts in self._counts.items()}

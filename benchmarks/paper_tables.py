@@ -1,0 +1,247 @@
+"""GVPO's Table 2 and Figures 2 to 4, GPG's Table 15, on two small tasks with several seeds and error bars.
+
+    python benchmarks/paper_tables.py --out benchmarks/results/paper_tables
+
+The tasks: `tabular`, a table of logits (tabular.py), and `quickstart`, the 0.8 M model on arithmetic problems
+by whole runs of the trainer, from one SFT warm start (examples/quickstart). Everything but what a table
+varies is the same for all its rows: no method is tuned. Results are written after every run, and a run that
+has a result is not repeated; so it can be stopped and continued.
+
+Each claim of a paper is judged by the difference of the two means and its standard error: "agrees" above two
+of them, "contradicts" below minus two, else "not separated". These tasks are some thousand times smaller than
+the papers'; what they can show is a mechanism, not a score.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, NamedTuple
+
+import tabular
+
+from megatron_gvpo.algorithms.config import AlgorithmConfig
+
+ROOT = Path(__file__).parents[1]
+QUICKSTART = ROOT / "examples" / "quickstart"
+
+
+class Variant(NamedTuple):
+    """One row of a table: an algorithm, and how many responses the policy gives."""
+
+    algorithm: dict[str, Any]
+    n: int = 8
+
+
+def gvpo(n: int = 8, recipe: str = "gvpo", **loss: Any) -> Variant:
+    return Variant({"recipe": recipe, **({"loss": loss} if loss else {})}, n)
+
+
+def mixed(new: int, earlier: int) -> Variant:
+    return Variant({"recipe": "gvpo_history", "members": [{"name": "replay", "count": earlier}]}, new)
+
+
+TABLES: dict[str, dict[str, Variant]] = {
+    "GVPO Table 2: terms": {
+        "GVPO": gvpo(),
+        "- Var": gvpo(recipe="gvpo_minus_var"),
+        "- Cov": gvpo(recipe="gvpo_minus_cov"),
+        "- Var - Cov": gvpo(recipe="gvpo_minus_var_cov"),
+        "- Var + Entropy": gvpo(recipe="gvpo_entropy"),
+    },
+    "GVPO Figure 2: beta": {str(beta): gvpo(beta=beta) for beta in (0.01, 0.03, 0.1, 0.3, 1.0)},
+    "GVPO Figure 3: k": {str(k): gvpo(k) for k in (2, 4, 8, 16)},
+    "GVPO Figure 4: history": {"0:8": gvpo(), "2:6": mixed(6, 2), "4:4": mixed(4, 4), "6:2": mixed(2, 6)},
+    "GPG Table 15": {
+        "GRPO": Variant({"recipe": "grpo"}),
+        "A: PG, group std": Variant({"recipe": "gpg_a"}),
+        "B: F = 1": Variant({"recipe": "gpg_b"}),
+        "C: + AGE": Variant({"recipe": "gpg_c"}),
+        "D: + threshold": Variant({"recipe": "gpg"}),
+        "group std + AGE": Variant({"recipe": "gpg_std_age"}),
+    },
+}
+CLAIMS = {  # (table, better, worse) as the papers have it
+    "GVPO Table 2: terms": [("GVPO", name) for name in ("- Var", "- Cov", "- Var - Cov", "- Var + Entropy")],
+    "GVPO Figure 3: k": [("4", "2"), ("8", "4"), ("16", "8")],
+    "GPG Table 15": [
+        ("C: + AGE", "B: F = 1"),
+        ("D: + threshold", "C: + AGE"),
+        ("D: + threshold", "GRPO"),
+        ("A: PG, group std", "B: F = 1"),
+        ("C: + AGE", "group std + AGE"),
+    ],
+}
+FLAT = ("GVPO Figure 2: beta", "GVPO Figure 4: history")  # robust, say the paper's figures
+
+
+def main() -> None:
+    args = parse()
+    args.out.mkdir(parents=True, exist_ok=True)
+    file = args.out / "runs.json"
+    done: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    with tempfile.TemporaryDirectory() as directory:
+        place = Path(directory)
+        for task, table, name, seed in grid(args):
+            key = f"{task} | {table} | {name} | {seed}"
+            if key in done:
+                continue
+            begin = time.perf_counter()
+            variant = TABLES[table][name]
+            done[key] = on_table(variant, seed) if task == "tabular" else on_model(variant, seed, args, place)
+            done[key]["seconds"] = time.perf_counter() - begin
+            print(f"{key}: {done[key]['reward']:.3f}", flush=True)
+            file.write_text(json.dumps(done, indent=1) + "\n")
+    (args.out / "tables.md").write_text(report(done, args))
+    plot(done, args)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--out", type=Path, required=True, help="directory of runs.json, tables.md and plots")
+    parser.add_argument(
+        "--tasks", nargs="+", choices=("tabular", "quickstart"), default=["tabular", "quickstart"]
+    )
+    parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES), metavar="TABLE")
+    parser.add_argument("--seeds", type=int, default=3, help="of the quickstart task (3)")
+    parser.add_argument("--tabular-seeds", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=40, help="of a quickstart run (40)")
+    parser.add_argument("--prompts", type=int, default=32, help="a step of a quickstart run (32)")
+    parser.add_argument("--sft-steps", type=int, default=170, help="of the warm start (170)")
+    return parser.parse_args()
+
+
+def grid(args: argparse.Namespace) -> Iterator[tuple[str, str, str, int]]:
+    for task in args.tasks:
+        for seed in range(args.tabular_seeds if task == "tabular" else args.seeds):
+            for table in args.tables:
+                for name in TABLES[table]:
+                    yield task, table, name, seed
+
+
+def on_table(variant: Variant, seed: int) -> dict[str, float]:
+    algorithm = AlgorithmConfig.model_validate(variant.algorithm)
+    return tabular.train(algorithm, seed, n=variant.n, steps=300, mini_batches=4, lr=0.05)
+
+
+def on_model(variant: Variant, seed: int, args: argparse.Namespace, place: Path) -> dict[str, float]:
+    """A run of the trainer; the warm start is made once."""
+    task, warm = place / "task", place / "sft"
+    data = f"data.train.path={task}/data/train.jsonl"
+    if not (warm / "hf").exists():
+        command(str(QUICKSTART / "make_task.py"), "--out", str(task))
+        sft = [f"model.path={task}/model", data, f"output_dir={warm}", f"train.steps={args.sft_steps}"]
+        train("sft.yaml", *sft, f"optimizer.warmup_steps={min(20, args.sft_steps - 1)}")
+    out = place / "run"
+    settings = {
+        "algorithm": variant.algorithm,
+        "rollout.n": variant.n,
+        "model.path": str(warm / "hf"),
+        "data.eval.path": str(task / "data" / "test.parquet"),
+        "output_dir": str(out),
+        "train.seed": seed,
+        "train.steps": args.steps,
+        "train.prompts_per_step": args.prompts,
+        "train.mini_batches": 4,
+        "optimizer.warmup_steps": min(8, 4 * args.steps - 1),
+        "eval.every": 0,
+        "checkpoint.every": 0,
+        "checkpoint.export_hf": False,
+        "logging.tensorboard": False,
+    }
+    train("gvpo.yaml", data, *(f"{key}={json.dumps(value)}" for key, value in settings.items()))
+    summary = json.loads((out / "summary.json").read_text())
+    return {"reward": summary["pass_at_1_after"], "start": summary["pass_at_1_before"]}
+
+
+def train(file: str, *overrides: str) -> None:
+    files = [str(QUICKSTART / file), str(ROOT / "examples" / "cpu.yaml")]
+    command("-m", "megatron_gvpo", "train", "--overwrite", *files, *overrides)
+
+
+def command(*arguments: str) -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "2", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(arguments)} ended with {done.returncode}:\n{done.stderr[-4000:]}")
+
+
+def rewards(done: dict[str, Any], task: str, table: str, name: str) -> list[float]:
+    prefix = f"{task} | {table} | {name} | "
+    return [result["reward"] for key, result in done.items() if key.startswith(prefix)]
+
+
+def spread(values: list[float]) -> tuple[float, float]:
+    """Mean and its standard error (infinite with one seed)."""
+    return fmean(values), stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
+
+
+def verdict(better: list[float], worse: list[float]) -> str:
+    (a, error_a), (b, error_b) = spread(better), spread(worse)
+    error = math.hypot(error_a, error_b)
+    if not math.isfinite(error):
+        return "one seed: nothing to say"
+    z = (a - b) / error if error else math.copysign(math.inf, a - b) if a != b else 0.0
+    word = "agrees" if z > 2 else "contradicts" if z < -2 else "not separated"
+    return f"{word} ({a - b:+.3f}, {z:+.1f} standard errors)"
+
+
+def report(done: dict[str, Any], args: argparse.Namespace) -> str:
+    lines = ["# The papers' tables on two small tasks", "", __doc__.split("\n\n", 1)[1].strip(), ""]
+    for task in args.tasks:
+        what = "expected reward" if task == "tabular" else "held-out pass@1"
+        for table in args.tables:
+            lines += [f"## {table}, {task}", "", f"| | {what} at the end | seeds |", "|---|---|---|"]
+            found = {name: rewards(done, task, table, name) for name in TABLES[table]}
+            for name, values in found.items():
+                if values:
+                    mean, error = spread(values)
+                    shown = f"{mean:.3f}" + (f" ± {error:.3f}" if math.isfinite(error) else "")
+                    lines.append(f"| {name} | {shown} | {len(values)} |")
+            lines.append("")
+            for better, worse in CLAIMS.get(table, []):
+                if found[better] and found[worse]:
+                    lines.append(f"- {better} above {worse}: {verdict(found[better], found[worse])}")
+            if table in FLAT and all(found.values()):
+                means = [fmean(values) for values in found.values()]
+                lines.append(f"- flat, says the figure: the means lie within {max(means) - min(means):.3f}")
+            lines.append("")
+    return "\n".join(lines)
+
+
+def plot(done: dict[str, Any], args: argparse.Namespace) -> None:
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    for task in args.tasks:
+        figure, axes = pyplot.subplots(
+            1, len(args.tables), figsize=(4 * len(args.tables), 3.2), squeeze=False
+        )
+        for axis, table in zip(axes[0], args.tables, strict=True):
+            found = {name: rewards(done, task, table, name) for name in TABLES[table]}
+            found = {name: values for name, values in found.items() if values}
+            spreads = [spread(values) for values in found.values()]
+            errors = [error if math.isfinite(error) else 0.0 for _, error in spreads]
+            axis.errorbar(range(len(found)), [mean for mean, _ in spreads], errors, fmt="o", capsize=3)
+            axis.set_xticks(range(len(found)), list(found), rotation=30, ha="right", fontsize=7)
+            axis.set_title(table, fontsize=8)
+        figure.tight_layout()
+        figure.savefig(args.out / f"{task}.png", dpi=150)
+        pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    main()
