@@ -1,4 +1,4 @@
-"""The command line: train, eval, export, serve, doctor."""
+"""The command line: train, eval, export, serve, slurm, plan, doctor."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from megatron_gvpo import __version__
+from megatron_gvpo.cluster import commands as cluster_commands
 
 if TYPE_CHECKING:
     from megatron_gvpo.config import Config
@@ -60,6 +61,10 @@ def _main(options: argparse.Namespace, given: list[str], starting: ExitStack) ->
     from megatron_gvpo.config import ConfigError, check_layout, load_config
 
     try:
+        if options.command == "plan":
+            from megatron_gvpo.cluster.planner.command import run
+
+            return run(options)
         files = [given for given in options.config if "=" not in given]
         overrides = [given for given in options.config if "=" in given]
         if not files:
@@ -71,6 +76,8 @@ def _main(options: argparse.Namespace, given: list[str], starting: ExitStack) ->
             from megatron_gvpo.rollout.serve import serve
 
             return serve(config)
+        if options.command == "slurm":
+            return cluster_commands.run_slurm(options, config)
         check_layout(config, int(os.environ.get("WORLD_SIZE", options.nproc or 1)))
         _check_command(options, config)
     except ConfigError as error:
@@ -94,6 +101,7 @@ def _run(options: argparse.Namespace, config: Config, starting: ExitStack) -> in
     from megatron_gvpo.rollout.fleet import RolloutError
     from megatron_gvpo.trainer import Trainer
 
+    code = 0
     try:
         if options.command == "train":
             trainer = Trainer(config, [Recorder()], resume=options.resume, overwrite=options.overwrite)
@@ -105,14 +113,14 @@ def _run(options: argparse.Namespace, config: Config, starting: ExitStack) -> in
         message = "stopped on request; the checkpoint is complete: continue with `train ... --resume`"
         _print_main(os.environ.get("RANK", "0") == "0", message)
     except (ConfigError, DataError) as error:
-        return _refuse(error)
+        code = _refuse(error)
     except (CheckpointError, OutputError, RolloutError) as error:
-        return _refuse(error, code=1)
+        code = _refuse(error, code=1)
     except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    finally:
-        shut_down()
-    return 0
+        code = 128 + signal.SIGINT
+    # Not after any other error: it may be this rank's alone, and others be waiting for this one.
+    shut_down()
+    return code
 
 
 def _use(options: argparse.Namespace, config: Config) -> None:
@@ -210,6 +218,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     export.add_argument("--out", required=True, metavar="DIR")
     commands.add_parser("serve", parents=[configured], help="run this machine's rollout servers")
+    cluster_commands.add(commands, configured)
     doctor = commands.add_parser("doctor", help="what this machine has, and what is missing")
     doctor.add_argument("--json", action="store_true")
     return parser

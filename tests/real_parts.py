@@ -22,6 +22,7 @@ PARTS = (
     "reward workers",
     "sglang server",
     "vllm server",
+    "Slurm",
 )
 
 _passed: Counter[str] = Counter()
