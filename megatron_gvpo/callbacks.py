@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from megatron_gvpo.exchange import all_gather_msgpack
 from megatron_gvpo.observe import MetricLogger, Progress, plot_curve, read_metrics, time_report
+from megatron_gvpo.observe.monitor import DeviceMonitor, by_machine
 
 if TYPE_CHECKING:
     from megatron_gvpo.trainer import Trainer
@@ -42,17 +44,23 @@ class OutputError(RuntimeError):
 class Recorder(Callback):
     """Progress display, metrics.jsonl, TensorBoard; at the end summary.json and curve.png. By rank 0.
 
+    The first rank of every machine watches its GPUs, for the metrics device/*.
+
     Raises OutputError, on all ranks at once, where the file system refuses to take them.
     """
 
     def __init__(self) -> None:
         self._opened = ExitStack()
+        self._monitor: DeviceMonitor | None = None
 
     def on_start(self, trainer: Trainer) -> None:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            self._monitor = self._opened.enter_context(DeviceMonitor())
         self._write(trainer, lambda: self._open(trainer))
 
     def on_step(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
-        self._write(trainer, lambda: self._log(step, metrics))
+        taken = all_gather_msgpack(self._monitor.take() if self._monitor else None)
+        self._write(trainer, lambda: self._log(step, {**metrics, **by_machine(taken)}))
 
     def on_checkpoint(self, trainer: Trainer, directory: Path) -> None:
         if trainer.is_main:

@@ -1,4 +1,4 @@
-"""The command line: train, eval, export, serve, recipes, doctor."""
+"""The command line: train, eval, export, serve, recipes, slurm, plan, doctor."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from megatron_gvpo import __version__
+from megatron_gvpo.cluster import commands as cluster_commands
 
 if TYPE_CHECKING:
     from megatron_gvpo.config import Config
@@ -63,6 +64,10 @@ def _main(options: argparse.Namespace, given: list[str], starting: ExitStack) ->
     from megatron_gvpo.layout import check_layout
 
     try:
+        if options.command == "plan":
+            from megatron_gvpo.cluster.planner.command import run
+
+            return run(options)
         files = [given for given in options.config if "=" not in given]
         overrides = [given for given in options.config if "=" in given]
         if not files:
@@ -74,6 +79,8 @@ def _main(options: argparse.Namespace, given: list[str], starting: ExitStack) ->
             from megatron_gvpo.rollout.serve import serve
 
             return serve(config)
+        if options.command == "slurm":
+            return cluster_commands.run_slurm(options, config)
         check_layout(config, int(os.environ.get("WORLD_SIZE", options.nproc or 1)))
         _check_command(options, config)
     except ConfigError as error:
@@ -113,6 +120,7 @@ def _run(options: argparse.Namespace, config: Config, starting: ExitStack) -> in
     from megatron_gvpo.rollout.fleet import RolloutError
     from megatron_gvpo.trainer import Trainer
 
+    code = 0
     try:
         if options.command == "train":
             trainer = Trainer(config, [Recorder()], resume=options.resume, overwrite=options.overwrite)
@@ -124,14 +132,14 @@ def _run(options: argparse.Namespace, config: Config, starting: ExitStack) -> in
         message = "stopped on request; the checkpoint is complete: continue with `train ... --resume`"
         _print_main(os.environ.get("RANK", "0") == "0", message)
     except (ConfigError, DataError) as error:
-        return _refuse(error)
+        code = _refuse(error)
     except (CheckpointError, OutputError, RolloutError) as error:
-        return _refuse(error, code=1)
+        code = _refuse(error, code=1)
     except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    finally:
-        shut_down()
-    return 0
+        code = 128 + signal.SIGINT
+    # Not after any other error: it may be this rank's alone, and others be waiting for this one.
+    shut_down()
+    return code
 
 
 def _use(options: argparse.Namespace, config: Config) -> None:
@@ -234,6 +242,7 @@ def _parser() -> argparse.ArgumentParser:
     recipes.add_argument("--markdown", action="store_true", help="as docs/methods.md")
     one = recipes.add_subparsers(dest="show", metavar="show NAME")
     one.add_parser("show", help="a recipe with every effective value").add_argument("name", metavar="NAME")
+    cluster_commands.add(commands, configured)
     doctor = commands.add_parser("doctor", help="what this machine has, and what is missing")
     doctor.add_argument("--json", action="store_true")
     return parser

@@ -23,6 +23,7 @@ PARTS = (
     "sglang server",
     "vllm server",
     "TRL's losses",
+    "Slurm",
 )
 
 _passed: Counter[str] = Counter()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -26,26 +26,65 @@ class Gpu:
 
 def device_snapshot() -> dict[str, float]:
     """Metrics of this moment: `device/rss_gib`, the memory of this process, and for every GPU
-    `device/gpu<i>/{memory_gib,utilization,power_w,temperature_c}`, utilization from 0 to 1.
+    `device/gpu<i>/<sensor>`, the sensors of `read_gpus`.
 
     Without a GPU, its driver or nvidia-ml-py only the first; a sensor that a GPU lacks is left out.
     """
     snapshot = {"device/rss_gib": _rss_bytes() / GIB}
+    for index, values in read_gpus()[0].items():
+        snapshot |= {f"device/gpu{index}/{name}": value for name, value in values.items()}
+    return snapshot
+
+
+def read_gpus() -> tuple[dict[int, dict[str, float]], dict[int, str]]:
+    """What every GPU's sensors say, by its index, and what is wrong with a GPU that is broken.
+
+    `utilization` is a share of time, `ecc_errors` counts uncorrected ones since the driver was loaded, and
+    `slowed_by_power`, `slowed_by_heat` and `slowed_by_hardware` are 1 while the clocks are held down by that.
+    """
     nvml = _nvml()
+    readings: dict[int, dict[str, float]] = {}
+    broken: dict[int, str] = {}
     if nvml is None:
-        return snapshot
-    sensors: dict[str, Callable[[Any], float]] = {
+        return readings, broken
+    sensors = _sensors(nvml)
+    for index, gpu, problem in _gpus(nvml):
+        if gpu is None:
+            broken[index] = f"GPU {index} does not answer: {problem}"
+            continue
+        values: dict[str, float] = {}
+        for name, read in sensors.items():
+            try:
+                values[name] = float(read(gpu))
+            except nvml.NVMLError as error:
+                if error.value in _broken_errors(nvml):
+                    broken[index] = f"GPU {index} ({_name(nvml, gpu)}) does not answer: {error}"
+        readings[index] = values
+        if values.get("ecc_errors"):
+            errors = f"{values['ecc_errors']:.0f} uncorrected memory errors"
+            broken[index] = f"GPU {index} ({_name(nvml, gpu)}) has had {errors}"
+    return readings, broken
+
+
+def _sensors(nvml: Any) -> dict[str, Callable[[Any], float]]:
+    def slowed(*reasons: str) -> Callable[[Any], float]:
+        mask = sum(getattr(nvml, f"nvmlClocksThrottleReason{reason}") for reason in reasons)
+        return lambda gpu: float(bool(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu) & mask))
+
+    return {
         "memory_gib": lambda gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used / GIB,
         "utilization": lambda gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,
         "power_w": lambda gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000,
         "temperature_c": lambda gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
+        "sm_mhz": lambda gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM),
+        "memory_mhz": lambda gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM),
+        "ecc_errors": lambda gpu: nvml.nvmlDeviceGetTotalEccErrors(
+            gpu, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+        ),
+        "slowed_by_power": slowed("SwPowerCap", "HwPowerBrakeSlowdown"),
+        "slowed_by_heat": slowed("SwThermalSlowdown", "HwThermalSlowdown"),
+        "slowed_by_hardware": slowed("HwSlowdown"),
     }
-    for index, gpu in enumerate(_handles(nvml)):
-        for name, read in sensors.items():
-            value = _try(nvml, read, gpu)
-            if value is not None:
-                snapshot[f"device/gpu{index}/{name}"] = float(value)
-    return snapshot
 
 
 def list_gpus() -> list[Gpu]:
@@ -53,7 +92,7 @@ def list_gpus() -> list[Gpu]:
     nvml = _nvml()
     if nvml is None:
         return []
-    return [_describe(nvml, index, gpu) for index, gpu in enumerate(_handles(nvml))]
+    return [_describe(nvml, index, gpu) for index, gpu, _ in _gpus(nvml) if gpu is not None]
 
 
 def driver_version() -> str | None:
@@ -76,8 +115,23 @@ def _nvml() -> Any | None:
     return pynvml
 
 
-def _handles(nvml: Any) -> list[Any]:
-    return [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+def _gpus(nvml: Any) -> Iterator[tuple[int, Any | None, str]]:
+    """Index and handle of every GPU; None, and why, for one that the driver has lost."""
+    for index in range(nvml.nvmlDeviceGetCount()):
+        try:
+            gpu, problem = nvml.nvmlDeviceGetHandleByIndex(index), ""
+        except nvml.NVMLError as error:
+            gpu, problem = None, str(error)
+        yield index, gpu, problem
+
+
+def _broken_errors(nvml: Any) -> tuple[int, ...]:
+    """Those that no healthy GPU gives; one that lacks a sensor says NOT_SUPPORTED."""
+    return nvml.NVML_ERROR_GPU_IS_LOST, nvml.NVML_ERROR_RESET_REQUIRED, nvml.NVML_ERROR_IRQ_ISSUE
+
+
+def _name(nvml: Any, gpu: Any) -> str:
+    return str(_try(nvml, nvml.nvmlDeviceGetName, gpu) or "unknown")
 
 
 def _describe(nvml: Any, index: int, gpu: Any) -> Gpu:

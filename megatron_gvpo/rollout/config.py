@@ -54,7 +54,8 @@ class WeightSyncConfig(Section):
     # machine's shared memory, for servers on it; disk: files.
     transport: Literal["broadcast", "delta", "shared", "disk"] = "broadcast"
     bucket_mb: PositiveInt = 512  # extra memory of a push: one half is sent while the other is filled
-    address: str = "127.0.0.1"  # of the trainer's first rank, where servers meet it
+    # Of the trainer's first rank, where servers meet it; default: torchrun's MASTER_ADDR, or loopback.
+    address: str | None = None
     directory: str | None = None  # of the disk transport; default: OUTPUT_DIR/weights; all nodes must see it
     in_flight: Literal["wait", "carry"] = "carry"
     # Responses under way when a push comes: finished first, or stopped and continued under the new weights.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -148,7 +149,8 @@ class ServedWeights:
             device = torch.device("cpu")
         else:
             kind = Delta if settings.transport == "delta" else Broadcast
-            transport = kind(settings.address, backend, settings.timeout)
+            address = settings.address or os.environ.get("MASTER_ADDR", "127.0.0.1")
+            transport = kind(address, backend, settings.timeout)
         return Publisher(
             fleet,
             loop,

@@ -1,0 +1,1 @@
+"""Launching on clusters, and saying beforehand what to expect there."""

@@ -1,0 +1,101 @@
+"""The first failure of a job's ranks, from their logs: `python -m megatron_gvpo.cluster.failures LOGS`.
+
+A rank that raised has recorded it (`megatron_gvpo.cluster.rank`). One that was killed could not; its
+torchrun has noticed, and says so in the node's log. Exits with 1 where a rank failed, with 0 where all
+that ended early had been told to.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+LINES = 15  # of a log
+_TOLD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_PAGE = re.compile(  # how torchrun describes a failed rank
+    r"time +: (?P<time>\S+)\n +host +: \S+\n"
+    r" +rank +: (?P<rank>\d+) \(local_rank: \d+\)\n +exitcode +: (?P<code>-?\d+)"
+)
+
+
+@dataclass(frozen=True)
+class Failure:
+    rank: int
+    time: float  # seconds since the epoch
+    node: str
+    problem: str
+
+
+def failures(logs: Path) -> list[Failure]:
+    """All failures, the first first; not those of ranks that ended because they were told to."""
+    found = {failure.rank: failure for failure in _killed(logs)}
+    for file in logs.glob("rank_*.failed.json"):
+        rank = int(file.name[5:10])
+        record = json.loads(file.read_text())
+        found[rank] = Failure(rank, record["time"], record["node"], record["problem"])
+    return sorted(found.values(), key=lambda failure: failure.time)
+
+
+def _killed(logs: Path) -> Iterator[Failure]:
+    """Ranks that a signal ended."""
+    for log in logs.glob("node_*.log"):
+        for page in _PAGE.finditer(log.read_text(errors="replace")):
+            rank, code = int(page["rank"]), int(page["code"])
+            if code < 0 and -code not in _TOLD:
+                name = signal.Signals(-code).name
+                why = ": often for want of memory, see `dmesg`" if -code == signal.SIGKILL else ""
+                # torchrun sees it a moment later, when others have lost the connection to it.
+                moment = datetime.fromisoformat(page["time"].replace("_", "T")).timestamp() - 1.0
+                yield Failure(rank, moment, _node_of(logs, rank), f"killed by {name}{why}")
+
+
+def _node_of(logs: Path, rank: int) -> str:
+    """From the first line of the rank's log."""
+    log = logs / f"rank_{rank:05}.log"
+    found = re.search(r"rank \d+ on (\S+),", log.read_text(errors="replace")) if log.exists() else None
+    return found[1] if found else "an unknown node"
+
+
+def describe(logs: Path) -> str | None:
+    """What a user must know of a job that failed; None where no rank did."""
+    found = failures(logs)
+    if not found:
+        nodes = sorted(logs.glob("node_*.log"))
+        if any(logs.glob("rank_*.log")) or not nodes:
+            return None
+        return f"no rank was started; {nodes[0]} ends with\n{_tail(nodes[0])}"
+    first, *others = found
+    log = logs / f"rank_{first.rank:05}.log"
+    text = (
+        f"first failure: rank {first.rank} on {first.node} at "
+        f"{datetime.fromtimestamp(first.time):%H:%M:%S}: {first.problem}"
+    )
+    if "Traceback" not in first.problem:
+        text += f"\n{log} ends with\n{_tail(log)}"
+    if others:
+        text += f"\nafter it failed rank {', '.join(str(other.rank) for other in others[:8])}"
+        text += f" and {len(others) - 8} more" if len(others) > 8 else ""
+    return f"{text}\nthe logs of all ranks: {logs}"
+
+
+def _tail(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines()[-LINES:] if log.exists() else []
+    return "\n".join(f"    {line[:300]}" for line in lines)
+
+
+def main() -> int:
+    text = describe(Path(sys.argv[1]))
+    if text is None:
+        return 0
+    print(f"\n{text}", flush=True)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

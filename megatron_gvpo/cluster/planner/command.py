@@ -1,0 +1,125 @@
+"""`megatron-gvpo plan`: from the command line to a plan, printed, as JSON, or as a configuration."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_gvpo.cluster.planner import architecture, workload
+from megatron_gvpo.cluster.planner.search import Candidate, Plan, search
+from megatron_gvpo.cluster.planner.time import NODE
+from megatron_gvpo.config import ConfigError
+
+
+def run(options: argparse.Namespace) -> int:
+    """Raises ConfigError."""
+    for name in ("gpus", "prompts", "k", "prompt_tokens", "mini_batches", "top"):
+        if getattr(options, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}: at least 1")
+    if options.prompts % options.mini_batches:
+        raise ConfigError(
+            f"--mini-batches {options.mini_batches} does not divide --prompts {options.prompts}"
+        )
+    if options.gpus > NODE and options.gpus % NODE:
+        raise ConfigError(f"--gpus {options.gpus}: more than one node, so a multiple of {NODE}")
+    model, gpu = architecture.load(options.model), workload.gpu(options.gpu)
+    lengths = workload.parse_lengths(options.response_length)
+    work = workload.Workload(options.prompts, options.k, options.prompt_tokens, lengths, options.mini_batches)
+    plan = search(model, gpu, options.gpus, work, ahead=options.async_steps, fp8=options.fp8)
+    if options.write:
+        Path(options.write).write_text(overlay(plan.best[0], work, options))
+    if options.json:
+        print(json.dumps(to_dict(plan, options, model.parameters), indent=2))
+    else:
+        _print(plan, options, model, work)
+    return 0
+
+
+def overlay(chosen: Candidate, work: workload.Workload, options: argparse.Namespace) -> str:
+    """The layout as keys of a configuration."""
+    layout = chosen.layout
+    parallel: dict[str, Any] = {"tp": layout.tp, "pp": layout.pp, "sequence_parallel": layout.tp > 1}
+    parallel |= {key: size for key in ("vpp", "cp", "ep") if (size := getattr(layout, key)) > 1}
+    parallel["recompute"] = "full" if layout.recompute else "none"
+    rollout: dict[str, Any] = {"engine": "sglang", "n": work.k, "max_tokens": work.lengths.maximum}
+    rollout["servers"] = {
+        "tp": layout.rollout_tp,
+        "count": max(1, min(NODE, options.gpus) // layout.rollout_tp),
+    }
+    if layout.async_steps:
+        rollout["async_steps"] = layout.async_steps
+    train = {
+        "prompts_per_step": work.prompts,
+        "mini_batches": work.mini_batches,
+        "max_tokens_per_micro_batch": chosen.micro_tokens,
+    }
+    text = yaml.safe_dump({"parallel": parallel, "rollout": rollout, "train": train}, sort_keys=False)
+    nodes = math.ceil(layout.gpus / NODE)
+    launch = f"--nodes {nodes}"
+    if layout.rollout_gpus:
+        launch += f" --rollout-nodes {math.ceil(layout.rollout_gpus / NODE)}"
+    return (
+        f"# Predicted, not measured: {chosen.seconds.step:.0f} s a step on {options.gpus} x {options.gpu} "
+        f"for {options.model}.\n# megatron-gvpo slurm CONFIG.yaml THIS.yaml {launch}\n{text}"
+    )
+
+
+def to_dict(plan: Plan, options: argparse.Namespace, parameters: int) -> dict[str, Any]:
+    return {
+        "predicted": True,
+        "model": options.model,
+        "parameters": parameters,
+        "gpus": options.gpus,
+        "gpu": options.gpu,
+        "considered": plan.considered,
+        "best": [candidate.to_dict() for candidate in plan.best[: options.top]],
+        "losers": plan.losers,
+        "impossible": plan.impossible,
+    }
+
+
+def _print(
+    plan: Plan, options: argparse.Namespace, model: architecture.Architecture, work: workload.Workload
+) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, markup=False, width=None if Console().is_terminal else 150)
+    console.print(
+        f"{options.model}: {model.parameters:,} parameters. {options.gpus} x {options.gpu}, "
+        f"{work.responses} responses a step of {work.lengths.mean:g} tokens "
+        f"(95 % under {work.lengths.p95:g}, at most {work.lengths.maximum})."
+    )
+    console.print(f"All numbers are predicted. {plan.considered} layouts considered; the best:\n")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    phases = ("step", "rollout", "scoring", "training", "optimizer", "sync", "waiting")
+    for column in ("predicted layout", *(f"{phase} s" for phase in phases), "GiB", "MFU", "micro-batch"):
+        table.add_column(column, justify="left" if column == "predicted layout" else "right")
+    for candidate in plan.best[: options.top]:
+        took, used = candidate.seconds.by_phase(), candidate.memory.in_gib()
+        cells = [f"{took[phase]:.1f}" for phase in phases]
+        table.add_row(
+            candidate.layout.name,
+            *cells,
+            f"{used['total']:.0f}",
+            f"{candidate.mfu:.0%}",
+            f"{candidate.micro_tokens} tokens",
+        )
+    console.print(table)
+    best = plan.best[0]
+    parts = ", ".join(
+        f"{name} {value:.1f}" for name, value in best.memory.in_gib().items() if name != "total"
+    )
+    console.print(f"\npredicted memory of the first, in GiB on its fullest GPU: {parts}")
+    if not best.layout.rollout_gpus:
+        console.print("colocated: assumes that trainer and servers give each other the GPU's memory in turn")
+    for title, lines in (("why not otherwise", plan.losers), ("what cannot run", plan.impossible)):
+        if lines:
+            console.print(f"\n{title} (predicted)")
+        for line in lines:
+            console.print(f"  {line}")

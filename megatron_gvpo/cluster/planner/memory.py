@@ -1,0 +1,124 @@
+"""Memory of the fullest GPU of a layout, by part, in bytes.
+
+Parameters and optimizer state follow Megatron's distributed optimizer (its guide "dist_optimizer"): in bf16 2
+bytes a weight, 4 a gradient, 12 / dp for the fp32 copy and Adam's two moments. Activations are those that
+the layers keep for their backward pass with flash attention, counted as in arXiv 2205.05198, section 4,
+for a gated MLP and grouped heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from megatron_gvpo.cluster.planner.architecture import Architecture
+from megatron_gvpo.cluster.planner.workload import GIB, Layout
+
+HEAD_BYTES = 600e6  # the fused head works in tiles (kernels/linear_logprob.py)
+RUNTIME_BYTES = 4e9  # CUDA context, NCCL buffers, Transformer Engine's workspaces, fragmentation
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Parameters on one rank of a pipeline stage."""
+
+    dense: float  # reduced over dp x cp
+    experts: float = 0.0  # reduced over the ranks that hold the same experts
+
+    @property
+    def total(self) -> float:
+        return self.dense + self.experts
+
+
+@dataclass(frozen=True)
+class Memory:
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    head: float
+    runtime: float
+
+    @property
+    def total(self) -> float:
+        return sum(asdict(self).values())
+
+    def in_gib(self) -> dict[str, float]:
+        return {name: round(value / GIB, 2) for name, value in (asdict(self) | {"total": self.total}).items()}
+
+
+def shard(model: Architecture, layout: Layout, stage: int) -> Shard:
+    """What a rank of pipeline stage `stage` holds. Mixture layers come last, as in all models known here."""
+    per_stage = model.layers // layout.pp
+    layers = range(stage * per_stage, (stage + 1) * per_stage)
+    mixtures = sum(layer >= model.layers - model.moe_layers for layer in layers)
+    dense = (
+        per_stage * (model.attention / layout.tp + model.replicated)
+        + (per_stage - mixtures) * model.mlp / layout.tp
+        + mixtures * (model.shared / layout.tp + model.router)
+    )
+    first, last = stage == 0, stage == layout.pp - 1
+    tables = first + (last and not (model.tied and first))
+    dense += tables * model.embedding / layout.tp + last * model.hidden
+    return Shard(dense, mixtures * model.experts * model.expert / layout.ep)
+
+
+def state(model: Architecture, layout: Layout, stage: int, bytes_each: int = 2) -> tuple[float, float, float]:
+    """Bytes of parameters, gradients and optimizer state. `bytes_each`: 2 in bf16, 4 in fp32, where the
+    optimizer needs no copy of the weights."""
+    held = shard(model, layout, stage)
+    copies = layout.dp * layout.cp
+    expert_copies = layout.gpus // (layout.pp * layout.ep)
+    own = 12 if bytes_each == 2 else 8
+    return (
+        bytes_each * held.total,
+        4 * held.total,
+        own * (held.dense / copies + held.experts / expert_copies),
+    )
+
+
+def activation_bytes(model: Architecture, layout: Layout, tokens: float) -> float:
+    """That one layer keeps for `tokens` tokens, in bf16, with sequence parallelism where tp > 1."""
+    if layout.recompute:
+        return 2 * model.hidden * tokens / (layout.cp * layout.tp)
+    if (m := model.latent) is not None:
+        attention = model.heads * (3 * (m.nope_dim + m.rope_dim) + 2 * m.v_dim) + m.q_rank + m.kv_rank
+    else:
+        attention = model.head_dim * (2 * model.heads + 2 * model.kv_heads)
+    if model.moe_layers:
+        ffn = 3 * (model.experts_per_token * model.expert_ffn + model.shared_ffn)
+        ffn += 2 * model.experts_per_token * model.hidden  # dispatched and returned tokens
+    else:
+        ffn = 3 * model.ffn
+    return 2 * (4 * model.hidden + attention + ffn) * tokens / (layout.cp * layout.tp)
+
+
+def in_flight(layout: Layout, stage: int, micro_batches: int) -> float:
+    """Micro-batches whose activations a stage of the 1F1B schedule keeps at once (arXiv 2104.04473)."""
+    held = min(layout.pp - stage, micro_batches)
+    if layout.vpp > 1 and micro_batches >= layout.pp:
+        return held * (1 + (layout.pp - 1) / (layout.pp * layout.vpp))
+    return held
+
+
+def memory(model: Architecture, layout: Layout, tokens: float, micro_batches: int) -> Memory:
+    """Of the fullest stage, with `tokens` tokens a micro-batch."""
+    stages = []
+    for stage in sorted({0, layout.pp - 1}):
+        parameters, gradients, optimizer = state(model, layout, stage)
+        layers = model.layers // layout.pp
+        kept = activation_bytes(model, layout, tokens) * layers * in_flight(layout, stage, micro_batches)
+        if layout.recompute:  # the layer that is being computed again
+            plain = Layout(layout.gpus, layout.tp, layout.pp, cp=layout.cp, ep=layout.ep)
+            kept += activation_bytes(model, plain, tokens)
+        head = HEAD_BYTES + 4 * model.hidden * tokens / (layout.cp * layout.tp)
+        last = head if stage == layout.pp - 1 else 0.0
+        stages.append(Memory(parameters, gradients, optimizer, kept, last, RUNTIME_BYTES))
+    return max(stages, key=lambda m: m.total)
+
+
+def engine_room(model: Architecture, tp: int, gpu_gib: float) -> float:
+    """Bytes for the cache of a rollout engine on `tp` GPUs; negative where the weights do not fit.
+
+    Colocated, the trainer's state waits in host memory meanwhile.
+    """
+    return tp * (0.85 * gpu_gib * GIB - RUNTIME_BYTES) - 2.0 * model.parameters

@@ -1,0 +1,173 @@
+"""Every legal layout, what it would cost, and why it is not the one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megatron_gvpo.cluster.planner.architecture import Architecture
+from megatron_gvpo.cluster.planner.memory import Memory, memory
+from megatron_gvpo.cluster.planner.time import NODE, Seconds, model_flops, rollout_seconds, seconds
+from megatron_gvpo.cluster.planner.workload import Gpu, Layout, Workload
+from megatron_gvpo.config import ConfigError
+
+SIZES = (1, 2, 4, 8, 16, 32, 64)
+USABLE = 0.94  # of a GPU's memory
+MICRO_TOKENS = (65536, 32768, 16384, 8192, 4096, 2048)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout that can run. All numbers are predicted."""
+
+    layout: Layout
+    micro_tokens: int  # train.max_tokens_per_micro_batch
+    memory: Memory
+    seconds: Seconds
+    mfu: float  # of the trainer's GPUs while they train: model operations over the bf16 peak
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "layout": self.layout.name,
+            "micro_tokens": self.micro_tokens,
+            "predicted_seconds": self.seconds.by_phase(),
+            "predicted_gib": self.memory.in_gib(),
+            "predicted_training_mfu": round(self.mfu, 3),
+        }
+
+
+@dataclass
+class Plan:
+    best: list[Candidate]  # the fastest first
+    losers: list[str] = field(default_factory=list)
+    impossible: list[str] = field(default_factory=list)
+    considered: int = 0
+
+
+def search(
+    model: Architecture, gpu: Gpu, gpus: int, work: Workload, *, ahead: int = 1, fp8: bool = False
+) -> Plan:
+    """Raises ConfigError where nothing can run, with the reasons. `ahead`: the largest async depth."""
+    if fp8 and gpu.fp8_tflops is None:
+        raise ConfigError(f"--fp8: {gpu.name} has no FP8")
+    if model.positions and work.longest > model.positions:
+        raise ConfigError(
+            f"--prompt-tokens plus the longest response are {work.longest} tokens, and the model has "
+            f"max_position_embeddings={model.positions}"
+        )
+    found: list[Candidate] = []
+    reasons: Counter[str] = Counter()
+    smallest: float | None = None
+    for where in _places(model, gpu, gpus, work, ahead):
+        for layout in _layouts(model, where, fp8, reasons):
+            if work.responses / work.mini_batches < layout.dp:
+                reasons["more data-parallel ranks than responses in a mini-batch"] += 1
+                continue
+            candidate, least = _fit(model, gpu, layout, work)
+            if candidate is None:
+                reasons[f"needs more than {USABLE:.0%} of the {gpu.memory_gib:g} GiB"] += 1
+                smallest = least if smallest is None else min(smallest, least)
+            else:
+                found.append(candidate)
+    impossible = [f"{count} layouts: {reason}" for reason, count in reasons.most_common()]
+    if smallest is not None:
+        impossible.append(f"the least that one of those which do not fit needs is {smallest:.0f} GiB a GPU")
+    if not found:
+        raise ConfigError("no layout can run: " + "; ".join(impossible or ["the rollout engines do not fit"]))
+    found.sort(key=_order)
+    return Plan(found, list(_losers(found)), impossible, len(found) + reasons.total())
+
+
+def _places(model: Architecture, gpu: Gpu, gpus: int, work: Workload, ahead: int) -> Iterator[Layout]:
+    """Where the rollouts may be: on the trainer's GPUs, or on nodes of their own."""
+    yield from _with_engines(model, gpu, Layout(gpus), work)
+    nodes = gpus // NODE
+    for own in sorted({round(nodes * share) for share in (0.25, 0.375, 0.5, 0.625, 0.75)} - {0, nodes}):
+        for depth in range(ahead + 1):
+            split = Layout((nodes - own) * NODE, rollout_gpus=own * NODE, async_steps=depth)
+            yield from _with_engines(model, gpu, split, work)
+
+
+def _with_engines(model: Architecture, gpu: Gpu, layout: Layout, work: Workload) -> Iterator[Layout]:
+    """The same with the size of rollout engine that is fastest there; nothing where none fits."""
+    own = layout.rollout_gpus or layout.gpus
+    timed = [
+        (rollout_seconds(model, gpu, own // tp, tp, work), tp)
+        for tp in SIZES
+        if own % tp == 0 and model.heads % tp == 0
+    ]
+    if timed and min(timed)[0] < float("inf"):
+        yield replace(layout, rollout_tp=min(timed)[1])
+
+
+def _layouts(model: Architecture, where: Layout, fp8: bool, reasons: Counter[str]) -> Iterator[Layout]:
+    """Every division of the trainer's GPUs that Megatron takes for this model."""
+    gpus = where.gpus
+    for tp in (size for size in SIZES if size <= min(NODE, gpus)):
+        if model.heads % tp or model.ffn % tp or (model.latent is None and model.kv_heads % tp):
+            reasons[f"tp={tp} does not divide the attention heads or the MLP"] += 1
+            continue
+        for pp in (size for size in range(1, gpus + 1) if gpus % (tp * size) == 0 and size <= model.layers):
+            if model.layers % pp:
+                reasons[f"pp={pp} does not divide the {model.layers} layers"] += 1
+                continue
+            for cp in (size for size in SIZES[:4] if gpus % (tp * pp * size) == 0):
+                for ep in SIZES if model.experts else (1,):
+                    if model.experts % ep or gpus % (pp * ep):
+                        continue
+                    for vpp in (1, 2, 4):
+                        if vpp > 1 and (pp == 1 or model.layers % (pp * vpp)):
+                            continue
+                        for recompute in (False, True):
+                            yield replace(
+                                where, tp=tp, pp=pp, cp=cp, ep=ep, vpp=vpp, recompute=recompute, fp8=fp8
+                            )
+
+
+def _fit(model: Architecture, gpu: Gpu, layout: Layout, work: Workload) -> tuple[Candidate | None, float]:
+    """The layout with its fastest micro-batch that fits; and the least memory that it needs, in GiB."""
+    best: Candidate | None = None
+    least = float("inf")
+    share = work.tokens / work.mini_batches / layout.dp
+    for tokens in MICRO_TOKENS:
+        if tokens < work.longest and tokens != max(MICRO_TOKENS):
+            break
+        used = memory(model, layout, min(tokens, share), max(1, int(share // tokens)))
+        least = min(least, used.total / 2**30)
+        if used.total / 2**30 > USABLE * gpu.memory_gib:
+            continue
+        took = seconds(model, gpu, layout, work, min(tokens, share))
+        if best is None or took.step < best.seconds.step:
+            peak = took.training * layout.gpus * gpu.bf16_tflops * 1e12
+            best = Candidate(layout, tokens, used, took, model_flops(model, work) / peak)
+    return best, least
+
+
+def _order(candidate: Candidate) -> tuple[float, float, float]:
+    """Where the rollouts set the pace, the layout that trains fastest beside them is the best."""
+    took = candidate.seconds
+    return round(took.step, 2), took.scoring + took.training + took.optimizer, candidate.memory.total
+
+
+def _losers(found: list[Candidate]) -> Iterator[str]:
+    """What the best way to do something else would cost, in the phase that it costs most."""
+    best = found[0]
+    ways = {
+        "tp": lambda c: c.layout.tp,
+        "pp": lambda c: c.layout.pp,
+        "cp": lambda c: c.layout.cp,
+        "ep": lambda c: c.layout.ep,
+        "recompute": lambda c: c.layout.recompute,
+        "rollout GPUs": lambda c: c.layout.rollout_gpus,
+        "async steps": lambda c: c.layout.async_steps,
+    }
+    for name, way in ways.items():
+        for value in sorted({way(c) for c in found} - {way(best)}):
+            other = next(c for c in found if way(c) == value)
+            mine, theirs = best.seconds.by_phase(), other.seconds.by_phase()
+            phase = max((p for p in mine if p not in ("step", "waiting")), key=lambda p: theirs[p] - mine[p])
+            slower = theirs["step"] - mine["step"]
+            cost = f"{slower:+.1f} s a step" if slower >= 0.05 else "no slower a step"
+            yield f"{name}={value}: {cost}; {phase} {theirs[phase] - mine[phase]:+.1f} s"

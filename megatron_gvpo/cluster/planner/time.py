@@ -1,0 +1,184 @@
+"""Seconds of a step by phase.
+
+Training: operations over what the GPU reaches, plus the communication that Megatron does not hide, plus the
+pipeline's bubble. Rollout: continuous batching over the response-length distribution, one decoding step after
+another, so that the long responses that are left alone at the end cost what they cost.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import asdict, dataclass
+from functools import cache
+
+from megatron_gvpo.cluster.planner.architecture import Architecture
+from megatron_gvpo.cluster.planner.memory import engine_room, shard
+from megatron_gvpo.cluster.planner.workload import Gpu, Layout, Workload
+
+NODE = 8  # GPUs that NVLink joins
+DECODE_OVERHEAD = 3e-3  # seconds of a decoding step: scheduling, sampling
+LAYER_OVERHEAD = (
+    8e-6  # seconds of a layer in it: kernel starts in a CUDA graph, and one more for tensor parallel
+)
+PREFILL_FRACTION = 1.1  # of what training reaches: no backward pass, large batches
+MIXTURE_FRACTION = 0.6  # of what dense layers reach: small GEMMs of unequal sizes, permutations
+STEP_OVERHEAD = 2.0  # seconds: the step's own bookkeeping, and the first and last micro-batches
+WAKE_SECONDS = 4.0  # colocated: weights and caches to and from host memory
+
+
+@dataclass(frozen=True)
+class Seconds:
+    rollout: float
+    scoring: float
+    training: float
+    optimizer: float
+    sync: float
+    waiting: float  # for the slower half, or for memory to change hands
+    overlapped: bool  # rollouts are generated while the trainer trains
+
+    @property
+    def step(self) -> float:
+        train = self.scoring + self.training + self.optimizer
+        if self.overlapped:
+            return max(self.rollout, train) + self.sync
+        return self.rollout + train + self.sync + self.waiting
+
+    def by_phase(self) -> dict[str, float]:
+        phases = {name: value for name, value in asdict(self).items() if name != "overlapped"}
+        return {name: round(value, 2) for name, value in (phases | {"step": self.step}).items()}
+
+
+def seconds(model: Architecture, gpu: Gpu, layout: Layout, work: Workload, micro_tokens: float) -> Seconds:
+    """`micro_tokens`: tokens of a micro-batch."""
+    forward = _forward(model, gpu, layout, work.tokens, work)
+    back = 2.0 + layout.recompute
+    updates = work.mini_batches
+    micro_batches = max(1.0, work.tokens / (layout.dp * micro_tokens * updates))
+    bubble = 1 + (layout.pp - 1) / (layout.vpp * micro_batches)
+    rollout = rollout_seconds(model, gpu, layout.engines, layout.rollout_tp, work)
+    training = forward * (1 + back) * bubble
+    scoring = forward * work.scoring_passes * bubble
+    optimizer = updates * _optimizer(model, gpu, layout)
+    sync = _sync(model, gpu, layout)
+    overlapped = layout.rollout_gpus > 0 and layout.async_steps > 0
+    if overlapped:
+        waiting = max(0.0, rollout - training - scoring - optimizer)
+    else:
+        waiting = STEP_OVERHEAD + (0.0 if layout.rollout_gpus else WAKE_SECONDS)
+    return Seconds(rollout, scoring, training, optimizer, sync, waiting, overlapped)
+
+
+def model_flops(model: Architecture, work: Workload) -> float:
+    """Of training one step, without recomputation: what model flops utilisation counts."""
+    mean = work.prompt_tokens + work.lengths.mean
+    # The mean context of a token is half its sequence, and long sequences have more tokens.
+    context = _mean_square(work) / mean / 2
+    return 3 * (
+        model.layer_flops(work.tokens, context) + model.head_flops(work.responses * work.lengths.mean)
+    )
+
+
+def _mean_square(work: Workload) -> float:
+    lengths = work.lengths.sample(200)
+    return sum((work.prompt_tokens + n) ** 2 for n in lengths) / len(lengths)
+
+
+def _forward(model: Architecture, gpu: Gpu, layout: Layout, tokens: float, work: Workload) -> float:
+    """Seconds of one forward pass over `tokens` tokens, with what communication it cannot hide."""
+    fraction = MIXTURE_FRACTION if model.moe_layers else 1.0
+    reach = gpu.flops(layout.fp8) * fraction
+    compute = model_flops(model, work) / 3 / (layout.gpus * reach)
+    each = 2 * model.hidden * tokens / (layout.dp * layout.cp)  # bytes of a hidden state, bf16
+    network = gpu.network_gb_per_s * gpu.network_fraction * 1e9
+    nvlink = gpu.nvlink_gb_per_s * gpu.network_fraction * 1e9
+    layers = model.layers / layout.pp
+    # Tensor parallel: two all-gathers and two reduce-scatters a layer, of which none is hidden.
+    split = 4 * layers * each * (layout.tp - 1) / layout.tp / (nvlink if layout.tp <= NODE else network)
+    # Expert parallel: every token to its experts and back.
+    routed = 0.0
+    if model.moe_layers and layout.ep > 1:
+        spread = 2 * model.experts_per_token * (layout.ep - 1) / layout.ep
+        link = nvlink if layout.ep * layout.tp <= NODE else network
+        routed = model.moe_layers / layout.pp * spread * each / layout.tp / link
+    return compute + split + routed
+
+
+def _optimizer(model: Architecture, gpu: Gpu, layout: Layout) -> float:
+    """Gradients are reduced in fp32 and weights gathered in bf16 over data-parallel ranks, not overlapped;
+    Adam reads and writes its states."""
+    held = shard(model, layout, 0)
+    copies = layout.dp * layout.cp
+    span = layout.tp * copies
+    link = gpu.nvlink_gb_per_s if span <= NODE else gpu.network_gb_per_s
+    moved = 6 * held.total * (copies - 1) / copies / (link * gpu.network_fraction * 1e9)
+    return moved + 30 * held.total / copies / (gpu.memory_gb_per_s * gpu.memory_fraction * 1e9)
+
+
+def _sync(model: Architecture, gpu: Gpu, layout: Layout) -> float:
+    """All weights pass through the first rank and one link: gathered there, then broadcast."""
+    link = gpu.network_gb_per_s if layout.rollout_gpus else gpu.nvlink_gb_per_s
+    return 2 * 2 * model.parameters / (min(link, gpu.network_gb_per_s) * 0.4 * 1e9)
+
+
+@cache
+def rollout_seconds(model: Architecture, gpu: Gpu, engines: int, tp: int, work: Workload) -> float:
+    """Until the last response of the step is there; infinite where the weights leave no room.
+
+    `engines` share the prompts; each has `tp` GPUs.
+    """
+    room = engine_room(model, tp, gpu.memory_gib)
+    per_token = 2.0 * model.cache_per_token
+    if room < per_token * work.longest:
+        return math.inf
+    here = math.ceil(work.responses / engines)
+    lengths = work.lengths.sample(here)
+    random.Random(0).shuffle(lengths)
+    reach = tp * gpu.flops(False) * (MIXTURE_FRACTION if model.moe_layers else 1.0)
+    prefill = model.layer_flops(here / work.k * work.prompt_tokens, work.prompt_tokens / 2)
+    step = _DecodeStep(model, gpu, tp)
+    # A step of the simulation is the end of the shortest running response.
+    elapsed = prefill / (reach * PREFILL_FRACTION)
+    running: list[tuple[float, float]] = []  # (tokens to go, tokens in the cache) of each response
+    waiting = lengths
+    while waiting or running:
+        cached = sum(held + togo for togo, held in running)
+        while waiting and (cached + work.prompt_tokens + waiting[-1]) * per_token <= room:
+            togo = waiting.pop()
+            running.append((togo, float(work.prompt_tokens)))
+            cached += work.prompt_tokens + togo
+        stride = min(togo for togo, _ in running)
+        context = sum(held for _, held in running) + stride / 2 * len(running)
+        elapsed += stride * step.seconds(len(running), context)
+        running = [(togo - stride, held + stride) for togo, held in running if togo > stride]
+    return elapsed
+
+
+class _DecodeStep:
+    """One token for each of a batch: limited by memory, by operations, or by starting kernels."""
+
+    def __init__(self, model: Architecture, gpu: Gpu, tp: int) -> None:
+        self._model, self._tp = model, tp
+        self._bandwidth = gpu.memory_gb_per_s * gpu.memory_fraction * 1e9 * tp
+        self._reach = gpu.flops(False) * tp
+        link = gpu.nvlink_gb_per_s if self._tp <= NODE else gpu.network_gb_per_s
+        self._link = link * gpu.network_fraction * 1e9
+        hops = 2 if self._tp > 1 else 1
+        self._overhead = DECODE_OVERHEAD + model.layers * LAYER_OVERHEAD * 2 * hops * (
+            3 if self._tp > NODE else 1
+        )
+
+    def seconds(self, batch: int, context: float) -> float:
+        """`context`: tokens in the caches of the whole batch."""
+        model = self._model
+        weights = 2.0 * (model.layers * (model.attention + model.replicated) + model.embedding)
+        weights += 2.0 * (model.layers - model.moe_layers) * model.mlp
+        if model.moe_layers:  # the experts that at least one token of the batch has chosen
+            touched = 1 - (1 - model.experts_per_token / model.experts) ** batch
+            weights += 2.0 * model.moe_layers * (model.shared + touched * model.experts * model.expert)
+        read = (weights + 2.0 * model.cache_per_token * context) / self._bandwidth
+        compute = (model.layer_flops(batch, 0) + model.head_flops(batch)) / self._reach
+        exchanged = 0.0
+        if self._tp > 1:
+            exchanged = 4 * model.layers * 2 * model.hidden * batch / self._link
+        return max(read, compute) + exchanged + self._overhead

@@ -1,0 +1,80 @@
+"""The GPUs of a run's machines between two steps, sampled by a thread: means, or extremes."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from types import TracebackType
+from typing import Self
+
+from megatron_gvpo.observe.device import read_gpus
+
+log = logging.getLogger(__name__)
+
+INTERVAL = 5.0  # seconds between samples
+_HIGHEST = ("memory_gib", "temperature_c", "ecc_errors")  # of the samples; of the others the mean
+
+
+class DeviceMonitor:
+    """Samples this machine's GPUs while it is entered. Without any, it does nothing and says nothing.
+
+    A GPU that breaks is named once in a warning; the others are sampled on.
+    """
+
+    def __init__(self, interval: float = INTERVAL) -> None:
+        self._interval = interval
+        self._samples: dict[str, list[float]] = {}
+        self._warned: set[int] = set()
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="device monitor", daemon=True)
+
+    def __enter__(self) -> Self:
+        if self.sample():
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def take(self) -> dict[str, float]:
+        """`gpu<i>/<sensor>` since the last time; see `device.read_gpus`."""
+        with self._lock:
+            samples, self._samples = self._samples, {}
+        return {
+            name: max(values) if name.endswith(_HIGHEST) else sum(values) / len(values)
+            for name, values in samples.items()
+        }
+
+    def sample(self) -> bool:
+        """Take one sample; whether there is any GPU."""
+        readings, broken = read_gpus()
+        for index in broken.keys() - self._warned:
+            log.warning("%s; see `nvidia-smi`", broken[index])
+            self._warned.add(index)
+        with self._lock:
+            for index, values in readings.items():
+                for name, value in values.items():
+                    self._samples.setdefault(f"gpu{index}/{name}", []).append(value)
+        return bool(readings or broken)
+
+    def _run(self) -> None:
+        while not self._over.wait(self._interval):
+            self.sample()
+
+
+def by_machine(taken: list[dict[str, float] | None]) -> dict[str, float]:
+    """Metrics of all ranks' `take`, None for those that sample nothing: one rank of each machine does.
+
+    `device/gpu<i>/...`, with several machines `device/node<j>/gpu<i>/...`.
+    """
+    machines = [metrics for metrics in taken if metrics is not None]
+    return {
+        f"device/node{j}/{name}" if len(machines) > 1 else f"device/{name}": value
+        for j, metrics in enumerate(machines)
+        for name, value in metrics.items()
+    }

@@ -1,0 +1,224 @@
+"""The planner against what can be counted, measured on a CPU, or read in publications."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from argparse import Namespace
+from importlib import resources
+from pathlib import Path
+
+import pytest
+import torch
+from distributed import launch
+
+from megatron_gvpo.cli import main
+from megatron_gvpo.cluster.planner import architecture, memory, time, workload
+from megatron_gvpo.cluster.planner.workload import Layout, Lengths, Workload
+from megatron_gvpo.config import load_config
+
+KNOWN = json.loads(resources.files("megatron_gvpo.cluster.planner").joinpath("models.json").read_text())
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_parameter_counts_are_those_of_transformers(name: str):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values = dict(KNOWN[name])
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    counted = sum({id(p): p.numel() for p in model.parameters()}.values())
+    assert architecture.load(name).parameters == counted
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("Qwen/Qwen2.5-0.5B", 494_032_768),
+        ("Qwen/Qwen2.5-7B", 7_615_616_512),
+        ("Qwen/Qwen2.5-72B", 72_706_203_648),
+        ("Qwen/Qwen3-8B", 8_190_735_360),
+        ("Qwen/Qwen3-30B-A3B", 30_532_122_624),
+        ("meta-llama/Llama-3.1-8B", 8_030_261_248),
+        ("meta-llama/Llama-3.1-70B", 70_553_706_496),
+    ],
+)
+def test_parameter_counts_are_the_published_ones(name: str, published: int):
+    """Those that the hub shows beside the models' safetensors."""
+    assert architecture.load(name).parameters == published
+
+
+def test_memory_on_cpu(task: Path, tmp_path: Path):
+    """Parameters, gradients and optimizer state of every rank within 2 % of the prediction."""
+    launch("memory_worker:run", [1, 2, 4], str(task), str(tmp_path))
+    model = architecture.load(str(task / "model"))
+    measured = [json.loads(file.read_text()) for file in tmp_path.glob("*.json")]
+    assert len(measured) == 1 + 2 * 3 + 4 * 3
+    for rank in measured:
+        layout = Layout(rank["world"], tp=rank["tp"], pp=rank["pp"])
+        predicted = memory.state(model, layout, rank["stage"], bytes_each=4)
+        for part, bytes_ in zip(("parameters", "gradients", "optimizer"), predicted, strict=True):
+            assert rank[part] == pytest.approx(bytes_, rel=0.02), (rank, part)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("Qwen/Qwen2.5-7B", Layout(8, tp=2)),
+        ("Qwen/Qwen2.5-72B", Layout(64, tp=8, pp=4)),
+        ("meta-llama/Llama-3.1-8B", Layout(16, tp=2, pp=2)),
+        ("Qwen/Qwen3-30B-A3B", Layout(32, tp=2, ep=8)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+def test_memory_is_what_megatron_reports(name: str, layout: Layout):
+    """megatron.training's own estimate of weights and optimizer for the fullest rank, in bf16.
+
+    It leaves out the biases of Qwen2's attention and the norms of Qwen3's heads: less than 0.1 %.
+    """
+    from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
+
+    from megatron_gvpo.megatron import parallel  # noqa: F401 - on CPU it must come before megatron.core
+
+    model = architecture.load(name)
+    arguments = Namespace(
+        kv_channels=model.head_dim,
+        num_attention_heads=model.heads,
+        hidden_size=model.hidden,
+        group_query_attention=True,
+        num_query_groups=model.kv_heads,
+        num_experts=model.experts or None,
+        swiglu=True,
+        moe_shared_expert_intermediate_size=None,
+        moe_layer_freq=1,
+        num_layers=model.layers,
+        moe_ffn_hidden_size=model.expert_ffn,
+        mtp_num_layers=None,
+        normalization="RMSNorm",
+        multi_latent_attention=False,
+        ffn_hidden_size=model.ffn,
+        padded_vocab_size=model.vocab,
+        untie_embeddings_and_output_weights=not model.tied,
+        moe_latent_size=None,
+        moe_router_topk=model.experts_per_token,
+        add_bias_linear=False,
+        expert_tensor_parallel_size=1,
+        expert_model_parallel_size=layout.ep,
+        pipeline_model_parallel_size=layout.pp,
+        tensor_model_parallel_size=layout.tp,
+        world_size=layout.gpus,
+        data_parallel_size=layout.dp,
+        use_distributed_optimizer=True,
+    )
+    reported = compute_weight_and_optimizer_memory(arguments)
+    assert sum(memory.state(model, layout, 0)) == pytest.approx(reported, rel=0.002)
+
+
+def test_published_step_times():
+    """benchmarks/planner_accuracy.py: what it says is what the committed table says, misses included."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "planner_accuracy.py"), "--check"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_lengths_have_the_mean_and_the_percentile_that_were_asked_for():
+    lengths = Lengths(850, 2400, 100_000)
+    sample = lengths.sample(20_000)
+    assert sum(sample) / len(sample) == pytest.approx(850, rel=0.01)
+    assert sample[int(0.95 * len(sample))] == pytest.approx(2400, rel=0.01)
+
+
+def test_rollout_time_is_that_of_every_single_step():
+    """The simulation leaps from one finished response to the next; here every token is a step."""
+    model, gpu = architecture.load("Qwen/Qwen2.5-7B"), workload.gpu("h800")
+    work = Workload(16, 4, 200, Lengths(60, 150, 200))
+    lengths = [math.ceil(n) for n in work.lengths.sample(64)]
+    step = time._DecodeStep(model, gpu, 1)
+    slow = model.layer_flops(16 * 200, context=100) / (gpu.flops(fp8=False) * time.PREFILL_FRACTION)
+    for token in range(max(lengths)):
+        running = [n for n in lengths if n > token]
+        slow += step.seconds(len(running), len(running) * (200 + token + 0.5))
+    assert time.rollout_seconds(model, gpu, 1, 1, work) == pytest.approx(slow, rel=0.02)
+
+
+def test_a_longer_tail_costs_time_at_the_same_mean():
+    model, gpu = architecture.load("Qwen/Qwen2.5-7B"), workload.gpu("h800")
+    short, long = (Workload(1024, 5, 150, Lengths(850, p95, 8192)) for p95 in (1200, 3000))
+    assert time.rollout_seconds(model, gpu, 8, 1, long) > 1.5 * time.rollout_seconds(model, gpu, 8, 1, short)
+
+
+ASKED = (
+    "--gpus",
+    "16",
+    "--gpu",
+    "h800",
+    "--k",
+    "5",
+    "--prompts",
+    "1024",
+    "--response-length",
+    "850,p95=2000",
+)
+
+
+def test_the_chosen_layout_is_a_configuration(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    out = tmp_path / "plan.yaml"
+    assert main(["plan", "--model", "Qwen/Qwen2.5-7B", *ASKED, "--write", str(out), "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["predicted"] is True and answer["parameters"] == 7_615_616_512
+    best = answer["best"]
+    assert [one["predicted_seconds"]["step"] for one in best] == sorted(
+        one["predicted_seconds"]["step"] for one in best
+    )
+    assert all(one["predicted_gib"]["total"] < 79.6 for one in best)
+    assert answer["losers"] and answer["impossible"]
+    assert "Predicted, not measured" in out.read_text()
+
+    one = ("--model", "Qwen/Qwen2.5-1.5B", *ASKED, "--gpus", "1", "--write", str(out))
+    assert main(["plan", *one]) == 0
+    config = load_config([task / "run.yaml", out], ["output_dir=x"])
+    assert config.rollout.n == 5 and config.train.prompts_per_step == 1024
+    assert (config.parallel.tp, config.parallel.pp) == (1, 1)
+
+
+def test_what_is_printed_says_that_it_is_predicted(capsys: pytest.CaptureFixture):
+    assert main(["plan", "--model", "Qwen/Qwen2.5-7B", *ASKED]) == 0
+    printed = capsys.readouterr().out
+    assert "All numbers are predicted" in printed and "why not otherwise (predicted)" in printed
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (["--model", "nobody/nothing"], "nor one of the known models Qwen/Qwen2.5-0.5B"),
+        (["--gpu", "h900"], "--gpu h900: unknown; h800, h100"),
+        (["--gpus", "12"], "--gpus 12: more than one node, so a multiple of 8"),
+        (["--response-length", "many"], "expected MEAN[,p95=TOKENS]"),
+        (["--response-length", "850,p95=100"], "expected 0 < mean < p95 <= max"),
+        (["--mini-batches", "3"], "--mini-batches 3 does not divide --prompts 1024"),
+        (["--gpu", "a800", "--fp8"], "a800 has no FP8"),
+        (["--model", "Qwen/Qwen2.5-72B", "--gpus", "1"], "no layout can run"),
+        (["--model", "Qwen/Qwen2.5-Math-7B"], "max_position_embeddings=4096"),
+    ],
+)
+def test_what_cannot_be_planned(changes: list[str], words: str, capsys: pytest.CaptureFixture):
+    arguments = ["plan", "--model", "Qwen/Qwen2.5-7B", *ASKED, "--response-length", "850,p95=3000", *changes]
+    assert main(arguments) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_model_of_ones_own(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    for model in (task / "model", task / "model" / "config.json"):
+        asked = [*ASKED[:-2], "--response-length", "20", "--gpus", "1", "--prompt-tokens", "8"]
+        assert main(["plan", "--model", str(model), *asked]) == 0
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    assert main(["plan", "--model", str(tmp_path), *ASKED]) == 2
+    assert "model_type='mamba' is unknown to the planner; llama" in capsys.readouterr().err

@@ -1,0 +1,246 @@
+"""Jobs on a real Slurm: two nodes with a rank each, told to stop, losing nodes and ranks, starting again."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from real_parts import used
+from servers import engine_python
+from tiny_run import records
+
+import slurm as real
+from megatron_gvpo.cli import main
+from slurm import NODES, Slurm
+
+STEPS = 8
+SHORT = (f"train.steps={STEPS}", "checkpoint.every=1", "checkpoint.export_hf=false", "eval.every=0")
+TWO_NODES = ("--nodes", "2", "--ranks-per-node", "1", "--no-gpus", "--save-before", "120")
+
+# In the middle of a step it does something to the job, once in a start, and slows the steps after it, so that
+# the run cannot be over before that has come about. It writes down what it is asked: start, step, prompt.
+REWARD = """
+import os, pathlib, signal, subprocess, time
+
+here = pathlib.Path(__file__).parent
+start = os.environ.get("SLURM_RESTART_COUNT", "0")
+rank = os.environ["RANK"]
+begun = False
+
+def reward(prompt, rollout, by_rank=0, **faults):
+    global begun
+    step = rollout.weight_version + 1
+    with (here / f"asked.{rank}").open("a") as asked:
+        asked.write(f"{start} {step} {prompt.id}\\n")
+    in_step, action = faults.get(f"start_{start}", (10**9, ""))
+    if step >= in_step:
+        if rank == str(by_rank) and not begun:
+            begun = True
+            (here / "acted").touch()
+            act(action)
+        time.sleep(0.1)
+    return len(set(rollout.token_ids)) / len(rollout.token_ids)
+
+def act(action):
+    if action.startswith("SIG"):
+        os.kill(os.getppid(), getattr(signal, action))
+    else:
+        subprocess.run(action, shell=True, check=True)
+"""
+STOP = "scancel --batch --signal=USR1 $SLURM_JOB_ID"  # what Slurm does before the time limit
+LOSE_A_NODE = "; ".join(
+    f"scontrol update nodename={NODES[1]} {to}" for to in ("state=down reason=test", "state=resume")
+)
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory) -> Iterator[Slurm]:
+    with real.running(tmp_path_factory.mktemp("slurm")) as running:
+        yield running
+
+
+def reward(place: Path, **faults: object) -> str:
+    """An override: the reward above, with `start_<n>=(step, action)` for faults."""
+    file = place / "reward.py"
+    file.write_text(REWARD)
+    component = {"name": "variety", "function": f"{file}:reward", "options": faults}
+    return f"rewards.components={json.dumps([component])}"
+
+
+def submit(slurm: Slurm, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "megatron_gvpo", "slurm", *arguments, "--submit"]
+    return subprocess.run(command, env=slurm.environment, capture_output=True, text=True, timeout=120)
+
+
+def job_of(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()[1].rstrip(";")
+
+
+def asked(place: Path) -> dict[int, list[str]]:
+    """The prompts of every step, as often as a response to them was rewarded in the start that counts."""
+    rows = [line.split() for file in place.glob("asked.*") for line in file.read_text().splitlines()]
+    last = {step: max(start for start, other, _ in rows if other == step) for _, step, _ in rows}
+    by_step: dict[int, list[str]] = {}
+    for start, step, prompt in rows:
+        if start == last[step]:
+            by_step.setdefault(int(step), []).append(prompt)
+    return {step: sorted(prompts) for step, prompts in by_step.items()}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(task: Path, tmp_path_factory) -> Path:
+    """The same run on two processes of this machine, without Slurm."""
+    place = tmp_path_factory.mktemp("uninterrupted")
+    out = f"output_dir={place / 'run'}"
+    command = [sys.executable, "-m", "megatron_gvpo", "train", str(task / "run.yaml"), *SHORT, "--nproc", "2"]
+    done = subprocess.run([*command, out, reward(place)], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return place
+
+
+def test_a_job_that_is_told_to_stop_and_loses_a_node_ends_as_if_nothing_had_been(
+    slurm: Slurm, task: Path, uninterrupted: Path, tmp_path: Path
+):
+    """Slurm's signal before the time limit in the first start, a node set down in the second."""
+    out = tmp_path / "run"
+    faults = reward(tmp_path, start_0=(3, STOP), start_1=(5, LOSE_A_NODE))
+    job = job_of(submit(slurm, str(task / "run.yaml"), *SHORT, f"output_dir={out}", faults, *TWO_NODES))
+    slurm.wait_for_start(job, 1)
+    said = slurm.said(job)
+    assert "stopped on request; the checkpoint is complete" in said and "requeued" in said
+    slurm.wait_for_start(job, 2)
+    assert slurm.end(job) == "COMPLETED", slurm.said(job)
+    assert "Node failure on gvpo-node2" in slurm.said(job)
+    assert records(out) == records(uninterrupted / "run")
+
+
+@pytest.mark.parametrize("how", ["killed", "raises"])
+def test_a_rank_that_fails_ends_the_job_in_seconds_and_is_named(
+    slurm: Slurm, task: Path, tmp_path: Path, how: str
+):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import signal\n"
+        "def fail(*_):\n    raise RuntimeError('an error of rank 1 alone')\n"
+        "signal.signal(signal.SIGUSR2, fail)\n"
+    )
+    path = f"{tmp_path}:{slurm.environment.get('PYTHONPATH', '')}"
+    slurm_here = Slurm(slurm.base)
+    slurm_here.environment |= {"PYTHONPATH": path}
+    fault = reward(tmp_path, start_0=(3, "SIGKILL" if how == "killed" else "SIGUSR2"), by_rank=1)
+    out = f"output_dir={tmp_path / 'run'}"
+    job = job_of(submit(slurm_here, str(task / "run.yaml"), *SHORT, out, fault, *TWO_NODES))
+    assert slurm.end(job) == "FAILED", slurm.said(job)
+    assert slurm.ended(job) - (tmp_path / "acted").stat().st_mtime < 60
+    end = slurm.output(job).read_text()[-3000:]
+    if how == "killed":
+        assert re.search(r"first failure: rank 1 on gvpo-node\d at .* killed by SIGKILL: often for want", end)
+    else:
+        assert "first failure: rank 1 on gvpo-node" in end
+        assert "Traceback" in end and "RuntimeError: an error of rank 1 alone" in end
+
+
+def test_servers_on_nodes_of_their_own(slurm: Slurm, task: Path, uninterrupted: Path, tmp_path: Path):
+    """Told to stop in the middle of a step: afterwards no group is missing, doubled or stale."""
+    out = tmp_path / "run"
+    given = (
+        *SHORT,
+        f"output_dir={out}",
+        reward(tmp_path, start_0=(3, STOP)),
+        "rollout.engine=vllm",
+        f"rollout.servers.python={engine_python('vllm')}",
+        "rollout.servers.context_length=256",
+    )
+    job = job_of(submit(slurm, str(task / "run.yaml"), *given, *TWO_NODES, "--rollout-nodes", "1"))
+    slurm.wait_for_start(job, 1)
+    assert slurm.end(job) == "COMPLETED", slurm.said(job)
+    used("vllm server")
+    kept = records(out)
+    assert [record["step"] for record in kept] == list(range(STEPS + 1))
+    assert all(record["mismatch/abs_max"] < 2e-3 for record in kept[1:])
+    assert asked(tmp_path) == asked(uninterrupted)
+
+
+@pytest.mark.parametrize(
+    ("options", "words", "advice"),
+    [
+        (
+            ["--sbatch=--partition=nowhere"],
+            "invalid partition specified: nowhere",
+            "Here there are: tests (3 nodes",
+        ),
+        (["--nodes", "30"], "Partition", "Ask for less"),
+        (["--sbatch=--time=never"], "Invalid --time specification", ""),
+    ],
+)
+def test_what_slurm_refuses(slurm: Slurm, task: Path, tmp_path: Path, options, words: str, advice: str):
+    arguments = [str(task / "run.yaml"), f"output_dir={tmp_path / 'run'}", *TWO_NODES, *options]
+    done = submit(slurm, *arguments)
+    assert done.returncode == 1
+    assert words in done.stderr and advice in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--nodes", "1", "parallel.tp=3"], "8 process(es) cannot hold parallel.tp=3"),
+        (["--nodes", "1", "--rollout-nodes", "1"], "rollout.engine=local generates in the trainer's own"),
+        (["--nodes", "0"], "--nodes and --ranks-per-node must be at least 1"),
+        (["--nodes", "1", "--save-before", "5"], "--save-before 5: at least 120 seconds"),
+        (
+            ["--nodes", "1", "rollout.engine=sglang", "rollout.servers.count=9"],
+            "needs more than the 8 GPUs of a node",
+        ),
+        (
+            ["--nodes", "1", "rollout.engine=sglang", "rollout.servers.urls=[http://a:1]"],
+            "rollout.servers.urls: leave it out",
+        ),
+    ],
+)
+def test_what_cannot_run_is_refused_before_it_waits_in_a_queue(
+    task: Path, tmp_path, capsys, arguments, words
+):
+    out = f"output_dir={tmp_path / 'run'}"
+    assert main(["slurm", str(task / "run.yaml"), out, *arguments, "--dry-run"]) == 2
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+EXAMPLES = {
+    "colocated": ("--nodes", "4", "--sbatch=--partition=h800", "--sbatch=--time=12:00:00"),
+    "split": (
+        *("--nodes", "4", "--rollout-nodes", "2", "rollout.engine=sglang"),
+        *("rollout.servers.count=4", "rollout.servers.tp=2", "--container", "trainer.sif"),
+        *("--rollout-container", "registry/rollout:sglang", "--mount", "/data"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_examples_are_what_is_rendered_and_bash_can_read_them(name: str, task: Path, tmp_path, capsys):
+    """slurm/*.sbatch; written anew with `REWRITE_EXAMPLES=1 pytest tests/test_slurm.py`."""
+    run = tmp_path / "gvpo.yaml"
+    run.write_text((task / "run.yaml").read_text())
+    given = [str(run), "output_dir=runs/seven", *EXAMPLES[name], "--dry-run"]
+    assert main(["slurm", *given]) == 0
+    script = capsys.readouterr().out
+    for here, there in (
+        (str(run), "gvpo.yaml"),
+        (sys.executable, "/opt/venv/bin/python"),
+        (str(Path.cwd()), "/home/me/project"),
+    ):
+        script = script.replace(here, there)
+    script = re.sub(
+        "# Written by: .*", f"# Written by: megatron-gvpo slurm gvpo.yaml {' '.join(given[1:-1])}", script
+    )
+    example = Path(__file__).parents[1] / "slurm" / f"{name}.sbatch"
+    if os.environ.get("REWRITE_EXAMPLES"):
+        example.write_text(script)
+    assert example.read_text() == script
+    subprocess.run(["bash", "-n", str(example)], check=True)
