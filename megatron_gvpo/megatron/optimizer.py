@@ -47,6 +47,8 @@ class Optimizer:
                     bf16=precision.dtype == "bfloat16",
                     params_dtype=dtype,
                     use_distributed_optimizer=True,
+                    overlap_param_gather=model.gathers_late,
+                    fp8_recipe=None if precision.fp8 is None else precision.fp8.recipe,
                 ),
                 model.chunks,
             )
