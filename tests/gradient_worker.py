@@ -116,8 +116,9 @@ def run(directory: str) -> None:
     from megatron_gvpo.megatron.policy import Policy
 
     place = Path(directory)
-    work, probes = torch.load(place / "work.pt", weights_only=False)
-    layout, cases = list(work.items())[run_number()]
+    runs, probes = torch.load(place / "work.pt", weights_only=False)
+    layout = list(dict.fromkeys(layout for layout, _ in runs))[run_number()]
+    cases = [case for of, case in runs if of == layout]
     results: dict[tuple[str, str], Outcome | Probe] = {}
     for model in dict.fromkeys(case.model for case in cases):
         probe = probes[model]

@@ -319,12 +319,10 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     probes = {model: cases[name] for model, name in MODELS.items()}
     tests = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
     wanted = {params.get("layout") for params in tests} | {Layout(1)}
-    work: dict[Layout, list[Case]] = {}
-    for layout, name in RUNS:
-        if layout in wanted:
-            work.setdefault(layout, []).append(cases[name])
-    torch.save((work, probes), path / "work.pt")
-    launch("gradient_worker:run", [layout.ranks for layout in work], str(path), timeout=900)
+    runs = [(layout, cases[name]) for layout, name in RUNS if layout in wanted]
+    torch.save((runs, probes), path / "work.pt")
+    ranks = [layout.ranks for layout in dict.fromkeys(layout for layout, _ in runs)]
+    launch("gradient_worker:run", ranks, str(path), timeout=900)
     return path
 
 
