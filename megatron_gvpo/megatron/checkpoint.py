@@ -109,13 +109,9 @@ def complete(root: Path) -> list[Path]:
     return sorted(p for p in root.glob("step_*") if not p.suffix and (p / "state.json").is_file())
 
 
-def _sharded_state(policy: Policy, loading: bool, any_layout: bool, randomness: bool) -> dict[str, Any]:
-    model = weights_state(policy.model)
-    optimizer = policy.optimizer.megatron.sharded_state_dict(
-        model, is_loading=loading, metadata=_BY_PARAMETER if any_layout else _BY_BUFFER
-    )
+def _sharded_state(policy: Policy, optimizer: dict[str, Any], randomness: bool) -> dict[str, Any]:
     state = {
-        **model,
+        **weights_state(policy.model),
         "optimizer": optimizer,
         "schedule": policy.optimizer.scheduler.state_dict(),
     }
@@ -125,10 +121,47 @@ def _sharded_state(policy: Policy, loading: bool, any_layout: bool, randomness: 
     return state
 
 
+def _optimizer_state(policy: Policy, loading: bool, any_layout: bool) -> dict[str, Any]:
+    """As Megatron has it, and takes it back."""
+    state: dict[str, Any] = policy.optimizer.megatron.sharded_state_dict(
+        weights_state(policy.model),
+        is_loading=loading,
+        metadata=_BY_PARAMETER if any_layout else _BY_BUFFER,
+    )
+    return state
+
+
+def _of_any_layout(state: dict[str, Any]) -> dict[str, Any]:
+    """Its tensors and Adam's step alone: what else it has is this layout's, and settings of the present run.
+
+    (Megatron has an optimizer for all parameters, or, where experts are spread, one for them and one for the
+    others.)
+    """
+    parts = _parts(state)
+    steps = [group.get("step", 0) for part in parts for group in part["optimizer"]["param_groups"]]
+    return {"tensors": {str(i): p["param_state"] for i, p in enumerate(parts)}, "step": max(steps)}
+
+
+def _of_this_layout(state: dict[str, Any], loaded: dict[str, Any]) -> dict[str, Any]:
+    """`state` with the tensors and the step of what `_of_any_layout` stored."""
+    for i, part in enumerate(_parts(state)):
+        part["param_state"] = loaded["tensors"][str(i)]
+        for group in part["optimizer"]["param_groups"]:
+            group["step"] = loaded["step"]
+    return state
+
+
+def _parts(state: dict[str, Any]) -> list[dict[str, Any]]:
+    return [state] if "param_state" in state else list(state.values())
+
+
 def _write(directory: Path, policy: Policy, any_layout: bool) -> None:
     policy.model.settle()
     with megatron_device():
-        state = _sharded_state(policy, loading=False, any_layout=any_layout, randomness=True)
+        optimizer = _optimizer_state(policy, loading=False, any_layout=any_layout)
+        state = _sharded_state(
+            policy, _of_any_layout(optimizer) if any_layout else optimizer, randomness=True
+        )
         dist_checkpointing.save(state, str(directory), InThisProcess())
         if policy.shadow is not None:
             ema = directory / "reference"
@@ -145,10 +178,12 @@ def _read(directory: Path, policy: Policy, any_layout: bool, same_layout: bool) 
             reference = dist_checkpointing.load(weights_state(policy.model), str(directory / "reference"))
             load_weights(policy.model, reference)
             policy.shadow.capture()
-        wanted = _sharded_state(policy, loading=True, any_layout=any_layout, randomness=same_layout)
-        loaded = dist_checkpointing.load(wanted, str(directory))
+        optimizer = _optimizer_state(policy, loading=True, any_layout=any_layout)
+        wanted = _of_any_layout(optimizer) if any_layout else optimizer
+        loaded = dist_checkpointing.load(_sharded_state(policy, wanted, same_layout), str(directory))
         load_weights(policy.model, loaded)
-        policy.optimizer.load_state_dict(loaded["optimizer"])
+        found = loaded["optimizer"]
+        policy.optimizer.load_state_dict(_of_this_layout(optimizer, found) if any_layout else found)
         policy.optimizer.scheduler.load_state_dict(loaded["schedule"])
         if same_layout:  # a rank of another has no generator to go on with; nothing that is trained draws
             _restore_random_state(loaded["random"])
