@@ -35,7 +35,7 @@ from megatron_gvpo.megatron.policy import Policy
 
 # By parameter, with the model's own sharding: any layout can read it, and saving gathers each rank's part.
 # By buffer: every rank writes what it has, and only the same model-parallel layout finds it again.
-_BY_PARAMETER = {"distrib_optim_sharding_type": "fully_reshardable"}
+_BY_PARAMETER = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 _BY_BUFFER = {"distrib_optim_sharding_type": "dp_reshardable"}
 _PARTIAL, _REPLACED = ".partial", ".replaced"
 
@@ -159,9 +159,9 @@ def _write(directory: Path, policy: Policy, any_layout: bool) -> None:
     policy.model.settle()
     with megatron_device():
         optimizer = _optimizer_state(policy, loading=False, any_layout=any_layout)
-        state = _sharded_state(
-            policy, _of_any_layout(optimizer) if any_layout else optimizer, randomness=True
-        )
+        if any_layout:
+            optimizer = _of_any_layout(optimizer)
+        state = _sharded_state(policy, optimizer, randomness=True)
         dist_checkpointing.save(state, str(directory), InThisProcess())
         if policy.shadow is not None:
             ema = directory / "reference"
