@@ -1,4 +1,4 @@
-"""The command line: train, eval, export, serve, recipes, slurm, plan, doctor."""
+"""The command line: train, eval, export, convert, serve, recipes, slurm, plan, doctor."""
 
 from __future__ import annotations
 
@@ -60,6 +60,8 @@ def _main(options: argparse.Namespace, given: list[str], starting: ExitStack) ->
         return doctor.main(as_json=options.json)
     if options.command == "recipes":
         return _recipes(options)
+    if options.command == "convert":
+        return _convert(Path(options.source), Path(options.target), options.like)
     from megatron_gvpo.config import ConfigError, load_config
     from megatron_gvpo.layout import check_layout
 
@@ -140,6 +142,40 @@ def _run(options: argparse.Namespace, config: Config, starting: ExitStack) -> in
     # Not after any other error: it may be this rank's alone, and others be waiting for this one.
     shut_down()
     return code
+
+
+def _convert(source: Path, target: Path, like: str | None) -> int:
+    """Weights from a Hugging Face directory to a Megatron one, or back."""
+    _quieten()
+    from megatron_gvpo.config import ConfigError
+
+    try:
+        if target.exists() and any(target.iterdir()):
+            raise ConfigError(f"TARGET={target}: this directory is not empty")
+        from_megatron = (source / ".metadata").is_file()
+        if from_megatron != (like is not None):
+            raise ConfigError(
+                f"SOURCE={source} is a Megatron checkpoint: --like DIR names the Hugging Face directory that "
+                "the model came from"
+                if from_megatron
+                else f"SOURCE={source} has no .metadata, so it is no Megatron checkpoint: leave --like out"
+            )
+        from megatron_gvpo.megatron import convert, parallel
+        from megatron_gvpo.megatron.checkpoint import CheckpointError
+
+        try:
+            if like is None:
+                convert.to_megatron(source, target)
+            else:
+                convert.to_hugging_face(source, target, Path(like))
+        except CheckpointError as error:
+            return _refuse(error, code=1)
+        finally:
+            parallel.shut_down()
+    except ConfigError as error:
+        return _refuse(error)
+    print(f"{source} written to {target}")
+    return 0
 
 
 def _use(options: argparse.Namespace, config: Config) -> None:
@@ -243,6 +279,12 @@ def _parser() -> argparse.ArgumentParser:
     one = recipes.add_subparsers(dest="show", metavar="show NAME")
     one.add_parser("show", help="a recipe with every effective value").add_argument("name", metavar="NAME")
     cluster_commands.add(commands, configured)
+    convert = commands.add_parser(
+        "convert", help="weights from a Hugging Face directory to a Megatron one, or back"
+    )
+    convert.add_argument("source", metavar="SOURCE", help="a Hugging Face or a Megatron directory")
+    convert.add_argument("target", metavar="TARGET")
+    convert.add_argument("--like", metavar="DIR", help="back: the Hugging Face directory the model came from")
     doctor = commands.add_parser("doctor", help="what this machine has, and what is missing")
     doctor.add_argument("--json", action="store_true")
     return parser

@@ -28,9 +28,41 @@ class ConfigError(ValueError):
     """A configuration that cannot run, said in the user's terms."""
 
 
+class FP8Config(Section):
+    """Matrix products in FP8, by Transformer Engine; everything else stays in bfloat16."""
+
+    recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"]  # mxfp8: Blackwell's
+    bf16_layers: NonNegativeInt = 0  # so many first and so many last layers stay in bfloat16
+    weights: bool = False  # keep the weights in FP8 too, and gather them so
+
+    @property
+    def tokens(self) -> int:
+        """The kernels take blocks of so many tokens."""
+        return {"delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}[self.recipe]
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.bf16_layers and self.recipe == "delayed":
+            raise ValueError("bf16_layers is not possible with recipe=delayed, whose scales span all layers")
+        if self.weights and self.recipe == "mxfp8":
+            raise ValueError(
+                "weights=true with recipe=mxfp8: Megatron gathers such weights in the gradients' buffer, "
+                "where an export between two updates does not find them; use weights=false"
+            )
+        return self
+
+
 class ModelConfig(Section):
     path: str  # Hugging Face checkpoint directory: config.json, safetensors, tokenizer
+    # bfloat16: weights and activations; masters, gradients, log-probs and sums are float32 all the same.
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    fp8: FP8Config | None = None
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.fp8 is not None and self.dtype != "bfloat16":
+            raise ValueError(f"fp8 needs dtype=bfloat16 for what is not in FP8, and dtype={self.dtype}")
+        return self
 
 
 class DatasetConfig(Section):
@@ -91,6 +123,7 @@ class TrainConfig(Section):
     mini_batches: PositiveInt = 1  # optimizer updates a step
     max_tokens_per_micro_batch: PositiveInt = 8192
     seed: int = Field(0, ge=0)
+    deterministic: bool = False  # bit-equal metrics on repetition under the same layout; slower on GPU
 
 
 class OptimizerConfig(Section):
@@ -122,9 +155,7 @@ class ParallelConfig(Section):
     @model_validator(mode="after")
     def _possible(self) -> Self:
         if self.sequence_parallel and self.tp == 1:
-            raise ValueError(
-                "sequence_parallel=true needs tp >= 2: it shares the tokens of a tensor-parallel group"
-            )
+            raise ValueError("sequence_parallel=true needs tp >= 2, whose ranks then share the tokens")
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(f"vpp={self.vpp} needs pp >= 2: it interleaves the stages of a pipeline")
         if self.stage_layers is not None and len(self.stage_layers) != self.pp * self.vpp:
@@ -133,9 +164,7 @@ class ParallelConfig(Section):
                 f"pp={self.pp} x vpp={self.vpp} has {self.pp * self.vpp}"
             )
         if self.overlap_param_gather and not self.overlap_grad_reduce:
-            raise ValueError(
-                "overlap_param_gather=true needs overlap_grad_reduce=true: Megatron starts them together"
-            )
+            raise ValueError("overlap_param_gather=true needs overlap_grad_reduce=true")
         return self
 
 
@@ -150,6 +179,7 @@ class EvalConfig(Section):
 class CheckpointConfig(Section):
     every: int = Field(0, ge=0)  # steps; 0: only after the last
     keep: PositiveInt = 2  # newest complete checkpoints on disk
+    any_layout: bool = True  # another layout can resume; false saves faster, for the same one only
     export_hf: bool = True  # write a Hugging Face checkpoint after the last step
 
 

@@ -40,7 +40,8 @@ class Padding:
         """
         sequence = 2 * parallel.cp if parallel.cp > 1 else 1
         shards = parallel.cp * (parallel.tp if parallel.sequence_parallel else 1)
-        return Padding(sequence, math.lcm(sequence, shards))
+        block = 1 if model.fp8 is None else model.fp8.tokens
+        return Padding(sequence, math.lcm(sequence, shards * block))
 
 
 def experts(model: dict[str, Any]) -> int:
@@ -51,20 +52,26 @@ def experts(model: dict[str, Any]) -> int:
 def check_layout(config: Config, world_size: int) -> None:
     """Check model and parallel layout against config.json and the number of processes. Raises ConfigError."""
     model = read_model_config(config.model.path)
-    _check_architecture(config, model)
+    check_architecture(model, f"model.path={config.model.path}")
     _check_positions(config, model)
     _check_processes(config.parallel, world_size)
     _check_widths(config.parallel, model)
     _check_depth(config.parallel, model)
     _check_experts(config.parallel, model)
     _check_lengths(config, model)
+    if config.model.fp8 and 2 * config.model.fp8.bf16_layers >= model.get("num_hidden_layers", math.inf):
+        raise ConfigError(
+            f"model.fp8.bf16_layers={config.model.fp8.bf16_layers} at both ends leave none of the model's "
+            f"num_hidden_layers={model['num_hidden_layers']} in FP8"
+        )
 
 
-def _check_architecture(config: Config, model: dict[str, Any]) -> None:
+def check_architecture(model: dict[str, Any], where: str) -> None:
+    """Raises ConfigError, which begins with `where`, for a config.json of a model that is not supported."""
     named = model.get("architectures") or []
     if not set(named) & set(ARCHITECTURES):
         raise ConfigError(
-            f"model.path={config.model.path}: architecture {', '.join(named) or 'not named'} in config.json; "
+            f"{where}: architecture {', '.join(named) or 'not named'} in config.json; "
             f"supported: {', '.join(ARCHITECTURES)}"
         )
 

@@ -211,7 +211,10 @@ class Parts:
     def save(self, step: int, state: dict[str, Any]) -> Path:
         """Write a checkpoint of the policy and `state`. A collective."""
         with self.timer.phase("checkpoint"):
-            return checkpoint.save(self.checkpoints, step, self.policy, state, self.config.checkpoint.keep)
+            options = self.config.checkpoint
+            return checkpoint.save(
+                self.checkpoints, step, self.policy, state, options.keep, options.any_layout
+            )
 
     def export_hf(self, directory: Path) -> None:
         """Write a Hugging Face checkpoint: weights, configuration, tokenizer. A collective.

@@ -4,7 +4,9 @@
 
 starts one clean process that imports megatron-core and Megatron-Bridge, which takes longer than most
 tests, and then forks the ranks of every size from it, one size after the other. In every rank the default
-process group is up; the function gets the strings that follow, and leaves its results in files.
+process group is up; the function gets the strings that follow, and leaves its results in files. A size may
+come several times, with `run_number()` telling which: new ranks are cheap, and a Megatron layout that is no
+longer wanted is not (its groups stay, with hundreds of threads).
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ def launch(target: str, sizes: Sequence[int], *arguments: str, timeout: float = 
         assert problem is None, (
             f"{target} on {sizes} ranks: {problem}; its output ends:\n{log.read()[-6000:]}"
         )
-    for size in sizes:
+    for size in set(sizes):
         used(f"megatron-core and Megatron-Bridge, {size} rank{'s' * (size > 1)}")
 
 
@@ -65,6 +67,11 @@ def forget_layout() -> None:
             dist.destroy_process_group(group)
 
 
+def run_number() -> int:
+    """In a rank: the place of this run in the `sizes` of its launch."""
+    return int(os.environ["LAUNCH_RUN"])
+
+
 def _kill_session(process: subprocess.Popen[bytes]) -> None:
     """End the ranks too: they are in the session of the process that forked them."""
     with contextlib.suppress(ProcessLookupError):
@@ -72,8 +79,10 @@ def _kill_session(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _rank(rank: int, target: str, size: int, store: str, arguments: Sequence[str]) -> None:
+def _rank(rank: int, target: str, size: int, run: int, store: str, arguments: Sequence[str]) -> None:
     import torch.distributed as dist
+
+    os.environ["LAUNCH_RUN"] = str(run)
 
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT
@@ -89,11 +98,11 @@ def _main(target: str, sizes: str, *arguments: str) -> None:
     for module in ("megatron_gvpo.megatron.policy", target.split(":")[0]):
         importlib.import_module(module)
     importlib.import_module("megatron_gvpo.megatron.cpu.bridge").import_bridge()
-    for size in map(int, sizes.split(",")):
-        print(f"{target} on {size} rank(s)", flush=True)
+    for run, size in enumerate(map(int, sizes.split(","))):
+        print(f"{target}, run {run}, on {size} rank(s)", flush=True)
         with tempfile.TemporaryDirectory() as directory:
             store = str(Path(directory) / "store")
-            mp.start_processes(_rank, (target, size, store, arguments), nprocs=size, start_method="fork")
+            mp.start_processes(_rank, (target, size, run, store, arguments), nprocs=size, start_method="fork")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from distributed import run_number
 from torch import Tensor
 
 from megatron_gvpo.config import Config, build_config
@@ -109,26 +110,27 @@ def config_of(case: Case, layout: Layout, directory: Path) -> Config:
 
 
 def run(directory: str) -> None:
-    """Every case and probe of this number of ranks; rank 0 writes results-{ranks}.pt."""
+    """Every case and probe of one layout; rank 0 writes results-{layout}.pt."""
     from megatron.core import parallel_state
 
     from megatron_gvpo.megatron.policy import Policy
 
-    place, ranks = Path(directory), dist.get_world_size()
+    place = Path(directory)
     runs, probes = torch.load(place / "work.pt", weights_only=False)
+    layout = list(dict.fromkeys(layout for layout, _ in runs))[run_number()]
+    cases = [case for of, case in runs if of == layout]
     results: dict[tuple[str, str], Outcome | Probe] = {}
-    for layout in dict.fromkeys(layout for layout, _ in runs if layout.ranks == ranks):
-        for model in dict.fromkeys(case.model for of, case in runs if of == layout):
-            probe = probes[model]
-            policy = Policy(config_of(probe, layout, place))
-            exported = _copy(policy.weights())
-            for case in (c for of, c in runs if of == layout and c.model == model):
-                print(f"{layout}: {case.name}", flush=True)
-                results[str(layout), case.name] = _gradients(policy, case, config_of(case, layout, place))
-            results[str(layout), model] = _probe(policy, probe, config_of(probe, layout, place), exported)
-            parallel_state.destroy_model_parallel()
+    for model in dict.fromkeys(case.model for case in cases):
+        probe = probes[model]
+        policy = Policy(config_of(probe, layout, place))
+        exported = _copy(policy.weights())
+        for case in (case for case in cases if case.model == model):
+            print(f"{layout}: {case.name}", flush=True)
+            results[str(layout), case.name] = _gradients(policy, case, config_of(case, layout, place))
+        results[str(layout), model] = _probe(policy, probe, config_of(probe, layout, place), exported)
+        parallel_state.destroy_model_parallel()
     if dist.get_rank() == 0:
-        torch.save(results, place / f"results-{ranks}.pt")
+        torch.save(results, place / f"results-{layout}.pt")
 
 
 def _configure(policy: Any, config: Config) -> None:

@@ -12,11 +12,11 @@ sizes and returned times M D, with the same M on all ranks. A normaliser of one 
 (its own tokens, its own mean, M without D) agrees with the reference on one micro-batch and one rank, and
 nowhere else. Tensor and pipeline parallelism add what must be summed exactly once: the gradients of norms
 and of an embedding that two stages hold, the head's part of the hidden states' gradient; and a vocabulary
-that must be padded. Context parallelism adds that every rank of a group has the whole loss and its tokens'
-gradients only, interleaved pipelines an order of chunks and micro-batches, experts their own data-parallel
-groups, and overlapped communication weights that are stale until someone asks. A group that is split needs
-its sequences' weights from a scoring pass. With the engine's log-probs as the reference, the mean gap that is
-taken off them must be that of all ranks' rows.
+that must be padded. Context parallelism adds that every rank of a group has the whole loss and the gradients
+of its own tokens, interleaved pipelines an order of chunks and micro-batches, experts data-parallel groups of
+their own, and overlapped communication weights that are stale until someone asks. A group that is split
+needs its sequences' weights from a scoring pass. With the engine's log-probs as the reference, the mean gap
+that is taken off them must be that of all ranks' rows.
 
 The reference is fp64 transformers and autograd, sequence by sequence (gradient_reference.py). Everything
 is compared with it, so that the layouts agree with each other. The measure is the largest difference over
@@ -321,7 +321,8 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     wanted = {params.get("layout") for params in tests} | {Layout(1)}
     runs = [(layout, cases[name]) for layout, name in RUNS if layout in wanted]
     torch.save((runs, probes), path / "work.pt")
-    launch("gradient_worker:run", sorted({layout.ranks for layout, _ in runs}), str(path))
+    ranks = [layout.ranks for layout in dict.fromkeys(layout for layout, _ in runs)]
+    launch("gradient_worker:run", ranks, str(path), timeout=900)
     return path
 
 

@@ -16,7 +16,7 @@ def interrupted_and_not(task: str, runs: str) -> None:
     """
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(dist.get_rank()), str(dist.get_world_size())
     for layout, override in {"dp2": "parallel.tp=1", "tp2": "parallel.tp=2"}.items():
-        common = (override, "algorithm=gvpo", "train.mini_batches=2")
+        common = (override, "algorithm=gvpo", "train.mini_batches=2", "train.deterministic=true")
         whole, parts = (Path(runs) / f"{layout}-{name}" for name in ("whole", "parts"))
         fit(configure(Path(task), whole, *common))
         signal = reward_options(Path(task), signal_in=2 if dist.get_rank() == 0 else 0)

@@ -19,7 +19,8 @@ from typing import Literal
 
 import jinja2
 
-from megatron_gvpo.config import Config, ConfigError, check_layout
+from megatron_gvpo.config import Config, ConfigError
+from megatron_gvpo.layout import check_layout
 from megatron_gvpo.outputs import refuse_earlier_run
 
 SHORTEST_NOTICE = 120  # seconds; Slurm may be a minute early with its signal

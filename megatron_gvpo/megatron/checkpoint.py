@@ -29,10 +29,14 @@ from torch.distributed.checkpoint.api import CheckpointException  # a BaseExcept
 
 from megatron_gvpo.config import ConfigError
 from megatron_gvpo.exchange import all_gather_msgpack
+from megatron_gvpo.megatron.model import Model
 from megatron_gvpo.megatron.parallel import megatron_device
 from megatron_gvpo.megatron.policy import Policy
 
-_OPTIMIZER_SHARDING = {"distrib_optim_sharding_type": "dp_reshardable"}
+# By parameter, with the model's own sharding: any layout can read it, and saving gathers each rank's part.
+# By buffer: every rank writes what it has, and only the same model-parallel layout finds it again.
+_BY_PARAMETER = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+_BY_BUFFER = {"distrib_optim_sharding_type": "dp_reshardable"}
 _PARTIAL, _REPLACED = ".partial", ".replaced"
 
 
@@ -40,22 +44,25 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read; what was on disk before is untouched."""
 
 
-def save(root: Path, step: int, policy: Policy, state: dict[str, Any], keep: int) -> Path:
+def save(
+    root: Path, step: int, policy: Policy, state: dict[str, Any], keep: int, any_layout: bool = True
+) -> Path:
     """Write `root`/step_<step> and remove all but the newest `keep`. A collective.
 
-    `state` holds JSON values. Raises CheckpointError on every rank when any rank fails to write.
+    `state` holds JSON values. `any_layout`: so that another layout can resume from it.
+    Raises CheckpointError on every rank when any rank fails to write.
     """
     final = root / f"step_{step:08d}"
     aside = final.with_name(final.name + _PARTIAL)
     _on_rank_0("prepare", lambda: _fresh_directory(aside))
     try:
-        everywhere(f"cannot write {final}", lambda: _write(aside, policy))
+        everywhere(f"cannot write {final}", lambda: _write(aside, policy, any_layout))
     except CheckpointError as error:
         free = shutil.disk_usage(root).free / (1 << 20)
         raise CheckpointError(f"{error} ({free:.0f} MiB are free there)") from None
 
     def finish() -> None:
-        record = {"step": step, "layout": _layout(policy), **state}
+        record = {"step": step, "layout": _layout(policy), "any_layout": any_layout, **state}
         # Prompts carry their data record, in which Parquet may have dates: nothing that a run reads again.
         (aside / "state.json").write_text(json.dumps(record, default=str))
         replaced = final.with_name(final.name + _REPLACED)
@@ -71,9 +78,10 @@ def save(root: Path, step: int, policy: Policy, state: dict[str, Any], keep: int
 
 
 def load(directory: Path, policy: Policy) -> dict[str, Any]:
-    """Restore the policy from a checkpoint of the same layout; returns the trainer's state. A collective.
+    """Restore the policy from a checkpoint; returns the trainer's state. A collective.
 
-    Raises ConfigError for another layout and CheckpointError for anything that cannot be read.
+    Raises ConfigError for another layout where the checkpoint was not saved for any, and CheckpointError for
+    anything that cannot be read.
     """
     try:
         state: dict[str, Any] = json.loads((directory / "state.json").read_text())
@@ -83,12 +91,16 @@ def load(directory: Path, policy: Policy) -> dict[str, Any]:
             f"{directory / 'state.json'} is no state of a checkpoint of this program: "
             f"{type(error).__name__}: {error}"
         ) from None
-    if theirs != ours:
+    any_layout = bool(state.get("any_layout"))
+    if theirs != ours and not any_layout:
         raise ConfigError(
-            f"{directory} was written with {_named(theirs)}, and this run has {_named(ours)}: "
-            "resume with the same layout"
+            f"{directory} was written with {_named(theirs)} and checkpoint.any_layout=false, "
+            f"and this run has {_named(ours)}: resume with the same layout"
         )
-    everywhere(f"cannot read {directory}", lambda: _read(directory, policy))
+    everywhere(
+        f"cannot read {directory}",
+        lambda: _read(directory, policy, any_layout, same_layout=theirs == ours),
+    )
     return state
 
 
@@ -97,49 +109,87 @@ def complete(root: Path) -> list[Path]:
     return sorted(p for p in root.glob("step_*") if not p.suffix and (p / "state.json").is_file())
 
 
-def _sharded_state(policy: Policy, loading: bool) -> dict[str, Any]:
-    model = _bare(policy).sharded_state_dict()
-    optimizer = policy.optimizer.megatron.sharded_state_dict(
-        model, is_loading=loading, metadata=_OPTIMIZER_SHARDING
-    )
-    rank, world = dist.get_rank(), dist.get_world_size()
-    randomness = ShardedObject("random", _random_state(), (world,), (rank,))
-    return {
-        "model": model,
+def _sharded_state(policy: Policy, optimizer: dict[str, Any], randomness: bool) -> dict[str, Any]:
+    state = {
+        **weights_state(policy.model),
         "optimizer": optimizer,
         "schedule": policy.optimizer.scheduler.state_dict(),
-        "random": randomness,
     }
+    if randomness:
+        rank, world = dist.get_rank(), dist.get_world_size()
+        state["random"] = ShardedObject("random", _random_state(), (world,), (rank,))
+    return state
 
 
-def _write(directory: Path, policy: Policy) -> None:
+def _optimizer_state(policy: Policy, loading: bool, any_layout: bool) -> dict[str, Any]:
+    """As Megatron has it, and takes it back."""
+    state: dict[str, Any] = policy.optimizer.megatron.sharded_state_dict(
+        weights_state(policy.model),
+        is_loading=loading,
+        metadata=_BY_PARAMETER if any_layout else _BY_BUFFER,
+    )
+    return state
+
+
+def _of_any_layout(state: dict[str, Any]) -> dict[str, Any]:
+    """Its tensors and Adam's step alone: what else it has is this layout's, and settings of the present run.
+
+    (Megatron has an optimizer for all parameters, or, where experts are spread, one for them and one for the
+    others.)
+    """
+    parts = _parts(state)
+    steps = [group.get("step", 0) for part in parts for group in part["optimizer"]["param_groups"]]
+    return {"tensors": {str(i): p["param_state"] for i, p in enumerate(parts)}, "step": max(steps)}
+
+
+def _of_this_layout(state: dict[str, Any], loaded: dict[str, Any]) -> dict[str, Any]:
+    """`state` with the tensors and the step of what `_of_any_layout` stored."""
+    for i, part in enumerate(_parts(state)):
+        part["param_state"] = loaded["tensors"][str(i)]
+        for group in part["optimizer"]["param_groups"]:
+            group["step"] = loaded["step"]
+    return state
+
+
+def _parts(state: dict[str, Any]) -> list[dict[str, Any]]:
+    return [state] if "param_state" in state else list(state.values())
+
+
+def _write(directory: Path, policy: Policy, any_layout: bool) -> None:
+    policy.model.settle()
     with megatron_device():
-        dist_checkpointing.save(_sharded_state(policy, loading=False), str(directory), _InThisProcess())
+        optimizer = _optimizer_state(policy, loading=False, any_layout=any_layout)
+        if any_layout:
+            optimizer = _of_any_layout(optimizer)
+        state = _sharded_state(policy, optimizer, randomness=True)
+        dist_checkpointing.save(state, str(directory), InThisProcess())
         if policy.shadow is not None:
             ema = directory / "reference"
             if dist.get_rank() == 0:
                 ema.mkdir()
             dist.barrier()
             with policy.shadow.lent():
-                state = {"model": _bare(policy).sharded_state_dict()}
-                dist_checkpointing.save(state, str(ema), _InThisProcess())
+                dist_checkpointing.save(weights_state(policy.model), str(ema), InThisProcess())
 
 
-def _read(directory: Path, policy: Policy) -> None:
-    model = _bare(policy)
+def _read(directory: Path, policy: Policy, any_layout: bool, same_layout: bool) -> None:
     with megatron_device(), torch.no_grad():
         if policy.shadow is not None:
-            reference = {"model": model.sharded_state_dict()}
-            model.load_state_dict(dist_checkpointing.load(reference, str(directory / "reference"))["model"])
+            reference = dist_checkpointing.load(weights_state(policy.model), str(directory / "reference"))
+            load_weights(policy.model, reference)
             policy.shadow.capture()
-        loaded = dist_checkpointing.load(_sharded_state(policy, loading=True), str(directory))
-        model.load_state_dict(loaded["model"])
-        policy.optimizer.load_state_dict(loaded["optimizer"])
+        optimizer = _optimizer_state(policy, loading=True, any_layout=any_layout)
+        wanted = _of_any_layout(optimizer) if any_layout else optimizer
+        loaded = dist_checkpointing.load(_sharded_state(policy, wanted, same_layout), str(directory))
+        load_weights(policy.model, loaded)
+        found = loaded["optimizer"]
+        policy.optimizer.load_state_dict(_of_this_layout(optimizer, found) if any_layout else found)
         policy.optimizer.scheduler.load_state_dict(loaded["schedule"])
-        _restore_random_state(loaded["random"])
+        if same_layout:  # a rank of another has no generator to go on with; nothing that is trained draws
+            _restore_random_state(loaded["random"])
 
 
-class _InThisProcess(TorchDistSaveShardedStrategy):
+class InThisProcess(TorchDistSaveShardedStrategy):
     """Writes with PyTorch's own writer.
 
     megatron-core's asynchronous one, which it uses in every case, starts a process by `spawn`: that takes
@@ -162,6 +212,10 @@ def _layout(policy: Policy) -> dict[str, int]:
     return {
         "parallel.tp": model.tensor_model_parallel_size,
         "parallel.pp": model.pipeline_model_parallel_size,
+        "parallel.vpp": model.virtual_pipeline_model_parallel_size or 1,
+        "parallel.cp": model.context_parallel_size,
+        "parallel.ep": model.expert_model_parallel_size,
+        "parallel.etp": model.expert_tensor_parallel_size,
         "processes": dist.get_world_size(),
     }
 
@@ -170,12 +224,25 @@ def _named(layout: dict[str, int]) -> str:
     return ", ".join(f"{name}={size}" for name, size in layout.items())
 
 
-def _bare(policy: Policy) -> Any:
-    """The model without the wrappers for data parallelism and mixed precision."""
-    (model,) = policy.model.chunks
-    while hasattr(model, "module"):
-        model = model.module
-    return model
+def _bare(model: Model) -> dict[str, Any]:
+    """The model's chunks without the wrappers for data parallelism and mixed precision, by name."""
+    chunks = {}
+    for i, chunk in enumerate(model.chunks):
+        while hasattr(chunk, "module"):
+            chunk = chunk.module
+        chunks["model" if len(model.chunks) == 1 else f"model{i}"] = chunk
+    return chunks
+
+
+def weights_state(model: Model) -> dict[str, Any]:
+    """The model's weights for dist_checkpointing, to save or to be loaded."""
+    return {name: chunk.sharded_state_dict() for name, chunk in _bare(model).items()}
+
+
+def load_weights(model: Model, loaded: dict[str, Any]) -> None:
+    """Take what dist_checkpointing loaded for `weights_state`."""
+    for name, chunk in _bare(model).items():
+        chunk.load_state_dict(loaded[name])
 
 
 def _random_state() -> dict[str, Any]:

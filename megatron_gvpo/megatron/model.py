@@ -34,6 +34,7 @@ class Model:
     vocab_size: int  # without the padding that tensor parallelism adds
     padding: Padding  # of every pack
     local: bool  # on CPU, with the local layers
+    gathers_late: bool  # an update leaves other ranks' shards of the weights as they were
     rotary: list[Any]  # one a chunk where the local attention applies RoPE; else empty
 
     def settle(self) -> None:
@@ -41,9 +42,9 @@ class Model:
 
         To be called on every rank, before weights are read other than by a forward pass.
         """
-        for chunk in self.chunks:
-            if chunk.ddp_config.overlap_param_gather:
-                with megatron_device(), torch.no_grad():
+        if self.gathers_late:
+            with megatron_device(), torch.no_grad():
+                for chunk in self.chunks:
                     chunk.start_param_sync(force_sync=True)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
@@ -132,23 +133,33 @@ class _SafetensorsWriter:
         return self._directory / f"shard-{shard}.safetensors"
 
 
-def build(model: ModelConfig, parallel: ParallelConfig) -> Model:
-    """Build the sharded model, wrapped for data parallelism, with the checkpoint's weights.
+def build(
+    model: ModelConfig, parallel: ParallelConfig, deterministic: bool = False, trained: bool = True
+) -> Model:
+    """Build the sharded model with the checkpoint's weights; `trained`: with room for gradients, too.
 
-    Raises ConfigError for an architecture that Megatron-Bridge does not know.
+    Raises ConfigError for what Megatron-Bridge does not know, Megatron refuses, or the machine lacks.
     """
     # Megatron prints every size, and Megatron-Bridge draws progress bars of its own.
     with megatron_device(), contextlib.redirect_stdout(io.StringIO()):
         bridge = _bridge(model)
         provider = bridge.to_megatron_provider(load_weights=False)
         on_cpu = not torch.cuda.is_available()
-        for name, value in model_settings(model, parallel, on_cpu).items():
+        for name, value in model_settings(model, parallel, on_cpu, deterministic).items():
             setattr(provider, name, value)
         if on_cpu:
             from megatron_gvpo.megatron.cpu.spec import local_block_spec
 
             provider.transformer_layer_spec = local_block_spec
-        provider.finalize()
+        try:
+            provider.finalize()
+        except (ValueError, AssertionError) as error:
+            raise ConfigError(f"Megatron refuses the configuration of model and parallel: {error}") from None
+        if on_cpu and model.fp8 is not None:
+            raise ConfigError(
+                f"model.fp8.recipe={model.fp8.recipe}: FP8 needs a GPU with Transformer Engine, and there is "
+                "none here; Megatron accepts the configuration"
+            )
         rotary: list[Any] = []
 
         def prepare(chunks: list[Any]) -> list[Any]:
@@ -159,19 +170,21 @@ def build(model: ModelConfig, parallel: ParallelConfig) -> Model:
             return chunks
 
         chunks = provider.provide_distributed_model(
-            ddp_config=ddp_settings(parallel),
-            wrap_with_ddp=True,
+            ddp_config=ddp_settings(model, parallel),
+            wrap_with_ddp=trained,
             bf16=model.dtype == "bfloat16",
             fp16=False,
             use_cpu_initialization=on_cpu,
             pre_wrap_hook=prepare,
         )
         bridge.load_hf_weights(chunks)
-        no_sync = [chunk.no_sync for chunk in chunks]
-        provider.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
+        if trained:
+            no_sync = [chunk.no_sync for chunk in chunks]
+            provider.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
         vocab_size = int(bridge.hf_pretrained.config.vocab_size)
     padding = Padding.of(model, parallel)
-    return Model(chunks, chunks[0].config, bridge, vocab_size, padding, on_cpu, rotary)
+    late = trained and parallel.overlap_param_gather
+    return Model(chunks, chunks[0].config, bridge, vocab_size, padding, on_cpu, late, rotary)
 
 
 def _bridge(model: ModelConfig) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -47,6 +48,8 @@ class Optimizer:
                     bf16=precision.dtype == "bfloat16",
                     params_dtype=dtype,
                     use_distributed_optimizer=True,
+                    overlap_param_gather=model.gathers_late,
+                    fp8_recipe=None if precision.fp8 is None else precision.fp8.recipe,
                 ),
                 model.chunks,
             )
@@ -92,7 +95,11 @@ class Optimizer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore from a loaded sharded state."""
-        self.megatron.load_state_dict(state)
+        with contextlib.ExitStack() as stack:
+            for inner in self.megatron.chained_optimizers:
+                if inner.optimizer in self._adams():
+                    stack.enter_context(_without_steps(inner))
+            self.megatron.load_state_dict(state)
         for adam in self._adams():
             for group in adam.param_groups:
                 for parameter in group["params"]:
@@ -119,3 +126,20 @@ class Optimizer:
             if not skipped:
                 self.megatron.step()
         return Update(norm, lr, skipped)
+
+
+@contextlib.contextmanager
+def _without_steps(inner: Any) -> Iterator[None]:
+    """Megatron restores tensors by name; its checkpoints have PyTorch's `step` in another place."""
+    restore = inner._set_main_param_and_optimizer_states
+
+    def restore_without_step(parameter: Any, tensors: dict[str, Any]) -> None:
+        group, place = inner.model_param_group_index_map[parameter]
+        inner.optimizer.state[inner.optimizer.param_groups[group]["params"][place]].pop("step", None)
+        restore(parameter, tensors)
+
+    inner._set_main_param_and_optimizer_states = restore_without_step
+    try:
+        yield
+    finally:
+        del inner._set_main_param_and_optimizer_states

@@ -39,8 +39,22 @@ def device() -> torch.device:
     return torch.device("cpu")
 
 
-def initialize(parallel: ParallelConfig, seed: int) -> None:
-    """Join the process group (torchrun's environment, or a group of one) and lay out the parallelism."""
+# What else makes results depend on timing: cuBLAS's workspaces, NCCL's choice of algorithm, TE's atomics.
+_DETERMINISTIC = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "NCCL_ALGO": "Ring",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+}
+
+
+def initialize(parallel: ParallelConfig, seed: int, deterministic: bool = False) -> None:
+    """Join the process group (torchrun's environment, or a group of one) and lay out the parallelism.
+
+    `deterministic`: the same numbers, bit for bit, on every repetition under the same layout.
+    """
+    if deterministic:
+        os.environ.update(_DETERMINISTIC)
+    torch.use_deterministic_algorithms(deterministic)
     timeout = timedelta(seconds=parallel.timeout_seconds)
     if not dist.is_initialized():
         backend = "gloo"

@@ -41,8 +41,9 @@ class Policy:
     """A Megatron model, its optimizer and, where the method wants one, its reference weights."""
 
     def __init__(self, config: Config) -> None:
-        parallel.initialize(config.parallel, config.train.seed)
-        self.model = build(config.model, config.parallel)
+        deterministic = config.train.deterministic
+        parallel.initialize(config.parallel, config.train.seed, deterministic)
+        self.model = build(config.model, config.parallel, deterministic)
         self.model.config.finalize_model_grads_func = finalize_model_grads
         updates = config.train.steps * config.train.mini_batches
         self.optimizer = Optimizer(self.model, config.optimizer, config.model, updates)

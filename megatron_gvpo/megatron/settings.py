@@ -7,12 +7,14 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 
-from megatron_gvpo.config import ModelConfig, ParallelConfig
+from megatron_gvpo.config import FP8Config, ModelConfig, ParallelConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def model_settings(model: ModelConfig, parallel: ParallelConfig, on_cpu: bool) -> dict[str, Any]:
+def model_settings(
+    model: ModelConfig, parallel: ParallelConfig, on_cpu: bool, deterministic: bool
+) -> dict[str, Any]:
     """Fields of the TransformerConfig that differ from what the checkpoint's architecture says."""
     dtype = DTYPES[model.dtype]
     settings: dict[str, Any] = {
@@ -35,6 +37,7 @@ def model_settings(model: ModelConfig, parallel: ParallelConfig, on_cpu: bool) -
         "variable_seq_lengths": True,  # packs differ in length between micro-batches
         "gradient_accumulation_fusion": False,
         "cross_entropy_loss_fusion": False,
+        "deterministic_mode": deterministic,
         "mtp_num_layers": None,  # layers that predict further tokens are no part of the policy
         # The router: nothing but the policy's loss moves it, or the gradient would know the machine.
         "moe_token_dispatcher_type": "alltoall",  # variable_seq_lengths demands it, of dense models too
@@ -42,6 +45,8 @@ def model_settings(model: ModelConfig, parallel: ParallelConfig, on_cpu: bool) -
         "moe_aux_loss_coeff": 0.0,
         "moe_router_bias_update_rate": 0.0,
     }
+    if model.fp8 is not None:
+        settings |= _fp8_settings(model.fp8)
     if parallel.vpp > 1:  # batched exchanges gave wrong gradients, without an error, under gloo
         settings |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     if parallel.stage_layers is not None:
@@ -70,6 +75,24 @@ def model_settings(model: ModelConfig, parallel: ParallelConfig, on_cpu: bool) -
     return settings
 
 
+def _fp8_settings(fp8: FP8Config) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        # One scale a tensor: gradients need e5m2's range. A scale a block: e4m3's precision serves both.
+        "fp8": "hybrid" if fp8.recipe in ("delayed", "tensorwise") else "e4m3",
+        "fp8_recipe": fp8.recipe,
+        "fp8_param": fp8.weights,
+    }
+    if fp8.recipe == "delayed":
+        settings |= {"fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"}
+    if fp8.bf16_layers:
+        settings |= {
+            "first_last_layers_bf16": True,
+            "num_layers_at_start_in_bf16": fp8.bf16_layers,
+            "num_layers_at_end_in_bf16": fp8.bf16_layers,
+        }
+    return settings
+
+
 def stages(layers: tuple[int, ...]) -> list[list[str]]:
     """megatron-core's layout of a pipeline whose stages have so many layers, first to last."""
     layout = [["decoder"] * count for count in layers]
@@ -78,9 +101,10 @@ def stages(layers: tuple[int, ...]) -> list[list[str]]:
     return layout
 
 
-def ddp_settings(parallel: ParallelConfig) -> DistributedDataParallelConfig:
+def ddp_settings(model: ModelConfig, parallel: ParallelConfig) -> DistributedDataParallelConfig:
     """Gradients are summed in fp32 and sharded over the data-parallel ranks, with the optimizer."""
     return DistributedDataParallelConfig(
+        fp8_param_gather=model.fp8 is not None and model.fp8.weights,
         use_distributed_optimizer=True,
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=parallel.overlap_grad_reduce,

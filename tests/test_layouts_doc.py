@@ -1,0 +1,143 @@
+"""docs/layouts.md says what the tests prove and the code refuses: its tables are written from both.
+
+`python tests/test_layouts_doc.py` writes them anew.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import checkpoint_worker
+from test_gradient_invariance import FAMILIES, RUNS, STEPS
+
+from megatron_gvpo.config import ConfigError, build_config
+from megatron_gvpo.layout import check_layout
+
+FILE = Path(__file__).parents[1] / "docs" / "layouts.md"
+FAMILY_NAMES = {
+    "untied": "Qwen2",
+    "tied": "Qwen2 (tied)",
+    "qwen3": "Qwen3",
+    "llama3": "Llama 3",
+    "mistral": "Mistral",
+    "qwen3_moe": "Qwen3-MoE",
+    "deepseek_v3": "DeepSeek-V3",
+}
+_DENSE = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "num_hidden_layers": 6,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "intermediate_size": 96,
+}
+_MOE = {
+    **_DENSE,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 6,
+    "moe_intermediate_size": 32,
+}
+# (sections of the configuration, model's config.json, processes)
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], int]] = [
+    ({"parallel": {"sequence_parallel": True}}, _DENSE, 1),
+    ({"parallel": {"tp": 3}}, _DENSE, 3),
+    ({"parallel": {"pp": 4}}, _DENSE, 4),
+    ({"parallel": {"vpp": 2}}, _DENSE, 1),
+    ({"parallel": {"pp": 2, "vpp": 2}}, _DENSE, 2),
+    ({"parallel": {"pp": 2, "stage_layers": [3, 2]}}, _DENSE, 2),
+    ({"parallel": {"cp": 2}}, _DENSE, 3),
+    ({"parallel": {"tp": 2, "cp": 4, "cp_exchange": "a2a"}}, _DENSE, 8),
+    ({"parallel": {"cp": 2}}, {**_DENSE, "sliding_window": 4096}, 2),
+    ({"parallel": {"ep": 2}}, _DENSE, 2),
+    ({"parallel": {"ep": 4}}, _MOE, 4),
+    ({"parallel": {"etp": 3}}, _MOE, 3),
+    ({"parallel": {"tp": 2, "ep": 2}}, _MOE, 2),
+    ({"parallel": {"overlap_param_gather": True}}, _DENSE, 1),
+    ({"model": {"dtype": "float32", "fp8": {"recipe": "tensorwise"}}}, _DENSE, 1),
+    ({"model": {"fp8": {"recipe": "delayed", "bf16_layers": 1}}}, _DENSE, 1),
+    ({"model": {"fp8": {"recipe": "mxfp8", "weights": True}}}, _DENSE, 1),
+    ({"model": {"fp8": {"recipe": "blockwise", "bf16_layers": 3}}}, _DENSE, 1),
+    ({}, {**_DENSE, "architectures": ["GPT2LMHeadModel"]}, 1),
+    ({}, {**_DENSE, "rope_parameters": {"rope_type": "yarn"}}, 1),
+]
+
+
+def proven() -> str:
+    """Layout, processes, families, optimizer updates compared with transformers."""
+    models: dict[Any, dict[str, int]] = {}
+    for layout, name in RUNS:
+        counts = models.setdefault(layout, {})
+        counts[STEPS[name].model] = counts.get(STEPS[name].model, 0) + 1
+    lines = ["| layout | processes | families | updates |", "|---|---|---|---|"]
+    for layout in sorted(models, key=lambda layout: (layout.ranks, str(layout))):
+        names = ", ".join(FAMILY_NAMES[model] for model in FAMILY_NAMES if model in models[layout])
+        lines.append(f"| {layout} | {layout.ranks} | {names} | {sum(models[layout].values())} |")
+    return "\n".join(lines)
+
+
+def resharded() -> str:
+    lines = ["| saved by | resumed by | family |", "|---|---|---|"]
+    for layout, source, any_layout, model in checkpoint_worker.RUNS:
+        if layout != source and any_layout:
+            lines.append(f"| {source} | {layout} | {FAMILY_NAMES[model]} |")
+    return "\n".join(lines)
+
+
+def refusal(sections: dict[str, Any], model: dict[str, Any], processes: int) -> str:
+    """What the code says to it."""
+    with TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(model))
+        values: dict[str, Any] = {
+            "output_dir": "unused",
+            "data": {"train": {"path": "unused"}},
+            "train": {"steps": 1, "prompts_per_step": 1},
+            "optimizer": {"lr": 1.0},
+            **sections,
+        }
+        values["model"] = {"path": directory, **sections.get("model", {})}
+        try:
+            check_layout(build_config(values), processes)
+        except ConfigError as error:
+            return str(error).replace(directory, "DIR")
+    raise AssertionError(f"not refused: {sections} on {processes} process(es)")
+
+
+def refused() -> str:
+    lines = ["| configuration | refused with |", "|---|---|"]
+    for sections, model, processes in REFUSED:
+        base = _MOE if "num_experts" in model else _DENSE
+        special = {name: value for name, value in model.items() if base.get(name) != value}
+        keys = [f"{section}.{k}={json.dumps(v)}" for section, d in sections.items() for k, v in d.items()]
+        keys += [f"config.json: {name}={json.dumps(value)}" for name, value in special.items()]
+        said = refusal(sections, model, processes).replace("|", "\\|")
+        lines.append(f"| `{' '.join(keys)}` | {said} |")
+    return "\n".join(lines)
+
+
+TABLES = {"proven": proven, "resharded": resharded, "refused": refused}
+
+
+def written(text: str) -> str:
+    """The document with its tables as they should be."""
+    for name, table in TABLES.items():
+        begin, end = f"<!-- {name} -->\n", f"\n<!-- end of {name} -->"
+        head, rest = text.split(begin)
+        _, tail = rest.split(end)
+        text = head + begin + table() + end + tail
+    return text
+
+
+def test_the_document_is_current() -> None:
+    assert set(FAMILIES) < set(FAMILY_NAMES)
+    text = FILE.read_text()
+    assert text == written(text), "run python tests/test_layouts_doc.py"
+
+
+if __name__ == "__main__":
+    if "--help" in sys.argv:
+        print(__doc__)
+    else:
+        FILE.write_text(written(FILE.read_text()))
