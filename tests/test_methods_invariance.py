@@ -4,7 +4,7 @@ test_gradient_invariance.py proves it for the headliners, with formulas of their
 are all losses and aggregations, on one rank, on two data-parallel and on two context-parallel ones, in packs
 that split groups, packs that keep them whole, and one response a pack. The reference is the loss itself,
 called once with all rows on log-probs of `transformers` in fp64, and plain autograd: what is proved is that
-no split over micro-batches and ranks changes it. The formulas are proved in test_relatives.py and test_trl.py.
+no split over micro-batches and ranks changes it. The formulas are proved in test_relatives and test_trl.
 """
 
 from __future__ import annotations
