@@ -11,7 +11,8 @@ from servers import ENGINES, served_config
 from tiny_run import configure, fit, records
 
 from megatron_gvpo.callbacks import Callback
-from megatron_gvpo.config import ConfigError
+from megatron_gvpo.config import ConfigError, ServersConfig
+from megatron_gvpo.rollout.served import server_gpus
 from megatron_gvpo.trainer import Trainer
 
 
@@ -106,3 +107,22 @@ def test_what_cannot_share_a_gpu_is_refused(task: Path, tmp_path: Path):
         configure(task, tmp_path, *colocated)
     with pytest.raises(ConfigError, match=r"async_steps=1.*set it to 0"):
         configure(task, tmp_path, *colocated, "rollout.weights.transport=shared", "rollout.async_steps=1")
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "expected"),
+    [
+        ({"count": 2, "tp": 2}, 4, [[4, 5], [6, 7]]),  # after the trainer's
+        ({"count": 2, "tp": 2}, 0, [[0, 1], [2, 3]]),  # `serve`: no trainer here
+        ({"count": 4, "tp": 2, "colocated": True}, 8, [[0, 1], [2, 3], [4, 5], [6, 7]]),
+    ],
+)
+def test_servers_have_gpus_of_their_own_unless_colocated(
+    settings: dict[str, object], ranks: int, expected: list[list[int]]
+):
+    assert [list(gpus) for gpus in server_gpus(ServersConfig(**settings), 8, ranks)] == expected
+
+
+def test_too_few_gpus_are_said_before_anything_starts():
+    with pytest.raises(ConfigError, match=r"4 GPUs beside the trainer's 6, and this machine has 8"):
+        server_gpus(ServersConfig(count=2, tp=2), 8, 6)

@@ -22,7 +22,7 @@ import aiohttp
 import torch
 import torch.distributed as dist
 
-from megatron_gvpo.config import Config, ConfigError, SamplingConfig
+from megatron_gvpo.config import Config, ConfigError, SamplingConfig, ServersConfig
 from megatron_gvpo.exchange import broadcast_msgpack
 from megatron_gvpo.rollout.checks import check_server
 from megatron_gvpo.rollout.collect import TrainerMemory, pack_rollout
@@ -207,13 +207,13 @@ def start_servers(config: Config, key: str | None, report: Callable[[str], None]
     first = servers.port
     ports = [first + i for i in range(servers.count)] if first else free_ports(servers.count, servers.host)
     on_gpu = torch.cuda.is_available()
+    gpus = server_gpus(servers, torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "0")))
     logs = Path(config.output_dir) / "servers"
     processes = []
     for i, port in enumerate(ports):
         launch = dialect.launch(config.served_path, config.model.dtype, port, servers, key, on_gpu)
         if on_gpu:
-            devices = range(i * servers.tp, (i + 1) * servers.tp)
-            launch.environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
+            launch.environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus[i]))
         else:  # memory that a server frees stays its own: for large tensors fresh pages cost more than a copy
             large = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**33)}
             launch.environment.update(large)
@@ -228,6 +228,23 @@ def start_servers(config: Config, key: str | None, report: Callable[[str], None]
             "interpreter of an environment that has the engine"
         ) from None
     return supervisor
+
+
+def server_gpus(servers: ServersConfig, present: int, ranks: int) -> list[range]:
+    """Each server's GPUs of this machine, which has `present`, the first `ranks` of them with the trainer's.
+
+    Raises ConfigError where there are too few; on a machine without any, nobody asks which.
+    """
+    first = 0 if servers.colocated else ranks
+    wanted = servers.count * servers.tp
+    if present and first + wanted > present:
+        needed = f"{wanted} GPUs beside the trainer's {first}" if first else f"{wanted} GPUs"
+        raise ConfigError(
+            f"rollout.servers.count={servers.count} x rollout.servers.tp={servers.tp}: {needed}, "
+            f"and this machine has {present}; use fewer, let them share with the trainer "
+            "(rollout.servers.colocated=true), or start them elsewhere (megatron-gvpo serve)"
+        )
+    return [range(first + i * servers.tp, first + (i + 1) * servers.tp) for i in range(servers.count)]
 
 
 def report(message: str) -> None:
