@@ -38,6 +38,8 @@ LOSSES = {
     "ppo, demonstrations by probability": PPO(demonstrations="probability"),
     "ppo, demonstrations shaped": PPO(demonstrations="shaped"),
     "ppo, demonstrations shaped, of sequences": PPO(demonstrations="shaped", ratio="sequence"),
+    "ppo, demonstrations by likelihood": PPO(demonstrations="likelihood"),
+    "ppo, hinted responses in their own context": PPO(cross_context=True),
     "cispo": CISPO(clip_high=0.1),
     "dpo": DPO(),
     "dpo, all pairs": DPO(pairs="all", reference=EMA),

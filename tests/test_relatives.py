@@ -142,6 +142,16 @@ def test_demonstrations_have_no_old_policy(how, ratio):
     assert float(metrics["loss"]) == pytest.approx(-expected)
 
 
+def test_expo_adds_the_likelihood_of_what_was_given():
+    rows = make_rows([[0, 0]], lengths=[1, 3])
+    given = torch.tensor([False, True])
+    rows = rows.with_columns(demonstration_n=given, advantage_n=torch.ones(2))
+    logp_r = rows.old_logp_r.clone()
+    loss = PPO(demonstrations="likelihood", likelihood_coef=0.2)
+    weight_r, _ = token_weights(loss, rows, logp_r, Totals.of(rows))
+    assert weight_r.tolist() == pytest.approx([-1 / 2, *[-0.2 / 3 / 2] * 3])
+
+
 def test_a_hinted_response_is_weighed_against_the_policy_with_the_hint():
     rows = make_rows([[0, 0]], lengths=[1, 1])
     rows = rows.with_columns(

@@ -52,7 +52,9 @@ class Drop(Shaper):
 
 
 class MaskTruncated(Shaper):
-    """Truncated responses count in their group and have no gradient (DAPO's overlong filtering).
+    """Truncated responses have no gradient, and count in their group (DAPO's overlong filtering).
+
+    A loss that takes rewards itself, as GVPO, does not see them: its group is the others.
 
     With MicroCoder-GRPO's conditions (arXiv 2603.07777): only `wrong` ones, only those whose last `repeat`
     tokens are not the `repeat` before them, and of these a `share`, chosen by a hash of their tokens.
