@@ -126,7 +126,7 @@ def test_an_ema_reference(good):
         ),
         (
             "train.quux=1",
-            "train.quux: no such key; known: max_tokens_per_micro_batch, mini_batches",
+            "train.quux: no such key; known: deterministic, max_tokens_per_micro_batch, ",
         ),
         # unknown names
         (
