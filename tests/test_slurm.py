@@ -83,15 +83,15 @@ def job_of(done: subprocess.CompletedProcess[str]) -> str:
     return done.stdout.split()[1].rstrip(";")
 
 
-def asked(place: Path) -> dict[int, list[str]]:
-    """The prompts of every step, as often as a response to them was rewarded in the start that counts."""
+def asked(place: Path) -> dict[int, set[str]]:
+    """The prompts of every step, from the start that counts: rewards are asked once for equal responses."""
     rows = [line.split() for file in place.glob("asked.*") for line in file.read_text().splitlines()]
     last = {step: max(start for start, other, _ in rows if other == step) for _, step, _ in rows}
-    by_step: dict[int, list[str]] = {}
+    by_step: dict[int, set[str]] = {}
     for start, step, prompt in rows:
         if start == last[step]:
-            by_step.setdefault(int(step), []).append(prompt)
-    return {step: sorted(prompts) for step, prompts in by_step.items()}
+            by_step.setdefault(int(step), set()).add(prompt)
+    return by_step
 
 
 @pytest.fixture(scope="module")
