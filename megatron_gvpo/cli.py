@@ -55,6 +55,8 @@ def _ends_at_once() -> Iterator[None]:
 
 def _main(options: argparse.Namespace, given: list[str], starting: ExitStack) -> int:
     if options.command == "doctor":
+        if options.cluster:
+            return cluster_commands.run_checkup(options)
         from megatron_gvpo import doctor
 
         return doctor.main(as_json=options.json)
@@ -287,4 +289,5 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--like", metavar="DIR", help="back: the Hugging Face directory the model came from")
     doctor = commands.add_parser("doctor", help="what this machine has, and what is missing")
     doctor.add_argument("--json", action="store_true")
+    cluster_commands.add_checkup(doctor)
     return parser

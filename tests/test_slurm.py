@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -83,15 +84,15 @@ def job_of(done: subprocess.CompletedProcess[str]) -> str:
     return done.stdout.split()[1].rstrip(";")
 
 
-def asked(place: Path) -> dict[int, list[str]]:
-    """The prompts of every step, as often as a response to them was rewarded in the start that counts."""
+def asked(place: Path) -> dict[int, set[str]]:
+    """The prompts of every step, from the start that counts: rewards are asked once for equal responses."""
     rows = [line.split() for file in place.glob("asked.*") for line in file.read_text().splitlines()]
     last = {step: max(start for start, other, _ in rows if other == step) for _, step, _ in rows}
-    by_step: dict[int, list[str]] = {}
+    by_step: dict[int, set[str]] = {}
     for start, step, prompt in rows:
         if start == last[step]:
-            by_step.setdefault(int(step), []).append(prompt)
-    return {step: sorted(prompts) for step, prompts in by_step.items()}
+            by_step.setdefault(int(step), set()).add(prompt)
+    return by_step
 
 
 @pytest.fixture(scope="module")
@@ -244,3 +245,19 @@ def test_the_examples_are_what_is_rendered_and_bash_can_read_them(name: str, tas
         example.write_text(script)
     assert example.read_text() == script
     subprocess.run(["bash", "-n", str(example)], check=True)
+
+
+def test_the_readme_commands_for_a_cluster_are_understood(task: Path, tmp_path: Path, capsys):
+    """`plan` and `slurm` as they stand there, on the tiny run's configuration, and not submitted."""
+    text = (Path(__file__).parents[1] / "README.md").read_text()
+    section = text.split("## From laptop to cluster")[1].split("## ")[0].replace("\\\n", "")
+    lines = [line.split("#")[0].strip() for line in section.splitlines() if line.startswith("    ")]
+    plan = next(shlex.split(line) for line in lines if line.startswith("megatron-gvpo plan"))
+    assert main([*plan[1:-1], str(tmp_path / "plan.yaml")]) == 0
+    assert "All numbers are predicted" in capsys.readouterr().out
+    job = next(shlex.split(line) for line in lines if line.startswith("megatron-gvpo slurm"))
+    given = [str(task / "run.yaml") if word == "gvpo.yaml" else word for word in job[1:]]
+    given = [word for word in given if word not in ("plan.yaml", "--submit")]
+    served = ["rollout.engine=sglang", f"output_dir={tmp_path / 'run'}"]
+    assert main([*given, *served, "--dry-run"]) == 0
+    assert "#SBATCH --partition=h800" in capsys.readouterr().out

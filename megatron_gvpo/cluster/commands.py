@@ -1,8 +1,9 @@
-"""The command line of this room: `megatron-gvpo slurm` and `plan`."""
+"""The command line of this room: `megatron-gvpo slurm`, `plan` and `doctor --cluster`."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -112,3 +113,39 @@ def run_slurm(options: argparse.Namespace, config: Config) -> int:
         print(f"error: the job waits, and will not start: {reason} (scancel {number})", file=sys.stderr)
         return 1
     return 0
+
+
+def add_checkup(doctor: argparse.ArgumentParser) -> None:
+    """Add the options of `doctor --cluster`."""
+    doctor.add_argument(
+        "--cluster",
+        action="store_true",
+        help="compare the ranks of an allocation with each other (under torchrun)",
+    )
+    doctor.add_argument(
+        "--directory", default=".", metavar="DIR", help="on the shared file system (default: .)"
+    )
+    doctor.add_argument("--url", action="append", default=[], help="of a rollout server; repeatable")
+    doctor.add_argument("--gpu", metavar="NAME", help="compare links with what this GPU's description says")
+
+
+def run_checkup(options: argparse.Namespace) -> int:
+    """0: no rank differs; 1: one does, or a link is slow; 2: wrong input."""
+    if "WORLD_SIZE" not in os.environ:
+        print(
+            "error: doctor --cluster compares ranks: start it with `torchrun ... -m megatron_gvpo doctor "
+            "--cluster`, on a Slurm cluster with one torchrun a node",
+            file=sys.stderr,
+        )
+        return 2
+    from megatron_gvpo.cluster.planner import workload
+    from megatron_gvpo.config import ConfigError
+
+    try:
+        gpu = workload.gpu(options.gpu) if options.gpu else None
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    from megatron_gvpo.cluster import checkup
+
+    return checkup.main(options.directory, options.url, gpu)

@@ -1,0 +1,228 @@
+"""`megatron-gvpo doctor --cluster`: a whole allocation before a run, on every rank under torchrun.
+
+Every check compares the ranks with each other, and names the node that differs. It is a collective.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import statistics
+import time
+import uuid
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_gvpo.cluster.planner.workload import Gpu
+from megatron_gvpo.doctor import find_version
+from megatron_gvpo.exchange import all_gather_msgpack
+from megatron_gvpo.observe.device import driver_version
+from megatron_gvpo.rollout.supervise import is_healthy
+from megatron_gvpo.versions import COMPONENTS
+
+PATIENCE = 60.0  # seconds for a file to be seen by all, and for a collective
+SKEW = 2.0  # seconds that clocks may differ
+SLOW = 0.5  # of what the others reach, or of what the GPU's description says: a link below is a problem
+REPEATS = 8  # of an exchange; the fastest counts
+ROUNDS = 7  # partners that each rank's links are tried with, at most
+BYTES = {"gloo": 4 << 20, "nccl": 256 << 20}
+
+
+def checkup(directory: Path, urls: Sequence[str] = (), gpu: Gpu | None = None) -> tuple[list[str], list[str]]:
+    """What was measured, and the problems; the same on every rank. The process group must be up.
+
+    `directory`: on the file system that the nodes share. `urls`: rollout servers. `gpu`: what links reach.
+    """
+    names = [str(name) for name in all_gather_msgpack(_name())]
+    measured: list[str] = []
+    problems = [*_versions(names), *_clocks(names), *_files(names, directory), *_engines(names, urls)]
+    for check in (_pairs, _all_reduce):
+        lines, found = check(names, gpu)
+        measured += lines
+        problems += found
+    return measured, problems
+
+
+def _name() -> str:
+    node = os.environ.get("SLURMD_NODENAME", socket.gethostname())
+    return f"rank {dist.get_rank()} on {node}"
+
+
+def _versions(names: list[str]) -> list[str]:
+    """Ranks whose software is not what most have."""
+    mine = {component.name: find_version(component.name) for component in COMPONENTS}
+    mine |= {"python": platform.python_version(), "NVIDIA driver": driver_version()}
+    everyone = all_gather_msgpack(mine)
+    problems = []
+    for package in mine:
+        counts = Counter(versions[package] for versions in everyone)
+        usual = counts.most_common(1)[0][0]
+        problems += [
+            f"{name} has {package} {versions[package]}, most have {usual}"
+            for name, versions in zip(names, everyone, strict=True)
+            if versions[package] != usual
+        ]
+    return problems
+
+
+def _clocks(names: list[str]) -> list[str]:
+    """Ranks whose time of day is not the others'; logs and checkpoints are compared by it."""
+    dist.barrier()
+    now = all_gather_msgpack(time.time())
+    usual = statistics.median(now)
+    return [
+        f"{name}: its clock is {moment - usual:+.1f} s from the others'"
+        for name, moment in zip(names, now, strict=True)
+        if abs(moment - usual) > SKEW
+    ]
+
+
+def _files(names: list[str], directory: Path) -> list[str]:
+    """Every rank writes a file aside and renames it, as checkpoints are; every rank must see all of them."""
+    run = str(all_gather_msgpack(uuid.uuid4().hex)[0])
+    files = [directory / f".doctor-{run}-{rank}" for rank in range(dist.get_world_size())]
+    mine, problem = files[dist.get_rank()], None
+    try:
+        aside = mine.with_suffix(".partial")
+        aside.write_text(run)
+        aside.rename(mine)
+    except OSError as error:
+        problem = f"cannot write to {directory}: {error}"
+    problems = all_gather_msgpack(problem)
+    deadline = time.monotonic() + PATIENCE
+    written = [file for file, failed in zip(files, problems, strict=True) if failed is None]
+    while (missing := [file for file in written if not file.exists()]) and time.monotonic() < deadline:
+        with suppress(OSError):
+            os.listdir(directory)  # makes NFS look again
+        time.sleep(0.1)
+    unseen = [names[files.index(file)] for file in missing]
+    seen = all_gather_msgpack(
+        f"does not see in {directory} what {', '.join(unseen)} wrote" if unseen else None
+    )
+    with suppress(OSError):
+        mine.unlink()
+    return [
+        f"{name} {trouble}"
+        for found in (problems, seen)
+        for name, trouble in zip(names, found, strict=True)
+        if trouble
+    ]
+
+
+def _engines(names: list[str], urls: Sequence[str]) -> list[str]:
+    """Ranks that cannot reach a rollout server."""
+    answers = all_gather_msgpack([url for url in urls if not is_healthy(url, 5.0)])
+    return [
+        f"{name} gets no healthy answer from {', '.join(lost)}"
+        for name, lost in zip(names, answers, strict=True)
+        if lost
+    ]
+
+
+def _pairs(names: list[str], gpu: Gpu | None) -> tuple[list[str], list[str]]:
+    """Bandwidth between pairs of ranks, each with several others, so that a slow rank stands out."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    if world == 1:
+        return [], []
+    data, reached = _buffer(), []
+    for partners in _rounds(world)[:ROUNDS]:
+        dist.barrier()
+        partner = partners.get(rank)
+        if partner is None:
+            continue
+        best = float("inf")
+        for _ in range(REPEATS):  # the first makes the connection
+            begin = time.perf_counter()
+            if rank < partner:
+                dist.send(data, partner)
+                dist.recv(data, partner)
+            else:
+                dist.recv(data, partner)
+                dist.send(data, partner)
+            _finish()
+            best = min(best, time.perf_counter() - begin)
+        reached.append(2 * data.nbytes / best / 1e9)
+    rates = [float(rate) for rate in all_gather_msgpack(statistics.median(reached) if reached else 0.0)]
+    usual = statistics.median(rates)
+    problems = [
+        f"{name}: {rate:.2f} GB/s with other ranks, and {usual:.2f} is usual here"
+        for name, rate in zip(names, rates, strict=True)
+        if rate < SLOW * usual
+    ]
+    # The slowest kind of link that a described machine has is the one between nodes.
+    if gpu is not None and usual < SLOW * gpu.network_gb_per_s * gpu.network_fraction:
+        expected = gpu.network_gb_per_s * gpu.network_fraction
+        problems.append(
+            f"pairs of ranks reach {usual:.2f} GB/s, and {expected:.0f} are expected of {gpu.name}"
+        )
+    return [f"between pairs of ranks: {usual:.2f} GB/s"], problems
+
+
+def _rounds(world: int) -> list[dict[int, int]]:
+    """Every rank with every other one, in rounds of pairs (the circle method of tournaments)."""
+    places: list[int | None] = [*range(world), *([None] if world % 2 else [])]
+    rounds = []
+    for _ in range(len(places) - 1):
+        half = len(places) // 2
+        pairs = zip(places[:half], reversed(places[half:]), strict=True)
+        rounds.append(
+            {a: b for x, y in pairs if x is not None and y is not None for a, b in ((x, y), (y, x))}
+        )
+        places = [places[0], places[-1], *places[1:-1]]
+    return rounds
+
+
+def _all_reduce(names: list[str], gpu: Gpu | None) -> tuple[list[str], list[str]]:
+    """Bus bandwidth of an all-reduce over all ranks: each rank's link carries 2 (n - 1) / n of the data."""
+    world = dist.get_world_size()
+    data = _buffer()
+    best = float("inf")
+    for _ in range(REPEATS):
+        dist.barrier()
+        begin = time.perf_counter()
+        dist.all_reduce(data)
+        _finish()
+        best = min(best, time.perf_counter() - begin)
+    seconds = max(float(s) for s in all_gather_msgpack(best))
+    rate = 2 * (world - 1) / world * data.nbytes / seconds / 1e9
+    problems = []
+    if gpu is not None and world > 1 and rate < SLOW * (reach := gpu.network_gb_per_s * gpu.network_fraction):
+        problems.append(f"an all-reduce reaches {rate:.2f} GB/s, and {reach:.0f} are expected of {gpu.name}")
+    return [f"all-reduce over {world} ranks: {rate:.2f} GB/s"], problems
+
+
+def _buffer() -> torch.Tensor:
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    return torch.zeros(BYTES["nccl" if on_gpu else "gloo"], dtype=torch.uint8, device=device)
+
+
+def _finish() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def main(directory: str, urls: Sequence[str], gpu: Gpu | None) -> int:
+    """Under torchrun: 0 where nothing is wrong, 1 where something is. Rank 0 says what."""
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(seconds=5 * PATIENCE)
+    )
+    measured, problems = checkup(Path(directory), urls, gpu)
+    if dist.get_rank() == 0:
+        print("\n".join([*measured, *(f"problem: {problem}" for problem in problems)]))
+        verdict = (
+            "Not ready: see the problems above." if problems else "Ready: no rank differs from the others."
+        )
+        print(f"{dist.get_world_size()} ranks. {verdict}", flush=True)
+    dist.destroy_process_group()
+    return 1 if problems else 0
