@@ -179,7 +179,7 @@ class EvalConfig(Section):
 class CheckpointConfig(Section):
     every: int = Field(0, ge=0)  # steps; 0: only after the last
     keep: PositiveInt = 2  # newest complete checkpoints on disk
-    any_layout: bool = True  # another layout can resume; false saves faster, for the same one only
+    any_layout: bool = False  # another layout can resume, of untied models without pipelines; saves slower
     export_hf: bool = True  # write a Hugging Face checkpoint after the last step
 
 

@@ -81,7 +81,7 @@ def proven() -> str:
 def resharded() -> str:
     lines = ["| saved by | resumed by | family |", "|---|---|---|"]
     for layout, source, any_layout, model in checkpoint_worker.RUNS:
-        if layout != source and any_layout:
+        if layout != source and any_layout and source.pp == 1:
             lines.append(f"| {source} | {layout} | {FAMILY_NAMES[model]} |")
     return "\n".join(lines)
 

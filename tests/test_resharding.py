@@ -20,7 +20,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[Continuation | str]:
     directory = tmp_path_factory.mktemp("resharding")
     reference.save_models(directory)
     cases = {}
-    for model, name in (("tied", "tied, gvpo, groups split"), ("qwen3_moe", "qwen3_moe, gvpo, groups split")):
+    of_family = {model: f"{model}, gvpo, groups split" for model in ("tied", "qwen3_moe")}
+    for model, name in {"untied": "gvpo, groups split", **of_family}.items():
         rows, *_ = sampled_for(STEPS[name], directory)
         cases[model] = Case(name, STEPS[name].algorithm, rows, SPLIT, model=model)
     work = [(layout, source, any_layout, cases[model]) for layout, source, any_layout, model in RUNS]
@@ -29,7 +30,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[Continuation | str]:
     return [torch.load(directory / f"run-{i}.pt", weights_only=False) for i in range(len(RUNS))]
 
 
-MOVED = [i for i, (layout, source, any_layout, _) in enumerate(RUNS) if layout != source and any_layout]
+MOVED = [i for i, run in enumerate(RUNS) if run[0] != run[1] and run[2] and run[1].pp == 1]
 
 
 @pytest.mark.parametrize("number", MOVED, ids=lambda i: f"{RUNS[i][1]} to {RUNS[i][0]}: {RUNS[i][3]}")
@@ -50,3 +51,9 @@ def test_a_checkpoint_for_its_own_layout_is_refused_by_another(found: list[Conti
     assert isinstance(message, str)
     assert "processes=2 and checkpoint.any_layout=false, and this run has" in message
     assert "processes=1: resume with the same layout" in message
+
+
+def test_a_pipelines_checkpoint_is_refused_by_another_layout(found: list[Continuation | str]) -> None:
+    message = found[-3]
+    assert isinstance(message, str)
+    assert "parallel.pp=2" in message and "neither pipelines nor tied embeddings go on exactly" in message

@@ -45,7 +45,7 @@ class CheckpointError(RuntimeError):
 
 
 def save(
-    root: Path, step: int, policy: Policy, state: dict[str, Any], keep: int, any_layout: bool = True
+    root: Path, step: int, policy: Policy, state: dict[str, Any], keep: int, any_layout: bool = False
 ) -> Path:
     """Write `root`/step_<step> and remove all but the newest `keep`. A collective.
 
@@ -96,6 +96,13 @@ def load(directory: Path, policy: Policy) -> dict[str, Any]:
         raise ConfigError(
             f"{directory} was written with {_named(theirs)} and checkpoint.any_layout=false, "
             f"and this run has {_named(ours)}: resume with the same layout"
+        )
+    pipelines = theirs["parallel.pp"] > 1 or ours["parallel.pp"] > 1
+    tied = getattr(policy.model.config, "share_embeddings_and_output_weights", False)
+    if theirs != ours and (pipelines or tied):
+        raise ConfigError(
+            f"{directory} was written with {_named(theirs)}, and this run has {_named(ours)}: across "
+            "layouts, neither pipelines nor tied embeddings go on exactly; resume with the same layout"
         )
     everywhere(
         f"cannot read {directory}",
