@@ -96,8 +96,8 @@ COMPONENTS = (
         purpose="rollout server; may live in an environment of its own",
         need="optional",
         instead="the embedded engine",
-        install="in an environment of its own: pip install sglang==0.5.20",
-        reference="0.5.20",
+        install="in an environment of its own: pip install sglang==0.5.23",
+        reference="0.5.23",
     ),
     Component(
         name="vllm",

@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from megatron_gvpo import doctor
+from megatron_gvpo.rollout.served import DIALECTS
 from megatron_gvpo.versions import COMPONENTS, PYTHON_REFERENCE, PYTHON_TESTED
 
 ROOT = Path(__file__).parents[1]
@@ -156,3 +157,9 @@ def test_install_commands_name_the_reference_version():
     for component in COMPONENTS:
         pinned = re.search(r"==([\d.]+)", component.install)
         assert pinned is None or pinned[1] == component.reference, component.name
+
+
+def test_the_engines_that_are_recommended_are_the_ones_that_are_accepted() -> None:
+    references = {component.name: component.reference for component in COMPONENTS}
+    for engine, dialect in DIALECTS.items():
+        assert references[engine] in dialect.tested
