@@ -136,7 +136,7 @@ def found(directory: Path, plain: Plain) -> dict[tuple[str, str], Outcome]:
         ([(layout, case) for layout in LAYOUTS for case in cases], {"untied": cases[0]}),
         directory / "work.pt",
     )
-    launch("gradient_worker:run", [1, 2], str(directory))
+    launch("gradient_worker:run", [layout.ranks for layout in LAYOUTS], str(directory))
     parts = [torch.load(file, weights_only=False) for file in directory.glob("results-*.pt")]
     return {key: value for part in parts for key, value in part.items()}
 
