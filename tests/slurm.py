@@ -80,17 +80,22 @@ class Slurm:
     def wait_for_start(self, job: str, number: int) -> None:
         """Until the job has started again so often; Slurm would let two minutes go by before each."""
 
-        over = [0.0]
+        since: dict[str, float] = {}  # when it was first seen as over, or pending
+
+        def waited(kind: str, now_so: bool) -> float:
+            if not now_so:
+                since.pop(kind, None)
+                return 0.0
+            return time.monotonic() - since.setdefault(kind, time.monotonic())
 
         def started() -> bool:
             state = self.state(job)
-            over[0] = (
-                (over[0] or time.monotonic()) if state in OVER else 0.0
-            )  # it is for a moment before each
-            assert not over[0] or time.monotonic() - over[0] < 15, (
+            # It is over for a moment before each start.
+            assert waited("over", state in OVER) < 15, (
                 f"the job is {state} without start {number}:\n{self.said(job)}"
             )
-            if state == "PENDING":
+            # A node refuses a job that it ended in the same second: so not at once.
+            if waited("pending", state == "PENDING") > 3:
                 with suppress(AssertionError):  # its last start may not be over yet
                     self("scontrol", "update", f"jobid={job}", "starttime=now")
             return f"start {number} on" in self.said(job)
