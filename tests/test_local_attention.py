@@ -44,11 +44,12 @@ def packed_params(lengths: list[int]) -> Any:
     return LocalPackedSeqParams(qkv_format="thd", lengths=tuple(lengths))
 
 
-def dense(query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
+def dense(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], window: int = 10**9) -> Tensor:
     """Scores of the whole pack with itself, then the mask."""
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     position = torch.arange(len(sequence))
-    visible = (sequence[:, None] == sequence) & (position[:, None] >= position)
+    distance = position[:, None] - position
+    visible = (sequence[:, None] == sequence) & (distance >= 0) & (distance < window)
     key, value = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (key, value))
     scores = torch.einsum("qnd,knd->nqk", query, key) / CHANNELS**0.5
     weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
@@ -109,3 +110,20 @@ def test_cost_is_the_sum_of_squares_not_the_square_of_the_sum(
     inputs = [torch.zeros(sum(lengths), heads, CHANNELS) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     attention(*inputs, None, packed_seq_params=packed_params(lengths))
     assert sum(scores) == sum(n * n for n in lengths)
+
+
+def test_a_sliding_window_hides_what_is_further_back(attention: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths, window = [3, 17, 8, 40], 8
+    generator = torch.Generator().manual_seed(0)
+    inputs = [
+        torch.randn(sum(lengths), heads, CHANNELS, generator=generator, dtype=torch.float64).requires_grad_()
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    ]
+    monkeypatch.setattr(attention, "window", (window - 1, 0))  # megatron-core counts what is behind
+    found = attention(*inputs, None, packed_seq_params=packed_params(lengths))
+    wanted = dense(*inputs, lengths, window)
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+    assert not torch.allclose(wanted, dense(*inputs, lengths))
+    gradients = [torch.autograd.grad(out.square().sum(), inputs) for out in (found, wanted)]
+    for of_packed, of_dense in zip(*gradients, strict=True):
+        torch.testing.assert_close(of_packed, of_dense, rtol=1e-10, atol=1e-12)

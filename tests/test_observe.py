@@ -161,7 +161,6 @@ def test_missing_wandb_names_key_and_command(tmp_path, monkeypatch):
 
 
 def test_wandb_offline_continues_its_run(tmp_path, monkeypatch):
-    pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     config, ids = LoggingConfig(tensorboard=False, wandb_project="p"), []
     for resume_step in (None, 2):

@@ -101,11 +101,6 @@ class LocalAttention(MegatronModule):
     ) -> Tensor:
         pack = packed_seq_params
         assert pack is not None and pack.lengths, "local attention takes packs only"
-        if self.window is not None and max(pack.lengths) > self.window[0] + 1:
-            raise NotImplementedError(
-                f"a sequence of {max(pack.lengths)} tokens exceeds the model's sliding window of "
-                f"{self.window[0] + 1}, which the attention on CPU does not have: use shorter ones, or a GPU"
-            )
         if self.positions:
             key = self._one_for_all_ranks(key)
         if pack.angles_t is not None:
@@ -113,6 +108,9 @@ class LocalAttention(MegatronModule):
             query, key = (rotate(x, pack.angles_t, interleaved) for x in (query, key))
         if self.cp_group.size() > 1:
             return self._across_ranks(query, key, value, pack.lengths).flatten(1)
+        if self.window is not None and max(pack.lengths) > self.window[0] + 1:
+            parts = zip(*(x.split(pack.lengths) for x in (query, key, value)), strict=True)
+            return torch.cat([self._masked(q, k, v, 0) for q, k, v in parts]).flatten(1)
         out_tnd: Tensor = _PackedAttention.apply(query, key, value, pack.lengths, self.scale)
         return out_tnd.flatten(1)
 
@@ -130,16 +128,20 @@ class LocalAttention(MegatronModule):
             size = length // (2 * parts)
             for chunk in (part, 2 * parts - 1 - part):
                 end = begin + (chunk + 1) * size
-                q, k, v = (
-                    x.transpose(0, 1)[None]
-                    for x in (query[mine : mine + size], key[begin:end], value[begin:end])
-                )
-                seen = torch.ones(size, end - begin, dtype=torch.bool).tril(chunk * size)
-                o = scaled_dot_product_attention(q, k, v, seen, scale=self.scale, enable_gqa=True)
-                out.append(o[0].transpose(0, 1))
+                q, k, v = query[mine : mine + size], key[begin:end], value[begin:end]
+                out.append(self._masked(q, k, v, chunk * size))
                 mine += size
             begin += length
         return torch.cat(out)
+
+    def _masked(self, query: Tensor, key: Tensor, value: Tensor, begin: int) -> Tensor:
+        """One sequence's queries [q, n, d], the first of which is at position `begin`, against its keys."""
+        seen = torch.ones(len(query), len(key), dtype=torch.bool).tril(begin)
+        if self.window is not None:
+            seen = seen.triu(begin - self.window[0])
+        q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+        out = scaled_dot_product_attention(q, k, v, seen, scale=self.scale, enable_gqa=True)
+        return out[0].transpose(0, 1)
 
     def _one_for_all_ranks(self, key: Tensor) -> Tensor:
         """MLA's heads share the part of their keys that holds positions, across tensor-parallel ranks too.
