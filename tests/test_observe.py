@@ -161,6 +161,8 @@ def test_missing_wandb_names_key_and_command(tmp_path, monkeypatch):
 
 
 def test_wandb_offline_continues_its_run(tmp_path, monkeypatch):
+    import wandb
+
     monkeypatch.setenv("WANDB_MODE", "offline")
     config, ids = LoggingConfig(tensorboard=False, wandb_project="p"), []
     for resume_step in (None, 2):
@@ -168,6 +170,7 @@ def test_wandb_offline_continues_its_run(tmp_path, monkeypatch):
         log_steps(logger, 0 if resume_step is None else 3, 4)
         logger.close()
         ids.append((tmp_path / "wandb_run_id").read_text())
+    wandb.teardown()  # else its service process stays beside the tests that come after
     assert ids[0] == ids[1]
 
 
