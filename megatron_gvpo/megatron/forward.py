@@ -28,6 +28,7 @@ from torch import Tensor
 
 from megatron_gvpo.kernels.linear_logprob import LinearLogprob, linear_logprob
 from megatron_gvpo.megatron.batch import TokenBatch
+from megatron_gvpo.megatron.footprint import Footprint
 from megatron_gvpo.megatron.model import Model
 from megatron_gvpo.megatron.parallel import device, megatron_device
 from megatron_gvpo.types import Rows
@@ -44,6 +45,7 @@ class HeadContext:
     temperature: float
     entropy: bool
     vocab_size: int
+    footprint: Footprint | None
 
 
 def run(
@@ -54,6 +56,7 @@ def run(
     temperature: float,
     entropy: bool = False,
     forward_only: bool = False,
+    footprint: Footprint | None = None,
 ) -> list[Any]:
     """Run this rank's micro-batches. Returns what `loss_function` handed back, one a micro-batch, on
     the last pipeline stage, and an empty list on the others. Gradients are left in the DDP buffers.
@@ -66,7 +69,7 @@ def run(
         return share * scale, result
 
     def forward_step(data: Iterator[Rows], chunk: Any) -> tuple[Any, Callable[..., Any]]:
-        whole = TokenBatch.pack(next(data), model.padding)
+        whole = TokenBatch.pack(next(data), model.padding, model.share_prompts)
         batch = whole.cut(cp_group.size(), cp_group.rank()).to(device())
         output = chunk(
             input_ids=batch.token_t[None],
@@ -74,7 +77,7 @@ def run(
             attention_mask=None,
             packed_seq_params=_packed_params(model, batch),
             output_processor=_head,
-            output_processor_context=HeadContext(batch, temperature, entropy, model.vocab_size),
+            output_processor_context=HeadContext(batch, temperature, entropy, model.vocab_size, footprint),
         )
         return output, partial(loss, batch.rows)
 
@@ -105,6 +108,8 @@ def _head(
         hidden_rh = hidden_states.squeeze(1).index_select(0, batch.response_r)
         hidden_rh = copy_to_tensor_model_parallel_region(hidden_rh)  # backward: all-reduce
     weight_r = batch.rows.weight_r
+    if context.footprint is not None:
+        context.footprint.enter_head()
     mine = linear_logprob(
         hidden_rh,
         output_layer.weight if output_weight is None else output_weight,
@@ -116,6 +121,12 @@ def _head(
         tp_group=parallel_state.get_tensor_model_parallel_group(),
         vocab_size=context.vocab_size,
     )
+    if context.footprint is not None:
+        context.footprint.leave_head()
+        for out in (mine.logp_r, mine.surrogate):
+            if out is not None and out.requires_grad:
+                out.register_hook(context.footprint.enter_head)
+                hidden_rh.register_hook(context.footprint.leave_head)
     if parallel_state.get_context_parallel_world_size() == 1:
         return mine
     entropy_r = None if mine.entropy_r is None else _whole(mine.entropy_r, batch)
@@ -134,6 +145,7 @@ def _whole(mine_r: Tensor, batch: TokenBatch) -> Tensor:
 
 
 def _packed_params(model: Model, batch: TokenBatch) -> PackedSeqParams:
+    assert model.local or not batch.followers, "no attention of Transformer Engine's shares prompts"
     ends = torch.cumsum(torch.tensor([0, *batch.lengths], device=batch.token_t.device), 0)
     cu_seqlens, longest = ends.to(torch.int32), max(batch.lengths)
     common: dict[str, Any] = {
@@ -152,6 +164,8 @@ def _packed_params(model: Model, batch: TokenBatch) -> PackedSeqParams:
 
     angles_t = None
     if model.rotary:
-        freqs_t = model.rotary[0](longest, packed_seq=True)[batch.position_t]
+        freqs_t = model.rotary[0](int(batch.position_t.max()) + 1, packed_seq=True)[batch.position_t]
         angles_t = angles(freqs_t, model.config.rotary_interleaved)
-    return LocalPackedSeqParams(**common, angles_t=angles_t, lengths=tuple(batch.lengths))
+    return LocalPackedSeqParams(
+        **common, angles_t=angles_t, lengths=tuple(batch.lengths), followers=tuple(batch.followers)
+    )

@@ -31,10 +31,11 @@ class Memory:
         """Give the device's memory back; nothing where that was done."""
         if part in self._freed:
             return
-        weights, gradients = _storages(self._model.weights()), _storages(self._model.gradient_buffers())
+        self._model.about_to_change()
+        weights, gradients = storages(self._model.weights()), storages(self._model.gradient_buffers())
         kept = weights
         if part == "training":  # in fp32 the optimizer's weights are the model's own
-            states = _storages(self._optimizer.tensors())
+            states = storages(self._optimizer.tensors())
             kept = {place: storage for place, storage in states.items() if place not in weights}
         freed = [_Freed(s, self._copy(s, (part, i))) for i, s in enumerate(kept.values())]
         if part == "training":
@@ -74,7 +75,7 @@ class _Freed:
         self.storage, self.host, self.nbytes = storage, host, storage.nbytes()
 
 
-def _storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
+def storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
     """The distinct storages behind them, by address."""
     found = (tensor.untyped_storage() for tensor in tensors)
     return {storage.data_ptr(): storage for storage in found if storage.nbytes()}

@@ -7,8 +7,8 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,16 @@ class Model:
     local: bool  # on CPU, with the local layers
     gathers_late: bool  # an update leaves other ranks' shards of the weights as they were
     rotary: list[Any]  # one a chunk where the local attention applies RoPE; else empty
+    share_prompts: bool = False  # a group's prompt is computed once
+    before_change: list[Callable[[], None]] = field(default_factory=list)  # what reads weights in background
+
+    def about_to_change(self) -> None:
+        """To be called on every rank before weights or optimizer change: a save may be reading them.
+
+        Raises CheckpointError where that save failed.
+        """
+        while self.before_change:
+            self.before_change.pop()()
 
     def settle(self) -> None:
         """Make this rank's weights the newest: with overlap_param_gather, an update leaves that for later.
@@ -159,6 +169,11 @@ def build(
             raise ConfigError(
                 f"model.fp8.recipe={model.fp8.recipe}: FP8 needs a GPU with Transformer Engine, and there is "
                 "none here; Megatron accepts the configuration"
+            )
+        if on_cpu and parallel.offload_layers:
+            raise ConfigError(
+                f"parallel.offload_layers={parallel.offload_layers}: Transformer Engine moves activations "
+                "from a GPU to the host, and there is no GPU here; Megatron accepts the configuration"
             )
         rotary: list[Any] = []
 

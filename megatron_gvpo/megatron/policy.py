@@ -5,8 +5,9 @@ Every rank calls every method with the same rows; the work is shared inside.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,11 +17,12 @@ from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
 from megatron_gvpo.algorithms.base import STEP_START, Loss, Metrics, token_weights
-from megatron_gvpo.config import Config
+from megatron_gvpo.config import Config, ConfigError
 from megatron_gvpo.exchange import all_gather_msgpack
 from megatron_gvpo.kernels.linear_logprob import LinearLogprob
 from megatron_gvpo.megatron import forward, parallel
 from megatron_gvpo.megatron.batch import plan
+from megatron_gvpo.megatron.footprint import Footprint
 from megatron_gvpo.megatron.memory import Memory
 from megatron_gvpo.megatron.model import build
 from megatron_gvpo.megatron.optimizer import Optimizer, Update
@@ -35,6 +37,7 @@ class UpdateResult:
     update: Update
     metrics: dict[str, float]  # "loss" among them
     logp_r: Tensor | None  # before the update, fp32 [r] on the CPU of every rank; where it was asked for
+    memory: dict[str, float] = field(default_factory=dict)  # of a run's first update: see Footprint.metrics
 
 
 class Policy:
@@ -44,6 +47,13 @@ class Policy:
         deterministic = config.train.deterministic
         parallel.initialize(config.parallel, config.train.seed, deterministic)
         self.model = build(config.model, config.parallel, deterministic)
+        if config.train.share_prompts and not self.model.local:
+            raise ConfigError(
+                "train.share_prompts=true: on a GPU, Transformer Engine's attention over packs has no way to "
+                "attend to two sequences at once, nor returns the softmax statistics to merge two calls by; "
+                "leave it out"
+            )
+        self.model.share_prompts = config.train.share_prompts
         self.model.config.finalize_model_grads_func = finalize_model_grads
         updates = config.train.steps * config.train.mini_batches
         self.optimizer = Optimizer(self.model, config.optimizer, config.model, updates)
@@ -52,6 +62,8 @@ class Policy:
         self._budget = config.train.max_tokens_per_micro_batch * config.parallel.cp
         self._temperature = config.rollout.temperature if config.algorithm.sampler == "engine" else 1.0
         self._shadow_of = next((r for r in self._loss.anchors.values() if r != STEP_START), None)
+        self._measured = False
+        self._aside: dist.ProcessGroup | None = None
         self.shadow = Shadow(self.model) if self._shadow_of else None
 
     def score_reference(self, rows: Rows) -> Tensor:
@@ -65,7 +77,7 @@ class Policy:
 
         `temperature`: default the sampling temperature.
         """
-        micro_batches, _ = self._plan(rows, keep_groups=False)
+        micro_batches, _ = self._plan(rows, keep_groups=self.model.share_prompts)
 
         def keep(_: Rows, output: LinearLogprob) -> tuple[Tensor, Tensor]:
             return output.logp_r.new_zeros(()), output.logp_r.detach()
@@ -109,13 +121,16 @@ class Policy:
             return trained + bonus, (logp_r, _floats({"loss": value + bonus, **metrics, **entropy}))
 
         self.optimizer.zero_grad()
-        results = forward.run(
-            self.model,
-            [rows.select(index) for index in mine],
-            share,
-            temperature=self._temperature,
-            entropy=loss.wants_entropy,
-        )
+        footprint = self._first_footprint()
+        with footprint or contextlib.nullcontext():
+            results = forward.run(
+                self.model,
+                [rows.select(index) for index in mine],
+                share,
+                temperature=self._temperature,
+                entropy=loss.wants_entropy,
+                footprint=footprint,
+            )
         logp_r = _gather(rows, mine, [found for found, _ in results]) if split or keep_logp else None
         if split:  # the loss and its metrics, too, are defined on whole groups only
             assert logp_r is not None
@@ -126,7 +141,15 @@ class Policy:
                 metrics["loss"] -= loss.entropy_coef * metrics["entropy"]
         else:
             metrics = _sum_over_ranks([share for _, share in results] if _owns_results() else [])
-        return UpdateResult(self.optimizer.apply(), metrics, logp_r)
+        memory = {} if footprint is None else footprint.metrics()
+        self.model.about_to_change()
+        return UpdateResult(self.optimizer.apply(), metrics, logp_r, memory)
+
+    def _first_footprint(self) -> Footprint | None:
+        """To measure a run's first update with; None afterwards."""
+        first = not self._measured and self.optimizer.steps == 0
+        self._measured = True
+        return Footprint(self.model, self.optimizer) if first else None
 
     def _known_weights(self, rows: Rows, totals: Totals, at_step_start: bool, split: bool) -> Rows:
         """Fill `weight_r` where dL/dlogp can be had before the forward: the head then needs one pass less.
@@ -155,12 +178,19 @@ class Policy:
         """(Hugging Face name, full tensor on the CPU); a collective, iterate it to the end on every rank."""
         return self.model.export()
 
+    def group_aside(self) -> dist.ProcessGroup:
+        """All ranks, in a group for what goes on beside training. A collective."""
+        if self._aside is None:
+            self._aside = dist.new_group(backend="gloo")
+        return self._aside
+
     def _plan(self, rows: Rows, keep_groups: bool) -> tuple[list[list[int]], bool]:
         """The row indices of this rank's micro-batches, and whether some group is split."""
         dp_size = parallel_state.get_data_parallel_world_size()
         mcore = self.model.config
         multiple = mcore.pipeline_model_parallel_size if len(self.model.chunks) > 1 else 1
-        whole = plan(rows, dp_size, self._budget, mcore.hidden_size, keep_groups, multiple)
+        share = self.model.share_prompts
+        whole = plan(rows, dp_size, self._budget, mcore.hidden_size, keep_groups, multiple, share)
         return whole.micro_batches[parallel_state.get_data_parallel_rank()], whole.split_groups
 
 
