@@ -47,7 +47,8 @@ def main() -> None:
             f"flops with the head {flops['ratio']:.2f} of whole sequences', time on this CPU {seconds:.2f} "
             f"(lengths / {scale})"
         )
-    report |= {"model of the formulas": "Qwen2.5-7B", "cases": cases}
+    measured_with = {"groups": args.groups, "hidden": args.hidden, "layers": 4, "rounds": args.rounds}
+    report |= {"formulas": "Qwen2.5-7B", "cpu_update": measured_with, "cases": cases}
     args.out.write_text(json.dumps(report, indent=2) + "\n")
 
 

@@ -14,6 +14,7 @@ from megatron_gvpo.config import Config, ConfigError, ModelConfig, ParallelConfi
 
 # Architectures whose log-probs, gradients and round trip tests/test_families.py compares with transformers.
 ARCHITECTURES = (
+    "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
     "LlamaForCausalLM",
     "MistralForCausalLM",
@@ -59,6 +60,7 @@ def check_layout(config: Config, world_size: int) -> None:
     _check_depth(config.parallel, model)
     _check_recompute(config.parallel, model)
     _check_experts(config.parallel, model)
+    _check_routing(config, model)
     _check_lengths(config, model)
     _check_shared_prompts(config, model)
     if config.model.fp8 and 2 * config.model.fp8.bf16_layers >= model.get("num_hidden_layers", math.inf):
@@ -215,6 +217,20 @@ def _check_shared_prompts(config: Config, model: dict[str, Any]) -> None:
         reason = f"the model's sliding_window={model['sliding_window']} does not end where the prompt does"
     if reason:
         raise ConfigError(f"train.share_prompts=true is not possible here: {reason}; leave it out")
+
+
+def _check_routing(config: Config, model: dict[str, Any]) -> None:
+    """DeepSeek-V2 ranks groups of experts by their best one; megatron-core by the sum of as many as a group
+    gives (DeepSeek-V3's rule)."""
+    if model.get("topk_method") != "group_limited_greedy":
+        return
+    chosen, groups = model.get("num_experts_per_tok", 1), model.get("topk_group") or 1
+    if chosen // groups > 1:
+        raise ConfigError(
+            f"model.path={config.model.path}: topk_method=group_limited_greedy with num_experts_per_tok="
+            f"{chosen} of topk_group={groups} in config.json; megatron-core would choose other groups unless "
+            "each gives one expert (DeepSeek-V2-Lite is greedy, and supported)"
+        )
 
 
 def _check_lengths(config: Config, model: dict[str, Any]) -> None:

@@ -113,10 +113,10 @@ def killed_while_saving(directory: str) -> None:
 
 def peak_of_a_save(directory: str) -> None:
     """Bytes by which saving in the background raises the process's peak; rank 0 writes peak.pt."""
-    from megatron_gvpo.megatron import checkpoint
+    from megatron_gvpo.megatron import checkpoint, saving
     from megatron_gvpo.megatron.policy import Policy
 
-    place = Path(directory)
+    place, saving.FILE_BYTES = Path(directory), 8 << 20
     case = torch.load(place / "case.pt", weights_only=False)
     policy = Policy(config_of(case, Layout(1), place))
     policy.update(case.rows, at_step_start=False)

@@ -76,9 +76,9 @@ COMBINED = [
 ]
 _SP = {"tp": 2, "sequence_parallel": True}
 # Every family on one rank and where its own parts are cut; experts wherever they can go.
-_PARTS = {"recompute": "selective", "recompute_modules": ("core_attn", "layernorm", "mlp")}
-_OF_EXPERTS = {"recompute": "selective", "recompute_modules": ("layernorm", "moe")}
-_OF_MLA = {"recompute": "selective", "recompute_modules": ("mla_up_proj", "shared_experts")}
+_PARTS = {"recompute": "selective", "recompute_modules": ("core_attn", "mlp")}
+_OF_EXPERTS = {"recompute": "selective", "recompute_modules": ("core_attn", "moe")}
+_OF_MLA = {"recompute": "selective", "recompute_modules": ("shared_experts",)}
 DENSE = [Layout(1), Layout(2, **_SP), Layout(2, **_SP, **_PARTS), Layout(2, cp=2), Layout(4, tp=2, pp=2)]
 EXPERTS = [
     Layout(1),
@@ -109,6 +109,7 @@ FAMILY_LAYOUTS = {
     "llama3": DENSE,
     "mistral": DENSE,
     "qwen3_moe": EXPERTS,
+    "deepseek_v2": [Layout(1), Layout(2, **_SP, ep=2)],
     "deepseek_v3": MLA,
 }
 HIDDEN = 32  # of the reference's models

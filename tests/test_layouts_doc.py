@@ -25,6 +25,7 @@ FAMILY_NAMES = {
     "llama3": "Llama 3",
     "mistral": "Mistral",
     "qwen3_moe": "Qwen3-MoE",
+    "deepseek_v2": "DeepSeek-V2",
     "deepseek_v3": "DeepSeek-V3",
 }
 _DENSE = {
@@ -70,6 +71,14 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], int]] = [
     ({"train": {"share_prompts": True}, "parallel": {"cp": 2}}, _DENSE, 2),
     ({"train": {"share_prompts": True}}, {**_DENSE, "sliding_window": 4096}, 1),
     ({}, {**_DENSE, "architectures": ["GPT2LMHeadModel"]}, 1),
+    (
+        {},
+        {
+            **{**_MOE, "architectures": ["DeepseekV2ForCausalLM"], "topk_method": "group_limited_greedy"},
+            **{"num_experts_per_tok": 6, "topk_group": 3},
+        },
+        1,
+    ),
     ({}, {**_DENSE, "rope_parameters": {"rope_type": "yarn"}}, 1),
 ]
 

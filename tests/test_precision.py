@@ -105,6 +105,14 @@ def test_offloaded_activations_are_built_checked_and_refused_on_cpu(
     assert built[-1].cpu_offloading_activations and not built[-1].cpu_offloading_weights
 
 
+def test_what_only_transformer_engine_recomputes_is_refused_on_cpu(group: None, directory: Path) -> None:
+    from megatron_gvpo.megatron.model import build
+
+    layout = ParallelConfig(recompute="selective", recompute_modules=("mlp", "layernorm"))
+    with pytest.raises(ConfigError, match=r"recompute_modules=\['layernorm'\]: .* on a GPU"):
+        build(ModelConfig(path=str(directory / "untied")), layout)
+
+
 def test_what_megatron_refuses_is_said(group: None, directory: Path) -> None:
     from megatron_gvpo.megatron.model import build
 

@@ -23,6 +23,8 @@ from megatron_gvpo.layout import Padding
 from megatron_gvpo.megatron.parallel import megatron_device
 from megatron_gvpo.megatron.settings import DTYPES, ddp_settings, model_settings
 
+_TRANSFORMER_ENGINES = {"layernorm", "mla_up_proj", "moe_act"}  # without it, megatron-core 0.19.2 fails
+
 
 @dataclass
 class Model:
@@ -174,6 +176,12 @@ def build(
             raise ConfigError(
                 f"parallel.offload_layers={parallel.offload_layers}: Transformer Engine moves activations "
                 "from a GPU to the host, and there is no GPU here; Megatron accepts the configuration"
+            )
+        engines = sorted(_TRANSFORMER_ENGINES & set(parallel.recompute_modules))
+        if on_cpu and engines:
+            raise ConfigError(
+                f"parallel.recompute_modules={engines}: Megatron recomputes these with Transformer Engine "
+                "alone, on a GPU, and there is none here; it accepts the configuration"
             )
         rotary: list[Any] = []
 

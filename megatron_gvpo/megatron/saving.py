@@ -2,13 +2,14 @@
 
 Nothing is copied beforehand. A save in the background runs beside generation and scoring, which change no
 weight; whatever changes weights or optimizer first waits for what is left of it (`Model.about_to_change`).
-So the host never holds more than one tensor besides what it had, wherever the optimizer is.
+So the host never holds more than a file's worth of it besides what it had, wherever the optimizer is.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,36 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from torch.distributed import checkpoint as torch_checkpoint
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+FILE_BYTES = 256 << 20  # a file has that much, or a single tensor
+
+
+class _SmallFiles(torch_checkpoint.FileSystemWriter):
+    """PyTorch's writer holds the copies of all tensors that a file gets until it is complete (2.13): several
+    files, one after the other, where it would write one.
+    """
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        files: list[list[WriteItem]] = [[]]
+        held = 0
+        for item in plan.items:
+            data = item.tensor_data
+            size = 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
+            if files[-1] and held + size > FILE_BYTES:
+                files.append([])
+                held = 0
+            files[-1].append(item)
+            held += size
+        written: list[WriteResult] = []
+        for i, items in enumerate(files):
+            names = replace(plan.storage_data, prefix=f"{plan.storage_data.prefix}{i}_")
+            written += super().write_data(replace(plan, items=items, storage_data=names), planner).wait()
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(written)
+        return done
 
 
 class Writer(TorchDistSaveShardedStrategy):
@@ -48,7 +79,7 @@ class Writer(TorchDistSaveShardedStrategy):
         for state, directory in self._waiting:
             torch_checkpoint.save(
                 state,
-                storage_writer=torch_checkpoint.FileSystemWriter(directory),
+                storage_writer=_SmallFiles(directory),
                 planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
                 process_group=group,
             )
