@@ -31,7 +31,7 @@ format: venv
 
 venv: $(VENV)/.complete
 
-$(VENV)/.complete: pyproject.toml constraints.txt tools/make_venv.sh
+$(VENV)/.complete: pyproject.toml constraints.txt megatron_gvpo/versions.txt tools/make_venv.sh
 	tools/make_venv.sh $(VENV)
 	touch $@
 
