@@ -39,7 +39,7 @@ def make_model(directory: Path, **changes: Any) -> Path:
 
     sizes = {
         "vocab_size": 131,
-        "hidden_size": 40,
+        "hidden_size": 80,
         "intermediate_size": 44,
         "num_hidden_layers": 4,
         "num_attention_heads": 8,

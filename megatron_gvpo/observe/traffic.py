@@ -93,13 +93,3 @@ class Traffic(TorchDispatchMode):
 
 def _is_group(boxed: torch.ScriptObject) -> bool:
     return "ProcessGroup" in str(boxed._type())
-
-
-def on_the_wire(operation: str, size: int, ranks: int) -> float:
-    """Bytes that each of `ranks` ranks sends at least, for whole messages of `size` bytes: those of rings
-    (Patarasu and Yuan, 2009, for the all-reduce)."""
-    if operation == "all_reduce":
-        return 2 * size * (ranks - 1) / ranks
-    if operation in ("all_gather", "reduce_scatter", "all_to_all"):
-        return size * (ranks - 1) / ranks
-    return 0.0 if operation in ("receive", "barrier") else float(size)

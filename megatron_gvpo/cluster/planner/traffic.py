@@ -123,6 +123,16 @@ def parameter_sizes(model: Architecture, layout: Layout, stage: int) -> list[int
     return [*split, *_held_by_all(model, layout, stage), *[_table(model, layout)] * tables]
 
 
+def on_the_wire(operation: str, size: float, ranks: int) -> float:
+    """Bytes that each of `ranks` ranks sends at least, for whole messages of `size` bytes: those of rings
+    (Patarasu and Yuan, 2009, for the all-reduce)."""
+    if operation == "all_reduce":
+        return 2 * size * (ranks - 1) / ranks
+    if operation in ("all_gather", "reduce_scatter", "all_to_all"):
+        return size * (ranks - 1) / ranks
+    return 0.0 if operation in ("receive", "barrier") else float(size)
+
+
 def _held_by_all(model: Architecture, layout: Layout, stage: int) -> list[int]:
     """Norms: of the layers, of their heads, and the last one."""
     layer = [model.hidden] * 2 + [model.head_dim] * 2 * model.qk_norm
