@@ -213,8 +213,9 @@ def main() -> None:
     args, given = parser.parse_known_args()
     files = [word for word in given if "=" not in word]
     overrides = [word for word in given if "=" in word]
-    total = args.steps + 2
-    config = load_config(files, [*overrides, f"train.steps={total}", "checkpoint.export_hf=false"])
+    # No warm-up, which may be longer than so few steps, and nothing between them.
+    quiet = ["optimizer.warmup_steps=0", "checkpoint.every=0", "checkpoint.export_hf=false", "eval.every=0"]
+    config = load_config(files, [*overrides, *quiet, f"train.steps={args.steps + 2}"])
     result = measure(config, args.steps, args.gpu)
     if os.environ.get("RANK", "0") == "0":
         args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -25,10 +25,11 @@ COPY megatron_gvpo /tmp/source/megatron_gvpo
 RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
     pip install --constraint /tmp/source/constraints.txt /tmp/source \
     && pip install --constraint /tmp/source/constraints.txt --no-deps megatron-bridge
-# Triton compiles one C file when it first meets a GPU. It does so here, because the image has no compiler.
+COPY docker/compile_triton.py /tmp/
+# The CUDA toolkit's stand-in for the driver, which comes with the GPU.
 RUN mkdir /tmp/driver && ln -s /usr/local/cuda/lib64/stubs/libcuda.so /tmp/driver/libcuda.so.1 \
     && TRITON_CACHE_DIR=/opt/triton TRITON_LIBCUDA_PATH=/tmp/driver LD_LIBRARY_PATH=/tmp/driver \
-       python -c "from triton.backends.nvidia.driver import CudaUtils; CudaUtils()"
+       python /tmp/compile_triton.py
 
 FROM build AS without-apex
 

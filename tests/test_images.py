@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import images
@@ -127,6 +129,45 @@ def test_the_trainers_packages_resolve(tmp_path: Path):
     for name in names.split():
         assert Version(found[name]) == Version(REFERENCE[name]), name
     assert "transformer-engine-cu12" not in found and "apex" not in found
+
+
+def test_triton_needs_no_compiler_where_its_cache_is_filled(tmp_path: Path):
+    """docker/compile_triton.py, with a library of empty functions in the driver's place."""
+    pytest.importorskip("triton")
+    driver = tmp_path / "driver"
+    driver.mkdir()
+
+    def make_driver(functions: Iterable[str]) -> None:
+        source = "".join(f"void {name}(void) {{}}\n" for name in functions)
+        (tmp_path / "driver.c").write_text(source)
+        command = ["gcc", "-shared", tmp_path / "driver.c", "-o", driver / "libcuda.so.1"]
+        subprocess.run(command, check=True)
+
+    def python(*arguments: str, cache: str = "cache", **environment: str) -> subprocess.CompletedProcess[str]:
+        kept = {name: value for name, value in os.environ.items() if name not in ("CC", "PYTHONPATH")}
+        places = {"TRITON_LIBCUDA_PATH": str(driver), "LD_LIBRARY_PATH": str(driver)}
+        kept |= places | {"TRITON_CACHE_DIR": str(tmp_path / cache)} | environment
+        return subprocess.run([sys.executable, *arguments], env=kept, capture_output=True, text=True)
+
+    make_driver(set(re.findall(r"\bcu[A-Z]\w+", _driver_source())))
+    filled = python(str(ROOT / "docker" / "compile_triton.py"))
+    assert filled.returncode == 0, filled.stderr[-2000:]
+
+    use = "from triton.backends.nvidia.driver import CudaUtils; CudaUtils()"
+    with_file = tmp_path / "bin"
+    with_file.mkdir()
+    (with_file / "file").write_text("#!/bin/sh\necho ELF 64-bit\n")
+    (with_file / "file").chmod(0o755)
+    for path in ("/nonexistent", str(with_file)):
+        used = python("-c", use, PATH=path)
+        assert used.returncode == 0, used.stderr[-2000:]
+    assert "Failed to find C compiler" in python("-c", use, cache="empty", PATH="/nonexistent").stderr
+
+
+def _driver_source() -> str:
+    package = importlib.util.find_spec("triton")
+    assert package is not None and package.origin is not None
+    return (Path(package.origin).parent / "backends" / "nvidia" / "driver.c").read_text()
 
 
 def test_no_version_is_stated_twice():
