@@ -139,6 +139,8 @@ class Trainer:
             parts.sampler.step = self.step + 1
             with parts.while_waiting(interrupt.check):
                 groups = parts.batches.collect()
+            if any(rollout.reward_errors for group in groups for rollout in group.rollouts):
+                interrupt.check()  # what ends a job ends what its rewards have started, too: no such step
             for shaper in parts.shapers:
                 groups = shaper(groups, self.step + 1)
             if groups and (batch := parts.batch_policy.offer(groups)) is not None:
