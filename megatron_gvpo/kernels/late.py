@@ -141,6 +141,7 @@ class _Again:
         rows: slice,
     ) -> None:
         self.head, self.x_rh, self.labels_r, self.g_r, self.rows = head, x_rh, labels_r, g_r, rows
+        self.buffer: Buffer | None = None
         self.max_r, sum_r = stats_sr[0], stats_sr[1]
         # dZ = e^(z - max) (offset + slope (z - max)), but for the label's own g.
         self.offset_r, self.slope_r = -g_r / sum_r, None
@@ -149,7 +150,9 @@ class _Again:
             self.offset_r = self.offset_r + self.slope_r * (softmax.entropy(stats_sr) - sum_r.log())
 
     def add_products(self, columns: slice, w_vh: Tensor, dx_rh: Tensor | None, dw_vh: Tensor | None) -> None:
-        tile_rv = Buffer(self.x_rh, len(self.x_rh) * length(columns)).tile(len(self.x_rh), length(columns))
+        if self.buffer is None:  # the first slice is the longest
+            self.buffer = Buffer(self.x_rh, len(self.x_rh) * length(columns))
+        tile_rv = self.buffer.tile(len(self.x_rh), length(columns))
         z_rv = self.head.logits(tile_rv, self.x_rh, w_vh, self.rows)
         labels_r = self.labels_r - columns.start
         d_rv = self.head.tiles.late_gradient_(

@@ -35,6 +35,7 @@ class UpdateResult:
     update: Update
     metrics: dict[str, float]  # "loss" among them
     logp_r: Tensor | None  # before the update, fp32 [r] on the CPU of every rank; where it was asked for
+    head: dict[str, float]  # how the output layer came by its gradient, which depends on the machine
 
 
 class Policy:
@@ -129,7 +130,8 @@ class Policy:
                 metrics["loss"] -= loss.entropy_coef * metrics["entropy"]
         else:
             metrics = _sum_over_ranks([share for _, share in results] if _owns_results() else [])
-        return UpdateResult(self.optimizer.apply(), metrics, logp_r)
+        head = {name: metrics.pop(name) for name in list(metrics) if name.startswith("head/")}
+        return UpdateResult(self.optimizer.apply(), metrics, logp_r, head)
 
     def _known_weights(self, rows: Rows, totals: Totals, at_step_start: bool, split: bool) -> Rows:
         """Fill `weight_r` where dL/dlogp can be had before the forward: the head then needs one pass less.
@@ -189,12 +191,12 @@ def _anchored(rows: Rows, logp_r: Tensor) -> Rows:
 
 def _head_metrics(rows: Rows, output: LinearLogprob, totals: Totals) -> dict[str, float]:
     """A micro-batch's part in how the output layer came by its gradient: shares of the tokens, and their mean
-    of what a rank stashed for them."""
+    of what a rank kept for them."""
     share = float(rows.length_n.sum()) / totals.tokens
     return {
-        "head_known": share * (output.mode == "known"),
-        "head_stash": share * output.stash_share,
-        "head_stash_mb": share * output.stash_bytes / 2**20,
+        "head/known": share * (output.mode == "known"),
+        "head/stash": share * output.stash_share,
+        "head/stash_mb": share * output.stash_bytes / 2**20,
     }
 
 
