@@ -59,6 +59,9 @@ def test_every_mode_matches_fp64(r: int, vocab_size: int | None, scale: float):
     found = [fused(hidden, weight, labels, g, **triton) for fused in (fused_late, fused_known, fused_stash)]
     for out, dx_, dw_ in (*found, fused_late(hidden, weight, labels, g, **partly, **triton)):
         assert max(error(out.logp_r, logp), error(dx_, dx), error(dw_, dw)) < 1e-5
+    out, dx_, dw_ = fused_stash(hidden, weight, labels, g, stash_dtype=torch.bfloat16, **triton)
+    assert error(out.logp_r, logp) < 1e-5
+    assert 1e-5 < max(error(dx_, dx), error(dw_, dw)) < 2**-7
 
 
 @settings(max_examples=15, deadline=None)
@@ -119,7 +122,7 @@ def _tensor_parallel_rank(rank: int, store: str) -> None:
     try:
         pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
         _check_tensor_parallel(pairs[rank // 2], 61)
-        for vocab_size in (80, 53, 41):
+        for vocab_size in (53, 41):  # the last shard has some, or no columns
             _check_tensor_parallel(dist.group.WORLD, vocab_size)
     finally:
         dist.destroy_process_group()

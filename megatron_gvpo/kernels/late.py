@@ -59,24 +59,25 @@ class WeightsLate(torch.autograd.Function):
         if g_r is None:
             g_r = torch.zeros_like(stats_sr[0])
         g_r = g_r / head.temperature_of(slice(None))
-        kept = _Kept(stash_rv, operand(hidden_rh[stashed]), -g_r[stashed] * share_r)
-        again = _Again(
-            head, operand(hidden_rh[rest]), labels_r[rest], stats_sr[:, rest], g_r[rest], e_r, rest
-        )
+        kept = _Kept(head, stash_rv, operand(hidden_rh[stashed]), -g_r[stashed] * share_r)
+        x_rh = operand(hidden_rh[rest])
+        again = _Again(head, x_rh, labels_r[rest], stats_sr[:, rest], g_r[rest], e_r, rest)
 
-        dx_rh = torch.zeros_like(hidden_rh, dtype=stats_sr.dtype) if ctx.needs_input_grad[0] else None
+        dx_rh = torch.empty_like(hidden_rh) if ctx.needs_input_grad[0] else None
+        rest_rh = None if dx_rh is None else torch.zeros_like(x_rh, dtype=stats_sr.dtype)
         dw = WeightGradient(weight_vh) if ctx.needs_input_grad[1] else None
+        if dx_rh is not None:
+            kept.write_dx(dx_rh[stashed], weight_vh)
         for columns in _column_slices(head, hidden_rh, weight_vh, dw):
-            w_vh = operand(weight_vh[columns])
             dw_vh = None if dw is None else dw.begin(columns)
-            for part, rows in ((kept, stashed), (again, rest)):
-                if length(rows):
-                    part.add_products(columns, w_vh, None if dx_rh is None else dx_rh[rows], dw_vh)
+            if dw_vh is not None:
+                kept.add_dw(columns, dw_vh)
+            if len(x_rh):
+                again.add_products(columns, operand(weight_vh[columns]), rest_rh, dw_vh)
             if dw is not None and dw_vh is not None:
                 dw.end(columns, dw_vh)
         if dx_rh is not None:
-            dx_rh[stashed].mul_(kept.scale_r[:, None])
-            dx_rh = dx_rh.to(hidden_rh.dtype)
+            dx_rh[rest] = rest_rh
         return dx_rh, None if dw is None else dw.result(), None, None
 
 
@@ -114,17 +115,24 @@ def _put_at_labels_(stash_rv: Tensor, labels_r: Tensor, value_r: Tensor) -> None
 class _Kept:
     """The rows whose exponentials were stashed."""
 
-    def __init__(self, stash_rv: Tensor, x_rh: Tensor, scale_r: Tensor) -> None:
-        self.stash_rv, self.scale_r = stash_rv, scale_r
-        self.scaled_rh = (x_rh * scale_r[:, None]).to(x_rh.dtype)
+    def __init__(self, head: Head, stash_rv: Tensor, x_rh: Tensor, scale_r: Tensor) -> None:
+        self.head, self.stash_rv, self.scale_r = head, stash_rv, scale_r
+        self.scaled_rh = torch.mul(x_rh, scale_r[:, None], out=torch.empty_like(x_rh))
 
-    def add_products(self, columns: slice, w_vh: Tensor, dx_rh: Tensor | None, dw_vh: Tensor | None) -> None:
-        """dx_rh gets the product without its rows' scales, which are the same for all columns."""
-        e_rv = operand(self.stash_rv[:, columns], w_vh.dtype)
-        if dx_rh is not None:
-            addmm_(dx_rh, e_rv, w_vh)
-        if dw_vh is not None:
-            addmm_(dw_vh, e_rv.T, self.scaled_rh)
+    def write_dx(self, dx_rh: Tensor, weight_vh: Tensor) -> None:
+        """Some rows by the whole vocabulary at a time, so that little of dX is ever in fp32."""
+        if not len(self.stash_rv):
+            return
+        w_vh = operand(weight_vh[: self.head.columns])
+        across = max(w_vh.shape[1], self.head.columns if self.stash_rv.dtype != w_vh.dtype else 0)
+        for rows in self.head.slices(len(dx_rh), across, self.scale_r.itemsize):
+            product_rh = self.scale_r.new_empty(length(rows), w_vh.shape[1])
+            addmm_(product_rh, operand(self.stash_rv[rows], weight_vh.dtype), w_vh, beta=0)
+            dx_rh[rows] = product_rh.mul_(self.scale_r[rows, None])
+
+    def add_dw(self, columns: slice, dw_vh: Tensor) -> None:
+        if len(self.stash_rv):
+            addmm_(dw_vh, operand(self.stash_rv[:, columns], self.scaled_rh.dtype).T, self.scaled_rh)
 
 
 class _Again:

@@ -135,7 +135,8 @@ def linear_logprob(
     )
     labels_r = labels_r - tp_rank * shard
     if weight_r is not None and differentiable:
-        return LinearLogprob(*WeightsKnown.apply(hidden_rh, weight_vh, labels_r, weight_r, head), "known")
+        logp_r, entropy_r, surrogate = WeightsKnown.apply(hidden_rh, weight_vh, labels_r, weight_r, head)
+        return LinearLogprob(logp_r, entropy_r, surrogate, "known")
     logp_r, entropy_r = WeightsLate.apply(hidden_rh, weight_vh, labels_r, head)
     surrogate = None if weight_r is None else (weight_r * logp_r).sum()
     mode: Mode = "stash" if stash_rows else "recompute" if differentiable else "forward"

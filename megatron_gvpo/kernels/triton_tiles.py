@@ -10,6 +10,7 @@ may be padding. Runs on a CPU under TRITON_INTERPRET=1, which has to be set befo
 """
 
 # ruff: noqa: N803 - constants are in capitals, as in Triton's own kernels
+# mypy: disallow-untyped-defs=False, check-untyped-defs=False
 from __future__ import annotations
 
 import torch
