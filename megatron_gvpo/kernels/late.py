@@ -64,7 +64,7 @@ class WeightsLate(torch.autograd.Function):
         again = _Again(head, x_rh, labels_r[rest], stats_sr[:, rest], g_r[rest], e_r, rest)
 
         dx_rh = torch.empty_like(hidden_rh) if ctx.needs_input_grad[0] else None
-        rest_rh = None if dx_rh is None else torch.zeros_like(x_rh, dtype=stats_sr.dtype)
+        rest_rh = None if dx_rh is None else dx_rh[rest].to(stats_sr.dtype).zero_()  # summed in fp32
         dw = WeightGradient(weight_vh) if ctx.needs_input_grad[1] else None
         if dx_rh is not None:
             kept.write_dx(dx_rh[stashed], weight_vh)
@@ -77,7 +77,7 @@ class WeightsLate(torch.autograd.Function):
             if dw is not None and dw_vh is not None:
                 dw.end(columns, dw_vh)
         if dx_rh is not None:
-            dx_rh[rest] = rest_rh
+            dx_rh[rest] = rest_rh  # itself, where dX is in fp32 anyway
         return dx_rh, None if dw is None else dw.result(), None, None
 
 

@@ -37,6 +37,7 @@ class WeightGradient:
         self._weight_vh = weight_vh
         self._main_vh = main_grad(weight_vh)
         self._own_vh = torch.zeros_like(weight_vh) if self._main_vh is None else None
+        self._scratch_ch: Tensor | None = None
         self.in_place = self._main_vh is not None  # whole or in parts, no memory is needed besides
 
     def begin(self, columns: slice) -> Tensor:
@@ -44,7 +45,10 @@ class WeightGradient:
         if self._main_vh is not None:
             return self._main_vh[columns]
         rows, width = columns.stop - columns.start, self._weight_vh.shape[1]
-        return self._weight_vh.new_zeros(rows, width, dtype=accumulator(self._weight_vh.dtype))
+        if self._scratch_ch is None or len(self._scratch_ch) < rows:
+            dtype = accumulator(self._weight_vh.dtype)
+            self._scratch_ch = self._weight_vh.new_empty(rows, width, dtype=dtype)
+        return self._scratch_ch[:rows].zero_()
 
     def end(self, columns: slice, dw_ch: Tensor) -> None:
         """All products of `begin`'s rows are in: without a buffer of Megatron's they are rounded, once."""
