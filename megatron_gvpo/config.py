@@ -124,6 +124,7 @@ class TrainConfig(Section):
     mini_batches: PositiveInt = 1  # optimizer updates a step
     max_tokens_per_micro_batch: PositiveInt = 8192
     share_prompts: bool = False  # compute the prompt of a group's responses once; CPU's attention only
+    head_stash_mb: NonNegativeInt = 1024  # of a rank, for the output layer's exponentials: docs/head.md
     seed: int = Field(0, ge=0)
     deterministic: bool = False  # bit-equal metrics on repetition under the same layout; slower on GPU
 
