@@ -249,6 +249,11 @@ class Config(Section):
                     f"rollout.async_steps={self.rollout.async_steps}: servers that have the trainer's own "
                     "GPUs (rollout.servers.colocated) cannot generate while it trains: set it to 0"
                 )
+            if asking := [m.name for m in algorithm.members if m.name in ("learned_hint", "skills")]:
+                raise ValueError(
+                    f"algorithm.members: {asking[0]} asks the policy for log-probs while responses come, "
+                    "when servers on the trainer's own GPUs (rollout.servers.colocated) have its memory"
+                )
             if self.rollout.weights.transport in ("broadcast", "delta"):
                 raise ValueError(
                     f"rollout.weights.transport={self.rollout.weights.transport}: NCCL forms no process "
