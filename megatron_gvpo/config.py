@@ -19,6 +19,7 @@ from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationEr
 
 from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.algorithms.recipe import merge
+from megatron_gvpo.combinations import check_combinations
 from megatron_gvpo.rollout.config import ServersConfig as ServersConfig
 from megatron_gvpo.rollout.config import WeightSyncConfig as WeightSyncConfig
 from megatron_gvpo.section import Section as Section
@@ -211,87 +212,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        """Combinations that no machine could run."""
-        train, algorithm, n = self.train, self.algorithm, self.rollout.n
-        if train.prompts_per_step % train.mini_batches:
-            raise ValueError(
-                f"train.mini_batches={train.mini_batches} does not divide "
-                f"train.prompts_per_step={train.prompts_per_step}: every optimizer update takes whole groups"
-            )
-        alone = algorithm.sampler == "engine" and not algorithm.members
-        if algorithm.needs_group and alone and n < 2:
-            raise ValueError(
-                f"rollout.n={n}: this algorithm compares the responses of a prompt with each other, "
-                "so it needs rollout.n >= 2"
-            )
-        if algorithm.reference_logprobs == "engine":
-            if self.rollout.top_p < 1:
-                raise ValueError(
-                    f"rollout.top_p={self.rollout.top_p}: algorithm.reference_logprobs=engine compares the "
-                    "trainer's log-probs with the engine's, which some engines renormalise after top-p: set "
-                    "rollout.top_p=1, or use reference_logprobs=trainer"
-                )
-            if train.mini_batches == 1 and not self.rollout.async_steps:
-                raise ValueError(
-                    "train.mini_batches=1: algorithm.reference_logprobs=engine has no effect there, because "
-                    "the first mini-batch of a step is its own reference: use reference_logprobs=trainer"
-                )
-        if self.rollout.engine == "local":
-            for name in ("servers", "weights", "async_steps"):
-                if getattr(self.rollout, name) != RolloutConfig.model_fields[name].default:
-                    raise ValueError(
-                        f"rollout.{name} has no effect with rollout.engine=local, which generates in the "
-                        "trainer's own processes: choose sglang or vllm, or leave it out"
-                    )
-        if self.rollout.servers.colocated:
-            if self.rollout.async_steps:
-                raise ValueError(
-                    f"rollout.async_steps={self.rollout.async_steps}: servers that have the trainer's own "
-                    "GPUs (rollout.servers.colocated) cannot generate while it trains: set it to 0"
-                )
-            if asking := [m.name for m in algorithm.members if m.name in ("learned_hint", "skills")]:
-                raise ValueError(
-                    f"algorithm.members: {asking[0]} asks the policy for log-probs while responses come, "
-                    "when servers on the trainer's own GPUs (rollout.servers.colocated) have its memory"
-                )
-            if self.rollout.weights.transport in ("broadcast", "delta"):
-                raise ValueError(
-                    f"rollout.weights.transport={self.rollout.weights.transport}: NCCL forms no process "
-                    "group of a trainer and a server on the same GPU (rollout.servers.colocated): set it to "
-                    "shared, or to disk"
-                )
-        given = [member.name for member in algorithm.members if member.name == "demonstration"]
-        if (algorithm.sampler == "dataset" or given) and self.data.train.demonstration_key is None:
-            who = f"algorithm.members: {given[0]}" if given else "algorithm.sampler=dataset"
-            raise ValueError(
-                f"data.train.demonstration_key is missing: {who} trains on worked "
-                "solutions, so name the field that holds them"
-            )
-        if algorithm.sampler == "file" and self.data.train.responses_key is None:
-            raise ValueError(
-                "data.train.responses_key is missing: algorithm.sampler=file trains on scored responses, so "
-                "name the field that holds them"
-            )
-        if algorithm.sampler == "engine" and self.data.train.answer_key is None:
-            builtin = [c.name for c in self.rewards.components if c.name == "math" and c.function is None]
-            if builtin:
-                raise ValueError(
-                    "data.train.answer_key is null, but the reward 'math' compares with an answer"
-                )
-        if max(self.eval.k) > self.eval.n:
-            raise ValueError(
-                f"eval.k={list(self.eval.k)}: pass@k needs eval.n >= k, and eval.n={self.eval.n}"
-            )
-        decay_without_room = self.optimizer.warmup_steps >= train.steps * train.mini_batches
-        if decay_without_room:
-            raise ValueError(
-                f"optimizer.warmup_steps={self.optimizer.warmup_steps} leaves nothing of the run's "
-                f"{train.steps * train.mini_batches} updates (train.steps x train.mini_batches)"
-            )
-        if self.optimizer.min_lr > self.optimizer.lr:
-            raise ValueError(
-                f"optimizer.min_lr={self.optimizer.min_lr} exceeds optimizer.lr={self.optimizer.lr}"
-            )
+        check_combinations(self)
         return self
 
 

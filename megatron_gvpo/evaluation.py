@@ -17,7 +17,8 @@ def summarise(groups: Sequence[Group], k: Sequence[int]) -> dict[str, float]:
     - eval/pass@1 and eval/pass@k for every k: the unbiased estimator, from correct or not;
     - eval/avg@n: the mean score, which equals pass@1 where scores are 0 or 1;
     - eval/maj@n: whether the most frequent answer is correct;
-    - eval/response_length (tokens) and eval/truncated (the share that hit the token limit).
+    - eval/response_length (tokens) and eval/truncated (the share that hit the token limit);
+    - eval/errors: the share of which a reward failed, and counted 0.
 
     The score of a rollout is its first reward component (the verifier comes first by convention), or the
     reward where there are no components; a rollout is correct if its score is 1. Raises ValueError for
@@ -35,6 +36,7 @@ def summarise(groups: Sequence[Group], k: Sequence[int]) -> dict[str, float]:
     metrics["eval/maj@n"] = fmean(map(maj_at_n, answers, correct))
     metrics["eval/response_length"] = fmean(fmean(len(r.token_ids) for r in g.rollouts) for g in groups)
     metrics["eval/truncated"] = fmean(fmean(r.finish_reason == "length" for r in g.rollouts) for g in groups)
+    metrics["eval/errors"] = fmean(fmean(bool(r.reward_errors) for r in g.rollouts) for g in groups)
     return metrics
 
 

@@ -142,6 +142,8 @@ class Trainer:
             parts.sampler.step = self.step + 1
             with parts.while_waiting(interrupt.check):
                 groups = parts.batches.collect()
+            if any(rollout.reward_errors for group in groups for rollout in group.rollouts):
+                interrupt.check()  # what ends a job ends what its rewards have started, too: no such step
             for shaper in parts.shapers:
                 groups = shaped(shaper, groups, self.step + 1)
             if groups and (batch := parts.batch_policy.offer(groups)) is not None:
@@ -168,11 +170,12 @@ class Trainer:
         """The rows with what the estimator reads of models: values, log-probs of the policies it compares."""
         policy, estimator = self.parts.policy, self.config.algorithm.estimator
         columns: dict[str, Tensor] = {}
-        if policy.critic is not None:
-            columns["value_r"] = policy.critic.values(rows)
-        for anchor, reference in ({} if estimator is None else estimator.anchors).items():
-            now = reference == STEP_START
-            columns[f"{anchor}_logp_r"] = policy.score(rows) if now else policy.score_reference(rows)
+        with self.parts.timer.phase("scoring"):
+            if policy.critic is not None:
+                columns["value_r"] = policy.critic.values(rows)
+            for anchor, reference in ({} if estimator is None else estimator.anchors).items():
+                now = reference == STEP_START
+                columns[f"{anchor}_logp_r"] = policy.score(rows) if now else policy.score_reference(rows)
         return rows.with_columns(**columns)
 
     def _freeze_anchors(self, rows: Rows, first: bool) -> Rows:

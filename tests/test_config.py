@@ -159,6 +159,10 @@ def test_an_ema_reference(good):
         # impossible combinations
         ("rollout.n=1", "rollout.n=1: this algorithm compares the responses of a prompt with each other"),
         ("train.mini_batches=3", "train.mini_batches=3 does not divide train.prompts_per_step=4"),
+        (
+            "algorithm={recipe: ppo, critic: {warmup_steps: 40}}",
+            "algorithm.critic.warmup_steps=40 leaves nothing of the run's 40 updates",
+        ),
         ("optimizer.warmup_steps=40", "optimizer.warmup_steps=40 leaves nothing of the run's 40 updates"),
         ("optimizer.min_lr=1", "optimizer.min_lr=1.0 exceeds optimizer.lr=1e-05"),
         ("eval.k=[8]", "eval.k=[8]: pass@k needs eval.n >= k, and eval.n=4"),

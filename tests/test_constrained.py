@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from groups import make_group, rewards_of
 from rows import make_logp, make_rows
+from test_members import Asked
 
 from megatron_gvpo.algorithms.base import token_weights
 from megatron_gvpo.algorithms.care import ConfidenceEstimator
@@ -16,6 +18,7 @@ from megatron_gvpo.algorithms.consistency import InformationConsistency
 from megatron_gvpo.algorithms.curriculum import FunctionPrior
 from megatron_gvpo.algorithms.estimators import Estimator
 from megatron_gvpo.algorithms.fgrpo import LagrangianEstimator
+from megatron_gvpo.algorithms.osla import OneMore, expected_drop
 from megatron_gvpo.algorithms.ppo import PPO
 from megatron_gvpo.rewards.ranking import alignment, listed, ndcg
 from megatron_gvpo.types import Prompt, Rollout, Totals
@@ -117,6 +120,31 @@ def test_a_prior_may_be_a_function_of_the_users():
     assert algorithm.prior.expected(Prompt("p", (1,), "four")) == 4.0
     with pytest.raises(ValueError, match="size"):
         FunctionPrior(function="test_constrained:guess", options={"size": 1})
+
+
+def test_v05_draws_one_more_while_it_is_worth_it():
+    """Prior 0.5 (0 of -1..1). All right: D = 1 - 1/k; half right: nothing is apart, and 4 are enough."""
+    assert expected_drop(1.0, 4) == pytest.approx(0.75 / 4 - 0.75 / 4.75)
+    assert expected_drop(0.2, 4) == 0
+    right, even = (
+        replace(make_group(r, name), prior=0.5) for name, r in (("strong", [1] * 4), ("q", [1, 0]))
+    )
+    even = replace(even, rollouts=even.rollouts * 2)
+    grown, kept = OneMore()([right, even], asked := Asked())
+    k = next(k for k in range(4, 17) if k == 16 or expected_drop(1.0, k) <= 0.0039)
+    assert len(grown.rollouts) == k == 15 and kept == even
+    assert asked.prompts == ["strong"] * (k - 4)
+    assert len(OneMore(high=6)([right], Asked())[0].rollouts) == 6
+    with pytest.raises(ValueError, match=r"set algorithm\.prior"):
+        OneMore()([make_group([1])], Asked())
+
+
+def test_v05s_prior_is_on_the_scale_of_its_rewards():
+    """Rewards 0 and 1 become -1 and 1, and with them what the tracker expects."""
+    algorithm = AlgorithmConfig.model_validate("v05")
+    (group,) = algorithm.shapers[0]([replace(make_group([1, 0]), prior=0.75)], 1)
+    assert rewards_of(group) == [1, -1] and group.prior == 0.5
+    assert algorithm.shapers[0]([make_group([1])], 1)[0].prior is None
 
 
 def test_a_golden_answer_may_be_free_of_clipping():

@@ -70,6 +70,7 @@ def test_summary_of_unequal_groups():
             rollout(r"\boxed{5}", 0.5, tokens=3),
         ),
     ]
+    groups[0].rollouts[1].reward_errors = {"length": "it returned None"}
     assert summarise(groups, k=[2]) == pytest.approx(
         {
             "eval/pass@1": (1 + 1 / 4) / 2,
@@ -78,6 +79,7 @@ def test_summary_of_unequal_groups():
             "eval/maj@n": (1 + 0) / 2,
             "eval/response_length": (6 + 3) / 2,
             "eval/truncated": (0 + 1 / 4) / 2,
+            "eval/errors": (1 / 2 + 0) / 2,
         }
     )
 

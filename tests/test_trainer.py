@@ -300,6 +300,16 @@ def test_an_interrupt_before_the_first_step(task, tmp_path, finished, monkeypatc
     assert_same_run(tmp_path, finished)
 
 
+def test_rewards_that_end_with_the_job_are_not_counted(task, tmp_path):
+    """Slurm ends every process of a job, and what a reward runs with it: that says nothing of a policy."""
+    whole, parts, every_step = tmp_path / "whole", tmp_path / "parts", ("checkpoint.every=1", "eval.every=0")
+    fit(configure(task, whole, *GVPO, *every_step))
+    killed = reward_options(task, signal_in=3, killed=True)
+    assert fit(configure(task, parts, *GVPO, *every_step, killed)).step == 2
+    fit(configure(task, parts, *GVPO, *every_step), resume=True)
+    assert_same_run(whole, parts)
+
+
 class FullDisk(Callback):
     """From a checkpoint on, no file may grow beyond 1 MB: a checkpoint does, metrics do not."""
 

@@ -39,19 +39,21 @@ logging: {{progress: lines, tensorboard: false}}
 """
 
 # A model that knows nothing is never right, so this rewards variety. In the middle of step `signal_in` the
-# trainer, which is a worker's parent, gets SIGTERM; in that of step `disk_full_in` its disk fills: no file
-# can grow any more. The first response of step `poison_in` is worth what no gradient can bear. Responses of
-# step s come from weight version s - 1.
+# trainer, which is a worker's parent, gets SIGTERM (with `killed`, what the reward runs, too); in that of
+# step `disk_full_in` its disk fills: no file can grow any more. The first response of step `poison_in` is
+# worth what no gradient can bear. Responses of step s come from weight version s - 1.
 REWARD = """
-import os, resource, signal
+import os, resource, signal, subprocess
 
 poisoned = False
 
-def reward(prompt, rollout, signal_in=0, disk_full_in=0, poison_in=0, coarse=False):
+def reward(prompt, rollout, signal_in=0, killed=False, disk_full_in=0, poison_in=0, coarse=False):
     global poisoned
     step = rollout.weight_version + 1
     if step == signal_in:
         os.kill(os.getppid(), signal.SIGTERM)
+        if killed:
+            subprocess.run(["sh", "-c", "kill $$"], check=True)
     if step == disk_full_in:
         trainer, limit = os.getppid(), resource.RLIMIT_FSIZE
         resource.prlimit(trainer, limit, (1, resource.prlimit(trainer, limit)[1]))

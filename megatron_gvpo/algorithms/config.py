@@ -44,6 +44,7 @@ from megatron_gvpo.algorithms.mc_grpo import MedianEstimator
 from megatron_gvpo.algorithms.members import Demonstration, Hinted, Replay
 from megatron_gvpo.algorithms.ngrpo import VirtualEstimator
 from megatron_gvpo.algorithms.nll import NLL
+from megatron_gvpo.algorithms.osla import OneMore
 from megatron_gvpo.algorithms.pg import PolicyGradient
 from megatron_gvpo.algorithms.ppo import PPO
 from megatron_gvpo.algorithms.rank_grpo import RankEstimator
@@ -82,7 +83,7 @@ AnyPrior = Annotated[
     NoPrior | GreedyPrior | TrackedPrior | FunctionPrior, Field(discriminator="name"), BeforeValidator(_named)
 ]
 AnyMember = Annotated[
-    Replay | Demonstration | Hinted | Exits | Teacher | LearnedHint | Skills | Foresight,
+    Replay | Demonstration | Hinted | Exits | Teacher | LearnedHint | Skills | Foresight | OneMore,
     Field(discriminator="name"),
     BeforeValidator(_named),
 ]

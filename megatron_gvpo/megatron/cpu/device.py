@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 import torch._dynamo
+from torch.distributed import distributed_c10d
 from torch.overrides import TorchFunctionMode
 
 from megatron_gvpo.megatron.cpu.collectives import STAND_INS
+from megatron_gvpo.megatron.cpu.groups import OneDeviceGroup
 
 _CPU = torch.device("cpu")
 _installed = False
@@ -109,6 +111,8 @@ def install() -> None:
     cuda.current_stream = lambda *args, **kwargs: _Stream()
     cuda.default_stream = lambda *args, **kwargs: _Stream()
     cuda.stream = lambda stream: contextlib.nullcontext()
+    c10d: Any = distributed_c10d
+    c10d.ProcessGroupGloo = OneDeviceGroup
     cuda.nvtx.range_push, cuda.nvtx.range_pop = _nothing(), _nothing()
     with cuda_means_cpu():
         _answer_megatron()

@@ -1,0 +1,114 @@
+"""Settings of different sections that cannot go together, each refused with what would be right."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_gvpo.config import Config
+
+
+def check_combinations(config: Config) -> None:
+    """Raises ValueError, which names the keys and their values, for a combination that cannot work."""
+    for check in (_batch, _engine_reference, _engine, _data, _schedule):
+        check(config)
+
+
+def _batch(config: Config) -> None:
+    train, algorithm, n = config.train, config.algorithm, config.rollout.n
+    if train.prompts_per_step % train.mini_batches:
+        raise ValueError(
+            f"train.mini_batches={train.mini_batches} does not divide "
+            f"train.prompts_per_step={train.prompts_per_step}: every optimizer update takes whole groups"
+        )
+    alone = algorithm.sampler == "engine" and not algorithm.members
+    if algorithm.needs_group and alone and n < 2:
+        raise ValueError(
+            f"rollout.n={n}: this algorithm compares the responses of a prompt with each other, "
+            "so it needs rollout.n >= 2"
+        )
+
+
+def _engine_reference(config: Config) -> None:
+    if config.algorithm.reference_logprobs != "engine":
+        return
+    if config.rollout.top_p < 1:
+        raise ValueError(
+            f"rollout.top_p={config.rollout.top_p}: algorithm.reference_logprobs=engine compares the "
+            "trainer's log-probs with the engine's, which some engines renormalise after top-p: set "
+            "rollout.top_p=1, or use reference_logprobs=trainer"
+        )
+    if config.train.mini_batches == 1 and not config.rollout.async_steps:
+        raise ValueError(
+            "train.mini_batches=1: algorithm.reference_logprobs=engine has no effect there, because "
+            "the first mini-batch of a step is its own reference: use reference_logprobs=trainer"
+        )
+
+
+def _engine(config: Config) -> None:
+    rollout = config.rollout
+    if rollout.engine == "local":
+        for name in ("servers", "weights", "async_steps"):
+            if getattr(rollout, name) != type(rollout).model_fields[name].default:
+                raise ValueError(
+                    f"rollout.{name} has no effect with rollout.engine=local, which generates in the "
+                    "trainer's own processes: choose sglang or vllm, or leave it out"
+                )
+    if rollout.servers.colocated and rollout.async_steps:
+        raise ValueError(
+            f"rollout.async_steps={rollout.async_steps}: servers that have the trainer's own "
+            "GPUs (rollout.servers.colocated) cannot generate while it trains: set it to 0"
+        )
+    asking = [m.name for m in config.algorithm.members if m.name in ("learned_hint", "skills")]
+    if rollout.servers.colocated and asking:
+        raise ValueError(
+            f"algorithm.members: {asking[0]} asks the policy for log-probs while responses come, "
+            "when servers on the trainer's own GPUs (rollout.servers.colocated) have its memory"
+        )
+    if rollout.servers.colocated and rollout.weights.transport in ("broadcast", "delta"):
+        raise ValueError(
+            f"rollout.weights.transport={rollout.weights.transport}: NCCL forms no process "
+            "group of a trainer and a server on the same GPU (rollout.servers.colocated): set it to "
+            "shared, or to disk"
+        )
+
+
+def _data(config: Config) -> None:
+    """The fields of a record that the sampler, the members and the rewards read."""
+    algorithm, fields = config.algorithm, config.data.train
+    given = [member.name for member in algorithm.members if member.name == "demonstration"]
+    if (algorithm.sampler == "dataset" or given) and fields.demonstration_key is None:
+        who = f"algorithm.members: {given[0]}" if given else "algorithm.sampler=dataset"
+        raise ValueError(
+            f"data.train.demonstration_key is missing: {who} trains on worked "
+            "solutions, so name the field that holds them"
+        )
+    if algorithm.sampler == "file" and fields.responses_key is None:
+        raise ValueError(
+            "data.train.responses_key is missing: algorithm.sampler=file trains on scored responses, so "
+            "name the field that holds them"
+        )
+    compares = any(c.name == "math" and c.function is None for c in config.rewards.components)
+    if algorithm.sampler == "engine" and compares and fields.answer_key is None:
+        raise ValueError("data.train.answer_key is null, but the reward 'math' compares with an answer")
+    if max(config.eval.k) > config.eval.n:
+        raise ValueError(
+            f"eval.k={list(config.eval.k)}: pass@k needs eval.n >= k, and eval.n={config.eval.n}"
+        )
+
+
+def _schedule(config: Config) -> None:
+    train, optimizer = config.train, config.optimizer
+    if optimizer.warmup_steps >= train.steps * train.mini_batches:
+        raise ValueError(
+            f"optimizer.warmup_steps={optimizer.warmup_steps} leaves nothing of the run's "
+            f"{train.steps * train.mini_batches} updates (train.steps x train.mini_batches)"
+        )
+    critic = config.algorithm.critic
+    if critic is not None and critic.warmup_steps >= train.steps * train.mini_batches:
+        raise ValueError(
+            f"algorithm.critic.warmup_steps={critic.warmup_steps} leaves nothing of the run's "
+            f"{train.steps * train.mini_batches} updates (train.steps x train.mini_batches)"
+        )
+    if optimizer.min_lr > optimizer.lr:
+        raise ValueError(f"optimizer.min_lr={optimizer.min_lr} exceeds optimizer.lr={optimizer.lr}")
