@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.api import CheckpointException  # a BaseExcept
 
 from megatron_gvpo.config import ConfigError
 from megatron_gvpo.exchange import all_gather_msgpack
+from megatron_gvpo.megatron.critic import Critic
 from megatron_gvpo.megatron.model import Model
 from megatron_gvpo.megatron.parallel import megatron_device
 from megatron_gvpo.megatron.policy import Policy
@@ -116,7 +117,7 @@ def complete(root: Path) -> list[Path]:
     return sorted(p for p in root.glob("step_*") if not p.suffix and (p / "state.json").is_file())
 
 
-def _sharded_state(policy: Policy, optimizer: dict[str, Any], randomness: bool) -> dict[str, Any]:
+def _sharded_state(policy: Policy | Critic, optimizer: dict[str, Any], randomness: bool) -> dict[str, Any]:
     state = {
         **weights_state(policy.model),
         "optimizer": optimizer,
@@ -128,7 +129,7 @@ def _sharded_state(policy: Policy, optimizer: dict[str, Any], randomness: bool) 
     return state
 
 
-def _optimizer_state(policy: Policy, loading: bool, any_layout: bool) -> dict[str, Any]:
+def _optimizer_state(policy: Policy | Critic, loading: bool, any_layout: bool) -> dict[str, Any]:
     """As Megatron has it, and takes it back."""
     state: dict[str, Any] = policy.optimizer.megatron.sharded_state_dict(
         weights_state(policy.model),
@@ -162,7 +163,7 @@ def _parts(state: dict[str, Any]) -> list[dict[str, Any]]:
     return [state] if "param_state" in state else list(state.values())
 
 
-def _write(directory: Path, policy: Policy, any_layout: bool) -> None:
+def _write(directory: Path, policy: Policy | Critic, any_layout: bool) -> None:
     policy.model.settle()
     with megatron_device():
         optimizer = _optimizer_state(policy, loading=False, any_layout=any_layout)
@@ -177,9 +178,14 @@ def _write(directory: Path, policy: Policy, any_layout: bool) -> None:
             dist.barrier()
             with policy.shadow.lent():
                 dist_checkpointing.save(weights_state(policy.model), str(ema), InThisProcess())
+        if isinstance(policy, Policy) and policy.critic is not None:
+            if dist.get_rank() == 0:
+                (directory / "critic").mkdir()
+            dist.barrier()
+            _write(directory / "critic", policy.critic, any_layout)
 
 
-def _read(directory: Path, policy: Policy, any_layout: bool, same_layout: bool) -> None:
+def _read(directory: Path, policy: Policy | Critic, any_layout: bool, same_layout: bool) -> None:
     with megatron_device(), torch.no_grad():
         if policy.shadow is not None:
             reference = dist_checkpointing.load(weights_state(policy.model), str(directory / "reference"))
@@ -194,6 +200,8 @@ def _read(directory: Path, policy: Policy, any_layout: bool, same_layout: bool) 
         policy.optimizer.scheduler.load_state_dict(loaded["schedule"])
         if same_layout:  # a rank of another has no generator to go on with; nothing that is trained draws
             _restore_random_state(loaded["random"])
+    if isinstance(policy, Policy) and policy.critic is not None:
+        _read(directory / "critic", policy.critic, any_layout, same_layout)
 
 
 class InThisProcess(TorchDistSaveShardedStrategy):
