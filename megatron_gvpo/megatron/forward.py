@@ -44,6 +44,7 @@ class HeadContext:
     temperature: float
     entropy: bool
     vocab_size: int
+    stash_bytes: int
 
 
 def run(
@@ -53,6 +54,7 @@ def run(
     *,
     temperature: float,
     entropy: bool = False,
+    stash_bytes: int = 0,
     forward_only: bool = False,
 ) -> list[Any]:
     """Run this rank's micro-batches. Returns what `loss_function` handed back, one a micro-batch, on
@@ -74,7 +76,7 @@ def run(
             attention_mask=None,
             packed_seq_params=_packed_params(model, batch),
             output_processor=_head,
-            output_processor_context=HeadContext(batch, temperature, entropy, model.vocab_size),
+            output_processor_context=HeadContext(batch, temperature, entropy, model.vocab_size, stash_bytes),
         )
         return output, partial(loss, batch.rows)
 
@@ -115,11 +117,12 @@ def _head(
         entropy=context.entropy,
         tp_group=parallel_state.get_tensor_model_parallel_group(),
         vocab_size=context.vocab_size,
+        stash_bytes=context.stash_bytes,
     )
     if parallel_state.get_context_parallel_world_size() == 1:
         return mine
     entropy_r = None if mine.entropy_r is None else _whole(mine.entropy_r, batch)
-    return LinearLogprob(_whole(mine.logp_r, batch), entropy_r, mine.surrogate)
+    return mine._replace(logp_r=_whole(mine.logp_r, batch), entropy_r=entropy_r)
 
 
 def _whole(mine_r: Tensor, batch: TokenBatch) -> Tensor:
