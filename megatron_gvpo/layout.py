@@ -63,6 +63,17 @@ def check_layout(config: Config, world_size: int) -> None:
     _check_routing(config, model)
     _check_lengths(config, model)
     _check_shared_prompts(config, model)
+    if (critic := config.algorithm.critic) is not None and critic.path is not None:
+        theirs = read_model_config(critic.path, "algorithm.critic.path")
+        check_architecture(theirs, f"algorithm.critic.path={critic.path}")
+        _check_widths(config.parallel, theirs)
+        _check_depth(config.parallel, theirs)
+        _check_experts(config.parallel, theirs)
+        if theirs.get("vocab_size") != model.get("vocab_size"):
+            raise ConfigError(
+                f"algorithm.critic.path={critic.path}: vocab_size={theirs.get('vocab_size')}, and "
+                f"the policy's is {model.get('vocab_size')}: a critic reads the policy's tokens"
+            )
     if config.model.fp8 and 2 * config.model.fp8.bf16_layers >= model.get("num_hidden_layers", math.inf):
         raise ConfigError(
             f"model.fp8.bf16_layers={config.model.fp8.bf16_layers} at both ends leave none of the model's "

@@ -234,6 +234,7 @@ METHODS = {
     "ema": ("checkpoint.asynchronous=true", *GVPO, 'algorithm.loss.reference={"name": "ema", "decay": 0.9}'),
     # Its reference is fixed: model.path.
     "grpo": ("algorithm=grpo", "train.mini_batches=2", "algorithm.loss.importance={cap: 2.0}"),
+    "ppo": ("algorithm=ppo", "train.mini_batches=2", "algorithm.critic.lr=1e-3"),
 }
 
 
@@ -247,6 +248,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(task, tmp_path, method):
     assert_same_run(whole, parts)
     if method != "gvpo":
         assert records(parts)[-1]["train/kl"] > 0, "the policy has left its reference"
+    if method == "ppo":
+        assert records(parts)[-1]["train/value_loss"] < records(parts)[1]["train/value_loss"]
     if method == "grpo":
         assert records(parts)[-1]["train/importance"] == pytest.approx(1, abs=1e-5)
 

@@ -23,6 +23,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 
 from megatron_gvpo.exchange import all_gather_msgpack
+from megatron_gvpo.megatron.critic import Critic
 from megatron_gvpo.megatron.model import Model
 from megatron_gvpo.megatron.parallel import megatron_device
 from megatron_gvpo.megatron.policy import Policy
@@ -46,7 +47,8 @@ def save(
     it is complete, which is before the next change of weights or optimizer. Raises CheckpointError on every
     rank when any rank fails to write; where that is later, from `Model.about_to_change`.
     """
-    policy.model.about_to_change()  # one at a time
+    for model in policy.models:  # one at a time
+        model.about_to_change()
     final = root / f"step_{step:08d}"
     aside = final.with_name(final.name + _PARTIAL)
     record = {"format": _FORMAT, "step": step, "layout": _layout(policy), **state}
@@ -76,7 +78,9 @@ def save(
 
     if asynchronous:
         group = policy.group_aside()  # the others are in use meanwhile
-        policy.model.before_change.append(Background(lambda: write(group)).wait)
+        writing = Background(lambda: write(group))
+        for model in policy.models:
+            model.before_change.append(writing.wait)
     else:
         write()
     return final
@@ -110,7 +114,7 @@ def complete(root: Path) -> list[Path]:
     return sorted(p for p in root.glob("step_*") if not p.suffix and (p / "state.json").is_file())
 
 
-def _prepare(directory: Path, policy: Policy, writer: Writer) -> None:
+def _prepare(directory: Path, policy: Policy | Critic, writer: Writer) -> None:
     """Write what is small; `writer` has the rest, as views of the weights and the optimizer."""
     policy.model.settle()
     with megatron_device():
@@ -130,9 +134,14 @@ def _prepare(directory: Path, policy: Policy, writer: Writer) -> None:
 
             reference = dict_list_map_outplace(copied, weights_state(policy.model))
             dist_checkpointing.save(reference, str(ema), writer)
+        if isinstance(policy, Policy) and policy.critic is not None:
+            if dist.get_rank() == 0:
+                (directory / "critic").mkdir()
+            dist.barrier()
+            _prepare(directory / "critic", policy.critic, writer)
 
 
-def _read(directory: Path, policy: Policy, same_layout: bool) -> None:
+def _read(directory: Path, policy: Policy | Critic, same_layout: bool) -> None:
     optimizer = policy.optimizer
     with megatron_device(), torch.no_grad():
         if policy.shadow is not None:
@@ -146,9 +155,11 @@ def _read(directory: Path, policy: Policy, same_layout: bool) -> None:
         optimizer.scheduler.load_state_dict(loaded["schedule"])
         if same_layout:  # a rank of another has no generator to go on with; nothing that is trained draws
             _restore_random_state(loaded["random"])
+    if isinstance(policy, Policy) and policy.critic is not None:
+        _read(directory / "critic", policy.critic, same_layout)
 
 
-def _sharded_state(policy: Policy, randomness: bool) -> dict[str, Any]:
+def _sharded_state(policy: Policy | Critic, randomness: bool) -> dict[str, Any]:
     weights = weights_state(policy.model)
     state = {
         **weights,

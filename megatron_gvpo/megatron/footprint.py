@@ -98,16 +98,19 @@ class _CPU(TorchDispatchMode):
 class Footprint:
     """A context for the forward and backward passes of one update; `parts` afterwards."""
 
-    def __init__(self, model: Model, optimizer: Optimizer) -> None:
+    def __init__(self, *trained: tuple[Model, Optimizer]) -> None:
+        weights = [tensor for model, _ in trained for tensor in model.weights()]
+        gradients = [tensor for model, _ in trained for tensor in model.gradient_buffers()]
+        states = [tensor for _, optimizer in trained for tensor in optimizer.tensors()]
         held = {
-            "weights": storages(model.weights()),
-            "gradients": storages(model.gradient_buffers()),
-            "optimizer": storages(optimizer.tensors()),
+            "weights": storages(weights),
+            "gradients": storages(gradients),
+            "optimizer": storages(states),
         }
-        weights = held["weights"]  # in fp32 the optimizer's masters are these
-        held["optimizer"] = {p: s for p, s in held["optimizer"].items() if p not in weights}
+        # In fp32 the optimizer's masters are the weights.
+        held["optimizer"] = {p: s for p, s in held["optimizer"].items() if p not in held["weights"]}
         self._bytes = {name: sum(s.nbytes() for s in of.values()) for name, of in held.items()}
-        self._known = [*model.weights(), *model.gradient_buffers(), *optimizer.tensors()]
+        self._known = [*weights, *gradients, *states]
         self._outside = self._head = self._entry = self._inside = 0
         self._meter: Meter | None = None
 

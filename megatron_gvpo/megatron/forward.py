@@ -34,19 +34,9 @@ from megatron_gvpo.megatron.parallel import device, megatron_device
 from megatron_gvpo.types import Rows
 
 # (rows of one micro-batch, the head's output) -> (share of the loss, what to hand back to the caller)
-LossFunction = Callable[[Rows, LinearLogprob], tuple[Tensor, Any]]
-
-
-@dataclass(frozen=True)
-class HeadContext:
-    """What the fused head needs besides the hidden states."""
-
-    batch: TokenBatch
-    temperature: float
-    entropy: bool
-    vocab_size: int
-    stash_bytes: int
-    footprint: Footprint | None
+LossFunction = Callable[[Rows, Any], tuple[Tensor, Any]]
+# (hidden states [t, 1, h], GPTModel's output layer, tied weight or None, this rank's tokens) -> its output
+Head = Callable[[Tensor, Any, Tensor | None, TokenBatch], Any]
 
 
 def run(
@@ -54,20 +44,18 @@ def run(
     micro_batches: Sequence[Rows],
     loss_function: LossFunction,
     *,
-    temperature: float,
-    entropy: bool = False,
-    stash_bytes: int = 0,
+    head: Head,
     forward_only: bool = False,
-    footprint: Footprint | None = None,
 ) -> list[Any]:
-    """Run this rank's micro-batches. Returns what `loss_function` handed back, one a micro-batch, on
-    the last pipeline stage, and an empty list on the others. Gradients are left in the DDP buffers.
+    """Run this rank's micro-batches through model and `head`. Returns what `loss_function` handed back, one a
+    micro-batch, on the last pipeline stage, and an empty list on the others. Gradients are left in the DDP
+    buffers.
     """
     scale = float(len(micro_batches) * parallel_state.get_data_parallel_world_size())
     cp_group = parallel_state.get_context_parallel_group()
 
-    def loss(rows: Rows, output: tuple[Any, ...]) -> tuple[Tensor, Any]:
-        share, result = loss_function(rows, LinearLogprob(*output))
+    def loss(rows: Rows, output: Any) -> tuple[Tensor, Any]:
+        share, result = loss_function(rows, output)
         return share * scale, result
 
     def forward_step(data: Iterator[Rows], chunk: Any) -> tuple[Any, Callable[..., Any]]:
@@ -78,10 +66,8 @@ def run(
             position_ids=batch.position_t[None],
             attention_mask=None,
             packed_seq_params=_packed_params(model, batch),
-            output_processor=_head,
-            output_processor_context=HeadContext(
-                batch, temperature, entropy, model.vocab_size, stash_bytes, footprint
-            ),
+            output_processor=_call_head,
+            output_processor_context=(head, batch),
         )
         return output, partial(loss, batch.rows)
 
@@ -100,49 +86,64 @@ def run(
     return results
 
 
-def _head(
-    *, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, context: HeadContext, **_: Any
-) -> LinearLogprob:
+def _call_head(
+    *, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, context: Any, **_: Any
+) -> Any:
+    head, batch = context
+    return head(hidden_states, output_layer, output_weight, batch)
+
+
+@dataclass(frozen=True)
+class LogprobHead:
     """hidden_states [t, 1, h] (t / tp under sequence parallelism) -> log-probs of the response tokens."""
-    batch = context.batch
-    if output_layer.sequence_parallel:
-        full_th = gather_from_sequence_parallel_region(hidden_states)  # backward: reduce-scatter
-        hidden_rh = full_th.squeeze(1).index_select(0, batch.response_r)
-    else:
-        hidden_rh = hidden_states.squeeze(1).index_select(0, batch.response_r)
-        hidden_rh = copy_to_tensor_model_parallel_region(hidden_rh)  # backward: all-reduce
-    weight_r = batch.rows.weight_r
-    if context.footprint is not None:
-        context.footprint.enter_head()
-    mine = linear_logprob(
-        hidden_rh,
-        output_layer.weight if output_weight is None else output_weight,
-        batch.label_r,
-        temperature=context.temperature,
-        # With weights known beforehand the head gives no gradient to entropies.
-        weight_r=None if weight_r is None or context.entropy else weight_r[batch.index_r],
-        entropy=context.entropy,
-        tp_group=parallel_state.get_tensor_model_parallel_group(),
-        vocab_size=context.vocab_size,
-        stash_bytes=context.stash_bytes,
-    )
-    if context.footprint is not None:
-        context.footprint.leave_head()
-        for out in (mine.logp_r, mine.surrogate):
-            if out is not None and out.requires_grad:
-                out.register_hook(context.footprint.enter_head)
-                hidden_rh.register_hook(context.footprint.leave_head)
-    if parallel_state.get_context_parallel_world_size() == 1:
-        return mine
-    entropy_r = None if mine.entropy_r is None else _whole(mine.entropy_r, batch)
-    return mine._replace(logp_r=_whole(mine.logp_r, batch), entropy_r=entropy_r)
+
+    temperature: float
+    vocab_size: int
+    entropy: bool = False
+    stash_bytes: int = 0
+    footprint: Footprint | None = None  # to measure with
+
+    def __call__(
+        self, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, batch: TokenBatch
+    ) -> LinearLogprob:
+        if output_layer.sequence_parallel:
+            full_th = gather_from_sequence_parallel_region(hidden_states)  # backward: reduce-scatter
+            hidden_rh = full_th.squeeze(1).index_select(0, batch.response_r)
+        else:
+            hidden_rh = hidden_states.squeeze(1).index_select(0, batch.response_r)
+            hidden_rh = copy_to_tensor_model_parallel_region(hidden_rh)  # backward: all-reduce
+        weight_r = batch.rows.weight_r
+        if self.footprint is not None:
+            self.footprint.enter_head()
+        mine = linear_logprob(
+            hidden_rh,
+            output_layer.weight if output_weight is None else output_weight,
+            batch.label_r,
+            temperature=self.temperature,
+            # With weights known beforehand the head gives no gradient to entropies.
+            weight_r=None if weight_r is None or self.entropy else weight_r[batch.index_r],
+            entropy=self.entropy,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            vocab_size=self.vocab_size,
+            stash_bytes=self.stash_bytes,
+        )
+        if self.footprint is not None:
+            self.footprint.leave_head()
+            for out in (mine.logp_r, mine.surrogate):
+                if out is not None and out.requires_grad:
+                    out.register_hook(self.footprint.enter_head)
+                    hidden_rh.register_hook(self.footprint.leave_head)
+        entropy_r = None if mine.entropy_r is None else of_whole_pack(mine.entropy_r, batch)
+        return mine._replace(logp_r=of_whole_pack(mine.logp_r, batch), entropy_r=entropy_r)
 
 
-def _whole(mine_r: Tensor, batch: TokenBatch) -> Tensor:
+def of_whole_pack(mine_r: Tensor, batch: TokenBatch) -> Tensor:
     """A context-parallel rank's values -> those of all the pack's response tokens, in row order.
 
     The others' enter as constants: their own ranks differentiate them, once.
     """
+    if parallel_state.get_context_parallel_world_size() == 1:
+        return mine_r
     placed_r = mine_r.new_zeros(int(batch.rows.length_n.sum())).index_add(0, batch.index_r, mine_r)
     others_r = placed_r.detach().clone()
     dist.all_reduce(others_r, group=parallel_state.get_context_parallel_group())

@@ -147,9 +147,15 @@ class _SafetensorsWriter:
 
 
 def build(
-    model: ModelConfig, parallel: ParallelConfig, deterministic: bool = False, trained: bool = True
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    deterministic: bool = False,
+    trained: bool = True,
+    before_wrapping: Callable[[list[Any]], list[Any]] | None = None,
 ) -> Model:
     """Build the sharded model with the checkpoint's weights; `trained`: with room for gradients, too.
+
+    `before_wrapping` may change the chunks, which have their weights, before Megatron wraps them.
 
     Raises ConfigError for what Megatron-Bridge does not know, Megatron refuses, or the machine lacks.
     """
@@ -191,7 +197,10 @@ def build(
                 from megatron_gvpo.megatron.cpu.attention import defer_rotary
 
                 rotary.extend(defer_rotary(chunk) for chunk in chunks)
-            return chunks
+            if before_wrapping is None:
+                return chunks
+            bridge.load_hf_weights(chunks)
+            return before_wrapping(chunks)
 
         chunks = provider.provide_distributed_model(
             ddp_config=ddp_settings(model, parallel),
@@ -201,7 +210,8 @@ def build(
             use_cpu_initialization=on_cpu,
             pre_wrap_hook=prepare,
         )
-        bridge.load_hf_weights(chunks)
+        if before_wrapping is None:
+            bridge.load_hf_weights(chunks)
         if trained:
             no_sync = [chunk.no_sync for chunk in chunks]
             provider.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
