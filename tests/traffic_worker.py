@@ -98,7 +98,7 @@ def run(directory: str) -> None:
     )
     policy = Policy(config)
     rows = rows_of(case["lengths"])
-    mine, _ = my_micro_batches(policy.model, rows, policy._budget, keep_groups=True)
+    mine, _ = my_micro_batches(policy.model, rows, case["budget"], keep_groups=True)
     packs = [TokenBatch.pack(rows.select(index), policy.model.padding) for index in mine]
     with Traffic(parallel.group_names()) as traffic:
         policy.update(rows, at_step_start=case["at_step_start"])
