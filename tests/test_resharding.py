@@ -111,6 +111,5 @@ def test_saving_in_the_background_holds_no_copy_of_the_optimizer(place: Path) ->
     torch.save(Case(case.name, case.algorithm, case.rows, SPLIT, model="wide"), place / "case.pt")
     launch("checkpoint_worker:peak_of_a_save", [1], str(place))
     found = torch.load(place / "peak.pt")
-    print(found)
     assert found["optimizer"] > 130 << 20
     assert found["rise"] < 40 << 20
