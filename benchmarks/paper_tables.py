@@ -1,11 +1,13 @@
 """GVPO's Table 2 and Figures 2 to 4, GPG's Table 15, on two small tasks with several seeds and error bars.
 
-    python benchmarks/paper_tables.py --out benchmarks/results/paper_tables
+    python benchmarks/paper_tables.py --out benchmarks/results/paper_tables --work /tmp/paper_tables
 
 The tasks: `tabular`, a table of logits (tabular.py), and `quickstart`, the 0.8 M model on arithmetic problems
 by whole runs of the trainer, from one SFT warm start (examples/quickstart). Everything but what a table
-varies is the same for all its rows: no method is tuned. Results are written after every run, and a run that
-has a result is not repeated; so it can be stopped and continued.
+varies is the same for all its rows: no method is tuned. A cell, one row with one seed, is a line of
+runs.jsonl, written when it is done and never repeated; the warm start stays in --work. So it can be stopped
+and continued, `--minutes` ends it by itself, and several may run at once on different --tasks, --tables or
+seeds (--only). tables.md says which cells are missing.
 
 Each claim of a paper is judged by the difference of the two means and its standard error: "agrees" above two
 of them, "contradicts" below minus two, else "not separated". These tasks are some thousand times smaller than
@@ -18,9 +20,9 @@ import argparse
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -81,35 +83,56 @@ CLAIMS = {  # (table, better, worse) as the papers have it
         ("C: + AGE", "group std + AGE"),
     ],
 }
+TABULAR_STEPS = 300
 FLAT = ("GVPO Figure 2: beta", "GVPO Figure 4: history")  # robust, say the paper's figures
 
 
 def main() -> None:
     args = parse()
     args.out.mkdir(parents=True, exist_ok=True)
-    file = args.out / "runs.json"
-    done: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-    with tempfile.TemporaryDirectory() as directory:
-        place = Path(directory)
-        for task, table, name, seed in grid(args):
-            key = f"{task} | {table} | {name} | {seed}"
-            if key in done:
-                continue
-            begin = time.perf_counter()
-            variant = TABLES[table][name]
-            done[key] = on_table(variant, seed) if task == "tabular" else on_model(variant, seed, args, place)
-            done[key]["seconds"] = time.perf_counter() - begin
-            print(f"{key}: {done[key]['reward']:.3f}", flush=True)
-            file.write_text(json.dumps(done, indent=1) + "\n")
+    file = args.out / "runs.jsonl"
+    end = time.monotonic() + 60 * args.minutes
+    for task, table, name, seed in grid(args):
+        key = f"{task} | {table} | {name} | {seed}"
+        if key in read(file, args) or time.monotonic() > end:
+            continue
+        begin = time.perf_counter()
+        variant = TABLES[table][name]
+        result = on_table(variant, seed) if task == "tabular" else on_model(variant, seed, args)
+        line = {"cell": key, **result, "seconds": time.perf_counter() - begin, "of": settings_of(task, args)}
+        with file.open("a") as runs:
+            runs.write(json.dumps(line) + "\n")
+        print(f"{key}: {result['reward']:.3f}", flush=True)
+    done = read(file, args)
     (args.out / "tables.md").write_text(report(done, args))
     plot(done, args)
+
+
+def settings_of(task: str, args: argparse.Namespace) -> dict[str, int]:
+    """What the cells of a task have in common; a result under other settings is another's."""
+    if task == "tabular":
+        return {"steps": TABULAR_STEPS}
+    return {"steps": args.steps, "prompts": args.prompts, "sft_steps": args.sft_steps}
+
+
+def read(file: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """The finished cells with these settings."""
+    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return {
+        line["cell"]: line for line in lines if line["of"] == settings_of(line["cell"].split(" | ")[0], args)
+    }
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--out", type=Path, required=True, help="directory of runs.json, tables.md and plots")
+    parser.add_argument("--out", type=Path, required=True, help="directory of runs.jsonl, tables.md, plots")
+    parser.add_argument("--work", type=Path, help="directory of the model, its warm start and a run's files")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no cell after so many")
+    parser.add_argument(
+        "--only", nargs="+", type=int, default=None, metavar="SEED", help="these seeds' cells"
+    )
     parser.add_argument(
         "--tasks", nargs="+", choices=("tabular", "quickstart"), default=["tabular", "quickstart"]
     )
@@ -119,12 +142,17 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=40, help="of a quickstart run (40)")
     parser.add_argument("--prompts", type=int, default=32, help="a step of a quickstart run (32)")
     parser.add_argument("--sft-steps", type=int, default=170, help="of the warm start (170)")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if "quickstart" in args.tasks and args.work is None:
+        parser.error("--work is missing: the task quickstart keeps its warm start there")
+    return args
 
 
 def grid(args: argparse.Namespace) -> Iterator[tuple[str, str, str, int]]:
     for task in args.tasks:
         for seed in range(args.tabular_seeds if task == "tabular" else args.seeds):
+            if args.only is not None and seed not in args.only:
+                continue
             for table in args.tables:
                 for name in TABLES[table]:
                     yield task, table, name, seed
@@ -132,18 +160,19 @@ def grid(args: argparse.Namespace) -> Iterator[tuple[str, str, str, int]]:
 
 def on_table(variant: Variant, seed: int) -> dict[str, float]:
     algorithm = AlgorithmConfig.model_validate(variant.algorithm)
-    return tabular.train(algorithm, seed, n=variant.n, steps=300, mini_batches=4, lr=0.05)
+    return tabular.train(algorithm, seed, n=variant.n, steps=TABULAR_STEPS, mini_batches=4, lr=0.05)
 
 
-def on_model(variant: Variant, seed: int, args: argparse.Namespace, place: Path) -> dict[str, float]:
+def on_model(variant: Variant, seed: int, args: argparse.Namespace) -> dict[str, float]:
     """A run of the trainer; the warm start is made once."""
-    task, warm = place / "task", place / "sft"
+    place: Path = args.work
+    task, warm = place / "task", place / f"sft-{args.sft_steps}"
     data = f"data.train.path={task}/data/train.jsonl"
     if not (warm / "hf").exists():
         command(str(QUICKSTART / "make_task.py"), "--out", str(task))
         sft = [f"model.path={task}/model", data, f"output_dir={warm}", f"train.steps={args.sft_steps}"]
         train("sft.yaml", *sft, f"optimizer.warmup_steps={min(20, args.sft_steps - 1)}")
-    out = place / "run"
+    out = place / f"run-{os.getpid()}"
     settings = {
         "algorithm": variant.algorithm,
         "rollout.n": variant.n,
@@ -162,6 +191,7 @@ def on_model(variant: Variant, seed: int, args: argparse.Namespace, place: Path)
     }
     train("gvpo.yaml", data, *(f"{key}={json.dumps(value)}" for key, value in settings.items()))
     summary = json.loads((out / "summary.json").read_text())
+    shutil.rmtree(out)
     return {"reward": summary["pass_at_1_after"], "start": summary["pass_at_1_before"]}
 
 
@@ -209,6 +239,9 @@ def report(done: dict[str, Any], args: argparse.Namespace) -> str:
                     mean, error = spread(values)
                     shown = f"{mean:.3f}" + (f" ± {error:.3f}" if math.isfinite(error) else "")
                     lines.append(f"| {name} | {shown} | {len(values)} |")
+            wanted = args.tabular_seeds if task == "tabular" else args.seeds
+            missing = [f"{name} ({wanted - len(v)})" for name, v in found.items() if len(v) < wanted]
+            lines += ["", f"Not run yet, of {wanted} seeds each: {', '.join(missing)}."] if missing else []
             lines.append("")
             for better, worse in CLAIMS.get(table, []):
                 if found[better] and found[worse]:

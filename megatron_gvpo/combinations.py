@@ -59,6 +59,12 @@ def _engine(config: Config) -> None:
             f"rollout.async_steps={rollout.async_steps}: servers that have the trainer's own "
             "GPUs (rollout.servers.colocated) cannot generate while it trains: set it to 0"
         )
+    asking = [m.name for m in config.algorithm.members if m.name in ("learned_hint", "skills")]
+    if rollout.servers.colocated and asking:
+        raise ValueError(
+            f"algorithm.members: {asking[0]} asks the policy for log-probs while responses come, "
+            "when servers on the trainer's own GPUs (rollout.servers.colocated) have its memory"
+        )
     if rollout.servers.colocated and rollout.weights.transport in ("broadcast", "delta"):
         raise ValueError(
             f"rollout.weights.transport={rollout.weights.transport}: NCCL forms no process "
@@ -96,6 +102,12 @@ def _schedule(config: Config) -> None:
     if optimizer.warmup_steps >= train.steps * train.mini_batches:
         raise ValueError(
             f"optimizer.warmup_steps={optimizer.warmup_steps} leaves nothing of the run's "
+            f"{train.steps * train.mini_batches} updates (train.steps x train.mini_batches)"
+        )
+    critic = config.algorithm.critic
+    if critic is not None and critic.warmup_steps >= train.steps * train.mini_batches:
+        raise ValueError(
+            f"algorithm.critic.warmup_steps={critic.warmup_steps} leaves nothing of the run's "
             f"{train.steps * train.mini_batches} updates (train.steps x train.mini_batches)"
         )
     if optimizer.min_lr > optimizer.lr:

@@ -35,6 +35,7 @@ PLACES: dict[str, Any] = {  # of a method's blocks: key in `algorithm`, and what
     "shapers": blocks.AnyShaper,
     "batch_policy": blocks.AnyBatchPolicy,
     "estimator": blocks.AnyEstimator,
+    "critic": blocks.Critic,
     "loss": blocks.AnyLoss,
 }
 

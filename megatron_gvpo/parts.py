@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_gvpo.algorithms.batch_policy import BatchPolicy
-from megatron_gvpo.algorithms.curriculum import SuccessRate
-from megatron_gvpo.algorithms.members import History
+from megatron_gvpo.algorithms.curriculum import FunctionPrior, SuccessRate
+from megatron_gvpo.algorithms.members import Stateful
 from megatron_gvpo.config import Config, SamplingConfig, read_model_config
 from megatron_gvpo.data.order import PromptOrder
 from megatron_gvpo.data.prompts import DataError, PromptWriter, load_prompts
@@ -80,6 +80,7 @@ class Parts:
             self.order = WeightedOrder(self.prompts, config.train.seed, algorithm.prompts, self.tracker)
         self.members = [member.build() for member in algorithm.members]
         self.shapers = algorithm.shapers
+        self.estimator = None if algorithm.estimator is None else algorithm.estimator.build()
         self.batch_policy: BatchPolicy = config.algorithm.batch_policy.build(config.train.prompts_per_step)
         self.policy = Policy(config)
         self.profiler: ProfileWindow = profile_window(
@@ -105,7 +106,12 @@ class Parts:
                 greedy = answers(1, config.rollout.model_copy(update={"top_p": GREEDY}))
         writer = PromptWriter(config.data.train, config.data, tokenizer)
         self.sampler = ComposedSampler(
-            base, writer, self.members, end, answers=answers, greedy=greedy, tracker=self.tracker
+            *(base, writer, self.members, end),
+            answers=answers,
+            greedy=greedy,
+            tracker=self.tracker,
+            expected=algorithm.prior.expected if isinstance(algorithm.prior, FunctionPrior) else None,
+            policy=self.policy.score,
         )
         size = config.train.prompts_per_step
         self.batches = BatchQueue(self.order, self.prompts, self.sampler, size)
@@ -182,12 +188,15 @@ class Parts:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps besides the policy, as JSON values."""
-        members = [m.state_dict() if isinstance(m, History) else {} for m in self.members]
+        members: list[dict[str, Any]] = [
+            m.state_dict() if isinstance(m, Stateful) else {} for m in self.members
+        ]
         return {
             "order": self.batches.state_dict(),
             "batch_policy": self.batch_policy.state_dict(),
             "tracker": None if self.tracker is None else self.tracker.state_dict(),
             "members": members,
+            "estimator": self.estimator.state_dict() if isinstance(self.estimator, Stateful) else {},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -196,8 +205,10 @@ class Parts:
         if self.tracker is not None:
             self.tracker.load_state_dict(state.get("tracker") or {})
         for member, held in zip(self.members, state.get("members", ()), strict=False):
-            if isinstance(member, History):
+            if isinstance(member, Stateful):
                 member.load_state_dict(held)
+        if isinstance(self.estimator, Stateful):
+            self.estimator.load_state_dict(state.get("estimator", {}))
 
     def resume(self) -> int | None:
         """Restore the newest complete checkpoint; returns its step, None where there is none."""
@@ -209,12 +220,17 @@ class Parts:
         return int(state["step"])
 
     def save(self, step: int, state: dict[str, Any]) -> Path:
-        """Write a checkpoint of the policy and `state`. A collective."""
+        """Write a checkpoint of the policy and `state`, or begin to. A collective."""
         with self.timer.phase("checkpoint"):
             options = self.config.checkpoint
             return checkpoint.save(
-                self.checkpoints, step, self.policy, state, options.keep, options.any_layout
+                self.checkpoints, step, self.policy, state, options.keep, options.asynchronous
             )
+
+    def finish_saving(self) -> None:
+        """Wait for a checkpoint that is still being written. Raises CheckpointError where it cannot be."""
+        with self.timer.phase("checkpoint"):
+            self.policy.model.about_to_change()
 
     def export_hf(self, directory: Path) -> None:
         """Write a Hugging Face checkpoint: weights, configuration, tokenizer. A collective.

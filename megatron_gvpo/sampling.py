@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_gvpo.algorithms.curriculum import Equal, Knapsack
 from megatron_gvpo.algorithms.members import Member
+from megatron_gvpo.algorithms.shaping import Shaper, rewarded
 from megatron_gvpo.config import SamplingConfig
 from megatron_gvpo.data.prompts import PromptWriter
 from megatron_gvpo.data.tracker import SuccessTracker
@@ -21,7 +23,7 @@ from megatron_gvpo.rewards.pool import RewardPool
 from megatron_gvpo.rollout.collect import Rollouts
 from megatron_gvpo.rollout.engine import derived_seed
 from megatron_gvpo.rollout.fleet import RolloutError
-from megatron_gvpo.types import Group, Prompt, Rollout
+from megatron_gvpo.types import Group, Prompt, Rollout, Rows
 
 
 class Sampler(Protocol):
@@ -137,6 +139,7 @@ class BatchSampling:
     writer: PromptWriter
     end_token_id: int
     scorer: Callable[[list[Group]], None] | None
+    policy: Callable[[Rows], Tensor] | None = None  # log-probs of all response tokens
     asked: int = 0
 
     def ask(self, prompts: Sequence[Prompt], n: int) -> list[Group]:
@@ -178,12 +181,26 @@ class BatchSampling:
         assert self.scorer is not None, "without an engine there are no rewards"
         self.scorer(groups)
 
+    def mean_logp(self, prompts: Sequence[Prompt], responses: Sequence[Sequence[int]]) -> list[float]:
+        assert self.policy is not None, "the trainer gives its policy"
+        if not prompts:
+            return []
+        rows = Rows.from_groups(
+            [
+                Group(prompt, [Rollout(list(ids), [], "", "stop", -1, source="exit")])
+                for prompt, ids in zip(prompts, responses, strict=True)
+            ]
+        )
+        mean_n: list[float] = rows.sequence_mean(self.policy(rows)).tolist()
+        return mean_n
+
 
 class ComposedSampler:
     """A sampler's groups with the prior of their prompts, what joins them, and the tracker told of them.
 
-    `greedy` samples the most likely response of every prompt. `answers(n)` is a sampler of n responses, for
-    members that ask. `step` is set by the trainer.
+    `greedy` samples the most likely response of every prompt, or `expected(prompt)` says its prior.
+    `answers(n)` is a sampler of n responses, for members that ask, and `policy(rows)` gives log-probs. `step`
+    is set by the trainer.
     """
 
     def __init__(
@@ -196,10 +213,13 @@ class ComposedSampler:
         answers: Callable[[int], EngineSampler] | None = None,
         greedy: Sampler | None = None,
         tracker: SuccessTracker | None = None,
+        expected: Callable[[Prompt], float] | None = None,
+        policy: Callable[[Rows], Tensor] | None = None,
     ) -> None:
         self.step = 1
         self._base, self._writer, self._members, self._end = base, writer, members, end_token_id
-        self._answers, self._greedy, self._tracker = answers, greedy, tracker
+        self._expected = expected
+        self._answers, self._greedy, self._tracker, self._policy = answers, greedy, tracker, policy
 
     def submit(self, prompts: Sequence[Prompt], seed: int) -> Any:
         greedy = None if self._greedy is None else self._greedy.submit(prompts, seed)
@@ -211,6 +231,8 @@ class ComposedSampler:
         if self._greedy is not None:
             best = self._greedy.collect(greedy)
             groups = [replace(g, prior=b.rollouts[0].reward) for g, b in zip(groups, best, strict=True)]
+        elif self._expected is not None:
+            groups = [replace(g, prior=self._expected(g.prompt)) for g in groups]
         elif self._tracker is not None:
             groups = [replace(g, prior=self._tracker.expected_reward(g.prompt)) for g in groups]
         if self._tracker is not None:
@@ -218,9 +240,27 @@ class ComposedSampler:
         scorer = None if self._answers is None else self._answers(1).score
         for number, member in enumerate(self._members):
             of_member = derived_seed(seed, number, 1)
-            sampling = BatchSampling(self.step, of_member, self._answers, self._writer, self._end, scorer)
+            sampling = BatchSampling(
+                self.step, of_member, self._answers, self._writer, self._end, scorer, self._policy
+            )
             groups = member(groups, sampling)
         return groups
+
+
+def shaped(shaper: Shaper, groups: list[Group], step: int) -> list[Group]:
+    """`shaper(groups, step)` on every rank; what it asks outside is asked once. A collective."""
+    if not shaper.outside or dist.get_world_size() == 1:
+        return shaper(groups, step)
+    said: Any = None
+    if dist.get_rank() == 0:
+        try:
+            said = ["rewards", [group.rewards for group in shaper(groups, step)]]
+        except Exception as error:  # of the user's function: every rank must learn of it
+            said = ["error", f"{type(error).__name__}: {error}"]
+    kind, value = broadcast_msgpack(said)
+    if kind == "error":
+        raise RolloutError(f"algorithm.shapers: {getattr(shaper, 'name', '')}: {value}")
+    return [rewarded(group, rewards) for group, rewards in zip(groups, value, strict=True)]
 
 
 def _checked(texts: Any, groups: int, n: int) -> list[list[str]]:

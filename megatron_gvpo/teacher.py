@@ -1,18 +1,26 @@
-"""Another model's responses, over an OpenAI-compatible URL: for `algorithm.members: [{name: teacher}]`."""
+"""Another model, over an OpenAI-compatible URL: its responses, its grades, its preferences.
+
+`chat` is for `algorithm.members: [{name: teacher}]`, `grade` a reward (`rewards.components`), `prefers` the
+judge of `algorithm.shapers: [{name: win_rate}]`. `url` is that of the API, as http://localhost:8000/v1; `key`
+the field of the data record that holds the problem. With `plain` the model continues the text (/completions),
+without a chat template. All raise TeacherError for a request that fails or exceeds `timeout` seconds.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
-from megatron_gvpo.types import Group
+from megatron_gvpo.groups import Group, Prompt, Rollout
 
 
 class TeacherError(RuntimeError):
-    """The teacher gave no response."""
+    """The other model gave no response."""
 
 
 def chat(
@@ -27,53 +35,111 @@ def chat(
     timeout: float = 300.0,
     parallel: int = 16,
     api_key_env: str | None = None,
+    plain: bool = False,
 ) -> list[list[str]]:
-    """`n` texts of a chat model for each group's prompt, which is the field `key` of its data record.
+    """`n` texts of the model for each group's prompt.
 
-    `url` is that of the API, as http://localhost:8000/v1. `template` may also use {best}, the best of the
-    group's own responses, and {worst}. Raises TeacherError for a request that fails or exceeds `timeout`
-    seconds.
+    `template` may also use {best}, the best of the group's own responses, and {worst}.
     """
-    headers = {"Content-Type": "application/json"}
-    if api_key_env is not None:
-        headers["Authorization"] = f"Bearer {os.environ.get(api_key_env, '')}"
 
     def ask(group: Group) -> list[str]:
-        said = str(group.prompt.record.get(key, group.prompt.text))
         fields = {
-            "prompt": said,
+            "prompt": _problem(group.prompt, key),
             "best": max(group.rollouts, key=lambda rollout: rollout.reward).text,
             "worst": min(group.rollouts, key=lambda rollout: rollout.reward).text,
         }
-        text = template
-        for name, value in fields.items():
-            text = text.replace("{" + name + "}", value)
-        body = {
-            "model": model,
-            "messages": [{"role": "user", "content": text}],
-            "n": n,
-            "temperature": temperature,
-            "max_tokens": max_tokens,
-        }
-        request = urllib.request.Request(
-            f"{url.rstrip('/')}/chat/completions", json.dumps(body).encode(), headers
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=timeout) as response:
-                choices = json.load(response)["choices"]
-            texts = [str(choice["message"]["content"]) for choice in choices]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise TeacherError(f"{url}: prompt {group.prompt.id}: {type(error).__name__}: {error}") from error
-        if len(texts) != n:
-            raise TeacherError(
-                f"{url}: prompt {group.prompt.id}: {len(texts)} responses, and {n} were asked for"
-            )
-        return texts
+        options = {"model": model, "n": n, "temperature": temperature, "max_tokens": max_tokens}
+        what = f"{url}: prompt {group.prompt.id}"
+        return _texts(url, what, _filled(template, fields), options, timeout, api_key_env, plain)
 
     with ThreadPoolExecutor(parallel) as pool:
         return list(pool.map(ask, groups))
 
 
+def grade(
+    prompt: Prompt,
+    rollout: Rollout,
+    url: str,
+    model: str,
+    template: str = "{prompt}\n\nResponse:\n{response}\n\nGrade it from 0 to 10. Say the number only.",
+    key: str = "prompt",
+    scale: float = 10.0,
+    max_tokens: int = 16,
+    timeout: float = 60.0,
+    api_key_env: str | None = None,
+    plain: bool = False,
+) -> float:
+    """The first number that the model says of a response, over `scale` and within [0, 1]; 0 without one."""
+    fields = {"prompt": _problem(prompt, key), "response": rollout.text}
+    options = {"model": model, "n": 1, "temperature": 0.0, "max_tokens": max_tokens}
+    what = f"{url}: prompt {prompt.id}"
+    (said,) = _texts(url, what, _filled(template, fields), options, timeout, api_key_env, plain)
+    number = re.search(r"-?\d+(?:\.\d+)?", said)
+    return 0.0 if number is None else min(max(float(number[0]) / scale, 0.0), 1.0)
+
+
+def prefers(
+    prompt: Prompt,
+    a: Rollout,
+    b: Rollout,
+    url: str,
+    model: str,
+    template: str = "{prompt}\n\nA:\n{a}\n\nB:\n{b}\n\nWhich response is better? Say A or B only.",
+    key: str = "prompt",
+    max_tokens: int = 16,
+    timeout: float = 60.0,
+    api_key_env: str | None = None,
+    plain: bool = False,
+) -> float:
+    """1 where the model says A first, 0 for B, 0.5 for neither."""
+    fields = {"prompt": _problem(prompt, key), "a": a.text, "b": b.text}
+    options = {"model": model, "n": 1, "temperature": 0.0, "max_tokens": max_tokens}
+    what = f"{url}: prompt {prompt.id}"
+    (said,) = _texts(url, what, _filled(template, fields), options, timeout, api_key_env, plain)
+    letter = re.search(r"\b[AB]\b", said)
+    return 0.5 if letter is None else float(letter[0] == "A")
+
+
 def repeat_best(groups: Sequence[Group], n: int) -> list[list[str]]:
     """The group's own best response: for trying a recipe out, before a real teacher takes its place."""
     return [[max(group.rollouts, key=lambda rollout: rollout.reward).text] * n for group in groups]
+
+
+def _problem(prompt: Prompt, key: str) -> str:
+    return str(prompt.record.get(key, prompt.text))
+
+
+def _filled(template: str, fields: Mapping[str, str]) -> str:
+    """One pass, so that a field's own braces stay."""
+    names = "|".join(map(re.escape, fields))
+    return re.sub(rf"\{{({names})\}}", lambda found: fields[found[1]], template)
+
+
+def _texts(
+    url: str,
+    what: str,
+    text: str,
+    options: Mapping[str, Any],
+    timeout: float,
+    api_key_env: str | None,
+    plain: bool,
+) -> list[str]:
+    """As many texts as options["n"] says."""
+    headers = {"Content-Type": "application/json"}
+    if api_key_env is not None:
+        headers["Authorization"] = f"Bearer {os.environ.get(api_key_env, '')}"
+    asked = {"prompt": text} if plain else {"messages": [{"role": "user", "content": text}]}
+    request = urllib.request.Request(
+        f"{url.rstrip('/')}/{'completions' if plain else 'chat/completions'}",
+        json.dumps({**options, **asked}).encode(),
+        headers,
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=timeout) as response:
+            choices = json.load(response)["choices"]
+        texts = [str(choice["text"] if plain else choice["message"]["content"]) for choice in choices]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise TeacherError(f"{what}: {type(error).__name__}: {error}") from error
+    if len(texts) != options["n"]:
+        raise TeacherError(f"{what}: {len(texts)} responses, and {options['n']} were asked for")
+    return texts

@@ -11,6 +11,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from megatron_gvpo.algorithms.base import STEP_START
 from megatron_gvpo.callbacks import Callback
 from megatron_gvpo.config import Config
@@ -21,6 +23,7 @@ from megatron_gvpo.observe.mismatch import THRESHOLDS, MismatchWatch
 from megatron_gvpo.outputs import refuse_earlier_run, remove_earlier_run
 from megatron_gvpo.parts import Parts
 from megatron_gvpo.rollout.fleet import RolloutError
+from megatron_gvpo.sampling import shaped
 from megatron_gvpo.statistics import rollout_statistics, trained_tokens
 from megatron_gvpo.types import Group, Rows
 
@@ -61,6 +64,7 @@ class Trainer:
         found = self.parts.resume() if resume else None
         self.resumed = found is not None
         self.step = found or 0
+        self._saving: Path | None = None  # a checkpoint that may not be complete yet
         self._resume_point: dict[str, Any] = self.parts.state_dict()
 
     def fit(self) -> Metrics:
@@ -87,7 +91,9 @@ class Trainer:
                     interrupt.check()
             except (Interrupted, RolloutError):  # every rank raises them at the same point
                 self.save()
+                self._finish_saving()
                 raise
+            self._finish_saving()
             if self.config.checkpoint.export_hf:
                 self.parts.export_hf(Path(self.config.output_dir) / "hf")
             self._notify("on_end")
@@ -119,6 +125,7 @@ class Trainer:
         if results:  # unless every response was masked
             metrics["train/grad_norm"] = sum(r.update.grad_norm for r in results) / len(results)
             metrics["train/lr"] = results[-1].update.lr
+            metrics |= results[0].memory
         metrics["train/skipped"] = float(sum(r.update.skipped for r in results))
         metrics |= parts.sync_metrics
         metrics |= {f"time/{name}": value for name, value in phases.items()} | {"time/step": seconds}
@@ -143,7 +150,7 @@ class Trainer:
             if any(rollout.reward_errors for group in groups for rollout in group.rollouts):
                 interrupt.check()  # what ends a job ends what its rewards have started, too: no such step
             for shaper in parts.shapers:
-                groups = shaper(groups, self.step + 1)
+                groups = shaped(shaper, groups, self.step + 1)
             if groups and (batch := parts.batch_policy.offer(groups)) is not None:
                 return batch
             self._resume_point = parts.state_dict()
@@ -152,17 +159,29 @@ class Trainer:
         """Whole groups to the rows of each optimizer update, with their advantages."""
         metrics = rollout_statistics(groups, self.step) if self._has_rewards else {}
         metrics |= {f"batch/{name}": value for name, value in self.parts.batch_policy.metrics.items()}
-        count, estimator = self.config.train.mini_batches, self.config.algorithm.estimator
+        count, estimator = self.config.train.mini_batches, self.parts.estimator
         bounds = [len(groups) * i // count for i in range(count + 1)]
         mini_batches = [Rows.from_groups(groups[a:b]) for a, b in pairwise(bounds) if a < b]
         if estimator is not None:
             for i, rows in enumerate(mini_batches):
-                mini_batches[i], statistics = estimator.fill(rows)
+                mini_batches[i], statistics = estimator.fill(self._judged(rows))
                 for name, value in statistics.items():
                     key = f"advantage/{name}"
                     metrics[key] = metrics.get(key, 0.0) + float(value) / len(mini_batches)
         trained = [rows.trained() for rows in mini_batches]
         return [rows for rows in trained if len(rows)], metrics
+
+    def _judged(self, rows: Rows) -> Rows:
+        """The rows with what the estimator reads of models: values, log-probs of the policies it compares."""
+        policy, estimator = self.parts.policy, self.config.algorithm.estimator
+        columns: dict[str, Tensor] = {}
+        with self.parts.timer.phase("scoring"):
+            if policy.critic is not None:
+                columns["value_r"] = policy.critic.values(rows)
+            for anchor, reference in ({} if estimator is None else estimator.anchors).items():
+                now = reference == STEP_START
+                columns[f"{anchor}_logp_r"] = policy.score(rows) if now else policy.score_reference(rows)
+        return rows.with_columns(**columns)
 
     def _freeze_anchors(self, rows: Rows, first: bool) -> Rows:
         """Log-probs of the policies that the loss compares with, before the step's first update.
@@ -171,9 +190,10 @@ class Trainer:
         first mini-batch needs no scoring for it: there the policy at step start is the one that trains.
         """
         anchors, policy = self.config.algorithm.loss.anchors, self.parts.policy
-        columns, now_r = {}, None
+        columns: dict[str, Tensor | None] = {"old_logp_r": None, "ref_logp_r": None}  # but the estimator's
+        now_r = None
         if not (first or self._engine_reference) and STEP_START in anchors.values():
-            now_r = policy.score(rows)
+            now_r = policy.score(rows) if rows.old_logp_r is None else rows.old_logp_r
             self._mismatch.compare(rows, now_r, self.step)
         for anchor, reference in anchors.items():
             columns[f"{anchor}_logp_r"] = now_r if reference == STEP_START else policy.score_reference(rows)
@@ -190,6 +210,8 @@ class Trainer:
             rows = rows.with_columns(ref_logp_r=self._mismatch.corrected(rows))
         watched = first and rows.engine_logp_r is not None
         result = self.parts.policy.update(rows, at_step_start=first, keep_logp=watched)
+        if (critic := self.parts.policy.critic) is not None:
+            result.metrics.update(critic.update(rows))
         if first and result.logp_r is not None:
             self._mismatch.compare(rows, result.logp_r, self.step)
         return result
@@ -199,9 +221,17 @@ class Trainer:
         return self.parts.evaluate(self.step)
 
     def save(self) -> None:
-        """Write a checkpoint from which a resumed run repeats what this one does next."""
-        directory = self.parts.save(self.step, self._resume_point)
-        self._notify("on_checkpoint", directory)
+        """Write, or begin to write, a checkpoint from which a resumed run repeats what this one does next."""
+        self._finish_saving()
+        self._saving = self.parts.save(self.step, self._resume_point)
+        if not self.config.checkpoint.asynchronous:
+            self._finish_saving()
+
+    def _finish_saving(self) -> None:
+        if self._saving is not None:
+            self.parts.finish_saving()
+            directory, self._saving = self._saving, None
+            self._notify("on_checkpoint", directory)
 
     def _notify(self, event: str, *args: Any) -> None:
         for callback in self.callbacks:

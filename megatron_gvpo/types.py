@@ -44,6 +44,8 @@ class Rows:
     ref_logp_r: Tensor | None = None  # the method's reference policy, by the trainer or the engine
     engine_logp_r: Tensor | None = None  # the policy that sampled, by the engine; NaN: no engine sampled it
     version_r: Tensor | None = None  # int64: the weight version that sampled the token
+    value_r: Tensor | None = None  # the critic's, of what came before the token; before the step's updates
+    return_r: Tensor | None = None  # what the critic is to learn
     item_r: Tensor | None = None  # int64: which item of its response the token belongs to
     weight_r: Tensor | None = None  # dL/dlogp, where it is known before the forward
 

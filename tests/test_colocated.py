@@ -107,6 +107,8 @@ def test_what_cannot_share_a_gpu_is_refused(task: Path, tmp_path: Path):
         configure(task, tmp_path, *colocated)
     with pytest.raises(ConfigError, match=r"async_steps=1.*set it to 0"):
         configure(task, tmp_path, *colocated, "rollout.weights.transport=shared", "rollout.async_steps=1")
+    with pytest.raises(ConfigError, match="learned_hint asks the policy for log-probs while responses come"):
+        configure(task, tmp_path, *colocated, "rollout.weights.transport=shared", "algorithm=hill")
 
 
 @pytest.mark.parametrize(

@@ -159,6 +159,10 @@ def test_an_ema_reference(good):
         # impossible combinations
         ("rollout.n=1", "rollout.n=1: this algorithm compares the responses of a prompt with each other"),
         ("train.mini_batches=3", "train.mini_batches=3 does not divide train.prompts_per_step=4"),
+        (
+            "algorithm={recipe: ppo, critic: {warmup_steps: 40}}",
+            "algorithm.critic.warmup_steps=40 leaves nothing of the run's 40 updates",
+        ),
         ("optimizer.warmup_steps=40", "optimizer.warmup_steps=40 leaves nothing of the run's 40 updates"),
         ("optimizer.min_lr=1", "optimizer.min_lr=1.0 exceeds optimizer.lr=1e-05"),
         ("eval.k=[8]", "eval.k=[8]: pass@k needs eval.n >= k, and eval.n=4"),
@@ -429,6 +433,25 @@ def test_positions_that_megatron_does_not_have(good, overrides, sizes, said):
 def test_an_architecture_that_is_not_supported(good):
     with pytest.raises(ConfigError, match=r"architecture GPT2LMHeadModel in .*; supported: Deepseek"):
         check_layout(with_model(good, architectures=["GPT2LMHeadModel"]), 1)
+
+
+def test_a_critic_must_fit_the_layout_and_the_policys_tokens(good, tmp_path):
+    critic = tmp_path / "critic"
+    critic.mkdir()
+    config = with_model(good, "algorithm=ppo", f"algorithm.critic.path={critic}", vocab_size=100)
+    fitting = json.loads((good.parent / "config.json").read_text())
+    for changes, said in (
+        ({"architectures": ["BertModel"]}, "critic.path=.*architecture BertModel"),
+        ({"vocab_size": 99}, "critic.path=.*vocab_size=99, .*policy's is 100"),
+        ({"num_attention_heads": 13}, "does not divide"),
+    ):
+        (critic / "config.json").write_text(json.dumps({**fitting, **changes}))
+        two = load_config([good], [f"model.path={good.parent}", "algorithm=ppo", "parallel.tp=2"])
+        two = two.model_copy(update={"algorithm": config.algorithm})
+        with pytest.raises(ConfigError, match=said):
+            check_layout(two, 2)
+    (critic / "config.json").write_text(json.dumps(fitting))
+    check_layout(config, 1)
 
 
 def test_a_model_directory_without_a_readable_config(good):

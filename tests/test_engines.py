@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 from distributed import launch
+from groups import make_group
 from safetensors.torch import load_file
 from servers import ENGINES, Client, checksum, running, served_config
 from transformers import AutoModelForCausalLM
 
+from megatron_gvpo import teacher
 from megatron_gvpo.config import Config, ConfigError, SamplingConfig, ServersConfig, read_model_config
 from megatron_gvpo.rollout.checks import check_server
 from megatron_gvpo.rollout.engine import Request
@@ -116,6 +120,29 @@ def test_a_response_stopped_for_new_weights_goes_on_where_it_was(served: Running
         assert rollout.spans[0][2] == rollout.spans[1][1] and rollout.spans[1][2] == len(rollout.token_ids)
         expected = logprobs(task / "model", prompt, rollout.token_ids, temperature=2.0)
         assert torch.allclose(torch.tensor(rollout.logprobs), expected, atol=2e-4)
+
+
+def test_a_served_model_teaches_grades_and_judges(served: Running, task: Path):
+    """Over its OpenAI-compatible URL, without a chat template, which the tiny tokenizer has not."""
+    group = make_group([0, 1], texts=["1", "2"], record={"prompt": "12+34="})
+    asked = {"url": f"{served.url}/v1", "model": served_model(served.url), "plain": True}
+    texts = teacher.chat([group, group], 2, max_tokens=5, **asked)
+    assert [len(of_group) for of_group in texts] == [2, 2] and any(map(any, texts))
+    greedy = [teacher.chat([group], 1, temperature=0.0, max_tokens=8, **asked) for _ in range(2)]
+    assert greedy[0] == greedy[1] and greedy[0][0][0]
+    said = teacher.grade(
+        group.prompt, group.rollouts[0], template="{prompt}{response}", max_tokens=8, **asked
+    )
+    assert 0 <= said <= 1
+    won = teacher.prefers(group.prompt, *group.rollouts, template="{prompt}{a}{b}", max_tokens=8, **asked)
+    assert won in (0.0, 0.5, 1.0)
+    with pytest.raises(teacher.TeacherError, match="HTTP Error 4"):
+        teacher.chat([group], 1, **{**asked, "url": f"{served.url}/v2"})
+
+
+def served_model(url: str) -> str:
+    with urllib.request.urlopen(f"{url}/v1/models", timeout=30) as answer:
+        return str(json.load(answer)["data"][0]["id"])
 
 
 def test_the_servers_own_words_reach_the_user(served: Running):

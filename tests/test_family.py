@@ -13,9 +13,13 @@ from rows import make_rows
 from scipy.stats import beta as beta_distribution
 
 from megatron_gvpo.algorithms.bnpo import BNPO
+from megatron_gvpo.algorithms.care import ConfidenceEstimator
 from megatron_gvpo.algorithms.estimators import Estimator
+from megatron_gvpo.algorithms.fgrpo import LagrangianEstimator
+from megatron_gvpo.algorithms.gae import GAE
 from megatron_gvpo.algorithms.gdpo import ComponentEstimator
 from megatron_gvpo.algorithms.grao import ReferenceAnswerEstimator
+from megatron_gvpo.algorithms.m_grpo import RoleEstimator
 from megatron_gvpo.algorithms.mc_grpo import MedianEstimator
 from megatron_gvpo.algorithms.ngrpo import VirtualEstimator
 from megatron_gvpo.algorithms.rank_grpo import RankEstimator
@@ -256,8 +260,13 @@ BLOCKS = {
     "shrunk": ShrunkEstimator(),
     "reference answer": ReferenceAnswerEstimator(),
     "rank": RankEstimator(items=2, separator_ids=(2,), component="c"),
+    "lagrangian": LagrangianEstimator(constraints={"a": 0.5}, start=2.0),
+    "confidence": ConfidenceEstimator(),
+    "roles": RoleEstimator(open_ids=(2,), close_ids=(3,), local="c_1"),
+    "gae": GAE(kl_coef=0.1, lam=0.5),
+    "gae without values": GAE(values="zero"),
 }
-CENTRED = ("bnpo", "components", "stratified")
+CENTRED = ("bnpo", "components", "stratified", "lagrangian", "confidence")
 
 
 def filled_rows(groups: list[list[float]]) -> Rows:
@@ -266,6 +275,7 @@ def filled_rows(groups: list[list[float]]) -> Rows:
     return rows.with_columns(
         component_n={"a": (column_n > 0).float(), "c_1": column_n, "c_2": -column_n},
         prior_n=torch.full((len(rows),), 0.3),
+        value_r=rows.old_logp_r + 1,
     )
 
 

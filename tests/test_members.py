@@ -49,6 +49,10 @@ class Asked:
     def texts(self, function, groups, n, options):
         return load_function(function)(groups, n, **options)
 
+    def mean_logp(self, prompts, responses):
+        """The longer the prompt's text, the likelier."""
+        return [-1.0 + 0.01 * len(prompt.text) for prompt in prompts]
+
     def score(self, groups: list[Group]) -> None:
         for rollout in (r for group in groups for r in group.rollouts):
             rollout.reward = float(len(rollout.text))
@@ -196,14 +200,14 @@ def test_a_teacher_joins_scored_like_the_others():
 
 
 def test_a_chat_model_is_asked_over_http():
-    """A server that answers by what it was asked; then one that is not there."""
-    said = []
+    """A server that answers by the model it is asked for; then one that is not there."""
+    said, answers = [], {"grader": "7 of 10", "judge": "B, not A", "mute": "?"}
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             said.append((self.path, body["model"], body["messages"][0]["content"]))
-            choices = [{"message": {"content": f"{i}"}} for i in range(body["n"])]
+            choices = [{"message": {"content": answers.get(body["model"], f"{i}")}} for i in range(body["n"])]
             answer = json.dumps({"choices": choices}).encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(answer)))
@@ -218,8 +222,12 @@ def test_a_chat_model_is_asked_over_http():
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/v1"
         texts = teacher.chat([group], 2, url=url, model="m", template="{prompt}: {best}, not {worst}")
+        a, b = group.rollouts
+        grades = [teacher.grade(group.prompt, a, url=url, model=who) for who in ("grader", "mute")]
+        wins = [teacher.prefers(group.prompt, a, b, url=url, model=who) for who in ("judge", "mute")]
         server.shutdown()
     assert texts == [["0", "1"]]
-    assert said == [("/v1/chat/completions", "m", "1+1: good, not bad")]
+    assert said[0] == ("/v1/chat/completions", "m", "1+1: good, not bad")
+    assert grades == [0.7, 0.0] and "bad" in said[1][2] and wins == [0.0, 0.5] and "B:\ngood" in said[3][2]
     with pytest.raises(teacher.TeacherError, match=r"/v1: prompt p: "):
         teacher.chat([group], 1, url=url, model="m", timeout=5)

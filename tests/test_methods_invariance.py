@@ -45,6 +45,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "drpo": {"recipe": "drpo", "loss": {"max_tokens": 20}},
     "reg_grpo": {"recipe": "reg_grpo", "loss": {"kl_coef": 0.2, "eps": 1.0}},
     "whitened": {"recipe": "reinforce_pp_baseline"},
+    "returns less kl": {"recipe": "reinforce_pp", "estimator": {"kl_coef": 0.3}},
     "batch std": {"recipe": "gpg_batch_std"},
 }
 ALGORITHMS["ppo of items"]["loss"] = {"kl_coef": 0.0, "ratio": "item", "aggregation": "token_mean"}

@@ -33,6 +33,14 @@ EXTRA = {
     ],
     "gvpo_teacher": ["algorithm.members=[{name: teacher, function: 'megatron_gvpo.teacher:repeat_best'}]"],
     "s_grpo": ["data.max_prompt_tokens=64"],
+    "hill": ["data.max_prompt_tokens=96", 'algorithm.members.0.template="{failed}"'],
+    "masa": ["data.max_prompt_tokens=192", 'algorithm.members.0.template="{}"'],
+    "arise": [
+        'algorithm.members=[{name: skills, n: 2, after_step: 0, gate: 0, template: "{skill}", '
+        'summary_template: "{best}"}]'
+    ],
+    "m_grpo": ["algorithm.estimator={open_ids: [1, 2, 3, 4], close_ids: [5, 6, 7, 8], local: rubric}"],
+    "grpo_care": ["algorithm.estimator={marker_ids: [1, 2, 3], accuracy: right}"],
     "igrpo": ['algorithm.members.0.template="{hint}"'],
 }
 

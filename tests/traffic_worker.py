@@ -15,6 +15,7 @@ from megatron_gvpo.config import build_config
 from megatron_gvpo.megatron import parallel
 from megatron_gvpo.megatron.batch import TokenBatch
 from megatron_gvpo.megatron.policy import Policy
+from megatron_gvpo.megatron.shares import my_micro_batches
 from megatron_gvpo.observe.traffic import Traffic
 from megatron_gvpo.types import Rows
 
@@ -97,7 +98,7 @@ def run(directory: str) -> None:
     )
     policy = Policy(config)
     rows = rows_of(case["lengths"])
-    mine, _ = policy._plan(rows, keep_groups=True)
+    mine, _ = my_micro_batches(policy.model, rows, case["budget"], keep_groups=True)
     packs = [TokenBatch.pack(rows.select(index), policy.model.padding) for index in mine]
     with Traffic(parallel.group_names()) as traffic:
         policy.update(rows, at_step_start=case["at_step_start"])

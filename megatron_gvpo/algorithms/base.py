@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Protocol, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -52,6 +52,12 @@ class Reference(Block):
 STEP_START = Reference()
 
 
+class FilledBy(Protocol):
+    """An estimator at work."""
+
+    def fill(self, rows: Rows) -> tuple[Rows, Metrics]: ...
+
+
 class Advantage(Block):
     """Rewards to advantages, of all rows of one optimizer step at once.
 
@@ -73,6 +79,20 @@ class Advantage(Block):
     def needs_group(self) -> bool:
         """Whether it compares the responses of a prompt with each other."""
         return True
+
+    @property
+    def needs_values(self) -> bool:
+        """Whether it reads `rows.value_r`, a critic's."""
+        return False
+
+    @property
+    def anchors(self) -> Mapping[Literal["old", "ref"], Reference]:
+        """The policies whose log-probs it reads, as `Loss.anchors`."""
+        return {}
+
+    def build(self) -> FilledBy:
+        """What fills a run's rows: itself, unless it remembers something from step to step."""
+        return self
 
     def __call__(self, rows: Rows) -> tuple[Tensor, Metrics]:
         raise NotImplementedError

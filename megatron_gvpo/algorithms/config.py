@@ -7,12 +7,16 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from megatron_gvpo.algorithms.base import STEP_START, Block
+from megatron_gvpo.algorithms.arise import Skills
+from megatron_gvpo.algorithms.base import STEP_START, Block, Reference
 from megatron_gvpo.algorithms.batch_policy import Accumulate, KeepAll
 from megatron_gvpo.algorithms.bnpo import BNPO
+from megatron_gvpo.algorithms.care import ConfidenceEstimator
 from megatron_gvpo.algorithms.cispo import CISPO
+from megatron_gvpo.algorithms.consistency import InformationConsistency
 from megatron_gvpo.algorithms.curriculum import (
     Equal,
+    FunctionPrior,
     GreedyPrior,
     InOrder,
     Knapsack,
@@ -25,16 +29,22 @@ from megatron_gvpo.algorithms.custom import CustomEstimator, CustomLoss, CustomS
 from megatron_gvpo.algorithms.disco import DisCO
 from megatron_gvpo.algorithms.dpo import DPO
 from megatron_gvpo.algorithms.estimators import Estimator
+from megatron_gvpo.algorithms.fgrpo import LagrangianEstimator
 from megatron_gvpo.algorithms.filters import Drop, Keep, MaskTruncated
+from megatron_gvpo.algorithms.gae import GAE, Critic
 from megatron_gvpo.algorithms.gdpo import ComponentEstimator
 from megatron_gvpo.algorithms.grao import ReferenceAnswerEstimator
 from megatron_gvpo.algorithms.guests import Exits, Teacher
 from megatron_gvpo.algorithms.gvpo import GVPO
+from megatron_gvpo.algorithms.hill import LearnedHint
 from megatron_gvpo.algorithms.judged import GroupSimilarity, WinRate
+from megatron_gvpo.algorithms.m_grpo import RoleEstimator
+from megatron_gvpo.algorithms.masa import Foresight
 from megatron_gvpo.algorithms.mc_grpo import MedianEstimator
 from megatron_gvpo.algorithms.members import Demonstration, Hinted, Replay
 from megatron_gvpo.algorithms.ngrpo import VirtualEstimator
 from megatron_gvpo.algorithms.nll import NLL
+from megatron_gvpo.algorithms.osla import OneMore
 from megatron_gvpo.algorithms.pg import PolicyGradient
 from megatron_gvpo.algorithms.ppo import PPO
 from megatron_gvpo.algorithms.rank_grpo import RankEstimator
@@ -70,10 +80,12 @@ def _group_by_default(value: Any) -> Any:
 AnyPrompts = Annotated[InOrder | SuccessRate, Field(discriminator="name"), BeforeValidator(_named)]
 AnyAllocation = Annotated[Equal | Knapsack, Field(discriminator="name"), BeforeValidator(_named)]
 AnyPrior = Annotated[
-    NoPrior | GreedyPrior | TrackedPrior, Field(discriminator="name"), BeforeValidator(_named)
+    NoPrior | GreedyPrior | TrackedPrior | FunctionPrior, Field(discriminator="name"), BeforeValidator(_named)
 ]
 AnyMember = Annotated[
-    Replay | Demonstration | Hinted | Exits | Teacher, Field(discriminator="name"), BeforeValidator(_named)
+    Replay | Demonstration | Hinted | Exits | Teacher | LearnedHint | Skills | Foresight | OneMore,
+    Field(discriminator="name"),
+    BeforeValidator(_named),
 ]
 AnyShaper = Annotated[
     Affine
@@ -91,6 +103,7 @@ AnyShaper = Annotated[
     | MaskTruncated
     | WinRate
     | GroupSimilarity
+    | InformationConsistency
     | CustomShaper,
     Field(discriminator="name"),
     BeforeValidator(_named),
@@ -108,6 +121,10 @@ AnyEstimator = Annotated[
     | ShrunkEstimator
     | ReferenceAnswerEstimator
     | RankEstimator
+    | LagrangianEstimator
+    | ConfidenceEstimator
+    | RoleEstimator
+    | GAE
     | CustomEstimator,
     Field(discriminator="name"),
     BeforeValidator(_group_by_default),
@@ -141,6 +158,7 @@ class AlgorithmConfig(Block):
     shapers: tuple[AnyShaper, ...] = ()  # what changes rewards, masks and drops, in this order
     batch_policy: AnyBatchPolicy = KeepAll()
     estimator: AnyEstimator | None = None  # for losses that are weighed by advantages
+    critic: Critic | None = None  # for the estimator gae
     loss: AnyLoss = GVPO()
     # Who computes the log-probs of the policy at step start that the loss compares with: "engine" takes those
     # that came with the responses, corrected by their mean gap a token, and saves the scoring pass.
@@ -185,6 +203,15 @@ class AlgorithmConfig(Block):
                 f"the estimator {estimator.name} gives every token an advantage, and the loss {loss.name} "
                 "takes one a response"
             )
+        if (estimator is not None and estimator.needs_values) != (self.critic is not None):
+            raise ValueError(
+                "critic has no effect: only the estimator gae with values=critic reads its values"
+                if self.critic is not None
+                else f"critic is missing: the estimator {getattr(estimator, 'name', None)} reads its values"
+            )
+        references = {a for a in self.anchors if a != STEP_START}
+        if len(references) > 1:
+            raise ValueError("loss.reference and estimator.reference differ: one reference policy is kept")
         if getattr(loss, "ratio", None) == "item" and not isinstance(estimator, RankEstimator):
             raise ValueError("loss.ratio=item needs the estimator rank, which finds the items")
         if self.reference_logprobs == "engine":
@@ -232,6 +259,12 @@ class AlgorithmConfig(Block):
         else:
             return
         raise ValueError(f"reference_logprobs=engine: the loss {self.loss.name} {problem}; use trainer")
+
+    @property
+    def anchors(self) -> tuple[Reference, ...]:
+        """The policies that loss or estimator compare with."""
+        of_estimator = () if self.estimator is None else self.estimator.anchors.values()
+        return (*self.loss.anchors.values(), *of_estimator)
 
     @property
     def needs_group(self) -> bool:

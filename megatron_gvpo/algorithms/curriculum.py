@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, model_validator
 
 from megatron_gvpo.algorithms.base import Block
+from megatron_gvpo.functions import check_call, load_function
+from megatron_gvpo.types import Prompt
 
 
 class Record(NamedTuple):
@@ -150,6 +152,26 @@ class GreedyPrior(Block):
     """The reward of the policy's most likely response, which is not trained (ReMax, arXiv 2310.10505)."""
 
     name: Literal["greedy"] = "greedy"
+
+
+class FunctionPrior(Block):
+    """What a function of the user's says: `function(prompt, **options)` -> the expected reward.
+
+    The interface for a learned prior such as V_0 (arXiv 2602.03584). It is called on every rank alike, so it
+    must give all the same.
+    """
+
+    name: Literal["function"] = "function"
+    function: str
+    options: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _callable(self) -> Self:
+        check_call(load_function(self.function), "f(prompt, **options)", 1, self.options)
+        return self
+
+    def expected(self, prompt: Prompt) -> float:
+        return float(load_function(self.function)(prompt, **self.options))
 
 
 class TrackedPrior(Block):

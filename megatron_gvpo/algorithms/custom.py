@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 from torch import Tensor
@@ -92,6 +92,8 @@ class CustomEstimator(Advantage):
 
 class CustomShaper(Shaper):
     """`function(group: Group, **options)` -> the group's new rewards, one a response."""
+
+    outside: ClassVar[bool] = True
 
     name: Literal["custom"] = "custom"
     function: str

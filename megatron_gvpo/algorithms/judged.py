@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
@@ -21,6 +21,8 @@ class WinRate(Shaper):
     it is asked once a pair, with i before j. `opponents`: the next so many of the group, cyclically; null:
     all others. A response alone has 0.5.
     """
+
+    outside: ClassVar[bool] = True
 
     name: Literal["win_rate"] = "win_rate"
     function: str  # "module:function" or "file.py:function"
@@ -55,6 +57,8 @@ class GroupSimilarity(Shaper):
     made of all prompts of the batch with the same value there (paraphrases), and only responses to *other*
     prompts are compared. Inspired by the abstract.
     """
+
+    outside: ClassVar[bool] = True
 
     name: Literal["group_similarity"] = "group_similarity"
     function: str

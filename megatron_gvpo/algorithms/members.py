@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self, runtime_checkable
 
 from pydantic import Field, PositiveInt, model_validator
 
@@ -44,8 +44,20 @@ class Sampling(Protocol):
     def score(self, groups: list[Group]) -> None:
         """Fill in the rewards."""
 
+    def mean_logp(self, prompts: Sequence[Prompt], responses: Sequence[Sequence[int]]) -> list[float]:
+        """The mean log-prob of each response's tokens behind its prompt, under the policy at step start."""
+
 
 Member = Callable[[Sequence[Group], Sampling], list[Group]]
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What a member or an estimator of a run remembers from step to step: JSON values, for checkpoints."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class Replay(Block):

@@ -29,6 +29,7 @@ class PPO(Loss):
     dual_clip       bounds the term of a negative advantage: it is at most -dual_clip * A (arXiv 1912.09729)
     demonstrations  the ratio of given solutions, which no policy sampled:
                     ratio        pi / pi_old like any other's
+                    unclipped    the same, and never clipped
                     probability  pi, as if given with certainty
                     shaped       pi / (pi + shape), unclipped (LUFFY, arXiv 2504.14945)
                     likelihood   none: the term is -likelihood_coef log pi (ExPO, arXiv 2507.02834)
@@ -43,7 +44,7 @@ class PPO(Loss):
     reference: Reference = Reference(name="fixed")
     aggregation: Aggregation = Aggregation(name="sequence_mean")
     importance: TruncatedImportance | None = None
-    demonstrations: Literal["ratio", "probability", "shaped", "likelihood"] = "ratio"
+    demonstrations: Literal["ratio", "unclipped", "probability", "shaped", "likelihood"] = "ratio"
     shape: float = Field(0.1, gt=0)
     likelihood_coef: float = Field(0.1, ge=0)
     cross_context: bool = False  # responses to a hinted prompt: pi_old by the engine, with the hint (Guide)
@@ -61,7 +62,7 @@ class PPO(Loss):
         return (
             self.importance is None
             and not self.cross_context
-            and self.demonstrations in ("ratio", "likelihood")
+            and self.demonstrations in ("ratio", "unclipped", "likelihood")
             and all(anchor == STEP_START for anchor in self.anchors.values())
         )
 
@@ -107,6 +108,8 @@ class PPO(Loss):
         if self.demonstrations in ("ratio", "likelihood") or rows.demonstration_n is None:
             return ratio_r, free_r
         given_r = rows.demonstration_n[rows.seq_r]
+        if self.demonstrations == "unclipped":
+            return ratio_r, given_r
         own_r = rows.sequence_mean(logp_r)[rows.seq_r] if self.ratio == "sequence" else logp_r
         if self.demonstrations == "probability":
             return own_r.exp().where(given_r, ratio_r), free_r

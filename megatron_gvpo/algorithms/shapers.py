@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import fmean, pstdev
 from typing import Literal
 
@@ -14,14 +15,23 @@ from megatron_gvpo.types import Group, Rollout
 
 
 class Affine(Shaper):
-    """r' = scale r + shift: [0, 1] for BNPO; +1 and -lambda of Weighted GRPO are 1 + lambda and -lambda."""
+    """r' = scale r + shift: [0, 1] for BNPO; +1 and -lambda of Weighted GRPO are 1 + lambda and -lambda.
+
+    What was expected of the prompt (`algorithm.prior`) changes alike.
+    """
 
     name: Literal["affine"] = "affine"
     scale: float = 1.0
     shift: float = 0.0
 
     def __call__(self, groups: Sequence[Group], step: int) -> list[Group]:
-        return each(groups, lambda rollout: self.scale * rollout.reward + self.shift)
+        shaped = each(groups, lambda rollout: self._of(rollout.reward))
+        return [
+            replace(group, prior=None if group.prior is None else self._of(group.prior)) for group in shaped
+        ]
+
+    def _of(self, reward: float) -> float:
+        return self.scale * reward + self.shift
 
 
 class Overlong(SizedShaper):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Self
+from typing import ClassVar, Self
 
 from megatron_gvpo.algorithms.base import Block
 from megatron_gvpo.types import Group, Rollout
@@ -13,8 +13,12 @@ from megatron_gvpo.types import Group, Rollout
 class Shaper(Block):
     """Scored groups in, groups out, before the batch policy sees them; what came in is left as it was.
 
-    `step` counts from 1. Shapers run in the order of the list `algorithm.shapers`, on every rank alike.
+    `step` counts from 1. Shapers run in the order of the list `algorithm.shapers`, on every rank alike but
+    for those that ask `outside`.
     """
+
+    # It changes rewards only, by a function of the user's, which may ask a model: called on one rank.
+    outside: ClassVar[bool] = False
 
     def sized(self, max_tokens: int) -> Self:
         """For responses of at most `max_tokens` tokens."""

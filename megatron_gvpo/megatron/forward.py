@@ -28,23 +28,15 @@ from torch import Tensor
 
 from megatron_gvpo.kernels.linear_logprob import LinearLogprob, linear_logprob
 from megatron_gvpo.megatron.batch import TokenBatch
+from megatron_gvpo.megatron.footprint import Footprint
 from megatron_gvpo.megatron.model import Model
 from megatron_gvpo.megatron.parallel import device, megatron_device
 from megatron_gvpo.types import Rows
 
 # (rows of one micro-batch, the head's output) -> (share of the loss, what to hand back to the caller)
-LossFunction = Callable[[Rows, LinearLogprob], tuple[Tensor, Any]]
-
-
-@dataclass(frozen=True)
-class HeadContext:
-    """What the fused head needs besides the hidden states."""
-
-    batch: TokenBatch
-    temperature: float
-    entropy: bool
-    vocab_size: int
-    stash_bytes: int
+LossFunction = Callable[[Rows, Any], tuple[Tensor, Any]]
+# (hidden states [t, 1, h], GPTModel's output layer, tied weight or None, this rank's tokens) -> its output
+Head = Callable[[Tensor, Any, Tensor | None, TokenBatch], Any]
 
 
 def run(
@@ -52,31 +44,30 @@ def run(
     micro_batches: Sequence[Rows],
     loss_function: LossFunction,
     *,
-    temperature: float,
-    entropy: bool = False,
-    stash_bytes: int = 0,
+    head: Head,
     forward_only: bool = False,
 ) -> list[Any]:
-    """Run this rank's micro-batches. Returns what `loss_function` handed back, one a micro-batch, on
-    the last pipeline stage, and an empty list on the others. Gradients are left in the DDP buffers.
+    """Run this rank's micro-batches through model and `head`. Returns what `loss_function` handed back, one a
+    micro-batch, on the last pipeline stage, and an empty list on the others. Gradients are left in the DDP
+    buffers.
     """
     scale = float(len(micro_batches) * parallel_state.get_data_parallel_world_size())
     cp_group = parallel_state.get_context_parallel_group()
 
-    def loss(rows: Rows, output: tuple[Any, ...]) -> tuple[Tensor, Any]:
-        share, result = loss_function(rows, LinearLogprob(*output))
+    def loss(rows: Rows, output: Any) -> tuple[Tensor, Any]:
+        share, result = loss_function(rows, output)
         return share * scale, result
 
     def forward_step(data: Iterator[Rows], chunk: Any) -> tuple[Any, Callable[..., Any]]:
-        whole = TokenBatch.pack(next(data), model.padding)
+        whole = TokenBatch.pack(next(data), model.padding, model.share_prompts)
         batch = whole.cut(cp_group.size(), cp_group.rank()).to(device())
         output = chunk(
             input_ids=batch.token_t[None],
             position_ids=batch.position_t[None],
             attention_mask=None,
             packed_seq_params=_packed_params(model, batch),
-            output_processor=_head,
-            output_processor_context=HeadContext(batch, temperature, entropy, model.vocab_size, stash_bytes),
+            output_processor=_call_head,
+            output_processor_context=(head, batch),
         )
         return output, partial(loss, batch.rows)
 
@@ -95,41 +86,64 @@ def run(
     return results
 
 
-def _head(
-    *, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, context: HeadContext, **_: Any
-) -> LinearLogprob:
+def _call_head(
+    *, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, context: Any, **_: Any
+) -> Any:
+    head, batch = context
+    return head(hidden_states, output_layer, output_weight, batch)
+
+
+@dataclass(frozen=True)
+class LogprobHead:
     """hidden_states [t, 1, h] (t / tp under sequence parallelism) -> log-probs of the response tokens."""
-    batch = context.batch
-    if output_layer.sequence_parallel:
-        full_th = gather_from_sequence_parallel_region(hidden_states)  # backward: reduce-scatter
-        hidden_rh = full_th.squeeze(1).index_select(0, batch.response_r)
-    else:
-        hidden_rh = hidden_states.squeeze(1).index_select(0, batch.response_r)
-        hidden_rh = copy_to_tensor_model_parallel_region(hidden_rh)  # backward: all-reduce
-    weight_r = batch.rows.weight_r
-    mine = linear_logprob(
-        hidden_rh,
-        output_layer.weight if output_weight is None else output_weight,
-        batch.label_r,
-        temperature=context.temperature,
-        # With weights known beforehand the head gives no gradient to entropies.
-        weight_r=None if weight_r is None or context.entropy else weight_r[batch.index_r],
-        entropy=context.entropy,
-        tp_group=parallel_state.get_tensor_model_parallel_group(),
-        vocab_size=context.vocab_size,
-        stash_bytes=context.stash_bytes,
-    )
-    if parallel_state.get_context_parallel_world_size() == 1:
-        return mine
-    entropy_r = None if mine.entropy_r is None else _whole(mine.entropy_r, batch)
-    return mine._replace(logp_r=_whole(mine.logp_r, batch), entropy_r=entropy_r)
+
+    temperature: float
+    vocab_size: int
+    entropy: bool = False
+    stash_bytes: int = 0
+    footprint: Footprint | None = None
+
+    def __call__(
+        self, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, batch: TokenBatch
+    ) -> LinearLogprob:
+        if output_layer.sequence_parallel:
+            full_th = gather_from_sequence_parallel_region(hidden_states)  # backward: reduce-scatter
+            hidden_rh = full_th.squeeze(1).index_select(0, batch.response_r)
+        else:
+            hidden_rh = hidden_states.squeeze(1).index_select(0, batch.response_r)
+            hidden_rh = copy_to_tensor_model_parallel_region(hidden_rh)  # backward: all-reduce
+        weight_r = batch.rows.weight_r
+        if self.footprint is not None:
+            self.footprint.enter_head()
+        mine = linear_logprob(
+            hidden_rh,
+            output_layer.weight if output_weight is None else output_weight,
+            batch.label_r,
+            temperature=self.temperature,
+            # With weights known beforehand the head gives no gradient to entropies.
+            weight_r=None if weight_r is None or self.entropy else weight_r[batch.index_r],
+            entropy=self.entropy,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            vocab_size=self.vocab_size,
+            stash_bytes=self.stash_bytes,
+        )
+        if self.footprint is not None:
+            self.footprint.leave_head()
+            for out in (mine.logp_r, mine.surrogate):
+                if out is not None and out.requires_grad:
+                    out.register_hook(self.footprint.enter_head)
+                    hidden_rh.register_hook(self.footprint.leave_head)
+        entropy_r = None if mine.entropy_r is None else of_whole_pack(mine.entropy_r, batch)
+        return mine._replace(logp_r=of_whole_pack(mine.logp_r, batch), entropy_r=entropy_r)
 
 
-def _whole(mine_r: Tensor, batch: TokenBatch) -> Tensor:
+def of_whole_pack(mine_r: Tensor, batch: TokenBatch) -> Tensor:
     """A context-parallel rank's values -> those of all the pack's response tokens, in row order.
 
     The others' enter as constants: their own ranks differentiate them, once.
     """
+    if parallel_state.get_context_parallel_world_size() == 1:
+        return mine_r
     placed_r = mine_r.new_zeros(int(batch.rows.length_n.sum())).index_add(0, batch.index_r, mine_r)
     others_r = placed_r.detach().clone()
     dist.all_reduce(others_r, group=parallel_state.get_context_parallel_group())
@@ -137,6 +151,7 @@ def _whole(mine_r: Tensor, batch: TokenBatch) -> Tensor:
 
 
 def _packed_params(model: Model, batch: TokenBatch) -> PackedSeqParams:
+    assert model.local or not batch.followers, "no attention of Transformer Engine's shares prompts"
     ends = torch.cumsum(torch.tensor([0, *batch.lengths], device=batch.token_t.device), 0)
     cu_seqlens, longest = ends.to(torch.int32), max(batch.lengths)
     common: dict[str, Any] = {
@@ -155,6 +170,8 @@ def _packed_params(model: Model, batch: TokenBatch) -> PackedSeqParams:
 
     angles_t = None
     if model.rotary:
-        freqs_t = model.rotary[0](longest, packed_seq=True)[batch.position_t]
+        freqs_t = model.rotary[0](int(batch.position_t.max()) + 1, packed_seq=True)[batch.position_t]
         angles_t = angles(freqs_t, model.config.rotary_interleaved)
-    return LocalPackedSeqParams(**common, angles_t=angles_t, lengths=tuple(batch.lengths))
+    return LocalPackedSeqParams(
+        **common, angles_t=angles_t, lengths=tuple(batch.lengths), followers=tuple(batch.followers)
+    )

@@ -15,14 +15,14 @@ Part = Literal["weights", "training"]
 
 
 class Memory:
-    """Frees and restores "weights", and "training": optimizer states and gradients. Of this rank.
+    """Frees and restores "weights", and "training": optimizer states and gradients. Of this rank's models.
 
     What is freed is kept on the host, but for the gradients: they are zero between updates. While the weights
     are freed the model can neither score nor be exported; while "training" is, it cannot be updated or saved.
     """
 
-    def __init__(self, model: Model, optimizer: Optimizer) -> None:
-        self._model, self._optimizer = model, optimizer
+    def __init__(self, *trained: tuple[Model, Optimizer]) -> None:
+        self._trained = trained
         self._freed: dict[Part, list[_Freed]] = {}
         # Pinned where there is CUDA, and kept, because pinning is slow; by part and place in it.
         self._host: dict[tuple[Part, int], Tensor] = {}
@@ -31,10 +31,13 @@ class Memory:
         """Give the device's memory back; nothing where that was done."""
         if part in self._freed:
             return
-        weights, gradients = _storages(self._model.weights()), _storages(self._model.gradient_buffers())
+        for model, _ in self._trained:
+            model.about_to_change()
+        weights = storages(w for model, _ in self._trained for w in model.weights())
+        gradients = storages(g for model, _ in self._trained for g in model.gradient_buffers())
         kept = weights
         if part == "training":  # in fp32 the optimizer's weights are the model's own
-            states = _storages(self._optimizer.tensors())
+            states = storages(s for _, optimizer in self._trained for s in optimizer.tensors())
             kept = {place: storage for place, storage in states.items() if place not in weights}
         freed = [_Freed(s, self._copy(s, (part, i))) for i, s in enumerate(kept.values())]
         if part == "training":
@@ -74,7 +77,7 @@ class _Freed:
         self.storage, self.host, self.nbytes = storage, host, storage.nbytes()
 
 
-def _storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
+def storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
     """The distinct storages behind them, by address."""
     found = (tensor.untyped_storage() for tensor in tensors)
     return {storage.data_ptr(): storage for storage in found if storage.nbytes()}

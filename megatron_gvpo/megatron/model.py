@@ -7,8 +7,8 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from megatron_gvpo.megatron.parallel import megatron_device
 from megatron_gvpo.megatron.settings import DTYPES, ddp_settings, model_settings
 from megatron_gvpo.versions import REFERENCE
 
+_TRANSFORMER_ENGINES = {"layernorm", "mla_up_proj", "moe_act"}  # without it, megatron-core 0.19.2 fails
+
 
 @dataclass
 class Model:
@@ -37,6 +39,16 @@ class Model:
     local: bool  # on CPU, with the local layers
     gathers_late: bool  # an update leaves other ranks' shards of the weights as they were
     rotary: list[Any]  # one a chunk where the local attention applies RoPE; else empty
+    share_prompts: bool = False  # a group's prompt is computed once
+    before_change: list[Callable[[], None]] = field(default_factory=list)  # what reads weights in background
+
+    def about_to_change(self) -> None:
+        """To be called on every rank before weights or optimizer change: a save may be reading them.
+
+        Raises CheckpointError where that save failed.
+        """
+        while self.before_change:
+            self.before_change.pop()()
 
     def settle(self) -> None:
         """Make this rank's weights the newest: with overlap_param_gather, an update leaves that for later.
@@ -135,9 +147,15 @@ class _SafetensorsWriter:
 
 
 def build(
-    model: ModelConfig, parallel: ParallelConfig, deterministic: bool = False, trained: bool = True
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    deterministic: bool = False,
+    trained: bool = True,
+    before_wrapping: Callable[[list[Any]], list[Any]] | None = None,
 ) -> Model:
     """Build the sharded model with the checkpoint's weights; `trained`: with room for gradients, too.
+
+    `before_wrapping` may change the chunks, which have their weights, before Megatron wraps them.
 
     Raises ConfigError for what Megatron-Bridge does not know, Megatron refuses, or the machine lacks.
     """
@@ -161,6 +179,17 @@ def build(
                 f"model.fp8.recipe={model.fp8.recipe}: FP8 needs a GPU with Transformer Engine, and there is "
                 "none here; Megatron accepts the configuration"
             )
+        if on_cpu and parallel.offload_layers:
+            raise ConfigError(
+                f"parallel.offload_layers={parallel.offload_layers}: Transformer Engine moves activations "
+                "from a GPU to the host, and there is no GPU here; Megatron accepts the configuration"
+            )
+        engines = sorted(_TRANSFORMER_ENGINES & set(parallel.recompute_modules))
+        if on_cpu and engines:
+            raise ConfigError(
+                f"parallel.recompute_modules={engines}: Megatron recomputes these with Transformer Engine "
+                "alone, on a GPU, and there is none here; it accepts the configuration"
+            )
         rotary: list[Any] = []
 
         def prepare(chunks: list[Any]) -> list[Any]:
@@ -168,7 +197,10 @@ def build(
                 from megatron_gvpo.megatron.cpu.attention import defer_rotary
 
                 rotary.extend(defer_rotary(chunk) for chunk in chunks)
-            return chunks
+            if before_wrapping is None:
+                return chunks
+            bridge.load_hf_weights(chunks)
+            return before_wrapping(chunks)
 
         chunks = provider.provide_distributed_model(
             ddp_config=ddp_settings(model, parallel),
@@ -178,7 +210,8 @@ def build(
             use_cpu_initialization=on_cpu,
             pre_wrap_hook=prepare,
         )
-        bridge.load_hf_weights(chunks)
+        if before_wrapping is None:
+            bridge.load_hf_weights(chunks)
         if trained:
             no_sync = [chunk.no_sync for chunk in chunks]
             provider.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]

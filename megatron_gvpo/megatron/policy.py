@@ -5,26 +5,28 @@ Every rank calls every method with the same rows; the work is shared inside.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
-from megatron_gvpo.algorithms.base import STEP_START, Loss, Metrics, token_weights
-from megatron_gvpo.config import Config
-from megatron_gvpo.exchange import all_gather_msgpack
+from megatron_gvpo.algorithms.base import STEP_START, Loss, token_weights
+from megatron_gvpo.config import Config, ConfigError
 from megatron_gvpo.kernels.linear_logprob import LinearLogprob
 from megatron_gvpo.megatron import forward, parallel
-from megatron_gvpo.megatron.batch import plan
+from megatron_gvpo.megatron.critic import Critic
+from megatron_gvpo.megatron.footprint import Footprint
+from megatron_gvpo.megatron.forward import LogprobHead
 from megatron_gvpo.megatron.memory import Memory
 from megatron_gvpo.megatron.model import build
 from megatron_gvpo.megatron.optimizer import Optimizer, Update
 from megatron_gvpo.megatron.shadow import Shadow
+from megatron_gvpo.megatron.shares import floats, gather, my_micro_batches, sum_over_ranks
 from megatron_gvpo.types import LossInputs, Rows, Totals
 
 
@@ -36,24 +38,37 @@ class UpdateResult:
     metrics: dict[str, float]  # "loss" among them
     logp_r: Tensor | None  # before the update, fp32 [r] on the CPU of every rank; where it was asked for
     head: dict[str, float]  # how the output layer came by its gradient, which depends on the machine
+    memory: dict[str, float] = field(default_factory=dict)  # of a run's first update: see Footprint.metrics
 
 
 class Policy:
-    """A Megatron model, its optimizer and, where the method wants one, its reference weights."""
+    """A Megatron model, its optimizer and, where the method wants them, reference weights and a critic."""
 
     def __init__(self, config: Config) -> None:
         deterministic = config.train.deterministic
         parallel.initialize(config.parallel, config.train.seed, deterministic)
         self.model = build(config.model, config.parallel, deterministic)
+        if config.train.share_prompts and not self.model.local:
+            raise ConfigError(
+                "train.share_prompts=true: on a GPU, Transformer Engine's attention over packs has no way to "
+                "attend to two sequences at once, nor returns the softmax statistics to merge two calls by; "
+                "leave it out"
+            )
+        self.model.share_prompts = config.train.share_prompts
         self.model.config.finalize_model_grads_func = finalize_model_grads
         updates = config.train.steps * config.train.mini_batches
         self.optimizer = Optimizer(self.model, config.optimizer, config.model, updates)
-        self.memory = Memory(self.model, self.optimizer)
+        options = config.algorithm.critic
+        self.critic = None if options is None else Critic(config, options)
+        critics = [] if self.critic is None else [(self.critic.model, self.critic.optimizer)]
+        self.memory = Memory((self.model, self.optimizer), *critics)
         self._loss: Loss = config.algorithm.loss.sized(config.rollout.max_tokens)
         self._budget = config.train.max_tokens_per_micro_batch * config.parallel.cp
         self._temperature = config.rollout.temperature if config.algorithm.sampler == "engine" else 1.0
         self._stash_bytes = config.train.head_stash_mb << 20
-        self._shadow_of = next((r for r in self._loss.anchors.values() if r != STEP_START), None)
+        self._shadow_of = next((r for r in config.algorithm.anchors if r != STEP_START), None)
+        self._measured = False
+        self._aside: dist.ProcessGroup | None = None
         self.shadow = Shadow(self.model) if self._shadow_of else None
 
     def score_reference(self, rows: Rows) -> Tensor:
@@ -67,19 +82,20 @@ class Policy:
 
         `temperature`: default the sampling temperature.
         """
-        micro_batches, _ = self._plan(rows, keep_groups=False)
+        micro_batches, _ = my_micro_batches(self.model, rows, self._budget, self.model.share_prompts)
 
-        def keep(_: Rows, output: LinearLogprob) -> tuple[Tensor, Tensor]:
+        def keep(_: Rows, values: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+            output = LinearLogprob(*values)
             return output.logp_r.new_zeros(()), output.logp_r.detach()
 
         scored = forward.run(
             self.model,
             [rows.select(index) for index in micro_batches],
             keep,
-            temperature=self._temperature if temperature is None else temperature,
+            head=LogprobHead(temperature or self._temperature, self.model.vocab_size),
             forward_only=True,
         )
-        return _gather(rows, micro_batches, scored)
+        return gather(rows, micro_batches, scored)
 
     def update(self, rows: Rows, *, at_step_start: bool, keep_logp: bool = False) -> UpdateResult:
         """One optimizer update on `rows`, which hold whole groups.
@@ -89,11 +105,12 @@ class Policy:
         log-probs that the update's own forward found.
         """
         loss, totals = self._loss, Totals.of(rows)
-        mine, some_split = self._plan(rows, keep_groups=loss.couples_groups)
+        mine, some_split = my_micro_batches(self.model, rows, self._budget, loss.couples_groups)
         split = (some_split and loss.couples_groups) or loss.couples_step
         rows = self._known_weights(rows, totals, at_step_start, split)
 
-        def share(rows: Rows, output: LinearLogprob) -> tuple[Tensor, Any]:
+        def share(rows: Rows, values: tuple[Any, ...]) -> tuple[Tensor, Any]:
+            output = LinearLogprob(*values)
             logp_r = output.logp_r.detach()
             besides = _head_metrics(rows, output, totals)
             bonus = output.logp_r.new_zeros(())
@@ -109,29 +126,34 @@ class Policy:
             anchored = _anchored(rows, logp_r)
             value, metrics = loss(LossInputs(anchored, output.logp_r, totals))
             trained = value if output.surrogate is None else output.surrogate
-            return trained + bonus, (logp_r, _floats({"loss": value + bonus, **metrics}) | besides)
+            return trained + bonus, (logp_r, floats({"loss": value + bonus, **metrics}) | besides)
 
         self.optimizer.zero_grad()
-        results = forward.run(
-            self.model,
-            [rows.select(index) for index in mine],
-            share,
-            temperature=self._temperature,
-            entropy=loss.wants_entropy,
-            stash_bytes=self._stash_bytes,
-        )
-        logp_r = _gather(rows, mine, [found for found, _ in results]) if split or keep_logp else None
+        footprint = self._first_footprint()
+        settings = (self._temperature, self.model.vocab_size, loss.wants_entropy, self._stash_bytes)
+        packs = [rows.select(index) for index in mine]
+        with footprint or contextlib.nullcontext():
+            results = forward.run(self.model, packs, share, head=LogprobHead(*settings, footprint))
+        logp_r = gather(rows, mine, [found for found, _ in results]) if split or keep_logp else None
         if split:  # the loss and its metrics, too, are defined on whole groups only
             assert logp_r is not None
             value, shares = loss(LossInputs(_anchored(rows, logp_r), logp_r, totals))
-            besides = _sum_over_ranks([share for _, share in results] if _owns_results() else [])
-            metrics = _floats({"loss": value, **shares}) | besides
+            besides = sum_over_ranks([share for _, share in results])
+            metrics = floats({"loss": value, **shares}) | besides
             if loss.wants_entropy:
                 metrics["loss"] -= loss.entropy_coef * metrics["entropy"]
         else:
-            metrics = _sum_over_ranks([share for _, share in results] if _owns_results() else [])
+            metrics = sum_over_ranks([share for _, share in results])
+        memory = {} if footprint is None else footprint.metrics()
         head = {name: metrics.pop(name) for name in list(metrics) if name.startswith("head/")}
-        return UpdateResult(self.optimizer.apply(), metrics, logp_r, head)
+        self.model.about_to_change()
+        return UpdateResult(self.optimizer.apply(), metrics, logp_r, head, memory)
+
+    def _first_footprint(self) -> Footprint | None:
+        """To measure a run's first update with; None afterwards."""
+        first = not self._measured and self.optimizer.steps == 0
+        self._measured = True
+        return Footprint(self.model, self.optimizer) if first else None
 
     def _known_weights(self, rows: Rows, totals: Totals, at_step_start: bool, split: bool) -> Rows:
         """Fill `weight_r` where dL/dlogp can be had before the forward: the head then needs one pass less.
@@ -160,26 +182,11 @@ class Policy:
         """(Hugging Face name, full tensor on the CPU); a collective, iterate it to the end on every rank."""
         return self.model.export()
 
-    def _plan(self, rows: Rows, keep_groups: bool) -> tuple[list[list[int]], bool]:
-        """The row indices of this rank's micro-batches, and whether some group is split."""
-        dp_size = parallel_state.get_data_parallel_world_size()
-        mcore = self.model.config
-        multiple = mcore.pipeline_model_parallel_size if len(self.model.chunks) > 1 else 1
-        whole = plan(rows, dp_size, self._budget, mcore.hidden_size, keep_groups, multiple)
-        return whole.micro_batches[parallel_state.get_data_parallel_rank()], whole.split_groups
-
-
-def _gather(rows: Rows, micro_batches: list[list[int]], scored: list[Tensor]) -> Tensor:
-    """Every rank's log-probs of its micro-batches -> fp32 [r] of all rows, on the CPU of every rank."""
-    logp_r = torch.zeros(int(rows.length_n.sum()), dtype=torch.float32)
-    if _owns_results():
-        for index, values in zip(micro_batches, scored, strict=True):
-            spans = [torch.arange(rows.offsets[i], rows.offsets[i + 1]) for i in index]
-            if spans:
-                logp_r[torch.cat(spans)] = values.float().cpu()
-    # Everyone but the owner of a row contributes zeros, so the sum is exact.
-    dist.all_reduce(logp_r)
-    return logp_r
+    def group_aside(self) -> dist.ProcessGroup:
+        """All ranks, in a group for what goes on beside training. A collective."""
+        if self._aside is None:
+            self._aside = dist.new_group(backend="gloo")
+        return self._aside
 
 
 def _anchored(rows: Rows, logp_r: Tensor) -> Rows:
@@ -198,23 +205,3 @@ def _head_metrics(rows: Rows, output: LinearLogprob, totals: Totals) -> dict[str
         "head/stash": share * output.stash_share,
         "head/stash_mb": share * output.stash_bytes / 2**20,
     }
-
-
-def _owns_results() -> bool:
-    """Of the ranks that computed the same log-probs, the one that speaks for them."""
-    last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-    first = parallel_state.get_tensor_and_context_parallel_rank() == 0
-    return bool(last and first)
-
-
-def _floats(metrics: Metrics) -> dict[str, float]:
-    return {name: float(value) for name, value in metrics.items()}
-
-
-def _sum_over_ranks(shares: list[Any]) -> dict[str, float]:
-    total: dict[str, float] = {}
-    for mine in all_gather_msgpack(shares):
-        for share in mine:
-            for name, value in share.items():
-                total[name] = total.get(name, 0.0) + value
-    return total

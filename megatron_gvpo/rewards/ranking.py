@@ -1,0 +1,57 @@
+"""Rewards of rerankers: GroupRank's parts. A response scores documents in lines such as `[3]: 0.8`.
+
+`prompt.record[key]` holds the documents' relevance, a list of numbers; documents are numbered from 1.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from megatron_gvpo.groups import Prompt, Rollout
+
+_SCORED = re.compile(r"\[(\d+)\]\s*:\s*(-?\d+(?:\.\d+)?)")
+
+
+def ndcg(prompt: Prompt, rollout: Rollout, key: str = "relevance", k: int = 10) -> float:
+    """NDCG@k of the order that the scores give: sum of (2^relevance - 1) / log2(rank + 1) over the ideal's.
+
+    Documents without a score come last, ties in the order of their numbers. Where none is relevant it is 0.
+    """
+    relevance, score = _relevance(prompt, key), scores(rollout.text)
+    order = sorted(range(1, len(relevance) + 1), key=lambda d: -score.get(d, -math.inf))
+    ideal = _gain(sorted(relevance, reverse=True)[:k])
+    return _gain([relevance[d - 1] for d in order[:k]]) / ideal if ideal else 0.0
+
+
+def alignment(prompt: Prompt, rollout: Rollout, key: str = "relevance") -> float:
+    """1 less the mean distance of the scores to the relevance over its maximum; a missing score is 1 off."""
+    relevance, score = _relevance(prompt, key), scores(rollout.text)
+    highest = max(relevance) or 1.0
+    far = [min(abs(score[d] - r / highest), 1.0) if d in score else 1.0 for d, r in enumerate(relevance, 1)]
+    return 1 - sum(far) / len(far)
+
+
+def listed(prompt: Prompt, rollout: Rollout, key: str = "relevance") -> float:
+    """1 where the response scores every document once and no other, else 0."""
+    found = [int(document) for document, _ in _SCORED.findall(rollout.text)]
+    return float(sorted(found) == list(range(1, len(_relevance(prompt, key)) + 1)))
+
+
+def scores(text: str) -> dict[int, float]:
+    """The first score of every document that a text has."""
+    found: dict[int, float] = {}
+    for document, score in _SCORED.findall(text):
+        found.setdefault(int(document), float(score))
+    return found
+
+
+def _gain(relevance: list[float]) -> float:
+    return sum((2**r - 1) / math.log2(rank + 1) for rank, r in enumerate(relevance, 1))
+
+
+def _relevance(prompt: Prompt, key: str) -> list[float]:
+    values = prompt.record.get(key)
+    if not isinstance(values, list) or not values:
+        raise ValueError(f"prompt {prompt.id}: the field {key!r} holds no list of relevances")
+    return [float(value) for value in values]
