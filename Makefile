@@ -19,11 +19,13 @@ slow: venv  ## longer proofs on real servers, with their results under benchmark
 	$(PYTHON) benchmarks/rollout_faults.py --engine sglang --schedules 20 --out benchmarks/results/rollout_faults_sglang.json
 	$(PYTHON) benchmarks/rollout_faults.py --engine vllm --schedules 20 --out benchmarks/results/rollout_faults_vllm.json
 	$(PYTHON) benchmarks/delta_steps.py --out benchmarks/results/delta_steps_cpu.json
+	IMAGE_QUICKSTART=whole $(PYTHON) -m pytest tests/test_images.py
 
 lint: venv
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/hadolint docker/*.Dockerfile
 
 format: venv
 	$(VENV)/bin/ruff check --fix .
@@ -31,7 +33,7 @@ format: venv
 
 venv: $(VENV)/.complete
 
-$(VENV)/.complete: pyproject.toml constraints.txt tools/make_venv.sh
+$(VENV)/.complete: pyproject.toml constraints.txt megatron_gvpo/versions.txt tools/make_venv.sh
 	tools/make_venv.sh $(VENV)
 	touch $@
 

@@ -1,16 +1,17 @@
-"""Time and memory of the fused log-prob head, against log_softmax + gather under autograd.
+"""Time, memory and error of the fused log-prob head, against log_softmax + gather and other fused heads.
 
-Three ways to the same dX and dW of sum(w * logp), each run in a fresh process (clean peak memory), the
-three in turn, `--rounds` times:
+All give the same dX and dW of sum(g * logp); heads.py has them. Each is run in a fresh process (clean peak
+memory), all in turn, `--rounds` times. Memory is the peak beyond the inputs, dX and dW. Times are of one
+forward and backward.
 
-  naive  full logits, log_softmax, gather, autograd
-  late   linear_logprob; w is given to the backward
-  known  linear_logprob with weight_r; w is given to the forward
+On a CPU: naive and the head's modes, at one shape. Ratios are medians over the rounds of ratios to the same
+round's naive time, because machines are noisy. "busy" is CPU seconds over wall seconds times threads: well
+under 1 on a CPU, others had the cores and wall times say little.
 
-Memory is the peak beyond the inputs, dX and dW. Times are of one forward and backward; ratios are
-medians over the rounds of ratios to the same round's naive time, because machines are noisy. "busy" is
-CPU seconds over wall seconds times threads: well under 1 on a CPU, others had the cores and wall times
-say little.
+On a GPU (`--device cuda`), bf16: all heads that are installed, at the shapes of Qwen2.5 1.5B, 7B and 72B and
+4k, 8k and 32k tokens, or at one shape where one is given. "useful" counts 6 T H V flops, so that computing
+logits twice is charged as waste; "of GEMM" is its share of the rate that this device's own products of the
+same shape reach here. Errors are against fp64, on 512 tokens.
 """
 
 from __future__ import annotations
@@ -22,29 +23,58 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from statistics import median
+from typing import Any
 
-MODES = ("naive", "late", "known")
-TARGETS = {"late": {"extra_mb": 450, "ratio": 1.2}, "known": {"extra_mb": 450, "ratio": 1.0}}
+CPU_HEADS = ("naive", "late", "stash", "known")
+CPU_SHAPE = (4096, 896, 151_936)
+CPU_TARGETS = {"late": {"extra_mb": 450, "ratio": 1.2}, "known": {"extra_mb": 450, "ratio": 1.0}}
+GPU_HEADS = (
+    *("naive", "compiled", "torch_linear_ce", "liger", "cce", "cce_exact"),
+    *("late", "late_triton", "known", "stash_2gb", "stash_10gb"),
+)
+GPU_MODELS = {"Qwen2.5-1.5B": (1536, 151_936), "Qwen2.5-7B": (3584, 152_064), "Qwen2.5-72B": (8192, 152_064)}
+GPU_TOKENS = (4096, 8192, 32_768)
+# At T=32768, H=3584, V=152064 on an H200; extra_mb beyond the stash's own.
+GPU_TARGETS = {
+    "stash_10gb": {"useful_tflops": 700, "times_best_peer": 1.2, "extra_mb_beyond_stash": 1000},
+    "all": {"times_naive_above_2k": 1.0},
+}
+ERROR_TOKENS = 512
 
 
 def main() -> None:
     args = parse()
-    if args.mode is not None:
+    if args.head is not None:
         print(json.dumps(measure(args)))
         return
     path = args.out or Path(__file__).parent / "results" / f"linear_logprob_{args.device}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    rounds: list[dict[str, dict[str, float]]] = []
+    if args.device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            sys.exit("--device cuda: PyTorch finds no GPU here")
+        report = {"machine": machine(args), "targets": GPU_TARGETS, "shapes": []}
+        for tokens, hidden, vocab in shapes(args):
+            at = ["--tokens", str(tokens), "--hidden", str(hidden), "--vocab", str(vocab)]
+            report["shapes"].append(compare_on_gpu(args, at))
+            path.write_text(json.dumps(report, indent=2) + "\n")
+            print_gpu_table(report["shapes"][-1])
+        return
+    rounds: list[dict[str, dict[str, Any]]] = []
     for i in range(args.rounds):
-        rounds.append({mode: run_in_process(mode, args) for mode in MODES})
-        shown = ", ".join(f"{mode} {rounds[-1][mode]['wall_s']:.1f} s" for mode in MODES)
+        rounds.append({head: run_in_process(head, sys.argv[1:]) for head in CPU_HEADS})
+        if missing := [found["missing"] for found in rounds[-1].values() if "missing" in found]:
+            sys.exit(missing[0])
+        shown = ", ".join(f"{head} {rounds[-1][head]['wall_s']:.1f} s" for head in CPU_HEADS)
         print(f"round {i + 1}/{args.rounds}: {shown}", file=sys.stderr, flush=True)
-        report = summarise(args, rounds)
+        report = summarise_cpu(args, rounds)
         path.write_text(json.dumps(report, indent=2) + "\n")
-    print_table(report)
+    print_cpu_table(report)
 
 
 def parse() -> argparse.Namespace:
@@ -52,56 +82,63 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--tokens", type=int, default=4096, metavar="T")
-    parser.add_argument("--hidden", type=int, default=896, metavar="H")
-    parser.add_argument("--vocab", type=int, default=151_936, metavar="V")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), help="default: float32, on a GPU bfloat16"
+    )
+    parser.add_argument("--tokens", type=int, metavar="T")
+    parser.add_argument("--hidden", type=int, metavar="H")
+    parser.add_argument("--vocab", type=int, metavar="V")
     parser.add_argument(
         "--logits-mib", type=int, default=None, help="logits_bytes; default: the function's own"
     )
+    parser.add_argument("--stash-mib", type=int, default=4096, help="of the head `stash`")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
         "--out", type=Path, help="default: results/linear_logprob_DEVICE.json beside this file"
     )
-    parser.add_argument("--mode", choices=MODES, help=argparse.SUPPRESS)  # one measurement, in this process
-    return parser.parse_args()
+    parser.add_argument("--head", help=argparse.SUPPRESS)  # one measurement, in this process
+    args = parser.parse_args()
+    args.dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
+    return args
 
 
-def run_in_process(mode: str, args: argparse.Namespace) -> dict[str, float]:
-    command = [sys.executable, __file__, *sys.argv[1:], "--mode", mode]
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
-    return json.loads(done.stdout)
+def shapes(args: argparse.Namespace) -> list[tuple[int, int, int]]:
+    """(tokens, hidden, vocab) of every comparison."""
+    given = (args.tokens, args.hidden, args.vocab)
+    if args.device == "cpu" or any(given):
+        return [tuple(mine or default for mine, default in zip(given, CPU_SHAPE, strict=True))]
+    return [(t, h, v) for t, (h, v) in product(GPU_TOKENS, GPU_MODELS.values())]
 
 
-def measure(args: argparse.Namespace) -> dict[str, float]:
+def run_in_process(head: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """One measurement; {"missing": why} where there is none."""
+    command = [sys.executable, __file__, *arguments, "--head", head]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        return {"missing": (done.stderr.strip().splitlines() or ["killed"])[-1][:200]}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
     import torch
+    from heads import head
 
-    from megatron_gvpo.kernels.linear_logprob import linear_logprob
-
+    tokens, hidden, vocab = shapes(args)[0]
     torch.manual_seed(0)
     options = {"device": args.device, "dtype": getattr(torch, args.dtype)}
-    hidden_rh = torch.randn(args.tokens, args.hidden, **options).requires_grad_()
-    weight_vh = torch.empty(args.vocab, args.hidden, **options).normal_(std=0.1).requires_grad_()
-    labels_r = torch.randint(args.vocab, (args.tokens,), device=args.device)
-    w_r = torch.randn(args.tokens, device=args.device)
-    limit = {} if args.logits_mib is None else {"logits_bytes": args.logits_mib << 20}
-
-    def naive(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        logp_rv = torch.log_softmax((x @ w.T).float(), -1)
-        return (w_r * logp_rv.gather(1, labels_r[:, None])[:, 0]).sum()
-
-    def late(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return (w_r * linear_logprob(x, w, labels_r, **limit).logp_r).sum()
-
-    def known(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        surrogate = linear_logprob(x, w, labels_r, weight_r=w_r, **limit).surrogate
-        assert surrogate is not None
-        return surrogate
-
-    loss = {"naive": naive, "late": late, "known": known}[args.mode]
-    if args.device == "cuda":
-        return measure_cuda(lambda: loss(hidden_rh, weight_vh), hidden_rh, weight_vh)
-    return measure_cpu(lambda: loss(hidden_rh, weight_vh), hidden_rh, weight_vh)
+    x = torch.randn(tokens, hidden, **options).requires_grad_()
+    w = torch.empty(vocab, hidden, **options).normal_(std=0.1).requires_grad_()
+    labels_t = torch.randint(vocab, (tokens,), device=args.device)
+    g_t = torch.randn(tokens, device=args.device)
+    if args.head == "rates":
+        return measure_rates(x, w)
+    limit = None if args.logits_mib is None else args.logits_mib << 20
+    loss = head(args.head, args.stash_mib << 20, limit)
+    if args.device == "cpu":
+        return measure_cpu(lambda: loss(x, w, labels_t, g_t), x, w)
+    found = measure_cuda(lambda: loss(x, w, labels_t, g_t), args.rounds, x, w)
+    few = slice(0, ERROR_TOKENS)
+    return found | errors(loss, x[few], w, labels_t[few], g_t[few])
 
 
 def measure_cpu(loss: Callable, *inputs) -> dict[str, float]:
@@ -121,35 +158,123 @@ def memory_kib(field: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(field))
 
 
-def measure_cuda(loss: Callable, *inputs) -> dict[str, float]:
+def measure_cuda(loss: Callable, rounds: int, *inputs) -> dict[str, float]:
     import torch
 
-    torch.autograd.grad(loss(), inputs)  # warm up: cuBLAS workspaces, kernel loading
+    for _ in range(2):  # workspaces, kernels to load and to compile
+        torch.autograd.grad(loss(), inputs)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    wall, cpu = time.perf_counter(), time.process_time()
     gradients = torch.autograd.grad(loss(), inputs)
-    torch.cuda.synchronize()
-    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     extra = torch.cuda.max_memory_allocated() - before - sum(d.nbytes for d in gradients)
-    return {"wall_s": wall, "cpu_s": cpu, "extra_mb": extra / 1e6}
+    del gradients
+    return {
+        "wall_s": seconds_on_gpu(lambda: torch.autograd.grad(loss(), inputs), rounds),
+        "extra_mb": extra / 1e6,
+    }
 
 
-def summarise(args: argparse.Namespace, rounds: list[dict[str, dict[str, float]]]) -> dict:
+def seconds_on_gpu(work: Callable, rounds: int) -> float:
     import torch
 
-    machine = {
+    found = []
+    for _ in range(rounds):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        work()
+        end.record()
+        torch.cuda.synchronize()
+        found.append(begin.elapsed_time(end) / 1e3)
+    return median(found)
+
+
+def measure_rates(x, w) -> dict[str, float]:
+    """What this device reaches: the three products that the head cannot do without, and copies."""
+    import torch
+
+    x, w = x.detach(), w.detach()
+    d = torch.randn(len(x), len(w), device=x.device, dtype=x.dtype)
+    products = (lambda: torch.mm(x, w.T, out=d), lambda: d @ w, lambda: d.T @ x)
+    flops = 2 * x.numel() * len(w)
+    for each in products:
+        each()
+    seconds = [seconds_on_gpu(each, 10) for each in products]
+    source = torch.empty(2 << 30, dtype=torch.uint8, device=x.device)
+    target = torch.empty_like(source)
+    target.copy_(source)
+    copy = seconds_on_gpu(lambda: target.copy_(source), 10)
+    return {
+        "gemm_tflops": 3 * flops / sum(seconds) / 1e12,
+        "logits_tflops": flops / seconds[0] / 1e12,
+        "dx_tflops": flops / seconds[1] / 1e12,
+        "dw_tflops": flops / seconds[2] / 1e12,
+        "copy_gb_s": 2 * source.numel() / copy / 1e9,
+    }
+
+
+def errors(loss: Callable, x, w, labels_t, g_t) -> dict[str, float]:
+    """Of the loss, dX and dW: the largest difference from fp64 over the largest magnitude there."""
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    found = loss(x, w, labels_t, g_t)
+    gradients = torch.autograd.grad(found, (x, w))
+    exact_x, exact_w = (t.detach().double().requires_grad_() for t in (x, w))
+    exact = -(g_t.double() * cross_entropy(exact_x @ exact_w.T, labels_t, reduction="none")).sum()
+    wanted = (exact.detach(), *torch.autograd.grad(exact, (exact_x, exact_w)))
+    pairs = zip(("loss", "dx", "dw"), (found.detach(), *gradients), wanted, strict=True)
+    return {
+        f"error_{name}": float((got.double() - want).abs().max() / want.abs().max())
+        for name, got, want in pairs
+    }
+
+
+def machine(args: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    return {
         "device": torch.cuda.get_device_name() if args.device == "cuda" else platform.machine(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-    shape = {name: getattr(args, name) for name in ("tokens", "hidden", "vocab", "dtype", "logits_mib")}
+
+
+def compare_on_gpu(args: argparse.Namespace, shape: Sequence[str]) -> dict[str, Any]:
+    """All heads at one shape, each in its own process."""
+    arguments = [*sys.argv[1:], *shape]
+    tokens, hidden, vocab = (int(size) for size in shape[1::2])
+    rates = run_in_process("rates", arguments)
+    heads = {}
+    for head in GPU_HEADS:
+        found = heads[head] = run_in_process(head, arguments)
+        if "missing" not in found:
+            found["useful_tflops"] = 6 * tokens * hidden * vocab / found["wall_s"] / 1e12
+            if "missing" not in rates:
+                found["of_gemm"] = found["useful_tflops"] / rates["gemm_tflops"]
+        print(f"T={tokens} H={hidden} V={vocab} {head}: {found}", file=sys.stderr, flush=True)
+    return {"tokens": tokens, "hidden": hidden, "vocab": vocab, "rates": rates, "heads": heads}
+
+
+def print_gpu_table(shape: dict[str, Any]) -> None:
+    print(f"T={shape['tokens']} H={shape['hidden']} V={shape['vocab']}; device: {shape['rates']}")
+    columns = ("wall_s", "useful_tflops", "of_gemm", "extra_mb", "error_loss", "error_dx", "error_dw")
+    print(f"{'':16}" + "".join(f"{name:>15}" for name in columns))
+    for head, found in shape["heads"].items():
+        shown = found.get("missing") or "".join(f"{found.get(name, float('nan')):>15.4g}" for name in columns)
+        print(f"{head:16}{shown}")
+
+
+def summarise_cpu(args: argparse.Namespace, rounds: list[dict[str, dict[str, Any]]]) -> dict:
+    tokens, hidden, vocab = shapes(args)[0]
+    shape = {"tokens": tokens, "hidden": hidden, "vocab": vocab, "dtype": args.dtype}
+    shape |= {"logits_mib": args.logits_mib, "stash_mib": args.stash_mib}
+    on = machine(args)
     modes = {}
-    threads = machine["threads"]
-    for mode in MODES:
+    threads = on["threads"]
+    for mode in CPU_HEADS:
         runs = [r[mode] for r in rounds]
         modes[mode] = {
             "extra_mb": round(max(run["extra_mb"] for run in runs)),
@@ -159,10 +284,10 @@ def summarise(args: argparse.Namespace, rounds: list[dict[str, dict[str, float]]
             "wall_ratio": round(median(r[mode]["wall_s"] / r["naive"]["wall_s"] for r in rounds), 3),
             "cpu_ratio": round(median(r[mode]["cpu_s"] / r["naive"]["cpu_s"] for r in rounds), 3),
         }
-    return {"machine": machine, "shape": shape, "modes": modes, "targets": TARGETS, "rounds": rounds}
+    return {"machine": on, "shape": shape, "modes": modes, "targets": CPU_TARGETS, "rounds": rounds}
 
 
-def print_table(report: dict) -> None:
+def print_cpu_table(report: dict) -> None:
     shape = report["shape"]
     print(f"T={shape['tokens']} H={shape['hidden']} V={shape['vocab']} {shape['dtype']}, {report['machine']}")
     print(

@@ -40,9 +40,11 @@ from typing import Any
 
 from step_task import BATCH, CASES, Case, make_material
 
+from megatron_gvpo.versions import REFERENCE
+
 ROOT = Path(__file__).parent.parent
 SIDES = Path(__file__).with_name("step_sides.py")
-PINS = ("trl==1.16.0", "accelerate==1.15.0", "datasets==5.2.0")  # the others: constraints.txt
+PINS = tuple(f"{name}=={REFERENCE[name]}" for name in ("trl", "accelerate", "datasets"))
 
 
 def main() -> None:

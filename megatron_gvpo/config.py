@@ -123,6 +123,7 @@ class TrainConfig(Section):
     prompts_per_step: PositiveInt
     mini_batches: PositiveInt = 1  # optimizer updates a step
     max_tokens_per_micro_batch: PositiveInt = 8192
+    head_stash_mb: NonNegativeInt = 1024  # of a rank, for the output layer's exponentials: docs/head.md
     seed: int = Field(0, ge=0)
     deterministic: bool = False  # bit-equal metrics on repetition under the same layout; slower on GPU
 

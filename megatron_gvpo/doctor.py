@@ -20,7 +20,7 @@ from packaging.specifiers import SpecifierSet
 
 from megatron_gvpo import __version__
 from megatron_gvpo.observe.device import GIB, Gpu, driver_version, list_gpus
-from megatron_gvpo.versions import COMPONENTS, PYTHON_TESTED, Component
+from megatron_gvpo.versions import COMPONENTS, PYTHON_TESTED, REFERENCE, Component
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +129,8 @@ def _problems(packages: list[Package], torch: Torch) -> Iterator[Problem]:
         if package.status == "missing":
             yield Problem(f"{component.name} is missing: {component.purpose}", component.install)
     if torch.error and find_version("torch"):
-        yield Problem(
-            f"torch cannot be imported ({torch.error})", "pip install --force-reinstall torch==2.13.0"
-        )
+        fix = f"pip install --force-reinstall torch=={REFERENCE['torch']}"
+        yield Problem(f"torch cannot be imported ({torch.error})", fix)
     for name in _missing_dependencies({package.component.name for package in packages}):
         yield Problem(f"{name} is missing", f"pip install {name}")
     if transformer_engine_is_partial():
@@ -139,7 +138,7 @@ def _problems(packages: list[Package], torch: Torch) -> Iterator[Problem]:
             "transformer_engine is installed without its compiled torch extension, so megatron.core "
             "cannot be imported",
             "pip uninstall transformer-engine transformer-engine-cu12 transformer-engine-cu13, or with a "
-            "CUDA toolkit: pip install --no-build-isolation 'transformer-engine[pytorch]'",
+            "CUDA toolkit: pip install --no-build-isolation 'transformer-engine[core-cu13,pytorch]'",
         )
 
 

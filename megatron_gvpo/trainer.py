@@ -116,8 +116,9 @@ class Trainer:
             parts.sync(step)
         seconds, phases = time.perf_counter() - begin, timer.take()
         for result in results:
-            for name, value in result.metrics.items():
-                metrics[f"train/{name}"] = metrics.get(f"train/{name}", 0.0) + value / len(results)
+            found = {f"train/{name}": value for name, value in result.metrics.items()} | result.head
+            for name, value in found.items():
+                metrics[name] = metrics.get(name, 0.0) + value / len(results)
         if results:  # unless every response was masked
             metrics["train/grad_norm"] = sum(r.update.grad_norm for r in results) / len(results)
             metrics["train/lr"] = results[-1].update.lr

@@ -1,26 +1,41 @@
-"""The versions this package is tested with, as data: one table for `doctor`, the images and the tests."""
+"""What this package is made of, for `doctor`: versions.txt has the versions."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from importlib import resources
 from typing import Literal
 
 PYTHON_REFERENCE = "3.12"
 PYTHON_TESTED = ">=3.12,<3.13"
 
+# The version of every package in versions.txt, by distribution name.
+REFERENCE = dict(
+    re.findall(
+        r"^([\w-]+)==([\w.]+)",
+        resources.files(__package__).joinpath("versions.txt").read_text(),
+        re.MULTILINE,
+    )
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """A package that matters. `reference` is its version in the tested reference set, `tested` the range
-    that is tested (a PEP 440 specifier, empty where any will do), both by its distribution name."""
+    """A package that matters, by its distribution name. `tested` is the range of versions that is tested, a
+    PEP 440 specifier, empty where any will do."""
 
     name: str
     purpose: str
     need: Literal["needed", "on GPUs", "optional"]  # whether the main job runs without it
     instead: str  # what is used where it is missing; empty where nothing can be
     install: str  # a command
-    reference: str = ""
     tested: str = ""
+
+    @property
+    def reference(self) -> str:
+        """Its version in the tested reference set; empty where that names none."""
+        return REFERENCE.get(self.name, "")
 
 
 COMPONENTS = (
@@ -29,8 +44,7 @@ COMPONENTS = (
         purpose="tensors, autograd, collectives",
         need="needed",
         instead="",
-        install="pip install torch==2.13.0",
-        reference="2.13.0",
+        install=f"pip install torch=={REFERENCE['torch']}",
         tested=">=2.11,<2.16",
     ),
     Component(
@@ -38,8 +52,7 @@ COMPONENTS = (
         purpose="the parallel model, optimizer and checkpoints",
         need="needed",
         instead="",
-        install="pip install megatron-core==0.19.2",
-        reference="0.19.2",
+        install=f"pip install megatron-core=={REFERENCE['megatron-core']}",
         tested=">=0.19.2,<0.20",
     ),
     Component(
@@ -48,17 +61,15 @@ COMPONENTS = (
         need="needed",
         instead="",
         # Its declared dependencies cannot be resolved beside transformers 5.19.
-        install="pip install --no-deps megatron-bridge==0.6.2",
-        reference="0.6.2",
-        tested="==0.6.2",
+        install=f"pip install --no-deps megatron-bridge=={REFERENCE['megatron-bridge']}",
+        tested=f"=={REFERENCE['megatron-bridge']}",
     ),
     Component(
         name="transformers",
         purpose="tokenizers, model configurations, the embedded engine",
         need="needed",
         instead="",
-        install="pip install transformers==5.19.0",
-        reference="5.19.0",
+        install=f"pip install transformers=={REFERENCE['transformers']}",
         tested=">=5.19,<6",
     ),
     Component(
@@ -67,7 +78,6 @@ COMPONENTS = (
         need="needed",
         instead="",
         install="pip install 'math-verify>=0.9'",
-        reference="0.9.0",
         tested=">=0.9",
     ),
     Component(
@@ -75,7 +85,7 @@ COMPONENTS = (
         purpose="attention, norms and FP8 on GPUs",
         need="on GPUs",
         instead="on a CPU, our own attention and norm",
-        install="pip install --no-build-isolation 'transformer-engine[pytorch]'",
+        install="pip install --no-build-isolation 'transformer-engine[core-cu13,pytorch]'",
     ),
     Component(
         name="triton",
@@ -96,16 +106,14 @@ COMPONENTS = (
         purpose="rollout server; may live in an environment of its own",
         need="optional",
         instead="the embedded engine",
-        install="in an environment of its own: pip install sglang==0.5.23",
-        reference="0.5.23",
+        install=f"in an environment of its own: pip install sglang=={REFERENCE['sglang']}",
     ),
     Component(
         name="vllm",
         purpose="rollout server; may live in an environment of its own",
         need="optional",
         instead="the embedded engine",
-        install="in an environment of its own: pip install vllm==0.32.0",
-        reference="0.32.0",
+        install=f"in an environment of its own: pip install vllm=={REFERENCE['vllm']}",
     ),
     Component(
         name="nvidia-ml-py",

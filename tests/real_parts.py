@@ -24,6 +24,7 @@ PARTS = (
     "vllm server",
     "TRL's losses",
     "Slurm",
+    "image",
 )
 
 _passed: Counter[str] = Counter()

@@ -73,6 +73,9 @@ def test_a_run_leaves_its_records(finished):
     assert all(line["train/skipped"] == 0 for line in lines[1:])
     assert all(line["train/kl"] > 0 for line in lines[1:]), "the second mini-batch looks back at step start"
     assert [line["response/weight_version"] for line in lines[1:]] == [0, 1, 2, 3], "samples are on-policy"
+    for line in lines[1:]:  # the first mini-batch's weights are known beforehand, the second's are not
+        assert (line["head/known"], line["head/stash"]) == pytest.approx((0.5, 0.5))
+        assert line["head/stash_mb"] > 0
     summary = json.loads((finished / "summary.json").read_text())
     assert summary["steps"] == 4
     assert (summary["pass_at_1_before"], summary["pass_at_1_after"]) == tuple(

@@ -26,6 +26,7 @@ from megatron_gvpo.outputs import refuse_earlier_run
 SHORTEST_NOTICE = 120  # seconds; Slurm may be a minute early with its signal
 SECONDS_TO_SUBMIT = 60
 SECONDS_TO_SCHEDULE = 10
+TRAIN = "-m megatron_gvpo.cluster.rank train"
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,10 @@ def check(config: Config, job: Job) -> None:
         refuse_earlier_run(config.output_dir)
 
 
-def render(config: Config, given: Sequence[str], job: Job) -> str:
-    """The sbatch script. `given`: the configuration files and overrides, as `train` takes them."""
+def render(config: Config, given: Sequence[str], job: Job, program: str = TRAIN) -> str:
+    """The sbatch script. `given`: the configuration files and overrides, as `train` takes them. `program`:
+    what torchrun runs with them.
+    """
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("megatron_gvpo.cluster", ""),
         trim_blocks=True,
@@ -91,6 +94,7 @@ def render(config: Config, given: Sequence[str], job: Job) -> str:
         name=Path(config.output_dir).name,
         output_dir=shlex.quote(config.output_dir),
         config=shlex.join(given),
+        program=program,
         split=job.rollout_nodes > 0,
         served=served,
         servers=config.rollout.servers.count,

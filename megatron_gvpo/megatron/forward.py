@@ -99,6 +99,7 @@ class LogprobHead:
     temperature: float
     vocab_size: int
     entropy: bool = False
+    stash_bytes: int = 0
 
     def __call__(
         self, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, batch: TokenBatch
@@ -120,9 +121,10 @@ class LogprobHead:
             entropy=self.entropy,
             tp_group=parallel_state.get_tensor_model_parallel_group(),
             vocab_size=self.vocab_size,
+            stash_bytes=self.stash_bytes,
         )
         entropy_r = None if mine.entropy_r is None else of_whole_pack(mine.entropy_r, batch)
-        return LinearLogprob(of_whole_pack(mine.logp_r, batch), entropy_r, mine.surrogate)
+        return mine._replace(logp_r=of_whole_pack(mine.logp_r, batch), entropy_r=entropy_r)
 
 
 def of_whole_pack(mine_r: Tensor, batch: TokenBatch) -> Tensor:

@@ -22,6 +22,7 @@ from megatron_gvpo.config import ConfigError, ModelConfig, ParallelConfig
 from megatron_gvpo.layout import Padding
 from megatron_gvpo.megatron.parallel import megatron_device
 from megatron_gvpo.megatron.settings import DTYPES, ddp_settings, model_settings
+from megatron_gvpo.versions import REFERENCE
 
 
 @dataclass
@@ -208,8 +209,8 @@ def _bridge(model: ModelConfig) -> Any:
     except ImportError as error:
         raise ImportError(
             f"Megatron-Bridge cannot be imported ({error}). Install it with "
-            "`pip install --no-deps megatron-bridge==0.6.2`; its declared dependencies clash with "
-            "transformers 5, and none of the others is needed"
+            f"`pip install --no-deps megatron-bridge=={REFERENCE['megatron-bridge']}`; its declared "
+            "dependencies clash with transformers 5, and none of the others is needed"
         ) from error
     os.environ.setdefault("HF_HUB_OFFLINE", "1" if os.path.isdir(model.path) else "0")
     try:

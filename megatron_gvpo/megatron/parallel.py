@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -76,6 +77,21 @@ def initialize(parallel: ParallelConfig, seed: int, deterministic: bool = False)
             distributed_timeout_minutes=max(1, parallel.timeout_seconds // 60),
         )
         model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+def group_names() -> dict[str, str]:
+    """What Megatron's process groups are for, by torch's names of them; "norm" sums the gradient's."""
+    world = dist.group.WORLD
+    groups: dict[str, Any] = {
+        "world": world,
+        "embedding": parallel_state.get_embedding_group(check_initialized=False),
+        "norm": parallel_state.get_intra_distributed_optimizer_instance_group(check_initialized=False),
+        "cp": parallel_state.get_context_parallel_group(),
+        "pp": parallel_state.get_pipeline_model_parallel_group(),
+        "dp": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "tp": parallel_state.get_tensor_model_parallel_group(),
+    }
+    return {group.group_name: name for name, group in groups.items() if isinstance(group, dist.ProcessGroup)}
 
 
 def shut_down() -> None:

@@ -34,6 +34,7 @@ class UpdateResult:
     update: Update
     metrics: dict[str, float]  # "loss" among them
     logp_r: Tensor | None  # before the update, fp32 [r] on the CPU of every rank; where it was asked for
+    head: dict[str, float]  # how the output layer came by its gradient, which depends on the machine
 
 
 class Policy:
@@ -53,6 +54,7 @@ class Policy:
         self._loss: Loss = config.algorithm.loss.sized(config.rollout.max_tokens)
         self._budget = config.train.max_tokens_per_micro_batch * config.parallel.cp
         self._temperature = config.rollout.temperature if config.algorithm.sampler == "engine" else 1.0
+        self._stash_bytes = config.train.head_stash_mb << 20
         self._shadow_of = next((r for r in config.algorithm.anchors if r != STEP_START), None)
         self.shadow = Shadow(self.model) if self._shadow_of else None
 
@@ -97,39 +99,41 @@ class Policy:
         def share(rows: Rows, values: tuple[Any, ...]) -> tuple[Tensor, Any]:
             output = LinearLogprob(*values)
             logp_r = output.logp_r.detach()
-            bonus, entropy = output.logp_r.new_zeros(()), {}
+            besides = _head_metrics(rows, output, totals)
+            bonus = output.logp_r.new_zeros(())
             if output.entropy_r is not None:
                 mean = output.entropy_r.sum() / totals.tokens
-                bonus, entropy = -loss.entropy_coef * mean, {"entropy": mean}
+                bonus, besides["entropy"] = -loss.entropy_coef * mean, float(mean)
             if split:
                 surrogate = output.surrogate
                 if surrogate is None:  # the head, which then differentiates entropies, had no weights
                     assert rows.weight_r is not None, "a split group needs its weights before the forward"
                     surrogate = (rows.weight_r * output.logp_r).sum()
-                return surrogate + bonus, (logp_r, floats(entropy))
+                return surrogate + bonus, (logp_r, besides)
             anchored = _anchored(rows, logp_r)
             value, metrics = loss(LossInputs(anchored, output.logp_r, totals))
             trained = value if output.surrogate is None else output.surrogate
-            return trained + bonus, (logp_r, floats({"loss": value + bonus, **metrics, **entropy}))
+            return trained + bonus, (logp_r, floats({"loss": value + bonus, **metrics}) | besides)
 
         self.optimizer.zero_grad()
         results = forward.run(
             self.model,
             [rows.select(index) for index in mine],
             share,
-            head=LogprobHead(self._temperature, self.model.vocab_size, loss.wants_entropy),
+            head=LogprobHead(self._temperature, self.model.vocab_size, loss.wants_entropy, self._stash_bytes),
         )
         logp_r = gather(rows, mine, [found for found, _ in results]) if split or keep_logp else None
         if split:  # the loss and its metrics, too, are defined on whole groups only
             assert logp_r is not None
             value, shares = loss(LossInputs(_anchored(rows, logp_r), logp_r, totals))
             metrics = floats({"loss": value, **shares})
+            metrics |= sum_over_ranks([share for _, share in results])
             if loss.wants_entropy:
-                metrics |= sum_over_ranks([share for _, share in results])
                 metrics["loss"] -= loss.entropy_coef * metrics["entropy"]
         else:
             metrics = sum_over_ranks([share for _, share in results])
-        return UpdateResult(self.optimizer.apply(), metrics, logp_r)
+        head = {name: metrics.pop(name) for name in list(metrics) if name.startswith("head/")}
+        return UpdateResult(self.optimizer.apply(), metrics, logp_r, head)
 
     def _known_weights(self, rows: Rows, totals: Totals, at_step_start: bool, split: bool) -> Rows:
         """Fill `weight_r` where dL/dlogp can be had before the forward: the head then needs one pass less.
@@ -164,3 +168,14 @@ def _anchored(rows: Rows, logp_r: Tensor) -> Rows:
     old = logp_r if rows.old_logp_r is None else rows.old_logp_r
     reference = old if rows.ref_logp_r is None else rows.ref_logp_r
     return rows.with_columns(old_logp_r=old, ref_logp_r=reference)
+
+
+def _head_metrics(rows: Rows, output: LinearLogprob, totals: Totals) -> dict[str, float]:
+    """A micro-batch's part in how the output layer came by its gradient: shares of the tokens, and their mean
+    of what a rank kept for them."""
+    share = float(rows.length_n.sum()) / totals.tokens
+    return {
+        "head/known": share * (output.mode == "known"),
+        "head/stash": share * output.stash_share,
+        "head/stash_mb": share * output.stash_bytes / 2**20,
+    }

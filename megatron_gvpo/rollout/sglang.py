@@ -23,6 +23,7 @@ from megatron_gvpo.rollout.server import (
     TensorSpec,
     finish,
 )
+from megatron_gvpo.versions import REFERENCE
 
 RECEIVER = "megatron_gvpo_sglang.receive"
 
@@ -30,7 +31,7 @@ RECEIVER = "megatron_gvpo_sglang.receive"
 class SGLang:
     """One SGLang server."""
 
-    tested: ClassVar[Sequence[str]] = ("0.5.23",)
+    tested: ClassVar[Sequence[str]] = (REFERENCE["sglang"],)
 
     def __init__(self, http: Http) -> None:
         self._http = http

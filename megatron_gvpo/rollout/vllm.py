@@ -19,6 +19,7 @@ from megatron_gvpo.rollout.server import (
     TensorSpec,
     finish,
 )
+from megatron_gvpo.versions import REFERENCE
 
 MODEL = "policy"  # the name that requests give
 
@@ -26,7 +27,7 @@ MODEL = "policy"  # the name that requests give
 class VLLM:
     """One vLLM server."""
 
-    tested: ClassVar[Sequence[str]] = ("0.32.0",)
+    tested: ClassVar[Sequence[str]] = (REFERENCE["vllm"],)
 
     def __init__(self, http: Http) -> None:
         self._http = http

@@ -2,8 +2,8 @@
 # Build the environment of a rollout engine for CPU, once, outside the repository; print its Python.
 #   usage: tools/engines/make_env.sh sglang|vllm
 # On a GPU cluster use the engines' own releases or images instead (docs/engines.md).
-# The CPU build of torch must be what `pip install torch==2.13.0` finds; where it is not, name its index with
-# PIP_EXTRA_INDEX_URL. ENGINE_PYTHON names the interpreter to build with (default: python3.11).
+# The CPU build of torch must be what pip finds for the version in megatron_gvpo/versions.txt; where it is not, name
+# its index with PIP_EXTRA_INDEX_URL. ENGINE_PYTHON names the interpreter to build with (default: python3.11).
 set -euo pipefail
 engine=${1:?usage: make_env.sh sglang|vllm}
 here=$(cd "$(dirname "$0")" && pwd)
@@ -13,7 +13,8 @@ case $engine in
 esac
 
 # The name carries what the environment is made of, so that a change builds a new one.
-key=$(cat "$0" "$here/$engine.txt" "$here/sgl_kernel/__init__.py" | sha256sum | cut -c1-12)
+versions=$here/../../megatron_gvpo/versions.txt
+key=$(cat "$0" "$versions" "$here/$engine.txt" "$here/sgl_kernel/__init__.py" | sha256sum | cut -c1-12)
 dir=${XDG_CACHE_HOME:-$HOME/.cache}/megatron_gvpo/engines/$engine-$key
 if [ -e "$dir/.complete" ]; then
   echo "$dir/bin/python"
@@ -37,13 +38,13 @@ flock 9 # two builders: the second waits, then finds it done
 if [ ! -e "$dir/.complete" ]; then
   rm -rf "$dir"
   "$(find_python)" -m venv "$dir"
-  pip=("$dir/bin/python" -m pip install --quiet --disable-pip-version-check)
-  "${pip[@]}" "torch==2.13.0" >&2
+  pip=("$dir/bin/python" -m pip install --quiet --disable-pip-version-check --constraint "$versions")
+  "${pip[@]}" torch >&2
   "${pip[@]}" -r "$here/$engine.txt" >&2
   site=$("$dir/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
   if [ "$engine" = sglang ]; then
     # Without its dependencies: they name the CUDA builds of torch and of the kernels.
-    "${pip[@]}" --no-deps "sglang==0.5.23" "sglang-router==0.3.2" >&2
+    "${pip[@]}" --no-deps sglang sglang-router >&2
     cp -r "$here/sgl_kernel" "$site/"
     # torchvision registers shapes of operators that its CUDA build alone has, at import; nothing else is used of it.
     : >"$site/torchvision/_meta_registrations.py"

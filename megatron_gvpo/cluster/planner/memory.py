@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass
 from megatron_gvpo.cluster.planner.architecture import Architecture
 from megatron_gvpo.cluster.planner.workload import GIB, Layout
 
-HEAD_BYTES = 600e6  # the fused head works in tiles (kernels/linear_logprob.py)
+HEAD_BYTES = 800e6  # the fused head works in tiles (kernels/linear_logprob.py)
+STASH_BYTES = 1024 * 2**20  # the default of train.head_stash_mb
 RUNTIME_BYTES = 4e9  # CUDA context, NCCL buffers, Transformer Engine's workspaces, fragmentation
 
 
@@ -111,6 +112,7 @@ def memory(model: Architecture, layout: Layout, tokens: float, micro_batches: in
             plain = Layout(layout.gpus, layout.tp, layout.pp, cp=layout.cp, ep=layout.ep)
             kept += activation_bytes(model, plain, tokens)
         head = HEAD_BYTES + 4 * model.hidden * tokens / (layout.cp * layout.tp)
+        head += min(STASH_BYTES, 2 * model.vocab * tokens / (layout.cp * layout.tp))
         last = head if stage == layout.pp - 1 else 0.0
         stages.append(Memory(parameters, gradients, optimizer, kept, last, RUNTIME_BYTES))
     return max(stages, key=lambda m: m.total)

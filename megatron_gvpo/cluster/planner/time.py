@@ -14,6 +14,7 @@ from functools import cache
 
 from megatron_gvpo.cluster.planner.architecture import Architecture
 from megatron_gvpo.cluster.planner.memory import engine_room, shard
+from megatron_gvpo.cluster.planner.traffic import layer_backward, layer_forward, on_the_wire, optimizer_bytes
 from megatron_gvpo.cluster.planner.workload import Gpu, Layout, Workload
 
 NODE = 8  # GPUs that NVLink joins
@@ -51,13 +52,13 @@ class Seconds:
 
 def seconds(model: Architecture, gpu: Gpu, layout: Layout, work: Workload, micro_tokens: float) -> Seconds:
     """`micro_tokens`: tokens of a micro-batch."""
-    forward = _forward(model, gpu, layout, work.tokens, work)
-    back = 2.0 + layout.recompute
+    forward, backward = _passes(model, gpu, layout, work)
+    again = forward * layout.recompute
     updates = work.mini_batches
     micro_batches = max(1.0, work.tokens / (layout.dp * micro_tokens * updates))
     bubble = 1 + (layout.pp - 1) / (layout.vpp * micro_batches)
     rollout = rollout_seconds(model, gpu, layout.engines, layout.rollout_tp, work)
-    training = forward * (1 + back) * bubble
+    training = (forward + again + backward) * bubble
     scoring = forward * work.scoring_passes * bubble
     optimizer = updates * _optimizer(model, gpu, layout)
     sync = _sync(model, gpu, layout)
@@ -84,24 +85,27 @@ def _mean_square(work: Workload) -> float:
     return sum((work.prompt_tokens + n) ** 2 for n in lengths) / len(lengths)
 
 
-def _forward(model: Architecture, gpu: Gpu, layout: Layout, tokens: float, work: Workload) -> float:
-    """Seconds of one forward pass over `tokens` tokens, with what communication it cannot hide."""
+def _passes(model: Architecture, gpu: Gpu, layout: Layout, work: Workload) -> tuple[float, float]:
+    """Seconds of the forward and of the backward pass over a step's tokens, with the communication that they
+    cannot hide. What tensor parallelism sends is `traffic`'s, which is counted in real runs."""
     fraction = MIXTURE_FRACTION if model.moe_layers else 1.0
     reach = gpu.flops(layout.fp8) * fraction
     compute = model_flops(model, work) / 3 / (layout.gpus * reach)
-    each = 2 * model.hidden * tokens / (layout.dp * layout.cp)  # bytes of a hidden state, bf16
+    state = 2 * model.hidden * work.tokens / (layout.dp * layout.cp)  # bytes of a hidden state, bf16
     network = gpu.network_gb_per_s * gpu.network_fraction * 1e9
     nvlink = gpu.nvlink_gb_per_s * gpu.network_fraction * 1e9
-    layers = model.layers / layout.pp
-    # Tensor parallel: two all-gathers and two reduce-scatters a layer, of which none is hidden.
-    split = 4 * layers * each * (layout.tp - 1) / layout.tp / (nvlink if layout.tp <= NODE else network)
-    # Expert parallel: every token to its experts and back.
+    link = nvlink if layout.tp <= NODE else network
+    split = []
+    for sent in (layer_forward(layout.tp, state, True), layer_backward(layout.tp, state, True)):
+        wire = sum(on_the_wire(operation, size, layout.tp) for (operation, _), size in sent.items())
+        split.append(model.layers / layout.pp * wire / link)
+    # Expert parallel: every token to its experts and back, in either direction.
     routed = 0.0
     if model.moe_layers and layout.ep > 1:
         spread = 2 * model.experts_per_token * (layout.ep - 1) / layout.ep
         link = nvlink if layout.ep * layout.tp <= NODE else network
-        routed = model.moe_layers / layout.pp * spread * each / layout.tp / link
-    return compute + split + routed
+        routed = model.moe_layers / layout.pp * spread * state / layout.tp / link
+    return compute + split[0] + routed, 2 * compute + split[1] + routed
 
 
 def _optimizer(model: Architecture, gpu: Gpu, layout: Layout) -> float:
@@ -111,7 +115,9 @@ def _optimizer(model: Architecture, gpu: Gpu, layout: Layout) -> float:
     copies = layout.dp * layout.cp
     span = layout.tp * copies
     link = gpu.nvlink_gb_per_s if span <= NODE else gpu.network_gb_per_s
-    moved = 6 * held.total * (copies - 1) / copies / (link * gpu.network_fraction * 1e9)
+    sent = optimizer_bytes([round(held.total)], copies, 2)
+    wire = sum(on_the_wire(operation, size, copies) for (operation, _), size in sent.items())
+    moved = wire / (link * gpu.network_fraction * 1e9)
     return moved + 30 * held.total / copies / (gpu.memory_gb_per_s * gpu.memory_fraction * 1e9)
 
 

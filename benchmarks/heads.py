@@ -1,0 +1,98 @@
+"""The heads that linear_logprob.py compares: each gives the same scalar, sum(g * logp), to differentiate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megatron_gvpo.kernels.linear_logprob import linear_logprob
+
+Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # (hidden_th, weight_vh, labels_t, g_t) -> scalar
+
+OURS = ("late", "known", "stash", "stash_2gb", "stash_10gb", "late_triton")
+PEERS = ("compiled", "torch_linear_ce", "liger", "cce", "cce_exact")
+NOTES = {
+    "naive": "full logits, log_softmax, gather, autograd",
+    "compiled": "naive under torch.compile",
+    "torch_linear_ce": "torch.nn.functional.linear_cross_entropy, reduction none",
+    "liger": "LigerFusedLinearScaledCrossEntropyFunction: per-token weights; recomputes",
+    "cce": "cut-cross-entropy, reduction none; drops small gradients",
+    "cce_exact": "cut-cross-entropy, nothing dropped",
+    "late": "linear_logprob, weights with the backward, recomputed",
+    "late_triton": "late, its forward in one Triton kernel",
+    "known": "linear_logprob, weights with the forward",
+    "stash": "linear_logprob, weights with the backward, exponentials kept (--stash-mib at most)",
+    "stash_2gb": "stash, 2 GB at most",
+    "stash_10gb": "stash, 10 GB at most",
+}
+
+
+def head(name: str, stash_bytes: int, logits_bytes: int | None) -> Loss:
+    """Raises ImportError where a peer is not installed."""
+    late = partial(_late, logits_bytes=logits_bytes)
+    match name:
+        case "naive":
+            return _naive
+        case "compiled":
+            return torch.compile(_naive, dynamic=False)
+        case "late":
+            return late
+        case "late_triton":
+            return partial(late, backend="triton")
+        case "stash":
+            return partial(late, stash_bytes=stash_bytes)
+        case "stash_2gb":
+            return partial(late, stash_bytes=2 * 10**9)
+        case "stash_10gb":
+            return partial(late, stash_bytes=10 * 10**9)
+        case "known":
+            return partial(_known, logits_bytes=logits_bytes)
+        case "torch_linear_ce":
+            return _torch_linear_ce
+        case "liger":
+            return _liger()
+        case "cce" | "cce_exact":
+            return _cut_cross_entropy(name)
+    raise ValueError(f"no head called {name!r}")
+
+
+def _naive(x: Tensor, w: Tensor, labels_t: Tensor, g_t: Tensor) -> Tensor:
+    logp_tv = torch.log_softmax((x @ w.T).float(), -1)
+    return (g_t * logp_tv.gather(1, labels_t[:, None])[:, 0]).sum()
+
+
+def _late(x: Tensor, w: Tensor, labels_t: Tensor, g_t: Tensor, **options) -> Tensor:
+    return (g_t * linear_logprob(x, w, labels_t, **options).logp_r).sum()
+
+
+def _known(x: Tensor, w: Tensor, labels_t: Tensor, g_t: Tensor, **options) -> Tensor:
+    surrogate = linear_logprob(x, w, labels_t, weight_r=g_t, **options).surrogate
+    assert surrogate is not None
+    return surrogate
+
+
+def _torch_linear_ce(x: Tensor, w: Tensor, labels_t: Tensor, g_t: Tensor) -> Tensor:
+    nll_t = torch.nn.functional.linear_cross_entropy(x, w, labels_t, reduction="none")
+    return -(g_t * nll_t).sum()
+
+
+def _liger() -> Loss:
+    from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction
+
+    def loss(x: Tensor, w: Tensor, labels_t: Tensor, g_t: Tensor) -> Tensor:
+        nll_t, _ = LigerFusedLinearScaledCrossEntropyFunction.apply(x, w, labels_t, 1.0, -100, 1, False)
+        return -(g_t * nll_t).sum()
+
+    return loss
+
+
+def _cut_cross_entropy(name: str) -> Loss:
+    from cut_cross_entropy import linear_cross_entropy
+
+    def loss(x: Tensor, w: Tensor, labels_t: Tensor, g_t: Tensor) -> Tensor:
+        return -(g_t * linear_cross_entropy(x, w, labels_t, reduction="none", impl=name)).sum()
+
+    return loss

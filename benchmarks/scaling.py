@@ -1,0 +1,261 @@
+"""Strong and weak scaling over a list of layouts: speed, time by phase, MFU, every message that is sent.
+
+    python benchmarks/scaling.py --out scaling.json --plot scaling.png
+    python benchmarks/scaling.py --baseline benchmarks/results/scaling_cpu.json
+
+    # On a cluster, a Slurm job a point; and when they are done, the report:
+    python benchmarks/scaling.py CONFIG.yaml --nodes 1 2 4 8 --gpu h800 --layout "parallel.tp=2" \\
+        --sbatch=--partition=h800 --points shared/scaling
+    python benchmarks/scaling.py --report shared/scaling --out scaling.json
+
+Strong scaling keeps the prompts of a step, weak scaling the prompts of a rank. Efficiency is tokens/s a rank
+over that of the smallest run of the same kind. `waiting` is what ranks wait for the slowest at the beginning
+of phases; communication inside a phase is part of it. Messages are counted, not estimated, in one step after
+those that are timed; for dense models without context parallelism those of the updates must be, byte for
+byte, what the planner's formulas say. MFU's 100 % is the GPU's bf16 peak, on CPUs what a matrix product
+reaches on all ranks at once.
+
+Without a configuration it is the quickstart's model, with random weights, on 1, 2 and 4 ranks here. With
+--baseline it ends with 1 where a point is slower by more than --tolerance, or sends more bytes a token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[1]
+WORKER = Path(__file__).with_name("scaling_worker.py")
+QUICKSTART = [ROOT / "examples/quickstart/gvpo.yaml", ROOT / "examples/cpu.yaml"]
+SP = "parallel.tp=2 parallel.sequence_parallel=true"
+LAYOUTS = ("", "parallel.tp=2", SP, "parallel.pp=2", "parallel.tp=2 parallel.pp=2", f"{SP} parallel.pp=2")
+PHASES = ("rollout", "reward", "scoring", "training", "optimizer", "sync", "waiting", "other")
+
+
+class Point(NamedTuple):
+    mode: str  # "strong" or "weak"
+    ranks: int
+    layout: str  # overrides of the configuration
+
+    @property
+    def name(self) -> str:
+        short = self.layout.replace("parallel.", "").replace("sequence_parallel=true", "sp").replace("=", "")
+        return "-".join([self.mode, str(self.ranks), *short.split()])
+
+
+def main() -> int:
+    args = parse()
+    if args.report:
+        points = sorted(args.report.glob("*.json"))
+        return report(args, [json.loads(file.read_text()) for file in points])
+    with tempfile.TemporaryDirectory() as scratch:
+        overrides = list(args.overrides)
+        if not args.config:
+            overrides = [*make_task(Path(scratch)), *overrides]
+        out = args.points or Path(scratch) / "points"
+        done = []
+        for point in plan(args):
+            command = arguments(args, point, out, overrides, Path(scratch) / "run")
+            if args.nodes:
+                submit(args, point, command)
+                continue
+            run(point.ranks, command)
+            done.append(json.loads((out / f"{point.name}.json").read_text()))
+            told = f"{done[-1]['tokens_per_s']:.0f} tokens/s, {done[-1]['seconds_per_step']:.2f} s a step"
+            print(f"{point.name}: {told}", file=sys.stderr, flush=True)
+    if args.nodes:
+        print(f"when the jobs are done: python benchmarks/scaling.py --report {out} --out FILE.json")
+        return 0
+    return report(args, done)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("config", nargs="*", help="CONFIG.yaml ... and key=value; default: the quickstart")
+    parser.add_argument("--modes", nargs="+", choices=("strong", "weak"), default=["strong", "weak"])
+    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4])
+    parser.add_argument(
+        "--layout",
+        action="append",
+        metavar="OVERRIDES",
+        help="repeatable; those that do not fit are left out",
+    )
+    parser.add_argument("--prompts", type=int, default=16, help="of a step; weak: of the smallest run (16)")
+    parser.add_argument("--steps", type=int, default=3, help="that are timed, after one to warm up (3)")
+    parser.add_argument("--gpu", help="in the planner's gpus.json: its peak is MFU's 100 %%")
+    parser.add_argument("--nodes", nargs="+", type=int, help="submit Slurm jobs of so many nodes")
+    parser.add_argument("--ranks-per-node", type=int, default=8)
+    parser.add_argument("--no-gpus", action="store_true", help="a cluster of CPUs")
+    parser.add_argument("--sbatch", action="append", default=[], metavar="=--OPTION", help="repeatable")
+    parser.add_argument("--dry-run", action="store_true", help="write the jobs' scripts, submit nothing")
+    parser.add_argument("--points", type=Path, metavar="DIR", help="keep the points' results there")
+    parser.add_argument("--report", type=Path, metavar="DIR", help="measure nothing: report the points there")
+    parser.add_argument("--out", type=Path, help="the results, as JSON")
+    parser.add_argument("--plot", type=Path, help="and as a picture")
+    parser.add_argument("--baseline", type=Path, help="earlier results to compare with")
+    parser.add_argument("--tolerance", type=float, default=0.25, help="of tokens/s against them (0.25)")
+    args = parser.parse_args()
+    args.overrides = [word for word in args.config if "=" in word]
+    args.config = [word for word in args.config if "=" not in word]
+    if args.nodes and not (args.points and args.config):
+        parser.error("--nodes needs a configuration, and --points DIR that all nodes see")
+    return args
+
+
+def plan(args: argparse.Namespace) -> list[Point]:
+    """The smallest first."""
+    sizes = [n * args.ranks_per_node for n in args.nodes] if args.nodes else args.ranks
+    points = []
+    for mode in args.modes:
+        for ranks in sorted(sizes):
+            for layout in args.layout or LAYOUTS:
+                factor = 1
+                for word in layout.split():
+                    key, value = word.split("=")
+                    factor *= int(value) if key in ("parallel.tp", "parallel.pp", "parallel.cp") else 1
+                if ranks % factor == 0:
+                    points.append(Point(mode, ranks, layout))
+    return points
+
+
+def arguments(
+    args: argparse.Namespace, point: Point, out: Path, overrides: Sequence[str], run_dir: Path
+) -> list[str]:
+    """Of scaling_worker.py."""
+    smallest = min(p.ranks for p in plan(args))
+    prompts = args.prompts * (point.ranks // smallest if point.mode == "weak" else 1)
+    output = args.points / point.name if args.points else run_dir
+    options = ["--steps", str(args.steps), *(["--gpu", args.gpu] if args.gpu else [])]
+    files = [str(Path(file).resolve()) for file in args.config] or [str(file) for file in QUICKSTART]
+    settings = [f"output_dir={output}", f"train.prompts_per_step={prompts}", "data.eval=null"]
+    options += ["--point", json.dumps(point._asdict())]
+    return [str(out / f"{point.name}.json"), *options, *files, *overrides, *settings, *point.layout.split()]
+
+
+def run(ranks: int, command: Sequence[str]) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ
+    done = subprocess.run(
+        [*torchrun, str(WORKER), *command], env=environment, capture_output=True, text=True, cwd=ROOT
+    )
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
+
+
+def submit(args: argparse.Namespace, point: Point, command: Sequence[str]) -> None:
+    """A job of `megatron-gvpo slurm` with another program in it."""
+    from megatron_gvpo.cluster import slurm
+    from megatron_gvpo.config import load_config
+
+    given = [w for w in command if w.endswith((".yaml", ".yml")) or ("=" in w and w[0] != "{")]
+    config = load_config([w for w in given if "=" not in w], [w for w in given if "=" in w])
+    job = slurm.Job(
+        nodes=point.ranks // args.ranks_per_node,
+        ranks_per_node=args.ranks_per_node,
+        gpus=not args.no_gpus,
+        sbatch=tuple(args.sbatch),
+        how="--overwrite",
+    )
+    slurm.check(config, job)
+    script = slurm.write(config, slurm.render(config, command, job, program=str(WORKER)))
+    print(script if args.dry_run else f"{point.name}: job {slurm.submit(script)}")
+
+
+def make_task(directory: Path) -> list[str]:
+    """The quickstart's model and problems; returns the overrides that name them."""
+    maker = str(ROOT / "examples" / "quickstart" / "make_task.py")
+    subprocess.run([sys.executable, maker, "--out", str(directory)], check=True, capture_output=True)
+    data = f"data.train.path={directory}/data/train.jsonl"
+    return [f"model.path={directory}/model", data, "logging.tensorboard=false", "rollout.max_tokens=64"]
+
+
+def report(args: argparse.Namespace, points: list[dict[str, Any]]) -> int:
+    add_efficiency(points)
+    wrong = [p for p in points if p["updates_equal_formula"] is False]
+    for point in wrong:
+        print(f"{name_of(point)}: what its updates sent is not what the formulas say", file=sys.stderr)
+    print(table(points))
+    result = {"machine": machine(), "command": " ".join(["python", *sys.argv]), "points": points}
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    if args.plot:
+        from scaling_plot import plot
+
+        plot(points, args.plot)
+    worse = (
+        compare(points, json.loads(args.baseline.read_text())["points"], args.tolerance)
+        if args.baseline
+        else []
+    )
+    print("\n".join(worse), file=sys.stderr)
+    return 1 if wrong or worse else 0
+
+
+def add_efficiency(points: list[dict[str, Any]]) -> None:
+    """Tokens/s a rank over that of the smallest run, the first of its mode."""
+    for mode in {p["mode"] for p in points}:
+        of_mode = [p for p in points if p["mode"] == mode]
+        first = min(of_mode, key=lambda p: (p["ranks"], len(p["layout"])))
+        for point in of_mode:
+            point["efficiency"] = point["tokens_per_s_per_rank"] / first["tokens_per_s_per_rank"]
+
+
+def compare(points: list[dict[str, Any]], before: list[dict[str, Any]], tolerance: float) -> list[str]:
+    """What is worse than before, a line each."""
+    earlier = {name_of(p): p for p in before}
+    worse = []
+    for point in points:
+        if (old := earlier.get(name_of(point))) is None:
+            continue
+        ratio = point["tokens_per_s"] / old["tokens_per_s"]
+        if ratio < 1 - tolerance:
+            worse.append(f"{name_of(point)}: {ratio:.2f} of the baseline's tokens/s")
+        sent, used_to = (sum(m["bytes"] for m in p["messages"]) / p["tokens_per_step"] for p in (point, old))
+        if sent > used_to * 1.02:
+            worse.append(f"{name_of(point)}: {sent / used_to:.2f} times the baseline's bytes a token")
+    return worse
+
+
+def table(points: list[dict[str, Any]]) -> str:
+    lines = [
+        "| kind, ranks, layout | tokens/s | a rank | efficiency | MFU, training | "
+        + " | ".join(f"{phase} s" for phase in PHASES)
+        + " | MB a step on the wire |",
+        "|---" * (6 + len(PHASES)) + "|",
+    ]
+    for p in points:
+        phases = [f"{p['seconds'].get(phase, 0.0):.2f}" for phase in PHASES]
+        wire = sum(m["wire_bytes"] for m in p["messages"]) / 1e6
+        cells = [name_of(p), f"{p['tokens_per_s']:.0f}", f"{p['tokens_per_s_per_rank']:.0f}"]
+        cells += [f"{p['efficiency']:.0%}", f"{p['mfu_of_training']:.0%}", *phases, f"{wire:.1f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def name_of(point: dict[str, Any]) -> str:
+    return Point(point["mode"], point["ranks"], point["layout"]).name
+
+
+def machine() -> dict[str, Any]:
+    return {
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "load": os.getloadavg()[0],
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("torch", "megatron-core")},
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Build an image of this project, with the versions of megatron_gvpo/versions.txt.
+#   usage: docker/build.sh cpu|trainer|sglang|vllm [options of `docker build`]
+# BUILDER is the program that builds, by default `docker build`; `buildah bud --format docker` will do too. The first tag
+# is megatron_gvpo:NAME. An index of your own: --secret id=pip.conf,src=pip.conf
+set -euo pipefail
+cd "$(dirname "$0")/.."
+name=${1:?usage: docker/build.sh cpu|trainer|sglang|vllm [options of docker build]}
+shift
+
+version_of() { sed -n "s/^$1==\([0-9.]*\).*/\1/p" megatron_gvpo/versions.txt; }
+
+case $name in
+  cpu) file=cpu arguments=(--build-arg "BASE_IMAGE=python:$(cat .python-version)-slim-bookworm") ;;
+  trainer) file=trainer arguments=(--build-arg "CUDA_VERSION=$(version_of cuda-toolkit)") ;;
+  sglang | vllm)
+    file=rollout
+    arguments=(--target "$name" --build-arg "SGLANG_VERSION=$(version_of sglang)" --build-arg "VLLM_VERSION=$(version_of vllm)")
+    ;;
+  *) echo "build.sh: there is no image '$name'; known: cpu, trainer, sglang, vllm" >&2; exit 2 ;;
+esac
+revision=$(git describe --always --dirty 2>/dev/null || echo unknown)
+# Options that are given come last, and win.
+exec ${BUILDER:-docker build} --file "docker/$file.Dockerfile" "${arguments[@]}" --build-arg "REVISION=$revision" \
+  --tag "megatron_gvpo:$name" "$@" .

@@ -1,0 +1,184 @@
+"""Weights that come after the forward: some rows keep their exponentials, the others' logits come again.
+
+With D = softmax - onehot and g_i = dL/dlogp_i, dX_i = -g_i D_i W / T_i and dW = -D^T diag(g / T) X: D never
+needs the weights, which scale rows behind the first product and before the second. So the forward stashes
+E = e^(z - k), k the row's largest logit on this rank, in bf16 where the operands are, and
+
+    D_ij = u_i E_ij,  u_i = e^(k_i - m_i) / S_i   (m and S: maximum and sum over the whole vocabulary)
+
+but for the label's column, where it is 1 less: the stash gets expm1(logp_i) / u_i there, from fp32, so that
+nothing cancels near p = 1. Both products then run over the stash as it is: 6 r h v flops in all.
+
+Rows beyond the stash keep their statistics only, and their logits are computed again (8 r h v).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_gvpo.kernels import softmax
+from megatron_gvpo.kernels.head import Buffer, Head, length, longest
+from megatron_gvpo.kernels.products import accumulator, addmm_, operand, operand_dtype
+from megatron_gvpo.kernels.weight_gradient import WeightGradient
+
+# The least u_i. Below it, this rank has no probability to speak of: every p_ij of the row that is stashed is
+# overstated, to at most this, and a label of such a row fits into the stash.
+LEAST_SHARE = 1e-15
+
+
+class WeightsLate(torch.autograd.Function):
+    """logp and entropy, differentiable in hidden_rh and weight_vh."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_rh: Tensor, weight_vh: Tensor, labels_r: Tensor, head: Head
+    ) -> tuple[Tensor, Tensor | None]:
+        stashed, rest = slice(0, head.stash_rows), slice(head.stash_rows, len(hidden_rh))
+        x_rh = operand(hidden_rh)
+        stash_rv, stashed_sr = _stash(head, x_rh[stashed], weight_vh, labels_r[stashed])
+        rest_sr = head.tiles.scan(head, x_rh[rest], weight_vh, labels_r[rest], rest)
+        stats_sr = head.merge_over_tp(torch.cat((stashed_sr, rest_sr), 1))
+        logp_r = softmax.logp(stats_sr)
+        share_r = _share(stashed_sr[0], stats_sr[:, stashed])
+        _put_at_labels_(stash_rv, labels_r[stashed], logp_r[stashed].expm1() / share_r)
+        ctx.save_for_backward(hidden_rh, weight_vh, labels_r, stats_sr, stash_rv, share_r)
+        ctx.head = head
+        ctx.set_materialize_grads(False)
+        return logp_r, softmax.entropy(stats_sr) if head.entropy else None
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g_r: Tensor | None, e_r: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden_rh, weight_vh, labels_r, stats_sr, stash_rv, share_r = ctx.saved_tensors
+        head: Head = ctx.head
+        stashed, rest = slice(0, head.stash_rows), slice(head.stash_rows, len(hidden_rh))
+        if g_r is None:
+            g_r = torch.zeros_like(stats_sr[0])
+        g_r = g_r / head.temperature_of(slice(None))
+        kept = _Kept(head, stash_rv, operand(hidden_rh[stashed]), -g_r[stashed] * share_r)
+        x_rh = operand(hidden_rh[rest])
+        again = _Again(head, x_rh, labels_r[rest], stats_sr[:, rest], g_r[rest], e_r, rest)
+
+        dx_rh = torch.empty_like(hidden_rh) if ctx.needs_input_grad[0] else None
+        rest_rh = None if dx_rh is None else dx_rh[rest].to(stats_sr.dtype).zero_()  # summed in fp32
+        dw = WeightGradient(weight_vh) if ctx.needs_input_grad[1] else None
+        if dx_rh is not None:
+            kept.write_dx(dx_rh[stashed], weight_vh)
+        for columns in _column_slices(head, hidden_rh, weight_vh, dw):
+            dw_vh = None if dw is None else dw.begin(columns)
+            if dw_vh is not None:
+                kept.add_dw(columns, dw_vh)
+            if len(x_rh):
+                again.add_products(columns, operand(weight_vh[columns]), rest_rh, dw_vh)
+            if dw is not None and dw_vh is not None:
+                dw.end(columns, dw_vh)
+        if dx_rh is not None:
+            dx_rh[rest] = rest_rh  # itself, where dX is in fp32 anyway
+        return dx_rh, None if dw is None else dw.result(), None, None
+
+
+def _stash(head: Head, x_rh: Tensor, weight_vh: Tensor, labels_r: Tensor) -> tuple[Tensor, Tensor]:
+    """(E [rows, columns], the rows' statistics on this rank)."""
+    dtype = accumulator(weight_vh.dtype)
+    stash_rv = x_rh.new_empty(len(x_rh), head.columns, dtype=head.stash_dtype)
+    stats_sr = softmax.no_columns(labels_r, dtype, head.entropy)
+    if not stash_rv.numel():
+        return stash_rv, stats_sr
+    in_place = head.stash_dtype == dtype
+    w_vh = operand(weight_vh[: head.columns])
+    slices = head.slices(len(x_rh), head.columns, dtype.itemsize)
+    buffer = Buffer(x_rh, 0 if in_place else longest(slices) * head.columns)
+    for rows in slices:
+        tile_rv = stash_rv[rows] if in_place else buffer.tile(length(rows), head.columns)
+        z_rv = head.logits(tile_rv, x_rh[rows], w_vh, rows)
+        stats_sr[:, rows] = head.tiles.stash_(z_rv, labels_r[rows], stash_rv[rows])
+    return stash_rv, stats_sr
+
+
+def _share(max_r: Tensor, stats_sr: Tensor) -> Tensor:
+    """u of rows whose largest logit on this rank is max_r."""
+    return ((max_r - stats_sr[0]).exp() / stats_sr[1]).clamp(min=LEAST_SHARE)
+
+
+def _put_at_labels_(stash_rv: Tensor, labels_r: Tensor, value_r: Tensor) -> None:
+    if stash_rv.numel():
+        index_r, owned_r = softmax.locate(stash_rv.shape[1], labels_r)
+        present_r = stash_rv.gather(1, index_r[:, None])[:, 0]
+        value_r = torch.where(owned_r, value_r.to(stash_rv.dtype), present_r)
+        stash_rv.scatter_(1, index_r[:, None], value_r[:, None])
+
+
+class _Kept:
+    """The rows whose exponentials were stashed."""
+
+    def __init__(self, head: Head, stash_rv: Tensor, x_rh: Tensor, scale_r: Tensor) -> None:
+        self.head, self.stash_rv, self.scale_r = head, stash_rv, scale_r
+        self.scaled_rh = torch.mul(x_rh, scale_r[:, None], out=torch.empty_like(x_rh))
+
+    def write_dx(self, dx_rh: Tensor, weight_vh: Tensor) -> None:
+        """Some rows by the whole vocabulary at a time, so that little of dX is ever in fp32."""
+        if not len(self.stash_rv):
+            return
+        w_vh = operand(weight_vh[: self.head.columns])
+        across = max(w_vh.shape[1], self.head.columns if self.stash_rv.dtype != w_vh.dtype else 0)
+        for rows in self.head.slices(len(dx_rh), across, self.scale_r.itemsize):
+            product_rh = self.scale_r.new_empty(length(rows), w_vh.shape[1])
+            addmm_(product_rh, operand(self.stash_rv[rows], weight_vh.dtype), w_vh, beta=0)
+            dx_rh[rows] = product_rh.mul_(self.scale_r[rows, None])
+
+    def add_dw(self, columns: slice, dw_vh: Tensor) -> None:
+        if len(self.stash_rv):
+            addmm_(dw_vh, operand(self.stash_rv[:, columns], self.scaled_rh.dtype).T, self.scaled_rh)
+
+
+class _Again:
+    """The rows whose logits are computed again."""
+
+    def __init__(
+        self,
+        head: Head,
+        x_rh: Tensor,
+        labels_r: Tensor,
+        stats_sr: Tensor,
+        g_r: Tensor,
+        e_r: Tensor | None,
+        rows: slice,
+    ) -> None:
+        self.head, self.x_rh, self.labels_r, self.g_r, self.rows = head, x_rh, labels_r, g_r, rows
+        self.buffer: Buffer | None = None
+        self.max_r, sum_r = stats_sr[0], stats_sr[1]
+        # dZ = e^(z - max) (offset + slope (z - max)), but for the label's own g.
+        self.offset_r, self.slope_r = -g_r / sum_r, None
+        if e_r is not None:
+            self.slope_r = -e_r[rows] / head.temperature_of(rows) / sum_r
+            self.offset_r = self.offset_r + self.slope_r * (softmax.entropy(stats_sr) - sum_r.log())
+
+    def add_products(self, columns: slice, w_vh: Tensor, dx_rh: Tensor | None, dw_vh: Tensor | None) -> None:
+        if self.buffer is None:  # the first slice is the longest
+            self.buffer = Buffer(self.x_rh, len(self.x_rh) * length(columns))
+        tile_rv = self.buffer.tile(len(self.x_rh), length(columns))
+        z_rv = self.head.logits(tile_rv, self.x_rh, w_vh, self.rows)
+        labels_r = self.labels_r - columns.start
+        d_rv = self.head.tiles.late_gradient_(
+            z_rv, self.max_r, self.offset_r, self.slope_r, labels_r, self.g_r, w_vh.dtype
+        )
+        if dx_rh is not None:
+            addmm_(dx_rh, d_rv, w_vh)
+        if dw_vh is not None:
+            addmm_(dw_vh, d_rv.T, self.x_rh)
+
+
+def _column_slices(
+    head: Head, hidden_rh: Tensor, weight_vh: Tensor, dw: WeightGradient | None
+) -> list[slice]:
+    """How the backward goes through the vocabulary: what it needs for a slice keeps to logits_bytes."""
+    itemsize = accumulator(weight_vh.dtype).itemsize
+    converted = head.stash_dtype != operand_dtype(weight_vh.dtype, weight_vh.device)
+    numbers = [len(hidden_rh) - (0 if converted else head.stash_rows)]
+    if dw is not None and not dw.in_place:
+        numbers.append(hidden_rh.shape[1])
+    return head.slices(head.columns, max(numbers), itemsize)

@@ -1,0 +1,70 @@
+"""Tiles of logits in PyTorch's own operations, in place; any device, any floating dtype."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_gvpo.kernels import softmax
+from megatron_gvpo.kernels.head import Tiles
+
+
+class TorchTiles(Tiles):
+    """Each operation passes over the tile once."""
+
+    def statistics_(self, z_rv: Tensor, labels_r: Tensor, entropy: bool) -> Tensor:
+        """Leaves e^(z - its row maximum) in z_rv."""
+        if z_rv.shape[1] == 0:
+            return softmax.no_columns(labels_r, z_rv.dtype, entropy)
+        index_r, owned_r = softmax.locate(z_rv.shape[1], labels_r)
+        target_r = z_rv.gather(1, index_r[:, None])[:, 0].masked_fill(~owned_r, -torch.inf)
+        max_r = z_rv.amax(1).clamp(min=torch.finfo(z_rv.dtype).min)
+        z_rv.sub_(max_r[:, None])
+        if not entropy:
+            return torch.stack((max_r, z_rv.exp_().sum(1), target_r))
+        shifted_rv = z_rv.clone()
+        return torch.stack((max_r, z_rv.exp_().sum(1), target_r, shifted_rv.mul_(z_rv).sum(1)))
+
+    def stash_(self, z_rv: Tensor, labels_r: Tensor, out_rv: Tensor) -> Tensor:
+        stats_sr = self.statistics_(z_rv, labels_r, entropy=False)
+        if out_rv is not z_rv:
+            out_rv.copy_(z_rv)
+        return stats_sr
+
+    def known_gradient_(
+        self,
+        z_rv: Tensor,
+        piece_sr: Tensor,
+        merged_sr: Tensor,
+        labels_r: Tensor,
+        g_r: Tensor,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        z_rv.mul_((-g_r * (piece_sr[0] - merged_sr[0]).exp() / merged_sr[1])[:, None])
+        return _add_at_labels_(z_rv, labels_r, g_r).to(dtype)
+
+    def late_gradient_(
+        self,
+        z_rv: Tensor,
+        max_r: Tensor,
+        offset_r: Tensor,
+        slope_r: Tensor | None,
+        labels_r: Tensor,
+        g_r: Tensor,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        z_rv.sub_(max_r[:, None])
+        if slope_r is None:
+            z_rv.exp_().mul_(offset_r[:, None])
+        else:
+            exp_rv = z_rv.exp()
+            z_rv.mul_(slope_r[:, None]).add_(offset_r[:, None]).mul_(exp_rv)
+        return _add_at_labels_(z_rv, labels_r, g_r).to(dtype)
+
+
+def _add_at_labels_(d_rv: Tensor, labels_r: Tensor, value_r: Tensor) -> Tensor:
+    """d_rv[i, labels_r[i]] += value_r[i] where the label lies in this tile; no host synchronisation."""
+    if d_rv.shape[1] > 0:
+        index_r, owned_r = softmax.locate(d_rv.shape[1], labels_r)
+        d_rv.scatter_add_(1, index_r[:, None], value_r.masked_fill(~owned_r, 0)[:, None])
+    return d_rv

@@ -1,0 +1,95 @@
+"""Counts what the ranks send to one another: every operation of torch.distributed, by group, exactly.
+
+    with Traffic() as traffic:
+        policy.update(rows, at_step_start=True)
+    traffic.volumes  # {("all_reduce", "tp"): Volume(calls=..., bytes=...), ...}
+
+It sits below torch.distributed's Python functions, at the operators that all of them dispatch to, so that
+functions imported by name, coalesced and asynchronous operations are seen too. It slows every
+operation of the block down: count in one step and measure time in another.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+# Operator -> (name, which arguments hold the whole message). Gathered are outputs, scattered are inputs.
+_OPERATORS = {
+    "allreduce_": ("all_reduce", 0),
+    "allreduce_coalesced_": ("all_reduce", 0),
+    "allgather_": ("all_gather", 0),
+    "_allgather_base_": ("all_gather", 0),
+    "allgather_coalesced_": ("all_gather", 0),
+    "allgather_into_tensor_coalesced_": ("all_gather", 0),
+    "reduce_scatter_": ("reduce_scatter", 1),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+    "alltoall_": ("all_to_all", 1),
+    "alltoall_base_": ("all_to_all", 1),
+    "broadcast_": ("broadcast", 0),
+    "reduce_": ("reduce", 0),
+    "gather_": ("gather", 1),
+    "scatter_": ("scatter", 0),
+    "send": ("send", 0),
+    "recv_": ("receive", 0),
+    "recv_any_source_": ("receive", 0),
+    "barrier": ("barrier", None),
+    "monitored_barrier_": ("barrier", None),
+}
+
+
+@dataclass
+class Volume:
+    """`bytes` of whole messages: the tensor that is reduced, gathered or scattered, once, whatever the
+    algorithm under it sends."""
+
+    calls: int = 0
+    bytes: int = 0
+
+
+class Traffic(TorchDispatchMode):
+    """This rank's messages in groups of more than one rank, as long as the context lasts.
+
+    `names`: of the groups, by torch's names of them (`megatron.parallel.group_names`); others are called
+    after their ranks. Raises NotImplementedError for an operator of torch.distributed that is not known here.
+    """
+
+    def __init__(self, names: Mapping[str, str] | None = None) -> None:
+        super().__init__()
+        self.volumes: defaultdict[tuple[str, str], Volume] = defaultdict(Volume)
+        self._names = names or {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.namespace == "c10d":
+            self._note(func._opname, args)
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, operator: str, args: tuple[Any, ...]) -> None:
+        if operator not in _OPERATORS:
+            raise NotImplementedError(f"traffic of torch.ops.c10d.{operator} is not counted yet")
+        operation, message = _OPERATORS[operator]
+        boxed = next(arg for arg in args if isinstance(arg, torch.ScriptObject) and _is_group(arg))
+        group: Any = dist.ProcessGroup.unbox(boxed)
+        if group.size() == 1:
+            return
+        ranks = "-".join(map(str, dist.get_process_group_ranks(group)))
+        volume = self.volumes[operation, self._names.get(group.group_name, ranks)]
+        volume.calls += 1
+        if message is not None:
+            tensors = [leaf for leaf in tree_leaves(args[message]) if isinstance(leaf, Tensor)]
+            volume.bytes += sum(tensor.nbytes for tensor in tensors)
+
+
+def _is_group(boxed: torch.ScriptObject) -> bool:
+    return "ProcessGroup" in str(boxed._type())

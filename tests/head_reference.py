@@ -1,0 +1,78 @@
+"""The head in fp64 under plain autograd, the fused head in its modes, and problems for both."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_gvpo.kernels.linear_logprob import LinearLogprob, linear_logprob
+
+SMALL_TILE = 4 * 64 * 7  # bytes: a few columns or a token at a time
+
+
+def problem(
+    r: int,
+    h: int,
+    v: int,
+    scale: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+    vocab_size: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(hidden, weight, labels, upstream of logp, upstream of entropy); logits have a spread of `scale`."""
+    generator = torch.Generator().manual_seed(r * 7919 + h * 31 + v)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    hidden_rh, weight_vh = normal(r, h).to(dtype), (normal(v, h) * scale / h**0.5).to(dtype)
+    labels_r = torch.randint(vocab_size or v, (r,), generator=generator)
+    return hidden_rh, weight_vh, labels_r, normal(r).float(), normal(r).float()
+
+
+def naive(
+    hidden_rh: Tensor,
+    weight_vh: Tensor,
+    labels_r: Tensor,
+    g_r: Tensor,
+    e_r: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    vocab_size: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """logp, entropy, dX, dW of sum(g * logp + e * entropy), all in fp64, full logits."""
+    x, w = (t.detach().double().requires_grad_() for t in (hidden_rh, weight_vh))
+    scale = temperature.double()[:, None] if isinstance(temperature, Tensor) else temperature
+    logp_rv = torch.log_softmax((x @ w.T)[:, :vocab_size] / scale, -1)
+    entropy_r = -(logp_rv.exp() * logp_rv).sum(-1)
+    logp_r = logp_rv.gather(1, labels_r[:, None])[:, 0]
+    loss = (g_r * logp_r).sum() + (0 if e_r is None else (e_r * entropy_r).sum())
+    return logp_r.detach(), entropy_r.detach(), *torch.autograd.grad(loss, (x, w))
+
+
+def fused_late(
+    hidden_rh: Tensor, weight_vh: Tensor, labels_r: Tensor, g_r: Tensor, e_r: Tensor | None = None, **options
+) -> tuple[LinearLogprob, Tensor, Tensor]:
+    x, w = (t.detach().requires_grad_() for t in (hidden_rh, weight_vh))
+    out = linear_logprob(x, w, labels_r, entropy=e_r is not None, **options)
+    loss = (g_r * out.logp_r).sum() + (0 if e_r is None else (e_r * out.entropy_r).sum())
+    return out, *torch.autograd.grad(loss, (x, w))
+
+
+def fused_known(
+    hidden_rh: Tensor, weight_vh: Tensor, labels_r: Tensor, g_r: Tensor, **options
+) -> tuple[LinearLogprob, Tensor, Tensor]:
+    x, w = (t.detach().requires_grad_() for t in (hidden_rh, weight_vh))
+    out = linear_logprob(x, w, labels_r, weight_r=g_r, **options)
+    return out, *torch.autograd.grad(out.surrogate, (x, w))
+
+
+def fused_stash(*inputs: Tensor, **options) -> tuple[LinearLogprob, Tensor, Tensor]:
+    """`fused_late` with room for all exponentials."""
+    return fused_late(*inputs, stash_bytes=1 << 30, **options)
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    """Largest difference over the largest magnitude of what is wanted."""
+    assert got.shape == want.shape
+    if not want.numel():
+        return 0.0
+    return float((got.detach().double() - want).abs().max() / want.abs().max().clamp(min=1e-30))
