@@ -29,6 +29,7 @@ from megatron_gvpo.cluster.planner.workload import Layout
 from megatron_gvpo.config import Config
 from megatron_gvpo.megatron import parallel
 from megatron_gvpo.megatron.batch import TokenBatch
+from megatron_gvpo.megatron.shares import my_micro_batches
 from megatron_gvpo.observe.timer import PhaseTimer
 from megatron_gvpo.observe.traffic import Traffic
 
@@ -114,7 +115,9 @@ def _formula(trainer: Trainer, model: architecture.Architecture, rows: Any) -> d
     from megatron.core import parallel_state
 
     policy, sizes = trainer.parts.policy, trainer.config.parallel
-    mine, _ = policy._plan(rows, keep_groups=trainer.config.algorithm.loss.couples_groups)
+    config = trainer.config
+    budget, keep_groups = config.train.max_tokens_per_micro_batch, config.algorithm.loss.couples_groups
+    mine, _ = my_micro_batches(policy.model, rows, budget, keep_groups)
     packs = [TokenBatch.pack(rows.select(index), policy.model.padding) for index in mine]
     return update_bytes(
         model,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_gvpo.exchange import all_gather_msgpack
-from megatron_gvpo.observe import MetricLogger, Progress, plot_curve, read_metrics, time_report
+from megatron_gvpo.observe import MetricLogger, Progress, memory_report, plot_curve, read_metrics, time_report
 from megatron_gvpo.observe.monitor import DeviceMonitor, by_machine
 
 if TYPE_CHECKING:
@@ -103,6 +103,8 @@ class Recorder(Callback):
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._logger.log(step, metrics)
         self._progress.update(step, metrics)
+        if table := memory_report(metrics):
+            self._progress.note(table)
 
     def _conclude(self, trainer: Trainer) -> None:
         wall = time.perf_counter() - self._begin

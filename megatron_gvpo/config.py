@@ -123,6 +123,7 @@ class TrainConfig(Section):
     prompts_per_step: PositiveInt
     mini_batches: PositiveInt = 1  # optimizer updates a step
     max_tokens_per_micro_batch: PositiveInt = 8192
+    share_prompts: bool = False  # compute the prompt of a group's responses once; CPU's attention only
     head_stash_mb: NonNegativeInt = 1024  # of a rank, for the output layer's exponentials: docs/head.md
     seed: int = Field(0, ge=0)
     deterministic: bool = False  # bit-equal metrics on repetition under the same layout; slower on GPU
@@ -139,6 +140,9 @@ class OptimizerConfig(Section):
     clip_grad: float = Field(1.0, ge=0)  # 0: off
 
 
+RecomputedModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj"]
+
+
 class ParallelConfig(Section):
     tp: PositiveInt = 1  # tensor parallel
     pp: PositiveInt = 1  # pipeline parallel
@@ -151,7 +155,10 @@ class ParallelConfig(Section):
     sequence_parallel: bool = False
     overlap_grad_reduce: bool = False  # sum gradients over data-parallel ranks during the backward
     overlap_param_gather: bool = False  # gather updated weights during the next forward
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Literal["none", "selective", "full"] = "none"  # activations, in the backward
+    recompute_layers: PositiveInt | None = None  # with full: of so many layers of each stage; default: all
+    recompute_modules: tuple[RecomputedModule, ...] = ("core_attn",)  # with selective: parts of all layers
+    offload_layers: NonNegativeInt = 0  # activations of so many layers wait in host memory; on GPU
     timeout_seconds: PositiveInt = 1800  # of a collective
 
     @model_validator(mode="after")
@@ -164,6 +171,15 @@ class ParallelConfig(Section):
             raise ValueError(
                 f"stage_layers={list(self.stage_layers)} names {len(self.stage_layers)} stages, and "
                 f"pp={self.pp} x vpp={self.vpp} has {self.pp * self.vpp}"
+            )
+        if self.recompute_layers is not None and self.recompute != "full":
+            raise ValueError(f"recompute_layers={self.recompute_layers} needs recompute=full")
+        if self.recompute_modules != ("core_attn",) and self.recompute != "selective":
+            raise ValueError(f"recompute_modules={list(self.recompute_modules)} needs recompute=selective")
+        if self.offload_layers and (self.pp > 1 or self.recompute != "none"):
+            raise ValueError(
+                f"offload_layers={self.offload_layers} is not possible with pp={self.pp} and "
+                f"recompute={self.recompute}: Megatron offloads activations with pp=1 and recompute=none"
             )
         if self.overlap_param_gather and not self.overlap_grad_reduce:
             raise ValueError("overlap_param_gather=true needs overlap_grad_reduce=true")
@@ -181,7 +197,7 @@ class EvalConfig(Section):
 class CheckpointConfig(Section):
     every: int = Field(0, ge=0)  # steps; 0: only after the last
     keep: PositiveInt = 2  # newest complete checkpoints on disk
-    any_layout: bool = False  # another layout can resume, of untied models without pipelines; saves slower
+    asynchronous: bool = False  # write while the next step generates and scores
     export_hf: bool = True  # write a Hugging Face checkpoint after the last step
 
 

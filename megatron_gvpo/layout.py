@@ -14,6 +14,7 @@ from megatron_gvpo.config import Config, ConfigError, ModelConfig, ParallelConfi
 
 # Architectures whose log-probs, gradients and round trip tests/test_families.py compares with transformers.
 ARCHITECTURES = (
+    "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
     "LlamaForCausalLM",
     "MistralForCausalLM",
@@ -57,7 +58,9 @@ def check_layout(config: Config, world_size: int) -> None:
     _check_processes(config.parallel, world_size)
     _check_widths(config.parallel, model)
     _check_depth(config.parallel, model)
+    _check_recompute(config.parallel, model)
     _check_experts(config.parallel, model)
+    _check_routing(config, model)
     _check_lengths(config, model)
     if (critic := config.algorithm.critic) is not None and critic.path is not None:
         theirs = read_model_config(critic.path, "algorithm.critic.path")
@@ -70,6 +73,7 @@ def check_layout(config: Config, world_size: int) -> None:
                 f"algorithm.critic.path={critic.path}: vocab_size={theirs.get('vocab_size')}, and "
                 f"the policy's is {model.get('vocab_size')}: a critic reads the policy's tokens"
             )
+    _check_shared_prompts(config, model)
     if config.model.fp8 and 2 * config.model.fp8.bf16_layers >= model.get("num_hidden_layers", math.inf):
         raise ConfigError(
             f"model.fp8.bf16_layers={config.model.fp8.bf16_layers} at both ends leave none of the model's "
@@ -146,6 +150,28 @@ def _check_widths(parallel: ParallelConfig, model: dict[str, Any]) -> None:
                 )
 
 
+def _check_recompute(parallel: ParallelConfig, model: dict[str, Any]) -> None:
+    layers, modules = model.get("num_hidden_layers", math.inf), set(parallel.recompute_modules)
+    if parallel.offload_layers >= layers:
+        raise ConfigError(
+            f"parallel.offload_layers={parallel.offload_layers}: one of the model's "
+            f"num_hidden_layers={layers} at least has to stay"
+        )
+    if parallel.recompute_layers is not None:
+        held = max(parallel.stage_layers or [layers // (parallel.pp * parallel.vpp)])
+        if parallel.recompute_layers > held:
+            raise ConfigError(
+                f"parallel.recompute_layers={parallel.recompute_layers}: no stage has more than {held} layers"
+            )
+    if parallel.recompute == "selective":
+        if wrong := modules & {"moe", "moe_act", "shared_experts"} if not experts(model) else set():
+            raise ConfigError(f"parallel.recompute_modules={sorted(wrong)}: the model has no experts")
+        if "mla_up_proj" in modules and not model.get("kv_lora_rank"):
+            raise ConfigError(
+                "parallel.recompute_modules=['mla_up_proj']: the model has no latent attention (kv_lora_rank)"
+            )
+
+
 def _check_depth(parallel: ParallelConfig, model: dict[str, Any]) -> None:
     layers = model.get("num_hidden_layers", 0)
     pp, vpp, given = parallel.pp, parallel.vpp, parallel.stage_layers
@@ -187,6 +213,34 @@ def _check_experts(parallel: ParallelConfig, model: dict[str, Any]) -> None:
         raise ConfigError(
             f"parallel.tp={parallel.tp} with experts needs parallel.sequence_parallel=true: otherwise every "
             "rank of a tensor-parallel group would send the same tokens to the experts"
+        )
+
+
+def _check_shared_prompts(config: Config, model: dict[str, Any]) -> None:
+    if not config.train.share_prompts:
+        return
+    reason = None
+    if config.parallel.cp > 1:
+        reason = f"parallel.cp={config.parallel.cp} cuts every sequence by itself"
+    elif model.get("kv_lora_rank"):
+        reason = "megatron-core rotates the latent attention's keys by their place in a sequence"
+    elif model.get("sliding_window") and model.get("use_sliding_window", True):
+        reason = f"the model's sliding_window={model['sliding_window']} does not end where the prompt does"
+    if reason:
+        raise ConfigError(f"train.share_prompts=true is not possible here: {reason}; leave it out")
+
+
+def _check_routing(config: Config, model: dict[str, Any]) -> None:
+    """DeepSeek-V2 ranks groups of experts by their best one; megatron-core by the sum of as many as a group
+    gives (DeepSeek-V3's rule)."""
+    if model.get("topk_method") != "group_limited_greedy":
+        return
+    chosen, groups = model.get("num_experts_per_tok", 1), model.get("topk_group") or 1
+    if chosen // groups > 1:
+        raise ConfigError(
+            f"model.path={config.model.path}: topk_method=group_limited_greedy with num_experts_per_tok="
+            f"{chosen} of topk_group={groups} in config.json; megatron-core would choose other groups unless "
+            "each gives one expert (DeepSeek-V2-Lite is greedy, and supported)"
         )
 
 

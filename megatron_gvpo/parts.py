@@ -220,12 +220,17 @@ class Parts:
         return int(state["step"])
 
     def save(self, step: int, state: dict[str, Any]) -> Path:
-        """Write a checkpoint of the policy and `state`. A collective."""
+        """Write a checkpoint of the policy and `state`, or begin to. A collective."""
         with self.timer.phase("checkpoint"):
             options = self.config.checkpoint
             return checkpoint.save(
-                self.checkpoints, step, self.policy, state, options.keep, options.any_layout
+                self.checkpoints, step, self.policy, state, options.keep, options.asynchronous
             )
+
+    def finish_saving(self) -> None:
+        """Wait for a checkpoint that is still being written. Raises CheckpointError where it cannot be."""
+        with self.timer.phase("checkpoint"):
+            self.policy.model.about_to_change()
 
     def export_hf(self, directory: Path) -> None:
         """Write a Hugging Face checkpoint: weights, configuration, tokenizer. A collective.

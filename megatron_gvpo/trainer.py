@@ -64,6 +64,7 @@ class Trainer:
         found = self.parts.resume() if resume else None
         self.resumed = found is not None
         self.step = found or 0
+        self._saving: Path | None = None  # a checkpoint that may not be complete yet
         self._resume_point: dict[str, Any] = self.parts.state_dict()
 
     def fit(self) -> Metrics:
@@ -90,7 +91,9 @@ class Trainer:
                     interrupt.check()
             except (Interrupted, RolloutError):  # every rank raises them at the same point
                 self.save()
+                self._finish_saving()
                 raise
+            self._finish_saving()
             if self.config.checkpoint.export_hf:
                 self.parts.export_hf(Path(self.config.output_dir) / "hf")
             self._notify("on_end")
@@ -122,6 +125,7 @@ class Trainer:
         if results:  # unless every response was masked
             metrics["train/grad_norm"] = sum(r.update.grad_norm for r in results) / len(results)
             metrics["train/lr"] = results[-1].update.lr
+            metrics |= results[0].memory
         metrics["train/skipped"] = float(sum(r.update.skipped for r in results))
         metrics |= parts.sync_metrics
         metrics |= {f"time/{name}": value for name, value in phases.items()} | {"time/step": seconds}
@@ -217,9 +221,17 @@ class Trainer:
         return self.parts.evaluate(self.step)
 
     def save(self) -> None:
-        """Write a checkpoint from which a resumed run repeats what this one does next."""
-        directory = self.parts.save(self.step, self._resume_point)
-        self._notify("on_checkpoint", directory)
+        """Write, or begin to write, a checkpoint from which a resumed run repeats what this one does next."""
+        self._finish_saving()
+        self._saving = self.parts.save(self.step, self._resume_point)
+        if not self.config.checkpoint.asynchronous:
+            self._finish_saving()
+
+    def _finish_saving(self) -> None:
+        if self._saving is not None:
+            self.parts.finish_saving()
+            directory, self._saving = self._saving, None
+            self._notify("on_checkpoint", directory)
 
     def _notify(self, event: str, *args: Any) -> None:
         for callback in self.callbacks:

@@ -98,6 +98,13 @@ CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
         **_COMMON, **_EXPERTS, head_dim=16, num_experts=4, norm_topk_prob=True
     ),
+    "deepseek_v2": lambda: transformers.DeepseekV2Config(
+        **{**_COMMON, **_MLA},
+        **_EXPERTS,
+        **{**_GROUPED, "n_group": 4, "topk_group": 2},
+        topk_method="group_limited_greedy",
+        rope_parameters=_YARN_ROPE,
+    ),
     "deepseek_v3": lambda: transformers.DeepseekV3Config(
         **{**_COMMON, **_MLA}, **_EXPERTS, **_GROUPED, rope_parameters=_YARN_ROPE
     ),

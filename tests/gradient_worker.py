@@ -32,6 +32,8 @@ class Layout:
     stage_layers: tuple[int, ...] | None = None
     overlap: bool = False
     recompute: str = "none"
+    recompute_layers: int | None = None
+    recompute_modules: tuple[str, ...] = ("core_attn",)
 
     @property
     def dp(self) -> int:
@@ -42,7 +44,10 @@ class Layout:
         parts = [f"{name}{size}" for name in names if (size := getattr(self, name)) > 1]
         parts += ["sp"] * self.sequence_parallel + ["overlap"] * self.overlap
         parts += [f"stages{'.'.join(map(str, self.stage_layers))}"] if self.stage_layers else []
-        parts += [f"recompute_{self.recompute}"] * (self.recompute != "none")
+        if self.recompute != "none":
+            of = str(self.recompute_layers or "")
+            of = "+".join(self.recompute_modules) if self.recompute == "selective" else of
+            parts.append(f"recompute_{self.recompute}" + (f"_{of}" if of else ""))
         return "-".join(parts) or "single"
 
     @property

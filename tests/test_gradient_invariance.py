@@ -52,6 +52,7 @@ TOLERANCE = 1e-5
 THOROUGH = [Layout(1), Layout(2)]
 OTHERS = [
     Layout(1, recompute="full"),
+    Layout(2, pp=2, recompute="full", recompute_layers=1),
     Layout(2, overlap=True),
     Layout(2, tp=2),
     Layout(2, tp=2, sequence_parallel=True),
@@ -75,7 +76,10 @@ COMBINED = [
 ]
 _SP = {"tp": 2, "sequence_parallel": True}
 # Every family on one rank and where its own parts are cut; experts wherever they can go.
-DENSE = [Layout(1), Layout(2, **_SP), Layout(2, cp=2), Layout(4, tp=2, pp=2)]
+_PARTS = {"recompute": "selective", "recompute_modules": ("core_attn", "mlp")}
+_OF_EXPERTS = {"recompute": "selective", "recompute_modules": ("core_attn", "moe")}
+_OF_MLA = {"recompute": "selective", "recompute_modules": ("shared_experts",)}
+DENSE = [Layout(1), Layout(2, **_SP), Layout(2, **_SP, **_PARTS), Layout(2, cp=2), Layout(4, tp=2, pp=2)]
 EXPERTS = [
     Layout(1),
     Layout(2),
@@ -90,13 +94,22 @@ EXPERTS = [
     Layout(4, pp=2, vpp=2, ep=2),
     Layout(4, cp=2, ep=2),
     Layout(4, **_SP, ep=2, etp=2),
+    Layout(2, ep=2, **_OF_EXPERTS),
 ]
-MLA = [Layout(1), Layout(2, **_SP), Layout(2, ep=2), Layout(2, cp=2), Layout(4, **_SP, pp=2, ep=2)]
+MLA = [
+    Layout(1),
+    Layout(1, **_OF_MLA),
+    Layout(2, **_SP),
+    Layout(2, ep=2),
+    Layout(2, cp=2),
+    Layout(4, **_SP, pp=2, ep=2),
+]
 FAMILY_LAYOUTS = {
     "qwen3": DENSE,
     "llama3": DENSE,
     "mistral": DENSE,
     "qwen3_moe": EXPERTS,
+    "deepseek_v2": [Layout(1), Layout(2, **_SP, ep=2)],
     "deepseek_v3": MLA,
 }
 HIDDEN = 32  # of the reference's models

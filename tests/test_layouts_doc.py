@@ -25,6 +25,7 @@ FAMILY_NAMES = {
     "llama3": "Llama 3",
     "mistral": "Mistral",
     "qwen3_moe": "Qwen3-MoE",
+    "deepseek_v2": "DeepSeek-V2",
     "deepseek_v3": "DeepSeek-V3",
 }
 _DENSE = {
@@ -60,7 +61,24 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], int]] = [
     ({"model": {"fp8": {"recipe": "delayed", "bf16_layers": 1}}}, _DENSE, 1),
     ({"model": {"fp8": {"recipe": "mxfp8", "weights": True}}}, _DENSE, 1),
     ({"model": {"fp8": {"recipe": "blockwise", "bf16_layers": 3}}}, _DENSE, 1),
+    ({"parallel": {"recompute_layers": 2}}, _DENSE, 1),
+    ({"parallel": {"pp": 2, "recompute": "full", "recompute_layers": 4}}, _DENSE, 2),
+    ({"parallel": {"recompute_modules": ["mlp"]}}, _DENSE, 1),
+    ({"parallel": {"recompute": "selective", "recompute_modules": ["moe"]}}, _DENSE, 1),
+    ({"parallel": {"recompute": "selective", "recompute_modules": ["mla_up_proj"]}}, _DENSE, 1),
+    ({"parallel": {"pp": 2, "offload_layers": 1}}, _DENSE, 2),
+    ({"parallel": {"offload_layers": 6}}, _DENSE, 1),
+    ({"train": {"share_prompts": True}, "parallel": {"cp": 2}}, _DENSE, 2),
+    ({"train": {"share_prompts": True}}, {**_DENSE, "sliding_window": 4096}, 1),
     ({}, {**_DENSE, "architectures": ["GPT2LMHeadModel"]}, 1),
+    (
+        {},
+        {
+            **{**_MOE, "architectures": ["DeepseekV2ForCausalLM"], "topk_method": "group_limited_greedy"},
+            **{"num_experts_per_tok": 6, "topk_group": 3},
+        },
+        1,
+    ),
     ({}, {**_DENSE, "rope_parameters": {"rope_type": "yarn"}}, 1),
 ]
 
@@ -79,10 +97,9 @@ def proven() -> str:
 
 
 def resharded() -> str:
-    lines = ["| saved by | resumed by | family |", "|---|---|---|"]
-    for layout, source, any_layout, model in checkpoint_worker.RUNS:
-        if layout != source and any_layout and source.pp == 1:
-            lines.append(f"| {source} | {layout} | {FAMILY_NAMES[model]} |")
+    lines = ["| family | saved by | resumed by |", "|---|---|---|"]
+    for (model, source), layouts in checkpoint_worker.MOVES.items():
+        lines.append(f"| {FAMILY_NAMES[model]} | {source} | {', '.join(map(str, layouts))} |")
     return "\n".join(lines)
 
 
@@ -97,6 +114,7 @@ def refusal(sections: dict[str, Any], model: dict[str, Any], processes: int) -> 
             "optimizer": {"lr": 1.0},
             **sections,
         }
+        values["train"] = {"steps": 1, "prompts_per_step": 1, **sections.get("train", {})}
         values["model"] = {"path": directory, **sections.get("model", {})}
         try:
             check_layout(build_config(values), processes)

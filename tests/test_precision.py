@@ -87,6 +87,32 @@ def test_fp8_is_built_checked_and_refused_on_cpu(
     assert built[-1].bf16 and built[-1].fp8_recipe == fp8["recipe"]
 
 
+def test_offloaded_activations_are_built_checked_and_refused_on_cpu(
+    group: None, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_gvpo.megatron.model import build
+
+    built: list[Any] = []
+    check = TransformerConfig.__post_init__
+    monkeypatch.setattr(
+        TransformerConfig, "__post_init__", lambda config: (check(config), built.append(config))[0]
+    )
+    with pytest.raises(ConfigError, match=r"offload_layers=2: .* no GPU here; Megatron accepts"):
+        build(ModelConfig(path=str(directory / "untied")), ParallelConfig(offload_layers=2))
+    assert built[-1].cpu_offloading and built[-1].cpu_offloading_num_layers == 2
+    assert built[-1].cpu_offloading_activations and not built[-1].cpu_offloading_weights
+
+
+def test_what_only_transformer_engine_recomputes_is_refused_on_cpu(group: None, directory: Path) -> None:
+    from megatron_gvpo.megatron.model import build
+
+    layout = ParallelConfig(recompute="selective", recompute_modules=("mlp", "layernorm"))
+    with pytest.raises(ConfigError, match=r"recompute_modules=\['layernorm'\]: .* on a GPU"):
+        build(ModelConfig(path=str(directory / "untied")), layout)
+
+
 def test_what_megatron_refuses_is_said(group: None, directory: Path) -> None:
     from megatron_gvpo.megatron.model import build
 

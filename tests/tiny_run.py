@@ -122,6 +122,10 @@ def fit(config: Config, callbacks: Sequence[Callback] = (), **how: bool) -> Trai
 def records(out: Path) -> list[dict[str, Any]]:
     """metrics.jsonl without what the clock wrote."""
     return [
-        {name: value for name, value in record.items() if not name.startswith(("time/", "throughput/"))}
+        {
+            name: value
+            for name, value in record.items()
+            if not name.startswith(("time/", "throughput/", "memory/"))
+        }
         for record in read_metrics(out / "metrics.jsonl")
     ]

@@ -76,7 +76,7 @@ class WeightsLate(torch.autograd.Function):
                 again.add_products(columns, operand(weight_vh[columns]), rest_rh, dw_vh)
             if dw is not None and dw_vh is not None:
                 dw.end(columns, dw_vh)
-        if dx_rh is not None:
+        if dx_rh is not None and rest_rh is not None:
             dx_rh[rest] = rest_rh  # itself, where dX is in fp32 anyway
         return dx_rh, None if dw is None else dw.result(), None, None
 

@@ -6,7 +6,9 @@ what the layout demands (`layout.Padding`). Whole groups stay together where the
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby, pairwise
 
 import torch
 from torch import Tensor
@@ -33,27 +35,41 @@ def plan(
     hidden_size: int,
     keep_groups: bool = True,
     multiple: int = 1,
+    share_prompts: bool = False,
 ) -> Plan:
     """Distribute rows over data-parallel ranks and micro-batches of at most `max_tokens` tokens.
 
     Balanced by cost, the linear layers' tokens plus the attention's squares. A sequence longer than
     `max_tokens` gets a micro-batch of its own. Every rank gets a `multiple` of micro-batches, which an
-    interleaved pipeline wants; empty ones where the rows do not fill them.
+    interleaved pipeline wants; empty ones where the rows do not fill them. `share_prompts`: rows that begin
+    with the same prompt as the one before them in their group bring their response alone.
     """
     tokens = [len(p) + len(r) for p, r in zip(rows.prompt_ids, rows.response_ids, strict=True)]
+    items, split = _items(rows, tokens, max_tokens, keep_groups, share_prompts)
+    if share_prompts:  # inside an item, as TokenBatch.pack will do it
+        for item in items:
+            for before, i in pairwise(item):
+                if rows.prompt_ids[before] == rows.prompt_ids[i]:
+                    tokens[i] = len(rows.response_ids[i])
     cost = [t * (1 + t / (6 * hidden_size)) for t in tokens]
-    items, split = _items(rows, tokens, max_tokens, keep_groups)
     items.sort(key=lambda item: -sum(cost[i] for i in item))
     least = sum(min(t, max_tokens) for t in tokens)  # a longer sequence fills one micro-batch, not several
     count = max(1, -(-least // (max_tokens * dp_size)))
     count += -count % multiple
     while (bins := _fill(items, tokens, cost, count * dp_size, dp_size, max_tokens)) is None:
         count += multiple
-    per_rank = [[sorted(rows_of) for rows_of in bins[rank::dp_size]] for rank in range(dp_size)]
+    group: list[int] = rows.group_n.tolist()
+    first: dict[int, int] = {}
+    for i, g in enumerate(group):
+        first.setdefault(g, i if share_prompts else 0)  # members who share a prompt are neighbours
+    order = {i: (first[g], i) for i, g in enumerate(group)}
+    per_rank = [[sorted(part, key=order.__getitem__) for part in bins[r::dp_size]] for r in range(dp_size)]
     return Plan(per_rank, split)
 
 
-def _items(rows: Rows, tokens: list[int], max_tokens: int, keep_groups: bool) -> tuple[list[list[int]], bool]:
+def _items(
+    rows: Rows, tokens: list[int], max_tokens: int, keep_groups: bool, share_prompts: bool
+) -> tuple[list[list[int]], bool]:
     """The indivisible units: whole groups that fit the budget, single sequences otherwise."""
     if not keep_groups:
         return [[i] for i in range(len(rows))], True
@@ -63,7 +79,11 @@ def _items(rows: Rows, tokens: list[int], max_tokens: int, keep_groups: bool) ->
     items: list[list[int]] = []
     split = False
     for group_rows in members.values():
-        if sum(tokens[i] for i in group_rows) <= max_tokens or len(group_rows) == 1:
+        size = sum(tokens[i] for i in group_rows)
+        if share_prompts:
+            pairs = [(a, b) for a, b in pairwise(group_rows) if rows.prompt_ids[a] == rows.prompt_ids[b]]
+            size -= sum(len(rows.prompt_ids[b]) for _, b in pairs)
+        if size <= max_tokens or len(group_rows) == 1:
             items.append(group_rows)
         else:
             split = True
@@ -107,9 +127,20 @@ class TokenBatch:
     index_r: Tensor  # int64 indices into the rows' token columns
     label_r: Tensor  # int64
     lengths: list[int]  # of all the pack's sequences, padding included; the pack's own is one more sequence
+    # With shared prompts, a prompt is a sequence, and so is what follows it in each response. Of every
+    # sequence: how many of the next ones follow it, attend to it, and go on from its last position.
+    followers: list[int] = field(default_factory=list)
 
     @staticmethod
-    def pack(rows: Rows, padding: Padding = Padding(1, 1)) -> TokenBatch:  # noqa: B008 - frozen
+    def pack(
+        rows: Rows,
+        padding: Padding = Padding(1, 1),  # noqa: B008 - frozen
+        share_prompts: bool = False,
+    ) -> TokenBatch:
+        """`share_prompts`: neighbours with the same prompt have it once. Not with padded sequences."""
+        if share_prompts:
+            assert padding.sequence == 1, "shared prompts are not cut over context-parallel ranks"
+            return _pack_shared(rows, padding)
         tokens: list[int] = []
         response: list[Tensor] = []
         lengths: list[int] = []
@@ -161,7 +192,56 @@ class TokenBatch:
             index_r=self.index_r.to(device),
             label_r=self.label_r.to(device),
             lengths=self.lengths,
+            followers=self.followers,
         )
+
+
+def _pack_shared(rows: Rows, padding: Padding) -> TokenBatch:
+    """Every run of rows with one prompt as the prompt and their responses after it.
+
+    The prompt's last token is in the pack once, and predicts the first token of all its responses.
+    """
+    tokens: list[int] = []
+    positions: list[Tensor] = []
+    response: list[Tensor] = []
+    lengths: list[int] = []
+    followers: list[int] = []
+
+    def segment(ids: Sequence[int], first_position: int) -> int:
+        begin = len(tokens)
+        tokens.extend(ids)
+        positions.append(torch.arange(first_position, first_position + len(ids)))
+        lengths.append(len(ids))
+        followers.append(0)
+        return begin
+
+    pairs = list(zip(rows.prompt_ids, rows.response_ids, strict=True))
+    for prompt, run in groupby(pairs, key=lambda pair: pair[0]):
+        answers = [answer for _, answer in run]
+        if len(answers) == 1:  # nobody to share it with
+            begin = segment([*prompt, *answers[0][:-1]], 0) + len(prompt) - 1
+            response.append(torch.arange(begin, begin + len(answers[0])))
+            continue
+        last, place = segment(prompt, 0) + len(prompt) - 1, len(lengths) - 1
+        for answer in answers:
+            response.append(torch.tensor([last]))
+            if len(answer) > 1:  # the last token predicts nothing that is trained
+                begin = segment(answer[:-1], len(prompt))
+                response.append(torch.arange(begin, begin + len(answer) - 1))
+                followers[place] += 1
+    pad = -len(tokens) % padding.pack if tokens else padding.pack
+    if pad:
+        segment([0] * pad, 0)
+    return TokenBatch(
+        rows=rows,
+        token_t=torch.tensor(tokens, dtype=torch.int64),
+        position_t=torch.cat(positions),
+        response_r=torch.cat(response) if response else torch.zeros(0, dtype=torch.int64),
+        index_r=torch.arange(int(rows.length_n.sum())),
+        label_r=torch.tensor([t for answer in rows.response_ids for t in answer], dtype=torch.int64),
+        lengths=lengths,
+        followers=followers,
+    )
 
 
 def context_cut(lengths: list[int], parts: int, part: int) -> Tensor:

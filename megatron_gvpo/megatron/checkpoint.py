@@ -10,34 +10,27 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    TorchDistSaveShardedStrategy,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
-)
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 
-from megatron_gvpo.config import ConfigError
 from megatron_gvpo.exchange import all_gather_msgpack
 from megatron_gvpo.megatron.critic import Critic
 from megatron_gvpo.megatron.model import Model
 from megatron_gvpo.megatron.parallel import megatron_device
 from megatron_gvpo.megatron.policy import Policy
+from megatron_gvpo.megatron.saving import Background, Writer
+from megatron_gvpo.megatron.shards import optimizer_shards
 
-# By parameter, with the model's own sharding: any layout can read it, and saving gathers each rank's part.
-# By buffer: every rank writes what it has, and only the same model-parallel layout finds it again.
-_BY_PARAMETER = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
-_BY_BUFFER = {"distrib_optim_sharding_type": "dp_reshardable"}
+_FORMAT = 2  # of the optimizer's part
 _PARTIAL, _REPLACED = ".partial", ".replaced"
 
 
@@ -46,26 +39,26 @@ class CheckpointError(RuntimeError):
 
 
 def save(
-    root: Path, step: int, policy: Policy, state: dict[str, Any], keep: int, any_layout: bool = False
+    root: Path, step: int, policy: Policy, state: dict[str, Any], keep: int, asynchronous: bool = False
 ) -> Path:
     """Write `root`/step_<step> and remove all but the newest `keep`. A collective.
 
-    `state` holds JSON values. `any_layout`: so that another layout can resume from it.
-    Raises CheckpointError on every rank when any rank fails to write.
+    `state` holds JSON values. `asynchronous`: return before it is written; the directory gets its name when
+    it is complete, which is before the next change of weights or optimizer. Raises CheckpointError on every
+    rank when any rank fails to write; where that is later, from `Model.about_to_change`.
     """
+    policy.model.about_to_change()  # one at a time
     final = root / f"step_{step:08d}"
     aside = final.with_name(final.name + _PARTIAL)
+    record = {"format": _FORMAT, "step": step, "layout": _layout(policy), **state}
+    # Prompts carry their data record, in which Parquet may have dates: nothing that a run reads again.
+    text = json.dumps(record, default=str)
+    writer = Writer(later=True)
     _on_rank_0("prepare", lambda: _fresh_directory(aside))
-    try:
-        everywhere(f"cannot write {final}", lambda: _write(aside, policy, any_layout))
-    except CheckpointError as error:
-        free = shutil.disk_usage(root).free / (1 << 20)
-        raise CheckpointError(f"{error} ({free:.0f} MiB are free there)") from None
+    everywhere(f"cannot write {final}", lambda: _prepare(aside, policy, writer))
 
     def finish() -> None:
-        record = {"step": step, "layout": _layout(policy), "any_layout": any_layout, **state}
-        # Prompts carry their data record, in which Parquet may have dates: nothing that a run reads again.
-        (aside / "state.json").write_text(json.dumps(record, default=str))
+        (aside / "state.json").write_text(text)
         replaced = final.with_name(final.name + _REPLACED)
         if final.exists():  # saved before, at the end of the step that is now interrupted
             os.replace(final, replaced)
@@ -74,41 +67,42 @@ def save(
         for old in complete(root)[:-keep]:
             shutil.rmtree(old)
 
-    _on_rank_0(f"cannot finish {final}", finish)
+    def write(group: dist.ProcessGroup | None = None) -> None:
+        try:
+            everywhere(f"cannot write {final}", lambda: writer.write(group), group)
+        except CheckpointError as error:
+            free = shutil.disk_usage(root).free / (1 << 20)
+            raise CheckpointError(f"{error} ({free:.0f} MiB are free there)") from None
+        _on_rank_0(f"cannot finish {final}", finish, group)
+
+    if asynchronous:
+        group = policy.group_aside()  # the others are in use meanwhile
+        policy.model.before_change.append(Background(lambda: write(group)).wait)
+    else:
+        write()
     return final
 
 
 def load(directory: Path, policy: Policy) -> dict[str, Any]:
-    """Restore the policy from a checkpoint; returns the trainer's state. A collective.
+    """Restore the policy from a checkpoint, of whatever layout; returns the trainer's state. A collective.
 
-    Raises ConfigError for another layout where the checkpoint was not saved for any, and CheckpointError for
-    anything that cannot be read.
+    Raises CheckpointError for anything that cannot be read.
     """
     try:
         state: dict[str, Any] = json.loads((directory / "state.json").read_text())
-        theirs, ours = state["layout"], _layout(policy)
+        theirs, found = state["layout"], state.get("format", 1)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{directory / 'state.json'} is no state of a checkpoint of this program: "
             f"{type(error).__name__}: {error}"
         ) from None
-    any_layout = bool(state.get("any_layout"))
-    if theirs != ours and not any_layout:
-        raise ConfigError(
-            f"{directory} was written with {_named(theirs)} and checkpoint.any_layout=false, "
-            f"and this run has {_named(ours)}: resume with the same layout"
+    if found != _FORMAT:
+        raise CheckpointError(
+            f"{directory} has format {found}, and this version reads format {_FORMAT}: go on with the "
+            "version that wrote it, or begin with its weights (megatron-gvpo convert)"
         )
-    pipelines = theirs["parallel.pp"] > 1 or ours["parallel.pp"] > 1
-    tied = getattr(policy.model.config, "share_embeddings_and_output_weights", False)
-    if theirs != ours and (pipelines or tied):
-        raise ConfigError(
-            f"{directory} was written with {_named(theirs)}, and this run has {_named(ours)}: across "
-            "layouts, neither pipelines nor tied embeddings go on exactly; resume with the same layout"
-        )
-    everywhere(
-        f"cannot read {directory}",
-        lambda: _read(directory, policy, any_layout, same_layout=theirs == ours),
-    )
+    same_layout = theirs == _layout(policy)
+    everywhere(f"cannot read {directory}", lambda: _read(directory, policy, same_layout))
     return state
 
 
@@ -117,109 +111,62 @@ def complete(root: Path) -> list[Path]:
     return sorted(p for p in root.glob("step_*") if not p.suffix and (p / "state.json").is_file())
 
 
-def _sharded_state(policy: Policy | Critic, optimizer: dict[str, Any], randomness: bool) -> dict[str, Any]:
+def _prepare(directory: Path, policy: Policy | Critic, writer: Writer) -> None:
+    """Write what is small; `writer` has the rest, as views of the weights and the optimizer."""
+    policy.model.settle()
+    with megatron_device():
+        state = _sharded_state(policy, randomness=True)
+        state["optimizer"]["step"] = policy.optimizer.steps
+        dist_checkpointing.save(state, str(directory), writer)
+        if policy.shadow is not None:
+            ema = directory / "reference"
+            if dist.get_rank() == 0:
+                ema.mkdir()
+            dist.barrier()
+            copies = policy.shadow.copies()
+
+            def copied(base: Any) -> Any:
+                copy = copies.get(id(getattr(base, "data", None)))
+                return base if copy is None else replace(base, data=copy)
+
+            reference = dict_list_map_outplace(copied, weights_state(policy.model))
+            dist_checkpointing.save(reference, str(ema), writer)
+        if isinstance(policy, Policy) and policy.critic is not None:
+            if dist.get_rank() == 0:
+                (directory / "critic").mkdir()
+            dist.barrier()
+            _prepare(directory / "critic", policy.critic, writer)
+
+
+def _read(directory: Path, policy: Policy | Critic, same_layout: bool) -> None:
+    optimizer = policy.optimizer
+    with megatron_device(), torch.no_grad():
+        if policy.shadow is not None:
+            reference = dist_checkpointing.load(weights_state(policy.model), str(directory / "reference"))
+            load_weights(policy.model, reference)
+            policy.shadow.capture()
+        optimizer.allocate()
+        loaded = dist_checkpointing.load(_sharded_state(policy, randomness=same_layout), str(directory))
+        load_weights(policy.model, loaded)  # the optimizer's tensors were loaded in place
+        optimizer.steps = loaded["optimizer"]["step"]
+        optimizer.scheduler.load_state_dict(loaded["schedule"])
+        if same_layout:  # a rank of another has no generator to go on with; nothing that is trained draws
+            _restore_random_state(loaded["random"])
+    if isinstance(policy, Policy) and policy.critic is not None:
+        _read(directory / "critic", policy.critic, same_layout)
+
+
+def _sharded_state(policy: Policy | Critic, randomness: bool) -> dict[str, Any]:
+    weights = weights_state(policy.model)
     state = {
-        **weights_state(policy.model),
-        "optimizer": optimizer,
+        **weights,
+        "optimizer": {"tensors": optimizer_shards(policy.optimizer.megatron, weights)},
         "schedule": policy.optimizer.scheduler.state_dict(),
     }
     if randomness:
         rank, world = dist.get_rank(), dist.get_world_size()
         state["random"] = ShardedObject("random", _random_state(), (world,), (rank,))
     return state
-
-
-def _optimizer_state(policy: Policy | Critic, loading: bool, any_layout: bool) -> dict[str, Any]:
-    """As Megatron has it, and takes it back."""
-    state: dict[str, Any] = policy.optimizer.megatron.sharded_state_dict(
-        weights_state(policy.model),
-        is_loading=loading,
-        metadata=_BY_PARAMETER if any_layout else _BY_BUFFER,
-    )
-    return state
-
-
-def _of_any_layout(state: dict[str, Any]) -> dict[str, Any]:
-    """Its tensors and Adam's step alone: what else it has is this layout's, and settings of the present run.
-
-    (Megatron has an optimizer for all parameters, or, where experts are spread, one for them and one for the
-    others.)
-    """
-    parts = _parts(state)
-    steps = [group.get("step", 0) for part in parts for group in part["optimizer"]["param_groups"]]
-    return {"tensors": {str(i): p["param_state"] for i, p in enumerate(parts)}, "step": max(steps)}
-
-
-def _of_this_layout(state: dict[str, Any], loaded: dict[str, Any]) -> dict[str, Any]:
-    """`state` with the tensors and the step of what `_of_any_layout` stored."""
-    for i, part in enumerate(_parts(state)):
-        part["param_state"] = loaded["tensors"][str(i)]
-        for group in part["optimizer"]["param_groups"]:
-            group["step"] = loaded["step"]
-    return state
-
-
-def _parts(state: dict[str, Any]) -> list[dict[str, Any]]:
-    return [state] if "param_state" in state else list(state.values())
-
-
-def _write(directory: Path, policy: Policy | Critic, any_layout: bool) -> None:
-    policy.model.settle()
-    with megatron_device():
-        optimizer = _optimizer_state(policy, loading=False, any_layout=any_layout)
-        if any_layout:
-            optimizer = _of_any_layout(optimizer)
-        state = _sharded_state(policy, optimizer, randomness=True)
-        dist_checkpointing.save(state, str(directory), InThisProcess())
-        if policy.shadow is not None:
-            ema = directory / "reference"
-            if dist.get_rank() == 0:
-                ema.mkdir()
-            dist.barrier()
-            with policy.shadow.lent():
-                dist_checkpointing.save(weights_state(policy.model), str(ema), InThisProcess())
-        if isinstance(policy, Policy) and policy.critic is not None:
-            if dist.get_rank() == 0:
-                (directory / "critic").mkdir()
-            dist.barrier()
-            _write(directory / "critic", policy.critic, any_layout)
-
-
-def _read(directory: Path, policy: Policy | Critic, any_layout: bool, same_layout: bool) -> None:
-    with megatron_device(), torch.no_grad():
-        if policy.shadow is not None:
-            reference = dist_checkpointing.load(weights_state(policy.model), str(directory / "reference"))
-            load_weights(policy.model, reference)
-            policy.shadow.capture()
-        optimizer = _optimizer_state(policy, loading=True, any_layout=any_layout)
-        wanted = _of_any_layout(optimizer) if any_layout else optimizer
-        loaded = dist_checkpointing.load(_sharded_state(policy, wanted, same_layout), str(directory))
-        load_weights(policy.model, loaded)
-        found = loaded["optimizer"]
-        policy.optimizer.load_state_dict(_of_this_layout(optimizer, found) if any_layout else found)
-        policy.optimizer.scheduler.load_state_dict(loaded["schedule"])
-        if same_layout:  # a rank of another has no generator to go on with; nothing that is trained draws
-            _restore_random_state(loaded["random"])
-    if isinstance(policy, Policy) and policy.critic is not None:
-        _read(directory / "critic", policy.critic, any_layout, same_layout)
-
-
-class InThisProcess(TorchDistSaveShardedStrategy):
-    """Writes with PyTorch's own writer.
-
-    megatron-core's asynchronous one, which it uses in every case, starts a process by `spawn`: that takes
-    seconds, and runs the user's script a second time.
-    """
-
-    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
-        renamed, *_ = _replace_state_dict_keys_with_sharded_keys(
-            sharded_state_dict, keep_only_main_replica=True
-        )
-        torch_checkpoint.save(
-            mcore_to_pyt_state_dict(renamed, False),
-            storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-        )
 
 
 def _layout(policy: Policy) -> dict[str, int]:
@@ -233,10 +180,6 @@ def _layout(policy: Policy) -> dict[str, int]:
         "parallel.etp": model.expert_tensor_parallel_size,
         "processes": dist.get_world_size(),
     }
-
-
-def _named(layout: dict[str, int]) -> str:
-    return ", ".join(f"{name}={size}" for name, size in layout.items())
 
 
 def _bare(model: Model) -> dict[str, Any]:
@@ -279,11 +222,11 @@ def _fresh_directory(directory: Path) -> None:
     directory.mkdir(parents=True)
 
 
-def _on_rank_0(what: str, action: Any) -> None:
-    everywhere(what, action if dist.get_rank() == 0 else lambda: None)
+def _on_rank_0(what: str, action: Any, group: dist.ProcessGroup | None = None) -> None:
+    everywhere(what, action if dist.get_rank() == 0 else lambda: None, group)
 
 
-def everywhere(what: str, action: Any) -> None:
+def everywhere(what: str, action: Any, group: dist.ProcessGroup | None = None) -> None:
     """Run on this rank; if it failed on any, raise CheckpointError on all, so that none waits for another."""
     problem = None
     try:
@@ -292,7 +235,7 @@ def everywhere(what: str, action: Any) -> None:
         problem = _described(next(cause for cause, _ in error.failures.values()))
     except Exception as error:  # whatever it is, the other ranks must hear of it
         problem = _described(error)
-    problems = [p for p in all_gather_msgpack(problem) if p]
+    problems = [p for p in all_gather_msgpack(problem, group) if p]
     if problems:
         raise CheckpointError(f"{what}: {problems[0]}")
 

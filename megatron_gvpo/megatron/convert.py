@@ -15,8 +15,9 @@ from megatron.core import dist_checkpointing
 from megatron_gvpo.config import ConfigError, ModelConfig, ParallelConfig, read_model_config
 from megatron_gvpo.layout import check_architecture
 from megatron_gvpo.megatron import parallel
-from megatron_gvpo.megatron.checkpoint import InThisProcess, everywhere, load_weights, weights_state
+from megatron_gvpo.megatron.checkpoint import everywhere, load_weights, weights_state
 from megatron_gvpo.megatron.model import Model, build
+from megatron_gvpo.megatron.saving import Writer
 
 _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.jinja", "generation_*")
 
@@ -28,7 +29,7 @@ def to_megatron(source: Path, target: Path) -> None:
 
     def write() -> None:
         with parallel.megatron_device():
-            dist_checkpointing.save(weights_state(model), str(target), InThisProcess())
+            dist_checkpointing.save(weights_state(model), str(target), Writer())
 
     everywhere(f"cannot write {target}", write)
 

@@ -110,5 +110,6 @@ class Critic:
         self.optimizer.zero_grad()
         packs = [rows.select(index) for index in mine]
         metrics = sum_over_ranks(forward.run(self.model, packs, share, head=value_head))
+        self.model.about_to_change()
         update = self.optimizer.apply()
         return metrics | {"value_grad_norm": update.grad_norm, "value_skipped": float(update.skipped)}

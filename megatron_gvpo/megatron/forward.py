@@ -28,6 +28,7 @@ from torch import Tensor
 
 from megatron_gvpo.kernels.linear_logprob import LinearLogprob, linear_logprob
 from megatron_gvpo.megatron.batch import TokenBatch
+from megatron_gvpo.megatron.footprint import Footprint
 from megatron_gvpo.megatron.model import Model
 from megatron_gvpo.megatron.parallel import device, megatron_device
 from megatron_gvpo.types import Rows
@@ -58,7 +59,7 @@ def run(
         return share * scale, result
 
     def forward_step(data: Iterator[Rows], chunk: Any) -> tuple[Any, Callable[..., Any]]:
-        whole = TokenBatch.pack(next(data), model.padding)
+        whole = TokenBatch.pack(next(data), model.padding, model.share_prompts)
         batch = whole.cut(cp_group.size(), cp_group.rank()).to(device())
         output = chunk(
             input_ids=batch.token_t[None],
@@ -100,6 +101,7 @@ class LogprobHead:
     vocab_size: int
     entropy: bool = False
     stash_bytes: int = 0
+    footprint: Footprint | None = None
 
     def __call__(
         self, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, batch: TokenBatch
@@ -111,6 +113,8 @@ class LogprobHead:
             hidden_rh = hidden_states.squeeze(1).index_select(0, batch.response_r)
             hidden_rh = copy_to_tensor_model_parallel_region(hidden_rh)  # backward: all-reduce
         weight_r = batch.rows.weight_r
+        if self.footprint is not None:
+            self.footprint.enter_head()
         mine = linear_logprob(
             hidden_rh,
             output_layer.weight if output_weight is None else output_weight,
@@ -123,6 +127,12 @@ class LogprobHead:
             vocab_size=self.vocab_size,
             stash_bytes=self.stash_bytes,
         )
+        if self.footprint is not None:
+            self.footprint.leave_head()
+            for out in (mine.logp_r, mine.surrogate):
+                if out is not None and out.requires_grad:
+                    out.register_hook(self.footprint.enter_head)
+                    hidden_rh.register_hook(self.footprint.leave_head)
         entropy_r = None if mine.entropy_r is None else of_whole_pack(mine.entropy_r, batch)
         return mine._replace(logp_r=of_whole_pack(mine.logp_r, batch), entropy_r=entropy_r)
 
@@ -141,6 +151,7 @@ def of_whole_pack(mine_r: Tensor, batch: TokenBatch) -> Tensor:
 
 
 def _packed_params(model: Model, batch: TokenBatch) -> PackedSeqParams:
+    assert model.local or not batch.followers, "no attention of Transformer Engine's shares prompts"
     ends = torch.cumsum(torch.tensor([0, *batch.lengths], device=batch.token_t.device), 0)
     cu_seqlens, longest = ends.to(torch.int32), max(batch.lengths)
     common: dict[str, Any] = {
@@ -159,6 +170,8 @@ def _packed_params(model: Model, batch: TokenBatch) -> PackedSeqParams:
 
     angles_t = None
     if model.rotary:
-        freqs_t = model.rotary[0](longest, packed_seq=True)[batch.position_t]
+        freqs_t = model.rotary[0](int(batch.position_t.max()) + 1, packed_seq=True)[batch.position_t]
         angles_t = angles(freqs_t, model.config.rotary_interleaved)
-    return LocalPackedSeqParams(**common, angles_t=angles_t, lengths=tuple(batch.lengths))
+    return LocalPackedSeqParams(
+        **common, angles_t=angles_t, lengths=tuple(batch.lengths), followers=tuple(batch.followers)
+    )

@@ -31,11 +31,13 @@ class Memory:
         """Give the device's memory back; nothing where that was done."""
         if part in self._freed:
             return
-        weights = _storages(w for model, _ in self._trained for w in model.weights())
-        gradients = _storages(g for model, _ in self._trained for g in model.gradient_buffers())
+        for model, _ in self._trained:
+            model.about_to_change()
+        weights = storages(w for model, _ in self._trained for w in model.weights())
+        gradients = storages(g for model, _ in self._trained for g in model.gradient_buffers())
         kept = weights
         if part == "training":  # in fp32 the optimizer's weights are the model's own
-            states = _storages(s for _, optimizer in self._trained for s in optimizer.tensors())
+            states = storages(s for _, optimizer in self._trained for s in optimizer.tensors())
             kept = {place: storage for place, storage in states.items() if place not in weights}
         freed = [_Freed(s, self._copy(s, (part, i))) for i, s in enumerate(kept.values())]
         if part == "training":
@@ -75,7 +77,7 @@ class _Freed:
         self.storage, self.host, self.nbytes = storage, host, storage.nbytes()
 
 
-def _storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
+def storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
     """The distinct storages behind them, by address."""
     found = (tensor.untyped_storage() for tensor in tensors)
     return {storage.data_ptr(): storage for storage in found if storage.nbytes()}

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from megatron_gvpo.megatron.parallel import megatron_device
 from megatron_gvpo.megatron.settings import DTYPES, ddp_settings, model_settings
 from megatron_gvpo.versions import REFERENCE
 
+_TRANSFORMER_ENGINES = {"layernorm", "mla_up_proj", "moe_act"}  # without it, megatron-core 0.19.2 fails
+
 
 @dataclass
 class Model:
@@ -37,6 +39,16 @@ class Model:
     local: bool  # on CPU, with the local layers
     gathers_late: bool  # an update leaves other ranks' shards of the weights as they were
     rotary: list[Any]  # one a chunk where the local attention applies RoPE; else empty
+    share_prompts: bool = False  # a group's prompt is computed once
+    before_change: list[Callable[[], None]] = field(default_factory=list)  # what reads weights in background
+
+    def about_to_change(self) -> None:
+        """To be called on every rank before weights or optimizer change: a save may be reading them.
+
+        Raises CheckpointError where that save failed.
+        """
+        while self.before_change:
+            self.before_change.pop()()
 
     def settle(self) -> None:
         """Make this rank's weights the newest: with overlap_param_gather, an update leaves that for later.
@@ -166,6 +178,17 @@ def build(
             raise ConfigError(
                 f"model.fp8.recipe={model.fp8.recipe}: FP8 needs a GPU with Transformer Engine, and there is "
                 "none here; Megatron accepts the configuration"
+            )
+        if on_cpu and parallel.offload_layers:
+            raise ConfigError(
+                f"parallel.offload_layers={parallel.offload_layers}: Transformer Engine moves activations "
+                "from a GPU to the host, and there is no GPU here; Megatron accepts the configuration"
+            )
+        engines = sorted(_TRANSFORMER_ENGINES & set(parallel.recompute_modules))
+        if on_cpu and engines:
+            raise ConfigError(
+                f"parallel.recompute_modules={engines}: Megatron recomputes these with Transformer Engine "
+                "alone, on a GPU, and there is none here; it accepts the configuration"
             )
         rotary: list[Any] = []
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -93,18 +92,31 @@ class Optimizer:
                     "exp_avg_sq": torch.zeros_like(parameter),
                 }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore from a loaded sharded state."""
-        with contextlib.ExitStack() as stack:
-            for inner in self.megatron.chained_optimizers:
-                if inner.optimizer in self._adams():
-                    stack.enter_context(_without_steps(inner))
-            self.megatron.load_state_dict(state)
-        for adam in self._adams():
-            for group in adam.param_groups:
-                for parameter in group["params"]:
-                    # Megatron gives all parameters one step tensor, which each would then advance.
-                    adam.state[parameter]["step"] = torch.tensor(float(group["step"]))
+    @property
+    def steps(self) -> int:
+        """Updates that Adam has taken: its bias corrections depend on it."""
+        counts = [0.0]
+        for inner in (o.optimizer for o in self.megatron.chained_optimizers):
+            counts += [float(group.get("step", 0)) for group in inner.param_groups]
+            counts += [float(state.get("step", 0)) for state in inner.state.values()]
+        return int(max(counts))
+
+    @steps.setter
+    def steps(self, count: int) -> None:
+        adams = self._adams()
+        for inner in (o.optimizer for o in self.megatron.chained_optimizers):
+            if inner in adams:  # which counts for every parameter, in a tensor that it advances
+                for state in inner.state.values():
+                    state["step"] = torch.tensor(float(count))
+            else:
+                for group in inner.param_groups:
+                    group["step"] = count
+
+    def allocate(self) -> None:
+        """Give moments their memory where the first update would: a checkpoint is loaded into it."""
+        for optimizer in self.megatron.chained_optimizers:
+            if optimizer.optimizer not in self._adams() and not optimizer.optimizer.state:
+                optimizer.load_state_dict(optimizer.state_dict())
 
     def zero_grad(self) -> None:
         for chunk in self._chunks:
@@ -126,20 +138,3 @@ class Optimizer:
             if not skipped:
                 self.megatron.step()
         return Update(norm, lr, skipped)
-
-
-@contextlib.contextmanager
-def _without_steps(inner: Any) -> Iterator[None]:
-    """Megatron restores tensors by name; its checkpoints have PyTorch's `step` in another place."""
-    restore = inner._set_main_param_and_optimizer_states
-
-    def restore_without_step(parameter: Any, tensors: dict[str, Any]) -> None:
-        group, place = inner.model_param_group_index_map[parameter]
-        inner.optimizer.state[inner.optimizer.param_groups[group]["params"][place]].pop("step", None)
-        restore(parameter, tensors)
-
-    inner._set_main_param_and_optimizer_states = restore_without_step
-    try:
-        yield
-    finally:
-        del inner._set_main_param_and_optimizer_states

@@ -5,19 +5,22 @@ Every rank calls every method with the same rows; the work is shared inside.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
 from megatron_gvpo.algorithms.base import STEP_START, Loss, token_weights
-from megatron_gvpo.config import Config
+from megatron_gvpo.config import Config, ConfigError
 from megatron_gvpo.kernels.linear_logprob import LinearLogprob
 from megatron_gvpo.megatron import forward, parallel
 from megatron_gvpo.megatron.critic import Critic
+from megatron_gvpo.megatron.footprint import Footprint
 from megatron_gvpo.megatron.forward import LogprobHead
 from megatron_gvpo.megatron.memory import Memory
 from megatron_gvpo.megatron.model import build
@@ -35,6 +38,7 @@ class UpdateResult:
     metrics: dict[str, float]  # "loss" among them
     logp_r: Tensor | None  # before the update, fp32 [r] on the CPU of every rank; where it was asked for
     head: dict[str, float]  # how the output layer came by its gradient, which depends on the machine
+    memory: dict[str, float] = field(default_factory=dict)  # of a run's first update: see Footprint.metrics
 
 
 class Policy:
@@ -44,6 +48,13 @@ class Policy:
         deterministic = config.train.deterministic
         parallel.initialize(config.parallel, config.train.seed, deterministic)
         self.model = build(config.model, config.parallel, deterministic)
+        if config.train.share_prompts and not self.model.local:
+            raise ConfigError(
+                "train.share_prompts=true: on a GPU, Transformer Engine's attention over packs has no way to "
+                "attend to two sequences at once, nor returns the softmax statistics to merge two calls by; "
+                "leave it out"
+            )
+        self.model.share_prompts = config.train.share_prompts
         self.model.config.finalize_model_grads_func = finalize_model_grads
         updates = config.train.steps * config.train.mini_batches
         self.optimizer = Optimizer(self.model, config.optimizer, config.model, updates)
@@ -56,6 +67,8 @@ class Policy:
         self._temperature = config.rollout.temperature if config.algorithm.sampler == "engine" else 1.0
         self._stash_bytes = config.train.head_stash_mb << 20
         self._shadow_of = next((r for r in config.algorithm.anchors if r != STEP_START), None)
+        self._measured = False
+        self._aside: dist.ProcessGroup | None = None
         self.shadow = Shadow(self.model) if self._shadow_of else None
 
     def score_reference(self, rows: Rows) -> Tensor:
@@ -69,7 +82,7 @@ class Policy:
 
         `temperature`: default the sampling temperature.
         """
-        micro_batches, _ = my_micro_batches(self.model, rows, self._budget, keep_groups=False)
+        micro_batches, _ = my_micro_batches(self.model, rows, self._budget, self.model.share_prompts)
 
         def keep(_: Rows, values: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
             output = LinearLogprob(*values)
@@ -116,24 +129,31 @@ class Policy:
             return trained + bonus, (logp_r, floats({"loss": value + bonus, **metrics}) | besides)
 
         self.optimizer.zero_grad()
-        results = forward.run(
-            self.model,
-            [rows.select(index) for index in mine],
-            share,
-            head=LogprobHead(self._temperature, self.model.vocab_size, loss.wants_entropy, self._stash_bytes),
-        )
+        footprint = self._first_footprint()
+        settings = (self._temperature, self.model.vocab_size, loss.wants_entropy, self._stash_bytes)
+        packs = [rows.select(index) for index in mine]
+        with footprint or contextlib.nullcontext():
+            results = forward.run(self.model, packs, share, head=LogprobHead(*settings, footprint))
         logp_r = gather(rows, mine, [found for found, _ in results]) if split or keep_logp else None
         if split:  # the loss and its metrics, too, are defined on whole groups only
             assert logp_r is not None
             value, shares = loss(LossInputs(_anchored(rows, logp_r), logp_r, totals))
-            metrics = floats({"loss": value, **shares})
-            metrics |= sum_over_ranks([share for _, share in results])
+            besides = sum_over_ranks([share for _, share in results])
+            metrics = floats({"loss": value, **shares}) | besides
             if loss.wants_entropy:
                 metrics["loss"] -= loss.entropy_coef * metrics["entropy"]
         else:
             metrics = sum_over_ranks([share for _, share in results])
+        memory = {} if footprint is None else footprint.metrics()
         head = {name: metrics.pop(name) for name in list(metrics) if name.startswith("head/")}
-        return UpdateResult(self.optimizer.apply(), metrics, logp_r, head)
+        self.model.about_to_change()
+        return UpdateResult(self.optimizer.apply(), metrics, logp_r, head, memory)
+
+    def _first_footprint(self) -> Footprint | None:
+        """To measure a run's first update with; None afterwards."""
+        first = not self._measured and self.optimizer.steps == 0
+        self._measured = True
+        return Footprint(self.model, self.optimizer) if first else None
 
     def _known_weights(self, rows: Rows, totals: Totals, at_step_start: bool, split: bool) -> Rows:
         """Fill `weight_r` where dL/dlogp can be had before the forward: the head then needs one pass less.
@@ -161,6 +181,12 @@ class Policy:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor on the CPU); a collective, iterate it to the end on every rank."""
         return self.model.export()
+
+    def group_aside(self) -> dist.ProcessGroup:
+        """All ranks, in a group for what goes on beside training. A collective."""
+        if self._aside is None:
+            self._aside = dist.new_group(backend="gloo")
+        return self._aside
 
 
 def _anchored(rows: Rows, logp_r: Tensor) -> Rows:

@@ -54,11 +54,20 @@ def model_settings(
     if parallel.recompute == "full":
         settings |= {
             "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
+            "recompute_method": "uniform" if parallel.recompute_layers is None else "block",
+            "recompute_num_layers": parallel.recompute_layers or 1,
         }
     elif parallel.recompute == "selective":
-        settings |= {"recompute_granularity": "selective"}
+        settings |= {
+            "recompute_granularity": "selective",
+            "recompute_modules": list(parallel.recompute_modules),
+        }
+    if parallel.offload_layers:
+        settings |= {
+            "cpu_offloading": True,
+            "cpu_offloading_num_layers": parallel.offload_layers,
+            "cpu_offloading_weights": False,
+        }
     if on_cpu:
         settings |= {
             "use_cpu_initialization": True,

@@ -20,6 +20,7 @@ class Shadow:
 
     def __init__(self, model: Model) -> None:
         self._settle = model.settle
+        self._about_to_change = model.about_to_change
         self._parameters = [p for chunk in model.chunks for p in chunk.parameters()]
         self._copies: list[Tensor] = []
         self.capture()
@@ -30,9 +31,14 @@ class Shadow:
         self._settle()
         self._copies = [p.detach().to("cpu", copy=True) for p in self._parameters]
 
+    def copies(self) -> dict[int, Tensor]:
+        """Its weights, by the `id` of the model's parameters."""
+        return {id(p): copy for p, copy in zip(self._parameters, self._copies, strict=True)}
+
     @torch.no_grad()
     def follow(self, decay: float) -> None:
         """Exponential moving average: copy <- decay * copy + (1 - decay) * weight."""
+        self._about_to_change()
         self._settle()
         for copy, parameter in zip(self._copies, self._parameters, strict=True):
             copy.lerp_(parameter.detach().to("cpu"), 1.0 - decay)
@@ -48,6 +54,7 @@ class Shadow:
 
     @torch.no_grad()
     def _swap(self) -> None:
+        self._about_to_change()
         self._settle()
         for i, parameter in enumerate(self._parameters):
             own = parameter.detach().to("cpu", copy=True)

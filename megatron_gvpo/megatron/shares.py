@@ -23,7 +23,8 @@ def my_micro_batches(
     dp_size = parallel_state.get_data_parallel_world_size()
     mcore = model.config
     multiple = mcore.pipeline_model_parallel_size if len(model.chunks) > 1 else 1
-    whole = plan(rows, dp_size, max_tokens, mcore.hidden_size, keep_groups, multiple)
+    share = model.share_prompts
+    whole = plan(rows, dp_size, max_tokens, mcore.hidden_size, keep_groups, multiple, share)
     return whole.micro_batches[parallel_state.get_data_parallel_rank()], whole.split_groups
 
 

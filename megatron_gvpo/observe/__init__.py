@@ -5,7 +5,7 @@ from megatron_gvpo.observe.jsonl import read_metrics
 from megatron_gvpo.observe.loggers import MetricLogger
 from megatron_gvpo.observe.profiler import ProfileWindow, profile_window
 from megatron_gvpo.observe.progress import Progress
-from megatron_gvpo.observe.report import plot_curve, time_report
+from megatron_gvpo.observe.report import memory_report, plot_curve, time_report
 from megatron_gvpo.observe.timer import PhaseTimer
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "ProfileWindow",
     "Progress",
     "device_snapshot",
+    "memory_report",
     "plot_curve",
     "profile_window",
     "read_metrics",

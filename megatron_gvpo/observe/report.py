@@ -74,6 +74,17 @@ def time_report(totals: Mapping[str, float], wall: float) -> str:
     return "\n".join(f"{name:<{width}}  {sec:>9.1f} s  {sec / whole:>6.1%}" for name, sec in rows)
 
 
+def memory_report(metrics: Mapping[str, float]) -> str:
+    """The metrics memory/*_gib, of a run's first step, as a table; empty where there are none."""
+    sizes = {n: v for n, v in metrics.items() if n.startswith("memory/") and n.endswith("_gib")}
+    rows = [(n.removeprefix("memory/").removesuffix("_gib"), size) for n, size in sizes.items()]
+    if not rows:
+        return ""
+    width = max(len(name) for name, _ in rows)
+    lines = [f"  {name:<{width}}  {1024 * size:>11,.1f} MiB" for name, size in rows]
+    return "\n".join(["memory of the first update, on the fullest rank:", *lines])
+
+
 def smooth(values: Sequence[float], width: float) -> list[float]:
     """Gaussian average over neighbours, `width` (standard deviation) in points, renormalised at the ends."""
     import numpy as np

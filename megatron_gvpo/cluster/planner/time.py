@@ -91,7 +91,7 @@ def _passes(model: Architecture, gpu: Gpu, layout: Layout, work: Workload) -> tu
     fraction = MIXTURE_FRACTION if model.moe_layers else 1.0
     reach = gpu.flops(layout.fp8) * fraction
     compute = model_flops(model, work) / 3 / (layout.gpus * reach)
-    state = 2 * model.hidden * work.tokens / (layout.dp * layout.cp)  # bytes of a hidden state, bf16
+    state = round(2 * model.hidden * work.tokens / (layout.dp * layout.cp))  # bytes of hidden states, bf16
     network = gpu.network_gb_per_s * gpu.network_fraction * 1e9
     nvlink = gpu.nvlink_gb_per_s * gpu.network_fraction * 1e9
     link = nvlink if layout.tp <= NODE else network

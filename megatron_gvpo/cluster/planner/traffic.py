@@ -87,7 +87,7 @@ def update_bytes(
     return sent + optimizer_bytes(sizes, layout.dp, element)
 
 
-def layer_forward(tp: int, state: float, sequence_parallel: bool) -> Bytes:
+def layer_forward(tp: int, state: int, sequence_parallel: bool) -> Bytes:
     if tp == 1:
         return Counter()
     if sequence_parallel:
@@ -95,7 +95,7 @@ def layer_forward(tp: int, state: float, sequence_parallel: bool) -> Bytes:
     return Counter({("all_reduce", "tp"): 2 * state})
 
 
-def layer_backward(tp: int, state: float, sequence_parallel: bool) -> Bytes:
+def layer_backward(tp: int, state: int, sequence_parallel: bool) -> Bytes:
     if tp == 1 or not sequence_parallel:
         return layer_forward(tp, state, sequence_parallel)
     return Counter({("all_gather", "tp"): 4 * state, ("reduce_scatter", "tp"): 2 * state})
@@ -123,7 +123,7 @@ def parameter_sizes(model: Architecture, layout: Layout, stage: int) -> list[int
     return [*split, *_held_by_all(model, layout, stage), *[_table(model, layout)] * tables]
 
 
-def on_the_wire(operation: str, size: float, ranks: int) -> float:
+def on_the_wire(operation: str, size: int, ranks: int) -> float:
     """Bytes that each of `ranks` ranks sends at least, for whole messages of `size` bytes: those of rings
     (Patarasu and Yuan, 2009, for the all-reduce)."""
     if operation == "all_reduce":
@@ -172,7 +172,7 @@ def _boundaries(layout: Layout, stage: int, state: int) -> Bytes:
     )
 
 
-def _times(sent: Bytes, count: float) -> Bytes:
+def _times(sent: Bytes, count: int) -> Bytes:
     return Counter({key: value * count for key, value in sent.items()})
 
 

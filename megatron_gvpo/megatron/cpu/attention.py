@@ -33,6 +33,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_gvpo.megatron.batch import context_cut
 from megatron_gvpo.megatron.cpu.rotary import rotate
+from megatron_gvpo.megatron.cpu.shared import SharedAttention
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -44,6 +45,7 @@ class LocalPackedSeqParams(PackedSeqParams):
 
     angles_t: tuple[Tensor, Tensor] | None = None  # of every token's position; see rotary.py
     lengths: tuple[int, ...] = ()  # of the sequences, in tokens
+    followers: tuple[int, ...] = ()  # see TokenBatch; empty where no prompt is shared
 
 
 class _NoRotary(torch.nn.Module):
@@ -111,6 +113,10 @@ class LocalAttention(MegatronModule):
         if self.window is not None and max(pack.lengths) > self.window[0] + 1:
             parts = zip(*(x.split(pack.lengths) for x in (query, key, value)), strict=True)
             return torch.cat([self._masked(q, k, v, 0) for q, k, v in parts]).flatten(1)
+        if any(pack.followers):
+            shared = (pack.lengths, pack.followers)
+            out: Tensor = SharedAttention.apply(query, key, value, *shared, self.scale)
+            return out.flatten(1)
         out_tnd: Tensor = _PackedAttention.apply(query, key, value, pack.lengths, self.scale)
         return out_tnd.flatten(1)
 
