@@ -208,8 +208,13 @@ def command(*arguments: str) -> None:
 
 
 def rewards(done: dict[str, Any], task: str, table: str, name: str) -> list[float]:
+    return column(done, task, table, name, "reward")
+
+
+def column(done: dict[str, Any], task: str, table: str, name: str, of: str) -> list[float]:
+    """One number of every seed's cell."""
     prefix = f"{task} | {table} | {name} | "
-    return [result["reward"] for key, result in done.items() if key.startswith(prefix)]
+    return [result[of] for key, result in done.items() if key.startswith(prefix)]
 
 
 def spread(values: list[float]) -> tuple[float, float]:
@@ -227,18 +232,42 @@ def verdict(better: list[float], worse: list[float]) -> str:
     return f"{word} ({a - b:+.3f}, {z:+.1f} standard errors)"
 
 
+def flatness(found: dict[str, list[float]]) -> str:
+    """Whether the rows are as good as each other: the best against the worst, which chance parts, too."""
+    best, worst = (pick(found, key=lambda name: fmean(found[name])) for pick in (max, min))
+    (a, error_a), (b, error_b) = spread(found[best]), spread(found[worst])
+    z = (a - b) / math.hypot(error_a, error_b)
+    if not math.isfinite(math.hypot(error_a, error_b)):
+        return "one seed: nothing to say"
+    word = "contradicts" if z > 3 else "agrees"
+    return f"{word} ({best} is {a - b:.3f} above {worst}, {z:.1f} standard errors)"
+
+
+def in_short(lines: list[str]) -> str:
+    """How many claims came out how."""
+    verdicts = ("agrees", "not separated", "contradicts")
+    counts = {word: sum(f": {word} (" in line for line in lines) for word in verdicts}
+    return f"In short: {counts['agrees']} claims agree, {counts['not separated']} are not separated, " + (
+        f"{counts['contradicts']} contradicted."
+    )
+
+
 def report(done: dict[str, Any], args: argparse.Namespace) -> str:
-    lines = ["# The papers' tables on two small tasks", "", __doc__.split("\n\n", 1)[1].strip(), ""]
+    lines = ["# The papers' tables on two small tasks", "", __doc__.split("\n\n", 1)[1].rstrip(), ""]
     for task in args.tasks:
         what = "expected reward" if task == "tabular" else "held-out pass@1"
         for table in args.tables:
-            lines += [f"## {table}, {task}", "", f"| | {what} at the end | seeds |", "|---|---|---|"]
+            drawn = " responses drawn |" if task == "tabular" else ""
+            lines += [f"## {table}, {task}", "", f"| | {what} at the end | seeds |{drawn}"]
+            lines += ["|---|---|---|" + ("---|" if drawn else "")]
             found = {name: rewards(done, task, table, name) for name in TABLES[table]}
             for name, values in found.items():
                 if values:
                     mean, error = spread(values)
                     shown = f"{mean:.3f}" + (f" ± {error:.3f}" if math.isfinite(error) else "")
-                    lines.append(f"| {name} | {shown} | {len(values)} |")
+                    counts = column(done, task, table, name, "responses") if drawn else []
+                    count = f" {fmean(counts):.0f} |" if counts else ""
+                    lines.append(f"| {name} | {shown} | {len(values)} |{count}")
             wanted = args.tabular_seeds if task == "tabular" else args.seeds
             missing = [f"{name} ({wanted - len(v)})" for name, v in found.items() if len(v) < wanted]
             lines += ["", f"Not run yet, of {wanted} seeds each: {', '.join(missing)}."] if missing else []
@@ -247,9 +276,9 @@ def report(done: dict[str, Any], args: argparse.Namespace) -> str:
                 if found[better] and found[worse]:
                     lines.append(f"- {better} above {worse}: {verdict(found[better], found[worse])}")
             if table in FLAT and all(found.values()):
-                means = [fmean(values) for values in found.values()]
-                lines.append(f"- flat, says the figure: the means lie within {max(means) - min(means):.3f}")
+                lines.append(f"- flat, says the figure: {flatness(found)}")
             lines.append("")
+    lines.insert(4, in_short(lines) + "\n")
     return "\n".join(lines)
 
 
@@ -260,6 +289,8 @@ def plot(done: dict[str, Any], args: argparse.Namespace) -> None:
     from matplotlib import pyplot
 
     for task in args.tasks:
+        if not any(key.startswith(f"{task} | ") for key in done):
+            continue
         figure, axes = pyplot.subplots(
             1, len(args.tables), figsize=(4 * len(args.tables), 3.2), squeeze=False
         )

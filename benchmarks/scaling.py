@@ -9,11 +9,13 @@
     python benchmarks/scaling.py --report shared/scaling --out scaling.json
 
 Strong scaling keeps the prompts of a step, weak scaling the prompts of a rank. Efficiency is tokens/s a rank
-over that of the smallest run of the same kind. `waiting` is what ranks wait for the slowest at the beginning
-of phases; communication inside a phase is part of it. Messages are counted, not estimated, in one step after
-those that are timed; for dense models without context parallelism those of the updates must be, byte for
-byte, what the planner's formulas say. MFU's 100 % is the GPU's bf16 peak, on CPUs what a matrix product
-reaches on all ranks at once.
+over that of the smallest run of the same kind. Seconds are medians of the steps, and of these means over the
+ranks; `other` is what is left of the step, less than nothing where the medians add up to more. `waiting` is
+what ranks wait for the slowest at the beginning of phases; communication inside a phase is part of it.
+
+Messages are counted, not estimated, in one step after those that are timed; for dense models without context
+parallelism those of the updates must be, byte for byte, what the planner's formulas say. MFU's 100 % is the
+GPU's bf16 peak, on CPUs what a matrix product reaches on all ranks at once.
 
 Without a configuration it is the quickstart's model, with random weights, on 1, 2 and 4 ranks here. With
 --baseline it ends with 1 where a point is slower by more than --tolerance, or sends more bytes a token.
@@ -55,8 +57,8 @@ class Point(NamedTuple):
 def main() -> int:
     args = parse()
     if args.report:
-        points = sorted(args.report.glob("*.json"))
-        return report(args, [json.loads(file.read_text()) for file in points])
+        points = [json.loads(file.read_text()) for file in args.report.glob("*.json")]
+        return report(args, sorted(points, key=lambda p: (p["mode"], p["ranks"], p["layout"])))
     with tempfile.TemporaryDirectory() as scratch:
         overrides = list(args.overrides)
         if not args.config:
@@ -186,7 +188,11 @@ def report(args: argparse.Namespace, points: list[dict[str, Any]]) -> int:
     for point in wrong:
         print(f"{name_of(point)}: what its updates sent is not what the formulas say", file=sys.stderr)
     print(table(points))
-    result = {"machine": machine(), "command": " ".join(["python", *sys.argv]), "points": points}
+    result = {
+        "machine": machine(),
+        "command": " ".join(["python benchmarks/scaling.py", *sys.argv[1:]]),
+        "points": points,
+    }
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
     if args.plot:

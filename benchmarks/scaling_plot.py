@@ -25,7 +25,8 @@ def plot(points: list[dict[str, Any]], png: Path) -> None:
             names = [Point(*(p[key] for key in Point._fields)).name.removeprefix(f"{mode}-") for p in of_mode]
             _efficiency(left, of_mode, f"{mode.title()} scaling, efficiency")
             _phases(right, of_mode, names, "Seconds a step")
-        panels[0][1].legend(fontsize=6, ncols=4, frameon=False)
+        bars = panels[0][1].get_legend_handles_labels()
+        figure.legend(*bars, loc="outside lower center", fontsize=7, ncols=len(PHASES), frameon=False)
         figure.savefig(png, dpi=160)
 
 

@@ -19,10 +19,12 @@ from megatron_gvpo.trainer import Trainer
 def bytes_held(trainer: Trainer) -> tuple[int, int]:
     """Of weights; of optimizer states and gradients, where they are not the weights' own."""
     policy = trainer.parts.policy
-    weights = {t.untyped_storage()._cdata: t.untyped_storage() for t in policy.model.weights()}
+    trained = [policy] if policy.critic is None else [policy, policy.critic]
+    weights = {t.untyped_storage()._cdata: t.untyped_storage() for p in trained for t in p.model.weights()}
     others = {
         t.untyped_storage()._cdata: t.untyped_storage()
-        for t in (*policy.optimizer.tensors(), *policy.model.gradient_buffers())
+        for part in trained
+        for t in (*part.optimizer.tensors(), *part.model.gradient_buffers())
         if t.dim()  # PyTorch's Adam counts its steps on the host
     }
     total = [sum(s.nbytes() for s in found.values()) for found in (weights, others)]
@@ -46,12 +48,12 @@ class LendAfterEveryStep(Callback):
         assert bytes_held(trainer) == self.held
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_lent_memory_comes_back_with_what_was_in_it(task: Path, tmp_path: Path, dtype: str):
+@pytest.mark.parametrize(("recipe", "dtype"), [("gvpo", "float32"), ("gvpo", "bfloat16"), ("ppo", "float32")])
+def test_lent_memory_comes_back_with_what_was_in_it(task: Path, tmp_path: Path, recipe: str, dtype: str):
     """A run is bit for bit that of a trainer that never lent anything."""
     lender = LendAfterEveryStep()
     for name, callbacks in (("keeps", []), ("lends", [lender])):
-        fit(configure(task, tmp_path / name, f"model.dtype={dtype}"), callbacks)
+        fit(configure(task, tmp_path / name, f"algorithm={recipe}", f"model.dtype={dtype}"), callbacks)
     assert records(tmp_path / "lends") == records(tmp_path / "keeps")
     parameters, rest = lender.held
     # Adam's two moments and the gradients in fp32; in bf16 the master weights too.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 import urllib.request
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from distributed import launch
 from groups import make_group
 from safetensors.torch import load_file
 from servers import ENGINES, Client, checksum, running, served_config
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_gvpo import teacher
 from megatron_gvpo.config import Config, ConfigError, SamplingConfig, ServersConfig, read_model_config
@@ -124,20 +125,29 @@ def test_a_response_stopped_for_new_weights_goes_on_where_it_was(served: Running
 
 def test_a_served_model_teaches_grades_and_judges(served: Running, task: Path):
     """Over its OpenAI-compatible URL, without a chat template, which the tiny tokenizer has not."""
-    group = make_group([0, 1], texts=["1", "2"], record={"prompt": "12+34="})
-    asked = {"url": f"{served.url}/v1", "model": served_model(served.url), "plain": True}
-    texts = teacher.chat([group, group], 2, max_tokens=5, **asked)
-    assert [len(of_group) for of_group in texts] == [2, 2] and any(map(any, texts))
-    greedy = [teacher.chat([group], 1, temperature=0.0, max_tokens=8, **asked) for _ in range(2)]
-    assert greedy[0] == greedy[1] and greedy[0][0][0]
-    said = teacher.grade(
-        group.prompt, group.rollouts[0], template="{prompt}{response}", max_tokens=8, **asked
-    )
-    assert 0 <= said <= 1
-    won = teacher.prefers(group.prompt, *group.rollouts, template="{prompt}{a}{b}", max_tokens=8, **asked)
-    assert won in (0.0, 0.5, 1.0)
+    problems = [f"{a}+{b}=" for a in (1, 12, 305) for b in (2, 47)]
+    groups = [make_group([0, 1], p, texts=["1", "2"], record={"prompt": p}) for p in problems]
+    asked = {"url": f"{served.url}/v1", "model": served_model(served.url), "plain": True, "max_tokens": 8}
+    said = [texts for (texts,) in teacher.chat(groups, 1, temperature=0.0, **asked)]
+    assert said == [greedy(task / "model", problem, 8) for problem in problems] and any(said)
+    assert [len(of_group) for of_group in teacher.chat(groups, 3, **asked)] == [3] * len(groups)
+
+    prompt, (a, b) = groups[0].prompt, groups[0].rollouts
+    number = re.search(r"-?\d+(?:\.\d+)?", greedy(task / "model", f"{problems[0]}{a.text}", 8))
+    wanted = 0.0 if number is None else min(max(float(number[0]) / 10, 0.0), 1.0)
+    assert teacher.grade(prompt, a, template="{prompt}{response}", **asked) == wanted
+    assert teacher.prefers(prompt, a, b, template="{prompt}{a}{b}", **asked) == 0.5  # it knows no letters
     with pytest.raises(teacher.TeacherError, match="HTTP Error 4"):
-        teacher.chat([group], 1, **{**asked, "url": f"{served.url}/v2"})
+        teacher.chat(groups[:1], 1, **{**asked, "url": f"{served.url}/v2"})
+
+
+def greedy(directory: Path, text: str, max_tokens: int) -> str:
+    """What transformers says."""
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    ids = tokenizer([text], return_tensors="pt", add_special_tokens=False)["input_ids"]
+    said = model.generate(ids, do_sample=False, max_new_tokens=max_tokens)[0, ids.shape[1] :]
+    return str(tokenizer.decode(said, skip_special_tokens=True))
 
 
 def served_model(url: str) -> str:

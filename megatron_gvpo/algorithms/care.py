@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -69,7 +69,7 @@ class ConfidenceEstimator(Advantage):
         mean_n = rows.sequence_sum(rows.ref_logp_r.double().where(answer_r, 0)) / count_n
         return mean_n.exp().clamp(max=self.cap)
 
-    def _begin(self, ids: object) -> int:
-        tokens = list(ids)  # type: ignore[call-overload]
-        markers = [t for t, token in enumerate(tokens) if token in self.marker_ids]
+    def _begin(self, ids: Sequence[int]) -> int:
+        """Where the answer begins."""
+        markers = [t for t, token in enumerate(ids) if token in self.marker_ids]
         return markers[-1] + 1 if markers else 0
