@@ -168,7 +168,8 @@ def test_sigterm_stops_both_ranks_and_the_terminal_shows_only_the_run(task, tmp_
     assert (launched.returncode, error) == (0, "")
     *lines, last = printed.splitlines()
     assert last == "stopped on request; the checkpoint is complete: continue with `train ... --resume`"
-    assert all(STEP.match(line) or line.startswith("checkpoint: ") for line in lines), printed
+    others = ("checkpoint: ", "memory of the first update", "  ")
+    assert all(STEP.match(line) or line.startswith(others) for line in lines), printed
     newest = max((tmp_path / "checkpoints").iterdir())
     assert json.loads((newest / "state.json").read_text())["step"] == records(tmp_path)[-1]["step"]
 

@@ -126,7 +126,7 @@ def test_an_ema_reference(good):
         ),
         (
             "train.quux=1",
-            "train.quux: no such key; known: deterministic, max_tokens_per_micro_batch, ",
+            "train.quux: no such key; known: deterministic, head_stash_mb, ",
         ),
         # unknown names
         (

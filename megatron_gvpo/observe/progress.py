@@ -155,7 +155,8 @@ def format_line(status: Status) -> str:
     now, width = status.metrics, len(str(status.total_steps))
     parts = [f"step {status.step:>{width}}/{status.total_steps}"]
     parts += [f"{label} {show(name, now[name])}" for name, label in LABELS if name in now]
-    parts += [f"{name[5:]} {show(name, now[name])}" for name in now if name.startswith("eval/")]
+    held_out = [name for name in now if name.startswith("eval/") and (name != "eval/errors" or now[name])]
+    parts += [f"{name[5:]} {show(name, now[name])}" for name in held_out]
     if (seconds := now.get("time/step")) is not None:
         shares = ", ".join(f"{phase} {share:.0%}" for phase, share in status.shares.items())
         parts.append(f"{seconds:.2f} s/step ({shares})")
