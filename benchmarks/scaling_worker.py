@@ -57,7 +57,7 @@ class Watch(Callback):
         self._steps, self._model = steps, model
         self._flops = self._optimizer = 0.0
         self._traffic: Traffic | None = None
-        self._expected: dict[tuple[str, str], int] = {}
+        self._expected: dict[tuple[str, str], int] | None = {}  # None: there is no formula for it
         self._counted: dict[tuple[str, str], int] = {}
         self.seconds: list[dict[str, float]] = []
         self.tokens: list[float] = []
@@ -87,8 +87,11 @@ class Watch(Callback):
             for key, volume in traffic.volumes.items():
                 if key[1] not in BOOKKEEPING:
                     self._counted[key] = self._counted.get(key, 0) + volume.bytes
-            for key, size in _formula(trainer, self._model, rows).items():
-                self._expected[key] = self._expected.get(key, 0) + size
+            if (formula := _formula(trainer, self._model, rows)) is None or self._expected is None:
+                self._expected = None
+            else:
+                for key, size in formula.items():
+                    self._expected[key] = self._expected.get(key, 0) + size
             return result
 
         policy.optimizer.apply, policy.update = timed_apply, counted_update  # type: ignore[method-assign]
@@ -108,10 +111,14 @@ class Watch(Callback):
         elif step == 2 + self._steps and self._traffic is not None:
             self._traffic.__exit__(None, None, None)
             self.messages = {k: (v.calls, v.bytes) for k, v in self._traffic.volumes.items()}
-            self.updates_equal = {k: v for k, v in self._expected.items() if v} == self._counted
+            if self._expected is not None:
+                self.updates_equal = {k: v for k, v in self._expected.items() if v} == self._counted
 
 
-def _formula(trainer: Trainer, model: architecture.Architecture, rows: Any) -> dict[tuple[str, str], int]:
+def _formula(
+    trainer: Trainer, model: architecture.Architecture, rows: Any
+) -> dict[tuple[str, str], int] | None:
+    """What this rank sends in an update of these rows; None where the planner has no formula for it."""
     from megatron.core import parallel_state
 
     policy, sizes = trainer.parts.policy, trainer.config.parallel
@@ -119,14 +126,17 @@ def _formula(trainer: Trainer, model: architecture.Architecture, rows: Any) -> d
     budget, keep_groups = config.train.max_tokens_per_micro_batch, config.algorithm.loss.couples_groups
     mine, _ = my_micro_batches(policy.model, rows, budget, keep_groups)
     packs = [TokenBatch.pack(rows.select(index), policy.model.padding) for index in mine]
-    return update_bytes(
-        model,
-        Layout(dist.get_world_size(), tp=sizes.tp, pp=sizes.pp),
-        parallel_state.get_pipeline_model_parallel_rank(),
-        [Pack(len(pack.token_t), len(pack.label_r)) for pack in packs],
-        element=4 if trainer.config.model.dtype == "float32" else 2,
-        sequence_parallel=sizes.sequence_parallel,
-    )
+    try:
+        return update_bytes(
+            model,
+            Layout(dist.get_world_size(), tp=sizes.tp, pp=sizes.pp, vpp=sizes.vpp, cp=sizes.cp),
+            parallel_state.get_pipeline_model_parallel_rank(),
+            [Pack(len(pack.token_t), len(pack.label_r)) for pack in packs],
+            element=4 if config.model.dtype == "float32" else 2,
+            sequence_parallel=sizes.sequence_parallel,
+        )
+    except ValueError:  # experts, latent attention, context parallelism, interleaving
+        return None
 
 
 def measure(config: Config, steps: int, gpu: str | None) -> dict[str, Any]:
@@ -152,6 +162,7 @@ def measure(config: Config, steps: int, gpu: str | None) -> dict[str, Any]:
     step = seconds.pop("step")
     peaks = sum(rank[3] for rank in everyone)
     flops = median(watch.flops)
+    equal = [rank[2] for rank in everyone]
     return {
         "ranks": world,
         "tokens_per_step": median(watch.tokens),
@@ -163,7 +174,7 @@ def measure(config: Config, steps: int, gpu: str | None) -> dict[str, Any]:
         "mfu_of_step": flops / step / peaks,
         "mfu_of_training": flops / seconds["training"] / peaks,
         "messages": _messages([rank[1] for rank in everyone], ranks_of),
-        "updates_equal_formula": all(rank[2] for rank in everyone),
+        "updates_equal_formula": None if None in equal else all(equal),
     }
 
 

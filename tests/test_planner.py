@@ -175,9 +175,8 @@ def test_the_chosen_layout_is_a_configuration(task: Path, tmp_path: Path, capsys
     answer = json.loads(capsys.readouterr().out)
     assert answer["predicted"] is True and answer["parameters"] == 7_615_616_512
     best = answer["best"]
-    assert [one["predicted_seconds"]["step"] for one in best] == sorted(
-        one["predicted_seconds"]["step"] for one in best
-    )
+    first, *others = [one["predicted_seconds"]["step"] for one in best]
+    assert others == sorted(others) and first <= 1.01 * others[0], "as fast as the fastest, and the simplest"
     assert all(one["predicted_gib"]["total"] < 79.6 for one in best)
     assert answer["losers"] and answer["impossible"]
     assert "Predicted, not measured" in out.read_text()

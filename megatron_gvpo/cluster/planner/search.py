@@ -77,6 +77,9 @@ def search(
     if not found:
         raise ConfigError("no layout can run: " + "; ".join(impossible or ["the rollout engines do not fit"]))
     found.sort(key=_order)
+    # No prediction is good to 1%: of those that are as fast, the one with the fewest things to go wrong.
+    as_fast = [candidate for candidate in found if candidate.seconds.step <= 1.01 * found[0].seconds.step]
+    found.insert(0, found.pop(found.index(min(as_fast, key=_divisions))))
     return Plan(found, list(_losers(found)), impossible, len(found) + reasons.total())
 
 
@@ -149,6 +152,12 @@ def _order(candidate: Candidate) -> tuple[float, float, float]:
     """Where the rollouts set the pace, the layout that trains fastest beside them is the best."""
     took = candidate.seconds
     return round(took.step, 2), took.scoring + took.training + took.optimizer, candidate.memory.total
+
+
+def _divisions(candidate: Candidate) -> int:
+    """In how many ways the model or its work is divided, beside data parallelism."""
+    at = candidate.layout
+    return sum(size > 1 for size in (at.tp, at.pp, at.vpp, at.cp, at.ep, at.async_steps)) + at.recompute
 
 
 def _losers(found: list[Candidate]) -> Iterator[str]:
