@@ -3,11 +3,12 @@
     python benchmarks/device_check.py            # writes results/device_check_<gpu>.json
     python benchmarks/device_check.py --smoke    # tiny sizes; also on a CPU, which has no FP8 and no kernels
 
-  head       the fused log-prob head on the device against fp64: log-probs and both gradients
+  head       the fused log-prob head on the device against fp64: log-probs and both gradients, every mode
   layers     this machine's layers (Transformer Engine's on a GPU) against the local ones of CPU runs, in a
              process without a GPU: the same weights, one pack, log-probs and gradients
   train      updates of a model shaped as Qwen2.5-1.5B and of one as 7B with fewer layers, of random weights:
-             tokens a second, MFU, seconds of head, body, optimizer and weight export, peak memory by part
+             tokens a second, MFU, seconds of head, body, optimizer and weight export, peak memory by part;
+             head and update in every mode of the head
   fp8        the same with FP8, where Transformer Engine is there
 
 It runs with what the machine has. What is missing or fails is said in the table, and the exit status is 1
@@ -70,7 +71,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         report["missing"]["gpu"] = "torch sees no CUDA device: this is its CPU's check"
     results = report["results"]
-    attempt(report, "head", lambda: results.update(head=head(args.smoke)))
+    attempt(report, "head", lambda: results.update(head=device_head().head(args.smoke)))
     attempt(report, "layers", lambda: results.update(layers=layers()))
     if reason := no_fp8():
         report["missing"]["fp8"] = reason
@@ -86,6 +87,13 @@ def main() -> None:
     if out is not None:
         out.write_text(json.dumps(report, indent=2) + "\n")
     sys.exit(any(not found.get("right", True) for found in results.values()) or "failed" in report)
+
+
+def device_head() -> Any:
+    """Imports what the checks of the head need."""
+    import device_head
+
+    return device_head
 
 
 def attempt(report: dict[str, Any], name: str, check: Callable[[], None]) -> None:
@@ -141,34 +149,6 @@ def no_fp8() -> str:
     except ImportError as error:
         return f"Transformer Engine cannot be imported: {error}"
     return ""
-
-
-def head(smoke: bool) -> dict[str, Any]:
-    """Largest errors relative to the largest value, and seconds of a forward and backward."""
-    import torch
-
-    from megatron_gvpo.kernels.linear_logprob import linear_logprob
-    from megatron_gvpo.megatron.parallel import device
-
-    tokens, hidden, vocab = (64, 32, 500) if smoke else (4096, 1536, 32_768)
-    where, found = device(), {}
-    for dtype, limit in ((torch.float32, 1e-4), (torch.bfloat16, 2e-2)):
-        torch.manual_seed(0)
-        x = torch.randn(tokens, hidden, dtype=dtype, device=where).requires_grad_()
-        w = (torch.randn(vocab, hidden, dtype=dtype, device=where) / hidden**0.5).requires_grad_()
-        labels, weight = torch.randint(vocab, (tokens,), device=where), torch.randn(tokens, device=where)
-        logp = linear_logprob(x, w, labels).logp_r
-        ours = (logp.detach(), *torch.autograd.grad((weight * logp).sum(), (x, w)))
-        x64, w64 = (t.detach().double().requires_grad_() for t in (x, w))
-        exact = torch.log_softmax(x64 @ w64.T, -1).gather(1, labels[:, None])[:, 0]
-        theirs = (exact.detach(), *torch.autograd.grad((weight.double() * exact).sum(), (x64, w64)))
-        errors = {
-            name: float((a.double() - b).abs().max() / b.abs().max())
-            for name, a, b in zip(("logp", "d_hidden", "d_weight"), ours, theirs, strict=True)
-        }
-        found[str(dtype).removeprefix("torch.")] = errors
-        found["right"] = found.get("right", True) and max(errors.values()) < limit
-    return found
 
 
 def layers() -> dict[str, Any]:
@@ -246,7 +226,15 @@ def train(shape: dict[str, Any], smoke: bool, fp8: str | None = None) -> dict[st
     for _ in range(rounds):
         with clock(seconds, "update"):
             policy.update(rows, at_step_start=True)
-    seconds["head"] = rounds * head_seconds(policy, rows, dtype)
+    of_head = device_head().head_seconds(policy, rows, dtype)
+    seconds["head"] = rounds * of_head["known"]  # as the update above has it, at a step's start
+    updates = {"known": seconds["update"] / rounds}
+    policy.optimizer.apply = apply
+    for mode, stash in (("stash", policy._stash_bytes), ("recompute", 0)):  # weights that come late
+        policy._stash_bytes = stash
+        policy.update(rows, at_step_start=False)
+        with clock(updates, mode):
+            policy.update(rows, at_step_start=False)
     seconds["body"] = seconds["update"] - seconds["optimizer"] - seconds["head"]
     seconds = {name: value / rounds for name, value in seconds.items()}
     with clock(seconds, "export"):
@@ -263,6 +251,8 @@ def train(shape: dict[str, Any], smoke: bool, fp8: str | None = None) -> dict[st
         "tflops": flops / seconds["update"] / 1e12,
         "mfu_of_bf16_peak": None if peak is None else flops / seconds["update"] / 1e12 / peak,
         "seconds": seconds,
+        "head_seconds": of_head,
+        "update_seconds": updates,
         "exported_gb_per_s": exported / seconds["export"] / 1e9,
         "memory_gib": {n.split("/")[1].removesuffix("_gib"): v for n, v in first.memory.items()},
         "right": bool(torch.isfinite(torch.tensor(first.update.grad_norm))) and not first.update.skipped,
@@ -289,30 +279,6 @@ def synchronize() -> None:
 
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-
-
-def head_seconds(policy: Any, rows: Any, dtype: str) -> float:
-    """Of the fused head alone, with weights known, on all response tokens in packs like the update's."""
-    import torch
-
-    from megatron_gvpo.kernels.linear_logprob import linear_logprob
-    from megatron_gvpo.megatron.parallel import device
-
-    count, config = int(rows.length_n.sum()), policy.model.config
-    where, kind = device(), getattr(torch, dtype)
-    weight_vh = torch.randn(policy.model.vocab_size, config.hidden_size, dtype=kind, device=where)
-    weight_vh.requires_grad_()
-    seconds: dict[str, float] = {}
-    for begin in range(0, count, 8192):
-        size = min(8192, count - begin)
-        hidden_rh = torch.randn(size, config.hidden_size, dtype=kind, device=where).requires_grad_()
-        labels_r = torch.randint(policy.model.vocab_size, (size,), device=where)
-        weight_r = torch.randn(size, device=where)
-        with clock(seconds, "head"):
-            surrogate = linear_logprob(hidden_rh, weight_vh, labels_r, weight_r=weight_r).surrogate
-            assert surrogate is not None
-            surrogate.backward()
-    return seconds["head"]
 
 
 def update_flops(shape: dict[str, Any], rows: Any) -> float:

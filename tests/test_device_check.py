@@ -25,11 +25,14 @@ def test_the_smoke_form_runs_what_there_is_and_names_what_is_missing(tmp_path: P
     trained = ["qwen2.5-1.5b", "7b, 8 layers"]
     assert {"head", "layers", *trained} <= results.keys()
     assert all(part["right"] for part in results.values())
+    assert {"float32 stash", "bfloat16 known", "bfloat16 recompute"} <= results["head"].keys()
     assert results["layers"]["float32"]["gradient"] < 1e-3
     for name in trained:
         part = results[name]
         assert part["tokens_per_s"] > 0 and part["memory_gib"]["peak"] > part["memory_gib"]["weights"] > 0
         assert {"update", "head", "body", "optimizer", "export"} == part["seconds"].keys()
+        assert {"known", "stash", "recompute"} <= part["head_seconds"].keys()
+        assert {"known", "stash", "recompute"} == part["update_seconds"].keys()
     if not torch.cuda.is_available():
         assert found["missing"].keys() == {"gpu", "fp8"}
         assert results["layers"]["float32"] == {"logp": 0.0, "gradient": 0.0}, "the same layers, twice"

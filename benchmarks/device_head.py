@@ -1,0 +1,85 @@
+"""The fused head on this device, in all ways to its gradient: errors against fp64, and seconds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_gvpo.kernels.linear_logprob import linear_logprob
+from megatron_gvpo.megatron.parallel import device
+
+EVERYTHING = 1 << 40  # bytes of stash
+
+
+def ways(weight_r: Tensor) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, arguments of linear_logprob) of each."""
+    yield "known", {"weight_r": weight_r}
+    yield "stash", {"stash_bytes": EVERYTHING}
+    yield "recompute", {}
+    if weight_r.is_cuda:
+        yield "stash, triton", {"stash_bytes": EVERYTHING, "backend": "triton"}
+
+
+def head(smoke: bool) -> dict[str, Any]:
+    """Largest errors of a forward and backward, relative to the largest value."""
+    tokens, hidden, vocab = (64, 32, 500) if smoke else (4096, 1536, 32_768)
+    where, found = device(), {}
+    for dtype, limit in ((torch.float32, 1e-4), (torch.bfloat16, 2e-2)):
+        torch.manual_seed(0)
+        x = torch.randn(tokens, hidden, dtype=dtype, device=where).requires_grad_()
+        w = (torch.randn(vocab, hidden, dtype=dtype, device=where) / hidden**0.5).requires_grad_()
+        labels, weight = torch.randint(vocab, (tokens,), device=where), torch.randn(tokens, device=where)
+        x64, w64 = (t.detach().double().requires_grad_() for t in (x, w))
+        exact = torch.log_softmax(x64 @ w64.T, -1).gather(1, labels[:, None])[:, 0]
+        theirs = (exact.detach(), *torch.autograd.grad((weight.double() * exact).sum(), (x64, w64)))
+        for way, arguments in ways(weight):
+            out = linear_logprob(x, w, labels, **arguments)
+            trained = (weight * out.logp_r).sum() if out.surrogate is None else out.surrogate
+            ours = (out.logp_r.detach(), *torch.autograd.grad(trained, (x, w)))
+            errors = {
+                name: float((a.double() - b).abs().max() / b.abs().max())
+                for name, a, b in zip(("logp", "d_hidden", "d_weight"), ours, theirs, strict=True)
+            }
+            found[f"{str(dtype).removeprefix('torch.')} {way}"] = errors
+            found["right"] = found.get("right", True) and max(errors.values()) < limit
+    return found
+
+
+def head_seconds(policy: Any, rows: Any, dtype: str) -> dict[str, float]:
+    """Of a forward and backward on all response tokens, in packs like the update's; the fastest of three."""
+    count, config = int(rows.length_n.sum()), policy.model.config
+    where, kind = device(), getattr(torch, dtype)
+    weight_vh = torch.randn(policy.model.vocab_size, config.hidden_size, dtype=kind, device=where)
+    weight_vh.requires_grad_()
+    packs = [min(8192, count - begin) for begin in range(0, count, 8192)]
+    return {
+        way: min(_seconds(weight_vh, packs, number) for _ in range(3))
+        for number, (way, _) in enumerate(ways(weight_vh[0]))
+    }
+
+
+def _seconds(weight_vh: Tensor, packs: list[int], number: int) -> float:
+    total = 0.0
+    for size in packs:
+        hidden_rh = torch.randn(size, weight_vh.shape[1], dtype=weight_vh.dtype, device=weight_vh.device)
+        labels_r = torch.randint(len(weight_vh), (size,), device=weight_vh.device)
+        weight_r = torch.randn(size, device=weight_vh.device)
+        _, arguments = list(ways(weight_r))[number]
+        begin = now()
+        out = linear_logprob(hidden_rh.requires_grad_(), weight_vh, labels_r, **arguments)
+        trained = (weight_r * out.logp_r).sum() if out.surrogate is None else out.surrogate
+        trained.backward()
+        total += now() - begin
+        weight_vh.grad = None
+    return total
+
+
+def now() -> float:
+    """Seconds, when the device has done all that it was given."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
