@@ -378,7 +378,7 @@ def test_a_disk_full_while_exporting_leaves_the_export_and_the_checkpoint(task, 
     [
         ("state.json", b"{}", "state.json is no state of a checkpoint of this program: KeyError: 'layout'"),
         ("state.json", b"\x00", "state.json is no state of a checkpoint of this program: JSONDecodeError"),
-        ("__0_0.distcp", b"cut off", "cannot read .*step_00000004: "),
+        ("__0_0_0.distcp", b"cut off", "cannot read .*step_00000004: "),
         (".metadata", None, "cannot read .*step_00000004: "),
     ],
 )
