@@ -70,10 +70,8 @@ def grade(
     plain: bool = False,
 ) -> float:
     """The first number that the model says of a response, over `scale` and within [0, 1]; 0 without one."""
-    fields = {"prompt": _problem(prompt, key), "response": rollout.text}
-    options = {"model": model, "n": 1, "temperature": 0.0, "max_tokens": max_tokens}
-    what = f"{url}: prompt {prompt.id}"
-    (said,) = _texts(url, what, _filled(template, fields), options, timeout, api_key_env, plain)
+    text = _filled(template, {"prompt": _problem(prompt, key), "response": rollout.text})
+    said = _verdict(url, prompt, text, model, max_tokens, timeout, api_key_env, plain)
     number = re.search(r"-?\d+(?:\.\d+)?", said)
     return 0.0 if number is None else min(max(float(number[0]) / scale, 0.0), 1.0)
 
@@ -92,10 +90,8 @@ def prefers(
     plain: bool = False,
 ) -> float:
     """1 where the model says A first, 0 for B, 0.5 for neither."""
-    fields = {"prompt": _problem(prompt, key), "a": a.text, "b": b.text}
-    options = {"model": model, "n": 1, "temperature": 0.0, "max_tokens": max_tokens}
-    what = f"{url}: prompt {prompt.id}"
-    (said,) = _texts(url, what, _filled(template, fields), options, timeout, api_key_env, plain)
+    text = _filled(template, {"prompt": _problem(prompt, key), "a": a.text, "b": b.text})
+    said = _verdict(url, prompt, text, model, max_tokens, timeout, api_key_env, plain)
     letter = re.search(r"\b[AB]\b", said)
     return 0.5 if letter is None else float(letter[0] == "A")
 
@@ -113,6 +109,22 @@ def _filled(template: str, fields: Mapping[str, str]) -> str:
     """One pass, so that a field's own braces stay."""
     names = "|".join(map(re.escape, fields))
     return re.sub(rf"\{{({names})\}}", lambda found: fields[found[1]], template)
+
+
+def _verdict(
+    url: str,
+    prompt: Prompt,
+    text: str,
+    model: str,
+    max_tokens: int,
+    timeout: float,
+    api_key_env: str | None,
+    plain: bool,
+) -> str:
+    """The one greedy answer."""
+    options = {"model": model, "n": 1, "temperature": 0.0, "max_tokens": max_tokens}
+    (said,) = _texts(url, f"{url}: prompt {prompt.id}", text, options, timeout, api_key_env, plain)
+    return said
 
 
 def _texts(

@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed  # registers its operators
 from distributed import launch
 
 from megatron_gvpo.cluster.planner import architecture
 from megatron_gvpo.cluster.planner.traffic import Pack, update_bytes
 from megatron_gvpo.cluster.planner.workload import Layout
+from megatron_gvpo.observe import traffic
 
 LENGTHS = [(5, 9), (5, 2), (3, 30), (3, 17), (7, 1), (7, 12), (4, 6), (4, 6)]
 TP2SP = {"tp": 2, "sequence_parallel": True}
@@ -103,3 +106,12 @@ def test_what_is_not_counted_is_refused():
     deepseek = architecture.load("deepseek-ai/DeepSeek-V3")
     with pytest.raises(ValueError, match="dense models"):
         update_bytes(deepseek, Layout(8), 0, [Pack(8, 4)])
+
+
+def test_every_operator_of_torch_distributed_is_known():
+    """What torch's own list of operators has: a new one would be refused in the middle of a run."""
+    schemas = (schema.name for schema in torch._C._jit_get_all_schemas())
+    assert {name.removeprefix("c10d::") for name in schemas if name.startswith("c10d::")} == {
+        *traffic._OPERATORS,
+        *traffic._SILENT,
+    }
