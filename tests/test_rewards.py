@@ -309,15 +309,16 @@ def test_a_name_given_twice() -> None:
 
 
 def children() -> list[int]:
-    """Processes of any name that this one started and that still run."""
+    """Processes that this one started and that still run, but for what Python keeps for the tests before."""
     found = []
-    for status in Path("/proc").glob("[0-9]*/stat"):
+    for process in Path("/proc").glob("[0-9]*"):
         try:
-            state, parent = status.read_text().rpartition(")")[2].split()[:2]
+            state, parent = (process / "stat").read_text().rpartition(")")[2].split()[:2]
+            command = (process / "cmdline").read_bytes()
         except OSError:
             continue
-        if int(parent) == os.getpid() and state != "Z":
-            found.append(int(status.parent.name))
+        if int(parent) == os.getpid() and state != "Z" and b"multiprocessing.resource_tracker" not in command:
+            found.append(int(process.name))
     return found
 
 
