@@ -23,6 +23,7 @@ from megatron_gvpo.data.tokenizer import end_token_id, load_tokenizer
 from megatron_gvpo.data.tracker import SuccessTracker, WeightedOrder
 from megatron_gvpo.evaluation import summarise
 from megatron_gvpo.megatron import checkpoint, parallel
+from megatron_gvpo.megatron.everywhere import everywhere
 from megatron_gvpo.megatron.policy import Policy
 from megatron_gvpo.observe import PhaseTimer, ProfileWindow, profile_window
 from megatron_gvpo.rewards.pool import RewardPool
@@ -248,7 +249,7 @@ class Parts:
                 aside.rename(directory)
 
         with self.timer.phase("checkpoint"):
-            checkpoint.everywhere(f"cannot write {directory}", write)
+            everywhere(f"cannot write {directory}", write)
 
     @property
     def checkpoints(self) -> Path:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import signal
+import unittest.mock
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,8 +79,10 @@ def _moments(policy: Any, name: str) -> dict[str, Tensor]:
     for optimizer in policy.optimizer.megatron.chained_optimizers:
         for parameter in optimizer.model_param_gbuf_map:
             run = optimizer._get_model_param_range_map(parameter)["param"]
-            value = optimizer._get_main_param_and_optimizer_states(parameter)[name].clone()
-            runs.append((parameter, run, value))
+            states = optimizer._get_main_param_and_optimizer_states(parameter)
+            if "master_param" in states:  # in host memory, beside the weight
+                assert torch.equal(states["param"], states["master_param"])
+            runs.append((parameter, run, states[name].clone()))
     for parameter in parameters:
         parameter.zero_()
     for parameter, run, value in runs:
@@ -109,6 +113,48 @@ def killed_while_saving(directory: str) -> None:
     checkpoint.save(place / "killed", 2, policy, {}, keep=1, asynchronous=True)
     policy.model.about_to_change()
     raise AssertionError("a file grew beyond its limit")
+
+
+def fails_on_one_rank(directory: str) -> None:
+    """A rank fails alone in one part of a save after the other; every rank writes what it heard."""
+    from megatron_gvpo.megatron import checkpoint, saving
+    from megatron_gvpo.megatron.policy import Policy
+
+    place, rank = Path(directory), dist.get_rank()
+    case = torch.load(place / "case.pt", weights_only=False)
+    policy = Policy(config_of(case, Layout(2), place))
+    checkpoint.save(place / "alone", 1, policy, {"mine": 7}, keep=1)
+    heard = []
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(28, f"rank {rank} has no space left")
+
+    for part, failing in PARTS_OF_A_SAVE:
+        model = policy.model.chunks[0].module
+        of = {"sharded_state_dict": model, "save": saving.Writer}.get(part, saving)
+        with unittest.mock.patch.object(of, part, fail) if rank == failing else contextlib.nullcontext():
+            try:
+                checkpoint.save(place / "alone", 2, policy, {}, keep=1)
+            except checkpoint.CheckpointError as error:
+                heard.append(str(error))
+    assert checkpoint.load(place / "alone" / "step_00000001", policy)["mine"] == 7
+    try:
+        checkpoint.load(place / ("alone/step_00000001", "not mounted")[rank], policy)
+    except checkpoint.CheckpointError as error:
+        heard.append(str(error))
+    torch.save(heard, place / f"heard-{rank}.pt")
+
+
+# What is replaced by a function that fails, and the rank on which.
+PARTS_OF_A_SAVE = [
+    ("sharded_state_dict", 0),  # the model's
+    ("sharded_state_dict", 1),
+    ("validate_sharding_integrity", 0),
+    ("validate_sharding_integrity", 1),
+    ("save", 0),  # the writer's
+    ("save", 1),
+    ("save_config", 0),  # metadata.json, which no other writes
+]
 
 
 def peak_of_a_save(directory: str) -> None:
@@ -143,7 +189,8 @@ MOVES: dict[tuple[str, Layout], list[Layout]] = {
     ("untied", SQUARE): [Layout(1), Layout(4), Layout(4, pp=4)],
     ("tied", SQUARE): [Layout(1), Layout(4, overlap=True), Layout(4, pp=4), INTERLEAVED],
     ("tied", INTERLEAVED): [Layout(2, cp=2)],
-    ("tied", Layout(1)): [Layout(2, pp=2, stage_layers=(1, 3))],
+    ("tied", Layout(1)): [Layout(2, pp=2, stage_layers=(1, 3)), Layout(1, offload=1.0)],
+    ("untied", Layout(2, offload=0.5)): [Layout(2, offload=0.5, pp=2), Layout(1)],
     ("qwen3_moe", EVERYWHERE): [Layout(1), EXPERTS, Layout(4, pp=4)],
     ("qwen3_moe", EXPERTS): [Layout(2, tp=2, etp=2, sequence_parallel=True), INTERLEAVED],
     ("deepseek_v3", EVERYWHERE): [Layout(2, ep=2), Layout(2, pp=2)],

@@ -7,6 +7,7 @@ compared bit by bit is gathered by the export to Hugging Face names, not by the 
 
 from __future__ import annotations
 
+import re
 from itertools import groupby
 from math import prod
 from pathlib import Path
@@ -15,7 +16,7 @@ import gradient_reference as reference
 import pytest
 import torch
 import transformers
-from checkpoint_worker import MOVES, Continuation
+from checkpoint_worker import MOVES, PARTS_OF_A_SAVE, Continuation
 from distributed import launch
 from gradient_worker import UPDATE, Case, Layout
 from test_gradient_invariance import SPLIT, STEPS, sampled_for
@@ -99,6 +100,22 @@ def test_a_process_killed_while_saving_leaves_the_previous_checkpoint(place: Pat
         launch("checkpoint_worker:killed_while_saving", [1], str(place))
     assert [path.name for path in checkpoint.complete(place / "killed")] == ["step_00000001"]
     assert (place / "killed" / "step_00000002.partial").is_dir()
+
+
+def test_a_rank_that_fails_alone_while_saving_is_heard_of_by_all(place: Path) -> None:
+    """With its own error, where the others would have waited for it; and what was on disk stays."""
+    torch.save(case_of("untied", place), place / "case.pt")
+    launch("checkpoint_worker:fails_on_one_rank", [2], str(place))
+    heard = [torch.load(place / f"heard-{rank}.pt") for rank in (0, 1)]
+    assert heard[0] == heard[1]
+    *saves, load = heard[0]
+    assert len(saves) == len(PARTS_OF_A_SAVE)
+    for (_, rank), message in zip(PARTS_OF_A_SAVE, saves, strict=True):
+        own = f"OSError: [Errno 28] rank {rank} has no space left (on rank {rank})"
+        assert message == f"cannot write {place / 'alone' / 'step_00000002'}: {own}"
+    unread = r"not mounted/state\.json is no state of a checkpoint .*FileNotFoundError.*\(on rank 1\)"
+    assert re.search(unread, load)
+    assert [path.name for path in checkpoint.complete(place / "alone")] == ["step_00000001"]
 
 
 def test_saving_in_the_background_holds_no_copy_of_the_optimizer(place: Path) -> None:

@@ -20,22 +20,18 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 
-from megatron_gvpo.exchange import all_gather_msgpack
 from megatron_gvpo.megatron.critic import Critic
+from megatron_gvpo.megatron.everywhere import CheckpointError as CheckpointError
+from megatron_gvpo.megatron.everywhere import everywhere, on_rank_0
 from megatron_gvpo.megatron.model import Model
 from megatron_gvpo.megatron.parallel import megatron_device
 from megatron_gvpo.megatron.policy import Policy
-from megatron_gvpo.megatron.saving import Background, Writer
+from megatron_gvpo.megatron.saving import Background, Writer, save_shards
 from megatron_gvpo.megatron.shards import optimizer_shards
 
 _FORMAT = 2  # of the optimizer's part
 _PARTIAL, _REPLACED = ".partial", ".replaced"
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read; what was on disk before is untouched."""
 
 
 def save(
@@ -55,8 +51,8 @@ def save(
     # Prompts carry their data record, in which Parquet may have dates: nothing that a run reads again.
     text = json.dumps(record, default=str)
     writer = Writer(later=True)
-    _on_rank_0("prepare", lambda: _fresh_directory(aside))
-    everywhere(f"cannot write {final}", lambda: _prepare(aside, policy, writer))
+    on_rank_0(f"cannot write {final}", lambda: _fresh_directory(aside))
+    _prepare(f"cannot write {final}", aside, policy, writer)
 
     def finish() -> None:
         (aside / "state.json").write_text(text)
@@ -65,7 +61,8 @@ def save(
             os.replace(final, replaced)
         os.replace(aside, final)
         shutil.rmtree(replaced, ignore_errors=True)
-        for old in complete(root)[:-keep]:
+        unfinished = [path for path in root.glob("step_*") if path.suffix in (_PARTIAL, _REPLACED)]
+        for old in (*complete(root)[:-keep], *unfinished):  # of runs that were killed while saving
             shutil.rmtree(old)
 
     def write(group: dist.ProcessGroup | None = None) -> None:
@@ -74,7 +71,7 @@ def save(
         except CheckpointError as error:
             free = shutil.disk_usage(root).free / (1 << 20)
             raise CheckpointError(f"{error} ({free:.0f} MiB are free there)") from None
-        _on_rank_0(f"cannot finish {final}", finish, group)
+        on_rank_0(f"cannot finish {final}", finish, group)
 
     if asynchronous:
         group = policy.group_aside()  # the others are in use meanwhile
@@ -89,21 +86,12 @@ def save(
 def load(directory: Path, policy: Policy) -> dict[str, Any]:
     """Restore the policy from a checkpoint, of whatever layout; returns the trainer's state. A collective.
 
-    Raises CheckpointError for anything that cannot be read.
+    Raises CheckpointError, on every rank, for anything that cannot be read on one.
     """
-    try:
-        state: dict[str, Any] = json.loads((directory / "state.json").read_text())
-        theirs, found = state["layout"], state.get("format", 1)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{directory / 'state.json'} is no state of a checkpoint of this program: "
-            f"{type(error).__name__}: {error}"
-        ) from None
-    if found != _FORMAT:
-        raise CheckpointError(
-            f"{directory} has format {found}, and this version reads format {_FORMAT}: go on with the "
-            "version that wrote it, or begin with its weights (megatron-gvpo convert)"
-        )
+    records: list[dict[str, Any]] = []
+    everywhere("", lambda: records.append(_record(directory)))
+    [state] = records
+    theirs = state["layout"]
     same_layout = theirs == _layout(policy)
     everywhere(f"cannot read {directory}", lambda: _read(directory, policy, same_layout))
     return state
@@ -114,31 +102,52 @@ def complete(root: Path) -> list[Path]:
     return sorted(p for p in root.glob("step_*") if not p.suffix and (p / "state.json").is_file())
 
 
-def _prepare(directory: Path, policy: Policy | Critic, writer: Writer) -> None:
+def _record(directory: Path) -> dict[str, Any]:
+    """What state.json says, if this version can read what is beside it."""
+    try:
+        state: dict[str, Any] = json.loads((directory / "state.json").read_text())
+        found = state.get("format", 1) if state["layout"] else None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{directory / 'state.json'} is no state of a checkpoint of this program: "
+            f"{type(error).__name__}: {error}"
+        ) from None
+    if found != _FORMAT:
+        raise CheckpointError(
+            f"{directory} has format {found}, and this version reads format {_FORMAT}: go on with the "
+            "version that wrote it, or begin with its weights (megatron-gvpo convert)"
+        )
+    return state
+
+
+def _prepare(what: str, directory: Path, policy: Policy | Critic, writer: Writer) -> None:
     """Write what is small; `writer` has the rest, as views of the weights and the optimizer."""
-    policy.model.settle()
-    with megatron_device():
+
+    def own() -> dict[str, Any]:
         state = _sharded_state(policy, randomness=True)
         state["optimizer"]["step"] = policy.optimizer.steps
-        dist_checkpointing.save(state, str(directory), writer)
+        return state
+
+    def reference() -> dict[str, Any]:
+        assert policy.shadow is not None
+        copies = policy.shadow.copies()
+
+        def copied(base: Any) -> Any:
+            copy = copies.get(id(getattr(base, "data", None)))
+            return base if copy is None else replace(base, data=copy)
+
+        state: dict[str, Any] = dict_list_map_outplace(copied, weights_state(policy.model))
+        return state
+
+    policy.model.settle()
+    with megatron_device():
+        save_shards(what, own, directory, writer)
         if policy.shadow is not None:
-            ema = directory / "reference"
-            if dist.get_rank() == 0:
-                ema.mkdir()
-            dist.barrier()
-            copies = policy.shadow.copies()
-
-            def copied(base: Any) -> Any:
-                copy = copies.get(id(getattr(base, "data", None)))
-                return base if copy is None else replace(base, data=copy)
-
-            reference = dict_list_map_outplace(copied, weights_state(policy.model))
-            dist_checkpointing.save(reference, str(ema), writer)
-        if isinstance(policy, Policy) and policy.critic is not None:
-            if dist.get_rank() == 0:
-                (directory / "critic").mkdir()
-            dist.barrier()
-            _prepare(directory / "critic", policy.critic, writer)
+            on_rank_0(what, (directory / "reference").mkdir)
+            save_shards(what, reference, directory / "reference", writer)
+    if isinstance(policy, Policy) and policy.critic is not None:
+        on_rank_0(what, (directory / "critic").mkdir)
+        _prepare(what, directory / "critic", policy.critic, writer)
 
 
 def _read(directory: Path, policy: Policy | Critic, same_layout: bool) -> None:
@@ -223,28 +232,3 @@ def _restore_random_state(state: dict[str, Any]) -> None:
 def _fresh_directory(directory: Path) -> None:
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
-
-
-def _on_rank_0(what: str, action: Any, group: dist.ProcessGroup | None = None) -> None:
-    everywhere(what, action if dist.get_rank() == 0 else lambda: None, group)
-
-
-def everywhere(what: str, action: Any, group: dist.ProcessGroup | None = None) -> None:
-    """Run on this rank; if it failed on any, raise CheckpointError on all, so that none waits for another."""
-    problem = None
-    try:
-        action()
-    except CheckpointException as error:  # some rank's, with its traceback around it
-        problem = _described(next(cause for cause, _ in error.failures.values()))
-    except Exception as error:  # whatever it is, the other ranks must hear of it
-        problem = _described(error)
-    problems = [p for p in all_gather_msgpack(problem, group) if p]
-    if problems:
-        raise CheckpointError(f"{what}: {problems[0]}")
-
-
-def _described(error: BaseException) -> str:
-    """Its first cause: PyTorch's writer covers a full disk with a complaint of its own."""
-    while error.__context__ is not None:
-        error = error.__context__
-    return f"{type(error).__name__}: {error}"

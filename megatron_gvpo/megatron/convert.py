@@ -13,11 +13,12 @@ import torch
 from megatron.core import dist_checkpointing
 
 from megatron_gvpo.config import ConfigError, ModelConfig, ParallelConfig, read_model_config
-from megatron_gvpo.layout import check_architecture
+from megatron_gvpo.families import check_family
 from megatron_gvpo.megatron import parallel
-from megatron_gvpo.megatron.checkpoint import everywhere, load_weights, weights_state
+from megatron_gvpo.megatron.checkpoint import load_weights, weights_state
+from megatron_gvpo.megatron.everywhere import everywhere
 from megatron_gvpo.megatron.model import Model, build
-from megatron_gvpo.megatron.saving import Writer
+from megatron_gvpo.megatron.saving import Writer, save_shards
 
 _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.jinja", "generation_*")
 
@@ -27,11 +28,8 @@ def to_megatron(source: Path, target: Path) -> None:
     model = _build(source, "SOURCE")
     target.mkdir(parents=True, exist_ok=True)
 
-    def write() -> None:
-        with parallel.megatron_device():
-            dist_checkpointing.save(weights_state(model), str(target), Writer())
-
-    everywhere(f"cannot write {target}", write)
+    with parallel.megatron_device():
+        save_shards(f"cannot write {target}", lambda: weights_state(model), target, Writer())
 
 
 def to_hugging_face(source: Path, target: Path, like: Path) -> None:
@@ -55,7 +53,7 @@ def to_hugging_face(source: Path, target: Path, like: Path) -> None:
 
 def _build(directory: Path, key: str) -> Model:
     config = read_model_config(str(directory), key)
-    check_architecture(config, f"{key}={directory}")
+    check_family(config, f"{key}={directory}")
     stored = config.get("dtype") or config.get("torch_dtype") or "float32"
     if stored not in ("float32", "bfloat16"):
         raise ConfigError(f"{key}={directory}: dtype={stored} in config.json; supported: float32, bfloat16")

@@ -15,16 +15,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     TorchDistSaveShardedStrategy,
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
+from megatron.core.dist_checkpointing.validation import (
+    determine_global_metadata,
+    validate_sharding_integrity,
+)
 from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+
+from megatron_gvpo.megatron.everywhere import everywhere, on_rank_0
 
 FILE_BYTES = 256 << 20  # a file has that much, or a single tensor
 
@@ -84,6 +93,29 @@ class Writer(TorchDistSaveShardedStrategy):
                 process_group=group,
             )
         self._waiting.clear()
+
+
+def save_shards(what: str, state: Callable[[], dict[str, Any]], directory: Path, writer: Writer) -> None:
+    """What megatron-core's dist_checkpointing.save does to what `state` makes, step by step.
+
+    In one call (0.19.2), a rank that fails in one of the steps leaves the others in the next one's collective
+    until the timeout. A collective; raises CheckpointError on all ranks, with that rank's error.
+    """
+    made: list[dict[str, Any]] = []
+
+    def make() -> None:
+        sharded, common = save_preprocess(state(), validate_access_integrity=False)
+        made.extend((sharded, common))
+
+    everywhere(what, make)
+    sharded, common = made
+    _, of_all = determine_global_metadata(sharded)
+    everywhere(what, lambda: validate_sharding_integrity(of_all))
+    rank = dist.get_rank()
+    sharded["common_state"] = ShardedObject("common_state", common, (1,), (0,), replica_id=rank)
+    everywhere(what, lambda: writer.save(sharded, directory))
+    config = CheckpointingConfig(writer.backend, writer.version)
+    on_rank_0(what, lambda: save_config(config, str(directory)))
 
 
 class Background:
