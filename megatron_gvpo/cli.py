@@ -115,6 +115,8 @@ def _recipes(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace, config: Config, starting: ExitStack) -> int:
     """The part that loads torch, Megatron and the model."""
     _quieten()
+    if config.parallel.offload_modules:  # read when Transformer Engine is imported
+        os.environ["NVTE_CPU_OFFLOAD_V1"] = "1"
     from megatron_gvpo.callbacks import OutputError, Recorder
     from megatron_gvpo.config import ConfigError
     from megatron_gvpo.data.prompts import DataError

@@ -138,8 +138,12 @@ class OptimizerConfig(Section):
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.0, ge=0)
     clip_grad: float = Field(1.0, ge=0)  # 0: off
+    offload_fraction: float = Field(0.0, ge=0, le=1)  # of masters and moments, in host memory, updated there
 
 
+OffloadedModule = Literal[
+    "attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"
+]
 RecomputedModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj"]
 
 
@@ -159,6 +163,7 @@ class ParallelConfig(Section):
     recompute_layers: PositiveInt | None = None  # with full: of so many layers of each stage; default: all
     recompute_modules: tuple[RecomputedModule, ...] = ("core_attn",)  # with selective: parts of all layers
     offload_layers: NonNegativeInt = 0  # activations of so many layers wait in host memory; on GPU
+    offload_modules: tuple[OffloadedModule, ...] = ()  # or the inputs of these parts of all layers; on GPU
     timeout_seconds: PositiveInt = 1800  # of a collective
 
     @model_validator(mode="after")
@@ -179,11 +184,32 @@ class ParallelConfig(Section):
         if self.offload_layers and (self.pp > 1 or self.recompute != "none"):
             raise ValueError(
                 f"offload_layers={self.offload_layers} is not possible with pp={self.pp} and "
-                f"recompute={self.recompute}: Megatron offloads activations with pp=1 and recompute=none"
+                f"recompute={self.recompute}: Megatron offloads whole layers with pp=1 and recompute=none; "
+                "offload_modules goes with pp, and with recompute=selective"
             )
+        self._check_offloaded_modules()
         if self.overlap_param_gather and not self.overlap_grad_reduce:
             raise ValueError("overlap_param_gather=true needs overlap_grad_reduce=true")
         return self
+
+    def _check_offloaded_modules(self) -> None:
+        modules = list(self.offload_modules)
+        again = set(self.recompute_modules) if self.recompute == "selective" else set()
+        inside = {"moe": {"expert_fc1", "moe_act"}, "core_attn": {"core_attn"}}
+        twice = {part for outer in again & set(inside) for part in inside[outer] & set(modules)}
+        if modules and self.offload_layers:
+            raise ValueError(f"offload_modules={modules} is not possible with offload_layers: either of them")
+        if modules and self.recompute == "full":
+            raise ValueError(f"offload_modules={modules} with recompute=full, which keeps nothing of them")
+        if twice:
+            raise ValueError(
+                f"offload_modules={modules} with recompute_modules={list(self.recompute_modules)}, which "
+                f"keep nothing of {sorted(twice)}"
+            )
+        if "attn_proj" in modules and "core_attn" not in modules:
+            raise ValueError(
+                f"offload_modules={modules}: attn_proj needs core_attn, whose backward needs the same tensor"
+            )
 
 
 class EvalConfig(Section):

@@ -11,20 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_gvpo.config import Config, ConfigError, ModelConfig, ParallelConfig, read_model_config
-
-# Architectures whose log-probs, gradients and round trip tests/test_families.py compares with transformers.
-ARCHITECTURES = (
-    "DeepseekV2ForCausalLM",
-    "DeepseekV3ForCausalLM",
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM",
-)
-# All that megatron-core has of llama3's; the factor is free.
-_LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+from megatron_gvpo.families import check_family, experts
 
 
 @dataclass(frozen=True)
@@ -45,27 +32,21 @@ class Padding:
         return Padding(sequence, math.lcm(sequence, shards * block))
 
 
-def experts(model: dict[str, Any]) -> int:
-    """Routed experts of a model's config.json; 0 for a dense model."""
-    return int(next((model[name] for name in _EXPERTS if model.get(name)), 0))
-
-
 def check_layout(config: Config, world_size: int) -> None:
     """Check model and parallel layout against config.json and the number of processes. Raises ConfigError."""
     model = read_model_config(config.model.path)
-    check_architecture(model, f"model.path={config.model.path}")
-    _check_positions(config, model)
+    check_family(model, f"model.path={config.model.path}")
+    _check_window(config.parallel, model)
     _check_processes(config.parallel, world_size)
     _check_widths(config.parallel, model)
     _check_depth(config.parallel, model)
     _check_recompute(config.parallel, model)
     _check_experts(config.parallel, model)
-    _check_routing(config, model)
     _check_lengths(config, model)
     _check_shared_prompts(config, model)
     if (critic := config.algorithm.critic) is not None and critic.path is not None:
         theirs = read_model_config(critic.path, "algorithm.critic.path")
-        check_architecture(theirs, f"algorithm.critic.path={critic.path}")
+        check_family(theirs, f"algorithm.critic.path={critic.path}")
         _check_widths(config.parallel, theirs)
         _check_depth(config.parallel, theirs)
         _check_experts(config.parallel, theirs)
@@ -74,42 +55,36 @@ def check_layout(config: Config, world_size: int) -> None:
                 f"algorithm.critic.path={critic.path}: vocab_size={theirs.get('vocab_size')}, and "
                 f"the policy's is {model.get('vocab_size')}: a critic reads the policy's tokens"
             )
-    if config.model.fp8 and 2 * config.model.fp8.bf16_layers >= model.get("num_hidden_layers", math.inf):
+    _check_fp8(config, model)
+
+
+def _check_fp8(config: Config, model: dict[str, Any]) -> None:
+    """The kernels take matrices whose sizes, on a rank, are multiples of 16 (MXFP8: of its blocks)."""
+    fp8, parallel = config.model.fp8, config.parallel
+    if fp8 is None:
+        return
+    if 2 * fp8.bf16_layers >= model.get("num_hidden_layers", math.inf):
         raise ConfigError(
-            f"model.fp8.bf16_layers={config.model.fp8.bf16_layers} at both ends leave none of the model's "
+            f"model.fp8.bf16_layers={fp8.bf16_layers} at both ends leave none of the model's "
             f"num_hidden_layers={model['num_hidden_layers']} in FP8"
         )
-
-
-def check_architecture(model: dict[str, Any], where: str) -> None:
-    """Raises ConfigError, which begins with `where`, for a config.json of a model that is not supported."""
-    named = model.get("architectures") or []
-    if not set(named) & set(ARCHITECTURES):
-        raise ConfigError(
-            f"{where}: architecture {', '.join(named) or 'not named'} in config.json; "
-            f"supported: {', '.join(ARCHITECTURES)}"
-        )
-
-
-def _check_positions(config: Config, model: dict[str, Any]) -> None:
-    rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    known = ["default", "yarn"] if model.get("kv_lora_rank") else ["default", "llama3"]
-    if kind not in known:
-        raise ConfigError(
-            f"model.path={config.model.path}: rope_type={kind} in config.json; supported for this "
-            f"architecture: {', '.join(known)}"
-        )
-    for name, value in _LLAMA3_ROPE.items() if kind == "llama3" else ():
-        if rope.get(name, value) != value:
+    block = 32 if fp8.recipe == "mxfp8" else 16
+    cut = {"hidden_size": ("", 1), "intermediate_size": ("tp", parallel.tp)}
+    cut["moe_intermediate_size"] = ("etp", parallel.etp)
+    for name, (by, ranks) in cut.items():
+        if model.get(name) and model[name] // ranks % block:
+            of_a_rank = f" with parallel.{by}={ranks}" if ranks > 1 else ""
             raise ConfigError(
-                f"model.path={config.model.path}: {name}={rope[name]} of the llama3 rope in config.json; "
-                f"megatron-core has it with {value} only"
+                f"model.fp8.recipe={fp8.recipe} takes multiples of {block} on a rank, and the model's "
+                f"{name}={model[name]}{of_a_rank} is {model[name] // ranks}"
             )
+
+
+def _check_window(parallel: ParallelConfig, model: dict[str, Any]) -> None:
     window = model.get("sliding_window") if model.get("use_sliding_window", True) else None
-    if window and config.parallel.cp > 1 and config.parallel.cp_exchange == "p2p":
+    if window and parallel.cp > 1 and parallel.cp_exchange == "p2p":
         raise ConfigError(
-            f"parallel.cp={config.parallel.cp}: a ring cannot follow the model's sliding_window={window}; "
+            f"parallel.cp={parallel.cp}: a ring cannot follow the model's sliding_window={window}; "
             "use parallel.cp_exchange=a2a"
         )
 
@@ -156,6 +131,15 @@ def _check_recompute(parallel: ParallelConfig, model: dict[str, Any]) -> None:
         raise ConfigError(
             f"parallel.offload_layers={parallel.offload_layers}: one of the model's "
             f"num_hidden_layers={layers} at least has to stay"
+        )
+    offloaded = set(parallel.offload_modules)
+    if (inside := {"expert_fc1", "moe_act"} & offloaded) and not experts(model):
+        raise ConfigError(f"parallel.offload_modules={sorted(inside)}: the model has no experts")
+    fused = {"attn_norm": model.get("kv_lora_rank"), "mlp_norm": experts(model)}
+    if inside := {name for name, apart in fused.items() if not apart} & offloaded:
+        raise ConfigError(
+            f"parallel.offload_modules={sorted(inside)}: Transformer Engine has this model's norm inside the "
+            "linear layer after it"
         )
     if parallel.recompute_layers is not None:
         held = max(parallel.stage_layers or [layers // (parallel.pp * parallel.vpp)])
@@ -228,20 +212,6 @@ def _check_shared_prompts(config: Config, model: dict[str, Any]) -> None:
         reason = f"the model's sliding_window={model['sliding_window']} does not end where the prompt does"
     if reason:
         raise ConfigError(f"train.share_prompts=true is not possible here: {reason}; leave it out")
-
-
-def _check_routing(config: Config, model: dict[str, Any]) -> None:
-    """DeepSeek-V2 ranks groups of experts by their best one; megatron-core by the sum of as many as a group
-    gives (DeepSeek-V3's rule)."""
-    if model.get("topk_method") != "group_limited_greedy":
-        return
-    chosen, groups = model.get("num_experts_per_tok", 1), model.get("topk_group") or 1
-    if chosen // groups > 1:
-        raise ConfigError(
-            f"model.path={config.model.path}: topk_method=group_limited_greedy with num_experts_per_tok="
-            f"{chosen} of topk_group={groups} in config.json; megatron-core would choose other groups unless "
-            "each gives one expert (DeepSeek-V2-Lite is greedy, and supported)"
-        )
 
 
 def _check_lengths(config: Config, model: dict[str, Any]) -> None:

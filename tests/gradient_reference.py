@@ -98,11 +98,19 @@ CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
         **_COMMON, **_EXPERTS, head_dim=16, num_experts=4, norm_topk_prob=True
     ),
+    # As in DeepSeek-V2, a group gives two experts and is judged by its best one.
     "deepseek_v2": lambda: transformers.DeepseekV2Config(
         **{**_COMMON, **_MLA},
-        **_EXPERTS,
-        **{**_GROUPED, "n_group": 4, "topk_group": 2},
+        **{**_EXPERTS, "num_experts_per_tok": 4},
+        **{**_GROUPED, "n_routed_experts": 12, "n_group": 4, "topk_group": 2},
         topk_method="group_limited_greedy",
+        rope_parameters=_YARN_ROPE,
+    ),
+    "deepseek_v2_lite": lambda: transformers.DeepseekV2Config(
+        **{**_COMMON, **_MLA, "q_lora_rank": None},
+        **_EXPERTS,
+        **{**_GROUPED, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0},
+        topk_method="greedy",
         rope_parameters=_YARN_ROPE,
     ),
     "deepseek_v3": lambda: transformers.DeepseekV3Config(

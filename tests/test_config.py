@@ -416,18 +416,58 @@ LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "high_freq_factor": 4.0}
         ([], {"rope_scaling": {"type": "linear"}}, "rope_type=linear in config.json; supported for this"),
         (
             [],
-            {"rope_parameters": {**LLAMA3, "low_freq_factor": 2.0}},
+            {"rope_parameters": {**LLAMA3, "low_freq_factor": 2.0}, "architectures": ["LlamaForCausalLM"]},
             "low_freq_factor=2.0 of the llama3 rope in config.json; megatron-core has it with 1.0 only",
         ),
         (["parallel.cp=2"], {"sliding_window": 4096}, "a ring cannot follow the model's sliding_window=4096"),
     ],
 )
 def test_positions_that_megatron_does_not_have(good, overrides, sizes, said):
-    check_layout(with_model(good, rope_parameters=LLAMA3), 1)
+    check_layout(with_model(good, rope_parameters=LLAMA3, architectures=["LlamaForCausalLM"]), 1)
     check_layout(with_model(good, "parallel.cp=2", sliding_window=9, use_sliding_window=False), 2)
     with pytest.raises(ConfigError) as error:
         check_layout(with_model(good, *overrides, **sizes), 2)
     assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (
+            {"architectures": ["LlamaForCausalLM"], "attention_bias": True},
+            "attention_bias=True in config.json; ",
+        ),
+        ({"rope_parameters": LLAMA3}, "rope_type=llama3 in config.json; supported for this"),
+        (
+            {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+            "use_sliding_window=true in config.json, from layer 1 of",
+        ),
+        ({**MOE, "decoder_sparse_step": 2}, "decoder_sparse_step=2 in config.json; Megatron-Bridge builds"),
+        (
+            {**MOE, "architectures": ["DeepseekV3ForCausalLM"], "norm_topk_prob": False},
+            "norm_topk_prob=False in config.json; Megatron-Bridge builds DeepseekV3ForCausalLM with",
+        ),
+        (
+            {**MOE, "architectures": ["DeepseekV3ForCausalLM"], "n_group": 4, "num_experts_per_tok": 1},
+            "num_experts_per_tok=1 of topk_group=1 of n_group=4 groups of 6 experts",
+        ),
+    ],
+)
+def test_what_megatron_bridge_would_build_otherwise(good, model, said):
+    """Models that a config.json describes, and that would silently be others."""
+    with pytest.raises(ConfigError) as error:
+        check_layout(with_model(good, **model), 1)
+    assert said in str(error.value)
+
+
+def test_what_is_written_out_and_means_nothing(good):
+    for model in (
+        {"use_sliding_window": True, "sliding_window": 9},  # from layer 28, which there is not
+        {"use_sliding_window": False, "sliding_window": 9, "max_window_layers": 1},
+        {**MOE, "attention_bias": None, "mlp_only_layers": [], "decoder_sparse_step": 1},
+        {**MOE, "architectures": ["DeepseekV2ForCausalLM"], "topk_method": "greedy", "n_group": 4},
+    ):
+        check_layout(with_model(good, **model), 1)
 
 
 def test_an_architecture_that_is_not_supported(good):

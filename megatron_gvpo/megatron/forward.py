@@ -30,6 +30,7 @@ from megatron_gvpo.kernels.linear_logprob import LinearLogprob, linear_logprob
 from megatron_gvpo.megatron.batch import TokenBatch
 from megatron_gvpo.megatron.footprint import Footprint
 from megatron_gvpo.megatron.model import Model
+from megatron_gvpo.megatron.offloading import offloaded_activations
 from megatron_gvpo.megatron.parallel import device, megatron_device
 from megatron_gvpo.types import Rows
 
@@ -73,7 +74,8 @@ def run(
 
     for chunk in model.chunks:
         chunk.train(not forward_only)
-    with megatron_device(), torch.set_grad_enabled(not forward_only):
+    offloaded = offloaded_activations(model.chunks, forward_only)
+    with megatron_device(), torch.set_grad_enabled(not forward_only), offloaded:
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=[iter(micro_batches) for _ in model.chunks],

@@ -21,6 +21,7 @@ from torch import Tensor
 from megatron_gvpo.config import ConfigError, ModelConfig, ParallelConfig
 from megatron_gvpo.layout import Padding
 from megatron_gvpo.megatron.parallel import megatron_device
+from megatron_gvpo.megatron.routing import limit_groups, routing_settings
 from megatron_gvpo.megatron.settings import DTYPES, ddp_settings, model_settings
 from megatron_gvpo.versions import REFERENCE
 
@@ -164,31 +165,26 @@ def build(
         bridge = _bridge(model)
         provider = bridge.to_megatron_provider(load_weights=False)
         on_cpu = not torch.cuda.is_available()
-        for name, value in model_settings(model, parallel, on_cpu, deterministic).items():
+        hf_config = bridge.hf_pretrained.config
+        settings = model_settings(model, parallel, on_cpu, deterministic) | routing_settings(hf_config)
+        for name, value in settings.items():
             setattr(provider, name, value)
         if on_cpu:
             from megatron_gvpo.megatron.cpu.spec import local_block_spec
 
             provider.transformer_layer_spec = local_block_spec
+        provider.transformer_layer_spec = limit_groups(hf_config, provider.transformer_layer_spec)
         try:
             provider.finalize()
         except (ValueError, AssertionError) as error:
             raise ConfigError(f"Megatron refuses the configuration of model and parallel: {error}") from None
-        if on_cpu and model.fp8 is not None:
+        if on_cpu:
+            _refuse_on_cpu(model, parallel)
+        elif parallel.offload_modules and os.environ.get("NVTE_CPU_OFFLOAD_V1") != "1":
             raise ConfigError(
-                f"model.fp8.recipe={model.fp8.recipe}: FP8 needs a GPU with Transformer Engine, and there is "
-                "none here; Megatron accepts the configuration"
-            )
-        if on_cpu and parallel.offload_layers:
-            raise ConfigError(
-                f"parallel.offload_layers={parallel.offload_layers}: Transformer Engine moves activations "
-                "from a GPU to the host, and there is no GPU here; Megatron accepts the configuration"
-            )
-        engines = sorted(_TRANSFORMER_ENGINES & set(parallel.recompute_modules))
-        if on_cpu and engines:
-            raise ConfigError(
-                f"parallel.recompute_modules={engines}: Megatron recomputes these with Transformer Engine "
-                "alone, on a GPU, and there is none here; it accepts the configuration"
+                f"parallel.offload_modules={list(parallel.offload_modules)}: Transformer Engine would move "
+                "weights, too, unless NVTE_CPU_OFFLOAD_V1=1 is in the environment when it is imported: set "
+                "it before Python starts, as the command megatron-gvpo does"
             )
         rotary: list[Any] = []
 
@@ -215,10 +211,30 @@ def build(
         if trained:
             no_sync = [chunk.no_sync for chunk in chunks]
             provider.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
-        vocab_size = int(bridge.hf_pretrained.config.vocab_size)
+        vocab_size = int(hf_config.vocab_size)
     padding = Padding.of(model, parallel)
     late = trained and parallel.overlap_param_gather
     return Model(chunks, chunks[0].config, bridge, vocab_size, padding, on_cpu, late, rotary)
+
+
+def _refuse_on_cpu(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Raises ConfigError for what only a GPU can do, when all that would be done on one has been checked."""
+    if model.fp8 is not None:
+        raise ConfigError(
+            f"model.fp8.recipe={model.fp8.recipe}: FP8 needs a GPU with Transformer Engine, and there is "
+            "none here; Megatron accepts the configuration"
+        )
+    for name in ("offload_layers", "offload_modules"):
+        if given := parallel.model_dump(mode="json")[name]:
+            raise ConfigError(
+                f"parallel.{name}={given}: Transformer Engine moves activations from a GPU to the host, and "
+                "there is no GPU here; Megatron accepts the configuration"
+            )
+    if engines := sorted(_TRANSFORMER_ENGINES & set(parallel.recompute_modules)):
+        raise ConfigError(
+            f"parallel.recompute_modules={engines}: Megatron recomputes these with Transformer Engine "
+            "alone, on a GPU, and there is none here; it accepts the configuration"
+        )
 
 
 def _bridge(model: ModelConfig) -> Any:

@@ -68,6 +68,11 @@ def model_settings(
             "cpu_offloading_num_layers": parallel.offload_layers,
             "cpu_offloading_weights": False,
         }
+    if parallel.offload_modules:
+        settings |= {
+            "fine_grained_activation_offloading": True,
+            "offload_modules": list(parallel.offload_modules),
+        }
     if on_cpu:
         settings |= {
             "use_cpu_initialization": True,
