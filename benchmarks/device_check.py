@@ -10,6 +10,7 @@
              tokens a second, MFU, seconds of head, body, optimizer and weight export, peak memory by part;
              head and update in every mode of the head
   fp8        the same with FP8, where Transformer Engine is there
+  offload    updates with optimizer states and activations in host memory: the same, how fast, in what memory
 
 It runs with what the machine has. What is missing or fails is said in the table, and the exit status is 1
 where something that ran was wrong.
@@ -73,6 +74,7 @@ def main() -> None:
     results = report["results"]
     attempt(report, "head", lambda: results.update(head=device_head().head(args.smoke)))
     attempt(report, "layers", lambda: results.update(layers=layers()))
+    attempt(report, "offload", lambda: results.update(offload=device_offload().offload(args.smoke)))
     if reason := no_fp8():
         report["missing"]["fp8"] = reason
     for recipe in (None,) if reason else (None, "tensorwise"):
@@ -94,6 +96,12 @@ def device_head() -> Any:
     import device_head
 
     return device_head
+
+
+def device_offload() -> Any:
+    import device_offload
+
+    return device_offload
 
 
 def attempt(report: dict[str, Any], name: str, check: Callable[[], None]) -> None:
@@ -303,7 +311,14 @@ def save_model(place: Path, shape: dict[str, Any]) -> None:
     model.save_pretrained(place)
 
 
-def policy_of(place: Path, dtype: str, max_tokens: int, fp8: str | None = None) -> Any:
+def policy_of(
+    place: Path,
+    dtype: str,
+    max_tokens: int,
+    fp8: str | None = None,
+    sections: dict[str, dict[str, Any]] | None = None,
+) -> Any:
+    """`sections` of the configuration take the place of these."""
     from megatron_gvpo.config import build_config
     from megatron_gvpo.megatron.policy import Policy
 
@@ -316,6 +331,7 @@ def policy_of(place: Path, dtype: str, max_tokens: int, fp8: str | None = None) 
                 "algorithm": {"recipe": "gvpo"},
                 "train": {"steps": 1, "prompts_per_step": 1, "max_tokens_per_micro_batch": max_tokens},
                 "optimizer": {"lr": 1e-6},
+                **(sections or {}),
             }
         )
     )

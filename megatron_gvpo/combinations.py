@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 def check_combinations(config: Config) -> None:
     """Raises ValueError, which names the keys and their values, for a combination that cannot work."""
-    for check in (_batch, _engine_reference, _engine, _data, _schedule):
+    for check in (_batch, _engine_reference, _engine, _data, _schedule, _offload):
         check(config)
 
 
@@ -112,3 +112,12 @@ def _schedule(config: Config) -> None:
         )
     if optimizer.min_lr > optimizer.lr:
         raise ValueError(f"optimizer.min_lr={optimizer.min_lr} exceeds optimizer.lr={optimizer.lr}")
+
+
+def _offload(config: Config) -> None:
+    fraction, fp8 = config.optimizer.offload_fraction, config.model.fp8
+    if fraction and fp8 is not None and fp8.weights:
+        raise ValueError(
+            f"optimizer.offload_fraction={fraction} is not possible with model.fp8.weights=true: Megatron "
+            "would make the host's masters of weights that are rounded to FP8 already; use weights=false"
+        )

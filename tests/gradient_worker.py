@@ -34,6 +34,7 @@ class Layout:
     recompute: str = "none"
     recompute_layers: int | None = None
     recompute_modules: tuple[str, ...] = ("core_attn",)
+    offload: float = 0.0  # of the optimizer's states
 
     @property
     def dp(self) -> int:
@@ -48,12 +49,14 @@ class Layout:
             of = str(self.recompute_layers or "")
             of = "+".join(self.recompute_modules) if self.recompute == "selective" else of
             parts.append(f"recompute_{self.recompute}" + (f"_{of}" if of else ""))
+        parts += [f"offload{self.offload:g}"] if self.offload else []
         return "-".join(parts) or "single"
 
     @property
     def settings(self) -> dict[str, Any]:
         """The section `parallel` of a configuration."""
-        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("ranks", "overlap")}
+        others = ("ranks", "overlap", "offload")
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in others}
         return given | {"overlap_grad_reduce": self.overlap, "overlap_param_gather": self.overlap}
 
 
@@ -108,7 +111,7 @@ def config_of(case: Case, layout: Layout, directory: Path) -> Config:
             "algorithm": case.algorithm,
             "rollout": {"temperature": TEMPERATURE},
             "train": {"steps": 1, "prompts_per_step": 1, "max_tokens_per_micro_batch": case.budget},
-            "optimizer": UPDATE,
+            "optimizer": {**UPDATE, "offload_fraction": layout.offload},
             "parallel": layout.settings,
         }
     )

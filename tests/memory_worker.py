@@ -12,27 +12,34 @@ from megatron_gvpo.config import ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_gvpo.megatron import model, parallel
 from megatron_gvpo.megatron.optimizer import Optimizer
 
-LAYOUTS = {1: [(1, 1)], 2: [(1, 1), (2, 1), (1, 2)], 4: [(1, 1), (2, 1), (2, 2)]}  # (tp, pp)
+# (tp, pp, share of the optimizer's states in host memory)
+LAYOUTS: dict[int, list[tuple[int, int, float]]] = {
+    1: [(1, 1, 0.0)],
+    2: [(1, 1, 0.0), (2, 1, 0.0), (1, 2, 0.0), (1, 1, 1.0)],
+    4: [(1, 1, 0.0), (2, 1, 0.0), (2, 2, 0.0)],
+}
 
 
 def run(task: str, out: str) -> None:
     world = dist.get_world_size()
-    for tp, pp in LAYOUTS[world]:
+    for tp, pp, offload in LAYOUTS[world]:
         layout = ParallelConfig(tp=tp, pp=pp)
         parallel.initialize(layout, seed=0)
         precision = ModelConfig(path=f"{task}/model", dtype="float32")
         built = model.build(precision, layout)
-        optimizer = Optimizer(built, OptimizerConfig(lr=1e-3), precision, updates=1)
-        states = [state for adam in optimizer._adams() for state in adam.state.values()]
+        optimizer = Optimizer(built, OptimizerConfig(lr=1e-3, offload_fraction=offload), precision, updates=1)
+        states = [state for inner, host in optimizer._inner() if not host for state in inner.state.values()]
         held = {
             "world": world,
             "tp": tp,
             "pp": pp,
+            "offload": offload,
             "stage": parallel_state.get_pipeline_model_parallel_rank(),
             "parameters": sum(p.nbytes for chunk in built.chunks for p in chunk.parameters()),
             "gradients": sum(b.grad_data.nbytes for chunk in built.chunks for b in chunk.buffers),
             "optimizer": sum(s["exp_avg"].nbytes + s["exp_avg_sq"].nbytes for s in states),
+            "host": optimizer.host_bytes,
         }
-        name = f"{world}_{tp}_{pp}_{dist.get_rank()}.json"
+        name = f"{world}_{tp}_{pp}_{offload:g}_{dist.get_rank()}.json"
         (Path(out) / name).write_text(json.dumps(held))
         parallel_state.destroy_model_parallel()

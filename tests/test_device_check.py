@@ -27,6 +27,9 @@ def test_the_smoke_form_runs_what_there_is_and_names_what_is_missing(tmp_path: P
     assert all(part["right"] for part in results.values())
     assert {"float32 stash", "bfloat16 known", "bfloat16 recompute"} <= results["head"].keys()
     assert results["layers"]["float32"]["gradient"] < 1e-3
+    memory = {name: part["memory_gib"] for name, part in results["offload"].items() if name != "right"}
+    assert memory["optimizer"]["optimizer"] == 0 < memory["optimizer"]["host_optimizer"]
+    assert 0 < memory["half of the optimizer"]["optimizer"] < memory["nothing"]["optimizer"]
     for name in trained:
         part = results[name]
         assert part["tokens_per_s"] > 0 and part["memory_gib"]["peak"] > part["memory_gib"]["weights"] > 0

@@ -58,14 +58,18 @@ def test_the_meter_follows_a_backward_pass() -> None:
         assert 24 * MB <= meter.peak <= 36 * MB
 
 
-def measured(place: Path, groups: list[Any], recompute: str = "none") -> dict[str, float]:
+def measured(
+    place: Path, groups: list[Any], recompute: str = "none", offload: float = 0.0
+) -> dict[str, float]:
     case = Case("gvpo", {"recipe": "gvpo"}, make_rows(groups), 100_000)
-    policy = Policy(config_of(case, Layout(1, recompute=recompute), place))
+    policy = Policy(config_of(case, Layout(1, recompute=recompute, offload=offload), place))
     found = policy.update(case.rows, at_step_start=True).memory
     assert policy.update(case.rows, at_step_start=True).memory == {}, "of the first update only"
     parameters = [p.nbytes for p in policy.model.weights()]
     assert found["memory/weights_gib"] == pytest.approx(sum(parameters) / GIB, rel=0.02), "and padding"
-    assert found["memory/optimizer_gib"] == pytest.approx(2 * sum(parameters) / GIB, rel=0.02), "two moments"
+    assert found["memory/optimizer_gib"] == pytest.approx(
+        (1 - offload) * 2 * sum(parameters) / GIB, rel=0.02, abs=1e-7
+    ), "two moments"
     assert found["memory/gradients_gib"] == pytest.approx(sum(parameters) / GIB, rel=0.02), "and padding"
     parallel.shut_down()
     return found
@@ -74,7 +78,10 @@ def measured(place: Path, groups: list[Any], recompute: str = "none") -> dict[st
 def test_parts_of_an_update(place: Path) -> None:
     few, many = ([(8, [(40, 1.0), (40, 0.0)])] * n for n in (2, 4))
     found, double = measured(place, few), measured(place, many)
-    again = measured(place, many, recompute="full")
+    again, hosted = measured(place, many, recompute="full"), measured(place, many, offload=1.0)
+    weights = hosted["memory/weights_gib"]
+    assert hosted["memory/host_optimizer_gib"] == pytest.approx(4 * weights, rel=0.02), "and the gradients"
+    assert hosted["memory/peak_gib"] == pytest.approx(double["memory/peak_gib"] - 2 * weights, rel=0.02)
     for name in ("weights", "gradients", "optimizer"):
         assert found[f"memory/{name}_gib"] == double[f"memory/{name}_gib"]
     assert double["memory/activations_gib"] == pytest.approx(2 * found["memory/activations_gib"], rel=0.25)

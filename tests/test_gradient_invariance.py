@@ -73,6 +73,8 @@ COMBINED = [
     Layout(4, cp=2, overlap=True),
     Layout(4, cp=2, tp=2, sequence_parallel=True),
     Layout(4, cp=2, pp=2, vpp=2),
+    Layout(2, overlap=True, offload=1.0),
+    Layout(4, tp=2, offload=0.5),
 ]
 _SP = {"tp": 2, "sequence_parallel": True}
 # Every family on one rank and where its own parts are cut; experts wherever they can go.
@@ -95,6 +97,7 @@ EXPERTS = [
     Layout(4, cp=2, ep=2),
     Layout(4, **_SP, ep=2, etp=2),
     Layout(2, ep=2, **_OF_EXPERTS),
+    Layout(2, ep=2, offload=0.5),
 ]
 MLA = [
     Layout(1),
@@ -110,6 +113,7 @@ FAMILY_LAYOUTS = {
     "mistral": DENSE,
     "qwen3_moe": EXPERTS,
     "deepseek_v2": [Layout(1), Layout(2, **_SP, ep=2)],
+    "deepseek_v2_lite": [Layout(1)],
     "deepseek_v3": MLA,
 }
 HIDDEN = 32  # of the reference's models

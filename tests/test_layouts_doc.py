@@ -26,6 +26,7 @@ FAMILY_NAMES = {
     "mistral": "Mistral",
     "qwen3_moe": "Qwen3-MoE",
     "deepseek_v2": "DeepSeek-V2",
+    "deepseek_v2_lite": "DeepSeek-V2-Lite",
     "deepseek_v3": "DeepSeek-V3",
 }
 _DENSE = {
@@ -61,6 +62,15 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], int]] = [
     ({"model": {"fp8": {"recipe": "delayed", "bf16_layers": 1}}}, _DENSE, 1),
     ({"model": {"fp8": {"recipe": "mxfp8", "weights": True}}}, _DENSE, 1),
     ({"model": {"fp8": {"recipe": "blockwise", "bf16_layers": 3}}}, _DENSE, 1),
+    ({"model": {"fp8": {"recipe": "tensorwise"}}, "parallel": {"tp": 4}}, _DENSE, 4),
+    (
+        {
+            "model": {"fp8": {"recipe": "delayed", "weights": True}},
+            "optimizer": {"offload_fraction": 1.0},
+        },
+        _DENSE,
+        1,
+    ),
     ({"parallel": {"recompute_layers": 2}}, _DENSE, 1),
     ({"parallel": {"pp": 2, "recompute": "full", "recompute_layers": 4}}, _DENSE, 2),
     ({"parallel": {"recompute_modules": ["mlp"]}}, _DENSE, 1),
@@ -68,17 +78,23 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], int]] = [
     ({"parallel": {"recompute": "selective", "recompute_modules": ["mla_up_proj"]}}, _DENSE, 1),
     ({"parallel": {"pp": 2, "offload_layers": 1}}, _DENSE, 2),
     ({"parallel": {"offload_layers": 6}}, _DENSE, 1),
+    ({"parallel": {"offload_layers": 1, "offload_modules": ["core_attn"]}}, _DENSE, 1),
+    ({"parallel": {"offload_modules": ["attn_proj"]}}, _DENSE, 1),
+    ({"parallel": {"offload_modules": ["core_attn"], "recompute": "full"}}, _DENSE, 1),
+    ({"parallel": {"offload_modules": ["core_attn"], "recompute": "selective"}}, _DENSE, 1),
+    ({"parallel": {"offload_modules": ["moe_act"]}}, _DENSE, 1),
+    ({"parallel": {"offload_modules": ["attn_norm"]}}, _DENSE, 1),
     ({"train": {"share_prompts": True}, "parallel": {"cp": 2}}, _DENSE, 2),
     ({"train": {"share_prompts": True}}, {**_DENSE, "sliding_window": 4096}, 1),
     ({}, {**_DENSE, "architectures": ["GPT2LMHeadModel"]}, 1),
+    ({}, {**_MOE, "architectures": ["DeepseekV3ForCausalLM"], "norm_topk_prob": False}, 1),
     (
         {},
-        {
-            **{**_MOE, "architectures": ["DeepseekV2ForCausalLM"], "topk_method": "group_limited_greedy"},
-            **{"num_experts_per_tok": 6, "topk_group": 3},
-        },
+        {**_MOE, **{"architectures": ["DeepseekV3ForCausalLM"], "n_group": 3, "num_experts_per_tok": 4}},
         1,
     ),
+    ({}, {**_MOE, "mlp_only_layers": [0]}, 1),
+    ({}, {**_DENSE, "sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 3}, 1),
     ({}, {**_DENSE, "rope_parameters": {"rope_type": "yarn"}}, 1),
 ]
 
@@ -111,9 +127,9 @@ def refusal(sections: dict[str, Any], model: dict[str, Any], processes: int) -> 
             "output_dir": "unused",
             "data": {"train": {"path": "unused"}},
             "train": {"steps": 1, "prompts_per_step": 1},
-            "optimizer": {"lr": 1.0},
             **sections,
         }
+        values["optimizer"] = {"lr": 1.0, **sections.get("optimizer", {})}
         values["train"] = {"steps": 1, "prompts_per_step": 1, **sections.get("train", {})}
         values["model"] = {"path": directory, **sections.get("model", {})}
         try:

@@ -57,11 +57,12 @@ def test_memory_on_cpu(task: Path, tmp_path: Path):
     launch("memory_worker:run", [1, 2, 4], str(task), str(tmp_path))
     model = architecture.load(str(task / "model"))
     measured = [json.loads(file.read_text()) for file in tmp_path.glob("*.json")]
-    assert len(measured) == 1 + 2 * 3 + 4 * 3
+    assert len(measured) == 1 + 2 * 4 + 4 * 3
     for rank in measured:
-        layout = Layout(rank["world"], tp=rank["tp"], pp=rank["pp"])
-        predicted = memory.state(model, layout, rank["stage"], bytes_each=4)
-        for part, bytes_ in zip(("parameters", "gradients", "optimizer"), predicted, strict=True):
+        layout = Layout(rank["world"], tp=rank["tp"], pp=rank["pp"], offload=rank["offload"])
+        predicted = [*memory.state(model, layout, rank["stage"], bytes_each=4)]
+        predicted.append(memory.host_state(model, layout, rank["stage"]))
+        for part, bytes_ in zip(("parameters", "gradients", "optimizer", "host"), predicted, strict=True):
             assert rank[part] == pytest.approx(bytes_, rel=0.02), (rank, part)
 
 
@@ -188,6 +189,19 @@ def test_the_chosen_layout_is_a_configuration(task: Path, tmp_path: Path, capsys
     assert (config.parallel.tp, config.parallel.pp) == (1, 1)
 
 
+def test_optimizer_states_in_host_memory_make_room(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    """72.7 B weights on 8 GPUs of a node, which has 16 bytes for each."""
+    out = tmp_path / "plan.yaml"
+    asked = ("plan", "--model", "Qwen/Qwen2.5-72B", *ASKED, "--gpus", "8", "--offload", "1")
+    assert main([*asked, "--write", str(out), "--json"]) == 0
+    for one in json.loads(capsys.readouterr().out)["best"]:
+        assert one["predicted_gib"]["optimizer"] == 0 and "offload1" in one["layout"]
+        assert one["predicted_host_gib_of_a_node"] == pytest.approx(16 * 72.7e9 / 2**30, rel=1e-3)
+    assert load_config([task / "run.yaml", out], ["output_dir=x"]).optimizer.offload_fraction == 1
+    assert main(list(asked)) == 0
+    assert "in host memory, for the optimizer: 1" in capsys.readouterr().out
+
+
 def test_what_is_printed_says_that_it_is_predicted(capsys: pytest.CaptureFixture):
     assert main(["plan", "--model", "Qwen/Qwen2.5-7B", *ASKED]) == 0
     printed = capsys.readouterr().out
@@ -205,6 +219,8 @@ def test_what_is_printed_says_that_it_is_predicted(capsys: pytest.CaptureFixture
         (["--mini-batches", "3"], "--mini-batches 3 does not divide --prompts 1024"),
         (["--gpu", "a800", "--fp8"], "a800 has no FP8"),
         (["--model", "Qwen/Qwen2.5-72B", "--gpus", "1"], "no layout can run"),
+        (["--model", "Qwen/Qwen2.5-72B", "--gpus", "8"], "in host memory some would fit: --offload 1"),
+        (["--offload", "12"], "--offload 12.0: a fraction, from 0 to 1"),
         (["--model", "Qwen/Qwen2.5-Math-7B"], "max_position_embeddings=4096"),
     ],
 )

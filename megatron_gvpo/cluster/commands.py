@@ -71,6 +71,13 @@ def _add_plan(commands: Any) -> None:
     plan.add_argument("--mini-batches", default=1, help="optimizer updates a step (default: 1)", **number)
     plan.add_argument("--async-steps", default=1, help="at most so many batches ahead (default: 1)", **number)
     plan.add_argument("--fp8", action="store_true", help="layers train in FP8")
+    plan.add_argument(
+        "--offload",
+        default=0.0,
+        type=float,
+        metavar="FRACTION",
+        help="of the optimizer's states, in host memory and updated there (default: 0)",
+    )
     plan.add_argument("--top", default=5, help="layouts to show (default: 5)", **number)
     plan.add_argument("--write", metavar="FILE.yaml", help="write the best one as a configuration overlay")
     plan.add_argument("--json", action="store_true")

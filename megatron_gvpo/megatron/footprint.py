@@ -1,8 +1,8 @@
 """Where a rank's memory goes, measured in one update: what is always there, activations, the head.
 
-Weights, gradients and optimizer are counted by their storages, exactly. The rest is the highest level above
-where the update began: PyTorch's allocator tells it on a GPU, and on a CPU, whose allocator keeps no account,
-every operation's outputs are followed until they are freed.
+Weights, gradients and optimizer are counted by their storages, exactly; what of the optimizer is in host
+memory, apart. The rest is the highest level above where the update began: PyTorch's allocator tells it on a
+GPU, and on a CPU, whose allocator keeps no account, every operation's outputs are followed until freed.
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ class Footprint:
         # In fp32 the optimizer's masters are the weights.
         held["optimizer"] = {p: s for p, s in held["optimizer"].items() if p not in held["weights"]}
         self._bytes = {name: sum(s.nbytes() for s in of.values()) for name, of in held.items()}
-        self._known = [*weights, *gradients, *states]
+        self._host_bytes = sum(optimizer.host_bytes for _, optimizer in trained)
+        self._known = [*weights, *gradients, *states, *(t for _, o in trained for t in o.host_tensors())]
         self._outside = self._head = self._entry = self._inside = 0
         self._meter: Meter | None = None
 
@@ -156,11 +157,12 @@ class Footprint:
 
         "activations" is the highest level outside the head, above what is always there; "head" the head's own
         peak, above what was there when it began; "peak" the highest level of all. The first two need not
-        coincide, so "peak" may be less than the sum.
+        coincide, so "peak" may be less than the sum. "host_optimizer" is no part of it.
         """
         highest = max(self._outside, self._inside)
         own = {"activations": self._outside, "head": self._head}
-        return {**self._bytes, **own, "peak": sum(self._bytes.values()) + highest}
+        host = {"host_optimizer": self._host_bytes} if self._host_bytes else {}
+        return {**self._bytes, **own, "peak": sum(self._bytes.values()) + highest, **host}
 
     def metrics(self) -> dict[str, float]:
         """memory/<part>_gib of the rank with the highest peak. A collective."""

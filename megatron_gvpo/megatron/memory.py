@@ -17,8 +17,9 @@ Part = Literal["weights", "training"]
 class Memory:
     """Frees and restores "weights", and "training": optimizer states and gradients. Of this rank's models.
 
-    What is freed is kept on the host, but for the gradients: they are zero between updates. While the weights
-    are freed the model can neither score nor be exported; while "training" is, it cannot be updated or saved.
+    What is freed is kept on the host, but for the gradients: they are zero between updates. Optimizer states
+    that are on the host anyway stay there. While the weights are freed the model can neither score nor be
+    exported; while "training" is, it cannot be updated or saved.
     """
 
     def __init__(self, *trained: tuple[Model, Optimizer]) -> None:

@@ -1,18 +1,30 @@
-"""Megatron's distributed Adam with its learning-rate schedule; a non-finite gradient skips the update."""
+"""Megatron's distributed Adam with its learning-rate schedule; a non-finite gradient skips the update.
+
+Where `optimizer.offload_fraction` says so, masters and moments of that share of every rank's elements are in
+host memory: Megatron's HybridDeviceOptimizer copies the gradients there, updates on the CPU, and copies the
+weights back, one parameter after the other, so that copies and updates overlap.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
 
-from megatron_gvpo.config import ModelConfig, OptimizerConfig
+from megatron_gvpo.config import ConfigError, ModelConfig, OptimizerConfig
+from megatron_gvpo.exchange import all_gather_msgpack
 from megatron_gvpo.megatron.model import Model
 from megatron_gvpo.megatron.parallel import megatron_device
 
@@ -32,8 +44,11 @@ class Optimizer:
     def __init__(self, model: Model, options: OptimizerConfig, precision: ModelConfig, updates: int) -> None:
         """`updates`: of the whole run; the decay ends there."""
         self._chunks = model.chunks
-        dtype = torch.bfloat16 if precision.dtype == "bfloat16" else torch.float32
-        with megatron_device():
+        bf16 = precision.dtype == "bfloat16"
+        offload = options.offload_fraction > 0
+        if offload:
+            _check_host_memory(model, options.offload_fraction)
+        with megatron_device(), _host_and_device() if offload else contextlib.nullcontext():
             self.megatron: Any = get_megatron_optimizer(
                 MegatronOptimizerConfig(
                     optimizer="adam",
@@ -44,14 +59,21 @@ class Optimizer:
                     adam_beta2=options.betas[1],
                     adam_eps=options.eps,
                     clip_grad=options.clip_grad,
-                    bf16=precision.dtype == "bfloat16",
-                    params_dtype=dtype,
+                    bf16=bf16,
+                    params_dtype=torch.bfloat16 if bf16 else torch.float32,
                     use_distributed_optimizer=True,
                     overlap_param_gather=model.gathers_late,
                     fp8_recipe=None if precision.fp8 is None else precision.fp8.recipe,
+                    optimizer_cpu_offload=offload,
+                    optimizer_offload_fraction=options.offload_fraction,
+                    overlap_cpu_optimizer_d2h_h2d=True,
+                    # Otherwise Megatron keeps masters on the device besides. Not in fp32, where there are
+                    # none, and where weights that stay on the device would silently get no gradients.
+                    use_precision_aware_optimizer=offload and bf16,
                 ),
                 model.chunks,
             )
+        self._check_offload(options, bf16)
         self._allocate_states()
         self.scheduler = OptimizerParamScheduler(
             self.megatron,
@@ -69,43 +91,72 @@ class Optimizer:
             override_opt_param_scheduler=True,
         )
 
-    def _adams(self) -> list[torch.optim.Optimizer]:
-        """The PyTorch optimizers inside, where neither Transformer Engine nor Apex brought their own."""
-        inner = [o.optimizer for o in self.megatron.chained_optimizers]
-        return [o for o in inner if isinstance(o, torch.optim.Adam | torch.optim.AdamW)]
+    def _inner(self) -> Iterator[tuple[torch.optim.Optimizer, bool]]:
+        """The optimizers inside, and whether their states are in host memory."""
+        for optimizer in (o.optimizer for o in self.megatron.chained_optimizers):
+            if isinstance(optimizer, HybridDeviceOptimizer):
+                yield from ((part, part is not optimizer.gpu_optimizer) for part in optimizer.sub_optimizers)
+            else:
+                yield optimizer, False
 
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """What it updates and remembers; in fp32 the former are the model's own weights."""
-        for inner in (o.optimizer for o in self.megatron.chained_optimizers):
-            for group in inner.param_groups:
-                yield from group["params"]
-            for state in inner.state.values():
-                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+    def _hybrids(self) -> list[Any]:
+        inner = [o.optimizer for o in self.megatron.chained_optimizers]
+        return [optimizer for optimizer in inner if isinstance(optimizer, HybridDeviceOptimizer)]
+
+    def _check_offload(self, options: OptimizerConfig, bf16: bool) -> None:
+        """HybridDeviceOptimizer (0.19.2) forgets the gradients of fp32 weights on the device beside bf16."""
+        for hybrid in self._hybrids() if bf16 else ():
+            stay = [p for group in hybrid.gpu_param_groups for p in group["params"]]
+            if any(p not in hybrid.fp32_param_to_orig_param for p in stay):
+                raise ConfigError(
+                    f"optimizer.offload_fraction={options.offload_fraction}: this model has weights in "
+                    "float32 beside those in bfloat16, which Megatron updates on the host only: use 1.0, or 0"
+                )
+
+    def tensors(self) -> Iterator[Tensor]:
+        """What it updates and remembers on the device; in fp32 the former are the model's own weights."""
+        for inner, on_host in self._inner():
+            if not on_host:
+                yield from _held(inner)
+
+    def host_tensors(self) -> Iterator[Tensor]:
+        """The same in host memory."""
+        for inner, on_host in self._inner():
+            if on_host:
+                yield from _held(inner)
+
+    @property
+    def host_bytes(self) -> int:
+        """Of host memory: masters, moments, and the copies of gradients that an update makes there."""
+        parameters = [p for i, host in self._inner() if host for g in i.param_groups for p in g["params"]]
+        return sum(t.nbytes for t in self.host_tensors()) + sum(p.nbytes for p in parameters)
 
     def _allocate_states(self) -> None:
         """Give PyTorch's Adam its states at once, not at the first step: a checkpoint needs them."""
-        for adam in self._adams():
-            for parameter in (p for group in adam.param_groups for p in group["params"]):
-                adam.state[parameter] = {
-                    "step": torch.tensor(0.0),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
+        hybrid_parts = [part for hybrid in self._hybrids() for part in hybrid.sub_optimizers]
+        for inner, _ in self._inner():
+            counts = _counts_by_parameter(inner)
+            if not counts and inner not in hybrid_parts:
+                continue
+            for parameter in (p for group in inner.param_groups for p in group["params"]):
+                moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                inner.state[parameter] = ({"step": torch.tensor(0.0)} if counts else {}) | moments
+        for hybrid in self._hybrids():
+            hybrid._sync_sub_optimizers_state_to_hdo()
 
     @property
     def steps(self) -> int:
         """Updates that Adam has taken: its bias corrections depend on it."""
         counts = [0.0]
-        for inner in (o.optimizer for o in self.megatron.chained_optimizers):
+        for inner, _ in self._inner():
             counts += [float(group.get("step", 0)) for group in inner.param_groups]
             counts += [float(state.get("step", 0)) for state in inner.state.values()]
         return int(max(counts))
 
     @steps.setter
     def steps(self, count: int) -> None:
-        adams = self._adams()
-        for inner in (o.optimizer for o in self.megatron.chained_optimizers):
-            if inner in adams:  # which counts for every parameter, in a tensor that it advances
+        for inner, _ in self._inner():
+            if _counts_by_parameter(inner):
                 for state in inner.state.values():
                     state["step"] = torch.tensor(float(count))
             else:
@@ -115,7 +166,8 @@ class Optimizer:
     def allocate(self) -> None:
         """Give moments their memory where the first update would: a checkpoint is loaded into it."""
         for optimizer in self.megatron.chained_optimizers:
-            if optimizer.optimizer not in self._adams() and not optimizer.optimizer.state:
+            done = _counts_by_parameter(optimizer.optimizer) or optimizer.optimizer in self._hybrids()
+            if not done and not optimizer.optimizer.state:
                 optimizer.load_state_dict(optimizer.state_dict())
 
     def zero_grad(self) -> None:
@@ -136,5 +188,67 @@ class Optimizer:
             norm = float(self.megatron.get_grad_norm())
             skipped = bool(overflow) or not math.isfinite(norm)
             if not skipped:
-                self.megatron.step()
+                with _cores() if self._hybrids() else contextlib.nullcontext():
+                    self.megatron.step()
         return Update(norm, lr, skipped)
+
+
+def _counts_by_parameter(inner: torch.optim.Optimizer) -> bool:
+    """As PyTorch's Adam counts its steps, in tensors that it advances; the fused ones count by group."""
+    return isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
+
+
+def _held(inner: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for group in inner.param_groups:
+        yield from group["params"]
+    for state in inner.state.values():  # where states are on host and device, it names the master, too
+        yield from (t for name, t in state.items() if isinstance(t, Tensor) and name != "master_param")
+
+
+def _check_host_memory(model: Model, fraction: float) -> None:
+    """The kernel would end the process without a word. Raises ConfigError, on all ranks: a collective, so
+    that none takes memory before all have seen what is free.
+
+    For every element that is updated there, it has a master, two moments and a gradient. Before, Megatron
+    copies all weights that this rank has, in their own type and in fp32.
+    """
+    buffers = [b for chunk in model.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    updated = sum(b.grad_data.numel() / b.data_parallel_group.size() for b in buffers)
+    copied = sum(b.grad_data.numel() for b in buffers)
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    needed = fraction * max(16 * updated, 8 * copied) * ranks
+    free = psutil.virtual_memory().available
+    problem = None
+    if needed > free:
+        problem = (
+            f"optimizer.offload_fraction={fraction} needs {needed / 2**30:.3g} GiB of the memory of node "
+            f"{platform.node()} for its {ranks} rank(s), and {free / 2**30:.3g} are free: use a smaller "
+            "fraction, or more nodes"
+        )
+    for said in filter(None, all_gather_msgpack(problem)):
+        raise ConfigError(said)
+
+
+@contextlib.contextmanager
+def _cores() -> Iterator[None]:
+    """PyTorch has this rank's share of the node's cores: for a rank on a GPU, torchrun leaves it one."""
+    before = torch.get_num_threads()
+    share = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    torch.set_num_threads(max(before, share))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def _host_and_device() -> Iterator[None]:
+    """To build an optimizer in that works on both."""
+    with contextlib.ExitStack() as modes:
+        if not torch.cuda.is_available():
+            from megatron_gvpo.megatron.cpu.offload import HostCopies
+
+            modes.enter_context(HostCopies())
+        # In fp32 Megatron hands views of the weights over, which PyTorch's optimizers take as leaves only.
+        modes.enter_context(torch.no_grad())
+        yield

@@ -84,7 +84,10 @@ def _runs(optimizer: Any) -> Iterator[tuple[Tensor, int, int]]:
 
 def _states(optimizer: Any, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
     """The master and the moments of this rank's run of a parameter, flat."""
-    for name, tensor in optimizer._get_main_param_and_optimizer_states(parameter).items():
+    tensors = optimizer._get_main_param_and_optimizer_states(parameter)
+    if "master_param" in tensors:  # in host memory, beside the fp32 weight that it is copied to
+        tensors["param"] = tensors.pop("master_param")
+    for name, tensor in tensors.items():
         if name != "step":
             yield name, tensor.detach().view(-1)
 

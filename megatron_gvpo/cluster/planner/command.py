@@ -21,6 +21,8 @@ def run(options: argparse.Namespace) -> int:
     for name in ("gpus", "prompts", "k", "prompt_tokens", "mini_batches", "top"):
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}: at least 1")
+    if not 0 <= options.offload <= 1:
+        raise ConfigError(f"--offload {options.offload}: a fraction, from 0 to 1")
     if options.prompts % options.mini_batches:
         raise ConfigError(
             f"--mini-batches {options.mini_batches} does not divide --prompts {options.prompts}"
@@ -30,7 +32,15 @@ def run(options: argparse.Namespace) -> int:
     model, gpu = architecture.load(options.model), workload.gpu(options.gpu)
     lengths = workload.parse_lengths(options.response_length)
     work = workload.Workload(options.prompts, options.k, options.prompt_tokens, lengths, options.mini_batches)
-    plan = search(model, gpu, options.gpus, work, ahead=options.async_steps, fp8=options.fp8)
+    plan = search(
+        model,
+        gpu,
+        options.gpus,
+        work,
+        ahead=options.async_steps,
+        fp8=options.fp8,
+        offload=options.offload,
+    )
     if options.write:
         Path(options.write).write_text(overlay(plan.best[0], work, options))
     if options.json:
@@ -58,7 +68,10 @@ def overlay(chosen: Candidate, work: workload.Workload, options: argparse.Namesp
         "mini_batches": work.mini_batches,
         "max_tokens_per_micro_batch": chosen.micro_tokens,
     }
-    text = yaml.safe_dump({"parallel": parallel, "rollout": rollout, "train": train}, sort_keys=False)
+    sections: dict[str, Any] = {"parallel": parallel, "rollout": rollout, "train": train}
+    if layout.offload:
+        sections["optimizer"] = {"offload_fraction": layout.offload}
+    text = yaml.safe_dump(sections, sort_keys=False)
     nodes = math.ceil(layout.gpus / NODE)
     launch = f"--nodes {nodes}"
     if layout.rollout_gpus:
@@ -116,6 +129,8 @@ def _print(
         f"{name} {value:.1f}" for name, value in best.memory.in_gib().items() if name != "total"
     )
     console.print(f"\npredicted memory of the first, in GiB on its fullest GPU: {parts}")
+    if best.layout.offload:
+        console.print(f"and in host memory, for the optimizer: {best.host_gib:.0f} GiB a node")
     if not best.layout.rollout_gpus:
         console.print("colocated: assumes that trainer and servers give each other the GPU's memory in turn")
     for title, lines in (("why not otherwise", plan.losers), ("what cannot run", plan.impossible)):

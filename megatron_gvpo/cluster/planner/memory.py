@@ -1,9 +1,10 @@
 """Memory of the fullest GPU of a layout, by part, in bytes.
 
 Parameters and optimizer state follow Megatron's distributed optimizer (its guide "dist_optimizer"): in bf16 2
-bytes a weight, 4 a gradient, 12 / dp for the fp32 copy and Adam's two moments. Activations are those that
-the layers keep for their backward pass with flash attention, counted as in arXiv 2205.05198, section 4,
-for a gated MLP and grouped heads.
+bytes a weight, 4 a gradient, 12 / dp for the fp32 copy and Adam's two moments. What of these is on the
+host takes 16 / dp there, with the gradients that an update copies. Activations are those that the layers keep
+for their backward pass with flash attention, counted as in arXiv 2205.05198, section 4, for a gated MLP and
+grouped heads.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ def shard(model: Architecture, layout: Layout, stage: int) -> Shard:
 
 
 def state(model: Architecture, layout: Layout, stage: int, bytes_each: int = 2) -> tuple[float, float, float]:
-    """Bytes of parameters, gradients and optimizer state. `bytes_each`: 2 in bf16, 4 in fp32, where the
-    optimizer needs no copy of the weights."""
+    """Bytes of parameters, gradients and optimizer state on the GPU. `bytes_each`: 2 in bf16, 4 in fp32,
+    where the optimizer needs no copy of the weights."""
     held = shard(model, layout, stage)
     copies = layout.dp * layout.cp
     expert_copies = layout.gpus // (layout.pp * layout.ep)
@@ -73,8 +74,15 @@ def state(model: Architecture, layout: Layout, stage: int, bytes_each: int = 2) 
     return (
         bytes_each * held.total,
         4 * held.total,
-        own * (held.dense / copies + held.experts / expert_copies),
+        (1 - layout.offload) * own * (held.dense / copies + held.experts / expert_copies),
     )
+
+
+def host_state(model: Architecture, layout: Layout, stage: int) -> float:
+    """Bytes of host memory for the optimizer of one rank: master, two moments and a gradient, in fp32."""
+    held = shard(model, layout, stage)
+    updated = held.dense / (layout.dp * layout.cp) + held.experts / (layout.gpus // (layout.pp * layout.ep))
+    return 16 * layout.offload * updated
 
 
 def activation_bytes(model: Architecture, layout: Layout, tokens: float) -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_gvpo.cluster.planner.architecture import Architecture
-from megatron_gvpo.cluster.planner.memory import Memory, memory
+from megatron_gvpo.cluster.planner.memory import Memory, host_state, memory
 from megatron_gvpo.cluster.planner.time import NODE, Seconds, model_flops, rollout_seconds, seconds
 from megatron_gvpo.cluster.planner.workload import Gpu, Layout, Workload
 from megatron_gvpo.config import ConfigError
@@ -27,6 +27,7 @@ class Candidate:
     memory: Memory
     seconds: Seconds
     mfu: float  # of the trainer's GPUs while they train: model operations over the bf16 peak
+    host_gib: float = 0.0  # of a node, for the optimizer's states
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -35,6 +36,7 @@ class Candidate:
             "predicted_seconds": self.seconds.by_phase(),
             "predicted_gib": self.memory.in_gib(),
             "predicted_training_mfu": round(self.mfu, 3),
+            **({"predicted_host_gib_of_a_node": round(self.host_gib, 1)} if self.layout.offload else {}),
         }
 
 
@@ -47,9 +49,17 @@ class Plan:
 
 
 def search(
-    model: Architecture, gpu: Gpu, gpus: int, work: Workload, *, ahead: int = 1, fp8: bool = False
+    model: Architecture,
+    gpu: Gpu,
+    gpus: int,
+    work: Workload,
+    *,
+    ahead: int = 1,
+    fp8: bool = False,
+    offload: float = 0.0,
 ) -> Plan:
-    """Raises ConfigError where nothing can run, with the reasons. `ahead`: the largest async depth."""
+    """Raises ConfigError where nothing can run, with the reasons. `ahead`: the largest async depth;
+    `offload`: the share of the optimizer's states that is in host memory."""
     if fp8 and gpu.fp8_tflops is None:
         raise ConfigError(f"--fp8: {gpu.name} has no FP8")
     if model.positions and work.longest > model.positions:
@@ -60,8 +70,9 @@ def search(
     found: list[Candidate] = []
     reasons: Counter[str] = Counter()
     smallest: float | None = None
+    with_host = False  # one that does not fit would, with all of them there
     for where in _places(model, gpu, gpus, work, ahead):
-        for layout in _layouts(model, where, fp8, reasons):
+        for layout in _layouts(model, replace(where, offload=offload), fp8, reasons):
             if work.responses / work.mini_batches < layout.dp:
                 reasons["more data-parallel ranks than responses in a mini-batch"] += 1
                 continue
@@ -69,12 +80,16 @@ def search(
             if candidate is None:
                 reasons[f"needs more than {USABLE:.0%} of the {gpu.memory_gib:g} GiB"] += 1
                 smallest = least if smallest is None else min(smallest, least)
+                if not (found or with_host) and offload < 1:
+                    with_host = _fit(model, gpu, replace(layout, offload=1.0), work)[0] is not None
             else:
                 found.append(candidate)
     impossible = [f"{count} layouts: {reason}" for reason, count in reasons.most_common()]
     if smallest is not None:
         impossible.append(f"the least that one of those which do not fit needs is {smallest:.0f} GiB a GPU")
     if not found:
+        if with_host:
+            impossible.append("with the optimizer's states in host memory some would fit: --offload 1")
         raise ConfigError("no layout can run: " + "; ".join(impossible or ["the rollout engines do not fit"]))
     found.sort(key=_order)
     # No prediction is good to 1%: of those that are as fast, the one with the fewest things to go wrong.
@@ -144,8 +159,18 @@ def _fit(model: Architecture, gpu: Gpu, layout: Layout, work: Workload) -> tuple
         took = seconds(model, gpu, layout, work, min(tokens, share))
         if best is None or took.step < best.seconds.step:
             peak = took.training * layout.gpus * gpu.bf16_tflops * 1e12
-            best = Candidate(layout, tokens, used, took, model_flops(model, work) / peak)
+            mfu = model_flops(model, work) / peak
+            best = Candidate(layout, tokens, used, took, mfu, _host_gib(model, layout))
     return best, least
+
+
+def _host_gib(model: Architecture, layout: Layout) -> float:
+    """Of the fuller of the first and the last node, whose ranks have the pipeline's ends."""
+    if not layout.offload:
+        return 0.0
+    of_stage, last = layout.gpus // layout.pp, max(0, layout.gpus - NODE)
+    nodes = (range(first, min(first + NODE, layout.gpus)) for first in (0, last))
+    return max(sum(host_state(model, layout, rank // of_stage) for rank in node) for node in nodes) / 2**30
 
 
 def _order(candidate: Candidate) -> tuple[float, float, float]:

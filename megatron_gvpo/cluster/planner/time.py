@@ -110,7 +110,8 @@ def _passes(model: Architecture, gpu: Gpu, layout: Layout, work: Workload) -> tu
 
 def _optimizer(model: Architecture, gpu: Gpu, layout: Layout) -> float:
     """Gradients are reduced in fp32 and weights gathered in bf16 over data-parallel ranks, not overlapped;
-    Adam reads and writes its states."""
+    Adam reads and writes its states. On the host, these and the gradients and weights that are copied at the
+    same time: 40 bytes of its memory and 6 of the link for every element."""
     held = shard(model, layout, 0)
     copies = layout.dp * layout.cp
     span = layout.tp * copies
@@ -118,7 +119,13 @@ def _optimizer(model: Architecture, gpu: Gpu, layout: Layout) -> float:
     sent = optimizer_bytes([round(held.total)], copies, 2)
     wire = sum(on_the_wire(operation, size, copies) for (operation, _), size in sent.items())
     moved = wire / (link * gpu.network_fraction * 1e9)
-    return moved + 30 * held.total / copies / (gpu.memory_gb_per_s * gpu.memory_fraction * 1e9)
+    on_host = layout.offload * held.total / copies
+    on_gpu = held.total / copies - on_host
+    device = 30 * on_gpu / (gpu.memory_gb_per_s * gpu.memory_fraction * 1e9)
+    link = gpu.pcie_gb_per_s * gpu.network_fraction * 1e9
+    return moved + max(
+        device, 40 * on_host / (gpu.host_gb_per_s * gpu.memory_fraction * 1e9), 6 * on_host / link
+    )
 
 
 def _sync(model: Architecture, gpu: Gpu, layout: Layout) -> float:

@@ -26,6 +26,8 @@ class Gpu:
     fp8_tflops: float | None
     nvlink_gb_per_s: float
     network_gb_per_s: float  # to other nodes, of one GPU's adapter
+    pcie_gb_per_s: float  # to the host
+    host_gb_per_s: float  # of the host's memory, one GPU's share
     compute_fraction: float  # of the peak, that training reaches where nothing else limits it
     memory_fraction: float
     network_fraction: float  # also of NVLink
@@ -132,6 +134,7 @@ class Layout:
     ep: int = 1
     recompute: bool = False  # all activations
     fp8: bool = False
+    offload: float = 0.0  # of the optimizer's states, in host memory
     rollout_gpus: int = 0  # of their own; 0: colocated, on the trainer's
     rollout_tp: int = 1
     async_steps: int = 0
@@ -150,6 +153,7 @@ class Layout:
             f"{key}{getattr(self, key)}" for key in ("tp", "pp", "vpp", "cp", "ep") if getattr(self, key) > 1
         ]
         parts += [f"dp{self.dp}"] + ["recompute"] * self.recompute + ["fp8"] * self.fp8
+        parts += [f"offload{self.offload:g}"] if self.offload else []
         if self.rollout_gpus:
             where = f"split {self.gpus}+{self.rollout_gpus}, {self.async_steps} ahead"
         else:

@@ -1,0 +1,92 @@
+"""For device_check.py: does training with states or activations in host memory differ, and what does it cost?
+
+The same updates of a model of eight layers, with nothing offloaded, half and all of the optimizer's states,
+and, on a GPU, the inputs of the attention's parts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import device_check
+
+UPDATES = 3
+MODULES = ["qkv_linear", "core_attn", "attn_proj"]
+VARIANTS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "half of the optimizer": {"optimizer": {"offload_fraction": 0.5}},
+    "optimizer": {"optimizer": {"offload_fraction": 1.0}},
+    "attention": {"parallel": {"offload_modules": MODULES}},
+}
+
+
+def offload(smoke: bool) -> dict[str, Any]:
+    """Losses and gradients' norms of some updates, seconds of the last, memory by part; by variant."""
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        place = Path(directory)
+        tiny = device_check.TINY if smoke else {"num_hidden_layers": 8}
+        device_check.save_model(place, {**device_check.SHAPES["qwen2.5-1.5b"], **tiny})
+        for name in VARIANTS:
+            if name != "attention":
+                found[name] = one(place, name, smoke)
+                device_check.clean_up()
+            elif on_gpu:  # in a process that imports Transformer Engine with what it then reads
+                environment = {**os.environ, "NVTE_CPU_OFFLOAD_V1": "1"}
+                arguments = [str(place), name, *(["--smoke"] if smoke else [])]
+                subprocess.run([sys.executable, __file__, *arguments], check=True, env=environment)
+                found[name] = json.loads((place / "found.json").read_text())
+    limit = 2e-3 if on_gpu else 1e-4  # a master's last bit may round a bf16 weight the other way
+    for part in found.values():
+        for values, wanted in ((part[n], found["nothing"][n]) for n in ("losses", "grad_norms")):
+            far = max(abs(v - w) / abs(w) for v, w in zip(values, wanted, strict=True))
+            part["right"] = part.get("right", True) and far < limit
+    return {**found, "right": all(part["right"] for part in found.values())}
+
+
+def one(place: Path, name: str, smoke: bool) -> dict[str, Any]:
+    import torch
+
+    dtype = "bfloat16" if torch.cuda.is_available() else "float32"
+    sections = {"optimizer": {"lr": 1e-4}, **VARIANTS[name]}
+    sections["optimizer"] = {"lr": 1e-4, **sections["optimizer"]}
+    policy = device_check.policy_of(place, dtype, max_tokens=8192, sections=sections)
+    sizes = {"groups": 2, "k": 2, "prompt": 8, "response": 24} if smoke else {"groups": 4, "k": 5}
+    rows = device_check.made_rows(
+        vocab=policy.model.vocab_size, ragged=True, **{"prompt": 150, "response": 850, **sizes}
+    )
+    seconds: dict[str, float] = {}
+    apply = policy.optimizer.apply
+
+    def timed() -> Any:
+        seconds.clear()
+        with device_check.clock(seconds, "optimizer"):
+            return apply()
+
+    policy.optimizer.apply = timed
+    results, took = [], {}
+    for _ in range(UPDATES):
+        took.clear()
+        with device_check.clock(took, "update"):
+            results.append(policy.update(rows, at_step_start=True))
+    memory = {n.split("/")[1].removesuffix("_gib"): v for n, v in results[0].memory.items()}
+    return {
+        "losses": [result.metrics["loss"] for result in results],
+        "grad_norms": [result.update.grad_norm for result in results],
+        "seconds": {**took, **seconds},
+        "memory_gib": memory,
+    }
+
+
+if __name__ == "__main__":
+    where, variant = Path(sys.argv[1]), sys.argv[2]
+    (where / "found.json").write_text(json.dumps(one(where, variant, "--smoke" in sys.argv)))
