@@ -1,6 +1,7 @@
 """The mismatch watch against numpy, and the engine's log-probs as GVPO's reference against the exact one.
 
-What is not covered: the same on real ranks (test_gradient_invariance.py) and in whole runs (test_trainer.py).
+What is not covered: the same on real ranks (test_gradient_invariance.py) and in whole runs
+(test_engine_reference.py).
 """
 
 from __future__ import annotations
