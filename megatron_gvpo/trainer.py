@@ -19,7 +19,6 @@ from megatron_gvpo.config import Config
 from megatron_gvpo.interrupt import Interrupt, Interrupted
 from megatron_gvpo.layout import check_layout
 from megatron_gvpo.megatron.policy import UpdateResult
-from megatron_gvpo.observe.mismatch import THRESHOLDS, MismatchWatch
 from megatron_gvpo.outputs import refuse_earlier_run, remove_earlier_run
 from megatron_gvpo.parts import Parts
 from megatron_gvpo.rollout.fleet import RolloutError
@@ -59,8 +58,6 @@ class Trainer:
         self._engine_reference = config.algorithm.reference_logprobs == "engine"
         self.is_main = int(os.environ.get("RANK", "0")) == 0
         self.parts = Parts(config)
-        threshold = config.rollout.mismatch_threshold or THRESHOLDS[config.model.dtype]
-        self._mismatch = MismatchWatch(threshold, config.rollout.top_p)
         found = self.parts.resume() if resume else None
         self.resumed = found is not None
         self.step = found or 0
@@ -71,7 +68,7 @@ class Trainer:
         """Train to the last step; returns its metrics.
 
         Raises Interrupted after SIGTERM or SIGUSR1, and RolloutError when no server will give responses any
-        more, when a checkpoint has been written.
+        more, or a teacher or judge of the user's fails; when a checkpoint has been written.
         """
         steps, every = self.config.train.steps, self.config.checkpoint.every
         metrics: Metrics = {}
@@ -111,8 +108,8 @@ class Trainer:
         with timer.phase("training"):
             results = [self._update(rows, i == 0) for i, rows in enumerate(mini_batches)]
             parts.policy.end_step()
-        metrics |= (mismatch := self._mismatch.take())
-        if self.is_main and (warning := self._mismatch.warning(step, mismatch)):
+        metrics |= (mismatch := self.parts.mismatch.take())
+        if self.is_main and (warning := self.parts.mismatch.warning(step, mismatch)):
             log.warning(warning)
         self.step, self._resume_point = step, parts.state_dict()
         if self._samples_from_policy and not parts.shares_gpus:  # else not before they are sampled from
@@ -149,8 +146,12 @@ class Trainer:
                 groups = parts.batches.collect()
             if any(rollout.reward_errors for group in groups for rollout in group.rollouts):
                 interrupt.check()  # what ends a job ends what its rewards have started, too: no such step
+            sampled = len(groups)
             for shaper in parts.shapers:
-                groups = shaped(shaper, groups, self.step + 1)
+                with parts.timer.phase("reward"):  # it may ask a judge
+                    groups = shaped(shaper, groups, self.step + 1)
+            if self.is_main and not groups:
+                log.warning("step %d: algorithm.shapers dropped all %d groups", self.step + 1, sampled)
             if groups and (batch := parts.batch_policy.offer(groups)) is not None:
                 return batch
             self._resume_point = parts.state_dict()
@@ -194,7 +195,7 @@ class Trainer:
         now_r = None
         if not (first or self._engine_reference) and STEP_START in anchors.values():
             now_r = policy.score(rows) if rows.old_logp_r is None else rows.old_logp_r
-            self._mismatch.compare(rows, now_r, self.step)
+            self.parts.mismatch.compare(rows, now_r, self.step)
         for anchor, reference in anchors.items():
             columns[f"{anchor}_logp_r"] = now_r if reference == STEP_START else policy.score_reference(rows)
         return rows.with_columns(**columns)
@@ -207,13 +208,13 @@ class Trainer:
         sampled from it, because then the reference is the policy that sampled.
         """
         if self._engine_reference and not (first and rows.sampled_by(self.step).all()):
-            rows = rows.with_columns(ref_logp_r=self._mismatch.corrected(rows))
+            rows = rows.with_columns(ref_logp_r=self.parts.mismatch.corrected(rows))
         watched = first and rows.engine_logp_r is not None
         result = self.parts.policy.update(rows, at_step_start=first, keep_logp=watched)
         if (critic := self.parts.policy.critic) is not None:
             result.metrics.update(critic.update(rows))
         if first and result.logp_r is not None:
-            self._mismatch.compare(rows, result.logp_r, self.step)
+            self.parts.mismatch.compare(rows, result.logp_r, self.step)
         return result
 
     def evaluate(self) -> Metrics:
