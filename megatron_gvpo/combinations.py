@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 def check_combinations(config: Config) -> None:
     """Raises ValueError, which names the keys and their values, for a combination that cannot work."""
-    for check in (_batch, _engine_reference, _engine, _data, _schedule):
+    for check in (_batch, _engine_reference, _engine, _data, _components, _evaluation, _schedule):
         check(config)
 
 
@@ -91,7 +91,33 @@ def _data(config: Config) -> None:
     compares = any(c.name == "math" and c.function is None for c in config.rewards.components)
     if algorithm.sampler == "engine" and compares and fields.answer_key is None:
         raise ValueError("data.train.answer_key is null, but the reward 'math' compares with an answer")
-    if max(config.eval.k) > config.eval.n:
+
+
+def _components(config: Config) -> None:
+    """The components of the reward that blocks read by name."""
+    algorithm, known = config.algorithm, [component.name for component in config.rewards.components]
+    for key, block in algorithm.blocks_on_components():
+        if algorithm.sampler != "engine":
+            raise ValueError(
+                f"{key} reads components of the reward, and sampler={algorithm.sampler} gives one reward a "
+                "response: use sampler=engine"
+            )
+        if any(member.name == "demonstration" for member in algorithm.members):
+            raise ValueError(
+                f"{key} reads components of the reward, and algorithm.members: demonstration joins with a "
+                "reward and no components: leave one of them out"
+            )
+        for component in block.components_read:
+            there = component < len(known) if isinstance(component, int) else component in known
+            if not there:
+                raise ValueError(
+                    f"{key} reads the reward component {component!r}, and rewards.components has "
+                    f"{', '.join(known) or 'none'}: add it, with weight 0 if it is to count nowhere else"
+                )
+
+
+def _evaluation(config: Config) -> None:
+    if max(config.eval.k, default=1) > config.eval.n:
         raise ValueError(
             f"eval.k={list(config.eval.k)}: pass@k needs eval.n >= k, and eval.n={config.eval.n}"
         )

@@ -12,7 +12,7 @@ import re
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
@@ -20,6 +20,7 @@ from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationEr
 from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.algorithms.recipe import merge
 from megatron_gvpo.combinations import check_combinations
+from megatron_gvpo.rewards.functions import BUILT_IN
 from megatron_gvpo.rollout.config import ServersConfig as ServersConfig
 from megatron_gvpo.rollout.config import WeightSyncConfig as WeightSyncConfig
 from megatron_gvpo.section import Section as Section
@@ -117,6 +118,19 @@ class RewardsConfig(Section):
     timeout: float = Field(10.0, gt=0)  # seconds a rollout; later it counts as 0
     workers: PositiveInt = 1  # processes of every rank
 
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        names = [component.name for component in self.components]
+        for i, component in enumerate(self.components):
+            if component.name in names[:i]:
+                raise ValueError(f"components.{i}: the name {component.name!r} is given twice")
+            if component.function is None and component.name not in BUILT_IN:
+                raise ValueError(
+                    f"components.{i}: there is no built-in reward {component.name!r} (there are: "
+                    f"{', '.join(sorted(BUILT_IN))}); for your own, give its function"
+                )
+        return self
+
 
 class TrainConfig(Section):
     steps: PositiveInt
@@ -129,12 +143,15 @@ class TrainConfig(Section):
     deterministic: bool = False  # bit-equal metrics on repetition under the same layout; slower on GPU
 
 
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimizerConfig(Section):
     lr: float = Field(gt=0)
     min_lr: float = Field(0.0, ge=0)
     warmup_steps: int = Field(0, ge=0)  # in optimizer updates
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.0, ge=0)
     clip_grad: float = Field(1.0, ge=0)  # 0: off
@@ -205,7 +222,15 @@ class LoggingConfig(Section):
     tensorboard: bool = True
     wandb_project: str | None = None
     progress: Literal["auto", "live", "lines", "off"] = "auto"
-    profile_steps: tuple[int, int] | None = None  # torch profiler over [first, last] steps
+    profile_steps: tuple[PositiveInt, PositiveInt] | None = None  # torch profiler over [first, last] steps
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.profile_steps is not None and self.profile_steps[0] > self.profile_steps[1]:
+            raise ValueError(
+                f"profile_steps={list(self.profile_steps)}: want the first step and the last, as [2, 4]"
+            )
+        return self
 
 
 class Config(Section):

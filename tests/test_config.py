@@ -148,6 +148,32 @@ def test_an_ema_reference(good):
         ),
         ("optimizer.warmup_steps=40", "optimizer.warmup_steps=40 leaves nothing of the run's 40 updates"),
         ("optimizer.min_lr=1", "optimizer.min_lr=1.0 exceeds optimizer.lr=1e-05"),
+        (
+            "rewards.components=[{name: maths}]",
+            "rewards: components.0: there is no built-in reward 'maths' (there are: format, math); for",
+        ),
+        (
+            "rewards.components=[{name: math}, {name: math, function: x:y}]",
+            "rewards: components.1: the name 'math' is given twice",
+        ),
+        ("optimizer.betas=[0.9, 1]", "optimizer.betas.1: Input should be less than 1 (given: 1)"),
+        (
+            "algorithm.tracker={low: 1, high: 1}",
+            "algorithm.tracker: low=1.0 must be below high=1.0",
+        ),
+        ("logging.profile_steps=[4, 2]", "logging: profile_steps=[4, 2]: want the first step and the last"),
+        (
+            "algorithm=c_grpo",
+            "algorithm.shapers.0 reads the reward component 'right', and rewards.components has math: add it",
+        ),
+        (
+            "algorithm={recipe: gpg, batch_policy: {by: 1}}",
+            "algorithm.batch_policy reads the reward component 1, and rewards.components has math",
+        ),
+        (
+            "algorithm=fgrpo",
+            "algorithm.estimator reads the reward component 'format', and rewards.components has math",
+        ),
         ("eval.k=[8]", "eval.k=[8]: pass@k needs eval.n >= k, and eval.n=4"),
         ("parallel.sequence_parallel=true", "parallel: sequence_parallel=true needs tp >= 2"),
         ("parallel.vpp=2", "parallel: vpp=2 needs pp >= 2"),
@@ -224,6 +250,32 @@ def test_one_response_is_enough_where_nothing_is_compared(good):
     assert not load_config([good], overrides).algorithm.needs_group
     plain = "algorithm={recipe: null, loss: pg, estimator: {baseline: none}}"
     assert not load_config([good], [plain, "rollout.n=1"]).algorithm.needs_group
+
+
+def test_blocks_may_read_components_that_there_are(good):
+    rewards = "rewards.components=[{name: right, function: x:y}, {name: rubric, function: x:y}]"
+    assert load_config([good], ["algorithm=c_grpo", rewards]).algorithm.recipe == "c_grpo"
+    assert load_config([good], ["algorithm=dapo"]).algorithm.batch_policy.by == 0
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "said"),
+    [
+        (
+            "{recipe: gdpo, members: [demonstration]}",
+            "algorithm.members: demonstration joins with a reward",
+        ),
+        ("{recipe: gdpo, sampler: file}", "sampler=file gives one reward a response: use sampler=engine"),
+    ],
+)
+def test_components_are_of_responses_that_rewards_have_judged(good, algorithm, said):
+    keys = "data.train={path: x, demonstration_key: solution, responses_key: responses}"
+    text = message(good, keys, f"algorithm={algorithm}")
+    assert text.startswith(f"algorithm.estimator reads components of the reward, and {said}")
+
+
+def test_only_pass_at_1_is_asked_for_where_k_is_empty(good):
+    assert load_config([good], ["eval.k=[]"]).eval.k == ()
 
 
 def test_what_the_engines_reference_needs(good):

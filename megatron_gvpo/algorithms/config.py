@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -265,6 +265,15 @@ class AlgorithmConfig(Block):
         """The policies that loss or estimator compare with."""
         of_estimator = () if self.estimator is None else self.estimator.anchors.values()
         return (*self.loss.anchors.values(), *of_estimator)
+
+    def blocks_on_components(self) -> Iterator[tuple[str, Block]]:
+        """The blocks that read components of the reward, with their keys."""
+        placed: list[tuple[str, Block]] = [(f"shapers.{i}", block) for i, block in enumerate(self.shapers)]
+        placed.append(("batch_policy", self.batch_policy))
+        placed += [("estimator", self.estimator)] if self.estimator is not None else []
+        for key, block in placed:
+            if block.components_read:
+                yield f"algorithm.{key}", block
 
     @property
     def needs_group(self) -> bool:

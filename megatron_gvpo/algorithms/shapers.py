@@ -10,6 +10,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt
 
+from megatron_gvpo.algorithms.base import Component
 from megatron_gvpo.algorithms.shaping import Shaper, SizedShaper, each, rewarded, value_of
 from megatron_gvpo.types import Group, Rollout
 
@@ -139,6 +140,10 @@ class FormatLength(SizedShaper):
     format: str = "format"
     right: float = 0.5
 
+    @property
+    def components_read(self) -> tuple[Component, ...]:
+        return (self.format,)
+
     def __call__(self, groups: Sequence[Group], step: int) -> list[Group]:
         def reward(rollout: Rollout) -> float:
             x, p = len(rollout.token_ids) / self.limit, self.turn
@@ -166,6 +171,10 @@ class Gate(Shaper):
     how: Literal["blend", "add"] = "blend"
     relative: bool = False
 
+    @property
+    def components_read(self) -> tuple[Component, ...]:
+        return (self.outcome, self.bonus)
+
     def __call__(self, groups: Sequence[Group], step: int) -> list[Group]:
         return [rewarded(group, self._rewards(group)) for group in groups]
 
@@ -192,6 +201,10 @@ class Staged(Shaper):
 
     name: Literal["staged"] = "staged"
     stages: tuple[tuple[str, float], ...] = Field(min_length=1)
+
+    @property
+    def components_read(self) -> tuple[Component, ...]:
+        return tuple(component for component, _ in self.stages)
 
     def __call__(self, groups: Sequence[Group], step: int) -> list[Group]:
         def reward(rollout: Rollout) -> float:
