@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -23,6 +22,7 @@ from megatron_gvpo.data.tokenizer import end_token_id, load_tokenizer
 from megatron_gvpo.data.tracker import SuccessTracker, WeightedOrder
 from megatron_gvpo.evaluation import summarise
 from megatron_gvpo.megatron import checkpoint, parallel
+from megatron_gvpo.megatron.convert import write_hugging_face
 from megatron_gvpo.megatron.policy import Policy
 from megatron_gvpo.observe import PhaseTimer, ProfileWindow, profile_window
 from megatron_gvpo.observe.mismatch import THRESHOLDS, MismatchWatch
@@ -243,17 +243,8 @@ class Parts:
 
         Raises CheckpointError; what was in `directory` is then as it was.
         """
-        aside = directory.with_name(directory.name + ".partial")
-
-        def write() -> None:
-            self.policy.model.save_hf(aside)
-            if dist.get_rank() == 0:
-                load_tokenizer(self.config.model.path).save_pretrained(aside)
-                shutil.rmtree(directory, ignore_errors=True)
-                aside.rename(directory)
-
         with self.timer.phase("checkpoint"):
-            checkpoint.everywhere(f"cannot write {directory}", write)
+            write_hugging_face(self.policy.model, self.config.model.path, directory)
 
     @property
     def checkpoints(self) -> Path:

@@ -135,7 +135,8 @@ def test_eval_and_export_of_a_finished_run(task, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out) == last
     assert main(["eval", *given, "--resume"]) == 0
     assert json.loads(capsys.readouterr().out) == last
-    assert main(["export", *given, "--out", str(exported)]) == 0
+    no_data = "data.train.path=/nowhere.jsonl"
+    assert main(["export", *given, no_data, "--out", str(exported)]) == 0
     assert capsys.readouterr().out == f"step 2 written to {exported}\n"
     assert (exported / "model.safetensors").read_bytes() == (out / "hf" / "model.safetensors").read_bytes()
 
