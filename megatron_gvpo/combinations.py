@@ -38,10 +38,10 @@ def _engine_reference(config: Config) -> None:
             "trainer's log-probs with the engine's, which some engines renormalise after top-p: set "
             "rollout.top_p=1, or use reference_logprobs=trainer"
         )
-    if config.train.mini_batches == 1 and not config.rollout.async_steps:
+    if config.train.mini_batches * config.train.batch_epochs == 1 and not config.rollout.async_steps:
         raise ValueError(
             "train.mini_batches=1: algorithm.reference_logprobs=engine has no effect there, because "
-            "the first mini-batch of a step is its own reference: use reference_logprobs=trainer"
+            "the first update of a step is its own reference: use reference_logprobs=trainer"
         )
 
 
@@ -125,16 +125,15 @@ def _evaluation(config: Config) -> None:
 
 def _schedule(config: Config) -> None:
     train, optimizer = config.train, config.optimizer
-    if optimizer.warmup_steps >= train.steps * train.mini_batches:
+    all_updates = f"{train.updates} updates (train.steps x train.mini_batches x train.batch_epochs)"
+    if optimizer.warmup_steps >= train.updates:
         raise ValueError(
-            f"optimizer.warmup_steps={optimizer.warmup_steps} leaves nothing of the run's "
-            f"{train.steps * train.mini_batches} updates (train.steps x train.mini_batches)"
+            f"optimizer.warmup_steps={optimizer.warmup_steps} leaves nothing of the run's {all_updates}"
         )
     critic = config.algorithm.critic
-    if critic is not None and critic.warmup_steps >= train.steps * train.mini_batches:
+    if critic is not None and critic.warmup_steps >= train.updates:
         raise ValueError(
-            f"algorithm.critic.warmup_steps={critic.warmup_steps} leaves nothing of the run's "
-            f"{train.steps * train.mini_batches} updates (train.steps x train.mini_batches)"
+            f"algorithm.critic.warmup_steps={critic.warmup_steps} leaves nothing of the run's {all_updates}"
         )
     if optimizer.min_lr > optimizer.lr:
         raise ValueError(f"optimizer.min_lr={optimizer.min_lr} exceeds optimizer.lr={optimizer.lr}")

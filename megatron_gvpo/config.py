@@ -136,11 +136,17 @@ class TrainConfig(Section):
     steps: PositiveInt
     prompts_per_step: PositiveInt
     mini_batches: PositiveInt = 1  # optimizer updates a step
+    batch_epochs: PositiveInt = 1  # passes over them (PPO's epochs, GRPO's mu)
     max_tokens_per_micro_batch: PositiveInt = 8192
     share_prompts: bool = False  # compute the prompt of a group's responses once; CPU's attention only
     head_stash_mb: NonNegativeInt = 1024  # of a rank, for the output layer's exponentials: docs/head.md
     seed: int = Field(0, ge=0)
     deterministic: bool = False  # bit-equal metrics on repetition under the same layout; slower on GPU
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates of the whole run."""
+        return self.steps * self.mini_batches * self.batch_epochs
 
 
 Decay = Annotated[float, Field(ge=0, lt=1)]

@@ -106,7 +106,7 @@ class Trainer:
         with timer.phase("scoring"):
             mini_batches = [self._freeze_anchors(rows, i == 0) for i, rows in enumerate(mini_batches)]
         with timer.phase("training"):
-            results = [self._update(rows, i == 0) for i, rows in enumerate(mini_batches)]
+            results = self._updates(mini_batches)
             parts.policy.end_step()
         metrics |= (mismatch := self.parts.mismatch.take())
         if self.is_main and (warning := self.parts.mismatch.warning(step, mismatch)):
@@ -200,6 +200,22 @@ class Trainer:
             columns[f"{anchor}_logp_r"] = now_r if reference == STEP_START else policy.score_reference(rows)
         return rows.with_columns(**columns)
 
+    def _updates(self, mini_batches: list[Rows]) -> list[UpdateResult]:
+        """An update with every mini-batch, `train.batch_epochs` times, against the same old policies.
+
+        The first mini-batch, too, needs the policy at step start in a second pass: its own first forward was
+        that policy's.
+        """
+        results: list[UpdateResult] = []
+        for _ in range(self.config.train.batch_epochs):
+            for i, rows in enumerate(mini_batches):
+                results.append(result := self._update(rows, first=not results))
+                if len(results) == 1:
+                    anchors = self.config.algorithm.loss.anchors.items()
+                    at_start = [f"{anchor}_logp_r" for anchor, policy in anchors if policy == STEP_START]
+                    mini_batches[i] = rows.with_columns(**dict.fromkeys(at_start, result.logp_r))
+        return results
+
     def _update(self, rows: Rows, first: bool) -> UpdateResult:
         """One optimizer update; the first of a step also tells how far the engine is from the trainer.
 
@@ -209,8 +225,9 @@ class Trainer:
         """
         if self._engine_reference and not (first and rows.sampled_by(self.step).all()):
             rows = rows.with_columns(ref_logp_r=self.parts.mismatch.corrected(rows))
-        watched = first and rows.engine_logp_r is not None
-        result = self.parts.policy.update(rows, at_step_start=first, keep_logp=watched)
+        again = self.config.train.batch_epochs > 1
+        kept = first and (again or rows.engine_logp_r is not None)
+        result = self.parts.policy.update(rows, at_step_start=first, keep_logp=kept)
         if (critic := self.parts.policy.critic) is not None:
             result.metrics.update(critic.update(rows))
         if first and result.logp_r is not None:

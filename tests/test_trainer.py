@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megatron_gvpo.callbacks import Callback
 from megatron_gvpo.config import ConfigError
 from megatron_gvpo.megatron import parallel
+from megatron_gvpo.megatron.policy import Policy
 from megatron_gvpo.parts import Parts
 from megatron_gvpo.sampling import EngineSampler
 from megatron_gvpo.trainer import Trainer
@@ -111,6 +112,27 @@ def test_every_step_samples_and_trains_on_all_its_responses(task, tmp_path, monk
     ids = [[prompt for prompt, _ in groups] for groups in sampled]
     assert len({*ids[0], *ids[1]}) == 48, "the first epoch visits every prompt once"
     assert trained == [48, 48] * 3, "two mini-batches a step"
+
+
+def test_every_epoch_of_a_batch_compares_with_the_policy_at_step_start(task, tmp_path, monkeypatch):
+    """The first mini-batch as well, whose first update needs no log-probs of it."""
+    update, updates, at_start = Policy.update, [], []
+
+    def spy(self, rows, *, at_step_start, keep_logp=False):
+        if at_step_start:
+            at_start.append(self.score(rows))
+        updates.append((at_step_start, rows))
+        return update(self, rows, at_step_start=at_step_start, keep_logp=keep_logp)
+
+    monkeypatch.setattr(Policy, "update", spy)
+    epochs = ("algorithm=grpo", "train.mini_batches=2", "train.batch_epochs=2", "algorithm.loss.kl_coef=0")
+    fit(configure(task, tmp_path, *epochs, *SHORT, "train.steps=1"))
+    assert [first for first, _ in updates] == [True, False, False, False]
+    first, second, first_again, second_again = (rows for _, rows in updates)
+    assert first.old_logp_r is None and first_again.response_ids == first.response_ids
+    torch.testing.assert_close(first_again.old_logp_r, at_start[0], rtol=0, atol=1e-5)
+    assert torch.equal(second_again.old_logp_r, second.old_logp_r)
+    assert records(tmp_path)[-1]["train/kl"] > 0
 
 
 def test_dr_grpo_divides_by_the_longest_response_that_sampling_allows(task, tmp_path):

@@ -56,8 +56,7 @@ class Policy:
             )
         self.model.share_prompts = config.train.share_prompts
         self.model.config.finalize_model_grads_func = finalize_model_grads
-        updates = config.train.steps * config.train.mini_batches
-        self.optimizer = Optimizer(self.model, config.optimizer, config.model, updates)
+        self.optimizer = Optimizer(self.model, config.optimizer, config.model, config.train.updates)
         options = config.algorithm.critic
         self.critic = None if options is None else Critic(config, options)
         critics = [] if self.critic is None else [(self.critic.model, self.critic.optimizer)]
