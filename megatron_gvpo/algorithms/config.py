@@ -188,16 +188,14 @@ class AlgorithmConfig(Block):
                 "set it to null"
             )
         estimator = self.estimator
-        wants_prior = estimator is not None and estimator.needs_prior
-        if wants_prior != (self.prior.name != "none"):
+        readers = [f"the estimator {e.name}" for e in (estimator,) if e is not None and e.needs_prior]
+        readers += [f"members: {member.name}" for member in self.members if member.name == "one_more"]
+        if readers and self.prior.name == "none":
             raise ValueError(
-                f"prior={self.prior.name}: "
-                + (
-                    f"the estimator {estimator.name} needs an expected reward: prior=greedy or tracker"
-                    if estimator is not None and wants_prior
-                    else "nothing reads it; estimator.baseline=prior does"
-                )
+                f"prior=none: {readers[0]} needs an expected reward: prior=greedy, tracker or function"
             )
+        if not readers and self.prior.name != "none":
+            raise ValueError(f"prior={self.prior.name}: nothing reads it; estimator.baseline=prior does")
         if estimator is not None and estimator.per_token and not loss.token_advantages:
             raise ValueError(
                 f"the estimator {estimator.name} gives every token an advantage, and the loss {loss.name} "
