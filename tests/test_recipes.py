@@ -54,6 +54,11 @@ def test_an_estimator_under_another_name_replaces_the_recipes():
         ({"recipe": "sft", "shapers": ["affine"]}, "sampler=dataset has none"),
         ({"recipe": "dpo", "members": ["replay"]}, "replay has nobody to ask, or to join"),
         ({"recipe": "dpo", "shapers": ["overlong"]}, "shapers: overlong: max_tokens is missing"),
+        (
+            {"recipe": "gpg", "sampler": "file", "loss": {"importance": {"cap": 2}}},
+            "loss.importance reads the engine's log-probs",
+        ),
+        ({"recipe": "xrpo", "sampler": "file"}, "estimator=novelty reads the engine's log-probs"),
         ({"recipe": "dpo", "allocation": "knapsack"}, "allocation ask the engine"),
         ({"recipe": "gvpo_history", "reference_logprobs": "engine"}, "the present engine did not sample"),
     ],

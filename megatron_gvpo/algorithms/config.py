@@ -231,6 +231,12 @@ class AlgorithmConfig(Block):
             )
         if sampler == "dataset" and self.shapers:
             raise ValueError("shapers work on rewards, and sampler=dataset has none: leave them out")
+        compares = ["loss.importance"] if getattr(loss, "importance", None) is not None else []
+        compares += ["estimator=novelty"] if isinstance(self.estimator, NoveltyEstimator) else []
+        if compares:
+            raise ValueError(
+                f"{compares[0]} reads the engine's log-probs, and sampler={sampler} has no engine: leave it out"
+            )
         if self.prior.name == "greedy" or self.allocation.name != "equal":
             raise ValueError(f"prior=greedy and allocation ask the engine, and sampler={sampler} has none")
         if others := [m.name for m in self.members if sampler == "dataset" or m.name != "demonstration"]:
