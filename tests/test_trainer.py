@@ -114,7 +114,7 @@ def test_every_step_samples_and_trains_on_all_its_responses(task, tmp_path, monk
     assert trained == [48, 48] * 3, "two mini-batches a step"
 
 
-def test_every_epoch_of_a_batch_compares_with_the_policy_at_step_start(task, tmp_path, monkeypatch):
+def test_every_epoch_of_a_batch_compares_with_the_policy_at_step_start(task, tmp_path, monkeypatch, capsys):
     """The first mini-batch as well, whose first update needs no log-probs of it."""
     update, updates, at_start = Policy.update, [], []
 
@@ -126,7 +126,8 @@ def test_every_epoch_of_a_batch_compares_with_the_policy_at_step_start(task, tmp
 
     monkeypatch.setattr(Policy, "update", spy)
     epochs = ("algorithm=grpo", "train.mini_batches=2", "train.batch_epochs=2", "algorithm.loss.kl_coef=0")
-    fit(configure(task, tmp_path, *epochs, *SHORT, "train.steps=1"))
+    fit(configure(task, tmp_path, *epochs, *SHORT, "train.steps=1", "logging.progress=off"))
+    assert capsys.readouterr().out == "", "logging.progress=off"
     assert [first for first, _ in updates] == [True, False, False, False]
     first, second, first_again, second_again = (rows for _, rows in updates)
     assert first.old_logp_r is None and first_again.response_ids == first.response_ids

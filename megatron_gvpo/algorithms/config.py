@@ -235,7 +235,7 @@ class AlgorithmConfig(Block):
         compares += ["estimator=novelty"] if isinstance(self.estimator, NoveltyEstimator) else []
         if compares:
             raise ValueError(
-                f"{compares[0]} reads the engine's log-probs, and sampler={sampler} has no engine: leave it out"
+                f"{compares[0]} reads the engine's log-probs, and sampler={sampler} has none: leave it out"
             )
         if self.prior.name == "greedy" or self.allocation.name != "equal":
             raise ValueError(f"prior=greedy and allocation ask the engine, and sampler={sampler} has none")
