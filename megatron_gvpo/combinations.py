@@ -21,6 +21,13 @@ def _batch(config: Config) -> None:
             f"train.mini_batches={train.mini_batches} does not divide "
             f"train.prompts_per_step={train.prompts_per_step}: every optimizer update takes whole groups"
         )
+    for i, shaper in enumerate(algorithm.shapers):
+        longest = config.rollout.max_tokens
+        if shaper.name == "overlong" and (shaper.buffer or 0) > (shaper.max_tokens or longest):
+            raise ValueError(
+                f"algorithm.shapers.{i}.buffer={shaper.buffer} exceeds the longest response, "
+                f"{shaper.max_tokens or longest} tokens: every response would be punished; null is a fifth"
+            )
     alone = algorithm.sampler == "engine" and not algorithm.members
     if algorithm.needs_group and alone and n < 2:
         raise ValueError(

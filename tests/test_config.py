@@ -161,6 +161,10 @@ def test_an_ema_reference(good):
             "algorithm.tracker={low: 1, high: 1}",
             "algorithm.tracker: low=1.0 must be below high=1.0",
         ),
+        (
+            "algorithm={recipe: dapo, shapers: {0: {buffer: 4096}}}",
+            "algorithm.shapers.0.buffer=4096 exceeds the longest response, 1024 tokens: every response",
+        ),
         ("logging.profile_steps=[4, 2]", "logging: profile_steps=[4, 2]: want the first step and the last"),
         (
             "algorithm=c_grpo",

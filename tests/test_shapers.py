@@ -44,6 +44,8 @@ def test_overlong_falls_linearly_inside_its_buffer():
     expected = [pytest.approx([1, 1, 0.75, 0, 0])]
     assert shaped(Overlong(buffer=40, max_tokens=100), group) == expected
     assert shaped(Overlong(buffer=40).sized(100), group) == expected
+    fifth = make_group([1] * 3, lengths=[80, 90, 100])
+    assert shaped(Overlong().sized(100), fifth) == [pytest.approx([1, 0.5, 0])], "as 4096 of 20480"
 
 
 def test_unlikeliness_vector():

@@ -38,15 +38,18 @@ class Affine(Shaper):
 class Overlong(SizedShaper):
     """DAPO's soft punishment of length (arXiv 2503.14476 eq. 13).
 
-    r' = r + p: p is 0 up to max_tokens - buffer, falls to -1 at max_tokens, and stays there.
+    r' = r + p: p is 0 up to max_tokens - buffer, falls to -1 at max_tokens, and stays there. buffer: null
+    is a fifth of max_tokens, as the paper's 4096 of 20480.
     """
 
     name: Literal["overlong"] = "overlong"
-    buffer: PositiveInt = 4096
+    buffer: PositiveInt | None = None
 
     def __call__(self, groups: Sequence[Group], step: int) -> list[Group]:
+        buffer = self.buffer or self.limit / 5
+
         def penalty(length: int) -> float:
-            return -min(max((length - (self.limit - self.buffer)) / self.buffer, 0.0), 1.0)
+            return -min(max((length - (self.limit - buffer)) / buffer, 0.0), 1.0)
 
         return each(groups, lambda rollout: rollout.reward + penalty(len(rollout.token_ids)))
 
