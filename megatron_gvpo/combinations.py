@@ -14,6 +14,23 @@ def check_combinations(config: Config) -> None:
         check(config)
 
 
+def advice(config: Config) -> str | None:
+    """What is possible, and seldom meant; None: nothing.
+
+    A step of one update whose reference is the policy at its start trains that very policy: GVPO's d is 0.
+    """
+    train, algorithm, loss = config.train, config.algorithm, config.algorithm.loss
+    once = train.mini_batches * train.batch_epochs == 1
+    older = config.rollout.async_steps and algorithm.reference_logprobs == "engine"
+    if once and not older and loss.sums_anchors and loss.known_at_step_start and not loss.linear:
+        return (
+            f"train.mini_batches=1: a step's only update is its own reference, which makes {loss.name} "
+            "a plain policy gradient, its Var and Cov 0; use 2 or more, or train.batch_epochs=2, or another "
+            "algorithm.loss.reference"
+        )
+    return None
+
+
 def _batch(config: Config) -> None:
     train, algorithm, n = config.train, config.algorithm, config.rollout.n
     if train.prompts_per_step % train.mini_batches:

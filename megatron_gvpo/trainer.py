@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_gvpo.algorithms.base import STEP_START
 from megatron_gvpo.callbacks import Callback
+from megatron_gvpo.combinations import advice
 from megatron_gvpo.config import Config
 from megatron_gvpo.interrupt import Interrupt, Interrupted
 from megatron_gvpo.layout import check_layout
@@ -77,6 +78,8 @@ class Trainer:
                 remove_earlier_run(self.config.output_dir)
             end.callback(self._notify, "on_exit")
             self._notify("on_start")
+            if self.is_main and (said := advice(self.config)):
+                log.warning(said)
             if not self.resumed:
                 self._notify("on_step", 0, self.evaluate())
             try:

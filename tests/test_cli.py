@@ -158,7 +158,8 @@ def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
 
 
 def test_sigterm_stops_both_ranks_and_the_terminal_shows_only_the_run(task, tmp_path):
-    given = [str(task / "run.yaml"), "algorithm=gvpo", f"output_dir={tmp_path}", "checkpoint.every=2"]
+    quiet = ("algorithm=gvpo", "train.mini_batches=2")
+    given = [str(task / "run.yaml"), *quiet, f"output_dir={tmp_path}", "checkpoint.every=2"]
     launched = start("megatron_gvpo", "train", *given, "train.steps=100000", "--nproc=2", PYTHONWARNINGS="")
     deadline = time.monotonic() + 300
     while not (tmp_path / "checkpoints" / "step_00000002").exists():
@@ -176,7 +177,8 @@ def test_sigterm_stops_both_ranks_and_the_terminal_shows_only_the_run(task, tmp_
 
 
 def test_a_disk_full_while_logging_is_said_once_and_costs_no_checkpoint(task, tmp_path):
-    given = [str(task / "run.yaml"), "algorithm=gvpo", f"output_dir={tmp_path}", "checkpoint.every=1"]
+    quiet = ("algorithm=gvpo", "train.mini_batches=2")
+    given = [str(task / "run.yaml"), *quiet, f"output_dir={tmp_path}", "checkpoint.every=1"]
     full = reward_options(task, disk_full_in=2)
     launched = start("megatron_gvpo", "train", *given, full, "--nproc=2", PYTHONWARNINGS="")
     _, error = launched.communicate(timeout=300)

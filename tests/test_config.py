@@ -8,6 +8,7 @@ from good_config import GOOD
 
 from megatron_gvpo.algorithms.gvpo import GVPO
 from megatron_gvpo.algorithms.pg import PolicyGradient
+from megatron_gvpo.combinations import advice
 from megatron_gvpo.config import ConfigError, build_config, load_config
 
 
@@ -247,6 +248,22 @@ def test_what_a_user_is_told(good, override, said):
 @pytest.mark.parametrize("recipe", ["gvpo", "gpg", "grpo", "dr_grpo"])
 def test_comparing_methods_need_two_responses(good, recipe):
     assert "rollout.n >= 2" in message(good, f"algorithm={recipe}", "rollout.n=1")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["train.mini_batches=1"], True),
+        (["train.mini_batches=1", "train.batch_epochs=2"], False),
+        (["train.mini_batches=1", "algorithm.loss.reference=fixed"], False),
+        (["train.mini_batches=1", "algorithm.loss.terms=[]"], False),
+        (["train.mini_batches=1", "algorithm.loss.terms=[cov]"], False),
+        (["train.mini_batches=1", "algorithm=grpo"], False),
+        (["train.mini_batches=2"], False),
+    ],
+)
+def test_a_user_is_told_where_gvpo_is_a_policy_gradient(good, overrides, said):
+    assert bool(advice(load_config([good], overrides))) == said
 
 
 def test_one_response_is_enough_where_nothing_is_compared(good):
