@@ -66,10 +66,10 @@ class Policy:
         self._budget = config.train.max_tokens_per_micro_batch * config.parallel.cp
         self._temperature = config.rollout.temperature if config.algorithm.sampler == "engine" else 1.0
         self._stash_bytes = config.train.head_stash_mb << 20
-        self._shadow_of = next((r for r in config.algorithm.anchors if r != STEP_START), None)
         self._measured = False
         self._aside: dist.ProcessGroup | None = None
-        self.shadow = Shadow(self.model) if self._shadow_of else None
+        other = next((r for r in config.algorithm.anchors if r != STEP_START), None)
+        self.shadow = None if other is None else Shadow(self.model, other.decay)
 
     def score_reference(self, rows: Rows) -> Tensor:
         """`score` under the weights of the method's fixed or moving reference."""
@@ -179,8 +179,8 @@ class Policy:
 
     def end_step(self) -> None:
         """Move a reference that follows the policy."""
-        if self.shadow is not None and self._shadow_of is not None and self._shadow_of.decay is not None:
-            self.shadow.follow(self._shadow_of.decay)
+        if self.shadow is not None:
+            self.shadow.follow()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor on the CPU); a collective, iterate it to the end on every rank."""
