@@ -110,7 +110,7 @@ def test_an_ema_reference(good):
         ),
         (
             "train.quux=1",
-            "train.quux: no such key; known: deterministic, head_stash_mb, ",
+            "train.quux: no such key; known: batch_epochs, deterministic, head_stash_mb, ",
         ),
         # unknown names
         (
