@@ -24,6 +24,7 @@ from megatron_gvpo.rewards.functions import BUILT_IN
 from megatron_gvpo.rollout.config import ServersConfig as ServersConfig
 from megatron_gvpo.rollout.config import WeightSyncConfig as WeightSyncConfig
 from megatron_gvpo.section import Section as Section
+from megatron_gvpo.yaml_loader import Loader
 
 
 class ConfigError(ValueError):
@@ -302,7 +303,7 @@ def _read_yaml(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{file}: no such configuration file")
     try:
         with file.open("rb") as stream:  # from the stream, so that errors name the file
-            values = yaml.load(stream, _Loader)
+            values = yaml.load(stream, Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{file}: not valid YAML: {error}") from None
     if not isinstance(values, dict):
@@ -315,29 +316,12 @@ def _parse_override(override: str) -> dict[str, Any]:
     if not sign or not dotted:
         raise ConfigError(f"override {override!r}: expected key.sub=value")
     try:
-        value: Any = yaml.load(text, _Loader)
+        value: Any = yaml.load(text, Loader)
     except yaml.YAMLError:
         value = text
     for key in reversed(dotted.split(".")):
         value = {key: value}
     return value
-
-
-class _Loader(yaml.SafeLoader):
-    """SafeLoader that refuses a key given twice and reads 1e-5 as a number (YAML 1.1 wants 1.0e-5)."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key_node, _ in node.value:
-            if key_node.value in seen:
-                problem = f"key {key_node.value!r} given twice"
-                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
-            seen.add(key_node.value)
-        return super().construct_mapping(node, deep)
-
-
-_FLOAT = re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)$")
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
 
 
 def _explain(error: ValidationError) -> str:

@@ -45,6 +45,17 @@ def test_floats_as_people_write_them(good, text):
     assert load_config([good], [f"optimizer.lr={text}"]).optimizer.lr == pytest.approx(1e-5)
 
 
+def test_words_as_people_write_them(good):
+    """YAML 1.1 takes on, off, yes and no for booleans, wherever they stand."""
+    config = load_config(
+        [good], ["logging.progress=off", "checkpoint.asynchronous=yes", "data.shuffle=false"]
+    )
+    assert config.logging.progress == "off"
+    assert (config.checkpoint.asynchronous, config.data.shuffle) == (True, False)
+    good.write_text(GOOD + "logging: {progress: off, tensorboard: no}\n")
+    assert load_config([good]).logging.progress == "off" and not load_config([good]).logging.tensorboard
+
+
 def test_an_override_into_a_short_form_keeps_what_it_named(good):
     good.write_text(GOOD + "algorithm: gpg\n")
     config = load_config(
