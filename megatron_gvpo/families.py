@@ -51,6 +51,11 @@ def check_family(model: dict[str, Any], where: str) -> None:
                 f"{where}: {key}={model[key]} in config.json; Megatron-Bridge builds {architecture} with "
                 f"{key}={assumed} only"
             )
+    if model.get("kv_lora_rank") and "q_lora_rank" in model and model["q_lora_rank"] is None:
+        raise ConfigError(
+            f"{where}: q_lora_rank=null in config.json (DeepSeek-V2-Lite); megatron-core norms what the "
+            "queries are projected from, once more than the model does"
+        )
     _check_rope(model, architecture, where)
     _check_window(model, where)
     _check_groups(model, where)

@@ -106,13 +106,6 @@ CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
         topk_method="group_limited_greedy",
         rope_parameters=_YARN_ROPE,
     ),
-    "deepseek_v2_lite": lambda: transformers.DeepseekV2Config(
-        **{**_COMMON, **_MLA, "q_lora_rank": None},
-        **_EXPERTS,
-        **{**_GROUPED, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0},
-        topk_method="greedy",
-        rope_parameters=_YARN_ROPE,
-    ),
     "deepseek_v3": lambda: transformers.DeepseekV3Config(
         **{**_COMMON, **_MLA}, **_EXPERTS, **_GROUPED, rope_parameters=_YARN_ROPE
     ),

@@ -13,8 +13,8 @@ import gradient_reference as reference
 import pytest
 import torch
 from distributed import launch
+from gradient_cases import SPLIT, STEPS, sampled_for
 from gradient_worker import UPDATE, Case, Layout
-from test_gradient_invariance import SPLIT, STEPS, sampled_for
 
 LAYOUTS = [Layout(1), Layout(2, pp=2), Layout(2, pp=2, vpp=2)]
 

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import checkpoint_worker
-from test_gradient_invariance import FAMILIES, RUNS, STEPS
+from gradient_cases import FAMILIES, RUNS, STEPS
 
 from megatron_gvpo.config import ConfigError, build_config
 from megatron_gvpo.layout import check_layout
@@ -26,7 +26,6 @@ FAMILY_NAMES = {
     "mistral": "Mistral",
     "qwen3_moe": "Qwen3-MoE",
     "deepseek_v2": "DeepSeek-V2",
-    "deepseek_v2_lite": "DeepSeek-V2-Lite",
     "deepseek_v3": "DeepSeek-V3",
 }
 _DENSE = {
@@ -91,6 +90,11 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], int]] = [
     (
         {},
         {**_MOE, **{"architectures": ["DeepseekV3ForCausalLM"], "n_group": 3, "num_experts_per_tok": 4}},
+        1,
+    ),
+    (
+        {},
+        {**_MOE, **{"architectures": ["DeepseekV2ForCausalLM"], "kv_lora_rank": 512, "q_lora_rank": None}},
         1,
     ),
     ({}, {**_MOE, "mlp_only_layers": [0]}, 1),

@@ -25,6 +25,4 @@ def local_block_spec(config: Any, vp_stage: int | None = None) -> Any:
         for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
             if getattr(attention, name, IdentityOp) not in (IdentityOp, None):
                 setattr(attention, name, LocalRMSNorm)
-        if config.multi_latent_attention and config.q_lora_rank is None:  # no latent query to norm
-            attention.q_layernorm = IdentityOp
     return block
