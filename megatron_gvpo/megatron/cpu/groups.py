@@ -44,6 +44,7 @@ class OneDeviceGroup(ProcessGroupGloo):
         torch.set_num_threads(1)
         try:
             mine = torch.zeros(_PARALLEL)
-            self.allgather([[torch.empty_like(mine) for _ in range(self.size())]], [mine]).wait()
+            group: Any = self
+            group.allgather([[torch.empty_like(mine) for _ in range(self.size())]], [mine]).wait()
         finally:
             torch.set_num_threads(threads)
