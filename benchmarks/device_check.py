@@ -10,6 +10,7 @@
              tokens a second, MFU, seconds of head, body, optimizer and weight export, peak memory by part;
              head and update in every mode of the head
   fp8        the same with FP8, where Transformer Engine is there
+  ipc        a weight bucket of this GPU in another process, as colocated rollout servers map it: bytes, GB/s
 
 It runs with what the machine has. What is missing or fails is said in the table, and the exit status is 1
 where something that ran was wrong.
@@ -73,6 +74,10 @@ def main() -> None:
     results = report["results"]
     attempt(report, "head", lambda: results.update(head=device_head().head(args.smoke)))
     attempt(report, "layers", lambda: results.update(layers=layers()))
+    if torch.cuda.is_available():
+        attempt(report, "ipc", lambda: results.update(ipc=device_ipc().check(args.smoke)))
+    else:
+        report["missing"]["ipc"] = "no GPU: CUDA IPC maps memory of one"
     if reason := no_fp8():
         report["missing"]["fp8"] = reason
     for recipe in (None,) if reason else (None, "tensorwise"):
@@ -94,6 +99,13 @@ def device_head() -> Any:
     import device_head
 
     return device_head
+
+
+def device_ipc() -> Any:
+    """Imports what the check of shared GPU memory needs."""
+    import device_ipc
+
+    return device_ipc
 
 
 def attempt(report: dict[str, Any], name: str, check: Callable[[], None]) -> None:

@@ -34,7 +34,7 @@ def test_the_smoke_form_runs_what_there_is_and_names_what_is_missing(tmp_path: P
         assert {"known", "stash", "recompute"} <= part["head_seconds"].keys()
         assert {"known", "stash", "recompute"} == part["update_seconds"].keys()
     if not torch.cuda.is_available():
-        assert found["missing"].keys() == {"gpu", "fp8"}
+        assert found["missing"].keys() == {"gpu", "fp8", "ipc"}
         assert results["layers"]["float32"] == {"logp": 0.0, "gradient": 0.0}, "the same layers, twice"
     for line in (*trained, "missing: fp8", "memory_gib head"):
         assert line in done.stdout
