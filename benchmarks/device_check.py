@@ -8,7 +8,8 @@
              process without a GPU: the same weights, one pack, log-probs and gradients
   train      updates of a model shaped as Qwen2.5-1.5B and of one as 7B with fewer layers, of random weights:
              tokens a second, MFU, seconds of head, body, optimizer and weight export, peak memory by part;
-             head and update in every mode of the head
+             head and update in every mode of the head, the head's share, and what the whole update gains over
+             one whose head makes all logits (bf16 product, fp32 log_softmax)
   fp8        the same with FP8, where Transformer Engine is there
   ipc        a weight bucket of this GPU in another process, as colocated rollout servers map it: bytes, GB/s
 
@@ -247,6 +248,10 @@ def train(shape: dict[str, Any], smoke: bool, fp8: str | None = None) -> dict[st
         policy.update(rows, at_step_start=False)
         with clock(updates, mode):
             policy.update(rows, at_step_start=False)
+    with device_head().naive_head():
+        policy.update(rows, at_step_start=True)
+        with clock(updates, "naive"):
+            policy.update(rows, at_step_start=True)
     seconds["body"] = seconds["update"] - seconds["optimizer"] - seconds["head"]
     seconds = {name: value / rounds for name, value in seconds.items()}
     with clock(seconds, "export"):
@@ -265,6 +270,8 @@ def train(shape: dict[str, Any], smoke: bool, fp8: str | None = None) -> dict[st
         "seconds": seconds,
         "head_seconds": of_head,
         "update_seconds": updates,
+        "head_share": seconds["head"] / seconds["update"],
+        "times_naive": {mode: updates["naive"] / updates[mode] for mode in updates if mode != "naive"},
         "exported_gb_per_s": exported / seconds["export"] / 1e9,
         "memory_gib": {n.split("/")[1].removesuffix("_gib"): v for n, v in first.memory.items()},
         "right": bool(torch.isfinite(torch.tensor(first.update.grad_norm))) and not first.update.skipped,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_gvpo.kernels.linear_logprob import linear_logprob
+from megatron_gvpo.kernels.linear_logprob import LinearLogprob, linear_logprob
 from megatron_gvpo.megatron.parallel import device
 
 EVERYTHING = 1 << 40  # bytes of stash
@@ -47,6 +48,26 @@ def head(smoke: bool) -> dict[str, Any]:
             found[f"{str(dtype).removeprefix('torch.')} {way}"] = errors
             found["right"] = found.get("right", True) and max(errors.values()) < limit
     return found
+
+
+@contextmanager
+def naive_head() -> Iterator[None]:
+    """Inside, updates have the head that one would write: all logits, and autograd."""
+    from megatron_gvpo.megatron import forward
+
+    ours, forward.linear_logprob = forward.linear_logprob, _naive
+    try:
+        yield
+    finally:
+        forward.linear_logprob = ours
+
+
+def _naive(
+    x: Tensor, w: Tensor, labels_r: Tensor, *, temperature: float, weight_r: Tensor | None, **_: Any
+) -> LinearLogprob:
+    logp_rv = torch.log_softmax((x @ w.T).float() / temperature, -1)
+    logp_r = logp_rv.gather(1, labels_r[:, None])[:, 0]
+    return LinearLogprob(logp_r, None, None if weight_r is None else (weight_r * logp_r).sum(), "reference")
 
 
 def head_seconds(policy: Any, rows: Any, dtype: str) -> dict[str, float]:

@@ -13,12 +13,13 @@ from megatron_gvpo.kernels.linear_logprob import linear_logprob
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # (hidden_th, weight_vh, labels_t, g_t) -> scalar
 
 OURS = ("late", "known", "stash", "stash_2gb", "stash_10gb", "late_triton")
-PEERS = ("compiled", "torch_linear_ce", "liger", "cce", "cce_exact")
+PEERS = ("compiled", "torch_linear_ce", "liger", "quack", "cce", "cce_exact")
 NOTES = {
     "naive": "full logits, log_softmax, gather, autograd",
     "compiled": "naive under torch.compile",
     "torch_linear_ce": "torch.nn.functional.linear_cross_entropy, reduction none",
     "liger": "LigerFusedLinearScaledCrossEntropyFunction: per-token weights; recomputes",
+    "quack": "QuACK's linear_cross_entropy_func, reduction none: all logits in bf16 (its chunked head sums)",
     "cce": "cut-cross-entropy, reduction none; drops small gradients",
     "cce_exact": "cut-cross-entropy, nothing dropped",
     "late": "linear_logprob, weights with the backward, recomputed",
@@ -54,6 +55,8 @@ def head(name: str, stash_bytes: int, logits_bytes: int | None) -> Loss:
             return _torch_linear_ce
         case "liger":
             return _liger()
+        case "quack":
+            return _quack()
         case "cce" | "cce_exact":
             return _cut_cross_entropy(name)
     raise ValueError(f"no head called {name!r}")
@@ -83,7 +86,18 @@ def _liger() -> Loss:
     from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction
 
     def loss(x: Tensor, w: Tensor, labels_t: Tensor, g_t: Tensor) -> Tensor:
-        nll_t, _ = LigerFusedLinearScaledCrossEntropyFunction.apply(x, w, labels_t, 1.0, -100, 1, False)
+        found = LigerFusedLinearScaledCrossEntropyFunction.apply(x, w, labels_t, 1.0, -100, 1, False)
+        nll_t = found[0] if isinstance(found, tuple) else found  # with the entropy, by some of its versions
+        return -(g_t * nll_t).sum()
+
+    return loss
+
+
+def _quack() -> Loss:
+    from quack.linear_cross_entropy import linear_cross_entropy_func
+
+    def loss(x: Tensor, w: Tensor, labels_t: Tensor, g_t: Tensor) -> Tensor:
+        nll_t = linear_cross_entropy_func(x, w, None, labels_t, reduction="none", inplace_backward=True)
         return -(g_t * nll_t).sum()
 
     return loss

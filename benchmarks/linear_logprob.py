@@ -33,7 +33,7 @@ CPU_HEADS = ("naive", "late", "stash", "known")
 CPU_SHAPE = (4096, 896, 151_936)
 CPU_TARGETS = {"late": {"extra_mb": 450, "ratio": 1.2}, "known": {"extra_mb": 450, "ratio": 1.0}}
 GPU_HEADS = (
-    *("naive", "compiled", "torch_linear_ce", "liger", "cce", "cce_exact"),
+    *("naive", "compiled", "torch_linear_ce", "liger", "quack", "cce", "cce_exact"),
     *("late", "late_triton", "known", "stash_2gb", "stash_10gb"),
 )
 GPU_MODELS = {"Qwen2.5-1.5B": (1536, 151_936), "Qwen2.5-7B": (3584, 152_064), "Qwen2.5-72B": (8192, 152_064)}
@@ -58,7 +58,9 @@ def main() -> None:
 
         if not torch.cuda.is_available():
             sys.exit("--device cuda: PyTorch finds no GPU here")
-        report = {"machine": machine(args), "targets": GPU_TARGETS, "shapes": []}
+        from heads import NOTES
+
+        report = {"machine": machine(args), "heads": NOTES, "targets": GPU_TARGETS, "shapes": []}
         for tokens, hidden, vocab in shapes(args):
             at = ["--tokens", str(tokens), "--hidden", str(hidden), "--vocab", str(vocab)]
             report["shapes"].append(compare_on_gpu(args, at))
@@ -244,6 +246,8 @@ def machine(args: argparse.Namespace) -> dict[str, Any]:
 
 def compare_on_gpu(args: argparse.Namespace, shape: Sequence[str]) -> dict[str, Any]:
     """All heads at one shape, each in its own process."""
+    from heads import OURS, PEERS
+
     arguments = [*sys.argv[1:], *shape]
     tokens, hidden, vocab = (int(size) for size in shape[1::2])
     rates = run_in_process("rates", arguments)
@@ -255,6 +259,11 @@ def compare_on_gpu(args: argparse.Namespace, shape: Sequence[str]) -> dict[str, 
             if "missing" not in rates:
                 found["of_gemm"] = found["useful_tflops"] / rates["gemm_tflops"]
         print(f"T={tokens} H={hidden} V={vocab} {head}: {found}", file=sys.stderr, flush=True)
+    measured = {head: found["wall_s"] for head, found in heads.items() if "missing" not in found}
+    peers = [measured[head] for head in PEERS if head in measured]
+    for head in (head for head in OURS if head in measured):
+        heads[head]["times_best_peer"] = min(peers) / measured[head] if peers else None
+        heads[head]["times_naive"] = measured["naive"] / measured[head] if "naive" in measured else None
     return {"tokens": tokens, "hidden": hidden, "vocab": vocab, "rates": rates, "heads": heads}
 
 

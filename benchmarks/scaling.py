@@ -27,6 +27,7 @@ import argparse
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -58,6 +59,8 @@ def main() -> int:
     args = parse()
     if args.report:
         points = [json.loads(file.read_text()) for file in args.report.glob("*.json")]
+        if not points:
+            raise SystemExit(f"{args.report}: no points there; a job that has failed says why in its output")
         return report(args, sorted(points, key=lambda p: (p["mode"], p["ranks"], p["layout"])))
     with tempfile.TemporaryDirectory() as scratch:
         overrides = list(args.overrides)
@@ -158,10 +161,9 @@ def run(ranks: int, command: Sequence[str]) -> None:
 def submit(args: argparse.Namespace, point: Point, command: Sequence[str]) -> None:
     """A job of `megatron-gvpo slurm` with another program in it."""
     from megatron_gvpo.cluster import slurm
-    from megatron_gvpo.config import load_config
+    from megatron_gvpo.config import ConfigError, load_config
 
     given = [w for w in command if w.endswith((".yaml", ".yml")) or ("=" in w and w[0] != "{")]
-    config = load_config([w for w in given if "=" not in w], [w for w in given if "=" in w])
     job = slurm.Job(
         nodes=point.ranks // args.ranks_per_node,
         ranks_per_node=args.ranks_per_node,
@@ -169,9 +171,14 @@ def submit(args: argparse.Namespace, point: Point, command: Sequence[str]) -> No
         sbatch=tuple(args.sbatch),
         how="--overwrite",
     )
-    slurm.check(config, job)
-    script = slurm.write(config, slurm.render(config, command, job, program=str(WORKER)))
-    print(script if args.dry_run else f"{point.name}: job {slurm.submit(script)}")
+    program = f"-m megatron_gvpo.cluster.rank {shlex.quote(str(WORKER))}"
+    try:
+        config = load_config([w for w in given if "=" not in w], [w for w in given if "=" in w])
+        slurm.check(config, job)
+        script = slurm.write(config, slurm.render(config, command, job, program=program))
+        print(script if args.dry_run else f"{point.name}: job {slurm.submit(script)}", flush=True)
+    except (ConfigError, slurm.SlurmError) as error:
+        raise SystemExit(f"{point.name}: {error}") from None
 
 
 def make_task(directory: Path) -> list[str]:

@@ -208,7 +208,7 @@ def take_apart(seconds: dict[str, float]) -> None:
     from megatron.core.pipeline_parallel import schedules
 
     from megatron_gvpo import parts
-    from megatron_gvpo.megatron import forward, optimizer, policy
+    from megatron_gvpo.megatron import forward, optimizer, policy, shares
 
     def timed(owner: Any, name: str, part: str, within: str | None = None) -> None:
         function = getattr(owner, name)
@@ -226,7 +226,7 @@ def take_apart(seconds: dict[str, float]) -> None:
 
     timed(parts.EngineSampler, "collect", "sampling and rewards")
     timed(parts.EmbeddedWeights, "push", "weights to the engine")
-    timed(policy, "plan", "planning and packing")
+    timed(shares, "plan", "planning and packing")
     timed(policy.Rows, "select", "planning and packing")
     timed(forward.TokenBatch, "pack", "planning and packing", within="forward")
     timed(forward, "_packed_params", "planning and packing", within="forward")

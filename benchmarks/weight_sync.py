@@ -23,7 +23,6 @@ NCCL needs a GPU for this process beside the server's: with one GPU only in-proc
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import platform
@@ -33,7 +32,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -42,15 +40,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from sync_model import change, make_model
+from sync_server import ROOT, cpu_seconds, device, engine_python, served, two_gpus
 from torch import Tensor
 
-from megatron_gvpo.config import Config, build_config
+from megatron_gvpo.config import Config
 from megatron_gvpo.data.tokenizer import load_tokenizer
 from megatron_gvpo.rollout.fleet import Fleet
-from megatron_gvpo.rollout.http import Http, open_session
 from megatron_gvpo.rollout.local import LocalEngine
 from megatron_gvpo.rollout.loop import BackgroundLoop
-from megatron_gvpo.rollout.served import DIALECTS, start_servers
+from megatron_gvpo.rollout.served import DIALECTS
 from megatron_gvpo.weights.broadcast import Broadcast
 from megatron_gvpo.weights.bucket import Bucket
 from megatron_gvpo.weights.delta import Delta
@@ -58,7 +56,6 @@ from megatron_gvpo.weights.disk import Disk
 from megatron_gvpo.weights.in_process import InProcess
 from megatron_gvpo.weights.push import Publisher
 
-ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
 TIMEOUT = 120.0  # seconds for one step of a push
 TARGET = 0.8
@@ -307,69 +304,6 @@ class Plain:
             self._announce(0)
             self._process.wait(30)
             dist.destroy_process_group()
-
-
-@contextmanager
-def served(
-    engine: str, directory: Path, args: argparse.Namespace
-) -> Iterator[tuple[BackgroundLoop, Fleet, Config, int]]:
-    """A server of `engine` on the model, healthy, a fleet of it alone, and its process group."""
-    small = ["--max-total-tokens", "4096"] if engine == "sglang" else ["--max-num-seqs", "8"]
-    servers = {"python": engine_python(engine, args), "context_length": 128, "args": small}
-    rollout = {"engine": engine, "servers": servers, "weights": {"bucket_mb": args.bucket_mb}}
-    config = build_config(
-        {
-            "output_dir": str(directory / engine),
-            "model": {"path": str(directory / "model"), "dtype": "bfloat16"},
-            "data": {"train": {"path": "unused"}},
-            "rollout": rollout,
-            "train": {"steps": 1, "prompts_per_step": 1},
-            "optimizer": {"lr": 1.0},
-        }
-    )
-    loop = BackgroundLoop("benchmark")
-    supervisor = start_servers(config, None, lambda message: print(message, file=sys.stderr))
-    session = loop.run(open_session())
-    server = DIALECTS[engine](Http(session, supervisor.processes[0].url))
-    fleet = Fleet([server], config.rollout.servers, (1,), print, supervisor)
-    try:
-        loop.run(fleet.start())
-        yield loop, fleet, config, supervisor.processes[0].pid or 0
-    finally:
-        loop.run(fleet.stop())
-        supervisor.close()
-        loop.run(session.close())
-        loop.close()
-
-
-def engine_python(engine: str, args: argparse.Namespace) -> str:
-    given = dict(choice.split("=", 1) for choice in args.python)
-    if engine in given:
-        return given[engine]
-    script = ROOT / "tools" / "engines" / "make_env.sh"
-    built = subprocess.run([script, engine], stdout=subprocess.PIPE, text=True, check=True)
-    return built.stdout.strip().splitlines()[-1]
-
-
-def device(args: argparse.Namespace) -> torch.device:
-    """The trainer's: the last GPU, for servers start on the first."""
-    return (
-        torch.device("cuda", torch.cuda.device_count() - 1) if args.device == "cuda" else torch.device("cpu")
-    )
-
-
-def cpu_seconds(group: int) -> float:
-    """That a process group has taken so far."""
-    ticks = 0
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended
-            fields = stat.read_text().rpartition(")")[2].split()
-            ticks += int(fields[11]) + int(fields[12]) if int(fields[2]) == group else 0
-    return ticks / os.sysconf("SC_CLK_TCK")
-
-
-def two_gpus() -> bool:
-    return torch.cuda.device_count() > 1
 
 
 def spread(values: list[float]) -> dict[str, float]:

@@ -12,10 +12,15 @@ version_of() { sed -n "s/^$1==\([0-9.]*\).*/\1/p" megatron_gvpo/versions.txt; }
 
 case $name in
   cpu) file=cpu arguments=(--build-arg "BASE_IMAGE=python:$(cat .python-version)-slim-bookworm") ;;
-  trainer) file=trainer arguments=(--build-arg "CUDA_VERSION=$(version_of cuda-toolkit)") ;;
+  trainer)
+    file=trainer
+    arguments=(--build-arg "CUDA_VERSION=$(version_of cuda-toolkit)" --build-arg "NCCL_VERSION=$(version_of nccl)")
+    ;;
   sglang | vllm)
     file=rollout
-    arguments=(--target "$name" --build-arg "SGLANG_VERSION=$(version_of sglang)" --build-arg "VLLM_VERSION=$(version_of vllm)")
+    arguments=(--target "$name" --build-arg "SGLANG_VERSION=$(version_of sglang)" --build-arg "VLLM_VERSION=$(version_of vllm)"
+               --build-arg "NCCL_VERSION=$(version_of nccl)"
+               --build-arg "MSGPACK_VERSION=$(sed -n 's/^msgpack==//p' constraints.txt)")
     ;;
   *) echo "build.sh: there is no image '$name'; known: cpu, trainer, sglang, vllm" >&2; exit 2 ;;
 esac

@@ -2,12 +2,14 @@
 # They hold compilers, which the engines use at run time; nothing here adds one.
 ARG SGLANG_VERSION
 ARG VLLM_VERSION
-ARG SGLANG_IMAGE=lmsysorg/sglang:v${SGLANG_VERSION}-cu130
+ARG SGLANG_IMAGE=lmsysorg/sglang:v${SGLANG_VERSION}
 ARG VLLM_IMAGE=vllm/vllm-openai:v${VLLM_VERSION}
 
-# What both get: this package, to run `serve`, and its receivers of weights, which the engines import.
+# What both get: this package, to run `serve`, and its receivers of weights, which the engines import; the one package that
+# they lack for it; the trainer's NCCL, which refuses a group of two versions; `python`, as which `serve` starts the engine.
 FROM scratch AS ours
 COPY megatron_gvpo /megatron_gvpo
+COPY docker/packages.sh /
 
 FROM ${SGLANG_IMAGE} AS sglang
 ARG REVISION=unknown
@@ -16,9 +18,13 @@ LABEL org.opencontainers.image.title="megatron_gvpo, SGLang rollouts" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.revision="${REVISION}"
 COPY --from=ours / /opt/megatron_gvpo/
+ARG NCCL_VERSION
+ARG MSGPACK_VERSION
+RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
+    sh /opt/megatron_gvpo/packages.sh "${NCCL_VERSION}" "msgpack==${MSGPACK_VERSION}" \
+    && useradd --create-home --uid 10001 gvpo
 ENV PYTHONPATH=/opt/megatron_gvpo:/opt/megatron_gvpo/megatron_gvpo/rollout/plugins \
     HEALTH_URL=http://127.0.0.1:30000/health
-RUN useradd --create-home --uid 10001 gvpo
 USER 10001
 WORKDIR /home/gvpo
 HEALTHCHECK --interval=30s --timeout=10s --start-period=10m \
@@ -32,9 +38,13 @@ LABEL org.opencontainers.image.title="megatron_gvpo, vLLM rollouts" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.revision="${REVISION}"
 COPY --from=ours / /opt/megatron_gvpo/
+ARG NCCL_VERSION
+ARG MSGPACK_VERSION
+RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
+    sh /opt/megatron_gvpo/packages.sh "${NCCL_VERSION}" "msgpack==${MSGPACK_VERSION}" \
+    && useradd --create-home --uid 10001 gvpo
 ENV PYTHONPATH=/opt/megatron_gvpo:/opt/megatron_gvpo/megatron_gvpo/rollout/plugins \
     HEALTH_URL=http://127.0.0.1:30000/health
-RUN useradd --create-home --uid 10001 gvpo
 USER 10001
 WORKDIR /home/gvpo
 HEALTHCHECK --interval=30s --timeout=10s --start-period=10m \

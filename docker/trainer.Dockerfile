@@ -25,7 +25,10 @@ COPY megatron_gvpo /tmp/source/megatron_gvpo
 RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
     pip install --constraint /tmp/source/constraints.txt /tmp/source \
     && pip install --constraint /tmp/source/constraints.txt --no-deps megatron-bridge
-COPY docker/compile_triton.py /tmp/
+# The servers' NCCL, which is newer than what torch asks for: NCCL refuses a group of two versions.
+ARG NCCL_VERSION
+COPY docker/packages.sh docker/compile_triton.py /tmp/
+RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf sh /tmp/packages.sh "${NCCL_VERSION}"
 # The CUDA toolkit's stand-in for the driver, which comes with the GPU.
 RUN mkdir /tmp/driver && ln -s /usr/local/cuda/lib64/stubs/libcuda.so /tmp/driver/libcuda.so.1 \
     && TRITON_CACHE_DIR=/opt/triton TRITON_LIBCUDA_PATH=/tmp/driver LD_LIBRARY_PATH=/tmp/driver \

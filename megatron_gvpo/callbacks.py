@@ -108,7 +108,6 @@ class Recorder(Callback):
 
     def _conclude(self, trainer: Trainer) -> None:
         wall = time.perf_counter() - self._begin
-        self._progress.close()
         records = read_metrics(self._directory / "metrics.jsonl")
         graded = [r["eval/pass@1"] for r in records if r.get("eval/pass@1") is not None]
         totals = trainer.parts.timer.totals
@@ -120,7 +119,8 @@ class Recorder(Callback):
         }
         (self._directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         plot_curve(self._directory / "metrics.jsonl", self._directory / "curve.png")
-        print(time_report(totals, wall))
+        self._progress.note(time_report(totals, wall))
+        self._progress.close()
 
 
 def _refused(trainer: Trainer, problem: str) -> OutputError:

@@ -10,8 +10,34 @@ if TYPE_CHECKING:
 
 def check_combinations(config: Config) -> None:
     """Raises ValueError, which names the keys and their values, for a combination that cannot work."""
-    for check in (_batch, _engine_reference, _engine, _router_replay, _data, _schedule):
+    for check in (
+        _batch,
+        _engine_reference,
+        _engine,
+        _router_replay,
+        _data,
+        _components,
+        _evaluation,
+        _schedule,
+    ):
         check(config)
+
+
+def advice(config: Config) -> str | None:
+    """What is possible, and seldom meant; None: nothing.
+
+    A step of one update whose reference is the policy at its start trains that very policy: GVPO's d is 0.
+    """
+    train, algorithm, loss = config.train, config.algorithm, config.algorithm.loss
+    once = train.mini_batches * train.batch_epochs == 1
+    older = config.rollout.async_steps and algorithm.reference_logprobs == "engine"
+    if once and not older and loss.sums_anchors and loss.known_at_step_start and not loss.linear:
+        return (
+            f"train.mini_batches=1: a step's only update is its own reference, which makes {loss.name} "
+            "a plain policy gradient, its Var and Cov 0; use 2 or more, or train.batch_epochs=2, or another "
+            "algorithm.loss.reference"
+        )
+    return None
 
 
 def _batch(config: Config) -> None:
@@ -21,6 +47,13 @@ def _batch(config: Config) -> None:
             f"train.mini_batches={train.mini_batches} does not divide "
             f"train.prompts_per_step={train.prompts_per_step}: every optimizer update takes whole groups"
         )
+    for i, shaper in enumerate(algorithm.shapers):
+        longest = config.rollout.max_tokens
+        if shaper.name == "overlong" and (shaper.buffer or 0) > (shaper.max_tokens or longest):
+            raise ValueError(
+                f"algorithm.shapers.{i}.buffer={shaper.buffer} exceeds the longest response, "
+                f"{shaper.max_tokens or longest} tokens: every response would be punished; null is a fifth"
+            )
     alone = algorithm.sampler == "engine" and not algorithm.members
     if algorithm.needs_group and alone and n < 2:
         raise ValueError(
@@ -38,10 +71,10 @@ def _engine_reference(config: Config) -> None:
             "trainer's log-probs with the engine's, which some engines renormalise after top-p: set "
             "rollout.top_p=1, or use reference_logprobs=trainer"
         )
-    if config.train.mini_batches == 1 and not config.rollout.async_steps:
+    if config.train.mini_batches * config.train.batch_epochs == 1 and not config.rollout.async_steps:
         raise ValueError(
             "train.mini_batches=1: algorithm.reference_logprobs=engine has no effect there, because "
-            "the first mini-batch of a step is its own reference: use reference_logprobs=trainer"
+            "the first update of a step is its own reference: use reference_logprobs=trainer"
         )
 
 
@@ -108,7 +141,33 @@ def _data(config: Config) -> None:
     compares = any(c.name == "math" and c.function is None for c in config.rewards.components)
     if algorithm.sampler == "engine" and compares and fields.answer_key is None:
         raise ValueError("data.train.answer_key is null, but the reward 'math' compares with an answer")
-    if max(config.eval.k) > config.eval.n:
+
+
+def _components(config: Config) -> None:
+    """The components of the reward that blocks read by name."""
+    algorithm, known = config.algorithm, [component.name for component in config.rewards.components]
+    for key, block in algorithm.blocks_on_components():
+        if algorithm.sampler != "engine":
+            raise ValueError(
+                f"{key} reads components of the reward, and sampler={algorithm.sampler} gives one reward a "
+                "response: use sampler=engine"
+            )
+        if any(member.name == "demonstration" for member in algorithm.members):
+            raise ValueError(
+                f"{key} reads components of the reward, and algorithm.members: demonstration joins with a "
+                "reward and no components: leave one of them out"
+            )
+        for component in block.components_read:
+            there = component < len(known) if isinstance(component, int) else component in known
+            if not there:
+                raise ValueError(
+                    f"{key} reads the reward component {component!r}, and rewards.components has "
+                    f"{', '.join(known) or 'none'}: add it, with weight 0 if it is to count nowhere else"
+                )
+
+
+def _evaluation(config: Config) -> None:
+    if max(config.eval.k, default=1) > config.eval.n:
         raise ValueError(
             f"eval.k={list(config.eval.k)}: pass@k needs eval.n >= k, and eval.n={config.eval.n}"
         )
@@ -116,16 +175,15 @@ def _data(config: Config) -> None:
 
 def _schedule(config: Config) -> None:
     train, optimizer = config.train, config.optimizer
-    if optimizer.warmup_steps >= train.steps * train.mini_batches:
+    all_updates = f"{train.updates} updates (train.steps x train.mini_batches x train.batch_epochs)"
+    if optimizer.warmup_steps >= train.updates:
         raise ValueError(
-            f"optimizer.warmup_steps={optimizer.warmup_steps} leaves nothing of the run's "
-            f"{train.steps * train.mini_batches} updates (train.steps x train.mini_batches)"
+            f"optimizer.warmup_steps={optimizer.warmup_steps} leaves nothing of the run's {all_updates}"
         )
     critic = config.algorithm.critic
-    if critic is not None and critic.warmup_steps >= train.steps * train.mini_batches:
+    if critic is not None and critic.warmup_steps >= train.updates:
         raise ValueError(
-            f"algorithm.critic.warmup_steps={critic.warmup_steps} leaves nothing of the run's "
-            f"{train.steps * train.mini_batches} updates (train.steps x train.mini_batches)"
+            f"algorithm.critic.warmup_steps={critic.warmup_steps} leaves nothing of the run's {all_updates}"
         )
     if optimizer.min_lr > optimizer.lr:
         raise ValueError(f"optimizer.min_lr={optimizer.min_lr} exceeds optimizer.lr={optimizer.lr}")

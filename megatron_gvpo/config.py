@@ -12,7 +12,7 @@ import re
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
@@ -20,9 +20,11 @@ from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationEr
 from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.algorithms.recipe import merge
 from megatron_gvpo.combinations import check_combinations
+from megatron_gvpo.rewards.functions import BUILT_IN
 from megatron_gvpo.rollout.config import ServersConfig as ServersConfig
 from megatron_gvpo.rollout.config import WeightSyncConfig as WeightSyncConfig
 from megatron_gvpo.section import Section as Section
+from megatron_gvpo.yaml_loader import Loader
 
 
 class ConfigError(ValueError):
@@ -127,16 +129,38 @@ class RewardsConfig(Section):
     timeout: float = Field(10.0, gt=0)  # seconds a rollout; later it counts as 0
     workers: PositiveInt = 1  # processes of every rank
 
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        names = [component.name for component in self.components]
+        for i, component in enumerate(self.components):
+            if component.name in names[:i]:
+                raise ValueError(f"components.{i}: the name {component.name!r} is given twice")
+            if component.function is None and component.name not in BUILT_IN:
+                raise ValueError(
+                    f"components.{i}: there is no built-in reward {component.name!r} (there are: "
+                    f"{', '.join(sorted(BUILT_IN))}); for your own, give its function"
+                )
+        return self
+
 
 class TrainConfig(Section):
     steps: PositiveInt
     prompts_per_step: PositiveInt
     mini_batches: PositiveInt = 1  # optimizer updates a step
+    batch_epochs: PositiveInt = 1  # passes over them (PPO's epochs, GRPO's mu)
     max_tokens_per_micro_batch: PositiveInt = 8192
     share_prompts: bool = False  # compute the prompt of a group's responses once; CPU's attention only
     head_stash_mb: NonNegativeInt = 1024  # of a rank, for the output layer's exponentials: docs/head.md
     seed: int = Field(0, ge=0)
     deterministic: bool = False  # bit-equal metrics on repetition under the same layout; slower on GPU
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates of the whole run."""
+        return self.steps * self.mini_batches * self.batch_epochs
+
+
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerConfig(Section):
@@ -144,7 +168,7 @@ class OptimizerConfig(Section):
     min_lr: float = Field(0.0, ge=0)
     warmup_steps: int = Field(0, ge=0)  # in optimizer updates
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.0, ge=0)
     clip_grad: float = Field(1.0, ge=0)  # 0: off
@@ -215,7 +239,15 @@ class LoggingConfig(Section):
     tensorboard: bool = True
     wandb_project: str | None = None
     progress: Literal["auto", "live", "lines", "off"] = "auto"
-    profile_steps: tuple[int, int] | None = None  # torch profiler over [first, last] steps
+    profile_steps: tuple[PositiveInt, PositiveInt] | None = None  # torch profiler over [first, last] steps
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.profile_steps is not None and self.profile_steps[0] > self.profile_steps[1]:
+            raise ValueError(
+                f"profile_steps={list(self.profile_steps)}: want the first step and the last, as [2, 4]"
+            )
+        return self
 
 
 class Config(Section):
@@ -281,7 +313,7 @@ def _read_yaml(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{file}: no such configuration file")
     try:
         with file.open("rb") as stream:  # from the stream, so that errors name the file
-            values = yaml.load(stream, _Loader)
+            values = yaml.load(stream, Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{file}: not valid YAML: {error}") from None
     if not isinstance(values, dict):
@@ -294,29 +326,12 @@ def _parse_override(override: str) -> dict[str, Any]:
     if not sign or not dotted:
         raise ConfigError(f"override {override!r}: expected key.sub=value")
     try:
-        value: Any = yaml.load(text, _Loader)
+        value: Any = yaml.load(text, Loader)
     except yaml.YAMLError:
         value = text
     for key in reversed(dotted.split(".")):
         value = {key: value}
     return value
-
-
-class _Loader(yaml.SafeLoader):
-    """SafeLoader that refuses a key given twice and reads 1e-5 as a number (YAML 1.1 wants 1.0e-5)."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key_node, _ in node.value:
-            if key_node.value in seen:
-                problem = f"key {key_node.value!r} given twice"
-                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
-            seen.add(key_node.value)
-        return super().construct_mapping(node, deep)
-
-
-_FLOAT = re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)$")
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
 
 
 def _explain(error: ValidationError) -> str:

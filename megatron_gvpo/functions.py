@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
+import traceback
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -44,6 +46,12 @@ def check_call(function: Callable[..., Any], shown: str, arguments: int, options
         inspect.signature(function).bind(*range(arguments), **options)
     except TypeError as error:
         raise ValueError(f"it is called as {shown} with options {options}: {error}") from None
+
+
+def described(error: BaseException) -> str:
+    """What a function raised, and in which line, for those who only read a message."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({os.path.basename(frame.filename)}, line {frame.lineno})"
 
 
 def _load_file(file: Path) -> ModuleType:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -23,8 +22,10 @@ from megatron_gvpo.data.tokenizer import end_token_id, load_tokenizer
 from megatron_gvpo.data.tracker import SuccessTracker, WeightedOrder
 from megatron_gvpo.evaluation import summarise
 from megatron_gvpo.megatron import checkpoint, parallel
+from megatron_gvpo.megatron.convert import write_hugging_face
 from megatron_gvpo.megatron.policy import Policy
 from megatron_gvpo.observe import PhaseTimer, ProfileWindow, profile_window
+from megatron_gvpo.observe.mismatch import THRESHOLDS, MismatchWatch
 from megatron_gvpo.rewards.pool import RewardPool
 from megatron_gvpo.rollout.collect import EmbeddedRollouts, Rollouts
 from megatron_gvpo.rollout.local import LocalEngine
@@ -83,6 +84,8 @@ class Parts:
         self.estimator = None if algorithm.estimator is None else algorithm.estimator.build()
         self.batch_policy: BatchPolicy = config.algorithm.batch_policy.build(config.train.prompts_per_step)
         self.policy = Policy(config)
+        threshold = config.rollout.mismatch_threshold or THRESHOLDS[config.model.dtype]
+        self.mismatch = MismatchWatch(threshold, config.rollout.top_p)
         self.profiler: ProfileWindow = profile_window(
             config.logging.profile_steps, Path(config.output_dir), dist.get_rank()
         )
@@ -198,6 +201,7 @@ class Parts:
             "tracker": None if self.tracker is None else self.tracker.state_dict(),
             "members": members,
             "estimator": self.estimator.state_dict() if isinstance(self.estimator, Stateful) else {},
+            "mismatch": self.mismatch.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -210,6 +214,7 @@ class Parts:
                 member.load_state_dict(held)
         if isinstance(self.estimator, Stateful):
             self.estimator.load_state_dict(state.get("estimator", {}))
+        self.mismatch.load_state_dict(state.get("mismatch", {}))
 
     def resume(self) -> int | None:
         """Restore the newest complete checkpoint; returns its step, None where there is none."""
@@ -239,17 +244,8 @@ class Parts:
 
         Raises CheckpointError; what was in `directory` is then as it was.
         """
-        aside = directory.with_name(directory.name + ".partial")
-
-        def write() -> None:
-            self.policy.model.save_hf(aside)
-            if dist.get_rank() == 0:
-                load_tokenizer(self.config.model.path).save_pretrained(aside)
-                shutil.rmtree(directory, ignore_errors=True)
-                aside.rename(directory)
-
         with self.timer.phase("checkpoint"):
-            checkpoint.everywhere(f"cannot write {directory}", write)
+            write_hugging_face(self.policy.model, self.config.model.path, directory)
 
     @property
     def checkpoints(self) -> Path:

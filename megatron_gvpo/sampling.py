@@ -17,7 +17,7 @@ from megatron_gvpo.config import SamplingConfig
 from megatron_gvpo.data.prompts import PromptWriter
 from megatron_gvpo.data.tracker import SuccessTracker
 from megatron_gvpo.exchange import all_gather_msgpack, broadcast_msgpack
-from megatron_gvpo.functions import load_function
+from megatron_gvpo.functions import described, load_function
 from megatron_gvpo.observe import PhaseTimer
 from megatron_gvpo.rewards.pool import RewardPool
 from megatron_gvpo.rollout.collect import Rollouts
@@ -165,16 +165,10 @@ class BatchSampling:
     def texts(
         self, function: str, groups: Sequence[Group], n: int, options: Mapping[str, Any]
     ) -> list[list[str]]:
-        said: Any = None
-        if dist.get_rank() == 0:
-            try:
-                said = ["texts", _checked(load_function(function)(groups, n, **options), len(groups), n)]
-            except Exception as error:  # of the user's function: every rank must learn of it
-                said = ["error", f"{function}: {type(error).__name__}: {error}"]
-        kind, value = broadcast_msgpack(said)
-        if kind == "error":
-            raise RolloutError(f"algorithm.members: {value}")
-        texts: list[list[str]] = value
+        def ask() -> list[list[str]]:
+            return _checked(load_function(function)(groups, n, **options), len(groups), n)
+
+        texts: list[list[str]] = _asked_once(f"algorithm.members: {function}", ask)
         return texts
 
     def score(self, groups: list[Group]) -> None:
@@ -249,18 +243,29 @@ class ComposedSampler:
 
 def shaped(shaper: Shaper, groups: list[Group], step: int) -> list[Group]:
     """`shaper(groups, step)` on every rank; what it asks outside is asked once. A collective."""
-    if not shaper.outside or dist.get_world_size() == 1:
+    if not shaper.outside:
         return shaper(groups, step)
-    said: Any = None
-    if dist.get_rank() == 0:
+    where = f"algorithm.shapers: {getattr(shaper, 'name', '')}"
+    rewards = _asked_once(where, lambda: [group.rewards for group in shaper(groups, step)])
+    return [rewarded(group, mine) for group, mine in zip(groups, rewards, strict=True)]
+
+
+def _asked_once(where: str, ask: Callable[[], Any]) -> Any:
+    """`ask()`, by rank 0, on every rank. A collective.
+
+    It calls a function of the user's. Whatever that raises, every rank raises as RolloutError, so that none
+    waits for another and the run saves itself.
+    """
+    said, cause = None, None
+    if not dist.is_initialized() or dist.get_rank() == 0:
         try:
-            said = ["rewards", [group.rewards for group in shaper(groups, step)]]
-        except Exception as error:  # of the user's function: every rank must learn of it
-            said = ["error", f"{type(error).__name__}: {error}"]
-    kind, value = broadcast_msgpack(said)
-    if kind == "error":
-        raise RolloutError(f"algorithm.shapers: {getattr(shaper, 'name', '')}: {value}")
-    return [rewarded(group, rewards) for group, rewards in zip(groups, value, strict=True)]
+            said = {"value": ask()}
+        except Exception as error:
+            said, cause = {"error": described(error)}, error
+    said = broadcast_msgpack(said)
+    if "error" in said:
+        raise RolloutError(f"{where}: {said['error']}") from cause
+    return said["value"]
 
 
 def _checked(texts: Any, groups: int, n: int) -> list[list[str]]:

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from megatron_gvpo.algorithms.base import STEP_START
 from megatron_gvpo.callbacks import Callback
+from megatron_gvpo.combinations import advice
 from megatron_gvpo.config import Config
 from megatron_gvpo.interrupt import Interrupt, Interrupted
 from megatron_gvpo.layout import check_layout
 from megatron_gvpo.megatron.policy import UpdateResult
-from megatron_gvpo.observe.mismatch import THRESHOLDS, MismatchWatch
 from megatron_gvpo.outputs import refuse_earlier_run, remove_earlier_run
 from megatron_gvpo.parts import Parts
 from megatron_gvpo.rollout.fleet import RolloutError
@@ -59,8 +59,6 @@ class Trainer:
         self._engine_reference = config.algorithm.reference_logprobs == "engine"
         self.is_main = int(os.environ.get("RANK", "0")) == 0
         self.parts = Parts(config)
-        threshold = config.rollout.mismatch_threshold or THRESHOLDS[config.model.dtype]
-        self._mismatch = MismatchWatch(threshold, config.rollout.top_p)
         found = self.parts.resume() if resume else None
         self.resumed = found is not None
         self.step = found or 0
@@ -71,7 +69,7 @@ class Trainer:
         """Train to the last step; returns its metrics.
 
         Raises Interrupted after SIGTERM or SIGUSR1, and RolloutError when no server will give responses any
-        more, when a checkpoint has been written.
+        more, or a teacher or judge of the user's fails; when a checkpoint has been written.
         """
         steps, every = self.config.train.steps, self.config.checkpoint.every
         metrics: Metrics = {}
@@ -80,6 +78,8 @@ class Trainer:
                 remove_earlier_run(self.config.output_dir)
             end.callback(self._notify, "on_exit")
             self._notify("on_start")
+            if self.is_main and (said := advice(self.config)):
+                log.warning(said)
             if not self.resumed:
                 self._notify("on_step", 0, self.evaluate())
             try:
@@ -109,10 +109,10 @@ class Trainer:
         with timer.phase("scoring"):
             mini_batches = [self._freeze_anchors(rows, i == 0) for i, rows in enumerate(mini_batches)]
         with timer.phase("training"):
-            results = [self._update(rows, i == 0) for i, rows in enumerate(mini_batches)]
+            results = self._updates(mini_batches)
             parts.policy.end_step()
-        metrics |= (mismatch := self._mismatch.take())
-        if self.is_main and (warning := self._mismatch.warning(step, mismatch)):
+        metrics |= (mismatch := self.parts.mismatch.take())
+        if self.is_main and (warning := self.parts.mismatch.warning(step, mismatch)):
             log.warning(warning)
         self.step, self._resume_point = step, parts.state_dict()
         if self._samples_from_policy and not parts.shares_gpus:  # else not before they are sampled from
@@ -149,8 +149,12 @@ class Trainer:
                 groups = parts.batches.collect()
             if any(rollout.reward_errors for group in groups for rollout in group.rollouts):
                 interrupt.check()  # what ends a job ends what its rewards have started, too: no such step
+            sampled = len(groups)
             for shaper in parts.shapers:
-                groups = shaped(shaper, groups, self.step + 1)
+                with parts.timer.phase("reward"):  # it may ask a judge
+                    groups = shaped(shaper, groups, self.step + 1)
+            if self.is_main and not groups:
+                log.warning("step %d: algorithm.shapers dropped all %d groups", self.step + 1, sampled)
             if groups and (batch := parts.batch_policy.offer(groups)) is not None:
                 return batch
             self._resume_point = parts.state_dict()
@@ -194,10 +198,26 @@ class Trainer:
         now_r = None
         if not (first or self._engine_reference) and STEP_START in anchors.values():
             now_r = policy.score(rows) if rows.old_logp_r is None else rows.old_logp_r
-            self._mismatch.compare(rows, now_r, self.step)
+            self.parts.mismatch.compare(rows, now_r, self.step)
         for anchor, reference in anchors.items():
             columns[f"{anchor}_logp_r"] = now_r if reference == STEP_START else policy.score_reference(rows)
         return rows.with_columns(**columns)
+
+    def _updates(self, mini_batches: list[Rows]) -> list[UpdateResult]:
+        """An update with every mini-batch, `train.batch_epochs` times, against the same old policies.
+
+        The first mini-batch, too, needs the policy at step start in a second pass: its own first forward was
+        that policy's.
+        """
+        results: list[UpdateResult] = []
+        for _ in range(self.config.train.batch_epochs):
+            for i, rows in enumerate(mini_batches):
+                results.append(result := self._update(rows, first=not results))
+                if len(results) == 1:
+                    anchors = self.config.algorithm.loss.anchors.items()
+                    at_start = [f"{anchor}_logp_r" for anchor, policy in anchors if policy == STEP_START]
+                    mini_batches[i] = rows.with_columns(**dict.fromkeys(at_start, result.logp_r))
+        return results
 
     def _update(self, rows: Rows, first: bool) -> UpdateResult:
         """One optimizer update; the first of a step also tells how far the engine is from the trainer.
@@ -207,13 +227,14 @@ class Trainer:
         sampled from it, because then the reference is the policy that sampled.
         """
         if self._engine_reference and not (first and rows.sampled_by(self.step).all()):
-            rows = rows.with_columns(ref_logp_r=self._mismatch.corrected(rows))
-        watched = first and rows.engine_logp_r is not None
-        result = self.parts.policy.update(rows, at_step_start=first, keep_logp=watched)
+            rows = rows.with_columns(ref_logp_r=self.parts.mismatch.corrected(rows))
+        again = self.config.train.batch_epochs > 1
+        kept = first and (again or rows.engine_logp_r is not None)
+        result = self.parts.policy.update(rows, at_step_start=first, keep_logp=kept)
         if (critic := self.parts.policy.critic) is not None:
             result.metrics.update(critic.update(rows))
         if first and result.logp_r is not None:
-            self._mismatch.compare(rows, result.logp_r, self.step)
+            self.parts.mismatch.compare(rows, result.logp_r, self.step)
         return result
 
     def evaluate(self) -> Metrics:

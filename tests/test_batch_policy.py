@@ -7,6 +7,7 @@ import json
 import pytest
 
 from megatron_gvpo.algorithms.batch_policy import Accumulate, KeepAll, is_valid
+from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.algorithms.estimators import Estimator
 from megatron_gvpo.types import Group, Prompt, Rollout, Rows
 
@@ -73,6 +74,17 @@ def test_validity_is_decided_in_fp32_as_in_training():
     assert not is_valid(make_group([0.1 + 0.2, 0.3]))
     assert not is_valid(make_group([1.0]))
     assert is_valid(make_group([0.1, 0.2]))
+
+
+def test_dapo_looks_for_a_signal_in_accuracy_and_not_in_length():
+    """All are wrong; what differs is the punishment of length, a shaper's."""
+    policy = AlgorithmConfig.model_validate("dapo").batch_policy.build(1)
+    wrong, mixed = make_group([0.0, -1.0]), make_group([1.0, -1.0])
+    for group, accuracy in ((wrong, [0, 0]), (mixed, [1, 0])):
+        for rollout, right in zip(group.rollouts, accuracy, strict=True):
+            rollout.rewards = {"math": float(right), "format": 1.0 - right}
+    assert policy.offer([wrong]) is None
+    assert policy.offer([mixed]) == [mixed]
 
 
 def test_alpha_of_an_accumulated_batch():

@@ -2,30 +2,14 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
+from good_config import GOOD
 
 from megatron_gvpo.algorithms.gvpo import GVPO
 from megatron_gvpo.algorithms.pg import PolicyGradient
-from megatron_gvpo.config import Config, ConfigError, build_config, load_config
-from megatron_gvpo.layout import check_layout
-
-GOOD = """
-output_dir: runs/x
-model: {path: model}
-data:
-  train: {path: train.jsonl}
-train: {steps: 20, prompts_per_step: 4, mini_batches: 2}
-optimizer: {lr: 1e-5}
-"""
-
-
-@pytest.fixture
-def good(tmp_path: Path) -> Path:
-    file = tmp_path / "good.yaml"
-    file.write_text(GOOD)
-    return file
+from megatron_gvpo.combinations import advice
+from megatron_gvpo.config import ConfigError, build_config, load_config
 
 
 def message(good: Path, *overrides: str) -> str:
@@ -59,6 +43,17 @@ def test_later_files_and_then_overrides_win(good, tmp_path):
 @pytest.mark.parametrize("text", ["1e-5", "1E-5", "1.e-5", "1.0e-5", ".1e-4", "0.00001"])
 def test_floats_as_people_write_them(good, text):
     assert load_config([good], [f"optimizer.lr={text}"]).optimizer.lr == pytest.approx(1e-5)
+
+
+def test_words_as_people_write_them(good):
+    """YAML 1.1 takes on, off, yes and no for booleans, wherever they stand."""
+    config = load_config(
+        [good], ["logging.progress=off", "checkpoint.asynchronous=yes", "data.shuffle=false"]
+    )
+    assert config.logging.progress == "off"
+    assert (config.checkpoint.asynchronous, config.data.shuffle) == (True, False)
+    good.write_text(GOOD + "logging: {progress: off, tensorboard: no}\n")
+    assert load_config([good]).logging.progress == "off" and not load_config([good]).logging.tensorboard
 
 
 def test_an_override_into_a_short_form_keeps_what_it_named(good):
@@ -126,7 +121,7 @@ def test_an_ema_reference(good):
         ),
         (
             "train.quux=1",
-            "train.quux: no such key; known: deterministic, head_stash_mb, ",
+            "train.quux: no such key; known: batch_epochs, deterministic, head_stash_mb, ",
         ),
         # unknown names
         (
@@ -165,6 +160,36 @@ def test_an_ema_reference(good):
         ),
         ("optimizer.warmup_steps=40", "optimizer.warmup_steps=40 leaves nothing of the run's 40 updates"),
         ("optimizer.min_lr=1", "optimizer.min_lr=1.0 exceeds optimizer.lr=1e-05"),
+        (
+            "rewards.components=[{name: maths}]",
+            "rewards: components.0: there is no built-in reward 'maths' (there are: format, math); for",
+        ),
+        (
+            "rewards.components=[{name: math}, {name: math, function: x:y}]",
+            "rewards: components.1: the name 'math' is given twice",
+        ),
+        ("optimizer.betas=[0.9, 1]", "optimizer.betas.1: Input should be less than 1 (given: 1)"),
+        (
+            "algorithm.tracker={low: 1, high: 1}",
+            "algorithm.tracker: low=1.0 must be below high=1.0",
+        ),
+        (
+            "algorithm={recipe: dapo, shapers: {0: {buffer: 4096}}}",
+            "algorithm.shapers.0.buffer=4096 exceeds the longest response, 1024 tokens: every response",
+        ),
+        ("logging.profile_steps=[4, 2]", "logging: profile_steps=[4, 2]: want the first step and the last"),
+        (
+            "algorithm=c_grpo",
+            "algorithm.shapers.0 reads the reward component 'right', and rewards.components has math: add it",
+        ),
+        (
+            "algorithm={recipe: gpg, batch_policy: {by: 1}}",
+            "algorithm.batch_policy reads the reward component 1, and rewards.components has math",
+        ),
+        (
+            "algorithm=fgrpo",
+            "algorithm.estimator reads the reward component 'format', and rewards.components has math",
+        ),
         ("eval.k=[8]", "eval.k=[8]: pass@k needs eval.n >= k, and eval.n=4"),
         ("parallel.sequence_parallel=true", "parallel: sequence_parallel=true needs tp >= 2"),
         ("parallel.vpp=2", "parallel: vpp=2 needs pp >= 2"),
@@ -236,11 +261,53 @@ def test_comparing_methods_need_two_responses(good, recipe):
     assert "rollout.n >= 2" in message(good, f"algorithm={recipe}", "rollout.n=1")
 
 
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["train.mini_batches=1"], True),
+        (["train.mini_batches=1", "train.batch_epochs=2"], False),
+        (["train.mini_batches=1", "algorithm.loss.reference=fixed"], False),
+        (["train.mini_batches=1", "algorithm.loss.terms=[]"], False),
+        (["train.mini_batches=1", "algorithm.loss.terms=[cov]"], False),
+        (["train.mini_batches=1", "algorithm=grpo"], False),
+        (["train.mini_batches=2"], False),
+    ],
+)
+def test_a_user_is_told_where_gvpo_is_a_policy_gradient(good, overrides, said):
+    assert bool(advice(load_config([good], overrides))) == said
+
+
 def test_one_response_is_enough_where_nothing_is_compared(good):
     overrides = ["algorithm=sft", "rollout.n=1", "data.train.demonstration_key=solution"]
     assert not load_config([good], overrides).algorithm.needs_group
     plain = "algorithm={recipe: null, loss: pg, estimator: {baseline: none}}"
     assert not load_config([good], [plain, "rollout.n=1"]).algorithm.needs_group
+
+
+def test_blocks_may_read_components_that_there_are(good):
+    rewards = "rewards.components=[{name: right, function: x:y}, {name: rubric, function: x:y}]"
+    assert load_config([good], ["algorithm=c_grpo", rewards]).algorithm.recipe == "c_grpo"
+    assert load_config([good], ["algorithm=dapo"]).algorithm.batch_policy.by == 0
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "said"),
+    [
+        (
+            "{recipe: gdpo, members: [demonstration]}",
+            "algorithm.members: demonstration joins with a reward",
+        ),
+        ("{recipe: gdpo, sampler: file}", "sampler=file gives one reward a response: use sampler=engine"),
+    ],
+)
+def test_components_are_of_responses_that_rewards_have_judged(good, algorithm, said):
+    keys = "data.train={path: x, demonstration_key: solution, responses_key: responses}"
+    text = message(good, keys, f"algorithm={algorithm}")
+    assert text.startswith(f"algorithm.estimator reads components of the reward, and {said}")
+
+
+def test_only_pass_at_1_is_asked_for_where_k_is_empty(good):
+    assert load_config([good], ["eval.k=[]"]).eval.k == ()
 
 
 def test_what_the_engines_reference_needs(good):
@@ -296,171 +363,6 @@ def test_a_binary_file_and_a_missing_one(tmp_path):
 def test_values_do_not_change_after_loading(good):
     with pytest.raises(ValueError, match="frozen"):
         load_config([good]).train.steps = 3  # type: ignore[misc]
-
-
-# --- the layout against the model ---------------------------------------------------------------------
-
-
-def with_model(good: Path, *overrides: str, **sizes: Any) -> Config:
-    model = {
-        "architectures": ["Qwen2ForCausalLM"],
-        "num_attention_heads": 12,
-        "num_key_value_heads": 4,
-        "num_hidden_layers": 6,
-        "intermediate_size": 96,
-        "max_position_embeddings": 4096,
-    }
-    (good.parent / "config.json").write_text(json.dumps({**model, **sizes}))
-    return load_config([good], [f"model.path={good.parent}", *overrides])
-
-
-@pytest.mark.parametrize(
-    ("overrides", "world_size"),
-    [
-        ([], 1),
-        ([], 3),
-        (["parallel.tp=4"], 4),
-        (["parallel.tp=2", "parallel.pp=3"], 12),
-        (["parallel.pp=6"], 6),
-    ],
-)
-def test_layouts_that_fit(good, overrides, world_size):
-    check_layout(with_model(good, *overrides), world_size)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "world_size", "said"),
-    [
-        (
-            ["parallel.tp=3"],
-            3,
-            "parallel.tp=3 does not divide the model's num_key_value_heads=4; possible: [1, 2, 4]",
-        ),
-        (["parallel.tp=8"], 8, "parallel.tp=8 does not divide the model's num_attention_heads=12"),
-        (
-            ["parallel.pp=4"],
-            4,
-            "parallel.pp=4 does not divide the model's num_hidden_layers=6; possible: [1, 2, 3, 6]",
-        ),
-        (["parallel.pp=12"], 12, "parallel.pp=12 does not divide the model's num_hidden_layers=6"),
-        (
-            ["parallel.pp=2", "parallel.vpp=2"],
-            2,
-            "parallel.vpp=2 does not divide the 3 layers of a pipeline rank; possible: [1, 3], or name",
-        ),
-        (
-            ["parallel.pp=2", "parallel.stage_layers=[3, 2]"],
-            2,
-            "parallel.stage_layers=[3, 2] are 5 layers, and the model has num_hidden_layers=6",
-        ),
-        (["parallel.cp=2"], 1, "1 process(es) cannot hold parallel.tp=1 x parallel.pp=1 x parallel.cp=2"),
-        (
-            ["parallel.tp=2", "parallel.cp=4", "parallel.cp_exchange=a2a"],
-            8,
-            "parallel.cp=4 with cp_exchange=a2a gives every rank whole heads, and num_attention_heads=12",
-        ),
-        (["parallel.ep=2"], 2, "parallel.ep=2: the model has no experts"),
-        (["parallel.etp=2"], 2, "parallel.etp=2: the model has no experts"),
-        (
-            ["parallel.ep=2"],
-            3,
-            "3 process(es) of a pipeline stage cannot hold parallel.ep=2 x parallel.etp=1",
-        ),
-        (["parallel.tp=2", "parallel.pp=2"], 6, "6 process(es) cannot hold parallel.tp=2 x parallel.pp=2"),
-        (
-            ["rollout.max_tokens=4000"],
-            1,
-            "data.max_prompt_tokens=1024 plus rollout.max_tokens=4000 exceeds the model",
-        ),
-        (
-            ["data.eval.path=e", "eval.sampling.max_tokens=4000"],
-            1,
-            "data.max_prompt_tokens=1024 plus eval.sampling.max_tokens=4000 exceeds",
-        ),
-    ],
-)
-def test_layouts_that_do_not_fit(good, overrides, world_size, said):
-    with pytest.raises(ConfigError) as error:
-        check_layout(with_model(good, *overrides), world_size)
-    assert str(error.value).startswith(said)
-
-
-MOE = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 6, "moe_intermediate_size": 32}
-
-
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (["parallel.ep=4"], "parallel.ep=4 does not divide the model's 6 experts; possible: [1, 2, 3, 6]"),
-        (
-            ["parallel.ep=2", "parallel.tp=2"],
-            "parallel.tp=2 with experts needs parallel.sequence_parallel=true",
-        ),
-        (["parallel.etp=3"], "parallel.etp=3 does not divide the model's moe_intermediate_size=32"),
-    ],
-)
-def test_expert_layouts_that_do_not_fit(good, overrides, said):
-    check_layout(with_model(good, "parallel.ep=2", **MOE), 2)
-    with pytest.raises(ConfigError) as error:
-        check_layout(with_model(good, *overrides, **MOE), 12)
-    assert str(error.value).startswith(said)
-
-
-LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "high_freq_factor": 4.0}
-
-
-@pytest.mark.parametrize(
-    ("overrides", "sizes", "said"),
-    [
-        ([], {"rope_parameters": {"rope_type": "yarn"}}, "rope_type=yarn in config.json; supported for this"),
-        ([], {"rope_scaling": {"type": "linear"}}, "rope_type=linear in config.json; supported for this"),
-        (
-            [],
-            {"rope_parameters": {**LLAMA3, "low_freq_factor": 2.0}},
-            "low_freq_factor=2.0 of the llama3 rope in config.json; megatron-core has it with 1.0 only",
-        ),
-        (["parallel.cp=2"], {"sliding_window": 4096}, "a ring cannot follow the model's sliding_window=4096"),
-    ],
-)
-def test_positions_that_megatron_does_not_have(good, overrides, sizes, said):
-    check_layout(with_model(good, rope_parameters=LLAMA3), 1)
-    check_layout(with_model(good, "parallel.cp=2", sliding_window=9, use_sliding_window=False), 2)
-    with pytest.raises(ConfigError) as error:
-        check_layout(with_model(good, *overrides, **sizes), 2)
-    assert said in str(error.value)
-
-
-def test_an_architecture_that_is_not_supported(good):
-    with pytest.raises(ConfigError, match=r"architecture GPT2LMHeadModel in .*; supported: Deepseek"):
-        check_layout(with_model(good, architectures=["GPT2LMHeadModel"]), 1)
-
-
-def test_a_critic_must_fit_the_layout_and_the_policys_tokens(good, tmp_path):
-    critic = tmp_path / "critic"
-    critic.mkdir()
-    config = with_model(good, "algorithm=ppo", f"algorithm.critic.path={critic}", vocab_size=100)
-    fitting = json.loads((good.parent / "config.json").read_text())
-    for changes, said in (
-        ({"architectures": ["BertModel"]}, "critic.path=.*architecture BertModel"),
-        ({"vocab_size": 99}, "critic.path=.*vocab_size=99, .*policy's is 100"),
-        ({"num_attention_heads": 13}, "does not divide"),
-    ):
-        (critic / "config.json").write_text(json.dumps({**fitting, **changes}))
-        two = load_config([good], [f"model.path={good.parent}", "algorithm=ppo", "parallel.tp=2"])
-        two = two.model_copy(update={"algorithm": config.algorithm})
-        with pytest.raises(ConfigError, match=said):
-            check_layout(two, 2)
-    (critic / "config.json").write_text(json.dumps(fitting))
-    check_layout(config, 1)
-
-
-def test_a_model_directory_without_a_readable_config(good):
-    config = load_config([good], [f"model.path={good.parent}"])
-    with pytest.raises(ConfigError, match=r"no config\.json there"):
-        check_layout(config, 1)
-    (good.parent / "config.json").write_text('{"a": 1,\n oops}')
-    with pytest.raises(ConfigError, match="line 2: not valid JSON"):
-        check_layout(config, 1)
 
 
 def test_overrides_may_follow_options():

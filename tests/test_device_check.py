@@ -32,7 +32,8 @@ def test_the_smoke_form_runs_what_there_is_and_names_what_is_missing(tmp_path: P
         assert part["tokens_per_s"] > 0 and part["memory_gib"]["peak"] > part["memory_gib"]["weights"] > 0
         assert {"update", "head", "body", "optimizer", "export"} == part["seconds"].keys()
         assert {"known", "stash", "recompute"} <= part["head_seconds"].keys()
-        assert {"known", "stash", "recompute"} == part["update_seconds"].keys()
+        assert {"known", "stash", "recompute", "naive"} == part["update_seconds"].keys()
+        assert {"known", "stash", "recompute"} == part["times_naive"].keys() and 0 < part["head_share"] < 1
     if not torch.cuda.is_available():
         assert found["missing"].keys() == {"gpu", "fp8", "ipc"}
         assert results["layers"]["float32"] == {"logp": 0.0, "gradient": 0.0}, "the same layers, twice"

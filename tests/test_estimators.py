@@ -48,6 +48,15 @@ def test_gpg_alpha_of_tokens():
     assert metrics["age_alpha"] == pytest.approx((6 + 56 + 8) / 14)
 
 
+@pytest.mark.parametrize(("age", "alpha"), [("sample", 3 / 2), ("token", 10 / 5)])
+def test_gpg_alpha_counts_only_what_is_trained(age, alpha):
+    """The masked response of the group without signal is in no mean of the loss's."""
+    rows = make_rows([[1, 0], [0, 0]], lengths=[2, 3, 5, 7])
+    rows = rows.with_columns(trained_n=torch.tensor([True, True, True, False]))
+    _, metrics = Estimator(age=age)(rows)
+    assert metrics["age_alpha"] == alpha
+
+
 @pytest.mark.parametrize("age", ["none", "sample", "token"])
 @pytest.mark.parametrize("scale", ["none", "group_std", "batch_std"])
 @pytest.mark.parametrize("baseline", ["mean", "loo"])

@@ -9,8 +9,8 @@ from typing import Any
 import gradient_reference as reference
 import pytest
 import torch
+from gradient_cases import make_rows
 from gradient_worker import Case, Layout, config_of
-from test_gradient_invariance import make_rows
 
 from megatron_gvpo.megatron import parallel
 from megatron_gvpo.megatron.footprint import _CPU, GIB

@@ -9,11 +9,13 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import images
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from megatron_gvpo.versions import REFERENCE
@@ -78,7 +80,7 @@ def test_final_layers_have_a_user_a_health_check_and_labels(file: Path):
         kinds = [kind for kind, _ in stage]
         assert "LABEL" in kinds and [a for kind, a in stage if kind == "USER"] == ["10001"]
         commands = " ".join(a for kind, a in stage if kind == "RUN")
-        assert "install" not in commands or "! command -v cc gcc" in commands  # it would fail with a compiler
+        assert "apt-get" not in commands or "! command -v cc gcc" in commands  # it would fail with a compiler
 
 
 @pytest.mark.parametrize("name", ["cpu", "trainer", "sglang", "vllm"])
@@ -98,6 +100,64 @@ def test_a_build_gets_the_versions_of_the_one_file(name: str):
         "vllm": f"VLLM_VERSION={REFERENCE['vllm']} ",
     }
     assert expected[name] in command and f"--tag megatron_gvpo:{name} " in command
+    assert (f"NCCL_VERSION={REFERENCE['nccl']} " in command) == (name != "cpu")
+    msgpack = re.search(r"^msgpack==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert (f"MSGPACK_VERSION={msgpack[1]} " in command) == (name in ("sglang", "vllm"))
+
+
+@pytest.fixture(scope="module")
+def imported_by_serve() -> set[str]:
+    """Distributions."""
+    imports = "import sys; known = set(sys.modules); import megatron_gvpo.cli, megatron_gvpo.rollout.serve; "
+    imports += "print(*{name.split('.')[0] for name in set(sys.modules) - known})"
+    modules = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", imports], capture_output=True, text=True, check=True
+    ).stdout.split()
+    owners = packages_distributions()
+    return {canonicalize_name(owner) for module in modules for owner in owners.get(module, ())}
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_an_engines_image_has_what_serve_imports_and_the_one_nccl(engine: str, imported_by_serve: set[str]):
+    """The engine's packages as they resolve, and what docker/rollout.Dockerfile adds.
+
+    A torch may call what an older NCCL than its own lacks; a newer one has all of it. NCCL itself refuses a
+    group of two versions (initTransportsRank in its src/init.cc).
+    """
+    done = subprocess.run(
+        f"{sys.executable} -m uv pip compile - --no-header --no-annotate --prerelease=allow "
+        "--python-platform x86_64-manylinux_2_39 --python-version 3.12".split(),
+        input=f"{engine}=={REFERENCE[engine]}\n",
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    theirs = dict(re.findall(r"^([\w.-]+)==([\w.]+)", done.stdout, re.MULTILINE))
+    pins = (ROOT / "constraints.txt").read_text()
+    ours = re.findall(r"^nvidia-nccl-cu13==([\w.]+)", pins, re.MULTILINE)
+    for needed in (theirs["nvidia-nccl-cu13"], *ours):
+        assert Version(needed) <= Version(REFERENCE["nccl"])
+    assert imported_by_serve - set(theirs) == {"megatron-gvpo", "msgpack"}
+
+
+def test_an_image_without_the_nccl_is_not_built(tmp_path: Path):
+    """docker/packages.sh, with a pip that installs nothing: torch loads what it has, and says so."""
+    pip = tmp_path / "pip"
+    pip.mkdir()
+    (pip / "__main__.py").write_text("")
+    (tmp_path / "torch.py").write_text(
+        "class cuda:\n class nccl:\n  version = staticmethod(lambda: (2, 29, 7))\n__version__ = '2'\n"
+    )
+    path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+    for asked, problem in (("2.29.7", ""), ("2.30.7", "torch 2 loads NCCL 2.29.7, not 2.30.7")):
+        done = subprocess.run(
+            ["sh", ROOT / "docker" / "packages.sh", asked],
+            env={"PATH": path, "PYTHONPATH": str(tmp_path)},
+            capture_output=True,
+            text=True,
+        )
+        assert (done.returncode != 0) == bool(problem) and problem in done.stderr, done.stderr
 
 
 def test_torch_is_built_for_the_images_cuda():

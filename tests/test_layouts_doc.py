@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import checkpoint_worker
-from test_gradient_invariance import FAMILIES, RUNS, STEPS
+from gradient_cases import FAMILIES, RUNS, STEPS
 
 from megatron_gvpo.config import ConfigError, build_config
 from megatron_gvpo.layout import check_layout

@@ -1,9 +1,12 @@
 """The mismatch watch against numpy, and the engine's log-probs as GVPO's reference against the exact one.
 
-What is not covered: the same on real ranks (test_gradient_invariance.py) and in whole runs (test_trainer.py).
+What is not covered: the same on real ranks (test_gradient_invariance.py) and in whole runs
+(test_engine_reference.py).
 """
 
 from __future__ import annotations
+
+import json
 
 import numpy as np
 import pytest
@@ -102,6 +105,16 @@ def test_the_gap_moves_by_as_much_as_is_measured():
     assert watch.gap == before, "nothing was measured"
     watch.compare(rows.with_columns(engine_logp_r=logp_r - torch.inf), logp_r, 0)
     assert watch.gap == before, "a damaged measurement does not outlive its step"
+
+
+def test_a_resumed_run_corrects_by_the_gap_that_was_known():
+    rows, logp_r = sampled(), make_logp(sampled())
+    before, after = MismatchWatch(1.0), MismatchWatch(1.0)
+    before.compare(rows, logp_r, 0)
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    assert torch.equal(after.corrected(rows), before.corrected(rows)) and after.gap != 0
+    after.load_state_dict({})  # of a version that did not keep it
+    assert after.gap == 0
 
 
 def test_equal_lengths_have_no_slope():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import subprocess
 import sys
 from argparse import Namespace
@@ -13,11 +14,15 @@ from pathlib import Path
 import pytest
 import torch
 from distributed import launch
+from tiny_run import configure, fit
 
 from megatron_gvpo.cli import main
-from megatron_gvpo.cluster.planner import architecture, memory, time, workload
+from megatron_gvpo.cluster.planner import architecture, memory, method, time, workload
 from megatron_gvpo.cluster.planner.workload import Layout, Lengths, Workload
 from megatron_gvpo.config import load_config
+from megatron_gvpo.megatron.critic import Critic
+from megatron_gvpo.megatron.policy import Policy
+from megatron_gvpo.types import Rows
 
 KNOWN = json.loads(resources.files("megatron_gvpo.cluster.planner").joinpath("models.json").read_text())
 ROOT = Path(__file__).parents[1]
@@ -53,14 +58,15 @@ def test_parameter_counts_are_the_published_ones(name: str, published: int):
 
 
 def test_memory_on_cpu(task: Path, tmp_path: Path):
-    """Parameters, gradients and optimizer state of every rank within 2 % of the prediction."""
+    """Parameters, gradients and optimizer state of every rank, of a policy and a critic, within 2 % of the
+    prediction."""
     launch("memory_worker:run", [1, 2, 4], str(task), str(tmp_path))
     model = architecture.load(str(task / "model"))
     measured = [json.loads(file.read_text()) for file in tmp_path.glob("*.json")]
-    assert len(measured) == 1 + 2 * 3 + 4 * 3
+    assert len(measured) == 2 * (1 + 2 * 3 + 4 * 3)
     for rank in measured:
         layout = Layout(rank["world"], tp=rank["tp"], pp=rank["pp"])
-        predicted = memory.state(model, layout, rank["stage"], bytes_each=4)
+        predicted = memory.state(model, layout, rank["stage"], bytes_each=4, critic=rank["critic"])
         for part, bytes_ in zip(("parameters", "gradients", "optimizer"), predicted, strict=True):
             assert rank[part] == pytest.approx(bytes_, rel=0.02), (rank, part)
 
@@ -118,6 +124,55 @@ def test_memory_is_what_megatron_reports(name: str, layout: Layout):
     assert sum(memory.state(model, layout, 0)) == pytest.approx(reported, rel=0.002)
 
 
+@pytest.mark.parametrize("name", KNOWN)
+def test_the_stages_of_a_pipeline_hold_the_model_together(name: str):
+    """In unequal stages, too: all parameters once, or with a critic's head in the output layer's place."""
+    model = architecture.load(name)
+    for pp in (1, 4, 5, 16):
+        layout = Layout(pp, pp=pp)
+        assert sum(sizes := layout.stage_layers(model.layers)) == model.layers
+        assert max(sizes) - min(sizes) <= 1 and sizes[-1] == min(sizes)
+        held = sum(memory.shard(model, layout, stage).total for stage in range(pp))
+        critic = sum(memory.shard(model, layout, stage, critic=True).total for stage in range(pp))
+        again = model.embedding if model.tied and pp > 1 else 0  # the last stage's copy
+        assert held == model.parameters + again
+        assert critic == held - again - (0 if model.tied else model.embedding) + model.hidden + 1
+
+
+@pytest.mark.parametrize("recipe", ["gvpo", "grpo", "ppo", "gvpo_minus_cov"])
+def test_a_method_scores_as_often_as_it_is_planned_to(recipe: str, task: Path, tmp_path: Path, monkeypatch):
+    """Responses that a real run scores, and that its critic values, over those that it trains."""
+    seen = dict.fromkeys(("scored", "valued", "trained"), 0)
+
+    def count(owner: type, method: str, what: str) -> None:
+        whole = getattr(owner, method)
+
+        def counted(self: object, rows: Rows, *arguments: object, **options: object) -> object:
+            seen[what] += len(rows)
+            return whole(self, rows, *arguments, **options)
+
+        monkeypatch.setattr(owner, method, counted)
+
+    count(Policy, "score", "scored")
+    count(Policy, "update", "trained")
+    count(Critic, "values", "valued")
+    fit(configure(task, tmp_path / "run", f"algorithm={recipe}", "train.steps=1", "train.mini_batches=4"))
+    planned = method.method(recipe, mini_batches=4)
+    assert seen["scored"] / seen["trained"] == pytest.approx(planned.scoring)
+    assert seen["valued"] == seen["trained"] * planned.critic
+
+
+def test_a_critic_costs_as_much_training_as_the_policys_layers_and_no_rollout():
+    model, gpu = architecture.load("Qwen/Qwen2.5-7B"), workload.gpu("h800")
+    lengths = Lengths(850, 2000, 4000)
+    alone, both = (Workload(1024, 4, 150, lengths, 4, 2.0, critic) for critic in (False, True))
+    took, longer = (time.seconds(model, gpu, Layout(8, tp=2), work, 8192) for work in (alone, both))
+    assert longer.rollout == took.rollout and longer.sync == took.sync
+    share = (longer.training - took.training) / took.training
+    assert share == pytest.approx(1 - model.embedding / (model.parameters - model.embedding), abs=0.02)
+    assert longer.scoring == pytest.approx(took.scoring * (1 + share / 2), rel=0.01)  # one pass to two
+
+
 def test_published_step_times():
     """benchmarks/planner_accuracy.py: what it says is what the committed table says, misses included."""
     done = subprocess.run(
@@ -141,7 +196,7 @@ def test_rollout_time_is_that_of_every_single_step():
     model, gpu = architecture.load("Qwen/Qwen2.5-7B"), workload.gpu("h800")
     work = Workload(16, 4, 200, Lengths(60, 150, 200))
     lengths = [math.ceil(n) for n in work.lengths.sample(64)]
-    step = time._DecodeStep(model, gpu, 1)
+    step = time.DecodeStep(model, gpu, 1)
     slow = model.layer_flops(16 * 200, context=100) / (gpu.flops(fp8=False) * time.PREFILL_FRACTION)
     for token in range(max(lengths)):
         running = [n for n in lengths if n > token]
@@ -188,6 +243,34 @@ def test_the_chosen_layout_is_a_configuration(task: Path, tmp_path: Path, capsys
     assert (config.parallel.tp, config.parallel.pp) == (1, 1)
 
 
+@pytest.mark.parametrize(
+    ("name", "architecture_name", "asked", "keys"),
+    [
+        ("Qwen/Qwen2.5-7B", "Qwen2ForCausalLM", ["--gpus", "8"], ("colocated: true", "transport: shared")),
+        ("Qwen/Qwen2.5-7B", "Qwen2ForCausalLM", ["--gpus", "64", "--fp8"], ("recipe: blockwise",)),
+        # 94 layers, which no power of two but 2 divides
+        ("Qwen/Qwen3-235B-A22B", "Qwen3MoeForCausalLM", ["--gpus", "256"], ("stage_layers",)),
+    ],
+)
+def test_a_plan_goes_into_a_job_with_the_command_that_it_names(
+    name: str, architecture_name: str, asked: list[str], keys: tuple[str, ...], task, tmp_path, capsys
+):
+    """`megatron-gvpo slurm` checks the layout against the model and the machines."""
+    config = tmp_path / "model" / "config.json"
+    config.parent.mkdir()
+    config.write_text(json.dumps(KNOWN[name] | {"architectures": [architecture_name]}))
+    out = tmp_path / "plan.yaml"
+    assert main(["plan", "--model", str(config.parent), *ASKED, *asked, "--write", str(out)]) == 0
+    written = out.read_text()
+    assert all(key in written for key in keys), written
+    command = shlex.split(written.splitlines()[1].removeprefix("# megatron-gvpo"))
+    files = {"CONFIG.yaml": str(task / "run.yaml"), "THIS.yaml": str(out)}
+    given = [files.get(word, word) for word in command]
+    own = [f"model.path={config.parent}", "model.dtype=bfloat16", f"output_dir={tmp_path / 'run'}"]
+    assert main([*given, *own, "--dry-run"]) == 0, capsys.readouterr().err
+    assert "-m megatron_gvpo serve" in capsys.readouterr().out
+
+
 def test_what_is_printed_says_that_it_is_predicted(capsys: pytest.CaptureFixture):
     assert main(["plan", "--model", "Qwen/Qwen2.5-7B", *ASKED]) == 0
     printed = capsys.readouterr().out
@@ -206,6 +289,12 @@ def test_what_is_printed_says_that_it_is_predicted(capsys: pytest.CaptureFixture
         (["--gpu", "a800", "--fp8"], "a800 has no FP8"),
         (["--model", "Qwen/Qwen2.5-72B", "--gpus", "1"], "no layout can run"),
         (["--model", "Qwen/Qwen2.5-Math-7B"], "max_position_embeddings=4096"),
+        (["--recipe", "gppo"], "there is no recipe 'gppo'; did you mean 'ppo'?"),
+        (["--recipe", "sft"], "--recipe sft: plans are for methods whose responses are sampled"),
+        (
+            ["--model", "deepseek-ai/DeepSeek-V3", "--gpus", "512"],
+            "whose 8 GPUs cannot hold the 1250 GiB of bf16 weights",
+        ),
     ],
 )
 def test_what_cannot_be_planned(changes: list[str], words: str, capsys: pytest.CaptureFixture):

@@ -9,8 +9,8 @@ from typing import Any
 import gradient_reference as reference
 import pytest
 import torch
-from gradient_worker import Layout, config_of
-from test_gradient_invariance import STEPS, Case, sampled_for
+from gradient_cases import STEPS, sampled_for
+from gradient_worker import Case, Layout, config_of
 
 from megatron_gvpo.config import Config, ConfigError, FP8Config, ModelConfig, ParallelConfig, build_config
 from megatron_gvpo.layout import Padding

@@ -13,7 +13,6 @@ import pytest
 from tiny_run import StopAfter, configure, fit, records
 
 from megatron_gvpo.algorithms.recipe import read_recipe, recipe_names
-from megatron_gvpo.megatron import parallel
 
 REWARD = """
 def right(prompt, rollout):  # about half of the responses of a model that knows nothing
@@ -25,6 +24,7 @@ def part(prompt, rollout, modulus=3):
 def better(prompt, a, b):
     return float(len(a.token_ids) > len(b.token_ids)) if len(a.token_ids) != len(b.token_ids) else 0.5
 """
+pytestmark = pytest.mark.usefixtures("leave_the_process_group")
 # Beside what a recipe says it goes with: what its rewards are here, and what users must name themselves.
 EXTRA = {
     "rank_grpo": ["algorithm.estimator={items: 2, separator_ids: [1, 2, 3, 4, 5]}"],
@@ -43,12 +43,6 @@ EXTRA = {
     "grpo_care": ["algorithm.estimator={marker_ids: [1, 2, 3], accuracy: right}"],
     "igrpo": ['algorithm.members.0.template="{hint}"'],
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def leave_the_process_group():
-    yield
-    parallel.shut_down()
 
 
 @pytest.fixture(scope="module")

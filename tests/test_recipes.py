@@ -43,7 +43,8 @@ def test_an_estimator_under_another_name_replaces_the_recipes():
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"recipe": "remax", "prior": "none"}, "needs an expected reward: prior=greedy or tracker"),
+        ({"recipe": "remax", "prior": "none"}, "needs an expected reward: prior=greedy, tracker or function"),
+        ({"recipe": "grpo", "members": ["one_more"]}, "members: one_more needs an expected reward"),
         ({"recipe": "grpo", "prior": "greedy"}, "prior=greedy: nothing reads it"),
         (
             {"recipe": "reg_grpo", "estimator": "prefix_tree"},
@@ -53,6 +54,11 @@ def test_an_estimator_under_another_name_replaces_the_recipes():
         ({"recipe": "sft", "shapers": ["affine"]}, "sampler=dataset has none"),
         ({"recipe": "dpo", "members": ["replay"]}, "replay has nobody to ask, or to join"),
         ({"recipe": "dpo", "shapers": ["overlong"]}, "shapers: overlong: max_tokens is missing"),
+        (
+            {"recipe": "gpg", "sampler": "file", "loss": {"importance": {"cap": 2}}},
+            "loss.importance reads the engine's log-probs",
+        ),
+        ({"recipe": "xrpo", "sampler": "file"}, "estimator=novelty reads the engine's log-probs"),
         ({"recipe": "dpo", "allocation": "knapsack"}, "allocation ask the engine"),
         ({"recipe": "gvpo_history", "reference_logprobs": "engine"}, "the present engine did not sample"),
     ],
@@ -60,6 +66,11 @@ def test_an_estimator_under_another_name_replaces_the_recipes():
 def test_compositions_that_mean_nothing_are_refused(values, said):
     with pytest.raises(ValueError, match=said):
         AlgorithmConfig.model_validate(values)
+
+
+def test_a_member_may_be_all_that_reads_the_prior():
+    values = {"recipe": "grpo", "members": ["one_more"], "prior": "tracker"}
+    assert AlgorithmConfig.model_validate(values).needs_tracker
 
 
 def test_recipes_say_what_the_papers_say():

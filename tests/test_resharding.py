@@ -17,8 +17,8 @@ import torch
 import transformers
 from checkpoint_worker import MOVES, Continuation
 from distributed import launch
+from gradient_cases import SPLIT, STEPS, sampled_for
 from gradient_worker import UPDATE, Case, Layout
-from test_gradient_invariance import SPLIT, STEPS, sampled_for
 
 from megatron_gvpo.megatron import checkpoint
 from megatron_gvpo.megatron.shards import boxes

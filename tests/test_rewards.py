@@ -203,6 +203,13 @@ def test_components_are_named_and_weighed(functions: str) -> None:
     assert not any(rollout.reward_errors for rollout in (right, shapeless, none))
 
 
+def test_a_run_may_have_no_reward_of_its_own() -> None:
+    """A shaper, such as a judge of pairs, gives it."""
+    with RewardPool(RewardsConfig(components=())) as pool:
+        pool.score([group := Group(prompt(), [response("a"), response("b")])])
+    assert group.rewards == [0.0, 0.0] and group.rollouts[0].rewards == {}
+
+
 def test_a_reward_sees_the_whole_record(functions: str) -> None:
     (rollout,) = score(config(user(functions, "level")), "x", of=prompt(level=3))
     assert rollout.reward == 5.0
@@ -276,7 +283,6 @@ def test_workers_do_not_load_torch(functions: str) -> None:
 @pytest.mark.parametrize(
     ("component", "message"),
     [
-        ({"name": "maths"}, "rewards.components.0.name=maths: no such built-in reward"),
         ({"function": "my_rewards.py"}, "expected module:function or path/file.py:function"),
         ({"function": "nowhere.py:length"}, "there is no file nowhere.py"),
         ({"function": "no_such_module:f"}, "importing no_such_module failed: ModuleNotFoundError"),
@@ -301,11 +307,6 @@ def test_functions_that_cannot_be_loaded(functions: str, component: Any, message
         pass
     assert message in str(error.value)
     assert not children()
-
-
-def test_a_name_given_twice() -> None:
-    with pytest.raises(ConfigError, match="'math' is given twice"):
-        RewardPool(config(RewardConfig(name="math"), RewardConfig(name="math")))
 
 
 def children() -> list[int]:

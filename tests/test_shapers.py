@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from groups import make_group, rewards_of
 
+from megatron_gvpo import sampling
+from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.algorithms.curriculum import Equal, Knapsack, Record, SuccessRate, Tracker, knapsack_value
+from megatron_gvpo.algorithms.custom import CustomShaper
 from megatron_gvpo.algorithms.filters import Drop, Keep, MaskTruncated
 from megatron_gvpo.algorithms.judged import GroupSimilarity, WinRate, unigram_overlap
 from megatron_gvpo.algorithms.shapers import (
@@ -20,6 +25,7 @@ from megatron_gvpo.algorithms.shapers import (
     Staged,
     Unlikeliness,
 )
+from megatron_gvpo.rollout.fleet import RolloutError
 
 
 def shaped(shaper, *groups, step=1):
@@ -38,6 +44,8 @@ def test_overlong_falls_linearly_inside_its_buffer():
     expected = [pytest.approx([1, 1, 0.75, 0, 0])]
     assert shaped(Overlong(buffer=40, max_tokens=100), group) == expected
     assert shaped(Overlong(buffer=40).sized(100), group) == expected
+    fifth = make_group([1] * 3, lengths=[80, 90, 100])
+    assert shaped(Overlong().sized(100), fifth) == [pytest.approx([1, 0.5, 0])], "as 4096 of 20480"
 
 
 def test_unlikeliness_vector():
@@ -121,6 +129,39 @@ def test_similarity_to_the_others_or_to_answers_to_paraphrases():
     third = make_group([0], texts=["a"], record={"topic": 2})
     found = shaped(GroupSimilarity(function=overlap, across="topic", weight=0.5), first, second, third)
     assert found == [pytest.approx([1.5, 0.5]), [pytest.approx(0.5)], [0]]
+    nameless = make_group([1], texts=["a"]), make_group([1], texts=["a"])
+    assert shaped(GroupSimilarity(function=overlap, across="topic"), *nameless) == [[0], [0]]
+
+
+@pytest.mark.parametrize(
+    ("block", "said"),
+    [
+        ({"name": "win_rate", "function": "groups:rewards_of"}, "called as f(prompt, a, b, **options)"),
+        ({"name": "group_similarity", "function": "groups:rewards_of"}, "called as f(a, b, **options)"),
+        (
+            {"name": "win_rate", "function": "megatron_gvpo.teacher:prefers"},
+            "missing a required argument: 'url'",
+        ),
+    ],
+)
+def test_a_judge_that_cannot_be_called_is_refused_before_loading(block, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        AlgorithmConfig.model_validate({"recipe": "grpo", "shapers": [block]})
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("raise KeyError('no such tool')", r"KeyError: 'no such tool' \(mine.py, line 2\)"),
+        ("return group.rewards[1:]", "2 responses, and it returned 1 rewards"),
+        ("return [1.0, float('nan')]", r"it returned \[1.0, nan\]: want finite numbers"),
+    ],
+)
+def test_a_shaper_of_the_users_that_fails_is_named(tmp_path, body, said):
+    (tmp_path / "mine.py").write_text(f"def f(group):\n    {body}\n")
+    shaper = CustomShaper(function=f"{tmp_path}/mine.py:f")
+    with pytest.raises(RolloutError, match=f"algorithm.shapers: custom: .*{said}"):
+        sampling.shaped(shaper, [make_group([1, 0])], 1)
 
 
 def test_rejection_sampling_keeps_the_right_or_the_best():

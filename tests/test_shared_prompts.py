@@ -10,10 +10,10 @@ import gradient_reference as reference
 import pytest
 import torch
 from distributed import launch
+from gradient_cases import STEPS, TOLERANCE, expected, sampled_for
 from gradient_worker import Case, Layout
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_gradient_invariance import STEPS, TOLERANCE, expected, sampled_for
 from torch import Tensor
 
 from megatron_gvpo.config import ConfigError, build_config

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ import slurm as real
 from megatron_gvpo.cli import main
 from slurm import NODES, Slurm
 
+ROOT = Path(__file__).parents[1]
 STEPS = 8
 SHORT = (f"train.steps={STEPS}", "checkpoint.every=1", "checkpoint.export_hf=false", "eval.every=0")
 TWO_NODES = ("--nodes", "2", "--ranks-per-node", "1", "--no-gpus", "--save-before", "120")
@@ -168,6 +170,33 @@ def test_servers_on_nodes_of_their_own(slurm: Slurm, task: Path, uninterrupted: 
     assert asked(tmp_path) == asked(uninterrupted)
 
 
+def test_a_scaling_benchmark_measures_its_points_in_jobs(slurm: Slurm, task: Path, tmp_path: Path):
+    """benchmarks/scaling.py: a point on two nodes, one that fails, and the report."""
+
+    def scaling(*arguments: str) -> str:
+        command = [sys.executable, str(ROOT / "benchmarks" / "scaling.py"), *arguments]
+        done = subprocess.run(
+            command, env=slurm.environment, cwd=tmp_path, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    size = ("--nodes", "2", "--ranks-per-node", "1", "--no-gpus", "--modes", "strong")
+    short = ("--prompts", "4", "--steps", "1", "--points", "points")
+    layouts = ("--layout", "parallel.tp=2", "--layout", "data.train.path=nowhere.jsonl")
+    said = scaling(str(task / "run.yaml"), *size, *short, *layouts)
+    fine, failed = re.findall(r"^strong-2-\S+: job (\d+)$", said, re.MULTILINE)
+    assert slurm.end(fine) == "COMPLETED", slurm.said(fine)
+    assert "| strong-2-tp2 |" in scaling("--report", "points", "--out", "scaling.json")
+    (point,) = json.loads((tmp_path / "scaling.json").read_text())["points"]
+    assert point["ranks"] == 2 and point["layout"] == "parallel.tp=2"
+    assert point["updates_equal_formula"] is True
+    assert 0 < point["seconds"]["training"] < point["seconds_per_step"]
+    assert slurm.end(failed) == "FAILED", slurm.said(failed)
+    end = slurm.output(failed).read_text()
+    assert "first failure: rank" in end and "nowhere.jsonl" in end
+
+
 @pytest.mark.parametrize(
     ("options", "words", "advice"),
     [
@@ -194,9 +223,19 @@ def test_what_slurm_refuses(slurm: Slurm, task: Path, tmp_path: Path, options, w
         (["--nodes", "1", "--rollout-nodes", "1"], "rollout.engine=local generates in the trainer's own"),
         (["--nodes", "0"], "--nodes and --ranks-per-node must be at least 1"),
         (["--nodes", "1", "--save-before", "5"], "--save-before 5: at least 120 seconds"),
+        (["--nodes", "1", "--sbatch=time=1:00:00"], "options begin with -, as --sbatch=--time=1:00:00"),
+        (["--nodes", "1", "--container", "nowhere.sif"], "--container nowhere.sif: no such file"),
         (
             ["--nodes", "1", "rollout.engine=sglang", "rollout.servers.count=9"],
             "needs more than the 8 GPUs of a node",
+        ),
+        (["--nodes", "1", "rollout.engine=sglang"], "the servers are on the trainer's GPUs"),
+        (
+            [
+                *("--nodes", "1", "--rollout-nodes", "1", "rollout.engine=sglang"),
+                *("rollout.servers.colocated=true", "rollout.weights.transport=disk"),
+            ],
+            "with --rollout-nodes 1 the servers have GPUs of their own",
         ),
         (
             ["--nodes", "1", "rollout.engine=sglang", "rollout.servers.urls=[http://a:1]"],
@@ -213,6 +252,49 @@ def test_what_cannot_run_is_refused_before_it_waits_in_a_queue(
     assert not (tmp_path / "run").exists()
 
 
+def test_what_a_container_would_not_see_is_said(task: Path, tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    job = [str(task / "run.yaml"), "output_dir=run", "--nodes", "1", "--container", "registry/trainer"]
+    assert main(["slurm", *job, "--dry-run"]) == 0
+    said = capsys.readouterr().err
+    assert f"note: containers see {tmp_path} and what --mount names" in said
+    assert f"model.path={task / 'model'}" in said and "output_dir" not in said
+    assert main(["slurm", *job, "--mount", str(task), "--dry-run"]) == 0
+    shown = capsys.readouterr()
+    assert "note: containers see" not in shown.err
+    assert f"--container-mounts={tmp_path}:{tmp_path},{task}:{task} " in shown.out
+
+
+def test_a_container_without_a_home_gets_one(tmp_path: Path):
+    """Megatron-Bridge, Hugging Face and the engines write there; what pyxis starts may be read-only."""
+    script = (ROOT / "slurm" / "split.sbatch").read_text()
+    (line, again) = [line for line in script.splitlines() if "mkdir -p" in line and "HOME" in line]
+    assert line == again, "the trainer's and the servers'"
+    (tmp_path / "file").touch()
+
+    def home(given: Path) -> Path:
+        environment = {"PATH": os.environ["PATH"], "HOME": str(given), "TMPDIR": str(tmp_path)}
+        command = ["bash", "-c", f"{line}; touch $HOME/written; echo $HOME"]
+        return Path(subprocess.run(command, env=environment, capture_output=True, text=True).stdout.strip())
+
+    assert home(tmp_path / "home") == tmp_path / "home"
+    assert (made := home(tmp_path / "file" / "home")).parent == tmp_path and (made / "written").exists()
+
+
+def test_the_signal_passes_apptainers_own_processes(tmp_path: Path):
+    """They start with it blocked, and stay so; the ranks have it unblocked, and ignored until they listen."""
+    script = (ROOT / "slurm" / "split.sbatch").read_text()
+    outside = re.search(r"env --block-signal=\w+", script)
+    inside = re.search(r"exec (env --default-signal=\w+ --ignore-signal=\w+)", script)
+    assert outside and inside
+    state = "grep -E SigBlk|SigIgn /proc/self/status"
+    for command, blocked, ignored in ((outside[0], True, False), (f"{outside[0]} {inside[1]}", False, True)):
+        said = subprocess.run([*command.split(), *state.split()], capture_output=True, text=True).stdout
+        masks = {key: int(mask, 16) for key, mask in re.findall(r"(\w+):\s*([0-9a-f]+)", said)}
+        bit = 1 << (signal.SIGUSR1 - 1)
+        assert (bool(masks["SigBlk"] & bit), bool(masks["SigIgn"] & bit)) == (blocked, ignored)
+
+
 EXAMPLES = {
     "colocated": ("--nodes", "4", "--sbatch=--partition=h800", "--sbatch=--time=12:00:00"),
     "split": (
@@ -224,8 +306,12 @@ EXAMPLES = {
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_the_examples_are_what_is_rendered_and_bash_can_read_them(name: str, task: Path, tmp_path, capsys):
+def test_the_examples_are_what_is_rendered_and_bash_can_read_them(
+    name: str, task: Path, tmp_path, monkeypatch, capsys
+):
     """slurm/*.sbatch; written anew with `REWRITE_EXAMPLES=1 pytest tests/test_slurm.py`."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "trainer.sif").touch()
     run = tmp_path / "gvpo.yaml"
     run.write_text((task / "run.yaml").read_text())
     given = [str(run), "output_dir=runs/seven", *EXAMPLES[name], "--dry-run"]
@@ -240,7 +326,7 @@ def test_the_examples_are_what_is_rendered_and_bash_can_read_them(name: str, tas
     script = re.sub(
         "# Written by: .*", f"# Written by: megatron-gvpo slurm gvpo.yaml {' '.join(given[1:-1])}", script
     )
-    example = Path(__file__).parents[1] / "slurm" / f"{name}.sbatch"
+    example = ROOT / "slurm" / f"{name}.sbatch"
     if os.environ.get("REWRITE_EXAMPLES"):
         example.write_text(script)
     assert example.read_text() == script
@@ -249,7 +335,7 @@ def test_the_examples_are_what_is_rendered_and_bash_can_read_them(name: str, tas
 
 def test_the_readme_commands_for_a_cluster_are_understood(task: Path, tmp_path: Path, capsys):
     """`plan` and `slurm` as they stand there, on the tiny run's configuration, and not submitted."""
-    text = (Path(__file__).parents[1] / "README.md").read_text()
+    text = (ROOT / "README.md").read_text()
     section = text.split("## From laptop to cluster")[1].split("## ")[0].replace("\\\n", "")
     lines = [line.split("#")[0].strip() for line in section.splitlines() if line.startswith("    ")]
     plan = next(shlex.split(line) for line in lines if line.startswith("megatron-gvpo plan"))

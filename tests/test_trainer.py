@@ -1,69 +1,36 @@
 """The main job end to end on a tiny task: real megatron-core, embedded engine, reward workers.
 
-A resumed run must equal an uninterrupted one exactly: every metric that the clock did not write, and every
-bit of the weights.
+Interrupted and resumed: test_resume.py. Full disks and damaged checkpoints: test_checkpoint_faults.py.
 """
 
 from __future__ import annotations
 
 import json
-import resource
-from pathlib import Path
 
 import pytest
 import torch
-from distributed import launch
-from safetensors.torch import load_file
-from tiny_run import StopAfter, configure, fit, records, reward_options
+from tiny_run import (
+    GVPO,
+    SHORT,
+    StopAfter,
+    configure,
+    fit,
+    records,
+    reward_options,
+    weights,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_gvpo.callbacks import Callback
 from megatron_gvpo.config import ConfigError
-from megatron_gvpo.megatron import checkpoint, parallel
-from megatron_gvpo.megatron.checkpoint import CheckpointError
+from megatron_gvpo.megatron import parallel
 from megatron_gvpo.megatron.policy import Policy
 from megatron_gvpo.parts import Parts
 from megatron_gvpo.sampling import EngineSampler
 from megatron_gvpo.trainer import Trainer
 from megatron_gvpo.types import Rows
 
-GVPO = ("algorithm=gvpo", "train.mini_batches=2")
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("runs")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def leave_the_process_group():
-    yield
-    parallel.shut_down()
-
-
-@pytest.fixture(scope="module")
-def finished(task, runs) -> Path:
-    """A GVPO run of four steps, with a checkpoint after every step, of which three are kept."""
-    out = runs / "finished"
-    more = (
-        "checkpoint.every=1",
-        "checkpoint.keep=3",
-        "logging.tensorboard=true",
-        "logging.profile_steps=[2, 2]",
-    )
-    fit(configure(task, out, *GVPO, *more))
-    return out
-
-
-def weights(out: Path) -> dict[str, torch.Tensor]:
-    return load_file(out / "hf" / "model.safetensors")
-
-
-def assert_same_run(one: Path, other: Path) -> None:
-    assert records(one) == records(other)
-    ours, theirs = weights(one), weights(other)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+pytestmark = pytest.mark.usefixtures("leave_the_process_group")
 
 
 def test_a_run_leaves_its_records(finished):
@@ -147,111 +114,26 @@ def test_every_step_samples_and_trains_on_all_its_responses(task, tmp_path, monk
     assert trained == [48, 48] * 3, "two mini-batches a step"
 
 
-ENGINE_REFERENCE = (*GVPO, "algorithm.reference_logprobs=engine")
-
-
-def test_every_step_is_watched_for_a_mismatch(finished, caplog):
-    """The embedded engine differs from the trainer by rounding only, and nobody is warned."""
-    for line in records(finished)[1:]:
-        assert line["mismatch/tokens"] == pytest.approx(16 * line["response/length"])
-        assert 0 < line["mismatch/abs_mean"] < 1e-5 and line["mismatch/kl"] < 1e-10
-        assert abs(line["mismatch/slope"]) < 1e-5
-    assert "not the one that is trained" not in caplog.text
-
-
-def with_gap(monkeypatch, gap: float, versions_behind: int = 0) -> None:
-    """An engine whose log-probs are too small by `gap` in every token, and whose weights are older."""
-    from_groups = Rows.from_groups
-
-    def perturbed(groups):
-        rows = from_groups(groups)
-        return rows.with_columns(
-            engine_logp_r=rows.engine_logp_r - gap, version_r=rows.version_r - versions_behind
-        )
-
-    monkeypatch.setattr(Rows, "from_groups", staticmethod(perturbed))
-
-
-def counted_scores(monkeypatch) -> list[int]:
-    """The number of rows of every scoring pass from now on."""
-    scored, score = [], Policy.score
-
-    def counting(self, rows):
-        scored.append(len(rows))
-        return score(self, rows)
-
-    monkeypatch.setattr(Policy, "score", counting)
-    return scored
-
-
-SHORT = ("train.max_tokens_per_micro_batch=4096", "data.eval=null", "checkpoint.export_hf=false")
-
-
-@pytest.mark.parametrize("gap", [0.0, 0.25])
-def test_the_engines_reference_trains_like_the_trainers_without_scoring(
-    task, tmp_path, monkeypatch, caplog, gap
-):
-    """Also where the engine is off in every token, which is taken off again, and said."""
-    fit(configure(task, tmp_path / "trainer", *GVPO, *SHORT))
-    with_gap(monkeypatch, gap)
-    scored = counted_scores(monkeypatch)
-    fit(configure(task, tmp_path / "engine", *ENGINE_REFERENCE, *SHORT))
-    assert scored == [], "no group is split here, so nothing needs a scoring pass"
-    for ours, theirs in zip(records(tmp_path / "engine")[1:], records(tmp_path / "trainer")[1:], strict=True):
-        assert ours["train/kl"] > 0, "the second mini-batch looks back at step start"
-        for name in ("reward/mean", "response/length", "train/loss", "train/kl", "train/grad_norm"):
-            assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
-        assert ours["mismatch/tokens"] < theirs["mismatch/tokens"], "only the first mini-batch is compared"
-        assert ours["mismatch/gap"] == pytest.approx(gap, abs=1e-5)
-        assert ours["mismatch/slope"] == pytest.approx(gap, abs=1e-5)
-        assert ours["mismatch/residual_slope"] == pytest.approx(0, abs=1e-5)
-    warnings = [r.message for r in caplog.records if "not the one that is trained" in r.message]
-    assert len(warnings) == (gap > 0), "once a run"
-
-
-def test_what_older_weights_sampled_has_them_as_its_reference(task, tmp_path, monkeypatch):
-    """Then the first mini-batch, too, looks back, and is no measure of the engine."""
-    trained = []
-    update = Policy.update
+def test_every_epoch_of_a_batch_compares_with_the_policy_at_step_start(task, tmp_path, monkeypatch, capsys):
+    """The first mini-batch as well, whose first update needs no log-probs of it."""
+    update, updates, at_start = Policy.update, [], []
 
     def spy(self, rows, *, at_step_start, keep_logp=False):
-        trained.append((at_step_start, rows))
+        if at_step_start:
+            at_start.append(self.score(rows))
+        updates.append((at_step_start, rows))
         return update(self, rows, at_step_start=at_step_start, keep_logp=keep_logp)
 
     monkeypatch.setattr(Policy, "update", spy)
-    with_gap(monkeypatch, 0.0, versions_behind=1)
-    fit(configure(task, tmp_path, *ENGINE_REFERENCE, *SHORT, "train.steps=1", "optimizer.warmup_steps=0"))
-    assert [first for first, _ in trained] == [True, False]
-    for _, rows in trained:
-        assert torch.equal(rows.ref_logp_r, rows.engine_logp_r)
-    assert not any(name.startswith("mismatch/") for name in records(tmp_path)[-1])
-
-
-METHODS = {
-    "gvpo": GVPO,
-    "engine's reference": ENGINE_REFERENCE,
-    "saved in the background": (*GVPO, "checkpoint.every=1", "checkpoint.asynchronous=true"),
-    "ema": ("checkpoint.asynchronous=true", *GVPO, 'algorithm.loss.reference={"name": "ema", "decay": 0.9}'),
-    # Its reference is fixed: model.path.
-    "grpo": ("algorithm=grpo", "train.mini_batches=2", "algorithm.loss.importance={cap: 2.0}"),
-    "ppo": ("algorithm=ppo", "train.mini_batches=2", "algorithm.critic.lr=1e-3"),
-}
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_resumed_run_equals_an_uninterrupted_one(task, tmp_path, method):
-    overrides, whole, parts = METHODS[method], tmp_path / "whole", tmp_path / "parts"
-    fit(configure(task, whole, *overrides))
-    stopped = fit(configure(task, parts, *overrides, reward_options(task, signal_in=2)))
-    assert stopped.step == 2
-    fit(configure(task, parts, *overrides), resume=True)
-    assert_same_run(whole, parts)
-    if method != "gvpo":
-        assert records(parts)[-1]["train/kl"] > 0, "the policy has left its reference"
-    if method == "ppo":
-        assert records(parts)[-1]["train/value_loss"] < records(parts)[1]["train/value_loss"]
-    if method == "grpo":
-        assert records(parts)[-1]["train/importance"] == pytest.approx(1, abs=1e-5)
+    epochs = ("algorithm=grpo", "train.mini_batches=2", "train.batch_epochs=2", "algorithm.loss.kl_coef=0")
+    fit(configure(task, tmp_path, *epochs, *SHORT, "train.steps=1", "logging.progress=off"))
+    assert capsys.readouterr().out == "", "logging.progress=off"
+    assert [first for first, _ in updates] == [True, False, False, False]
+    first, second, first_again, second_again = (rows for _, rows in updates)
+    assert first.old_logp_r is None and first_again.response_ids == first.response_ids
+    torch.testing.assert_close(first_again.old_logp_r, at_start[0], rtol=0, atol=1e-5)
+    assert torch.equal(second_again.old_logp_r, second.old_logp_r)
+    assert records(tmp_path)[-1]["train/kl"] > 0
 
 
 def test_dr_grpo_divides_by_the_longest_response_that_sampling_allows(task, tmp_path):
@@ -260,143 +142,6 @@ def test_dr_grpo_divides_by_the_longest_response_that_sampling_allows(task, tmp_
         fit(configure(task, tmp_path / name, "algorithm=dr_grpo", *given, *more))
     ours, explicit = (records(tmp_path / name)[-1] for name in ("default", "explicit"))
     assert ours == explicit and ours["train/grad_norm"] > 0
-
-
-def test_resume_of_sft(task, tmp_path):
-    overrides, whole, parts = ("algorithm=sft", "data.eval=null"), tmp_path / "whole", tmp_path / "parts"
-    fit(configure(task, whole, *overrides))
-    assert records(whole)[-1]["train/loss"] < records(whole)[1]["train/loss"]
-    assert fit(configure(task, parts, *overrides), [StopAfter(2)]).step == 2
-    fit(configure(task, parts, *overrides), resume=True)
-    assert_same_run(whole, parts)
-
-
-def test_resume_while_groups_are_accumulated(task, tmp_path):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    gpg = ("algorithm=gpg", "algorithm.batch_policy.threshold=1.0", "rollout.n=3", "data.eval=null")
-    fit(configure(task, whole, *gpg, reward_options(task, coarse=True)))
-    rounds = [int(line["batch/rounds"]) for line in records(whole)[1:]]
-    step = next(i for i, needed in enumerate(rounds) if i and needed > 1)
-    signal = reward_options(task, coarse=True, signal_in=step + 1)
-    assert fit(configure(task, parts, *gpg, signal)).step == step, "stopped within the step after it"
-    (saved,) = checkpoint.complete(parts / "checkpoints")
-    assert json.loads((saved / "state.json").read_text())["batch_policy"]["pending"]
-    fit(configure(task, parts, *gpg, reward_options(task, coarse=True)), resume=True)
-    assert_same_run(whole, parts)
-
-
-def test_resume_on_two_ranks(task, runs):
-    launch("trainer_worker:interrupted_and_not", [2], str(task), str(runs))
-    for layout in ("dp2", "tp2"):
-        assert_same_run(runs / f"{layout}-whole", runs / f"{layout}-parts")
-    assert fit(configure(task, runs / "tp2-whole", *GVPO), resume=True).step == 4, "another layout reads it"
-
-
-def test_an_interrupt_before_the_first_step(task, tmp_path, finished, monkeypatch):
-    """The workers' start is part of start-up: nothing has been trained, and the run can be resumed."""
-    monkeypatch.setenv("SIGNAL_WHILE_LOADING", "1")
-    stopped = fit(configure(task, tmp_path, *GVPO))
-    assert stopped.step == 0
-    assert [path.name for path in checkpoint.complete(tmp_path / "checkpoints")] == ["step_00000000"]
-    monkeypatch.delenv("SIGNAL_WHILE_LOADING")
-    fit(configure(task, tmp_path, *GVPO), resume=True)
-    assert_same_run(tmp_path, finished)
-
-
-def test_rewards_that_end_with_the_job_are_not_counted(task, tmp_path):
-    """Slurm ends every process of a job, and what a reward runs with it: that says nothing of a policy."""
-    whole, parts, every_step = tmp_path / "whole", tmp_path / "parts", ("checkpoint.every=1", "eval.every=0")
-    fit(configure(task, whole, *GVPO, *every_step))
-    killed = reward_options(task, signal_in=3, killed=True)
-    assert fit(configure(task, parts, *GVPO, *every_step, killed)).step == 2
-    fit(configure(task, parts, *GVPO, *every_step), resume=True)
-    assert_same_run(whole, parts)
-
-
-class FullDisk(Callback):
-    """From a checkpoint on, no file may grow beyond 1 MB: a checkpoint does, metrics do not."""
-
-    def __enter__(self):
-        self.limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        return self
-
-    def __exit__(self, *_):
-        resource.setrlimit(resource.RLIMIT_FSIZE, self.limits)
-
-    def on_checkpoint(self, trainer, directory):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, self.limits[1]))
-
-
-def test_a_disk_full_while_saving_leaves_the_previous_checkpoint(task, tmp_path, finished):
-    config = configure(task, tmp_path, *GVPO, "checkpoint.every=1", "checkpoint.keep=1")
-    with (
-        FullDisk() as disk,
-        pytest.raises(CheckpointError, match=r"cannot write .*step_00000002: .* MiB are free there"),
-    ):
-        fit(config, [disk])
-    assert [path.name for path in checkpoint.complete(tmp_path / "checkpoints")] == ["step_00000001"]
-    assert (tmp_path / "checkpoints" / "step_00000002.partial").is_dir(), (
-        "what was left of it is no checkpoint"
-    )
-    (tmp_path / "checkpoints" / "step_00000009.partial").mkdir()
-    fit(config, resume=True)
-    assert_same_run(tmp_path, finished)
-    assert [path.name for path in checkpoint.complete(tmp_path / "checkpoints")] == ["step_00000004"]
-    assert not (tmp_path / "checkpoints" / "step_00000002.partial").exists()
-
-
-def test_a_disk_full_while_saving_in_the_background_is_reported(task, tmp_path):
-    """Before the next update, and the previous checkpoint stays."""
-
-    class FullLater(FullDisk):
-        def on_step(self, trainer, step, metrics):
-            if step == 2:  # the checkpoint of step 1 was complete before the update
-                resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, self.limits[1]))
-
-        def on_checkpoint(self, trainer, directory):
-            pass
-
-    config = configure(task, tmp_path, *GVPO, *SHORT, "checkpoint.every=1", "checkpoint.asynchronous=true")
-    with FullLater() as disk, pytest.raises(CheckpointError, match=r"cannot write .*step_00000002"):
-        fit(config, [disk])
-    assert [path.name for path in checkpoint.complete(tmp_path / "checkpoints")] == ["step_00000001"]
-    assert records(tmp_path)[-1]["step"] == 2
-
-
-def test_a_disk_full_while_exporting_leaves_the_export_and_the_checkpoint(task, tmp_path):
-    fit(configure(task, tmp_path, *GVPO, "train.steps=2"))
-    before = weights(tmp_path)
-    with FullDisk() as disk, pytest.raises(CheckpointError, match=r"cannot write .*hf: .*File too large"):
-        fit(configure(task, tmp_path, *GVPO, "train.steps=3"), [disk], resume=True)
-    after = weights(tmp_path)
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    assert checkpoint.complete(tmp_path / "checkpoints")[-1].name == "step_00000003"
-
-
-@pytest.mark.parametrize(
-    ("file", "content", "message"),
-    [
-        ("state.json", b"{}", "state.json is no state of a checkpoint of this program: KeyError: 'layout'"),
-        ("state.json", b"\x00", "state.json is no state of a checkpoint of this program: JSONDecodeError"),
-        ("__0_0_0.distcp", b"cut off", "cannot read .*step_00000004: "),
-        (".metadata", None, "cannot read .*step_00000004: "),
-    ],
-)
-def test_a_damaged_checkpoint_is_named(task, tmp_path, finished, file, content, message):
-    place = tmp_path / "checkpoints" / "step_00000004"
-    place.mkdir(parents=True)
-    for source in (finished / "checkpoints" / "step_00000004").iterdir():
-        (place / source.name).write_bytes(source.read_bytes())
-    (place / file).unlink()
-    if content is not None:
-        (place / file).write_bytes(content)
-    with pytest.raises(CheckpointError, match=message):
-        fit(configure(task, tmp_path, *GVPO), resume=True)
-
-
-def test_a_checkpoint_of_other_data_is_refused(task, finished):
-    with pytest.raises(ValueError, match=r"trained on 48 prompts, and data\.train now has 40"):
-        fit(configure(task, finished, *GVPO, "data.train.limit=40"), resume=True)
 
 
 def test_a_non_finite_gradient_is_skipped_and_counted(task, tmp_path):

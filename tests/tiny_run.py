@@ -14,9 +14,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "quickstart"))
 
 import make_task
+import torch
 import torch.distributed as dist
 from distributed import forget_layout
 from real_parts import used
+from safetensors.torch import load_file
+from torch import Tensor
 
 from megatron_gvpo.callbacks import Callback, Recorder
 from megatron_gvpo.config import Config, load_config
@@ -37,6 +40,10 @@ optimizer: {{lr: 1.0e-3, warmup_steps: 1, decay: linear}}
 eval: {{every: 2, n: 2, k: [1, 2], sampling: {{max_tokens: 10}}}}
 logging: {{progress: lines, tensorboard: false}}
 """
+
+GVPO = ("algorithm=gvpo", "train.mini_batches=2")
+ENGINE_REFERENCE = (*GVPO, "algorithm.reference_logprobs=engine")
+SHORT = ("train.max_tokens_per_micro_batch=4096", "data.eval=null", "checkpoint.export_hf=false")
 
 # A model that knows nothing is never right, so this rewards variety. In the middle of step `signal_in` the
 # trainer, which is a worker's parent, gets SIGTERM (with `killed`, what the reward runs, too); in that of
@@ -129,3 +136,15 @@ def records(out: Path) -> list[dict[str, Any]]:
         }
         for record in read_metrics(out / "metrics.jsonl")
     ]
+
+
+def weights(out: Path) -> dict[str, Tensor]:
+    """What the run exported."""
+    return load_file(out / "hf" / "model.safetensors")
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    assert records(one) == records(other)
+    ours, theirs = weights(one), weights(other)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)

@@ -1,4 +1,4 @@
-"""What every rank does for test_trainer.py's runs on two ranks."""
+"""What every rank does for test_resume.py's runs on two ranks."""
 
 from __future__ import annotations
 

@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Protocol, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
 from torch import Tensor
 
 from megatron_gvpo.types import LossInputs, Rows, Totals
 
 Metrics = dict[str, Tensor]
+# Of the reward: its name, or its number; 0 is the verifier's by convention.
+Component = str | NonNegativeInt
 
 
 class Block(BaseModel):
@@ -27,6 +29,11 @@ class Block(BaseModel):
     @classmethod
     def _short_form(cls, values: Any) -> Any:
         return {"name": values} if isinstance(values, str) and "name" in cls.model_fields else values
+
+    @property
+    def components_read(self) -> tuple[Component, ...]:
+        """The components of the reward that it cannot do without."""
+        return ()
 
 
 class Reference(Block):

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 import torch
 from pydantic import Field, PositiveInt
 
-from megatron_gvpo.algorithms.base import Block
+from megatron_gvpo.algorithms.base import Block, Component
 from megatron_gvpo.algorithms.shaping import value_of
 from megatron_gvpo.types import Group, Prompt, Rollout, Routing, Scored
 
@@ -53,7 +53,11 @@ class Accumulate(Block):
     name: Literal["accumulate"] = "accumulate"
     threshold: float = Field(0.6, gt=0, le=1)
     max_rounds: PositiveInt = 20
-    by: str | None = None  # a component of the reward; null: all of it. DAPO refills by accuracy
+    by: Component | None = None  # a component of the reward; null: all of it. DAPO refills by accuracy
+
+    @property
+    def components_read(self) -> tuple[Component, ...]:
+        return () if self.by is None else (self.by,)
 
     def build(self, batch_groups: int) -> BatchPolicy:
         return Accumulator(batch_groups, self.threshold, self.max_rounds, self.by)
@@ -83,7 +87,9 @@ class Accumulator:
     because no valid group is thrown away.
     """
 
-    def __init__(self, batch_groups: int, threshold: float, max_rounds: int, by: str | None = None) -> None:
+    def __init__(
+        self, batch_groups: int, threshold: float, max_rounds: int, by: Component | None = None
+    ) -> None:
         self.by = by
         self.batch_groups = batch_groups
         self.threshold = threshold
@@ -126,7 +132,7 @@ class Accumulator:
         self._rounds, self._offered = state["rounds"], state["offered"]
 
 
-def is_valid(group: Group, by: str | None = None) -> bool:
+def is_valid(group: Group, by: Component | None = None) -> bool:
     """Whether the rewards of a group (or the component `by`) differ, in fp32 as training sees them."""
     values = [value_of(rollout, by) for rollout in group.rollouts]
     return len(torch.tensor(values, dtype=torch.float32).unique()) > 1

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_gvpo.algorithms.base import Advantage, Metrics
+from megatron_gvpo.algorithms.base import Advantage, Component, Metrics
 from megatron_gvpo.types import Rows
 
 LARGEST = 1e6  # weight, as in the paper's code
@@ -26,6 +26,10 @@ class BNPO(Advantage):
 
     name: Literal["bnpo"] = "bnpo"
     components: bool = False
+
+    @property
+    def components_read(self) -> tuple[Component, ...]:
+        return (0,) if self.components else ()
 
     def __call__(self, rows: Rows) -> tuple[Tensor, Metrics]:
         values = list(rows.component_n.values()) if self.components else [rows.reward_n]

@@ -9,8 +9,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from megatron_gvpo.algorithms.base import Advantage, Metrics, Reference
-from megatron_gvpo.algorithms.estimators import normalised
+from megatron_gvpo.algorithms.base import Advantage, Component, Metrics, Reference
+from megatron_gvpo.algorithms.estimators import component, normalised
 from megatron_gvpo.types import Rows
 
 
@@ -35,6 +35,10 @@ class ConfidenceEstimator(Advantage):
     eps: float = Field(1e-6, ge=0)
 
     @property
+    def components_read(self) -> tuple[Component, ...]:
+        return () if self.accuracy is None else (self.accuracy,)
+
+    @property
     def anchors(self) -> Mapping[Literal["old", "ref"], Reference]:
         return {"ref": self.reference}
 
@@ -45,11 +49,9 @@ class ConfidenceEstimator(Advantage):
 
     def bonus(self, rows: Rows) -> Tensor:
         """What each response's reward gains, fp64 [n]."""
-        if self.accuracy is not None and self.accuracy not in rows.component_n:
-            known = ", ".join(rows.component_n) or "none"
-            raise ValueError(f"estimator.accuracy: no reward component {self.accuracy!r}; there are: {known}")
-        accuracy_n = rows.reward_n if self.accuracy is None else rows.component_n[self.accuracy]
-        accuracy_n = accuracy_n.double()
+        accuracy_n = rows.reward_n.double()
+        if self.accuracy is not None:
+            accuracy_n = component(rows, self.accuracy, "accuracy")
         eligible_n = (accuracy_n > self.right) & (accuracy_n >= rows.group_mean(accuracy_n) - 1e-9)
         sure_n = self.confidence(rows)
         index_n, size_g = rows.groups

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -188,16 +188,14 @@ class AlgorithmConfig(Block):
                 "set it to null"
             )
         estimator = self.estimator
-        wants_prior = estimator is not None and estimator.needs_prior
-        if wants_prior != (self.prior.name != "none"):
+        readers = [f"the estimator {e.name}" for e in (estimator,) if e is not None and e.needs_prior]
+        readers += [f"members: {member.name}" for member in self.members if member.name == "one_more"]
+        if readers and self.prior.name == "none":
             raise ValueError(
-                f"prior={self.prior.name}: "
-                + (
-                    f"the estimator {estimator.name} needs an expected reward: prior=greedy or tracker"
-                    if estimator is not None and wants_prior
-                    else "nothing reads it; estimator.baseline=prior does"
-                )
+                f"prior=none: {readers[0]} needs an expected reward: prior=greedy, tracker or function"
             )
+        if not readers and self.prior.name != "none":
+            raise ValueError(f"prior={self.prior.name}: nothing reads it; estimator.baseline=prior does")
         if estimator is not None and estimator.per_token and not loss.token_advantages:
             raise ValueError(
                 f"the estimator {estimator.name} gives every token an advantage, and the loss {loss.name} "
@@ -233,6 +231,12 @@ class AlgorithmConfig(Block):
             )
         if sampler == "dataset" and self.shapers:
             raise ValueError("shapers work on rewards, and sampler=dataset has none: leave them out")
+        compares = ["loss.importance"] if getattr(loss, "importance", None) is not None else []
+        compares += ["estimator=novelty"] if isinstance(self.estimator, NoveltyEstimator) else []
+        if compares:
+            raise ValueError(
+                f"{compares[0]} reads the engine's log-probs, and sampler={sampler} has none: leave it out"
+            )
         if self.prior.name == "greedy" or self.allocation.name != "equal":
             raise ValueError(f"prior=greedy and allocation ask the engine, and sampler={sampler} has none")
         if others := [m.name for m in self.members if sampler == "dataset" or m.name != "demonstration"]:
@@ -265,6 +269,15 @@ class AlgorithmConfig(Block):
         """The policies that loss or estimator compare with."""
         of_estimator = () if self.estimator is None else self.estimator.anchors.values()
         return (*self.loss.anchors.values(), *of_estimator)
+
+    def blocks_on_components(self) -> Iterator[tuple[str, Block]]:
+        """The blocks that read components of the reward, with their keys."""
+        placed: list[tuple[str, Block]] = [(f"shapers.{i}", block) for i, block in enumerate(self.shapers)]
+        placed.append(("batch_policy", self.batch_policy))
+        placed += [("estimator", self.estimator)] if self.estimator is not None else []
+        for key, block in placed:
+            if block.components_read:
+                yield f"algorithm.{key}", block
 
     @property
     def needs_group(self) -> bool:

@@ -34,6 +34,14 @@ class Tracker(Block):
     low: float = 0.0
     high: float = 1.0
 
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.low >= self.high:
+            raise ValueError(
+                f"low={self.low} must be below high={self.high}: rewards are measured between them"
+            )
+        return self
+
     def updated(self, alpha: float, beta: float, rewards: Sequence[float]) -> tuple[float, float]:
         """The counts after one visit with these rewards."""
         success = [min(max((r - self.low) / (self.high - self.low), 0.0), 1.0) for r in rewards]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self
 
@@ -113,6 +114,10 @@ class CustomShaper(Shaper):
                 raise ValueError(
                     f"shaper function={self.function}: {len(group.rollouts)} responses, and it returned "
                     f"{len(rewards)} rewards"
+                )
+            if not all(map(math.isfinite, rewards)):
+                raise ValueError(
+                    f"shaper function={self.function}: it returned {rewards}: want finite numbers"
                 )
             shaped.append(rewarded(group, rewards))
         return shaped

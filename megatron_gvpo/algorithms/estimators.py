@@ -27,6 +27,7 @@ class Estimator(Advantage):
                 sample  sequences, B / (B - M), as in the paper: exact for means over sequences
                 token   response tokens: exact for `token_mean`
                 none    alpha = 1
+            responses that are not trained count in neither, as they do not in the loss's mean
     whiten      (A - mean) / (std + eps) over the optimizer step, every response counting once (sequence) or
                 as often as it has tokens (token): REINFORCE++ (arXiv 2501.03262), SPO (arXiv 2509.13232)
 
@@ -100,10 +101,20 @@ class Estimator(Advantage):
 
     def _alpha(self, rows: Rows, valid_n: Tensor) -> Tensor:
         size_n = (rows.length_n if self.age == "token" else torch.ones_like(rows.length_n)).double()
+        if rows.trained_n is not None:
+            size_n = size_n * rows.trained_n
         valid = size_n[valid_n].sum()
         if self.age == "none" or valid == 0:
             return torch.ones_like(valid)
         return size_n.sum() / valid
+
+
+def component(rows: Rows, name: str, key: str) -> Tensor:
+    """A component of rewards, fp64 [n]. Raises ValueError, with the estimator's `key`, for a missing one."""
+    if name not in rows.component_n:
+        known = ", ".join(rows.component_n) or "none"
+        raise ValueError(f"estimator.{key}: no reward component {name!r}; there are: {known}")
+    return rows.component_n[name].double()
 
 
 def rewards_differ(rows: Rows, value_n: Tensor | None = None) -> Tensor:

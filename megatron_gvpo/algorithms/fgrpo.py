@@ -9,8 +9,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from megatron_gvpo.algorithms.base import Advantage, Metrics
-from megatron_gvpo.algorithms.estimators import normalised
+from megatron_gvpo.algorithms.base import Advantage, Component, Metrics
+from megatron_gvpo.algorithms.estimators import component, normalised
 from megatron_gvpo.types import Rows
 
 
@@ -34,6 +34,10 @@ class LagrangianEstimator(Advantage):
     ddof: Literal[0, 1] = 1
     eps: float = Field(1e-6, ge=0)
 
+    @property
+    def components_read(self) -> tuple[Component, ...]:
+        return tuple(self.constraints)
+
     def build(self) -> Multipliers:
         return Multipliers(self)
 
@@ -45,25 +49,17 @@ class LagrangianEstimator(Advantage):
         """Advantages under these multipliers."""
         advantage_n = normalised(rows, rows.reward_n, self.ddof, self.eps)
         for name in self.constraints:
-            value_n = self._component(rows, name)
+            value_n = component(rows, name, "constraints")
             advantage_n = advantage_n + multipliers[name] * normalised(rows, value_n, self.ddof, self.eps)
         return advantage_n.float()
 
     def moved(self, rows: Rows, multipliers: Mapping[str, float]) -> dict[str, float]:
         """The multipliers after a step with these rows."""
-        return {
-            name: min(
-                max(multipliers[name] + self.rate * (tau - float(self._component(rows, name).mean())), 0.0),
-                self.limit,
-            )
-            for name, tau in self.constraints.items()
-        }
-
-    def _component(self, rows: Rows, name: str) -> Tensor:
-        if name not in rows.component_n:
-            known = ", ".join(rows.component_n) or "none"
-            raise ValueError(f"estimator.constraints: no reward component {name!r}; there are: {known}")
-        return rows.component_n[name].double()
+        moved = {}
+        for name, tau in self.constraints.items():
+            short = tau - float(component(rows, name, "constraints").mean())
+            moved[name] = min(max(multipliers[name] + self.rate * short, 0.0), self.limit)
+        return moved
 
 
 class Multipliers:

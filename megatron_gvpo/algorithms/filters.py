@@ -9,6 +9,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt
 
+from megatron_gvpo.algorithms.base import Component
 from megatron_gvpo.algorithms.shaping import Shaper, value_of
 from megatron_gvpo.types import Group, Rollout
 
@@ -22,7 +23,11 @@ class Keep(Shaper):
     name: Literal["keep"] = "keep"
     which: Literal["right", "best"] = "right"
     right: float = 0.5
-    by: str | None = None  # a component of the reward; null: all of it
+    by: Component | None = None  # a component of the reward; null: all of it
+
+    @property
+    def components_read(self) -> tuple[Component, ...]:
+        return () if self.by is None else (self.by,)
 
     def __call__(self, groups: Sequence[Group], step: int) -> list[Group]:
         def kept(group: Group) -> list[Rollout]:
@@ -39,7 +44,11 @@ class Drop(Shaper):
     name: Literal["drop"] = "drop"
     which: Literal["all_right", "all_wrong", "all_equal"] = "all_equal"
     right: float = 0.5
-    by: str | None = None
+    by: Component | None = None
+
+    @property
+    def components_read(self) -> tuple[Component, ...]:
+        return () if self.by is None else (self.by,)
 
     def __call__(self, groups: Sequence[Group], step: int) -> list[Group]:
         def dropped(group: Group) -> bool:

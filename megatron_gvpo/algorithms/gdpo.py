@@ -8,8 +8,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from megatron_gvpo.algorithms.base import Advantage, Metrics
-from megatron_gvpo.algorithms.estimators import normalised, whitened
+from megatron_gvpo.algorithms.base import Advantage, Component, Metrics
+from megatron_gvpo.algorithms.estimators import component, normalised, whitened
 from megatron_gvpo.types import Rows
 
 
@@ -27,14 +27,15 @@ class ComponentEstimator(Advantage):
     ddof: Literal[0, 1] = 1
     eps: float = Field(1e-4, ge=0)
 
+    @property
+    def components_read(self) -> tuple[Component, ...]:
+        return tuple(self.weights or (0,))
+
     def __call__(self, rows: Rows) -> tuple[Tensor, Metrics]:
         weights = self.weights or dict.fromkeys(rows.component_n, 1.0)
-        if unknown := weights.keys() - rows.component_n.keys():
-            known = ", ".join(rows.component_n) or "none"
-            raise ValueError(f"estimator.weights: no reward component {min(unknown)!r}; there are: {known}")
         advantage_n = torch.zeros(len(rows), dtype=torch.float64)
         for name, weight in weights.items():
-            advantage_n += weight * normalised(rows, rows.component_n[name], self.ddof, self.eps)
+            advantage_n += weight * normalised(rows, component(rows, name, "weights"), self.ddof, self.eps)
         if self.whiten != "none":
             advantage_n = whitened(rows, advantage_n, self.whiten, self.ddof, 1e-4)
         return advantage_n.float(), {}

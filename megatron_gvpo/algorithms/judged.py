@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
 from megatron_gvpo.algorithms.shaping import Shaper, rewarded
-from megatron_gvpo.functions import load_function
+from megatron_gvpo.functions import check_call, load_function
 from megatron_gvpo.types import Group, Prompt, Rollout
 
 
@@ -30,8 +30,8 @@ class WinRate(Shaper):
     opponents: PositiveInt | None = None
 
     @model_validator(mode="after")
-    def _exists(self) -> WinRate:
-        load_function(self.function)
+    def _callable(self) -> Self:
+        check_call(load_function(self.function), "f(prompt, a, b, **options)", 3, self.options)
         return self
 
     def __call__(self, groups: Sequence[Group], step: int) -> list[Group]:
@@ -55,7 +55,8 @@ class GroupSimilarity(Shaper):
 
     `function(a, b, **options)` -> float of two texts. With `across`, a field of the data record, the group is
     made of all prompts of the batch with the same value there (paraphrases), and only responses to *other*
-    prompts are compared. Inspired by the abstract.
+    prompts are compared, of which a prompt without a paraphrase has none: similarity 0. Inspired by the
+    abstract.
     """
 
     outside: ClassVar[bool] = True
@@ -67,8 +68,8 @@ class GroupSimilarity(Shaper):
     weight: float = 0.0  # of the reward that was there
 
     @model_validator(mode="after")
-    def _exists(self) -> GroupSimilarity:
-        load_function(self.function)
+    def _callable(self) -> Self:
+        check_call(load_function(self.function), "f(a, b, **options)", 2, self.options)
         return self
 
     def __call__(self, groups: Sequence[Group], step: int) -> list[Group]:
@@ -79,6 +80,8 @@ class GroupSimilarity(Shaper):
         if self.across is None:
             return None
         key = groups[g].prompt.record.get(self.across)
+        if key is None:  # those that name no topic are no paraphrases of each other
+            return []
         same = [
             group for i, group in enumerate(groups) if i != g and group.prompt.record.get(self.across) == key
         ]

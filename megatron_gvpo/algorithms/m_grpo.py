@@ -9,8 +9,8 @@ import torch
 from pydantic import Field, PositiveInt, model_validator
 from torch import Tensor
 
-from megatron_gvpo.algorithms.base import Advantage, Metrics
-from megatron_gvpo.algorithms.estimators import normalised
+from megatron_gvpo.algorithms.base import Advantage, Component, Metrics
+from megatron_gvpo.algorithms.estimators import component, normalised
 from megatron_gvpo.types import Rows
 
 
@@ -44,16 +44,18 @@ class RoleEstimator(Advantage):
         return self
 
     @property
+    def components_read(self) -> tuple[Component, ...]:
+        return (self.local,)
+
+    @property
     def per_token(self) -> bool:
         return True
 
     def __call__(self, rows: Rows) -> tuple[Tensor, Metrics]:
-        if self.local not in rows.component_n:
-            known = ", ".join(rows.component_n) or "none"
-            raise ValueError(f"estimator.local: no reward component {self.local!r}; there are: {known}")
+        local_n = component(rows, self.local, "local")
         segment_r = torch.tensor([s for ids in rows.response_ids for s in self.numbers(ids)])
         main_n = normalised(rows, rows.reward_n, self.ddof, self.eps)
-        value_n = self.blend * rows.reward_n + (1 - self.blend) * rows.component_n[self.local]
+        value_n = self.blend * rows.reward_n.double() + (1 - self.blend) * local_n
         has_n = rows.sequence_sum((segment_r > 0).double()) > 0
         sub_n = torch.zeros_like(main_n)
         if bool(has_n.any()):

@@ -8,8 +8,8 @@ import torch
 from pydantic import Field, PositiveInt
 from torch import Tensor
 
-from megatron_gvpo.algorithms.base import Advantage, Metrics
-from megatron_gvpo.algorithms.estimators import normalised
+from megatron_gvpo.algorithms.base import Advantage, Component, Metrics
+from megatron_gvpo.algorithms.estimators import component, normalised
 from megatron_gvpo.types import Rows
 
 
@@ -30,15 +30,20 @@ class RankEstimator(Advantage):
     eps: float = Field(1e-4, ge=0)
 
     @property
+    def components_read(self) -> tuple[Component, ...]:
+        return self._names
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return tuple(f"{self.component}_{p}" for p in range(1, self.items + 1))
+
+    @property
     def per_token(self) -> bool:
         return True
 
     def __call__(self, rows: Rows) -> tuple[Tensor, Metrics]:
-        names = [f"{self.component}_{p}" for p in range(1, self.items + 1)]
-        if missing := [name for name in names if name not in rows.component_n]:
-            known = ", ".join(rows.component_n) or "none"
-            raise ValueError(f"estimator=rank: no reward component {missing[0]!r}; there are: {known}")
-        columns = [normalised(rows, rows.component_n[name], self.ddof, self.eps) for name in names]
+        values = [component(rows, name, "component") for name in self._names]
+        columns = [normalised(rows, value_n, self.ddof, self.eps) for value_n in values]
         overflow_n = torch.full((len(rows),), self.overflow, dtype=torch.float64)
         advantage_pn = torch.stack([*columns, overflow_n])
         item_r = self.item_numbers(rows)

@@ -10,6 +10,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt
 
+from megatron_gvpo.algorithms.base import Component
 from megatron_gvpo.algorithms.shaping import Shaper, SizedShaper, each, rewarded, value_of
 from megatron_gvpo.types import Group, Rollout
 
@@ -37,15 +38,18 @@ class Affine(Shaper):
 class Overlong(SizedShaper):
     """DAPO's soft punishment of length (arXiv 2503.14476 eq. 13).
 
-    r' = r + p: p is 0 up to max_tokens - buffer, falls to -1 at max_tokens, and stays there.
+    r' = r + p: p is 0 up to max_tokens - buffer, falls to -1 at max_tokens, and stays there. buffer: null
+    is a fifth of max_tokens, as the paper's 4096 of 20480.
     """
 
     name: Literal["overlong"] = "overlong"
-    buffer: PositiveInt = 4096
+    buffer: PositiveInt | None = None
 
     def __call__(self, groups: Sequence[Group], step: int) -> list[Group]:
+        buffer = self.buffer or self.limit / 5
+
         def penalty(length: int) -> float:
-            return -min(max((length - (self.limit - self.buffer)) / self.buffer, 0.0), 1.0)
+            return -min(max((length - (self.limit - buffer)) / buffer, 0.0), 1.0)
 
         return each(groups, lambda rollout: rollout.reward + penalty(len(rollout.token_ids)))
 
@@ -139,6 +143,10 @@ class FormatLength(SizedShaper):
     format: str = "format"
     right: float = 0.5
 
+    @property
+    def components_read(self) -> tuple[Component, ...]:
+        return (self.format,)
+
     def __call__(self, groups: Sequence[Group], step: int) -> list[Group]:
         def reward(rollout: Rollout) -> float:
             x, p = len(rollout.token_ids) / self.limit, self.turn
@@ -166,6 +174,10 @@ class Gate(Shaper):
     how: Literal["blend", "add"] = "blend"
     relative: bool = False
 
+    @property
+    def components_read(self) -> tuple[Component, ...]:
+        return (self.outcome, self.bonus)
+
     def __call__(self, groups: Sequence[Group], step: int) -> list[Group]:
         return [rewarded(group, self._rewards(group)) for group in groups]
 
@@ -192,6 +204,10 @@ class Staged(Shaper):
 
     name: Literal["staged"] = "staged"
     stages: tuple[tuple[str, float], ...] = Field(min_length=1)
+
+    @property
+    def components_read(self) -> tuple[Component, ...]:
+        return tuple(component for component, _ in self.stages)
 
     def __call__(self, groups: Sequence[Group], step: int) -> list[Group]:
         def reward(rollout: Rollout) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import ClassVar, Self
 
-from megatron_gvpo.algorithms.base import Block
+from megatron_gvpo.algorithms.base import Block, Component
 from megatron_gvpo.types import Group, Rollout
 
 
@@ -53,10 +53,12 @@ def each(groups: Sequence[Group], reward: Callable[[Rollout], float]) -> list[Gr
     return [rewarded(group, [reward(rollout) for rollout in group.rollouts]) for group in groups]
 
 
-def value_of(rollout: Rollout, component: str | None) -> float:
+def value_of(rollout: Rollout, component: Component | None) -> float:
     """A component of the reward, or all of it. Raises ValueError for one that there is not."""
     if component is None:
         return rollout.reward
+    if isinstance(component, int):
+        return list(rollout.rewards.values())[component]
     if component not in rollout.rewards:
         known = ", ".join(rollout.rewards) or "none"
         raise ValueError(f"algorithm: no reward component {component!r}; there are: {known}")

@@ -8,8 +8,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from megatron_gvpo.algorithms.base import Advantage, Metrics
-from megatron_gvpo.algorithms.estimators import normalised
+from megatron_gvpo.algorithms.base import Advantage, Component, Metrics
+from megatron_gvpo.algorithms.estimators import component, normalised
 from megatron_gvpo.types import Rows
 
 
@@ -28,11 +28,12 @@ class StratifiedEstimator(Advantage):
     ddof: Literal[0, 1] = 1
     eps: float = Field(1e-6, ge=0)
 
+    @property
+    def components_read(self) -> tuple[Component, ...]:
+        return (self.stratum,)
+
     def __call__(self, rows: Rows) -> tuple[Tensor, Metrics]:
-        if self.stratum not in rows.component_n:
-            known = ", ".join(rows.component_n) or "none"
-            raise ValueError(f"estimator.stratum: no reward component {self.stratum!r}; there are: {known}")
-        _, stratum_n = torch.unique(rows.component_n[self.stratum], return_inverse=True)
+        _, stratum_n = torch.unique(component(rows, self.stratum, "stratum"), return_inverse=True)
         index_n, _ = rows.groups
         strata = rows.with_columns(group_n=index_n * len(rows) + stratum_n)
         san_n = normalised(strata, rows.reward_n, self.ddof, self.eps)

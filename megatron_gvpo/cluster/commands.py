@@ -68,6 +68,12 @@ def _add_plan(commands: Any) -> None:
     plan.add_argument("--k", required=True, help="responses to a prompt", **number)
     plan.add_argument("--response-length", required=True, metavar="MEAN[,p95=TOKENS][,max=TOKENS]")
     plan.add_argument("--prompt-tokens", default=256, help="of a prompt, on average (default: 256)", **number)
+    plan.add_argument(
+        "--recipe",
+        default="gvpo",
+        metavar="NAME",
+        help="the method: its scoring passes, its critic (default: gvpo)",
+    )
     plan.add_argument("--mini-batches", default=1, help="optimizer updates a step (default: 1)", **number)
     plan.add_argument("--async-steps", default=1, help="at most so many batches ahead (default: 1)", **number)
     plan.add_argument("--fp8", action="store_true", help="layers train in FP8")
@@ -94,6 +100,12 @@ def run_slurm(options: argparse.Namespace, config: Config) -> int:
     )
     slurm.check(config, job)
     script = slurm.render(config, options.config, job)
+    if unseen := slurm.unseen(config, options.config, job):
+        print(
+            f"note: containers see {os.getcwd()} and what --mount names, and these are elsewhere: "
+            f"{', '.join(unseen)}",
+            file=sys.stderr,
+        )
     if options.dry_run:
         print(script, end="")
         return 0

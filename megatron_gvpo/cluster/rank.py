@@ -1,13 +1,15 @@
 """One rank of a Slurm job: `python -m megatron_gvpo.cluster.rank train CONFIG.yaml ...`, under torchrun.
 
-Its output goes to $MEGATRON_GVPO_LOGS/rank_<RANK>.log, and how it failed to rank_<RANK>.failed.json, from
-which `megatron_gvpo.cluster.failures` tells the first failure of the whole job.
+Instead of a command of `megatron-gvpo` it takes a program, FILE.py. The output goes to
+$MEGATRON_GVPO_LOGS/rank_<RANK>.log, and how it failed to rank_<RANK>.failed.json, from which
+`megatron_gvpo.cluster.failures` tells the first failure of the whole job.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import runpy
 import socket
 import sys
 import time
@@ -23,9 +25,7 @@ def main() -> int:
             os.dup2(log.fileno(), stream)
     print(f"{time.strftime('%T')} rank {os.environ['RANK']} on {_node()}, process {os.getpid()}", flush=True)
     try:
-        from megatron_gvpo.cli import main as command_line
-
-        code = command_line()
+        code = _program() if sys.argv[1].endswith(".py") else _command()
     except Exception:
         _record(logs / f"{name}.failed.json", traceback.format_exc())
         traceback.print_exc()
@@ -34,6 +34,25 @@ def main() -> int:
     if code and os.environ["RANK"] == "0":  # every rank refuses, and the first says why
         _record(logs / f"{name}.failed.json", f"exit code {code}; see the end of its log")
     return code
+
+
+def _command() -> int:
+    from megatron_gvpo.cli import main as command_line
+
+    return command_line()
+
+
+def _program() -> int:
+    """A program that ends without saying how has ended well."""
+    del sys.argv[0]
+    sys.path.insert(0, str(Path(sys.argv[0]).parent))
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    return 0
 
 
 def _record(file: Path, problem: str) -> None:

@@ -55,6 +55,12 @@ def check(config: Config, job: Job) -> None:
         raise ConfigError("--nodes and --ranks-per-node must be at least 1, --rollout-nodes at least 0")
     if job.save_before < SHORTEST_NOTICE:
         raise ConfigError(f"--save-before {job.save_before}: at least {SHORTEST_NOTICE} seconds")
+    for option in job.sbatch:
+        if not option.startswith("-"):
+            raise ConfigError(f"--sbatch={option}: sbatch's options begin with -, as --sbatch=--{option}")
+    for name, image in (("container", job.container), ("rollout-container", job.rollout_container)):
+        if image is not None and _is_file(image) and not Path(image).exists():
+            raise ConfigError(f"--{name} {image}: no such file")
     check_layout(config, job.nodes * job.ranks_per_node)
     servers = config.rollout.servers
     if config.rollout.engine == "local":
@@ -69,6 +75,17 @@ def check(config: Config, job: Job) -> None:
         raise ConfigError(
             f"rollout.servers.count={servers.count} x rollout.servers.tp={servers.tp} needs more than the "
             f"{job.ranks_per_node} GPUs of a node (--ranks-per-node)"
+        )
+    elif job.gpus and job.rollout_nodes and servers.colocated:
+        raise ConfigError(
+            f"rollout.servers.colocated=true: with --rollout-nodes {job.rollout_nodes} the servers have GPUs "
+            "of their own; leave it out"
+        )
+    elif job.gpus and not job.rollout_nodes and not servers.colocated:
+        raise ConfigError(
+            "rollout.servers.colocated=false: without --rollout-nodes the servers are on the trainer's GPUs, "
+            "which cannot hold both at once. Let them take turns, rollout.servers.colocated=true with "
+            f"rollout.weights.transport={'disk' if job.nodes > 1 else 'shared'}, or give them nodes"
         )
     if job.how == "":
         refuse_earlier_run(config.output_dir)
@@ -107,6 +124,27 @@ def render(config: Config, given: Sequence[str], job: Job, program: str = TRAIN)
     )
 
 
+def _is_file(image: str) -> bool:
+    """Otherwise it is the name of an image in a registry."""
+    return image.endswith((".sif", ".sqsh")) or image.startswith(("/", "./", "../"))
+
+
+def unseen(config: Config, given: Sequence[str], job: Job) -> list[str]:
+    """`key=path` of what the configuration names outside of the directories that the containers are given."""
+    if job.container is None:
+        return []
+    seen = [Path.cwd(), *(Path(mount).resolve() for mount in job.mounts)]
+    named = [("configuration", word) for word in given if "=" not in word]
+    named += [("output_dir", config.output_dir), ("model.path", config.model.path)]
+    named += [("data.train.path", config.data.train.path)]
+    named += [("data.eval.path", config.data.eval.path)] if config.data.eval else []
+    return [
+        f"{name}={path}"
+        for name, path in named
+        if not any(Path(path).resolve().is_relative_to(directory) for directory in seen)
+    ]
+
+
 def _inside(image: str | None, job: Job) -> str:
     """What comes between `srun` and a command that is to run in an image."""
     if image is None:
@@ -115,7 +153,12 @@ def _inside(image: str | None, job: Job) -> str:
     if image.endswith(".sif"):
         binds = " ".join(f"--bind {shlex.quote(mount)}" for mount in mounts)
         nvidia = "--nv " if job.gpus else ""
-        return f"apptainer exec {nvidia}--pwd {shlex.quote(mounts[0])} {binds} {shlex.quote(image)} "
+        # Slurm signals all processes, also the one that may be the image's file system (squashfuse): blocked
+        # here, in the image unblocked.
+        return (
+            f"env --block-signal=USR1 apptainer exec {nvidia}--pwd {shlex.quote(mounts[0])} {binds} "
+            f"{shlex.quote(image)} "
+        )
     pairs = shlex.quote(",".join(f"{mount}:{mount}" for mount in mounts))
     directory = shlex.quote(mounts[0])
     return (

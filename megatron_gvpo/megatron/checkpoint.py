@@ -10,14 +10,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
@@ -126,13 +124,7 @@ def _prepare(directory: Path, policy: Policy | Critic, writer: Writer) -> None:
             if dist.get_rank() == 0:
                 ema.mkdir()
             dist.barrier()
-            copies = policy.shadow.copies()
-
-            def copied(base: Any) -> Any:
-                copy = copies.get(id(getattr(base, "data", None)))
-                return base if copy is None else replace(base, data=copy)
-
-            reference = dict_list_map_outplace(copied, weights_state(policy.model))
+            reference = policy.shadow.sharded(weights_state(policy.model))
             dist_checkpointing.save(reference, str(ema), writer)
         if isinstance(policy, Policy) and policy.critic is not None:
             if dist.get_rank() == 0:
@@ -145,9 +137,10 @@ def _read(directory: Path, policy: Policy | Critic, same_layout: bool) -> None:
     optimizer = policy.optimizer
     with megatron_device(), torch.no_grad():
         if policy.shadow is not None:
-            reference = dist_checkpointing.load(weights_state(policy.model), str(directory / "reference"))
+            sharded = policy.shadow.sharded(weights_state(policy.model))
+            reference = dist_checkpointing.load(sharded, str(directory / "reference"))
             load_weights(policy.model, reference)
-            policy.shadow.capture()
+            policy.shadow.restore(weights_state(policy.model), reference)
         optimizer.allocate()
         loaded = dist_checkpointing.load(_sharded_state(policy, randomness=same_layout), str(directory))
         load_weights(policy.model, loaded)  # the optimizer's tensors were loaded in place

@@ -1,4 +1,4 @@
-"""Weights between a Hugging Face directory and a Megatron one, in one process, on a CPU too.
+"""Weights between a Hugging Face directory and a Megatron one, on a CPU too.
 
 A Megatron directory is megatron-core's distributed checkpoint of the model alone: any layout loads it. The
 newest `checkpoints/step_*` of a run is one, too, with more in it.
@@ -10,12 +10,20 @@ import shutil
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
-from megatron_gvpo.config import ConfigError, ModelConfig, ParallelConfig, read_model_config
+from megatron_gvpo.config import Config, ConfigError, ModelConfig, ParallelConfig, read_model_config
+from megatron_gvpo.data.tokenizer import load_tokenizer
 from megatron_gvpo.layout import check_architecture
 from megatron_gvpo.megatron import parallel
-from megatron_gvpo.megatron.checkpoint import everywhere, load_weights, weights_state
+from megatron_gvpo.megatron.checkpoint import (
+    CheckpointError,
+    complete,
+    everywhere,
+    load_weights,
+    weights_state,
+)
 from megatron_gvpo.megatron.model import Model, build
 from megatron_gvpo.megatron.saving import Writer
 
@@ -41,16 +49,51 @@ def to_hugging_face(source: Path, target: Path, like: Path) -> None:
     ConfigError, CheckpointError.
     """
     model = _build(like, "--like")
-
-    def read() -> None:
-        with parallel.megatron_device(), torch.no_grad():
-            load_weights(model, dist_checkpointing.load(weights_state(model), str(source)))
-
-    everywhere(f"cannot read {source} as weights of {like}", read)
+    _read(model, source, f"cannot read {source} as weights of {like}")
     everywhere(f"cannot write {target}", lambda: model.save_hf(target))
     for pattern in _TOKENIZER:
         for file in like.glob(pattern):
             shutil.copy(file, target)
+
+
+def newest_to_hugging_face(config: Config, target: Path) -> int:
+    """Write the weights of a run's newest checkpoint as a Hugging Face directory; returns its step.
+
+    A collective. No data, optimizer or engine is needed for it. Raises ConfigError, CheckpointError.
+    """
+    checkpoints = Path(config.output_dir) / "checkpoints"
+    if not (found := complete(checkpoints)):
+        raise CheckpointError(f"{checkpoints}: there is no complete checkpoint")
+    parallel.initialize(config.parallel, config.train.seed)
+    model = build(config.model, config.parallel, trained=False)
+    _read(model, found[-1], f"cannot read {found[-1]}")
+    write_hugging_face(model, config.model.path, target)
+    return int(found[-1].name.removeprefix("step_"))
+
+
+def write_hugging_face(model: Model, source: str, target: Path) -> None:
+    """Write weights and configuration, and the tokenizer of the directory `source`. A collective.
+
+    Raises CheckpointError; what was in `target` is then as it was.
+    """
+    aside = target.with_name(target.name + ".partial")
+
+    def write() -> None:
+        model.save_hf(aside)
+        if dist.get_rank() == 0:
+            load_tokenizer(source).save_pretrained(aside)
+            shutil.rmtree(target, ignore_errors=True)
+            aside.rename(target)
+
+    everywhere(f"cannot write {target}", write)
+
+
+def _read(model: Model, source: Path, problem: str) -> None:
+    def read() -> None:
+        with parallel.megatron_device(), torch.no_grad():
+            load_weights(model, dist_checkpointing.load(weights_state(model), str(source)))
+
+    everywhere(problem, read)
 
 
 def _build(directory: Path, key: str) -> Model:

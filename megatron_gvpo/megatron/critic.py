@@ -84,7 +84,7 @@ class Critic:
                 "warmup_steps": options.warmup_steps,
             }
         )
-        self.optimizer = Optimizer(self.model, settings, own, train.steps * train.mini_batches)
+        self.optimizer = Optimizer(self.model, settings, own, train.updates)
         self._options = options
         self._budget = train.max_tokens_per_micro_batch * parallel.cp
 

@@ -45,8 +45,7 @@ class Memory:
         for each in freed:
             each.storage.resize_(0)
         self._freed[part] = freed
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
 
     def restore(self, part: Part) -> None:
         """Take the memory again, with what was in it; nothing where it was not released."""

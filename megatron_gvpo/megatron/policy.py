@@ -56,8 +56,7 @@ class Policy:
             )
         self.model.share_prompts = config.train.share_prompts
         self.model.config.finalize_model_grads_func = finalize_model_grads
-        updates = config.train.steps * config.train.mini_batches
-        self.optimizer = Optimizer(self.model, config.optimizer, config.model, updates)
+        self.optimizer = Optimizer(self.model, config.optimizer, config.model, config.train.updates)
         options = config.algorithm.critic
         self.critic = None if options is None else Critic(config, options)
         critics = [] if self.critic is None else [(self.critic.model, self.critic.optimizer)]
@@ -67,10 +66,10 @@ class Policy:
         self._budget = config.train.max_tokens_per_micro_batch * config.parallel.cp
         self._temperature = config.rollout.temperature if config.algorithm.sampler == "engine" else 1.0
         self._stash_bytes = config.train.head_stash_mb << 20
-        self._shadow_of = next((r for r in config.algorithm.anchors if r != STEP_START), None)
         self._measured = False
         self._aside: dist.ProcessGroup | None = None
-        self.shadow = Shadow(self.model) if self._shadow_of else None
+        other = next((r for r in config.algorithm.anchors if r != STEP_START), None)
+        self.shadow = None if other is None else Shadow(self.model, other.decay)
 
     def score_reference(self, rows: Rows) -> Tensor:
         """`score` under the weights of the method's fixed or moving reference, whose routers choose."""
@@ -180,8 +179,8 @@ class Policy:
 
     def end_step(self) -> None:
         """Move a reference that follows the policy."""
-        if self.shadow is not None and self._shadow_of is not None and self._shadow_of.decay is not None:
-            self.shadow.follow(self._shadow_of.decay)
+        if self.shadow is not None:
+            self.shadow.follow()
 
     def weights(self, on_host: bool = True) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor); a collective, iterate it to the end on every rank.

@@ -1,26 +1,31 @@
 """A second set of weights for the same model: a fixed reference policy, or a moving average.
 
 Kept as host copies of this rank's shards and lent to the model for a scoring pass, so that a reference
-costs host memory and a copy, never a second model on the device.
+costs host memory and a copy, never a second model on the device. One that moves is kept in fp32: bf16 has
+steps of 0.4 %, and rounds a slow average back to where it was.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
 from torch import Tensor
 
 from megatron_gvpo.megatron.model import Model
 
 
 class Shadow:
-    """Holds the weights that the model has when this is built."""
+    """Holds the weights that the model has when this is built; `decay`: of a moving average, None: fixed."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, decay: float | None) -> None:
         self._settle = model.settle
         self._about_to_change = model.about_to_change
+        self._decay = decay
         self._parameters = [p for chunk in model.chunks for p in chunk.parameters()]
         self._copies: list[Tensor] = []
         self.capture()
@@ -29,34 +34,62 @@ class Shadow:
     def capture(self) -> None:
         """Take the model's present weights."""
         self._settle()
-        self._copies = [p.detach().to("cpu", copy=True) for p in self._parameters]
+        dtype = None if self._decay is None else torch.float32
+        self._copies = [p.detach().to("cpu", dtype or p.dtype, copy=True) for p in self._parameters]
 
-    def copies(self) -> dict[int, Tensor]:
-        """Its weights, by the `id` of the model's parameters."""
-        return {id(p): copy for p, copy in zip(self._parameters, self._copies, strict=True)}
+    def sharded(self, weights: dict[str, Any]) -> dict[str, Any]:
+        """The model's sharded state (`checkpoint.weights_state`), these weights in the places of its own."""
+        copies = {id(p): copy for p, copy in zip(self._parameters, self._copies, strict=True)}
+
+        def placed(base: Any) -> Any:
+            copy = copies.get(id(getattr(base, "data", None)))
+            if copy is None:
+                return base
+            return replace(base, data=copy, **({"dtype": copy.dtype} if hasattr(base, "dtype") else {}))
+
+        state: dict[str, Any] = dict_list_map_outplace(placed, weights)
+        return state
 
     @torch.no_grad()
-    def follow(self, decay: float) -> None:
-        """Exponential moving average: copy <- decay * copy + (1 - decay) * weight."""
+    def restore(self, weights: dict[str, Any], loaded: dict[str, Any]) -> None:
+        """Take what was loaded for `sharded(weights)` and is in the model already, but for its precision."""
+        self.capture()
+        places = {id(p): i for i, p in enumerate(self._parameters)}
+        for chunk, state in weights.items():
+            for key, base in state.items():
+                if (i := places.get(id(getattr(base, "data", None)))) is not None:
+                    self._copies[i].copy_(loaded[chunk][key])
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Exponential moving average: copy <- decay * copy + (1 - decay) * weight. A fixed one stays."""
+        if self._decay is None:
+            return
         self._about_to_change()
         self._settle()
         for copy, parameter in zip(self._copies, self._parameters, strict=True):
-            copy.lerp_(parameter.detach().to("cpu"), 1.0 - decay)
+            copy.lerp_(parameter.detach().to("cpu", torch.float32), 1.0 - self._decay)
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[None]:
         """The model has these weights inside the block, and its own again after it."""
-        self._swap()
+        own = self._exchanged(self._copies)
+        if self._decay is None:  # the model has them as they are: no second copy meanwhile
+            self._copies = []
         try:
             yield
         finally:
-            self._swap()
+            lent = self._exchanged(own)
+            if self._decay is None:
+                self._copies = lent
 
     @torch.no_grad()
-    def _swap(self) -> None:
+    def _exchanged(self, weights: list[Tensor]) -> list[Tensor]:
+        """Give the model these weights; returns those that it had, on the host."""
         self._about_to_change()
         self._settle()
+        had = []
         for i, parameter in enumerate(self._parameters):
-            own = parameter.detach().to("cpu", copy=True)
-            parameter.copy_(self._copies[i])
-            self._copies[i] = own
+            had.append(parameter.detach().to("cpu", copy=True))
+            parameter.copy_(weights[i])
+        return had

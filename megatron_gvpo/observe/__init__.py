@@ -1,6 +1,5 @@
 """Watching a run: phase times, metric files, progress display, profiler, device monitor, report."""
 
-from megatron_gvpo.observe.device import device_snapshot
 from megatron_gvpo.observe.jsonl import read_metrics
 from megatron_gvpo.observe.loggers import MetricLogger
 from megatron_gvpo.observe.profiler import ProfileWindow, profile_window
@@ -13,7 +12,6 @@ __all__ = [
     "PhaseTimer",
     "ProfileWindow",
     "Progress",
-    "device_snapshot",
     "memory_report",
     "plot_curve",
     "profile_window",

@@ -1,10 +1,7 @@
-"""What the machine's GPUs and this process use, through NVIDIA's management library (nvidia-ml-py)."""
+"""What the machine's GPUs are and use, through NVIDIA's management library (nvidia-ml-py)."""
 
 from __future__ import annotations
 
-import os
-import resource
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -22,18 +19,6 @@ class Gpu:
     memory_gib: float
     compute_capability: tuple[int, int] | None
     nvlinks: int  # active ones
-
-
-def device_snapshot() -> dict[str, float]:
-    """Metrics of this moment: `device/rss_gib`, the memory of this process, and for every GPU
-    `device/gpu<i>/<sensor>`, the sensors of `read_gpus`.
-
-    Without a GPU, its driver or nvidia-ml-py only the first; a sensor that a GPU lacks is left out.
-    """
-    snapshot = {"device/rss_gib": _rss_bytes() / GIB}
-    for index, values in read_gpus()[0].items():
-        snapshot |= {f"device/gpu{index}/{name}": value for name, value in values.items()}
-    return snapshot
 
 
 def read_gpus() -> tuple[dict[int, dict[str, float]], dict[int, str]]:
@@ -152,13 +137,3 @@ def _try(nvml: Any, read: Callable[..., Any], *arguments: Any) -> Any | None:
         return read(*arguments)
     except nvml.NVMLError:
         return None
-
-
-def _rss_bytes() -> int:
-    """Resident memory of this process; its peak where the system has no /proc."""
-    try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except FileNotFoundError:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024

@@ -8,6 +8,7 @@ that is trained. The trainer's log-probs are those that training needs anyway, n
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -73,6 +74,13 @@ class MismatchWatch:
         if rows.engine_logp_r is None:
             raise ValueError("algorithm.reference_logprobs=engine: the rollout engine gave no log-probs")
         return rows.engine_logp_r + self.gap
+
+    def state_dict(self) -> dict[str, float]:
+        """What the next step's corrections begin with, as JSON values."""
+        return {"gap": self.gap}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        self.gap = state.get("gap", 0.0)
 
     def take(self) -> dict[str, float]:
         """Metrics of what was compared since the last take; empty where nothing was."""

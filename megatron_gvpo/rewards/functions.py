@@ -34,10 +34,6 @@ class Job(NamedTuple):
 
 def load_reward(component: Component) -> Callable[..., Any]:
     """The component's function with its options bound. Raises ValueError that says what is missing."""
-    spec = component.function or BUILT_IN.get(component.name)
-    if spec is None:
-        known = ", ".join(sorted(BUILT_IN))
-        raise ValueError(f"no such built-in reward (there are: {known}); for your own, give its function")
-    function = load_function(spec)
+    function = load_function(component.function or BUILT_IN[component.name])
     check_call(function, "f(prompt, response, **options)", 2, dict(component.options))
     return partial(function, **component.options)

@@ -31,9 +31,6 @@ class RewardPool:
     """Worker processes that score rollouts; they live inside its context."""
 
     def __init__(self, config: RewardsConfig) -> None:
-        names = [component.name for component in config.components]
-        if doubled := {name for name in names if names.count(name) > 1}:
-            raise ConfigError(f"rewards.components: the name {doubled.pop()!r} is given twice")
         self._config = config
         self._components = [Component(c.name, c.function, c.options) for c in config.components]
         self._workers: list[_Worker] = []
@@ -73,16 +70,16 @@ class RewardPool:
                 if key not in same:
                     jobs += [Job(c, group.prompt, rollout) for c in range(len(self._components))]
                 same.setdefault(key, []).append(rollout)
-        answers = batched(self._evaluate(jobs), len(self._components))
-        for rollouts, answer in zip(same.values(), answers, strict=True):
+        answers, count = self._evaluate(jobs), len(self._components)
+        for number, rollouts in enumerate(same.values()):
             for rollout in rollouts:
-                self._record(rollout, answer)
+                self._record(rollout, answers[number * count : (number + 1) * count])
 
     def _record(self, rollout: Rollout, answer: Sequence[float | str]) -> None:
         named = {c.name: value for c, value in zip(self._components, answer, strict=True)}
         rollout.reward_errors = {name: value for name, value in named.items() if isinstance(value, str)}
         rollout.rewards = {name: 0.0 if isinstance(value, str) else value for name, value in named.items()}
-        rollout.reward = sum(c.weight * rollout.rewards[c.name] for c in self._config.components)
+        rollout.reward = sum((c.weight * rollout.rewards[c.name] for c in self._config.components), 0.0)
 
     def _evaluate(self, jobs: Sequence[Job]) -> list[float | str]:
         """Each job's value, or what went wrong."""

@@ -14,12 +14,12 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from numbers import Real
 from typing import Any
 
+from megatron_gvpo.functions import described
 from megatron_gvpo.rewards.functions import Job, load_reward
 
 
@@ -48,8 +48,7 @@ def _evaluate(function: Callable[..., Any], job: Job) -> float | str:
     try:
         value = function(job.prompt, job.rollout)
     except (Exception, SystemExit) as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        return f"{type(error).__name__}: {error} ({os.path.basename(frame.filename)}, line {frame.lineno})"
+        return described(error)
     if not isinstance(value, Real):
         return f"it returned {type(value).__name__} instead of a number"
     return float(value) if math.isfinite(value) else f"it returned {value}"

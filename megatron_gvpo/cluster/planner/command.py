@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from megatron_gvpo.cluster.planner import architecture, workload
+from megatron_gvpo.cluster.planner.method import method
 from megatron_gvpo.cluster.planner.search import Candidate, Plan, search
 from megatron_gvpo.cluster.planner.time import NODE
 from megatron_gvpo.config import ConfigError
@@ -29,10 +30,19 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"--gpus {options.gpus}: more than one node, so a multiple of {NODE}")
     model, gpu = architecture.load(options.model), workload.gpu(options.gpu)
     lengths = workload.parse_lengths(options.response_length)
-    work = workload.Workload(options.prompts, options.k, options.prompt_tokens, lengths, options.mini_batches)
+    asks = method(options.recipe, options.mini_batches)
+    work = workload.Workload(
+        options.prompts,
+        options.k,
+        options.prompt_tokens,
+        lengths,
+        options.mini_batches,
+        asks.scoring,
+        asks.critic,
+    )
     plan = search(model, gpu, options.gpus, work, ahead=options.async_steps, fp8=options.fp8)
     if options.write:
-        Path(options.write).write_text(overlay(plan.best[0], work, options))
+        Path(options.write).write_text(overlay(plan.best[0], model.layers, work, options))
     if options.json:
         print(json.dumps(to_dict(plan, options, model.parameters), indent=2))
     else:
@@ -40,17 +50,19 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def overlay(chosen: Candidate, work: workload.Workload, options: argparse.Namespace) -> str:
-    """The layout as keys of a configuration."""
+def overlay(chosen: Candidate, layers: int, work: workload.Workload, options: argparse.Namespace) -> str:
+    """The layout as keys of a configuration, for a model of so many layers."""
     layout = chosen.layout
     parallel: dict[str, Any] = {"tp": layout.tp, "pp": layout.pp, "sequence_parallel": layout.tp > 1}
     parallel |= {key: size for key in ("vpp", "cp", "ep") if (size := getattr(layout, key)) > 1}
+    if len(set(stages := layout.stage_layers(layers))) > 1:
+        parallel["stage_layers"] = list(stages)
     parallel["recompute"] = "full" if layout.recompute else "none"
     rollout: dict[str, Any] = {"engine": "sglang", "n": work.k, "max_tokens": work.lengths.maximum}
-    rollout["servers"] = {
-        "tp": layout.rollout_tp,
-        "count": max(1, min(NODE, options.gpus) // layout.rollout_tp),
-    }
+    rollout["servers"] = {"tp": layout.rollout_tp, "count": min(NODE, options.gpus) // layout.rollout_tp}
+    if not layout.rollout_gpus:  # they take turns with the trainer: no process group with it
+        rollout["servers"]["colocated"] = True
+        rollout["weights"] = {"transport": "shared" if layout.gpus <= NODE else "disk"}
     if layout.async_steps:
         rollout["async_steps"] = layout.async_steps
     train = {
@@ -58,7 +70,10 @@ def overlay(chosen: Candidate, work: workload.Workload, options: argparse.Namesp
         "mini_batches": work.mini_batches,
         "max_tokens_per_micro_batch": chosen.micro_tokens,
     }
-    text = yaml.safe_dump({"parallel": parallel, "rollout": rollout, "train": train}, sort_keys=False)
+    values: dict[str, Any] = {"parallel": parallel, "rollout": rollout, "train": train}
+    if layout.fp8:
+        values["model"] = {"fp8": {"recipe": "mxfp8" if options.gpu.lower().startswith("b") else "blockwise"}}
+    text = yaml.safe_dump(values, sort_keys=False)
     nodes = math.ceil(layout.gpus / NODE)
     launch = f"--nodes {nodes}"
     if layout.rollout_gpus:
@@ -76,6 +91,7 @@ def to_dict(plan: Plan, options: argparse.Namespace, parameters: int) -> dict[st
         "parameters": parameters,
         "gpus": options.gpus,
         "gpu": options.gpu,
+        "recipe": options.recipe,
         "considered": plan.considered,
         "best": [candidate.to_dict() for candidate in plan.best[: options.top]],
         "losers": plan.losers,
@@ -89,7 +105,7 @@ def _print(
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False, markup=False, width=None if Console().is_terminal else 150)
+    console = Console(highlight=False, markup=False, width=None if Console().is_terminal else 180)
     console.print(
         f"{options.model}: {model.parameters:,} parameters. {options.gpus} x {options.gpu}, "
         f"{work.responses} responses a step of {work.lengths.mean:g} tokens "
@@ -113,7 +129,7 @@ def _print(
     console.print(table)
     best = plan.best[0]
     parts = ", ".join(
-        f"{name} {value:.1f}" for name, value in best.memory.in_gib().items() if name != "total"
+        f"{name} {value:.1f}" for name, value in best.memory.in_gib().items() if value and name != "total"
     )
     console.print(f"\npredicted memory of the first, in GiB on its fullest GPU: {parts}")
     if not best.layout.rollout_gpus:

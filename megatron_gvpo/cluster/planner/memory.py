@@ -35,6 +35,7 @@ class Memory:
     parameters: float
     gradients: float
     optimizer: float
+    critic: float  # these three of a critic
     activations: float
     head: float
     runtime: float
@@ -47,26 +48,32 @@ class Memory:
         return {name: round(value / GIB, 2) for name, value in (asdict(self) | {"total": self.total}).items()}
 
 
-def shard(model: Architecture, layout: Layout, stage: int) -> Shard:
-    """What a rank of pipeline stage `stage` holds. Mixture layers come last, as in all models known here."""
-    per_stage = model.layers // layout.pp
-    layers = range(stage * per_stage, (stage + 1) * per_stage)
-    mixtures = sum(layer >= model.layers - model.moe_layers for layer in layers)
+def shard(model: Architecture, layout: Layout, stage: int, critic: bool = False) -> Shard:
+    """What a rank of pipeline stage `stage` holds. Mixture layers come last, as in all models known here.
+
+    `critic`: the same model with a number a token in the output layer's place, which no rank shares.
+    """
+    sizes = layout.stage_layers(model.layers)
+    before, here = sum(sizes[:stage]), sizes[stage]
+    mixtures = min(here, max(0, before + here - (model.layers - model.moe_layers)))
     dense = (
-        per_stage * (model.attention / layout.tp + model.replicated)
-        + (per_stage - mixtures) * model.mlp / layout.tp
+        here * (model.attention / layout.tp + model.replicated)
+        + (here - mixtures) * model.mlp / layout.tp
         + mixtures * (model.shared / layout.tp + model.router)
     )
     first, last = stage == 0, stage == layout.pp - 1
-    tables = first + (last and not (model.tied and first))
+    tables = first + (last and not critic and not (model.tied and first))
     dense += tables * model.embedding / layout.tp + last * model.hidden
+    dense += last * critic * (model.hidden + 1)
     return Shard(dense, mixtures * model.experts * model.expert / layout.ep)
 
 
-def state(model: Architecture, layout: Layout, stage: int, bytes_each: int = 2) -> tuple[float, float, float]:
+def state(
+    model: Architecture, layout: Layout, stage: int, bytes_each: int = 2, critic: bool = False
+) -> tuple[float, float, float]:
     """Bytes of parameters, gradients and optimizer state. `bytes_each`: 2 in bf16, 4 in fp32, where the
     optimizer needs no copy of the weights."""
-    held = shard(model, layout, stage)
+    held = shard(model, layout, stage, critic)
     copies = layout.dp * layout.cp
     expert_copies = layout.gpus // (layout.pp * layout.ep)
     own = 12 if bytes_each == 2 else 8
@@ -101,20 +108,24 @@ def in_flight(layout: Layout, stage: int, micro_batches: int) -> float:
     return held
 
 
-def memory(model: Architecture, layout: Layout, tokens: float, micro_batches: int) -> Memory:
-    """Of the fullest stage, with `tokens` tokens a micro-batch."""
-    stages = []
-    for stage in sorted({0, layout.pp - 1}):
+def memory(
+    model: Architecture, layout: Layout, tokens: float, micro_batches: int, critic: bool = False
+) -> Memory:
+    """Of the fullest stage, with `tokens` tokens a micro-batch. A critic is trained after the policy: what it
+    keeps of a micro-batch is the policy's, without the head."""
+    stages, sizes = [], layout.stage_layers(model.layers)
+    for stage in sorted({0, sizes.index(max(sizes)), layout.pp - 1}):
         parameters, gradients, optimizer = state(model, layout, stage)
-        layers = model.layers // layout.pp
-        kept = activation_bytes(model, layout, tokens) * layers * in_flight(layout, stage, micro_batches)
+        kept = activation_bytes(model, layout, tokens) * sizes[stage]
+        kept *= in_flight(layout, stage, micro_batches)
         if layout.recompute:  # the layer that is being computed again
             plain = Layout(layout.gpus, layout.tp, layout.pp, cp=layout.cp, ep=layout.ep)
             kept += activation_bytes(model, plain, tokens)
         head = HEAD_BYTES + 4 * model.hidden * tokens / (layout.cp * layout.tp)
         head += min(STASH_BYTES, 2 * model.vocab * tokens / (layout.cp * layout.tp))
         last = head if stage == layout.pp - 1 else 0.0
-        stages.append(Memory(parameters, gradients, optimizer, kept, last, RUNTIME_BYTES))
+        second = sum(state(model, layout, stage, critic=True)) if critic else 0.0
+        stages.append(Memory(parameters, gradients, optimizer, second, kept, last, RUNTIME_BYTES))
     return max(stages, key=lambda m: m.total)
 
 

@@ -15,6 +15,7 @@ from megatron_gvpo.config import ConfigError
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 USABLE = 0.94  # of a GPU's memory
+SHOWN = 4  # of the other values of a size, the best
 MICRO_TOKENS = (65536, 32768, 16384, 8192, 4096, 2048)
 
 
@@ -75,7 +76,11 @@ def search(
     if smallest is not None:
         impossible.append(f"the least that one of those which do not fit needs is {smallest:.0f} GiB a GPU")
     if not found:
-        raise ConfigError("no layout can run: " + "; ".join(impossible or ["the rollout engines do not fit"]))
+        engines = (
+            f"a rollout server is on one machine, whose {min(gpus, NODE)} GPUs cannot hold the "
+            f"{2 * model.parameters / 2**30:.0f} GiB of bf16 weights and the longest response's cache"
+        )
+        raise ConfigError("no layout can run: " + "; ".join(impossible or [engines]))
     found.sort(key=_order)
     # No prediction is good to 1%: of those that are as fast, the one with the fewest things to go wrong.
     as_fast = [candidate for candidate in found if candidate.seconds.step <= 1.01 * found[0].seconds.step]
@@ -94,12 +99,13 @@ def _places(model: Architecture, gpu: Gpu, gpus: int, work: Workload, ahead: int
 
 
 def _with_engines(model: Architecture, gpu: Gpu, layout: Layout, work: Workload) -> Iterator[Layout]:
-    """The same with the size of rollout engine that is fastest there; nothing where none fits."""
+    """The same with the size of rollout engine that is fastest there; nothing where none fits. A server is on
+    one machine (`megatron-gvpo serve`)."""
     own = layout.rollout_gpus or layout.gpus
     timed = [
         (rollout_seconds(model, gpu, own // tp, tp, work), tp)
         for tp in SIZES
-        if own % tp == 0 and model.heads % tp == 0
+        if tp <= NODE and own % tp == 0 and model.heads % tp == 0
     ]
     if timed and min(timed)[0] < float("inf"):
         yield replace(layout, rollout_tp=min(timed)[1])
@@ -113,9 +119,6 @@ def _layouts(model: Architecture, where: Layout, fp8: bool, reasons: Counter[str
             reasons[f"tp={tp} does not divide the attention heads or the MLP"] += 1
             continue
         for pp in (size for size in range(1, gpus + 1) if gpus % (tp * size) == 0 and size <= model.layers):
-            if model.layers % pp:
-                reasons[f"pp={pp} does not divide the {model.layers} layers"] += 1
-                continue
             for cp in (size for size in SIZES[:4] if gpus % (tp * pp * size) == 0):
                 for ep in SIZES if model.experts else (1,):
                     if model.experts % ep or gpus % (pp * ep):
@@ -137,7 +140,7 @@ def _fit(model: Architecture, gpu: Gpu, layout: Layout, work: Workload) -> tuple
     for tokens in MICRO_TOKENS:
         if tokens < work.longest and tokens != max(MICRO_TOKENS):
             break
-        used = memory(model, layout, min(tokens, share), max(1, int(share // tokens)))
+        used = memory(model, layout, min(tokens, share), max(1, int(share // tokens)), work.critic)
         least = min(least, used.total / 2**30)
         if used.total / 2**30 > USABLE * gpu.memory_gib:
             continue
@@ -173,8 +176,12 @@ def _losers(found: list[Candidate]) -> Iterator[str]:
         "async steps": lambda c: c.layout.async_steps,
     }
     for name, way in ways.items():
-        for value in sorted({way(c) for c in found} - {way(best)}):
-            other = next(c for c in found if way(c) == value)
+        others: dict[Any, Candidate] = {}  # by value, the best of each, which `found` has first
+        for candidate in found:
+            if way(candidate) != way(best):
+                others.setdefault(way(candidate), candidate)
+        for value in sorted(list(others)[:SHOWN]):
+            other = others[value]
             mine, theirs = best.seconds.by_phase(), other.seconds.by_phase()
             phase = max((p for p in mine if p not in ("step", "waiting")), key=lambda p: theirs[p] - mine[p])
             slower = theirs["step"] - mine["step"]

@@ -22,6 +22,11 @@ DECODE_OVERHEAD = 3e-3  # seconds of a decoding step: scheduling, sampling
 LAYER_OVERHEAD = (
     8e-6  # seconds of a layer in it: kernel starts in a CUDA graph, and one more for tensor parallel
 )
+# Seconds of an all-reduce in it for every doubling of the engine's nodes: DeepSeek-R1 in FP8 on 2 x 8 H100s
+# takes 23.1 ms a token for one response (SGLang over InfiniBand: tt-inference-server issue 356), less the
+# 6.2 ms of the rest of this model, over 2 x 61 all-reduces. It grows as in NCCL's trees (its
+# src/graph/tuning.cc).
+NODE_LATENCY = 0.14e-3
 PREFILL_FRACTION = 1.1  # of what training reaches: no backward pass, large batches
 MIXTURE_FRACTION = 0.6  # of what dense layers reach: small GEMMs of unequal sizes, permutations
 STEP_OVERHEAD = 2.0  # seconds: the step's own bookkeeping, and the first and last micro-batches
@@ -53,14 +58,19 @@ class Seconds:
 def seconds(model: Architecture, gpu: Gpu, layout: Layout, work: Workload, micro_tokens: float) -> Seconds:
     """`micro_tokens`: tokens of a micro-batch."""
     forward, backward = _passes(model, gpu, layout, work)
-    again = forward * layout.recompute
     updates = work.mini_batches
     micro_batches = max(1.0, work.tokens / (layout.dp * micro_tokens * updates))
-    bubble = 1 + (layout.pp - 1) / (layout.vpp * micro_batches)
+    stage = max(layout.stage_layers(model.layers)) * layout.pp / model.layers  # the fullest, of a mean one
+    bubble = stage * (1 + (layout.pp - 1) / (layout.vpp * micro_batches))
     rollout = rollout_seconds(model, gpu, layout.engines, layout.rollout_tp, work)
-    training = (forward + again + backward) * bubble
-    scoring = forward * work.scoring_passes * bubble
+    training = (forward * (1 + layout.recompute) + backward) * bubble
+    scoring = forward * work.scoring * bubble
     optimizer = updates * _optimizer(model, gpu, layout)
+    if work.critic:  # its values, then its update
+        forward, backward = _passes(model, gpu, layout, work, critic=True)
+        training += (forward * (1 + layout.recompute) + backward) * bubble
+        scoring += forward * bubble
+        optimizer += updates * _optimizer(model, gpu, layout, critic=True)
     sync = _sync(model, gpu, layout)
     overlapped = layout.rollout_gpus > 0 and layout.async_steps > 0
     if overlapped:
@@ -72,12 +82,15 @@ def seconds(model: Architecture, gpu: Gpu, layout: Layout, work: Workload, micro
 
 def model_flops(model: Architecture, work: Workload) -> float:
     """Of training one step, without recomputation: what model flops utilisation counts."""
+    return 3 * (_forward_flops(model, work) + work.critic * _forward_flops(model, work, critic=True))
+
+
+def _forward_flops(model: Architecture, work: Workload, critic: bool = False) -> float:
     mean = work.prompt_tokens + work.lengths.mean
     # The mean context of a token is half its sequence, and long sequences have more tokens.
     context = _mean_square(work) / mean / 2
-    return 3 * (
-        model.layer_flops(work.tokens, context) + model.head_flops(work.responses * work.lengths.mean)
-    )
+    head = 0.0 if critic else model.head_flops(work.responses * work.lengths.mean)
+    return model.layer_flops(work.tokens, context) + head
 
 
 def _mean_square(work: Workload) -> float:
@@ -85,12 +98,14 @@ def _mean_square(work: Workload) -> float:
     return sum((work.prompt_tokens + n) ** 2 for n in lengths) / len(lengths)
 
 
-def _passes(model: Architecture, gpu: Gpu, layout: Layout, work: Workload) -> tuple[float, float]:
+def _passes(
+    model: Architecture, gpu: Gpu, layout: Layout, work: Workload, critic: bool = False
+) -> tuple[float, float]:
     """Seconds of the forward and of the backward pass over a step's tokens, with the communication that they
     cannot hide. What tensor parallelism sends is `traffic`'s, which is counted in real runs."""
     fraction = MIXTURE_FRACTION if model.moe_layers else 1.0
     reach = gpu.flops(layout.fp8) * fraction
-    compute = model_flops(model, work) / 3 / (layout.gpus * reach)
+    compute = _forward_flops(model, work, critic) / (layout.gpus * reach)
     state = round(2 * model.hidden * work.tokens / (layout.dp * layout.cp))  # bytes of hidden states, bf16
     network = gpu.network_gb_per_s * gpu.network_fraction * 1e9
     nvlink = gpu.nvlink_gb_per_s * gpu.network_fraction * 1e9
@@ -99,19 +114,19 @@ def _passes(model: Architecture, gpu: Gpu, layout: Layout, work: Workload) -> tu
     for sent in (layer_forward(layout.tp, state, True), layer_backward(layout.tp, state, True)):
         wire = sum(on_the_wire(operation, size, layout.tp) for (operation, _), size in sent.items())
         split.append(model.layers / layout.pp * wire / link)
-    # Expert parallel: every token to its experts and back, in either direction.
+    # Expert parallel: every token to its experts and back, in either direction, as fast as the slower link.
     routed = 0.0
     if model.moe_layers and layout.ep > 1:
-        spread = 2 * model.experts_per_token * (layout.ep - 1) / layout.ep
-        link = nvlink if layout.ep * layout.tp <= NODE else network
-        routed = model.moe_layers / layout.pp * spread * state / layout.tp / link
+        exchanged = 2 * model.moe_layers / layout.pp * model.experts_per_token * state / layout.tp / layout.ep
+        here = min(layout.ep, NODE)  # ranks of the group on one node: experts are not split by tp
+        routed = max(exchanged * (here - 1) / nvlink, exchanged * (layout.ep - here) / network)
     return compute + split[0] + routed, 2 * compute + split[1] + routed
 
 
-def _optimizer(model: Architecture, gpu: Gpu, layout: Layout) -> float:
+def _optimizer(model: Architecture, gpu: Gpu, layout: Layout, critic: bool = False) -> float:
     """Gradients are reduced in fp32 and weights gathered in bf16 over data-parallel ranks, not overlapped;
     Adam reads and writes its states."""
-    held = shard(model, layout, 0)
+    held = shard(model, layout, 0, critic)
     copies = layout.dp * layout.cp
     span = layout.tp * copies
     link = gpu.nvlink_gb_per_s if span <= NODE else gpu.network_gb_per_s
@@ -142,7 +157,7 @@ def rollout_seconds(model: Architecture, gpu: Gpu, engines: int, tp: int, work: 
     random.Random(0).shuffle(lengths)
     reach = tp * gpu.flops(False) * (MIXTURE_FRACTION if model.moe_layers else 1.0)
     prefill = model.layer_flops(here / work.k * work.prompt_tokens, work.prompt_tokens / 2)
-    step = _DecodeStep(model, gpu, tp)
+    step = DecodeStep(model, gpu, tp)
     # A step of the simulation is the end of the shortest running response.
     elapsed = prefill / (reach * PREFILL_FRACTION)
     running: list[tuple[float, float]] = []  # (tokens to go, tokens in the cache) of each response
@@ -160,7 +175,7 @@ def rollout_seconds(model: Architecture, gpu: Gpu, engines: int, tp: int, work: 
     return elapsed
 
 
-class _DecodeStep:
+class DecodeStep:
     """One token for each of a batch: limited by memory, by operations, or by starting kernels."""
 
     def __init__(self, model: Architecture, gpu: Gpu, tp: int) -> None:
@@ -170,9 +185,9 @@ class _DecodeStep:
         link = gpu.nvlink_gb_per_s if self._tp <= NODE else gpu.network_gb_per_s
         self._link = link * gpu.network_fraction * 1e9
         hops = 2 if self._tp > 1 else 1
-        self._overhead = DECODE_OVERHEAD + model.layers * LAYER_OVERHEAD * 2 * hops * (
-            3 if self._tp > NODE else 1
-        )
+        doublings = math.log2(max(1.0, self._tp / NODE))
+        layer = 2 * (LAYER_OVERHEAD * hops + NODE_LATENCY * doublings)
+        self._overhead = DECODE_OVERHEAD + model.layers * layer
 
     def seconds(self, batch: int, context: float) -> float:
         """`context`: tokens in the caches of the whole batch."""

@@ -61,10 +61,13 @@ def update_bytes(
     """Of a rank of pipeline stage `stage` in one update of a dense model: forward and backward passes over
     `packs`, then gradients and weights. `element`: bytes of a weight and of an activation.
 
-    Raises ValueError for what is not counted: experts, latent attention, context parallelism, interleaving.
+    Raises ValueError for what is not counted: experts, latent attention, context parallelism, interleaving,
+    stages of unequal size.
     """
-    if model.moe_layers or model.latent or layout.cp > 1 or layout.vpp > 1:
-        raise ValueError("traffic is known for dense models without context parallelism or interleaving only")
+    if model.moe_layers or model.latent or layout.cp > 1 or layout.vpp > 1 or model.layers % layout.pp:
+        raise ValueError(
+            "traffic is known for dense models without context parallelism, interleaving or unequal stages"
+        )
     sequence_parallel = sequence_parallel and layout.tp > 1
     sent: Bytes = Counter()
     first, last = stage == 0, stage == layout.pp - 1

@@ -100,15 +100,12 @@ class Workload:
     prompt_tokens: int
     lengths: Lengths
     mini_batches: int = 1
-    scoring: float | None = None  # forward passes before the first update; default: of mini-batches 2 to n
+    scoring: float = 0.0  # forward passes of the policy before the first update
+    critic: bool = False
 
     @property
     def responses(self) -> int:
         return self.prompts * self.k
-
-    @property
-    def scoring_passes(self) -> float:
-        return (self.mini_batches - 1) / self.mini_batches if self.scoring is None else self.scoring
 
     @property
     def tokens(self) -> float:
@@ -139,6 +136,12 @@ class Layout:
     @property
     def dp(self) -> int:
         return self.gpus // (self.tp * self.pp * self.cp)
+
+    def stage_layers(self, layers: int) -> tuple[int, ...]:
+        """Of every pipeline stage. Where they cannot be equal the ends, which have the tables, have fewer."""
+        each, more = divmod(layers, self.pp)
+        fewer = [self.pp - 1, 0, *range(self.pp - 2, 0, -1)][: self.pp - more]
+        return tuple(each + (stage not in fewer) for stage in range(self.pp))
 
     @property
     def engines(self) -> int:

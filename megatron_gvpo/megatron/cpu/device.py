@@ -18,6 +18,7 @@ import torch._dynamo
 from torch.distributed import distributed_c10d
 from torch.overrides import TorchFunctionMode
 
+from megatron_gvpo.megatron.cpu import heap
 from megatron_gvpo.megatron.cpu.collectives import STAND_INS
 from megatron_gvpo.megatron.cpu.groups import OneDeviceGroup
 
@@ -101,8 +102,10 @@ def install() -> None:
     cuda: Any = torch.cuda
     cuda.current_device = lambda: _CPU
     # Each name gets an object of its own: dynamo refuses one function under two names.
-    for name in ("set_device", "synchronize", "empty_cache", "_lazy_init"):
+    for name in ("set_device", "synchronize", "_lazy_init"):
         setattr(cuda, name, _nothing())
+    heap.keep_freed()
+    cuda.empty_cache = lambda: heap.give_back()
     cuda._lazy_call = lambda call, **kwargs: call()
     cuda.manual_seed = lambda seed: torch.manual_seed(seed)
     cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()

@@ -1,0 +1,33 @@
+"""YAML as people write configurations: 1e-5 is a number, off is a word, and no key is given twice."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+
+class Loader(yaml.SafeLoader):
+    """PyYAML's SafeLoader reads YAML 1.1, where 1e-5 is a string and off a boolean."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Refuses a key given twice."""
+        seen = set()
+        for key_node, _ in node.value:
+            if key_node.value in seen:
+                problem = f"key {key_node.value!r} given twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+            seen.add(key_node.value)
+        return super().construct_mapping(node, deep)
+
+
+# Where a boolean is meant, pydantic understands yes, no, on and off.
+Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in of_first if not tag.endswith(":bool")]
+    for first, of_first in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_BOOL = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
+_FLOAT = re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)$")
+Loader.add_implicit_resolver("tag:yaml.org,2002:bool", _BOOL, list("tTfF"))
+Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))

@@ -1,0 +1,94 @@
+"""What the CPU device does so that a step's time goes into arithmetic: threads, memory, the local norm."""
+
+import subprocess
+import sys
+from textwrap import dedent
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_gvpo.megatron.cpu.norm import LocalRMSNorm
+
+
+def alone(script: str, threads: int) -> None:
+    """Run a script in a fresh process, where nothing has been allocated and no thread started yet."""
+    begin = "import torch; from megatron_gvpo.megatron.cpu import device; device.install()\n"
+    command = [sys.executable, "-c", f"{begin}torch.set_num_threads({threads})\n{dedent(script)}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_group_starts_no_threads_for_its_copies() -> None:
+    """They would be more than there are cores, and libgomp would then put the computing ones to sleep."""
+    alone(
+        """
+        import os
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        threads = lambda: len(os.listdir("/proc/self/task"))
+        alone = threads()
+        x = torch.ones(10**6)
+        assert threads() == alone + 1  # main's own second one: threads can be seen so
+        with dist._coalescing_manager(async_ops=True) as work:
+            for _ in range(4):
+                dist.all_gather_into_tensor(torch.empty_like(x), x)
+        work.wait()
+        dist.all_reduce(x)
+        dist.reduce_scatter_tensor(torch.empty_like(x), x)
+        assert threads() == alone + 1 and torch.get_num_threads() == 2
+        """,
+        threads=2,
+    )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only glibc gives freed memory back unasked")
+def test_freed_memory_is_kept_until_asked_for() -> None:
+    alone(
+        """
+        import resource
+        from pathlib import Path
+
+        def resident():
+            return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+        def faults():
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            blocks = [torch.ones(5_000_000) for _ in range(10)]  # 20 MB each
+            return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+        first, again, kept = faults(), faults(), resident()
+        assert first > 40_000 and again < first / 4, (first, again)
+        torch.cuda.empty_cache()
+        assert kept - resident() > 150e6
+        """,
+        threads=1,
+    )
+
+
+class Settings:
+    params_dtype, sequence_parallel = torch.float32, False
+
+
+@pytest.mark.parametrize("shape", [(7, 1, 16), (5, 3, 16), (4, 2, 3, 16)])
+def test_norm_and_its_gradients_against_fp64(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    norm = LocalRMSNorm(Settings(), 16)
+    norm.weight.data.normal_()
+    x, grad = torch.randn(shape, requires_grad=True), torch.randn(shape)
+    norm(x).backward(grad)
+    x64 = x.detach().double().requires_grad_()
+    weight64 = norm.weight.detach().double().requires_grad_()
+    expected = F.rms_norm(x64, (16,), weight64, 1e-6)
+    expected.backward(grad.double())
+    torch.testing.assert_close(norm(x).detach(), expected.detach().float(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(x.grad, x64.grad.float(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(norm.weight.grad, weight64.grad.float(), rtol=1e-5, atol=1e-6)
+
+
+def test_norm_of_bf16_is_computed_in_fp32() -> None:
+    norm = LocalRMSNorm(Settings(), 16)
+    x = (torch.randn(9, 16) * 100).bfloat16()
+    assert norm(x).dtype == torch.bfloat16
+    assert torch.equal(norm(x), F.rms_norm(x.float(), (16,), norm.weight, 1e-6).bfloat16())
