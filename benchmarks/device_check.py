@@ -12,6 +12,7 @@
              one whose head makes all logits (bf16 product, fp32 log_softmax)
   fp8        the same with FP8, where Transformer Engine is there
   offload    updates with optimizer states and activations in host memory: the same, how fast, in what memory
+  ipc        a weight bucket of this GPU in another process, as colocated rollout servers map it: bytes, GB/s
 
 It runs with what the machine has. What is missing or fails is said in the table, and the exit status is 1
 where something that ran was wrong.
@@ -76,6 +77,10 @@ def main() -> None:
     attempt(report, "head", lambda: results.update(head=device_head().head(args.smoke)))
     attempt(report, "layers", lambda: results.update(layers=layers()))
     attempt(report, "offload", lambda: results.update(offload=device_offload().offload(args.smoke)))
+    if torch.cuda.is_available():
+        attempt(report, "ipc", lambda: results.update(ipc=device_ipc().check(args.smoke)))
+    else:
+        report["missing"]["ipc"] = "no GPU: CUDA IPC maps memory of one"
     if reason := no_fp8():
         report["missing"]["fp8"] = reason
     for recipe in (None,) if reason else (None, "tensorwise"):
@@ -103,6 +108,13 @@ def device_offload() -> Any:
     import device_offload
 
     return device_offload
+
+
+def device_ipc() -> Any:
+    """Imports what the check of shared GPU memory needs."""
+    import device_ipc
+
+    return device_ipc
 
 
 def attempt(report: dict[str, Any], name: str, check: Callable[[], None]) -> None:

@@ -10,7 +10,17 @@ if TYPE_CHECKING:
 
 def check_combinations(config: Config) -> None:
     """Raises ValueError, which names the keys and their values, for a combination that cannot work."""
-    for check in (_batch, _engine_reference, _engine, _data, _components, _evaluation, _schedule, _offload):
+    for check in (
+        _batch,
+        _engine_reference,
+        _engine,
+        _router_replay,
+        _data,
+        _components,
+        _evaluation,
+        _schedule,
+        _offload,
+    ):
         check(config)
 
 
@@ -95,6 +105,23 @@ def _engine(config: Config) -> None:
             "group of a trainer and a server on the same GPU (rollout.servers.colocated): set it to "
             "shared, or to disk"
         )
+
+
+def _router_replay(config: Config) -> None:
+    if not config.rollout.router_replay:
+        return
+    reason = None
+    if config.algorithm.sampler != "engine":
+        reason = f"algorithm.sampler={config.algorithm.sampler} has no engine that could tell experts"
+    elif config.rollout.engine == "local":
+        reason = "rollout.engine=local does not tell experts: choose sglang or vllm"
+    elif config.train.share_prompts:
+        reason = (
+            "train.share_prompts computes a prompt once, and the engine may have routed it differently for "
+            "each of its responses: use one of the two"
+        )
+    if reason:
+        raise ValueError(f"rollout.router_replay=true is not possible here: {reason}")
 
 
 def _data(config: Config) -> None:

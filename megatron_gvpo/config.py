@@ -94,17 +94,27 @@ class SamplingConfig(Section):
     max_tokens: PositiveInt = 1024
     stop_token_ids: tuple[int, ...] = ()  # besides the tokenizer's end token
 
+    @property
+    def wants_routing(self) -> bool:
+        """Whether the engine is to tell the experts of every token."""
+        return False
+
 
 class RolloutConfig(SamplingConfig):
     engine: Literal["local", "sglang", "vllm"] = "local"  # local: embedded, in the trainer's processes
     n: PositiveInt = 8  # responses a prompt (the group size k)
     batch_size: PositiveInt = 256  # sequences generated at once by the embedded engine
     async_steps: NonNegativeInt = 0  # batches generated ahead while the trainer trains; 0: strictly on-policy
+    router_replay: bool = False  # train every token through the experts that it was sampled through
     servers: ServersConfig = ServersConfig()  # of the engines sglang and vllm
     weights: WeightSyncConfig = WeightSyncConfig()
     # Warn where the policy that samples is further from the trained one (KL, nats a token); default: 1e-6 in
     # float32, 1e-3 in bfloat16.
     mismatch_threshold: float | None = Field(None, gt=0)
+
+    @property
+    def wants_routing(self) -> bool:
+        return self.router_replay
 
 
 class RewardConfig(Section):

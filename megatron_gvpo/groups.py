@@ -17,6 +17,19 @@ class Scored(NamedTuple):
     reward: float
 
 
+class Routing(NamedTuple):
+    """The experts that an engine sent the tokens of a prompt and its response through, all but the last.
+
+    `ids`: [tokens - 1, layers, per_token] in row order, of `width` bytes (1 or 2) each, little-endian. What
+    stands there for a dense layer means nothing.
+    """
+
+    layers: int
+    per_token: int
+    width: int
+    ids: bytes
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One problem. `token_ids` is what the engine gets; nothing is ever re-tokenised for training."""
@@ -39,7 +52,8 @@ class Rollout:
     weights sampled the response; `weight_version` is the oldest. `rewards` holds the named components,
     `reward` their weighted sum; `reward_errors` says which component failed and how (such a component counts
     as 0). `source` says where it comes from: what no present engine sampled has `logprobs` of its time, or
-    none. A response that is not `trained` counts in its group's statistics, and has no gradient.
+    none. A response that is not `trained` counts in its group's statistics, and has no gradient. `routing` is
+    there with `rollout.router_replay`, as the weights of the response's end routed all of it.
     """
 
     token_ids: list[int]
@@ -53,6 +67,7 @@ class Rollout:
     spans: list[tuple[int, int, int]] = field(default_factory=list)
     source: Source = "policy"
     trained: bool = True
+    routing: Routing | None = None
 
 
 @dataclass(slots=True)

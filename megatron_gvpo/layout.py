@@ -42,6 +42,11 @@ def check_layout(config: Config, world_size: int) -> None:
     _check_depth(config.parallel, model)
     _check_recompute(config.parallel, model)
     _check_experts(config.parallel, model)
+    if config.rollout.router_replay and not experts(model):
+        raise ConfigError(
+            f"rollout.router_replay=true: model.path={config.model.path} has no experts to choose "
+            "from; leave it out"
+        )
     _check_lengths(config, model)
     _check_shared_prompts(config, model)
     if (critic := config.algorithm.critic) is not None and critic.path is not None:

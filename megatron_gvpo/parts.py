@@ -137,7 +137,8 @@ class Parts:
             model = read_model_config(config.model.path)
             rollouts = self._served = ServedRollouts(config, tokenizer, end, model, self.policy.memory)
             score = partial(self.policy.score, temperature=1.0)
-            self._weights = ServedWeights(config, self._served, self.policy.weights, score, self.prompts)
+            weights = partial(self.policy.weights, on_host=False)
+            self._weights = ServedWeights(config, self._served, weights, score, self.prompts)
         self._rewards = RewardPool(config.rewards)
         rewards = self._rewards
 

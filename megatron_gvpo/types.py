@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron_gvpo.groups import Group as Group
 from megatron_gvpo.groups import Prompt as Prompt
 from megatron_gvpo.groups import Rollout as Rollout
+from megatron_gvpo.groups import Routing as Routing
 from megatron_gvpo.groups import Scored as Scored
 
 
@@ -48,6 +49,7 @@ class Rows:
     return_r: Tensor | None = None  # what the critic is to learn
     item_r: Tensor | None = None  # int64: which item of its response the token belongs to
     weight_r: Tensor | None = None  # dL/dlogp, where it is known before the forward
+    routing: list[Routing | None] | None = None  # of each row: through which experts it is to go
 
     def __len__(self) -> int:
         return len(self.response_ids)
@@ -140,7 +142,8 @@ class Rows:
 
     @staticmethod
     def from_groups(groups: Sequence[Group]) -> Rows:
-        """Rows of all rollouts, in order. Raises ValueError for log-probs that do not match their tokens."""
+        """Rows of all rollouts, in order. Raises ValueError for log-probs or experts that do not match their
+        tokens."""
         rollouts = [(g, rollout) for g, group in enumerate(groups) for rollout in group.rollouts]
         names = sorted({name for _, rollout in rollouts for name in rollout.rewards})
         priors = [groups[g].prior for g, _ in rollouts]
@@ -159,6 +162,7 @@ class Rows:
             demonstration_n=torch.tensor(
                 [r.source == "demonstration" for _, r in rollouts], dtype=torch.bool
             ),
+            routing=_routing([(groups[g].prompt, rollout) for g, rollout in rollouts]),
             component_n={
                 name: torch.tensor([r.rewards.get(name, 0.0) for _, r in rollouts], dtype=torch.float32)
                 for name in names
@@ -172,6 +176,24 @@ def _versions(rollout: Rollout) -> list[int]:
     for version, first, end in rollout.spans:
         versions[first:end] = [version] * (end - first)
     return versions
+
+
+def _routing(rollouts: Sequence[tuple[Prompt, Rollout]]) -> list[Routing | None] | None:
+    """The experts of each response's tokens; None where no response has any."""
+    if all(rollout.routing is None for _, rollout in rollouts):
+        return None
+    found = [None if r.routing is None else Routing(*r.routing) for _, r in rollouts]
+    for i, ((prompt, rollout), routing) in enumerate(zip(rollouts, found, strict=True)):
+        if routing is None:
+            continue
+        tokens = len(prompt.token_ids) + len(rollout.token_ids) - 1
+        size = tokens * routing.layers * routing.per_token * routing.width
+        if len(routing.ids) != size:
+            raise ValueError(
+                f"response {i} of the batch has {tokens} tokens before its last, and the rollout engine gave "
+                f"{len(routing.ids)} bytes of experts: want {size}"
+            )
+    return found
 
 
 def _engine_logp(rollouts: Sequence[Rollout]) -> Tensor | None:

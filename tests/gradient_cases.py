@@ -16,7 +16,7 @@ from gradient_reference import ReferenceLoss
 from gradient_worker import TEMPERATURE, Layout
 from torch import Tensor
 
-from megatron_gvpo.types import Rows
+from megatron_gvpo.types import Routing, Rows
 
 TOLERANCE = 1e-5  # of the largest entry of a parameter's gradient
 # What differs between methods is normalisers and splits over micro-batches and ranks: all steps run on one
@@ -79,6 +79,8 @@ MLA = [
     Layout(2, cp=2),
     Layout(4, **_SP, pp=2, ep=2),
 ]
+# Where a replayed router runs twice, and other micro-batches in between.
+COMPUTED_AGAIN = [Layout(2, pp=2, **_OF_EXPERTS), Layout(2, pp=2, recompute="full")]
 FAMILY_LAYOUTS = {
     "qwen3": DENSE,
     "llama3": DENSE,
@@ -146,6 +148,21 @@ def by_another_engine(rows: Rows, logp: list[Tensor]) -> Rows:
     return rows.with_columns(engine_logp_r=torch.cat(logp).detach().float() + 0.4 * noise_r)
 
 
+def routing_of(rows: Rows, model: Any) -> list[Routing | None]:
+    """Random experts of every token, as no router would choose them; none for every third row."""
+    generator = torch.Generator().manual_seed(3)
+    layers, per_token = model.num_hidden_layers, model.num_experts_per_tok
+    count = getattr(model, "n_routed_experts", None) or model.num_experts
+
+    def of(tokens: int) -> Routing:
+        order = torch.rand(tokens - 1, layers, count, generator=generator).argsort(-1)
+        ids = order[..., :per_token].to(torch.uint8).numpy().tobytes()
+        return Routing(layers, per_token, 1, ids)
+
+    pairs = zip(rows.prompt_ids, rows.response_ids, strict=True)
+    return [None if i % 3 == 2 else of(len(p) + len(r)) for i, (p, r) in enumerate(pairs)]
+
+
 @dataclass(frozen=True)
 class Step:
     """An optimizer update by the package's `algorithm` and by the paper's `loss`.
@@ -163,6 +180,7 @@ class Step:
     rows: str = "ragged"
     model: str = "untied"
     engine_gap: float | None = None
+    replayed: bool = False
 
 
 def gvpo(
@@ -249,6 +267,8 @@ for family in FAMILIES:
         "gpg, accumulated": gpg(SPLIT, "token", "long without signal"),
         "grpo, fewer rows than ranks": grpo(SPLIT, 0.5, rows="fewer than ranks"),
     }
+    if family in ("qwen3_moe", "deepseek_v3"):
+        of_family["gvpo, replayed"] = replace(gvpo(SPLIT), replayed=True)
     STEPS |= {f"{family}, {name}": replace(step, model=family) for name, step in of_family.items()}
 CORE = [
     "gvpo, groups split",
@@ -277,6 +297,7 @@ RUNS += [
     for name, step in STEPS.items()
     if step.model == model
 ]
+RUNS += [(layout, "qwen3_moe, gvpo, replayed") for layout in COMPUTED_AGAIN]
 LAYOUTS = list(dict.fromkeys(layout for layout, _ in RUNS))
 MODELS = {"untied": "gvpo, groups split"}  # every model's step of its update
 MODELS |= {model: f"{model}, gvpo, groups split" for model in ("tied", *FAMILIES)}
@@ -284,15 +305,19 @@ PROBES = list(dict.fromkeys((layout, STEPS[name].model) for layout, name in RUNS
 
 
 @cache
-def sampled(directory: Path, model: str, temperature: float, rows: str) -> tuple[Rows, list[Tensor], Params]:
+def sampled(
+    directory: Path, model: str, temperature: float, rows: str, replayed: bool = False
+) -> tuple[Rows, list[Tensor], Params]:
     """Rows, the reference's log-probs of them (an autograd graph that is used again), its parameters."""
     policy, made = reference.load(directory / model), make_rows(ROWS[rows])
+    if replayed:
+        made = replace(made, routing=routing_of(made, reference.CONFIGS[model]()))
     return made, reference.log_probs(policy, made, temperature), dict(policy.named_parameters())
 
 
 def sampled_for(step: Step, directory: Path) -> tuple[Rows, list[Tensor], Params]:
     temperature = 1.0 if step.algorithm["recipe"] == "sft" else TEMPERATURE
-    rows, logp, parameters = sampled(directory, step.model, temperature, step.rows)
+    rows, logp, parameters = sampled(directory, step.model, temperature, step.rows, step.replayed)
     rows = by_another_engine(rows, logp)
     present = step.at_step_start and step.engine_gap is None
     return (rows if present else moved(rows, logp)), logp, parameters

@@ -6,7 +6,8 @@ losses: for what test_gradient_invariance.py compares Megatron with.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from megatron_gvpo.types import Rows
+from megatron_gvpo.types import Routing, Rows
 
 VOCABULARY = 131  # prime: tensor parallelism must pad it
 
@@ -151,11 +152,37 @@ def as_in_file(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def log_probs(model: torch.nn.Module, rows: Rows, temperature: float) -> list[Tensor]:
     """Log-probs of every row's response tokens, one forward a row."""
     result = []
-    for prompt, response in zip(rows.prompt_ids, rows.response_ids, strict=True):
-        logits = model(input_ids=torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
+    routing = rows.routing or [None] * len(rows)
+    for prompt, response, of_row in zip(rows.prompt_ids, rows.response_ids, routing, strict=True):
+        with contextlib.nullcontext() if of_row is None else routed(model, of_row):
+            logits = model(input_ids=torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
         logp = torch.log_softmax(logits / temperature, -1)
         result.append(logp.gather(1, torch.tensor(response)[:, None])[:, 0])
     return result
+
+
+@contextlib.contextmanager
+def routed(model: torch.nn.Module, routing: Routing) -> Iterator[None]:
+    """Inside, all tokens of a sequence but its last go through these experts, by the router's own weights."""
+    shape = (-1, routing.layers, routing.per_token)
+    experts = torch.frombuffer(bytearray(routing.ids), dtype=torch.uint8).view(shape).long()
+    deepseek = model.config.model_type == "deepseek_v3"
+
+    def force(layer: int) -> Callable[..., Any]:
+        def forced(_: Any, __: Any, output: Any) -> Any:
+            logits, _, own = output
+            chosen = torch.cat([experts[:, layer], own[-1:]])
+            scores = (logits.sigmoid() if deepseek else logits.softmax(-1)).gather(1, chosen)
+            scale = model.config.routed_scaling_factor if deepseek else 1.0
+            return logits, scale * scores / scores.sum(-1, keepdim=True), chosen
+
+        return forced
+
+    gates = {i: layer.mlp.gate for i, layer in enumerate(model.model.layers) if hasattr(layer.mlp, "gate")}
+    hooks = [gate.register_forward_hook(force(i)) for i, gate in gates.items()]
+    yield
+    for hook in hooks:
+        hook.remove()
 
 
 def sample_of(rows: Rows, logp: list[Tensor]) -> Sample:

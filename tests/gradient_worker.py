@@ -103,6 +103,7 @@ UPDATE = {"lr": 1e-2, "eps": 1e-3, "clip_grad": 0.5, "weight_decay": 0.1, "betas
 
 
 def config_of(case: Case, layout: Layout, directory: Path) -> Config:
+    replays = case.model in ("qwen3_moe", "deepseek_v3")  # where rows say which experts; some do
     components = [{"name": name, "function": "not:called"} for name in case.rows.component_n]
     return build_config(
         {
@@ -110,7 +111,7 @@ def config_of(case: Case, layout: Layout, directory: Path) -> Config:
             "model": {"path": str(directory / case.model), "dtype": "float32"},
             "data": {"train": {"path": "unused", "demonstration_key": "unused"}},
             "algorithm": case.algorithm,
-            "rollout": {"temperature": TEMPERATURE},
+            "rollout": {"temperature": TEMPERATURE, "engine": "sglang", "router_replay": replays},
             "rewards": {"components": components},
             "train": {"steps": 1, "prompts_per_step": 1, "max_tokens_per_micro_batch": case.budget},
             "optimizer": {**UPDATE, "offload_fraction": layout.offload},

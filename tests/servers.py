@@ -38,6 +38,14 @@ def engine_python(engine: str) -> str:
     return built.stdout.strip().splitlines()[-1]
 
 
+def engine_with(plugin: str, engine: str, directory: Path) -> str:
+    """An override: the engine's interpreter with a plugin of the tests (tests/PLUGIN), as a file there."""
+    python, place = directory / "python", Path(__file__).with_name(plugin)
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="$PYTHONPATH:{place}" exec {engine_python(engine)} "$@"\n')
+    python.chmod(0o755)
+    return f"rollout.servers.python={python}"
+
+
 def served_config(engine: str, task: Path, out: Path, *overrides: str) -> Config:
     """The tiny run with rollouts from `engine`'s servers."""
     own = (

@@ -38,7 +38,7 @@ def test_the_smoke_form_runs_what_there_is_and_names_what_is_missing(tmp_path: P
         assert {"known", "stash", "recompute", "naive"} == part["update_seconds"].keys()
         assert {"known", "stash", "recompute"} == part["times_naive"].keys() and 0 < part["head_share"] < 1
     if not torch.cuda.is_available():
-        assert found["missing"].keys() == {"gpu", "fp8"}
+        assert found["missing"].keys() == {"gpu", "fp8", "ipc"}
         assert results["layers"]["float32"] == {"logp": 0.0, "gradient": 0.0}, "the same layers, twice"
     for line in (*trained, "missing: fp8", "memory_gib head"):
         assert line in done.stdout

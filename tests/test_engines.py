@@ -94,6 +94,22 @@ def test_scores_are_those_of_transformers(served: Running, task: Path):
         )
 
 
+def test_a_servers_ranks_tell_which_gpus_they_see(served: Running, tmp_path: Path):
+    served.client("begin_update")
+    served.client("tell_gpus", tmp_path / "gpus")
+    served.client("end_update", "0")
+    [told] = tmp_path.glob("gpus.*")
+    seen = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
+    assert json.loads(told.read_text()) == seen
+
+
+def test_a_server_that_tells_no_experts_is_refused(served: Running, task: Path, tmp_path: Path):
+    config = served_config(served.engine, task, tmp_path, "rollout.router_replay=true")
+    model = read_model_config(config.model.path)
+    with pytest.raises(ConfigError, match="no experts: start it with --enable-return-routed-experts"):
+        served.client.loop.run(check_server(served.client.server, config, model))
+
+
 def test_a_response_stopped_for_new_weights_goes_on_where_it_was(served: Running, task: Path):
     """The spans say which weights sampled what; the log-probs are those of one uninterrupted response."""
     fleet, loop = fleet_of(served, []), served.client.loop

@@ -13,7 +13,7 @@ import torch
 from distributed import launch
 from fp8_worker import quantise_checkpoint
 from safetensors.torch import load_file, save_file
-from servers import ENGINES, engine_python, running
+from servers import ENGINES, engine_python, engine_with, running
 from test_engines import PROMPTS, logprobs
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -108,11 +108,8 @@ def test_the_layout_is_what_the_served_checkpoint_holds():
 def test_a_server_in_fp8_gets_what_its_checkpoint_would_hold_byte_for_byte(engine: str, tmp_path: Path):
     """A real server, whose FP8 matrix products alone are stand-ins (tests/fp8_on_cpu), and a bf16 trainer."""
     task, served = make_task_in_fp8(tmp_path)
-    python = tmp_path / "python"
-    plugin = Path(__file__).with_name("fp8_on_cpu")
-    python.write_text(f'#!/bin/sh\nPYTHONPATH="$PYTHONPATH:{plugin}" exec {engine_python(engine)} "$@"\n')
-    python.chmod(0o755)
-    own = (f"rollout.servers.python={python}", f"rollout.servers.model_path={served}", "model.dtype=bfloat16")
+    python = engine_with("fp8_on_cpu", engine, tmp_path)
+    own = (python, f"rollout.servers.model_path={served}", "model.dtype=bfloat16")
     with running(engine, task, tmp_path / "out", *own) as supervisor:
         url = supervisor.processes[0].url
         launch("fp8_worker:run", [1], engine, url, str(task), str(served), str(tmp_path))

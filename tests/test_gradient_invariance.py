@@ -232,3 +232,11 @@ def test_an_engines_gap_would_be_seen_if_it_were_not_taken_off(directory: Path) 
     _, exact = expected(name, directory)
     for gradient, wanted in zip(gradients, exact.values(), strict=True):
         assert (gradient - wanted).abs().max() / wanted.abs().max() > 1000 * TOLERANCE
+
+
+def test_experts_that_are_not_replayed_would_be_seen(directory: Path) -> None:
+    for model in ("qwen3_moe", "deepseek_v3"):
+        rows, replayed, _ = sampled(directory, model, TEMPERATURE, "ragged", True)
+        _, own, _ = sampled(directory, model, TEMPERATURE, "ragged")
+        for routing, a, b in zip(rows.routing, replayed, own, strict=True):
+            assert (a - b).abs().max() > 1e-3 if routing is not None else torch.equal(a, b)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Literal, Protocol
@@ -11,7 +12,7 @@ from pydantic import Field, PositiveInt
 
 from megatron_gvpo.algorithms.base import Block, Component
 from megatron_gvpo.algorithms.shaping import value_of
-from megatron_gvpo.types import Group, Prompt, Rollout, Scored
+from megatron_gvpo.types import Group, Prompt, Rollout, Routing, Scored
 
 
 class BatchPolicy(Protocol):
@@ -123,7 +124,7 @@ class Accumulator:
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        pending = [asdict(group) for group in self._pending]
+        pending = [_fields(group) for group in self._pending]
         return {"pending": pending, "rounds": self._rounds, "offered": self._offered}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -137,8 +138,18 @@ def is_valid(group: Group, by: Component | None = None) -> bool:
     return len(torch.tensor(values, dtype=torch.float32).unique()) > 1
 
 
+def _fields(group: Group) -> dict[str, Any]:
+    """The group as JSON values."""
+    values = asdict(group)
+    for rollout in values["rollouts"]:
+        if rollout["routing"] is not None:
+            *shape, ids = rollout["routing"]
+            rollout["routing"] = [*shape, base64.b64encode(ids).decode()]
+    return values
+
+
 def _group(values: Mapping[str, Any]) -> Group:
-    """The inverse of `dataclasses.asdict`, after JSON has turned tuples into lists."""
+    """The inverse of `_fields`, after JSON has turned tuples into lists."""
     prompt = dict(values["prompt"])
     for key in ("token_ids", "demonstration"):
         prompt[key] = None if prompt[key] is None else tuple(prompt[key])
@@ -148,5 +159,9 @@ def _group(values: Mapping[str, Any]) -> Group:
 
 
 def rollout_of(fields: Mapping[str, Any]) -> Rollout:
-    """The inverse of `dataclasses.asdict`, after JSON has turned tuples into lists."""
-    return Rollout(**{**fields, "spans": [tuple(span) for span in fields["spans"]]})
+    """A rollout from its fields as JSON values."""
+    routing = fields.get("routing")
+    if routing is not None:
+        layers, per_token, width, ids = routing
+        routing = Routing(layers, per_token, width, base64.b64decode(ids))
+    return Rollout(**{**fields, "spans": [tuple(span) for span in fields["spans"]], "routing": routing})

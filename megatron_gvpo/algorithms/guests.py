@@ -50,8 +50,16 @@ class Exits(Block):
         for (g, said), answer in zip(begun, answers, strict=True):
             given = answer.rollouts[0]
             tokens = [*said, *given.token_ids]
-            # Not one context sampled it, so no log-probs of the engine stand for it.
-            left = replace(given, token_ids=tokens, logprobs=[], weight_version=-1, spans=[], source="exit")
+            # Not one context sampled it, so no log-probs or experts of the engine stand for it.
+            left = replace(
+                given,
+                token_ids=tokens,
+                logprobs=[],
+                weight_version=-1,
+                spans=[],
+                source="exit",
+                routing=None,
+            )
             exits[g].append(left)
         return [
             replace(group, rollouts=[*mine, *group.rollouts])

@@ -87,7 +87,8 @@ class History:
         joined = []
         for group in groups:
             held = self._held.get(group.prompt.id, ())
-            new = tuple(asdict(replace(r, source="replay")) for r in group.rollouts if r.source == "policy")
+            own = [r for r in group.rollouts if r.source == "policy"]
+            new = tuple(asdict(replace(r, source="replay", routing=None)) for r in own)
             self._held[group.prompt.id] = (*held, *new)[-self._keep :]
             earlier = [rollout_of(fields) for fields in held[-self._count :]]
             joined.append(replace(group, rollouts=[*group.rollouts, *earlier]))
@@ -238,13 +239,6 @@ class Hinted(Block):
             mine = mine[: len(wrong)]
             taken = set(wrong[: len(mine)])
             rollouts = [rollout for i, rollout in enumerate(rollouts) if i not in taken]
-        # Their log-probs are of another context than they are trained in, so no engine speaks for them.
-        return [
-            replace(
-                group,
-                rollouts=[
-                    *rollouts,
-                    *(replace(r, weight_version=-1, spans=[], source=self.source) for r in mine),
-                ],
-            )
-        ]
+        # Log-probs and experts are of another context than they are trained in: no engine speaks for them.
+        taught = [replace(r, weight_version=-1, spans=[], source=self.source, routing=None) for r in mine]
+        return [replace(group, rollouts=[*rollouts, *taught])]

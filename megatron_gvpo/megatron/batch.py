@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 
 import torch
 from torch import Tensor
 
 from megatron_gvpo.layout import Padding
-from megatron_gvpo.types import Rows
+from megatron_gvpo.types import Routing, Rows
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,8 @@ class TokenBatch:
     # With shared prompts, a prompt is a sequence, and so is what follows it in each response. Of every
     # sequence: how many of the next ones follow it, attend to it, and go on from its last position.
     followers: list[int] = field(default_factory=list)
+    # Through which experts the tokens are to go: int16 [t, layers, experts a token]; -1: the router chooses.
+    experts_t: Tensor | None = None
 
     @staticmethod
     def pack(
@@ -140,6 +142,7 @@ class TokenBatch:
         """`share_prompts`: neighbours with the same prompt have it once. Not with padded sequences."""
         if share_prompts:
             assert padding.sequence == 1, "shared prompts are not cut over context-parallel ranks"
+            assert rows.routing is None, "a prompt may have been routed differently for each of its responses"
             return _pack_shared(rows, padding)
         tokens: list[int] = []
         response: list[Tensor] = []
@@ -163,6 +166,7 @@ class TokenBatch:
             index_r=torch.arange(int(rows.length_n.sum())),
             label_r=torch.tensor([t for answer in rows.response_ids for t in answer], dtype=torch.int64),
             lengths=lengths,
+            experts_t=_experts(rows.routing, lengths),
         )
 
     def cut(self, parts: int, part: int) -> TokenBatch:
@@ -181,6 +185,7 @@ class TokenBatch:
             response_r=response_r[here_r],
             index_r=self.index_r[here_r],
             label_r=self.label_r[here_r],
+            experts_t=None if self.experts_t is None else self.experts_t[mine_t],
         )
 
     def to(self, device: torch.device) -> TokenBatch:
@@ -193,7 +198,29 @@ class TokenBatch:
             label_r=self.label_r.to(device),
             lengths=self.lengths,
             followers=self.followers,
+            experts_t=None if self.experts_t is None else self.experts_t.to(device),
         )
+
+
+def _experts(routing: Sequence[Routing | None] | None, lengths: list[int]) -> Tensor | None:
+    """`TokenBatch.experts_t` of rows whose padded sequences have these lengths, and of the pack's padding."""
+    known = next((of_row for of_row in routing or [] if of_row is not None), None)
+    if routing is None or known is None:
+        return None
+    experts_t = torch.full((sum(lengths), known.layers, known.per_token), -1, dtype=torch.int16)
+    begins = [0, *accumulate(lengths)]
+    for of_row, begin in zip(routing, begins, strict=False):  # the pack's own padding comes last
+        if of_row is not None:
+            chosen_t = _decoded(of_row)
+            experts_t[begin : begin + len(chosen_t)] = chosen_t
+    return experts_t
+
+
+def _decoded(routing: Routing) -> Tensor:
+    """int16 [tokens - 1, layers, experts a token]"""
+    dtype = {1: torch.uint8, 2: torch.int16}[routing.width]
+    flat = torch.frombuffer(bytearray(routing.ids), dtype=dtype)
+    return flat.view(-1, routing.layers, routing.per_token)
 
 
 def _pack_shared(rows: Rows, padding: Padding) -> TokenBatch:

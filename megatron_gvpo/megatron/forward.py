@@ -62,6 +62,8 @@ def run(
     def forward_step(data: Iterator[Rows], chunk: Any) -> tuple[Any, Callable[..., Any]]:
         whole = TokenBatch.pack(next(data), model.padding, model.share_prompts)
         batch = whole.cut(cp_group.size(), cp_group.rank()).to(device())
+        if model.replay is not None:
+            model.replay.take(chunk, batch.experts_t, sequence_parallel=model.config.sequence_parallel)
         output = chunk(
             input_ids=batch.token_t[None],
             position_ids=batch.position_t[None],
@@ -74,6 +76,8 @@ def run(
 
     for chunk in model.chunks:
         chunk.train(not forward_only)
+    if model.replay is not None:
+        model.replay.begin(training=not forward_only)
     offloaded = offloaded_activations(model.chunks, forward_only)
     with megatron_device(), torch.set_grad_enabled(not forward_only), offloaded:
         results: list[Any] = get_forward_backward_func()(

@@ -21,6 +21,7 @@ from torch import Tensor
 from megatron_gvpo.config import ConfigError, ModelConfig, ParallelConfig
 from megatron_gvpo.layout import Padding
 from megatron_gvpo.megatron.parallel import megatron_device
+from megatron_gvpo.megatron.replay import Replay
 from megatron_gvpo.megatron.routing import limit_groups, routing_settings
 from megatron_gvpo.megatron.settings import DTYPES, ddp_settings, model_settings
 from megatron_gvpo.versions import REFERENCE
@@ -41,6 +42,7 @@ class Model:
     gathers_late: bool  # an update leaves other ranks' shards of the weights as they were
     rotary: list[Any]  # one a chunk where the local attention applies RoPE; else empty
     share_prompts: bool = False  # a group's prompt is computed once
+    replay: Replay | None = None  # rows may say through which experts they go
     before_change: list[Callable[[], None]] = field(default_factory=list)  # what reads weights in background
 
     def about_to_change(self) -> None:
@@ -61,14 +63,14 @@ class Model:
                 for chunk in self.chunks:
                     chunk.start_param_sync(force_sync=True)
 
-    def export(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor) of every weight, in a fixed order, on the CPU.
+    def export(self, on_host: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor) of every weight, in a fixed order, on the CPU or where they are.
 
         A collective: every rank must iterate it to the end; every rank gets every tensor.
         """
         self.settle()
         with megatron_device(), torch.no_grad():
-            for name, tensor in self.bridge.export_hf_weights(self.chunks, cpu=True, show_progress=False):
+            for name, tensor in self.bridge.export_hf_weights(self.chunks, cpu=on_host, show_progress=False):
                 if name.endswith(("embed_tokens.weight", "lm_head.weight")):
                     tensor = tensor[: self.vocab_size]
                 yield name, tensor
@@ -153,10 +155,12 @@ def build(
     deterministic: bool = False,
     trained: bool = True,
     before_wrapping: Callable[[list[Any]], list[Any]] | None = None,
+    replays: bool = False,
 ) -> Model:
     """Build the sharded model with the checkpoint's weights; `trained`: with room for gradients, too.
 
-    `before_wrapping` may change the chunks, which have their weights, before Megatron wraps them.
+    `replays`: its routers heed `Rows.routing`. `before_wrapping` may change the chunks, which have their
+    weights, before Megatron wraps them.
 
     Raises ConfigError for what Megatron-Bridge does not know, Megatron refuses, or the machine lacks.
     """
@@ -169,6 +173,8 @@ def build(
         settings = model_settings(model, parallel, on_cpu, deterministic) | routing_settings(hf_config)
         for name, value in settings.items():
             setattr(provider, name, value)
+        if replays:  # the fused router asks nobody
+            provider.moe_router_fusion = False
         if on_cpu:
             from megatron_gvpo.megatron.cpu.spec import local_block_spec
 
@@ -214,7 +220,8 @@ def build(
         vocab_size = int(hf_config.vocab_size)
     padding = Padding.of(model, parallel)
     late = trained and parallel.overlap_param_gather
-    return Model(chunks, chunks[0].config, bridge, vocab_size, padding, on_cpu, late, rotary)
+    replay = Replay(chunks) if replays else None
+    return Model(chunks, chunks[0].config, bridge, vocab_size, padding, on_cpu, late, rotary, replay=replay)
 
 
 def _refuse_on_cpu(model: ModelConfig, parallel: ParallelConfig) -> None:

@@ -47,7 +47,7 @@ class Policy:
     def __init__(self, config: Config) -> None:
         deterministic = config.train.deterministic
         parallel.initialize(config.parallel, config.train.seed, deterministic)
-        self.model = build(config.model, config.parallel, deterministic)
+        self.model = build(config.model, config.parallel, deterministic, replays=config.rollout.router_replay)
         if config.train.share_prompts and not self.model.local:
             raise ConfigError(
                 "train.share_prompts=true: on a GPU, Transformer Engine's attention over packs has no way to "
@@ -72,10 +72,10 @@ class Policy:
         self.shadow = None if other is None else Shadow(self.model, other.decay)
 
     def score_reference(self, rows: Rows) -> Tensor:
-        """`score` under the weights of the method's fixed or moving reference."""
+        """`score` under the weights of the method's fixed or moving reference, whose routers choose."""
         assert self.shadow is not None, "the method has no reference of its own"
         with self.shadow.lent():
-            return self.score(rows)
+            return self.score(rows.with_columns(routing=None))
 
     def score(self, rows: Rows, temperature: float | None = None) -> Tensor:
         """Log-probs of the response tokens, without gradient, fp32 [r] on the CPU of every rank.
@@ -182,9 +182,12 @@ class Policy:
         if self.shadow is not None:
             self.shadow.follow()
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor on the CPU); a collective, iterate it to the end on every rank."""
-        return self.model.export()
+    def weights(self, on_host: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor); a collective, iterate it to the end on every rank.
+
+        `on_host`: on the CPU; otherwise where the model is.
+        """
+        return self.model.export(on_host)
 
     def group_aside(self) -> dist.ProcessGroup:
         """All ranks, in a group for what goes on beside training. A collective."""

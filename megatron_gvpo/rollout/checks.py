@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_gvpo.config import Config, ConfigError, read_model_config
+from megatron_gvpo.rollout.routing import Routers
 from megatron_gvpo.rollout.server import Server
 
 TIMEOUT = 60.0
@@ -42,6 +43,8 @@ async def check_server(server: Server, config: Config, model: dict[str, Any]) ->
             f"{config.data.max_prompt_tokens} plus rollout.max_tokens={config.rollout.max_tokens} need "
             f"{needed}"
         )
+    if config.rollout.router_replay:
+        await _check_routing(server, config, model)
     served = Path(facts.model_path)
     if not (served / "config.json").is_file():  # on another machine: the probe of the first push compares
         return
@@ -67,6 +70,19 @@ async def check_server(server: Server, config: Config, model: dict[str, Any]) ->
             f"{where} serves {facts.model_path} with another tokenizer than model.path={config.model.path}: "
             f"they differ in {', '.join(map(repr, differing))}"
         )
+
+
+async def _check_routing(server: Server, config: Config, model: dict[str, Any]) -> None:
+    """Let it sample a token, and see whether it tells the experts."""
+    sample = await server.sample([0], 1, 0, config.rollout, (), TIMEOUT)
+    try:
+        if sample.experts is None:
+            raise ValueError("no experts: start it with --enable-return-routed-experts")
+        Routers.of(model).pack(sample.experts, 1 + len(sample.token_ids))
+    except ValueError as error:
+        raise ConfigError(
+            f"rollout.router_replay=true: rollout server {server.url} answered with {error}"
+        ) from None
 
 
 def _vocabulary(directory: Path) -> dict[str, int]:

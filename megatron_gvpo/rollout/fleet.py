@@ -21,9 +21,10 @@ from megatron_gvpo.config import SamplingConfig
 from megatron_gvpo.rollout.config import ServersConfig
 from megatron_gvpo.rollout.engine import Request, derived_seed
 from megatron_gvpo.rollout.http import ServerGone, ServerRefused
+from megatron_gvpo.rollout.routing import Routers
 from megatron_gvpo.rollout.server import MemoryPart, Sample, Server
 from megatron_gvpo.rollout.supervise import Supervisor
-from megatron_gvpo.types import Rollout
+from megatron_gvpo.types import Rollout, Routing
 
 CONTROL = 30.0  # seconds for a control request, such as aborting
 POLL = 1.0  # seconds between looks at a server's health
@@ -78,10 +79,11 @@ class Fleet:
         stop_ids: Sequence[int],
         report: Callable[[str], None],
         supervisor: Supervisor | None = None,
+        routers: Routers | None = None,
     ) -> None:
         self.members = [Member(server) for server in servers]
         self._settings, self._stop_ids, self._report = settings, tuple(stop_ids), report
-        self._supervisor = supervisor
+        self._supervisor, self._routers = supervisor, routers
         self._changed = asyncio.Event()  # some member's state did
         self._monitors: list[asyncio.Task[None]] = []
 
@@ -251,14 +253,32 @@ class Fleet:
                 token_ids += answer.token_ids
                 logprobs += answer.logprobs
                 spans.append((version, start, len(token_ids)))
-            if answer.finish_reason != "abort":
-                return _rollout(token_ids, logprobs, answer.finish_reason, spans)
-            if len(token_ids) >= sampling.max_tokens:
-                return _rollout(token_ids, logprobs, "length", spans)
+            aborted = answer.finish_reason == "abort"
+            if not aborted or len(token_ids) >= sampling.max_tokens:
+                rollout = _rollout(token_ids, logprobs, "length" if aborted else answer.finish_reason, spans)
+                if sampling.wants_routing and not aborted:
+                    rollout.routing = self._routing(member, asked.request, rollout, answer)
+                return rollout
         raise RolloutError(
             f"a prompt of {len(asked.request.prompt_ids)} tokens was lost with {ATTEMPTS} servers in turn; "
             f"at last: {failures[-1]}"
         )
+
+    def _routing(self, member: Member, request: Request, rollout: Rollout, last: Sample) -> Routing:
+        """The experts of a whole response, as its last answer has them. Raises RolloutError.
+
+        Where several weights sampled it, each began by computing all that was there: the last speaks for all.
+        """
+        tokens = len(request.prompt_ids) + len(rollout.token_ids)
+        try:
+            if self._routers is None or last.experts is None:
+                raise ValueError(
+                    "no experts: for rollout.router_replay servers are started with "
+                    "--enable-return-routed-experts"
+                )
+            return self._routers.pack(last.experts, tokens)
+        except ValueError as error:
+            raise RolloutError(f"rollout server {member.server.url} answered with {error}") from None
 
     async def _ask(
         self, member: Member, request: Request, index: int, given: list[int], sampling: SamplingConfig

@@ -30,6 +30,7 @@ from megatron_gvpo.rollout.engine import Request, check_request, derived_seed
 from megatron_gvpo.rollout.fleet import Fleet, RolloutError
 from megatron_gvpo.rollout.http import Http, open_session
 from megatron_gvpo.rollout.loop import BackgroundLoop
+from megatron_gvpo.rollout.routing import Routers
 from megatron_gvpo.rollout.server import Server
 from megatron_gvpo.rollout.sglang import SGLang
 from megatron_gvpo.rollout.supervise import ServerProcess, Supervisor, free_ports
@@ -182,7 +183,8 @@ class ServedRollouts:
         self._session = self.loop.run(open_session())
         members = [dialect(Http(self._session, url, key)) for url in urls]
         stop_ids = (self._end, *config.rollout.stop_token_ids)
-        self.fleet = Fleet(members, servers, stop_ids, report, self._supervisor)
+        routers = Routers.of(self._model) if config.rollout.router_replay else None
+        self.fleet = Fleet(members, servers, stop_ids, report, self._supervisor, routers)
         self.loop.run(self.fleet.start())
         for member in members:
             self.loop.run(check_server(member, config, self._model))
@@ -211,7 +213,8 @@ def start_servers(config: Config, key: str | None, report: Callable[[str], None]
     logs = Path(config.output_dir) / "servers"
     processes = []
     for i, port in enumerate(ports):
-        launch = dialect.launch(config.served_path, config.model.dtype, port, servers, key, on_gpu)
+        routing = config.rollout.router_replay
+        launch = dialect.launch(config.served_path, config.model.dtype, port, servers, key, on_gpu, routing)
         if on_gpu:
             launch.environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus[i]))
         else:  # memory that a server frees stays its own: for large tensors fresh pages cost more than a copy

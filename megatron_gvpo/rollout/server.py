@@ -7,10 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
 
+import numpy as np
+
 from megatron_gvpo.config import SamplingConfig, ServersConfig
 from megatron_gvpo.rollout.http import Http
 
 MemoryPart = Literal["weights", "cache"]  # of what a server holds on an accelerator
+# Of a bucket: a file in shared memory; or memory of a GPU that both see, with a handle for each of the
+# server's ranks (megatron_gvpo.weights.ipc).
+SharedPlace = Path | list[dict[str, Any]]
 PLUGINS = Path(__file__).parent / "plugins"  # on the servers' PYTHONPATH: nothing to install there
 
 
@@ -22,6 +27,7 @@ class Sample:
     logprobs: list[float]
     finish_reason: str  # "stop", "length" or "abort"
     version: str | None = None  # of the weights, where the server says it
+    experts: np.ndarray | None = None  # integers [prompt and response - 1, layers, experts a token]
 
 
 @dataclass(frozen=True)
@@ -89,9 +95,15 @@ class Server(Protocol):
 
     @staticmethod
     def launch(
-        model_path: str, dtype: str, port: int, servers: ServersConfig, api_key: str | None, on_gpu: bool
+        model_path: str,
+        dtype: str,
+        port: int,
+        servers: ServersConfig,
+        api_key: str | None,
+        on_gpu: bool,
+        routing: bool = False,
     ) -> Launch:
-        """The command that starts such a server on `servers.host`:`port`."""
+        """The command that starts such a server on `servers.host`:`port`; with `routing` it tells experts."""
 
     async def healthy(self, timeout: float) -> bool:
         """Whether it is up and its model process answers."""
@@ -107,7 +119,10 @@ class Server(Protocol):
         stop_ids: Sequence[int],
         timeout: float,
     ) -> Sample:
-        """One response of at most `max_tokens` tokens; the stop token, where one was met, is its last."""
+        """One response of at most `max_tokens` tokens; the stop token, where one was met, is its last.
+
+        With `sampling.wants_routing` its experts come with it, unless it was aborted.
+        """
 
     async def score(self, token_ids: Sequence[int], timeout: float) -> list[float]:
         """Log-probs at temperature 1 of all tokens but the first, given those before them."""
@@ -148,8 +163,11 @@ class Server(Protocol):
     async def end_update(self, version: str, timeout: float) -> None:
         """The weights are complete, and this is their version."""
 
-    async def receive_shared(self, specs: Sequence[TensorSpec], file: Path, timeout: float) -> None:
-        """Take one bucket of tensors, their bytes one after another, from a file that both can map."""
+    async def tell_gpus(self, file: Path, timeout: float) -> None:
+        """Each of its ranks writes the UUIDs of the GPUs that it sees, as JSON, into `file` with a suffix."""
+
+    async def receive_shared(self, specs: Sequence[TensorSpec], place: SharedPlace, timeout: float) -> None:
+        """Take one bucket of tensors, their bytes one after another, from where both can map them."""
 
     async def release_memory(self, timeout: float) -> None:
         """Give the accelerator's memory back, with what was in it. It is paused, and nothing is in flight."""

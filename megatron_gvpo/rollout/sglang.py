@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+
 from megatron_gvpo.config import SamplingConfig, ServersConfig
 from megatron_gvpo.rollout.http import Http, ServerRefused
 from megatron_gvpo.rollout.server import (
@@ -20,6 +22,7 @@ from megatron_gvpo.rollout.server import (
     MemoryPart,
     Patch,
     Sample,
+    SharedPlace,
     TensorSpec,
     finish,
 )
@@ -48,7 +51,13 @@ class SGLang:
 
     @staticmethod
     def launch(
-        model_path: str, dtype: str, port: int, servers: ServersConfig, api_key: str | None, on_gpu: bool
+        model_path: str,
+        dtype: str,
+        port: int,
+        servers: ServersConfig,
+        api_key: str | None,
+        on_gpu: bool,
+        routing: bool = False,
     ) -> Launch:
         command = [servers.python, "-m", "sglang.launch_server", "--model-path", model_path]
         command += ["--host", servers.host, "--port", str(port), "--dtype", dtype]
@@ -60,6 +69,8 @@ class SGLang:
             command += ["--api-key", api_key]
         if servers.colocated and on_gpu:
             command += ["--enable-memory-saver"]
+        if routing:
+            command += ["--enable-return-routed-experts"]
         environment = {"PYTHONPATH": str(PLUGINS)}
         if not on_gpu:
             environment["SGLANG_USE_CPU_ENGINE"] = "1"
@@ -106,15 +117,18 @@ class SGLang:
                     "sampling_seed": seed % 2**31,  # heeded under --enable-deterministic-inference
                 },
                 "return_logprob": True,
+                "return_routed_experts": sampling.wants_routing,
             },
             timeout=timeout,
         )
         meta = answer["meta_info"]
+        experts = meta.get("routed_experts")  # of prompt and response but the last token, in all layers
         return Sample(
             token_ids=answer["output_ids"],
             logprobs=[entry[0] for entry in meta["output_token_logprobs"]],
             finish_reason=finish(meta["finish_reason"]["type"]),
             version=meta["weight_version"],
+            experts=None if experts is None else np.frombuffer(base64.b64decode(experts), "<i4"),
         )
 
     async def score(self, token_ids: Sequence[int], timeout: float) -> list[float]:
@@ -221,9 +235,16 @@ class SGLang:
         await self._http.post("/end_weight_update", timeout=timeout)
         await self._name_version(version, timeout)
 
-    async def receive_shared(self, specs: Sequence[TensorSpec], file: Path, timeout: float) -> None:
+    async def tell_gpus(self, file: Path, timeout: float) -> None:
+        await self._order_all({"op": "tell", "file": str(file)}, timeout)
+
+    async def receive_shared(self, specs: Sequence[TensorSpec], place: SharedPlace, timeout: float) -> None:
         listed = [[spec.name, spec.dtype, spec.shape] for spec in specs]
-        await self._order_all({"op": "load", "file": str(file), "tensors": listed}, timeout)
+        order = {"op": "load", "tensors": listed}
+        if isinstance(place, Path):
+            await self._order_all(order | {"file": str(place)}, timeout)
+        else:
+            await self._order([order | {"handle": handle} for handle in place], timeout)
 
     async def release_memory(self, timeout: float) -> None:
         await self._http.post("/release_memory_occupation", timeout=timeout)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
+
+import numpy as np
 
 from megatron_gvpo.config import SamplingConfig, ServersConfig
 from megatron_gvpo.rollout.http import Http, ServerRefused
@@ -16,6 +20,7 @@ from megatron_gvpo.rollout.server import (
     MemoryPart,
     Patch,
     Sample,
+    SharedPlace,
     TensorSpec,
     finish,
 )
@@ -43,7 +48,13 @@ class VLLM:
 
     @staticmethod
     def launch(
-        model_path: str, dtype: str, port: int, servers: ServersConfig, api_key: str | None, on_gpu: bool
+        model_path: str,
+        dtype: str,
+        port: int,
+        servers: ServersConfig,
+        api_key: str | None,
+        on_gpu: bool,
+        routing: bool = False,
     ) -> Launch:
         # Not `vllm serve`: it asks for a distribution of the name vllm, and the CPU build has another one.
         command = [servers.python, "-m", "vllm.entrypoints.openai.api_server", "--model", model_path]
@@ -59,6 +70,9 @@ class VLLM:
             environment["VLLM_API_KEY"] = api_key
         if servers.colocated and on_gpu:
             command += ["--enable-sleep-mode"]
+        if routing:  # of every response
+            command += ["--enable-return-routed-experts"]
+            environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the older one does not tell
         if not on_gpu:
             command += ["--enforce-eager"]
             environment["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB
@@ -106,7 +120,13 @@ class VLLM:
         answer = await self._http.post("/v1/completions", body, timeout=timeout)
         choice = answer["choices"][0]
         logprobs = choice["logprobs"]["token_logprobs"] if choice["logprobs"] else []
-        return Sample(choice["token_ids"] or [], logprobs, finish(choice["finish_reason"]))
+        experts = choice.get("routed_experts") if sampling.wants_routing else None
+        return Sample(
+            token_ids=choice["token_ids"] or [],
+            logprobs=logprobs,
+            finish_reason=finish(choice["finish_reason"]),
+            experts=None if experts is None else np.load(io.BytesIO(base64.b64decode(experts))),
+        )
 
     async def score(self, token_ids: Sequence[int], timeout: float) -> list[float]:
         body = {
@@ -179,8 +199,13 @@ class VLLM:
     async def end_update(self, version: str, timeout: float) -> None:
         await self._http.post("/finish_weight_update", {"weight_version": version}, timeout=timeout)
 
-    async def receive_shared(self, specs: Sequence[TensorSpec], file: Path, timeout: float) -> None:
-        info = _listed(specs) | {"file": str(file)}
+    async def tell_gpus(self, file: Path, timeout: float) -> None:
+        await self._http.post(
+            "/update_weights", {"update_info": _listed([]) | {"tell": str(file)}}, timeout=timeout
+        )
+
+    async def receive_shared(self, specs: Sequence[TensorSpec], place: SharedPlace, timeout: float) -> None:
+        info = _listed(specs) | ({"file": str(place)} if isinstance(place, Path) else {"handles": place})
         await self._http.post("/update_weights", {"update_info": info}, timeout=timeout)
 
     async def release_memory(self, timeout: float) -> None:

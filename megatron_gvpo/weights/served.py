@@ -143,7 +143,7 @@ class ServedWeights:
             backend, device = "nccl", torch.device("cuda", torch.cuda.current_device())
         transport: Transport
         if settings.transport == "shared":
-            transport, device = Shared(settings.timeout), torch.device("cpu")
+            transport = Shared(settings.timeout, device)
         elif settings.transport == "disk":
             transport = Disk(Path(settings.directory or f"{config.output_dir}/weights"), settings.timeout)
             device = torch.device("cpu")

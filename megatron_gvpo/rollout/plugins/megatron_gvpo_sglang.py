@@ -15,18 +15,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron_gvpo_bucket import Layout
+from megatron_gvpo_ipc import opened, tell_gpus
 from megatron_gvpo_patches import apply_patches
 
 _groups: dict[str, tuple[Any, Any]] = {}  # by name: process group and its store, which must live as long
 
 
 def receive(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """Carry out the order: "join" a group, "apply" the patches of its next broadcast, or "load" a file."""
+    """Carry out the order: "join" a group, "apply" the patches of its next broadcast, "load" a bucket of
+    shared memory, or "tell" which GPUs this rank sees."""
     order = json.loads(bytes(named_tensors[0][1].cpu().numpy()))
     if order["op"] == "join":
         _join(order)
     elif order["op"] == "load":
         _load(model, order)
+    elif order["op"] == "tell":
+        tell_gpus(order["file"])
     else:
         _apply(model, order)
 
@@ -52,7 +56,9 @@ def _apply(model: torch.nn.Module, order: dict[str, Any]) -> None:
 
 
 def _load(model: Any, order: dict[str, Any]) -> None:
-    """Tensors, their bytes one after another, from a file in memory."""
+    """Tensors, their bytes one after another, from a file in memory, or from a GPU's memory."""
     layout = Layout(*zip(*order["tensors"], strict=True))
-    flat = layout.mapped(order["file"]).to(next(model.parameters()).device)
-    model.load_weights(layout.views(flat))
+    mapped = opened(order["handle"], layout.nbytes) if "handle" in order else layout.mapped(order["file"])
+    model.load_weights(layout.views(mapped.to(next(model.parameters()).device)))
+    if mapped.is_cuda:  # the trainer overwrites it after the answer
+        torch.cuda.synchronize()

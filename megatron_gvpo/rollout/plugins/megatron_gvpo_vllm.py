@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron_gvpo_bucket import Layout
+from megatron_gvpo_ipc import opened, tell_gpus
 from megatron_gvpo_patches import apply_patches, unpack
 from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import (
@@ -44,9 +45,11 @@ class Meeting(WeightTransferInitInfo):
 
 @dataclass
 class Bucket(WeightTransferUpdateInfo):
-    """Tensors of one broadcast, or of a file in memory, their bytes one after another; or all of a directory.
+    """Tensors of one broadcast, or of a file in memory, or of a GPU's memory (one of `handles` a rank), their
+    bytes one after another; or all of a directory.
 
-    With `counts` it is a broadcast of `size` bytes of patches (see megatron_gvpo_patches).
+    With `counts` it is a broadcast of `size` bytes of patches (see megatron_gvpo_patches). With `tell`
+    nothing comes: the ranks say which GPUs they see (see megatron_gvpo_ipc).
     """
 
     names: list[str]
@@ -54,6 +57,8 @@ class Bucket(WeightTransferUpdateInfo):
     shapes: list[list[int]]
     directory: str | None = None
     file: str | None = None
+    handles: list[dict[str, Any]] | None = None
+    tell: str | None = None
     counts: list[int] | None = None
     size: int = 0
 
@@ -76,14 +81,19 @@ class Receiver(WeightTransferEngine):
         self._store = dist.TCPStore(
             init_info.master_address, init_info.master_port, init_info.world_size, False, timeout
         )
-        parallel = self.parallel_config
-        rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
+        rank = init_info.rank_offset + self._rank
         if init_info.backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
             self._group = dist.ProcessGroupNCCL(self._store, rank, init_info.world_size, options)
         else:
             self._group = dist.ProcessGroupGloo(self._store, rank, init_info.world_size, timeout)
+
+    @property
+    def _rank(self) -> int:
+        """Among the server's ranks."""
+        parallel = self.parallel_config
+        return int(parallel.data_parallel_index * parallel.world_size + parallel.rank)
 
     def start_weight_update(self) -> None:
         self.finish_weight_update()  # vLLM itself ends an update in which a bucket failed, without this
@@ -100,6 +110,9 @@ class Receiver(WeightTransferEngine):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: Bucket) -> None:
+        if update_info.tell is not None:
+            tell_gpus(update_info.tell)
+            return
         if update_info.counts is not None:
             self._receive_patches(update_info, update_info.counts)
             return
@@ -109,8 +122,11 @@ class Receiver(WeightTransferEngine):
             return
         layout = Layout(update_info.names, update_info.dtypes, update_info.shapes)
         # vLLM keeps the tensors of a layer until the whole layer has come, and the bucket with them: so views
-        # of a buffer of its own, never of the file, which the next bucket overwrites.
-        if update_info.file is not None:
+        # of a buffer of its own, never of shared memory, which the next bucket overwrites.
+        if update_info.handles is not None:
+            flat = opened(update_info.handles[self._rank], layout.nbytes).to(self.device, copy=True)
+            torch.accelerator.synchronize()
+        elif update_info.file is not None:
             flat = layout.mapped(update_info.file).to(self.device, copy=True)
         else:
             flat = self._broadcast(layout.nbytes)

@@ -1,0 +1,113 @@
+"""A weight bucket in this GPU's memory, mapped by another process: the code of trainer and rollout server.
+
+    python benchmarks/device_ipc.py      # also a part of device_check.py
+
+The other process holds a model of one GPU's tensors, gets three buckets through one buffer, as a push sends
+them, and says the checksums of what it loaded. Without a GPU it says so.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_gvpo.rollout.server import PLUGINS
+from megatron_gvpo.weights.bucket import Bucket, Halves, buckets
+from megatron_gvpo.weights.ipc import shared_storage
+
+NO_GPU = "no GPU: CUDA IPC maps memory of one"
+
+
+class Loaded(nn.Module):
+    """Stands for an engine's model: it keeps a checksum of every tensor that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.anchor = nn.Parameter(torch.zeros(1, device="cuda"))
+        self.sums: dict[str, int] = {}
+
+    def load_weights(self, named: list[tuple[str, Tensor]]) -> None:
+        self.sums |= {name: checksum(tensor) for name, tensor in named}
+
+
+def checksum(tensor: Tensor) -> int:
+    """Of the bytes and their places."""
+    flat = tensor.contiguous().view(-1).view(torch.uint8).long()
+    place = torch.arange(len(flat), device=flat.device) % 8191 + 1
+    return int((flat * place).sum())
+
+
+def check(smoke: bool) -> dict[str, Any]:
+    """Whether the other process had all bytes, and how fast, its checksums included."""
+    size = 1 << (16 if smoke else 26)  # elements of a tensor
+    torch.manual_seed(0)
+    device = torch.device("cuda", torch.cuda.current_device())
+    tensors = {f"t{i}": torch.randn(size, device=device).bfloat16() for i in range(6)}
+    free = torch.cuda.memory_allocated()
+    child = subprocess.Popen(
+        [sys.executable, __file__, "--child"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert child.stdin is not None and child.stdout is not None
+        child.stdout.readline()  # it is up
+        halves, begin = Halves(8 * size, device), time.perf_counter()
+        for bucket in buckets(iter(tensors.items()), halves, torch.bfloat16):
+            child.stdin.write(json.dumps(order(bucket)) + "\n")
+            child.stdin.flush()
+            answer = json.loads(child.stdout.readline())
+        seconds = time.perf_counter() - begin
+        halves.rest()
+        del bucket
+        torch.cuda.ipc_collect()
+        held = torch.cuda.memory_allocated() - free
+        child.stdin.close()
+        child.wait(60)
+    finally:
+        child.kill()
+    wanted = {name: checksum(tensor) for name, tensor in tensors.items()}
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    return {
+        "right": answer == wanted and held == 0 and child.returncode == 0,
+        "gb_per_s": total / seconds / 1e9,
+        "bytes_held_afterwards": held,
+    }
+
+
+def order(bucket: Bucket) -> dict[str, Any]:
+    """As the dialect of SGLang sends it."""
+    listed = [[spec.name, spec.dtype, spec.shape] for spec in bucket.specs]
+    return {"op": "load", "tensors": listed, "handle": shared_storage(bucket.flat)}
+
+
+def child() -> None:
+    """The server's side: our receiver, without SGLang around it."""
+    sys.path.insert(0, str(PLUGINS))
+    import megatron_gvpo_sglang as receiver
+
+    model = Loaded()
+    print("up", flush=True)
+    for line in sys.stdin:
+        text = torch.tensor(list(line.strip().encode()), dtype=torch.uint8)
+        receiver.receive(model, [("order", text)])
+        print(json.dumps(model.sums), flush=True)
+
+
+def main() -> None:
+    if "--child" in sys.argv:
+        child()
+    elif not torch.cuda.is_available():
+        print(NO_GPU)
+    else:
+        found = check(smoke=False)
+        print(json.dumps(found, indent=2))
+        sys.exit(not found["right"])
+
+
+if __name__ == "__main__":
+    main()

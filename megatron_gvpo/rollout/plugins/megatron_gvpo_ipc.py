@@ -1,0 +1,45 @@
+"""Memory of a GPU that the trainer shares with this server's ranks, for the receivers in both engines."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+BYTES = ("allocation", "counter", "event")  # what comes in base64
+NUMBERS = ("bytes", "offset", "counter_offset", "event_sync")
+
+
+def tell_gpus(file: str) -> None:
+    """Write the UUIDs of the GPUs that this rank sees into a file of its own: `file`.PID."""
+    aside, place = Path(f"{file}.{os.getpid()}.tmp"), Path(f"{file}.{os.getpid()}")
+    aside.write_text(json.dumps(gpus()))
+    aside.rename(place)
+
+
+def gpus() -> list[str]:
+    """UUIDs in the order of the devices' numbers."""
+    return [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
+
+
+def arguments(handle: dict[str, Any]) -> list[Any]:
+    """Of torch.UntypedStorage._new_shared_cuda, after the device's number."""
+    found = {name: base64.b64decode(handle[name]) for name in BYTES} | {n: handle[n] for n in NUMBERS}
+    order = ("allocation", "bytes", "offset", "counter", "counter_offset", "event", "event_sync")
+    return [found[name] for name in order]
+
+
+def opened(handle: dict[str, Any], size: int) -> torch.Tensor:
+    """The first `size` bytes of the trainer's bucket, uint8, not copied, on the GPU where they are.
+
+    The trainer may write there again when every tensor on this memory is gone and the GPU has done its work.
+    """
+    if handle["uuid"] not in gpus():
+        raise RuntimeError(f"this rank does not see the GPU {handle['uuid']} that the weights are on")
+    device = gpus().index(handle["uuid"])
+    storage = torch.UntypedStorage._new_shared_cuda(device, *arguments(handle))
+    return torch.empty(0, dtype=torch.uint8, device=f"cuda:{device}").set_(storage)[:size]

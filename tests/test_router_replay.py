@@ -1,0 +1,209 @@
+"""Router replay: what real servers say of their experts, and the trainer's log-probs through these.
+
+The model's experts come in pairs that its routers can hardly tell apart: which of a pair a token goes through
+is a matter of rounding, and so differs between engine and trainer. The two differ by 0.5 %: by more, and the
+proof of the first push would find that the server has other weights. That the gradient is right, on every
+layout, is test_gradient_invariance.py's matter.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from groups import make_group
+from servers import engine_with, served_config
+from tiny_run import configure, fit, records
+
+from megatron_gvpo.algorithms.batch_policy import Accumulator
+from megatron_gvpo.callbacks import Callback
+from megatron_gvpo.config import ConfigError
+from megatron_gvpo.layout import Padding
+from megatron_gvpo.megatron.batch import TokenBatch
+from megatron_gvpo.observe.mismatch import MismatchWatch
+from megatron_gvpo.rollout.routing import Routers
+from megatron_gvpo.trainer import Trainer
+from megatron_gvpo.types import Group, Prompt, Rollout, Routing, Rows
+
+LAYERS, EXPERTS, PER_TOKEN = 3, 8, 3  # an odd number of experts: of the last pair, one
+REPLAY = ("rollout.router_replay=true",)
+
+
+@pytest.fixture(scope="module")
+def moe(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny task with a mixture of experts in pairs."""
+    directory = tmp_path_factory.mktemp("moe") / "task"
+    shutil.copytree(task, directory)
+    dense = transformers.AutoConfig.from_pretrained(directory / "model")
+    torch.manual_seed(0)
+    model = transformers.Qwen3MoeForCausalLM(
+        transformers.Qwen3MoeConfig(
+            vocab_size=dense.vocab_size,
+            hidden_size=64,
+            intermediate_size=64,
+            moe_intermediate_size=32,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            num_experts=EXPERTS,
+            num_experts_per_tok=PER_TOKEN,
+            norm_topk_prob=True,
+            max_position_embeddings=512,
+            initializer_range=0.15,
+            tie_word_embeddings=False,
+            eos_token_id=dense.eos_token_id,
+            pad_token_id=dense.pad_token_id,
+            dtype="float32",
+        )
+    )
+    for layer in model.model.layers:
+        router = layer.mlp.gate.weight.data
+        router.normal_(std=0.5)
+        router[1::2] = router[::2] * (1 + 1e-7 * torch.randn_like(router[::2]))
+        for experts in (layer.mlp.experts.gate_up_proj.data, layer.mlp.experts.down_proj.data):
+            experts[1::2] = experts[::2] + 0.005 * experts.std() * torch.randn_like(experts[::2])
+    (directory / "model" / "model.safetensors").unlink()
+    model.save_pretrained(directory / "model")
+    run = directory / "run.yaml"
+    run.write_text(run.read_text().replace(str(task), str(directory)))
+    return directory
+
+
+def unpacked(routing: Routing) -> np.ndarray:
+    return np.frombuffer(routing.ids, np.uint8).reshape(-1, routing.layers, routing.per_token)
+
+
+class OwnChoice(Callback):
+    """Notes how far the trainer would be from the engine if its routers chose."""
+
+    def __init__(self) -> None:
+        self.found: list[dict[str, float]] = []
+        self.rows: list[Rows] = []
+
+    def on_start(self, trainer: Trainer) -> None:
+        update = trainer._update
+
+        def noted(rows: Rows, first: bool) -> Any:
+            own_r = trainer.parts.policy.score(rows.with_columns(routing=None))
+            watch = MismatchWatch(1.0)
+            watch.compare(rows, own_r, trainer.step)
+            self.found.append(watch.take())
+            self.rows.append(rows)
+            return update(rows, first)
+
+        trainer._update = noted  # type: ignore[method-assign]
+
+
+def test_a_trainer_that_replays_agrees_with_the_server(moe: Path, tmp_path: Path):
+    """In every step of a run: the pushed weights keep the pairs, at this learning rate."""
+    own = OwnChoice()
+    short = ("train.steps=2", "eval.every=0", "optimizer.lr=1e-9", "optimizer.warmup_steps=0")
+    python = engine_with("pinning_on_cpu", "sglang", tmp_path)
+    fit(served_config("sglang", moe, tmp_path / "run", *REPLAY, *short, python), [own])
+    steps = [record for record in records(tmp_path / "run") if record["step"] > 0]
+    assert len(steps) == len(own.found) == 2
+    for record, alone, rows in zip(steps, own.found, own.rows, strict=True):
+        assert rows.routing is not None and None not in rows.routing
+        assert record["mismatch/abs_mean"] < 2e-6
+        assert alone["mismatch/abs_mean"] > 50 * record["mismatch/abs_mean"]
+
+
+# --- without a server ---------------------------------------------------------------------------------------
+
+
+def test_routers_are_those_of_config_json():
+    qwen = {"num_hidden_layers": 6, "num_experts": 8, "num_experts_per_tok": 2, "mlp_only_layers": [3]}
+    assert Routers.of(qwen | {"decoder_sparse_step": 2}) == Routers(6, (1, 5), 2, 8)
+    deepseek = {"num_hidden_layers": 4, "n_routed_experts": 300, "num_experts_per_tok": 2}
+    assert Routers.of(deepseek | {"first_k_dense_replace": 1}) == Routers(4, (1, 2, 3), 2, 300)
+
+
+def test_what_no_router_of_the_model_chose_is_refused():
+    routers = Routers(2, (1,), 2, 4)
+    good = np.array([[[0, 0], [1, 3]], [[0, 0], [2, 0]]])
+    packed = routers.pack(good.flatten(), 3)
+    assert packed.width == 1 and (unpacked(packed) == good).all()
+    wide = replace(routers, experts=300).pack(good + 290 * (good > 0), 3)
+    assert wide.width == 2 and np.frombuffer(wide.ids, "<i2").max() == 293
+    with pytest.raises(ValueError, match="8 experts for 4 tokens: want 2 in each of 2 layers for every"):
+        routers.pack(good, 4)
+    with pytest.raises(ValueError, match="an expert 4 of a model with 4"):
+        routers.pack(good + (good == 3), 3)
+    with pytest.raises(ValueError, match="the same expert twice: the server recorded none"):
+        routers.pack(np.zeros_like(good), 3)
+
+
+def rollout(prompt: list[int], response: list[int]) -> tuple[Rollout, torch.Tensor]:
+    tokens = len(prompt) + len(response) - 1
+    ids = torch.randint(200, (tokens, 2, 3), dtype=torch.uint8)
+    routing = Routing(2, 3, 1, ids.numpy().tobytes())
+    return Rollout(response, [-1.0] * len(response), "", "stop", routing=routing), ids.to(torch.int16)
+
+
+def test_packs_carry_experts_where_their_tokens_are():
+    prompt = [1, 2, 3]
+    (first, first_ids), (second, second_ids) = rollout(prompt, [4, 5, 6, 7]), rollout(prompt, [8])
+    given = Rollout([9, 10], [], "", "stop", source="demonstration")
+    rows = Rows.from_groups([Group(Prompt("p", tuple(prompt), ""), [first, given, second])])
+    batch = TokenBatch.pack(rows, Padding(4, 16))
+    own = torch.full((1, 2, 3), -1, dtype=torch.int16)
+    wanted = [first_ids, *[own] * 2, *[own] * 4, second_ids, own]  # sequences of 8, 4 and 4
+    assert torch.equal(batch.experts_t, torch.cat(wanted))
+    parts = [batch.cut(2, part) for part in range(2)]
+    for part in parts:
+        places = [int((batch.token_t == t).nonzero()[0]) for t in part.token_t.unique() if t > 3]
+        for place in places:
+            here = int((part.token_t == batch.token_t[place]).nonzero()[0])
+            assert torch.equal(part.experts_t[here], batch.experts_t[place])
+    assert TokenBatch.pack(rows.select([1]), Padding(1, 1)).experts_t is None
+    assert TokenBatch.pack(rows.with_columns(routing=None), Padding(1, 1)).experts_t is None
+
+
+def test_experts_of_another_length_are_refused():
+    found, _ = rollout([1, 2, 3], [4, 5, 6])
+    found.token_ids.append(7)
+    found.logprobs.append(-1.0)
+    with pytest.raises(
+        ValueError, match=r"response 0 .* has 6 tokens before its last, .* 30 bytes .* want 36"
+    ):
+        Rows.from_groups([Group(Prompt("p", (1, 2, 3), ""), [found])])
+
+
+def test_groups_that_wait_for_a_batch_keep_their_experts_in_a_checkpoint():
+    policy = Accumulator(2, threshold=1.0, max_rounds=4)
+    group = make_group([0.0, 1.0])
+    for member in group.rollouts:
+        member.routing = rollout(list(group.prompt.token_ids), member.token_ids)[0].routing
+    assert policy.offer([group, make_group([1.0, 1.0])]) is None
+    state = json.loads(json.dumps(policy.state_dict()))
+    resumed = Accumulator(2, threshold=1.0, max_rounds=4)
+    resumed.load_state_dict(state)
+    assert [r.routing for r in resumed._pending[0].rollouts] == [r.routing for r in group.rollouts]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        ((), "rollout.engine=local does not tell experts: choose sglang or vllm"),
+        (("rollout.engine=sglang", "train.share_prompts=true"), "train.share_prompts computes a prompt once"),
+        (("rollout.engine=vllm", "algorithm=sft"), "algorithm.sampler=dataset has no engine"),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused(
+    task: Path, tmp_path: Path, overrides: tuple[str, ...], reason: str
+):
+    with pytest.raises(ConfigError, match=f"rollout.router_replay=true is not possible here: {reason}"):
+        configure(task, tmp_path, *REPLAY, *overrides)
+
+
+def test_a_dense_model_has_nothing_to_replay(task: Path, tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"router_replay=true: .* has no experts to choose from"):
+        Trainer(configure(task, tmp_path, *REPLAY, "rollout.engine=sglang"))
