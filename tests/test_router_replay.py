@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gradient_reference as reference
 import numpy as np
 import pytest
 import torch
@@ -28,6 +29,7 @@ from megatron_gvpo.config import ConfigError
 from megatron_gvpo.layout import Padding
 from megatron_gvpo.megatron.batch import TokenBatch
 from megatron_gvpo.observe.mismatch import MismatchWatch
+from megatron_gvpo.rollout.engine import Request
 from megatron_gvpo.rollout.routing import Routers
 from megatron_gvpo.trainer import Trainer
 from megatron_gvpo.types import Group, Prompt, Rollout, Routing, Rows
@@ -64,6 +66,8 @@ def moe(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             dtype="float32",
         )
     )
+    # The padding token's, which is also sampled here, is zero: norms would make a step of 1e-9 one of 1e-3.
+    model.model.embed_tokens.weight.data[dense.pad_token_id].normal_(std=0.15)
     for layer in model.model.layers:
         router = layer.mlp.gate.weight.data
         router.normal_(std=0.5)
@@ -82,11 +86,13 @@ def unpacked(routing: Routing) -> np.ndarray:
 
 
 class OwnChoice(Callback):
-    """Notes how far the trainer would be from the engine if its routers chose."""
+    """Notes how far the trainer would be from the engine if its routers chose; asks for the last step's
+    responses once more, when their prompts are in the server's cache."""
 
     def __init__(self) -> None:
         self.found: list[dict[str, float]] = []
         self.rows: list[Rows] = []
+        self.again: list[list[Rollout]] = []
 
     def on_start(self, trainer: Trainer) -> None:
         update = trainer._update
@@ -101,19 +107,36 @@ class OwnChoice(Callback):
 
         trainer._update = noted  # type: ignore[method-assign]
 
+    def on_step(self, trainer: Trainer, step: int, metrics: object) -> None:
+        if step == trainer.config.train.steps:
+            served = trainer.parts._served
+            prompts = dict.fromkeys(tuple(ids) for ids in self.rows[-1].prompt_ids)
+            asked = [Request(prompt, 2, seed=5) for prompt in prompts]
+            self.again = served.loop.run(served.fleet.generate(asked, trainer.config.rollout))
+
 
 def test_a_trainer_that_replays_agrees_with_the_server(moe: Path, tmp_path: Path):
-    """In every step of a run: the pushed weights keep the pairs, at this learning rate."""
+    """In every step of a run: the pushed weights keep the pairs, at this learning rate.
+
+    So does transformers with the same experts forced: they are those of the right tokens and layers, of
+    prompts from the cache, too.
+    """
     own = OwnChoice()
     short = ("train.steps=2", "eval.every=0", "optimizer.lr=1e-9", "optimizer.warmup_steps=0")
     python = engine_with("pinning_on_cpu", "sglang", tmp_path)
     fit(served_config("sglang", moe, tmp_path / "run", *REPLAY, *short, python), [own])
     steps = [record for record in records(tmp_path / "run") if record["step"] > 0]
     assert len(steps) == len(own.found) == 2
-    for record, alone, rows in zip(steps, own.found, own.rows, strict=True):
-        assert rows.routing is not None and None not in rows.routing
+    for record, alone in zip(steps, own.found, strict=True):
         assert record["mismatch/abs_mean"] < 2e-6
         assert alone["mismatch/abs_mean"] > 50 * record["mismatch/abs_mean"]
+    prompts = dict.fromkeys(tuple(ids) for ids in own.rows[-1].prompt_ids)
+    again = [Group(Prompt("", ids, ""), found) for ids, found in zip(prompts, own.again, strict=True)]
+    exact = reference.load(moe / "model")
+    for rows in (*own.rows, Rows.from_groups(again)):
+        assert rows.routing is not None and None not in rows.routing
+        logp_r = torch.cat(reference.log_probs(exact, rows, temperature=1.0)).detach()
+        torch.testing.assert_close(rows.engine_logp_r.double(), logp_r, rtol=0, atol=2e-4)
 
 
 # --- without a server ---------------------------------------------------------------------------------------
