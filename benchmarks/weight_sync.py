@@ -257,6 +257,9 @@ class Timed:
         await self._clocked("end", self._transport.end())
         self._ended = time.perf_counter()
 
+    def over(self) -> None:
+        self._transport.over()
+
     async def close(self) -> None:
         await self._transport.close()
 

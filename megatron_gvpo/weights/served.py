@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -11,16 +12,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_gvpo.config import Config, ConfigError, read_model_config
-from megatron_gvpo.exchange import broadcast_msgpack
+from megatron_gvpo.exchange import all_gather_msgpack, broadcast_msgpack
 from megatron_gvpo.rollout.fleet import RolloutError
 from megatron_gvpo.rollout.served import ServedRollouts, report
 from megatron_gvpo.types import Prompt, Rows
 from megatron_gvpo.weights.broadcast import Broadcast
+from megatron_gvpo.weights.bucket import Halves, buckets
 from megatron_gvpo.weights.checkpoint import stored_tensors
 from megatron_gvpo.weights.delta import Delta
 from megatron_gvpo.weights.disk import Disk
 from megatron_gvpo.weights.fp8 import fp8_layout
+from megatron_gvpo.weights.node import NodeMemory
 from megatron_gvpo.weights.push import Publisher, push
+from megatron_gvpo.weights.relay import Relay, Relays
 from megatron_gvpo.weights.shared import Shared
 from megatron_gvpo.weights.transport import Transport
 
@@ -60,6 +64,9 @@ class ServedWeights:
             )
         self._probe = _probe(prompts)
         self._publisher: Publisher | None = None
+        self._memory: NodeMemory | None = None  # of this node, on its first rank; with transport=shared
+        self._relay: Relay | None = None  # on the first rank of a node other than rank 0's
+        self._halves = Halves(config.rollout.weights.bucket_mb * 2**20, _device())
         self._proved = 0
         self._version = -1
 
@@ -75,8 +82,9 @@ class ServedWeights:
 
     def push(self, version: int) -> None:
         """Give all healthy servers the present weights. Raises RolloutError."""
-        if self._publisher is None and dist.get_rank() == 0:
-            self._publisher = self._publish()
+        if self._version < 0:
+            relays = self._meet() if self._config.rollout.weights.transport == "shared" else None
+            self._publisher = self._publish(relays) if dist.get_rank() == 0 else None
         proves = self._proved < PROOFS and len(self._probe) > 1
         own = self._score(_rows(self._probe)) if proves else None
         self._rollouts.push = lambda: self._push(version)
@@ -87,9 +95,9 @@ class ServedWeights:
 
     def _push(self, version: int) -> None:
         """Push, with the trainer's memory where colocated servers need it before and after."""
-        memory = self._rollouts.memory
+        memory, follow = self._rollouts.memory, self._follow if self._relay is not None else None
         if memory is None:
-            push(self._publisher, self._weights, version)
+            push(self._publisher, self._weights, version, follow)
             return
         self._rollouts.resting = False
         try:
@@ -97,7 +105,7 @@ class ServedWeights:
             memory.restore("weights")
             if self._rollouts.fleet is not None:
                 self._rollouts.fleet.wake()
-            push(self._publisher, self._weights, version)
+            push(self._publisher, self._weights, version, follow)
             memory.release("weights")
             broadcast_msgpack(None)  # all ranks have
             if self._publisher is not None:
@@ -110,6 +118,34 @@ class ServedWeights:
         if self._publisher is not None:
             self._publisher.close()
             self._publisher = None
+        if self._memory is not None:
+            self._memory.close()
+
+    def _meet(self) -> Relays | None:
+        """The first rank of each node opens its memory to the servers there. A collective; rank 0 gets the
+        others' relays."""
+        rank, timeout = dist.get_rank(), self._config.rollout.weights.timeout
+        name = broadcast_msgpack(f"megatron_gvpo-{secrets.token_hex(8)}")
+        local_ranks = all_gather_msgpack(int(os.environ.get("LOCAL_RANK", "0")))
+        firsts = [rank for rank, local in enumerate(local_ranks) if local == 0]
+        if rank not in firsts:
+            return None
+        self._memory = NodeMemory(name, _device())
+        store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+        if rank == 0:
+            return Relays(store, firsts[1:], timeout)
+        self._relay = Relay(store, rank, self._memory, timeout)
+        return None
+
+    def _follow(self, stream: Iterator[tuple[str, Tensor]]) -> None:
+        """A relay's part in a push: the stream in the same buckets as rank 0's."""
+        assert self._relay is not None
+        if self._fp8 is not None:
+            stream = self._fp8.quantised(stream)
+        try:
+            self._relay.follow(buckets(stream, self._halves, getattr(torch, self._config.model.dtype)))
+        finally:
+            self._halves.rest()
 
     def _prove(self, own: Tensor) -> None:
         """Compare the servers' log-probs of a fixed text with the policy's `own`, fp32 [tokens - 1]."""
@@ -134,22 +170,22 @@ class ServedWeights:
             raise RolloutError(problem)
         self._proved += 1
 
-    def _publish(self) -> Publisher:
+    def _publish(self, relays: Relays | None) -> Publisher:
         fleet, loop = self._rollouts.fleet, self._rollouts.loop
         assert fleet is not None and loop is not None, "rank 0 has them while the rollouts are open"
         settings, config = self._config.rollout.weights, self._config
-        backend, device = "gloo", torch.device("cpu")
-        if torch.cuda.is_available():
-            backend, device = "nccl", torch.device("cuda", torch.cuda.current_device())
+        device = _device()
         transport: Transport
         if settings.transport == "shared":
-            transport = Shared(settings.timeout, device)
+            assert self._memory is not None and relays is not None
+            transport = Shared(settings.timeout, self._memory, relays)
         elif settings.transport == "disk":
             transport = Disk(Path(settings.directory or f"{config.output_dir}/weights"), settings.timeout)
             device = torch.device("cpu")
         else:
             kind = Delta if settings.transport == "delta" else Broadcast
             address = settings.address or os.environ.get("MASTER_ADDR", "127.0.0.1")
+            backend = "nccl" if device.type == "cuda" else "gloo"
             transport = kind(address, backend, settings.timeout)
         return Publisher(
             fleet,
@@ -164,6 +200,13 @@ class ServedWeights:
             colocated=config.rollout.servers.colocated,
             report=report,
         )
+
+
+def _device() -> torch.device:
+    """Where buckets are filled."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def _probe(prompts: Sequence[Prompt]) -> list[int]:
