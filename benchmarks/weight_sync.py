@@ -9,6 +9,7 @@ buckets, between this process and one that does nothing else with them.
   in-process  into the embedded engine
   broadcast   over a process group with the server (gloo on CPU, NCCL on GPU)
   delta       the same, changed elements alone
+  shared      memory of this machine, or of one GPU (CUDA IPC), that the server maps
   disk        safetensors files
 
 `push_s` is all of it; `transfer_s` is from the first byte read to the last one loaded in the server, and
@@ -18,7 +19,7 @@ medians of the transport's begin, send and end, of filling buckets between the s
 the transport (pause, flush, resume). Ratios are of neighbouring measurements; on a machine that does other
 work read `of_fastest`, the ratio of the fastest ones.
 
-NCCL needs a GPU for this process beside the server's: with one GPU only in-process and disk are measured.
+NCCL needs a GPU for this process beside the server's: with one GPU, broadcast and delta are left out.
 """
 
 from __future__ import annotations
@@ -55,12 +56,15 @@ from megatron_gvpo.weights.bucket import Bucket
 from megatron_gvpo.weights.delta import Delta
 from megatron_gvpo.weights.disk import Disk
 from megatron_gvpo.weights.in_process import InProcess
+from megatron_gvpo.weights.node import NodeMemory
 from megatron_gvpo.weights.push import Publisher
+from megatron_gvpo.weights.relay import Relays
+from megatron_gvpo.weights.shared import Shared
 
 CPU = torch.device("cpu")
 TIMEOUT = 120.0  # seconds for one step of a push
 TARGET = 0.8
-TRANSPORTS = ("in-process", "broadcast", "delta", "disk")
+TRANSPORTS = ("in-process", "broadcast", "delta", "shared", "disk")
 Weights = dict[str, Tensor]
 
 
@@ -186,6 +190,9 @@ class Pushing:
         if transport == "disk":
             self._timed = Timed(Disk(Path(config.output_dir) / "weights", TIMEOUT))
             where = CPU
+        elif transport == "shared":
+            memory = NodeMemory(f"megatron_gvpo-{os.getpid()}", where)
+            self._timed = Timed(Shared(TIMEOUT, memory, Relays(dist.HashStore(), [], TIMEOUT)))
         else:
             kind = Delta if transport == "delta" else Broadcast
             self._timed = Timed(kind("127.0.0.1", backend, TIMEOUT))
