@@ -164,6 +164,19 @@ def test_a_shaper_of_the_users_that_fails_is_named(tmp_path, body, said):
         sampling.shaped(shaper, [make_group([1, 0])], 1)
 
 
+def test_shapers_that_leave_nothing_for_long_end_the_run():
+    """Batches in a row: one of which something is left begins the count anew."""
+    shapers = sampling.Shapers([Drop(), Keep(right=0.9)], limit=2)
+    equal, low, good = make_group([1, 1]), make_group([0, 0.5]), make_group([1, 0])
+    assert [shapers([group], 1) for group in (equal, good, low)] == [[], [make_group([1])], []]
+    said = (
+        r"^step 7: nothing was left to train on of 2 batches in a row: algorithm.shapers.1 \(keep\) dropped "
+        r"2, algorithm.shapers.0 \(drop\) dropped 1 groups, whose rewards were from 0 to 1. .*empty_batches$"
+    )
+    with pytest.raises(RolloutError, match=said):
+        shapers([equal, low], 7)
+
+
 def test_rejection_sampling_keeps_the_right_or_the_best():
     groups = make_group([1, 0, 1]), make_group([0, 0])
     assert shaped(Keep(), *groups) == [[1, 1]]
