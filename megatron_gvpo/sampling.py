@@ -152,8 +152,8 @@ class BatchSampling:
     def longest_prompt(self) -> int:
         return self.writer.longest
 
-    def extended(self, prompt: Prompt, text: str) -> Prompt | None:
-        return self.writer.extended(prompt, text)
+    def extended(self, prompt: Prompt, text: str, *, before: bool = False) -> Prompt | None:
+        return self.writer.extended(prompt, text, before=before)
 
     def encode(self, text: str) -> list[int]:
         return self.writer.encode(text)

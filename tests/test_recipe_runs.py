@@ -34,6 +34,11 @@ EXTRA = {
     "gvpo_teacher": ["algorithm.members=[{name: teacher, function: 'megatron_gvpo.teacher:repeat_best'}]"],
     "s_grpo": ["data.max_prompt_tokens=64"],
     "hill": ["data.max_prompt_tokens=96", 'algorithm.members.0.template="{failed}"'],
+    "xrpo": [
+        "data.max_prompt_tokens=192",
+        'algorithm.members.0.template="{problem}{solution}"',
+        "algorithm.members.1.extra=2",
+    ],
     "masa": ["data.max_prompt_tokens=192", 'algorithm.members.0.template="{}"'],
     "arise": [
         'algorithm.members=[{name: skills, n: 2, after_step: 0, gate: 0, template: "{skill}", '
