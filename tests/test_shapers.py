@@ -9,7 +9,15 @@ from groups import make_group, rewards_of
 
 from megatron_gvpo import sampling
 from megatron_gvpo.algorithms.config import AlgorithmConfig
-from megatron_gvpo.algorithms.curriculum import Equal, Knapsack, Record, SuccessRate, Tracker, knapsack_value
+from megatron_gvpo.algorithms.curriculum import (
+    Counts,
+    Equal,
+    Knapsack,
+    Record,
+    SuccessRate,
+    Tracker,
+    knapsack_value,
+)
 from megatron_gvpo.algorithms.custom import CustomShaper
 from megatron_gvpo.algorithms.filters import Drop, Keep, MaskTruncated
 from megatron_gvpo.algorithms.judged import GroupSimilarity, WinRate, unigram_overlap
@@ -217,6 +225,13 @@ def test_knapsack_vectors_and_budget():
     assert Equal().shares(success, 8) == [8] * 5
 
 
+def test_knapsack_gives_nobody_more_than_the_most():
+    """What nobody gains from goes to the prompt that never succeeded, up to the limit, then to the others."""
+    given = Knapsack(low=2, high=12).shares([1.0, 1.0, 1.0, 0.0], 8)
+    assert given == [7, 7, 6, 12]
+    assert Knapsack(low=2, high=5).shares([1.0, 0.5], 8) == [5, 5], "more than all may have is not sampled"
+
+
 def test_knapsack_is_optimal_where_all_can_be_tried():
     success, n = [0.3, 0.7, 0.05], 4
     given = Knapsack(low=1, high=12).shares(success, n)
@@ -228,8 +243,25 @@ def test_knapsack_is_optimal_where_all_can_be_tried():
     assert sum(map(knapsack_value, given, success)) == pytest.approx(max(worth.values()))
 
 
+def test_spo_is_unsure_of_what_it_saw_once():
+    """One right response is no certainty: v is the tracker's, and the prompt is drawn again."""
+    rule = Tracker(weight=8)
+    counts = rule.updated(rule.start, [1.0])
+    v, weight = rule.posterior(counts), sum(counts)
+    found = SuccessRate(favour="unsure", floor=0.0).weight(Record(1.0, v, weight))
+    assert found == pytest.approx((4.6 / 8.2 * 3.6 / 8.2 / 8.2) ** 0.5)
+
+
+def test_a_tracker_forgets_what_was_imagined():
+    rule = Tracker(decay=0.9, weight=8, expected=0.5)
+    counts = rule.start
+    for _ in range(100):
+        counts = rule.updated(counts, [1.0])
+    assert rule.posterior(counts) > 0.999 and sum(counts) == pytest.approx(10, abs=0.01)
+
+
 def test_success_rates_weigh_prompts_as_gpgs_code_does():
-    known = [Record(p, 4.0) for p in (0.0, 0.25, 1.0)]
+    known = [Record(p, p, 4.0) for p in (0.0, 0.25, 1.0)]
 
     def weights(favour):
         block = SuccessRate(favour=favour, floor=0.0)
@@ -243,10 +275,10 @@ def test_success_rates_weigh_prompts_as_gpgs_code_does():
 
 
 def test_spo_tracker_vector():
-    rule = Tracker(decay=2**-0.5)
-    alpha, beta = rule.updated(4, 4, [1.0])
-    assert (alpha, beta) == pytest.approx((3.828427, 2.828427))
-    assert alpha / (alpha + beta) == pytest.approx(0.575111, abs=1e-6)
-    assert Tracker(weight=8, expected=0.5).posterior(1, 0) == pytest.approx(5 / 9)
-    assert Tracker(low=-1, high=1).updated(0, 0, [-1, 1, 0]) == (1.5, 1.5)
+    """alpha = beta = 4 at first, and both are forgotten by half the square root of 2: v = 0.575111."""
+    rule = Tracker(decay=2**-0.5, weight=8, expected=0.5)
+    counts = rule.updated(rule.start, [1.0])
+    assert rule.posterior(counts) == pytest.approx(0.575111, abs=1e-6)
+    assert sum(counts) == pytest.approx(3.828427 + 2.828427)
+    assert Tracker(low=-1, high=1).updated(Counts(0, 0, 0), [-1, 1, 0]) == (1.5, 1.5, 0)
     assert Tracker(low=-1, high=1).reward(0.25) == -0.5
