@@ -19,6 +19,7 @@ from megatron_gvpo.algorithms.curriculum import (
     knapsack_value,
 )
 from megatron_gvpo.algorithms.custom import CustomShaper
+from megatron_gvpo.algorithms.estimators import Estimator
 from megatron_gvpo.algorithms.filters import Drop, Keep, MaskTruncated
 from megatron_gvpo.algorithms.judged import GroupSimilarity, WinRate, unigram_overlap
 from megatron_gvpo.algorithms.shapers import (
@@ -34,6 +35,7 @@ from megatron_gvpo.algorithms.shapers import (
     Unlikeliness,
 )
 from megatron_gvpo.rollout.fleet import RolloutError
+from megatron_gvpo.types import Rows
 
 
 def shaped(shaper, *groups, step=1):
@@ -59,6 +61,8 @@ def test_overlong_falls_linearly_inside_its_buffer():
 def test_unlikeliness_vector():
     group = make_group([1, 1, 0, 1], logprobs=[-1, -3, -2, -0.5])
     assert shaped(Unlikeliness(), group) == [pytest.approx([0.875, 1, 0, 0.8125])]
+    advantage_n, _ = Estimator(scale="group_std", eps=0)(Rows.from_groups(Unlikeliness()([group], 1)))
+    assert advantage_n.tolist() == pytest.approx([0.446773, 0.721711, -1.477788, 0.309305], abs=1e-6)
 
 
 def test_short_right_answers_of_the_best_groups():
