@@ -147,6 +147,7 @@ class TrainConfig(Section):
     mini_batches: PositiveInt = 1  # optimizer updates a step
     batch_epochs: PositiveInt = 1  # passes over them (PPO's epochs, GRPO's mu)
     max_tokens_per_micro_batch: PositiveInt = 8192
+    max_empty_batches: PositiveInt = 20  # in a row, of which algorithm.shapers leave nothing, before it ends
     share_prompts: bool = False  # compute the prompt of a group's responses once; CPU's attention only
     head_stash_mb: NonNegativeInt = 1024  # of a rank, for the output layer's exponentials: docs/head.md
     seed: int = Field(0, ge=0)

@@ -33,6 +33,7 @@ from megatron_gvpo.sampling import (
     FileSampler,
     Order,
     Sampler,
+    Shapers,
     responses_of,
 )
 
@@ -53,7 +54,7 @@ class Parts:
         if self.tracker is not None and isinstance(algorithm.prompts, SuccessRate):
             self.order = WeightedOrder(self.prompts, config.train.seed, algorithm.prompts, self.tracker)
         self.members = [member.build() for member in algorithm.members]
-        self.shapers = algorithm.shapers
+        self.shapers = Shapers(algorithm.shapers, config.train.max_empty_batches)
         self.estimator = None if algorithm.estimator is None else algorithm.estimator.build()
         self.batch_policy: BatchPolicy = config.algorithm.batch_policy.build(config.train.prompts_per_step)
         self.policy = Policy(config)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -152,8 +152,8 @@ class BatchSampling:
     def longest_prompt(self) -> int:
         return self.writer.longest
 
-    def extended(self, prompt: Prompt, text: str) -> Prompt | None:
-        return self.writer.extended(prompt, text)
+    def extended(self, prompt: Prompt, text: str, *, before: bool = False) -> Prompt | None:
+        return self.writer.extended(prompt, text, before=before)
 
     def encode(self, text: str) -> list[int]:
         return self.writer.encode(text)
@@ -248,6 +248,42 @@ def shaped(shaper: Shaper, groups: list[Group], step: int) -> list[Group]:
     where = f"algorithm.shapers: {getattr(shaper, 'name', '')}"
     rewards = _asked_once(where, lambda: [group.rewards for group in shaper(groups, step)])
     return [rewarded(group, mine) for group, mine in zip(groups, rewards, strict=True)]
+
+
+class Shapers:
+    """`algorithm.shapers`, one after the other, on every rank alike.
+
+    Raises RolloutError where they leave nothing of `limit` batches in a row: a run would sample for ever.
+    """
+
+    def __init__(self, shapers: Sequence[Shaper], limit: int) -> None:
+        self._shapers, self._limit = shapers, limit
+        self._forget()
+
+    def _forget(self) -> None:
+        self._batches, self._rewards = 0, list[float]()
+        self._dropped = Counter[str]()  # groups, by the shaper
+
+    def __call__(self, groups: list[Group], step: int) -> list[Group]:
+        left = groups
+        for i, shaper in enumerate(self._shapers):
+            before, left = len(left), shaped(shaper, left, step)
+            self._dropped[f"algorithm.shapers.{i} ({getattr(shaper, 'name', '')})"] += before - len(left)
+        if left:
+            self._forget()
+            return left
+        self._batches += 1
+        self._rewards += [reward for group in groups for reward in group.rewards]
+        if self._batches < self._limit:
+            return left
+        dropped = ", ".join(f"{name} dropped {count}" for name, count in self._dropped.most_common() if count)
+        low, high = min(self._rewards), max(self._rewards)
+        raise RolloutError(
+            f"step {step}: nothing was left to train on of {self._batches} batches in a row: {dropped} "
+            f"groups, whose rewards were from {low:g} to {high:g}. If these are not what they should be, see "
+            "rewards.components; otherwise loosen these shapers, take other prompts or a larger rollout.n, "
+            "or raise train.max_empty_batches"
+        )
 
 
 def _asked_once(where: str, ask: Callable[[], Any]) -> Any:

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from megatron_gvpo.groups import Group, Prompt, Rollout
+from megatron_gvpo.template import filled
 
 
 class TeacherError(RuntimeError):
@@ -50,7 +51,7 @@ def chat(
         }
         options = {"model": model, "n": n, "temperature": temperature, "max_tokens": max_tokens}
         what = f"{url}: prompt {group.prompt.id}"
-        return _texts(url, what, _filled(template, fields), options, timeout, api_key_env, plain)
+        return _texts(url, what, filled(template, fields), options, timeout, api_key_env, plain)
 
     with ThreadPoolExecutor(parallel) as pool:
         return list(pool.map(ask, groups))
@@ -70,7 +71,7 @@ def grade(
     plain: bool = False,
 ) -> float:
     """The first number that the model says of a response, over `scale` and within [0, 1]; 0 without one."""
-    text = _filled(template, {"prompt": _problem(prompt, key), "response": rollout.text})
+    text = filled(template, {"prompt": _problem(prompt, key), "response": rollout.text})
     said = _verdict(url, prompt, text, model, max_tokens, timeout, api_key_env, plain)
     number = re.search(r"-?\d+(?:\.\d+)?", said)
     return 0.0 if number is None else min(max(float(number[0]) / scale, 0.0), 1.0)
@@ -90,7 +91,7 @@ def prefers(
     plain: bool = False,
 ) -> float:
     """1 where the model says A first, 0 for B, 0.5 for neither."""
-    text = _filled(template, {"prompt": _problem(prompt, key), "a": a.text, "b": b.text})
+    text = filled(template, {"prompt": _problem(prompt, key), "a": a.text, "b": b.text})
     said = _verdict(url, prompt, text, model, max_tokens, timeout, api_key_env, plain)
     letter = re.search(r"\b[AB]\b", said)
     return 0.5 if letter is None else float(letter[0] == "A")
@@ -103,12 +104,6 @@ def repeat_best(groups: Sequence[Group], n: int) -> list[list[str]]:
 
 def _problem(prompt: Prompt, key: str) -> str:
     return str(prompt.record.get(key, prompt.text))
-
-
-def _filled(template: str, fields: Mapping[str, str]) -> str:
-    """One pass, so that a field's own braces stay."""
-    names = "|".join(map(re.escape, fields))
-    return re.sub(rf"\{{({names})\}}", lambda found: fields[found[1]], template)
 
 
 def _verdict(

@@ -23,7 +23,6 @@ from megatron_gvpo.megatron.policy import UpdateResult
 from megatron_gvpo.outputs import refuse_earlier_run, remove_earlier_run
 from megatron_gvpo.parts import Parts
 from megatron_gvpo.rollout.fleet import RolloutError
-from megatron_gvpo.sampling import shaped
 from megatron_gvpo.statistics import rollout_statistics, trained_tokens
 from megatron_gvpo.types import Group, Rows
 
@@ -69,7 +68,8 @@ class Trainer:
         """Train to the last step; returns its metrics.
 
         Raises Interrupted after SIGTERM or SIGUSR1, and RolloutError when no server will give responses any
-        more, or a teacher or judge of the user's fails; when a checkpoint has been written.
+        more, a teacher or judge of the user's fails, or the shapers leave nothing of train.max_empty_batches
+        batches in a row; when a checkpoint has been written.
         """
         steps, every = self.config.train.steps, self.config.checkpoint.every
         metrics: Metrics = {}
@@ -150,9 +150,8 @@ class Trainer:
             if any(rollout.reward_errors for group in groups for rollout in group.rollouts):
                 interrupt.check()  # what ends a job ends what its rewards have started, too: no such step
             sampled = len(groups)
-            for shaper in parts.shapers:
-                with parts.timer.phase("reward"):  # it may ask a judge
-                    groups = shaped(shaper, groups, self.step + 1)
+            with parts.timer.phase("reward"):  # they may ask a judge
+                groups = parts.shapers(groups, self.step + 1)
             if self.is_main and not groups:
                 log.warning("step %d: algorithm.shapers dropped all %d groups", self.step + 1, sampled)
             if groups and (batch := parts.batch_policy.offer(groups)) is not None:

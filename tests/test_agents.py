@@ -15,7 +15,7 @@ from test_members import Asked
 from megatron_gvpo.algorithms.arise import Skill, Skills, counterfactual_utility
 from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.algorithms.estimators import Estimator
-from megatron_gvpo.algorithms.hill import LearnedHint, transfer_reward
+from megatron_gvpo.algorithms.hill import LearnedHint, gives_away, hint_in, transfer_reward
 from megatron_gvpo.algorithms.m_grpo import RoleEstimator
 from megatron_gvpo.algorithms.masa import Foresight, foreseen, pass_rate_reward, prediction
 from megatron_gvpo.types import Group, Prompt, Rollout
@@ -64,15 +64,57 @@ def test_hill_rewards_hints_and_trains_the_best_ones_group():
     # The scripted policy finds a response likelier by 0.01 for every letter of the prompt.
     reliance = -0.01 * len("\n\nHint: think")
     worth = (1 - 0.25**4 - 0.75**4) * math.exp(reliance / 0.3)
-    assert rewards_of(hints) == [-0.5, -0.5, pytest.approx(worth), 0.0]
+    assert rewards_of(hints) == [-0.2, -0.2, pytest.approx(worth), 0.0]
     assert hints.prompt.text == "p failed: bad" and other == solved
     nothing = Scripted({"failed": [("", 0.0)]})
     kept, hints = block([failed], nothing)
-    assert kept == failed and rewards_of(hints) == [-0.5] * 4
+    assert kept == failed and rewards_of(hints) == [-0.2] * 4
     with pytest.raises(ValueError, match=r"no \{hint\}"):
         LearnedHint(hint_template="none")
     with pytest.raises(ValueError, match=r"goes with \{solution\}"):
         LearnedHint(solution="solution")
+
+
+def hints_of_another(groups, n, said="think"):
+    return [[said] * (n - 1) + ["guess"] for _ in groups]
+
+
+def test_hill_takes_another_models_hints_and_trains_none():
+    script = {"Hint: think": [("right", 1.0), ("no", 0.0)], "Hint: guess": [("no", 0.0)]}
+    sampling = Scripted(script)
+    failed, solved = make_group([0, 0], "p"), make_group([1, 0], "q")
+    block = LearnedHint(function="test_agents:hints_of_another", hints=2, n=2)
+    reasoner, other = block([failed, solved], sampling)
+    assert sampling.prompts == ["p\n\nHint: think", "p\n\nHint: guess"], "one for each hint"
+    assert reasoner.prompt.text == "p\n\nHint: think" and rewards_of(reasoner) == [1, 0] and other == solved
+    block = LearnedHint(function="test_agents:hints_of_another", hints=1, options={"said": "guess"})
+    assert block([failed], sampling) == [failed], "it helped nobody"
+    with pytest.raises(ValueError, match="'loud'"):
+        LearnedHint(function="test_agents:hints_of_another", options={"loud": True})
+
+
+def test_a_hint_may_come_after_thoughts():
+    assert hint_in("It is 2.\n<hint>\nthink\n</hint>") == "think" and hint_in(" think ") == "think"
+    assert hint_in("<hint> </hint>") == ""
+
+
+@pytest.mark.parametrize(
+    ("hint", "answer", "said"),
+    [
+        ("Consider 2 variables.", "2", False),
+        ("It is 2.", "2", True),
+        ("so x = 2", "2", True),
+        ("so x = 25", "2", False),
+        (r"\boxed{2}", "2", True),
+        ("The answer: 12", "12", True),
+        ("it exceeds 120", "120", True),
+        ("Think of PARIS", "Paris", True),
+        ("Think of the capital", "Paris", False),
+        ("Think", " ", False),
+    ],
+)
+def test_hill_knows_hints_that_give_the_answer_away(hint, answer, said):
+    assert gives_away(hint, answer) is said
 
 
 def test_masa_vector_and_what_cannot_be_read():
@@ -80,13 +122,20 @@ def test_masa_vector_and_what_cannot_be_read():
     assert pass_rate_reward("much", 0.5) == pass_rate_reward(None, 0.5) == 0
     assert pass_rate_reward(True, 0.5) == pass_rate_reward(float("nan"), 0.5) == 0
     assert prediction('so {"a": 1} and {"length": 7}') == {"length": 7}
-    assert prediction("none") is prediction("{broken}") is None
+    assert prediction("none") is prediction("{broken}") is prediction('{"a": ' + "[" * 9999 + "}") is None
+    endless = prediction('{"pass_rate": ' + "1" * 400 + ', "length": ' + "9" * 400 + "}")
+    assert pass_rate_reward(endless["pass_rate"], 0.5) == 0
+    assert foreseen(json.dumps(endless), make_group([1, 0])) == 0
 
 
 def test_masa_judges_predictions_by_the_group_they_are_about():
     group = make_group([1, 1, 0, 0], lengths=[4, 9, 2, 3], texts=["carry", "carry on", "guess", "no"])
     said = json.dumps({"pass_rate": 0.5, "length": 6, "notions": ["Carry", "guess"]})
     assert foreseen(said, group) == pytest.approx((0.5 + 1 + 1) / 3)
+    said_already = replace(group, prompt=replace(group.prompt, text="carry the ten"))
+    assert foreseen(said, said_already) == pytest.approx((0 + 1 + 1) / 3), "no notion that the prompt has"
+    counted = make_group([1, 0, 0, 0], texts=["sum", "sum", "sum", "no"])
+    assert foreseen(json.dumps({"notions": ["sum", "SUM"]}), counted) == 0, "one right, and two wrong ones"
     outside = json.dumps({"pass_rate": 0.75, "length": 9, "notions": []})
     assert foreseen(outside, group) == pytest.approx(0.316228 / 3, abs=1e-6)
     assert foreseen("I do not know", group) == 0

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megatron_gvpo.config import DataConfig, DatasetConfig
 from megatron_gvpo.data.order import PromptOrder
-from megatron_gvpo.data.prompts import DataError, load_prompts
+from megatron_gvpo.data.prompts import DataError, PromptWriter, load_prompts
 from megatron_gvpo.data.tokenizer import end_token_id, load_tokenizer
 from megatron_gvpo.types import Prompt
 
@@ -190,6 +190,22 @@ def test_a_chat_template_that_refuses(tmp_path: Path, chat_tokenizer: Any) -> No
     record = {"prompt": [{"role": "tool", "content": "?"}], "answer": "x"}
     with pytest.raises(DataError, match=r"a.jsonl, line 1: the chat template refuses .* no role tool"):
         load(jsonl(tmp_path / "a.jsonl", record), chat_tokenizer)
+
+
+def test_a_prompt_with_more_text_is_written_like_the_others(
+    tmp_path: Path, tokenizer: Any, chat_tokenizer: Any
+) -> None:
+    """After what the user says or before it, which is the last user message of a list."""
+    said = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+    path = jsonl(tmp_path / "a.jsonl", {"prompt": "2+2", "answer": "4"}, {"prompt": said, "answer": "2"})
+    data = DataConfig(train=DatasetConfig(path=path), max_prompt_tokens=40)
+    plain, chat = load(path, chat_tokenizer)
+    write = PromptWriter(data.train, data, chat_tokenizer).extended
+    assert write(plain, " hint").text == "<user>2+2 hint\n<assistant>"
+    assert write(chat, "hint ", before=True).text == "<user>hint 1+1\n<assistant>2\n<assistant>"
+    assert write(plain, "x" * 40) is None
+    bare = PromptWriter(data.train, data, tokenizer).extended(plain, "1+1=2, ", before=True)
+    assert (bare.text, tokenizer.decode(bare.token_ids), bare.answer) == ("1+1=2, 2+2", "1+1=2, 2+2", "4")
 
 
 def test_long_prompts_can_be_dropped(

@@ -186,6 +186,14 @@ def test_xrpo_vector():
     assert float(capped[1]) == pytest.approx(1.1 * 0.866025, abs=1e-5)
 
 
+def test_a_response_that_no_engine_sampled_is_not_novel_and_spoils_nobody_elses_bonus():
+    rows = make_rows([[1, 1, 0, 1]], lengths=[1] * 4)
+    scores = torch.tensor([-0.2, -0.6, -0.4, math.nan])
+    found = NoveltyEstimator()(rows.with_columns(engine_logp_r=scores))[0].tolist()
+    plain = Estimator(scale="group_std")(rows)[0].tolist()
+    assert found == pytest.approx([plain[0], plain[1] + 1 - math.exp(-0.2), plain[2], plain[3]], abs=1e-6)
+
+
 @pytest.mark.parametrize(
     ("prior", "rewards", "trust", "baseline"),
     [(0.5, [-1, -1, -1, 1], 0.75, -0.25), (0.25, [1, 1, -1, -1], 0.0, 0.25)],

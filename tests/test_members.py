@@ -37,8 +37,8 @@ class Asked:
             for p in prompts
         ]
 
-    def extended(self, prompt: Prompt, text: str) -> Prompt:
-        return replace(prompt, text=prompt.text + text)
+    def extended(self, prompt: Prompt, text: str, *, before: bool = False) -> Prompt:
+        return replace(prompt, text=text + prompt.text if before else prompt.text + text)
 
     def encode(self, text: str) -> list[int]:
         return [ord(letter) for letter in text]

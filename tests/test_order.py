@@ -58,14 +58,14 @@ def test_a_stated_rate_holds_until_the_first_visit():
     tracker = learned([1, 1])
     assert tracker.known(PROMPTS[1], "rate").success == pytest.approx(1 / 3)
     assert tracker.known(PROMPTS[1]) is None
-    assert tracker.known(PROMPTS[0], "rate") == (1.0, 2.0)
+    assert tracker.known(PROMPTS[0], "rate") == pytest.approx((1.0, 2.9 / 3.8, 3.8))
 
 
 def test_the_prior_is_what_was_expected_before_the_batch():
     tracker = SuccessTracker(Tracker(low=-1, high=1))
     assert tracker.expected_reward(PROMPTS[0]) == 0
     tracker.learn([make_group([1, 1], "0")])
-    assert tracker.expected_reward(PROMPTS[0]) == pytest.approx(2 * 0.75 - 1)
+    assert tracker.expected_reward(PROMPTS[0]) == pytest.approx(2 * 2.9 / 3.8 - 1)
 
 
 def test_only_the_policys_own_responses_are_learned_from():
@@ -73,7 +73,7 @@ def test_only_the_policys_own_responses_are_learned_from():
     group.rollouts[0].source = "demonstration"
     tracker = SuccessTracker(Tracker())
     tracker.learn([group])
-    assert tracker.known(PROMPTS[0]) == (0.0, 1.0)
+    assert tracker.known(PROMPTS[0]) == pytest.approx((0.0, 0.9 / 2.8, 2.8))
 
 
 def test_draws_go_on_after_a_checkpoint():

@@ -18,6 +18,9 @@ REWARD = """
 def right(prompt, rollout):  # about half of the responses of a model that knows nothing
     return float(sum(rollout.token_ids) % 2)
 
+def hard(prompt, rollout):  # every second prompt is beyond it
+    return right(prompt, rollout) * (sum(prompt.token_ids) % 2)
+
 def part(prompt, rollout, modulus=3):
     return (sum(rollout.token_ids) % modulus) / (modulus - 1)
 
@@ -34,6 +37,11 @@ EXTRA = {
     "gvpo_teacher": ["algorithm.members=[{name: teacher, function: 'megatron_gvpo.teacher:repeat_best'}]"],
     "s_grpo": ["data.max_prompt_tokens=64"],
     "hill": ["data.max_prompt_tokens=96", 'algorithm.members.0.template="{failed}"'],
+    "xrpo": [
+        "data.max_prompt_tokens=192",
+        'algorithm.members.0.template="{problem}{solution}"',
+        "algorithm.members.1.extra=2",
+    ],
     "masa": ["data.max_prompt_tokens=192", 'algorithm.members.0.template="{}"'],
     "arise": [
         'algorithm.members=[{name: skills, n: 2, after_step: 0, gate: 0, template: "{skill}", '
@@ -98,6 +106,13 @@ def test_a_recipe_runs_with_a_gradient(task, place, tmp_path, name):
         assert all(math.isfinite(value) for value in line.values())
         assert line["train/skipped"] == 0
     assert any(line["train/grad_norm"] > 0 for line in steps)
+
+
+def test_xrpo_shows_solved_problems_to_those_who_all_failed(task, place, tmp_path):
+    hard = f'rewards.components=[{{name: hard, function: "{place}/rewards.py:hard"}}]'
+    fit(configure(task, tmp_path, *overrides("xrpo", place), hard))
+    shares = [line["response/from_policy"] for line in records(tmp_path)[1:]]
+    assert min(shares) < 1 and all(share > 0.5 for share in shares)
 
 
 def test_a_resumed_run_remembers_its_responses_and_its_prompts(task, place, tmp_path):

@@ -9,8 +9,17 @@ from groups import make_group, rewards_of
 
 from megatron_gvpo import sampling
 from megatron_gvpo.algorithms.config import AlgorithmConfig
-from megatron_gvpo.algorithms.curriculum import Equal, Knapsack, Record, SuccessRate, Tracker, knapsack_value
+from megatron_gvpo.algorithms.curriculum import (
+    Counts,
+    Equal,
+    Knapsack,
+    Record,
+    SuccessRate,
+    Tracker,
+    knapsack_value,
+)
 from megatron_gvpo.algorithms.custom import CustomShaper
+from megatron_gvpo.algorithms.estimators import Estimator
 from megatron_gvpo.algorithms.filters import Drop, Keep, MaskTruncated
 from megatron_gvpo.algorithms.judged import GroupSimilarity, WinRate, unigram_overlap
 from megatron_gvpo.algorithms.shapers import (
@@ -26,6 +35,7 @@ from megatron_gvpo.algorithms.shapers import (
     Unlikeliness,
 )
 from megatron_gvpo.rollout.fleet import RolloutError
+from megatron_gvpo.types import Rows
 
 
 def shaped(shaper, *groups, step=1):
@@ -51,6 +61,8 @@ def test_overlong_falls_linearly_inside_its_buffer():
 def test_unlikeliness_vector():
     group = make_group([1, 1, 0, 1], logprobs=[-1, -3, -2, -0.5])
     assert shaped(Unlikeliness(), group) == [pytest.approx([0.875, 1, 0, 0.8125])]
+    advantage_n, _ = Estimator(scale="group_std", eps=0)(Rows.from_groups(Unlikeliness()([group], 1)))
+    assert advantage_n.tolist() == pytest.approx([0.446773, 0.721711, -1.477788, 0.309305], abs=1e-6)
 
 
 def test_short_right_answers_of_the_best_groups():
@@ -164,6 +176,19 @@ def test_a_shaper_of_the_users_that_fails_is_named(tmp_path, body, said):
         sampling.shaped(shaper, [make_group([1, 0])], 1)
 
 
+def test_shapers_that_leave_nothing_for_long_end_the_run():
+    """Batches in a row: one of which something is left begins the count anew."""
+    shapers = sampling.Shapers([Drop(), Keep(right=0.9)], limit=2)
+    equal, low, good = make_group([1, 1]), make_group([0, 0.5]), make_group([1, 0])
+    assert [shapers([group], 1) for group in (equal, good, low)] == [[], [make_group([1])], []]
+    said = (
+        r"^step 7: nothing was left to train on of 2 batches in a row: algorithm.shapers.1 \(keep\) dropped "
+        r"2, algorithm.shapers.0 \(drop\) dropped 1 groups, whose rewards were from 0 to 1. .*empty_batches$"
+    )
+    with pytest.raises(RolloutError, match=said):
+        shapers([equal, low], 7)
+
+
 def test_rejection_sampling_keeps_the_right_or_the_best():
     groups = make_group([1, 0, 1]), make_group([0, 0])
     assert shaped(Keep(), *groups) == [[1, 1]]
@@ -204,6 +229,13 @@ def test_knapsack_vectors_and_budget():
     assert Equal().shares(success, 8) == [8] * 5
 
 
+def test_knapsack_gives_nobody_more_than_the_most():
+    """What nobody gains from goes to the prompt that never succeeded, up to the limit, then to the others."""
+    given = Knapsack(low=2, high=12).shares([1.0, 1.0, 1.0, 0.0], 8)
+    assert given == [7, 7, 6, 12]
+    assert Knapsack(low=2, high=5).shares([1.0, 0.5], 8) == [5, 5], "more than all may have is not sampled"
+
+
 def test_knapsack_is_optimal_where_all_can_be_tried():
     success, n = [0.3, 0.7, 0.05], 4
     given = Knapsack(low=1, high=12).shares(success, n)
@@ -215,8 +247,25 @@ def test_knapsack_is_optimal_where_all_can_be_tried():
     assert sum(map(knapsack_value, given, success)) == pytest.approx(max(worth.values()))
 
 
+def test_spo_is_unsure_of_what_it_saw_once():
+    """One right response is no certainty: v is the tracker's, and the prompt is drawn again."""
+    rule = Tracker(weight=8)
+    counts = rule.updated(rule.start, [1.0])
+    v, weight = rule.posterior(counts), sum(counts)
+    found = SuccessRate(favour="unsure", floor=0.0).weight(Record(1.0, v, weight))
+    assert found == pytest.approx((4.6 / 8.2 * 3.6 / 8.2 / 8.2) ** 0.5)
+
+
+def test_a_tracker_forgets_what_was_imagined():
+    rule = Tracker(decay=0.9, weight=8, expected=0.5)
+    counts = rule.start
+    for _ in range(100):
+        counts = rule.updated(counts, [1.0])
+    assert rule.posterior(counts) > 0.999 and sum(counts) == pytest.approx(10, abs=0.01)
+
+
 def test_success_rates_weigh_prompts_as_gpgs_code_does():
-    known = [Record(p, 4.0) for p in (0.0, 0.25, 1.0)]
+    known = [Record(p, p, 4.0) for p in (0.0, 0.25, 1.0)]
 
     def weights(favour):
         block = SuccessRate(favour=favour, floor=0.0)
@@ -230,10 +279,10 @@ def test_success_rates_weigh_prompts_as_gpgs_code_does():
 
 
 def test_spo_tracker_vector():
-    rule = Tracker(decay=2**-0.5)
-    alpha, beta = rule.updated(4, 4, [1.0])
-    assert (alpha, beta) == pytest.approx((3.828427, 2.828427))
-    assert alpha / (alpha + beta) == pytest.approx(0.575111, abs=1e-6)
-    assert Tracker(weight=8, expected=0.5).posterior(1, 0) == pytest.approx(5 / 9)
-    assert Tracker(low=-1, high=1).updated(0, 0, [-1, 1, 0]) == (1.5, 1.5)
+    """alpha = beta = 4 at first, and both are forgotten by half the square root of 2: v = 0.575111."""
+    rule = Tracker(decay=2**-0.5, weight=8, expected=0.5)
+    counts = rule.updated(rule.start, [1.0])
+    assert rule.posterior(counts) == pytest.approx(0.575111, abs=1e-6)
+    assert sum(counts) == pytest.approx(3.828427 + 2.828427)
+    assert Tracker(low=-1, high=1).updated(Counts(0, 0, 0), [-1, 1, 0]) == (1.5, 1.5, 0)
     assert Tracker(low=-1, high=1).reward(0.25) == -0.5

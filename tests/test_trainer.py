@@ -23,9 +23,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_gvpo.callbacks import Callback
 from megatron_gvpo.config import ConfigError
-from megatron_gvpo.megatron import parallel
+from megatron_gvpo.megatron import checkpoint, parallel
 from megatron_gvpo.megatron.policy import Policy
 from megatron_gvpo.parts import Parts
+from megatron_gvpo.rollout.fleet import RolloutError
 from megatron_gvpo.sampling import EngineSampler
 from megatron_gvpo.trainer import Trainer
 from megatron_gvpo.types import Rows
@@ -148,6 +149,23 @@ def test_a_non_finite_gradient_is_skipped_and_counted(task, tmp_path):
     fit(configure(task, tmp_path, *GVPO, reward_options(task, poison_in=2)))
     assert [line["train/skipped"] for line in records(tmp_path)[1:]] == [0, 1, 0, 0]
     assert all(torch.isfinite(tensor).all() for tensor in weights(tmp_path).values())
+
+
+def test_a_run_whose_batches_stay_empty_ends_and_can_go_on(task, tmp_path):
+    """Right is what weights of version 0 say: from the second step on the shaper leaves nothing."""
+    (tmp_path / "first.py").write_text(
+        "def f(prompt, rollout):\n    return float(rollout.weight_version < 1)\n"
+    )
+    rewards = f'rewards.components=[{{name: first, function: "{tmp_path}/first.py:f"}}]'
+    keep = "algorithm.shapers=[{name: keep}]"
+    config = configure(task, tmp_path / "out", *GVPO, *SHORT, rewards, keep, "train.max_empty_batches=2")
+    with pytest.raises(
+        RolloutError, match=r"step 2: nothing .* 2 batches in a row: algorithm.shapers.0 \(keep"
+    ):
+        fit(config)
+    assert [path.name for path in checkpoint.complete(tmp_path / "out/checkpoints")] == ["step_00000001"]
+    fit(configure(task, tmp_path / "out", *GVPO, *SHORT, rewards, "algorithm.shapers=[]"), resume=True)
+    assert [line["step"] for line in records(tmp_path / "out")] == [0, 1, 2, 3, 4]
 
 
 def test_callbacks_hear_everything_in_order(task, tmp_path):

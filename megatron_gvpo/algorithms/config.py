@@ -29,6 +29,7 @@ from megatron_gvpo.algorithms.custom import CustomEstimator, CustomLoss, CustomS
 from megatron_gvpo.algorithms.disco import DisCO
 from megatron_gvpo.algorithms.dpo import DPO
 from megatron_gvpo.algorithms.estimators import Estimator
+from megatron_gvpo.algorithms.exemplars import Exemplars
 from megatron_gvpo.algorithms.fgrpo import LagrangianEstimator
 from megatron_gvpo.algorithms.filters import Drop, Keep, MaskTruncated
 from megatron_gvpo.algorithms.gae import GAE, Critic
@@ -50,6 +51,7 @@ from megatron_gvpo.algorithms.ppo import PPO
 from megatron_gvpo.algorithms.rank_grpo import RankEstimator
 from megatron_gvpo.algorithms.recipe import merge, read_recipe
 from megatron_gvpo.algorithms.reg_grpo import RegGRPO
+from megatron_gvpo.algorithms.rounds import Rounds
 from megatron_gvpo.algorithms.shapers import (
     Affine,
     FormatLength,
@@ -83,7 +85,17 @@ AnyPrior = Annotated[
     NoPrior | GreedyPrior | TrackedPrior | FunctionPrior, Field(discriminator="name"), BeforeValidator(_named)
 ]
 AnyMember = Annotated[
-    Replay | Demonstration | Hinted | Exits | Teacher | LearnedHint | Skills | Foresight | OneMore,
+    Replay
+    | Demonstration
+    | Hinted
+    | Exits
+    | Teacher
+    | LearnedHint
+    | Skills
+    | Foresight
+    | OneMore
+    | Exemplars
+    | Rounds,
     Field(discriminator="name"),
     BeforeValidator(_named),
 ]

@@ -14,18 +14,30 @@ from megatron_gvpo.types import Prompt
 
 
 class Record(NamedTuple):
-    """What is known of a prompt: `success` in [0, 1], and how many responses' worth of knowledge it is."""
+    """What is known of a prompt: its `success` among the responses seen, in [0, 1], and what is `expected`
+    of the next, which is worth `weight` responses.
+    """
 
     success: float
+    expected: float
     weight: float
+
+
+class Counts(NamedTuple):
+    """Successes and failures of a prompt, and the responses imagined before any was seen."""
+
+    won: float
+    lost: float
+    imagined: float
 
 
 class Tracker(Block):
     """Beta counts of every prompt: a <- decay a + successes, b <- decay b + failures, after every visit.
 
-    The expected success, before a batch is seen, is (a + weight * expected) / (a + b + weight): SPO's tracker
-    (arXiv 2509.13232), whose decay follows the policy's KL since the prompt was last seen; here it is a
-    constant, once a visit. A reward r counts as (r - low) / (high - low) of a success, within [0, 1].
+    They begin as weight * expected and weight * (1 - expected), and the expected success is a / (a + b),
+    before a batch is seen: SPO's tracker (arXiv 2509.13232), whose decay follows the policy's KL since the
+    prompt was last seen; here it is a constant, once a visit. A reward r counts as (r - low) / (high - low)
+    of a success, within [0, 1].
     """
 
     decay: float = Field(0.9, gt=0, le=1)
@@ -42,15 +54,20 @@ class Tracker(Block):
             )
         return self
 
-    def updated(self, alpha: float, beta: float, rewards: Sequence[float]) -> tuple[float, float]:
+    @property
+    def start(self) -> Counts:
+        """Before the first visit."""
+        return Counts(0.0, 0.0, self.weight)
+
+    def updated(self, counts: Counts, rewards: Sequence[float]) -> Counts:
         """The counts after one visit with these rewards."""
         success = [min(max((r - self.low) / (self.high - self.low), 0.0), 1.0) for r in rewards]
-        won = sum(success)
-        return self.decay * alpha + won, self.decay * beta + len(success) - won
+        won, lost, imagined = (self.decay * count for count in counts)
+        return Counts(won + sum(success), lost + len(success) - sum(success), imagined)
 
-    def posterior(self, alpha: float, beta: float) -> float:
+    def posterior(self, counts: Counts) -> float:
         """The expected success with these counts."""
-        return (alpha + self.weight * self.expected) / (alpha + beta + self.weight)
+        return (counts.won + counts.imagined * self.expected) / sum(counts)
 
     def reward(self, success: float) -> float:
         """The reward that an expected success means."""
@@ -69,7 +86,8 @@ class SuccessRate(Block):
     favour  hard    1 - p
             soft    1 - p, and 0 where p is 0 or 1
             medium  1 where 0 < p < 1, else 0
-            unsure  sqrt(p (1 - p)) / weight^gamma + floor: SPO (arXiv 2509.13232)
+            unsure  sqrt(v (1 - v)) / N^gamma: SPO (arXiv 2509.13232), v = a / N the success that the tracker
+                    expects, N = a + b its counts
     A prompt that was not visited has weight 1. `floor` is added to every weight, so that no prompt is lost.
     `field`: where the data record says a success rate, it is p until the prompt is visited.
     """
@@ -93,7 +111,8 @@ class SuccessRate(Block):
             case "medium":
                 weight = float(0 < p < 1)
             case "unsure":
-                weight = (p * (1 - p)) ** 0.5 / known.weight**self.gamma
+                v = known.expected
+                weight = (v * (1 - v)) ** 0.5 / known.weight**self.gamma
         return weight + self.floor
 
 
@@ -111,7 +130,8 @@ class Knapsack(Block):
 
     Maximises the sum of V(N, p) = (1 - p^N - (1 - p)^N) p (1 - p)^2 with low <= N <= high; V is concave in
     N, so that giving one response after the other to the prompt that gains most is exact. Prompts with p = 0
-    gain nothing, and get what nobody else wants. A prompt that was not visited has rollout.n.
+    gain nothing, and get what nobody gains from, up to `high`; then the others do. A prompt that was not
+    visited has rollout.n.
     """
 
     name: Literal["knapsack"] = "knapsack"
@@ -135,13 +155,14 @@ class Knapsack(Block):
             given[i], spare = given[i] + 1, spare - 1
             if given[i] < self.high:
                 heapq.heappush(queue, (-gain(i), i))
-        # The rest to those that never succeeded, the smallest first.
-        rest = [(given[i], i) for i in known if success[i] == 0] or [(given[i], i) for i in known]
-        heapq.heapify(rest)
-        while spare and rest:
-            count, i = heapq.heappop(rest)
-            given[i], spare = count + 1, spare - 1
-            heapq.heappush(rest, (count + 1, i))
+        for takers in ([i for i in known if success[i] == 0], known):
+            rest = [(given[i], i) for i in takers if given[i] < self.high]
+            heapq.heapify(rest)
+            while spare and rest:  # the smallest first
+                count, i = heapq.heappop(rest)
+                given[i], spare = count + 1, spare - 1
+                if given[i] < self.high:
+                    heapq.heappush(rest, (given[i], i))
         return given
 
 

@@ -13,7 +13,7 @@ from pydantic import Field, PositiveInt
 
 from megatron_gvpo.algorithms.base import Block
 from megatron_gvpo.algorithms.members import Member, Sampling
-from megatron_gvpo.types import Group
+from megatron_gvpo.types import Group, Rollout
 
 
 class Foresight(Block):
@@ -24,10 +24,12 @@ class Foresight(Block):
 
         pass_rate  0.01^|p' - p|, p the share of the group's responses that are right
         length     1 where it lies between the shortest and the longest right response
-        notions    the share of the notions that more right responses' texts have than wrong ones' do, both
-                   as shares
+        notions    the share of the notions, but those that the prompt's text has, that more right responses'
+                   texts have than wrong ones'
 
     and 0 where it is no such object. Where the prompt is too long with the template, there is no prediction.
+    The paper's later phase, which drops prompts and cuts responses by the predictions, is not in its public
+    code, and not here.
     """
 
     name: Literal["foresight"] = "foresight"
@@ -73,12 +75,13 @@ def foreseen(text: str, group: Group, right: float = 0.0) -> float:
     length = _number(said.get("length"))
     of_length = float(bool(lengths) and length is not None and min(lengths) < length < max(lengths))
     notions = said.get("notions")
-    words = [str(word) for word in notions] if isinstance(notions, list) else []
+    words = {str(word).lower() for word in notions} if isinstance(notions, list) else set[str]()
 
-    def share(word: str, among: Sequence[Any]) -> float:
-        return fmean([word.lower() in rollout.text.lower() for rollout in among] or [0.0])
+    def having(word: str, among: Sequence[Rollout]) -> int:
+        return sum(word in rollout.text.lower() for rollout in among)
 
-    of_notions = fmean([share(word, good) > share(word, bad) for word in words] or [0.0])
+    told = [word for word in words if word not in group.prompt.text.lower()]
+    of_notions = fmean([having(word, good) > having(word, bad) for word in told] or [0.0])
     return (of_notions + of_rate + of_length) / 3
 
 
@@ -93,7 +96,7 @@ def prediction(text: str) -> dict[str, Any] | None:
     for found in reversed(re.findall(r"\{[^{}]*\}", text)):
         try:
             value = json.loads(found)
-        except ValueError:
+        except (ValueError, RecursionError):  # what a model writes may be nested without end
             continue
         if isinstance(value, dict):
             return value
@@ -103,4 +106,7 @@ def prediction(text: str) -> dict[str, Any] | None:
 def _number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
         return None
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        return None

@@ -27,8 +27,11 @@ class Sampling(Protocol):
     def ask(self, prompts: Sequence[Prompt], n: int) -> list[Group]:
         """`n` scored responses of the engine to each prompt."""
 
-    def extended(self, prompt: Prompt, text: str) -> Prompt | None:
-        """The prompt with `text` after what the user says, in the same chat template; None: too long."""
+    def extended(self, prompt: Prompt, text: str, *, before: bool = False) -> Prompt | None:
+        """The prompt with `text` after what the user says, or `before` it, in the same chat template.
+
+        None where it is then too long.
+        """
 
     def encode(self, text: str) -> list[int]:
         """Token ids, without special ones of the tokenizer's."""
@@ -239,6 +242,14 @@ class Hinted(Block):
             mine = mine[: len(wrong)]
             taken = set(wrong[: len(mine)])
             rollouts = [rollout for i, rollout in enumerate(rollouts) if i not in taken]
-        # Log-probs and experts are of another context than they are trained in: no engine speaks for them.
-        taught = [replace(r, weight_version=-1, spans=[], source=self.source, routing=None) for r in mine]
-        return [replace(group, rollouts=[*rollouts, *taught])]
+        return [replace(group, rollouts=[*rollouts, *taught(mine, self.source)])]
+
+
+def taught(
+    rollouts: Sequence[Rollout], source: Literal["policy", "demonstration"] = "policy"
+) -> list[Rollout]:
+    """Responses that are trained in another context than they were sampled in.
+
+    Their log-probs and experts are of that other one: no engine speaks for them.
+    """
+    return [replace(r, weight_version=-1, spans=[], source=source, routing=None) for r in rollouts]

@@ -15,8 +15,9 @@ from megatron_gvpo.types import Rows
 class NoveltyEstimator(Advantage):
     """A+ = A + min(max(bonus (1 - eta), 0), cap A) where A > 0, A elsewhere; fp32 [n].
 
-    A is GRPO's advantage, eta = exp(s - mean s), s the mean log-prob a token by the engine that sampled. The
-    defaults of bonus and cap are a third party's. On A < 0 the formula, read literally, would punish more.
+    A is GRPO's advantage, eta = exp(s - mean s), s the mean log-prob a token by the engine that sampled, its
+    mean over the group's responses that one sampled; others have no bonus. The defaults of bonus and cap are
+    a third party's. On A < 0 the formula, read literally, would punish more.
     """
 
     name: Literal["novelty"] = "novelty"
@@ -29,7 +30,9 @@ class NoveltyEstimator(Advantage):
         if rows.engine_logp_r is None:
             raise ValueError("estimator=novelty: the rollout engine gave no log-probs of its tokens")
         score_n = rows.sequence_mean(rows.engine_logp_r.double())
-        novelty_n = 1 - (score_n - rows.group_mean(score_n)).exp()
+        known_n = ~score_n.isnan()
+        share_n = rows.group_mean(known_n.double())
+        novelty_n = 1 - (score_n - rows.group_mean(score_n.where(known_n, 0)) / share_n).exp()
         advantage_n = normalised(rows, rows.reward_n, self.ddof, self.eps)
         bonus_n = (self.bonus * novelty_n).clamp(min=0).minimum(self.cap * advantage_n)
         bonus_n = bonus_n.where(advantage_n > 0, 0).nan_to_num()

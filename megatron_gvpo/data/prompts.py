@@ -102,18 +102,22 @@ class PromptWriter:
         ids: list[int] = self._tokenizer([text], add_special_tokens=False)["input_ids"][0]
         return ids
 
-    def extended(self, prompt: Prompt, text: str) -> Prompt | None:
-        """The prompt with `text` appended to the last user message (or to the plain prompt).
+    def extended(self, prompt: Prompt, text: str, *, before: bool = False) -> Prompt | None:
+        """The prompt with `text` after the last user message (or the plain prompt), or `before` it.
 
         None where it is then longer than data.max_prompt_tokens.
         """
+
+        def with_text(content: str) -> str:
+            return text + content if before else content + text
+
         record = Record(prompt.id, f"prompt {prompt.id}", prompt.record)
         said = _field(record, self._key)
         if isinstance(said, str):
-            said += text
+            said = with_text(said)
         else:
             last = max((i for i, m in enumerate(said) if m["role"] == "user"), default=len(said) - 1)
-            said = [{**m, "content": m["content"] + text} if i == last else m for i, m in enumerate(said)]
+            said = [{**m, "content": with_text(m["content"])} if i == last else m for i, m in enumerate(said)]
         rendered = self._render(record, said)
         ids = self._tokenizer([rendered], add_special_tokens=not self._render.chat)["input_ids"][0]
         if len(ids) > self.longest:

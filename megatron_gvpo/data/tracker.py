@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_gvpo.algorithms.curriculum import Record, SuccessRate, Tracker
+from megatron_gvpo.algorithms.curriculum import Counts, Record, SuccessRate, Tracker
 from megatron_gvpo.data.sources import DataError
 from megatron_gvpo.types import Group, Prompt
 
@@ -17,33 +17,33 @@ class SuccessTracker:
 
     def __init__(self, rule: Tracker) -> None:
         self.rule = rule
-        self._counts: dict[str, tuple[float, float]] = {}
+        self._counts: dict[str, Counts] = {}
 
     def known(self, prompt: Prompt, field: str | None = None) -> Record | None:
         """What is known of a prompt; before its first visit, what the `field` of its data record says."""
         if (counts := self._counts.get(prompt.id)) is not None:
-            return Record(counts[0] / sum(counts), sum(counts))
+            success = counts.won / (counts.won + counts.lost)
+            return Record(success, self.rule.posterior(counts), sum(counts))
         stated = prompt.record.get(field) if field else None
-        return None if stated is None else Record(float(stated), self.rule.weight)
+        return None if stated is None else Record(float(stated), float(stated), self.rule.weight)
 
     def expected_reward(self, prompt: Prompt) -> float:
         """The prior of a prompt's reward."""
-        alpha, beta = self._counts.get(prompt.id, (0.0, 0.0))
-        return self.rule.reward(self.rule.posterior(alpha, beta))
+        return self.rule.reward(self.rule.posterior(self._counts.get(prompt.id, self.rule.start)))
 
     def learn(self, groups: Sequence[Group]) -> None:
         """Take in what the policy's own responses came to."""
         for group in groups:
             rewards = [rollout.reward for rollout in group.rollouts if rollout.source == "policy"]
             if rewards:
-                alpha, beta = self._counts.get(group.prompt.id, (0.0, 0.0))
-                self._counts[group.prompt.id] = self.rule.updated(alpha, beta, rewards)
+                before = self._counts.get(group.prompt.id, self.rule.start)
+                self._counts[group.prompt.id] = self.rule.updated(before, rewards)
 
     def state_dict(self) -> dict[str, Any]:
         return {prompt: list(counts) for prompt, counts in self._counts.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._counts = {prompt: (counts[0], counts[1]) for prompt, counts in state.items()}
+        self._counts = {prompt: Counts(*counts) for prompt, counts in state.items()}
 
 
 class WeightedOrder:

@@ -1,0 +1,12 @@
+"""Texts with {names} in them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+
+def filled(template: str, fields: Mapping[str, str]) -> str:
+    """The template with every {name} replaced; in one pass, so that a field's own braces stay."""
+    names = "|".join(map(re.escape, fields))
+    return re.sub(rf"\{{({names})\}}", lambda found: fields[found[1]], template)
