@@ -74,7 +74,10 @@ def _add_plan(commands: Any) -> None:
         metavar="NAME",
         help="the method: its scoring passes, its critic (default: gvpo)",
     )
-    plan.add_argument("--mini-batches", default=1, help="optimizer updates a step (default: 1)", **number)
+    plan.add_argument(
+        "--mini-batches", default=1, help="a step's batch, an optimizer update each (default: 1)", **number
+    )
+    plan.add_argument("--batch-epochs", default=1, help="passes of updates over them (default: 1)", **number)
     plan.add_argument("--async-steps", default=1, help="at most so many batches ahead (default: 1)", **number)
     plan.add_argument("--fp8", action="store_true", help="layers train in FP8")
     plan.add_argument(
