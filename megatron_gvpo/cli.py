@@ -57,6 +57,8 @@ def _main(options: argparse.Namespace, given: list[str], starting: ExitStack) ->
     if options.command == "doctor":
         if options.cluster:
             return cluster_commands.run_checkup(options)
+        if problem := cluster_commands.misplaced(options):
+            return _refuse(ValueError(problem))
         from megatron_gvpo import doctor
 
         return doctor.main(as_json=options.json)

@@ -326,11 +326,20 @@ def read_model_config(path: str, key: str = "model.path") -> dict[str, Any]:
     file = Path(path) / "config.json"
     if not file.is_file():
         raise ConfigError(f"{key}={path}: no config.json there (a Hugging Face checkpoint directory)")
+    return read_json_object(file)
+
+
+def read_json_object(file: Path) -> dict[str, Any]:
+    """Raises ConfigError, which names the file, for what is none."""
     try:
-        model: dict[str, Any] = json.loads(file.read_text())
+        values = json.loads(file.read_text())
     except json.JSONDecodeError as error:
         raise ConfigError(f"{file}, line {error.lineno}: not valid JSON ({error.msg})") from None
-    return model
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}: not valid JSON ({error})") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file}: expected an object of names and values, found {type(values).__name__}")
+    return values
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:

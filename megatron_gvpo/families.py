@@ -36,8 +36,11 @@ def experts(model: dict[str, Any]) -> int:
     return int(next((model[name] for name in _EXPERTS if model.get(name)), 0))
 
 
-def check_family(model: dict[str, Any], where: str) -> None:
-    """Raises ConfigError, which begins with `where`, for a config.json of a model that is not supported."""
+def check_family(model: dict[str, Any], where: str) -> str:
+    """The architecture of a config.json, one of ARCHITECTURES.
+
+    Raises ConfigError, which begins with `where`, for a model that is not supported.
+    """
     named = model.get("architectures") or []
     architecture = next((name for name in named if name in ARCHITECTURES), None)
     if architecture is None:
@@ -59,6 +62,7 @@ def check_family(model: dict[str, Any], where: str) -> None:
     _check_rope(model, architecture, where)
     _check_window(model, where)
     _check_groups(model, where)
+    return architecture
 
 
 def _check_rope(model: dict[str, Any], architecture: str, where: str) -> None:

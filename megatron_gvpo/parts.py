@@ -143,11 +143,11 @@ class Parts:
         self.mismatch.load_state_dict(state.get("mismatch", {}))
 
     def resume(self) -> int | None:
-        """Restore the newest complete checkpoint; returns its step, None where there is none."""
-        found = checkpoint.complete(self.checkpoints)
-        if not found:
+        """Restore the newest complete checkpoint; returns its step, None without one. A collective."""
+        found = checkpoint.newest(self.checkpoints)
+        if found is None:
             return None
-        state = checkpoint.load(found[-1], self.policy)
+        state = checkpoint.load(found, self.policy)
         self.load_state_dict(state)
         return int(state["step"])
 

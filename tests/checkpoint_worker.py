@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import os
 import resource
+import shutil
 import signal
+import sys
 import unittest.mock
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -115,34 +120,102 @@ def killed_while_saving(directory: str) -> None:
     raise AssertionError("a file grew beyond its limit")
 
 
+def saved_again(directory: str) -> None:
+    """A step is saved a second time. What a kill would leave is copied before every change on disk: what can
+    be loaded from it, and whether saving goes on from there.
+    """
+    from megatron_gvpo.megatron import checkpoint
+    from megatron_gvpo.megatron.policy import Policy
+
+    place = Path(directory)
+    root, instants = place / "again", place / "instants"
+    case = torch.load(place / "case.pt", weights_only=False)
+    policy = Policy(config_of(case, Layout(1), place))
+    weights = []
+    copying = False
+
+    def look(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal copying
+        changes = event in ("os.rename", "os.remove", "os.rmdir", "os.mkdir") or (
+            event == "open" and str(arguments[0]).startswith(str(root)) and arguments[2] & os.O_ACCMODE
+        )
+        if changes and len(weights) == 2 and not copying:
+            copying = True
+            shutil.copytree(root, instants / f"{len(list(instants.iterdir())):04}")
+            copying = False
+
+    instants.mkdir()
+    sys.addaudithook(look)  # Python asks before it does something
+    for number in (1, 2):
+        policy.update(case.rows, at_step_start=False)
+        weights.append(_copy(policy))
+        checkpoint.save(root, 1, policy, {"mine": number}, keep=1)
+    weights.append({})  # enough has been seen
+    found = []
+    for instant in [*sorted(instants.iterdir()), root]:
+        newest = checkpoint.newest(instant)
+        loaded = 0 if newest is None else checkpoint.load(newest, policy)["mine"]
+        same = all(torch.equal(tensor, weights[loaded - 1][name]) for name, tensor in policy.weights())
+        names = []
+        for step in (1, 2):
+            checkpoint.save(instant, step, policy, {"mine": 3}, keep=1)
+            names += sorted(path.name for path in instant.iterdir())
+        found.append((loaded, same, names))
+    torch.save(found, place / "again.pt")
+
+
 def fails_on_one_rank(directory: str) -> None:
-    """A rank fails alone in one part of a save after the other; every rank writes what it heard."""
-    from megatron_gvpo.megatron import checkpoint, saving
+    """A rank fails alone in each part of a save, then of a load; every rank writes what it heard."""
+    from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
+
+    from megatron_gvpo.megatron import checkpoint, loading, saving
     from megatron_gvpo.megatron.policy import Policy
 
     place, rank = Path(directory), dist.get_rank()
     case = torch.load(place / "case.pt", weights_only=False)
     policy = Policy(config_of(case, Layout(2), place))
     checkpoint.save(place / "alone", 1, policy, {"mine": 7}, keep=1)
+    newest = checkpoint.newest(place / ("alone", "not mounted")[rank])
+    assert newest is not None and newest.name == "step_00000001", "what rank 0 sees"
     heard = []
 
-    def fail(*_: object, **__: object) -> None:
-        raise OSError(28, f"rank {rank} has no space left")
+    def hear(action: Callable[..., Any], *arguments: Any) -> None:
+        try:
+            action(*arguments)
+        except checkpoint.CheckpointError as error:
+            heard.append(str(error))
 
+    model = policy.model.chunks[0].module
+    owners = {"sharded_state_dict": model, "load_state_dict": model, "save": saving.Writer}
     for part, failing in PARTS_OF_A_SAVE:
-        model = policy.model.chunks[0].module
-        of = {"sharded_state_dict": model, "save": saving.Writer}.get(part, saving)
-        with unittest.mock.patch.object(of, part, fail) if rank == failing else contextlib.nullcontext():
-            try:
-                checkpoint.save(place / "alone", 2, policy, {}, keep=1)
-            except checkpoint.CheckpointError as error:
-                heard.append(str(error))
+        with _failing(owners.get(part, saving), part) if rank == failing else contextlib.nullcontext():
+            hear(checkpoint.save, place / "alone", 2, policy, {}, 1)
+    owners["load"] = loading.dist_checkpointing
+    for part, call, failing in PARTS_OF_A_LOAD:
+        with _failing(owners.get(part, loading), part, call) if rank == failing else contextlib.nullcontext():
+            hear(checkpoint.load, place / "alone" / "step_00000001", policy)
+    own = checkpoint.weights_state
+
+    def claimed(model: Any) -> Any:
+        return dict_list_map_outplace(lambda base: replace(base, replica_id=0), own(model))
+
+    with unittest.mock.patch.object(checkpoint, "weights_state", claimed if rank == 1 else own):
+        hear(checkpoint.load, place / "alone" / "step_00000001", policy)
+    hear(checkpoint.load, place / ("alone/step_00000001", "not mounted")[rank], policy)
     assert checkpoint.load(place / "alone" / "step_00000001", policy)["mine"] == 7
-    try:
-        checkpoint.load(place / ("alone/step_00000001", "not mounted")[rank], policy)
-    except checkpoint.CheckpointError as error:
-        heard.append(str(error))
     torch.save(heard, place / f"heard-{rank}.pt")
+
+
+def _failing(owner: Any, name: str, call: int = 1) -> Any:
+    """Replace a function by one that fails when it is called so often."""
+    whole, calls, rank = getattr(owner, name), itertools.count(1), dist.get_rank()
+
+    def fail(*arguments: Any, **options: Any) -> Any:
+        if next(calls) == call:
+            raise OSError(28, f"rank {rank} has no space left")
+        return whole(*arguments, **options)
+
+    return unittest.mock.patch.object(owner, name, fail)
 
 
 # What is replaced by a function that fails, and the rank on which.
@@ -154,6 +227,19 @@ PARTS_OF_A_SAVE = [
     ("save", 0),  # the writer's
     ("save", 1),
     ("save_config", 0),  # metadata.json, which no other writes
+]
+# Of a policy with a reference of its own, which is loaded first: (what, at which call, rank).
+PARTS_OF_A_LOAD = [
+    (part, call, rank)
+    for part in (
+        "verify_checkpoint",
+        "sharded_state_dict",
+        "validate_sharding_integrity",
+        "load",  # dist_checkpointing's
+        "load_state_dict",
+    )
+    for call in (1, 2)
+    for rank in (0, 1)
 ]
 
 

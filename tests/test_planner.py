@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from argparse import Namespace
+from collections import Counter
 from importlib import resources
 from pathlib import Path
 
@@ -17,9 +18,10 @@ from distributed import launch
 from tiny_run import configure, fit
 
 from megatron_gvpo.cli import main
-from megatron_gvpo.cluster.planner import architecture, memory, method, time, workload
+from megatron_gvpo.cluster.planner import architecture, command, memory, method, search, time, workload
 from megatron_gvpo.cluster.planner.workload import Layout, Lengths, Workload
-from megatron_gvpo.config import load_config
+from megatron_gvpo.config import ParallelConfig, load_config
+from megatron_gvpo.layout import check_layout
 from megatron_gvpo.megatron.critic import Critic
 from megatron_gvpo.megatron.policy import Policy
 from megatron_gvpo.types import Rows
@@ -50,6 +52,7 @@ def test_parameter_counts_are_those_of_transformers(name: str):
         ("Qwen/Qwen3-30B-A3B", 30_532_122_624),
         ("meta-llama/Llama-3.1-8B", 8_030_261_248),
         ("meta-llama/Llama-3.1-70B", 70_553_706_496),
+        ("deepseek-ai/DeepSeek-V2", 235_741_434_880),
     ],
 )
 def test_parameter_counts_are_the_published_ones(name: str, published: int):
@@ -141,10 +144,35 @@ def test_the_stages_of_a_pipeline_hold_the_model_together(name: str):
         assert critic == held - again - (0 if model.tied else model.embedding) + model.hidden + 1
 
 
-@pytest.mark.parametrize("recipe", ["gvpo", "grpo", "ppo", "gvpo_minus_cov"])
-def test_a_method_scores_as_often_as_it_is_planned_to(recipe: str, task: Path, tmp_path: Path, monkeypatch):
-    """Responses that a real run scores, and that its critic values, over those that it trains."""
-    seen = dict.fromkeys(("scored", "valued", "trained"), 0)
+@pytest.mark.parametrize("name", KNOWN)
+def test_every_layout_that_is_considered_is_one_that_the_trainer_takes(name: str, task: Path, tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(KNOWN[name]))
+    model = architecture.load(name)
+    layouts = [
+        layout for gpus in (8, 24, 64) for layout in search._layouts(model, Layout(gpus), False, Counter())
+    ]
+    assert len(layouts) > 20
+    base = load_config([task / "run.yaml"], [f"model.path={tmp_path}", f"output_dir={tmp_path}"])
+    for layout in layouts:
+        parallel = ParallelConfig.model_validate(command.parallel(layout, model.layers))
+        check_layout(base.model_copy(update={"parallel": parallel}), layout.gpus)
+
+
+def test_a_window_is_not_cut_by_context_parallelism(tmp_path: Path):
+    config = KNOWN["mistralai/Mistral-7B-v0.3"] | {"sliding_window": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = architecture.load(str(tmp_path))
+    assert {layout.cp for layout in search._layouts(model, Layout(64), False, Counter())} == {1}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "epochs"), [("gvpo", 1), ("grpo", 1), ("grpo", 2), ("ppo", 2), ("gvpo_minus_cov", 1)]
+)
+def test_a_method_scores_as_often_as_it_is_planned_to(
+    recipe: str, epochs: int, task: Path, tmp_path: Path, monkeypatch
+):
+    """Responses that a real run scores, and that its critic values, over those that it trains in a pass."""
+    seen = dict.fromkeys(("scored", "valued", "trained", "critic"), 0)
 
     def count(owner: type, method: str, what: str) -> None:
         whole = getattr(owner, method)
@@ -158,10 +186,26 @@ def test_a_method_scores_as_often_as_it_is_planned_to(recipe: str, task: Path, t
     count(Policy, "score", "scored")
     count(Policy, "update", "trained")
     count(Critic, "values", "valued")
-    fit(configure(task, tmp_path / "run", f"algorithm={recipe}", "train.steps=1", "train.mini_batches=4"))
+    count(Critic, "update", "critic")
+    overrides = (f"algorithm={recipe}", "train.steps=1", "train.mini_batches=4")
+    fit(configure(task, tmp_path / "run", *overrides, f"train.batch_epochs={epochs}"))
     planned = method.method(recipe, mini_batches=4)
-    assert seen["scored"] / seen["trained"] == pytest.approx(planned.scoring)
-    assert seen["valued"] == seen["trained"] * planned.critic
+    assert epochs * seen["scored"] / seen["trained"] == pytest.approx(planned.scoring)
+    assert epochs * seen["valued"] == seen["trained"] * planned.critic
+    assert seen["critic"] == seen["trained"] * planned.critic
+
+
+@pytest.mark.parametrize("critic", [False, True])
+def test_more_passes_over_a_batch_cost_training_and_nothing_else(critic: bool):
+    model, gpu = architecture.load("Qwen/Qwen2.5-7B"), workload.gpu("h800")
+    lengths = Lengths(850, 2000, 4000)
+    once, thrice = (Workload(1024, 4, 150, lengths, 4, 2.0, critic, passes) for passes in (1, 3))
+    took, longer = (time.seconds(model, gpu, Layout(8, tp=2), work, 8192) for work in (once, thrice))
+    assert longer.training == pytest.approx(3 * took.training)
+    assert longer.optimizer == pytest.approx(3 * took.optimizer)
+    for same in ("rollout", "scoring", "sync", "waiting"):
+        assert getattr(longer, same) == getattr(took, same)
+    assert time.model_flops(model, thrice) == pytest.approx(3 * time.model_flops(model, once))
 
 
 def test_a_critic_costs_as_much_training_as_the_policys_layers_and_no_rollout():
@@ -239,8 +283,9 @@ def test_the_chosen_layout_is_a_configuration(task: Path, tmp_path: Path, capsys
     assert "Predicted, not measured" in out.read_text()
 
     one = ("--model", "Qwen/Qwen2.5-1.5B", *ASKED, "--gpus", "1", "--write", str(out))
-    assert main(["plan", *one]) == 0
+    assert main(["plan", *one, "--batch-epochs", "3"]) == 0
     config = load_config([task / "run.yaml", out], ["output_dir=x"])
+    assert config.train.batch_epochs == 3
     assert config.rollout.n == 5 and config.train.prompts_per_step == 1024
     assert (config.parallel.tp, config.parallel.pp) == (1, 1)
 
@@ -259,21 +304,22 @@ def test_optimizer_states_in_host_memory_make_room(task: Path, tmp_path: Path, c
 
 
 @pytest.mark.parametrize(
-    ("name", "architecture_name", "asked", "keys"),
+    ("name", "asked", "keys"),
     [
-        ("Qwen/Qwen2.5-7B", "Qwen2ForCausalLM", ["--gpus", "8"], ("colocated: true", "transport: shared")),
-        ("Qwen/Qwen2.5-7B", "Qwen2ForCausalLM", ["--gpus", "64", "--fp8"], ("recipe: blockwise",)),
+        ("Qwen/Qwen2.5-7B", ["--gpus", "8"], ("colocated: true", "transport: shared")),
+        ("Qwen/Qwen2.5-7B", ["--gpus", "64", "--fp8"], ("recipe: blockwise",)),
         # 94 layers, which no power of two but 2 divides
-        ("Qwen/Qwen3-235B-A22B", "Qwen3MoeForCausalLM", ["--gpus", "256"], ("stage_layers",)),
+        ("Qwen/Qwen3-235B-A22B", ["--gpus", "256"], ("stage_layers",)),
+        ("deepseek-ai/DeepSeek-V2", ["--gpus", "256"], ("ep: ",)),
     ],
 )
 def test_a_plan_goes_into_a_job_with_the_command_that_it_names(
-    name: str, architecture_name: str, asked: list[str], keys: tuple[str, ...], task, tmp_path, capsys
+    name: str, asked: list[str], keys: tuple[str, ...], task, tmp_path, capsys
 ):
     """`megatron-gvpo slurm` checks the layout against the model and the machines."""
     config = tmp_path / "model" / "config.json"
     config.parent.mkdir()
-    config.write_text(json.dumps(KNOWN[name] | {"architectures": [architecture_name]}))
+    config.write_text(json.dumps(KNOWN[name]))
     out = tmp_path / "plan.yaml"
     assert main(["plan", "--model", str(config.parent), *ASKED, *asked, "--write", str(out)]) == 0
     written = out.read_text()
@@ -298,7 +344,17 @@ def test_what_is_printed_says_that_it_is_predicted(capsys: pytest.CaptureFixture
         (["--model", "nobody/nothing"], "nor one of the known models Qwen/Qwen2.5-0.5B"),
         (["--gpu", "h900"], "--gpu h900: unknown; h800, h100"),
         (["--gpus", "12"], "--gpus 12: more than one node, so a multiple of 8"),
+        (["--gpus", "0"], "--gpus 0: at least 1"),
+        (["--prompts", "0"], "--prompts 0: at least 1"),
+        (["--batch-epochs", "0"], "--batch-epochs 0: at least 1"),
+        (["--async-steps", "-1"], "--async-steps -1: at least 0"),
+        (["--write", "nowhere/plan.yaml"], "--write nowhere/plan.yaml: there is no directory nowhere"),
+        (["--write", str(ROOT / "README.md")], "README.md: is there already, and no plan"),
+        (["--write", "."], "--write .: is there already, and no plan"),
         (["--response-length", "many"], "expected MEAN[,p95=TOKENS]"),
+        (["--response-length", "inf"], "expected MEAN[,p95=TOKENS]"),
+        (["--response-length", "nan"], "expected MEAN[,p95=TOKENS]"),
+        (["--response-length", "850,p95"], "expected MEAN[,p95=TOKENS]"),
         (["--response-length", "850,p95=100"], "expected 0 < mean < p95 <= max"),
         (["--mini-batches", "3"], "--mini-batches 3 does not divide --prompts 1024"),
         (["--gpu", "a800", "--fp8"], "a800 has no FP8"),
@@ -306,6 +362,7 @@ def test_what_is_printed_says_that_it_is_predicted(capsys: pytest.CaptureFixture
         (["--model", "Qwen/Qwen2.5-72B", "--gpus", "8"], "in host memory some would fit: --offload 1"),
         (["--offload", "12"], "--offload 12.0: a fraction, from 0 to 1"),
         (["--model", "Qwen/Qwen2.5-Math-7B"], "max_position_embeddings=4096"),
+        (["--k", "1"], "--k 1: --recipe gvpo compares the responses to a prompt: at least 2"),
         (["--recipe", "gppo"], "there is no recipe 'gppo'; did you mean 'ppo'?"),
         (["--recipe", "sft"], "--recipe sft: plans are for methods whose responses are sampled"),
         (
@@ -324,6 +381,34 @@ def test_a_model_of_ones_own(task: Path, tmp_path: Path, capsys: pytest.CaptureF
     for model in (task / "model", task / "model" / "config.json"):
         asked = [*ASKED[:-2], "--response-length", "20", "--gpus", "1", "--prompt-tokens", "8"]
         assert main(["plan", "--model", str(model), *asked]) == 0
-    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
     assert main(["plan", "--model", str(tmp_path), *ASKED]) == 2
-    assert "model_type='mamba' is unknown to the planner; llama" in capsys.readouterr().err
+    assert f"--model={tmp_path}: no config.json there" in capsys.readouterr().err
+
+
+QWEN = KNOWN["Qwen/Qwen2.5-7B"]
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ("{", "not valid JSON"),
+        ([], "expected an object of names and values, found list"),
+        ({"model_type": "mamba"}, "architecture not named in config.json; supported: DeepseekV2ForCausalLM"),
+        ({"architectures": ["MambaForCausalLM"]}, "architecture MambaForCausalLM in config.json"),
+        (
+            KNOWN["deepseek-ai/DeepSeek-V2"] | {"q_lora_rank": None},
+            "q_lora_rank=null in config.json (DeepSeek-V2-Lite)",
+        ),
+        (QWEN | {"hidden_size": None}, "no hidden_size in config.json"),
+        (QWEN | {"num_attention_heads": 0}, "num_attention_heads=0 in config.json: at least 1"),
+        (QWEN | {"hidden_size": "3584"}, "hidden_size='3584' in config.json: expected a whole number"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_not_planned(config: object, words: str, tmp_path: Path, capsys):
+    """As the trainer says it; and what is no config.json at all."""
+    file = tmp_path / "config.json"
+    file.write_text(config if isinstance(config, str) else json.dumps(config))
+    for given in (tmp_path, file):
+        assert main(["plan", "--model", str(given), *ASKED]) == 2
+        said = capsys.readouterr()
+        assert words in said.err and not said.out

@@ -8,6 +8,7 @@ compared bit by bit is gathered by the export to Hugging Face names, not by the 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from itertools import groupby
 from math import prod
 from pathlib import Path
@@ -16,7 +17,7 @@ import gradient_reference as reference
 import pytest
 import torch
 import transformers
-from checkpoint_worker import MOVES, PARTS_OF_A_SAVE, Continuation
+from checkpoint_worker import MOVES, PARTS_OF_A_LOAD, PARTS_OF_A_SAVE, Continuation
 from distributed import launch
 from gradient_cases import SPLIT, STEPS, sampled_for
 from gradient_worker import UPDATE, Case, Layout
@@ -102,19 +103,34 @@ def test_a_process_killed_while_saving_leaves_the_previous_checkpoint(place: Pat
     assert (place / "killed" / "step_00000002.partial").is_dir()
 
 
-def test_a_rank_that_fails_alone_while_saving_is_heard_of_by_all(place: Path) -> None:
-    """With its own error, where the others would have waited for it; and what was on disk stays."""
+def test_a_kill_at_any_instant_of_saving_a_step_again_leaves_one_of_the_two(place: Path) -> None:
     torch.save(case_of("untied", place), place / "case.pt")
+    launch("checkpoint_worker:saved_again", [1], str(place))
+    found = torch.load(place / "again.pt")
+    loaded = [number for number, _, _ in found]
+    assert loaded == sorted(loaded) and set(loaded) == {1, 2}, "the first, then the second, never none"
+    assert loaded.count(1) > 3 < loaded.count(2), "before files of the new one, and while the old one goes"
+    for _, same, names in found:
+        assert same, "weights and state are of one checkpoint"
+        assert names == ["step_00000001", "step_00000002"], "the next saves clean up"
+
+
+def test_a_rank_that_fails_alone_is_heard_of_by_all(place: Path) -> None:
+    """With its own error, where the others would have waited for it; and what was on disk stays."""
+    ema = {"recipe": "gvpo", "loss": {"reference": {"name": "ema", "decay": 0.9}}}
+    torch.save(replace(case_of("untied", place), algorithm=ema), place / "case.pt")
     launch("checkpoint_worker:fails_on_one_rank", [2], str(place))
     heard = [torch.load(place / f"heard-{rank}.pt") for rank in (0, 1)]
     assert heard[0] == heard[1]
-    *saves, load = heard[0]
-    assert len(saves) == len(PARTS_OF_A_SAVE)
-    for (_, rank), message in zip(PARTS_OF_A_SAVE, saves, strict=True):
-        own = f"OSError: [Errno 28] rank {rank} has no space left (on rank {rank})"
-        assert message == f"cannot write {place / 'alone' / 'step_00000002'}: {own}"
-    unread = r"not mounted/state\.json is no state of a checkpoint .*FileNotFoundError.*\(on rank 1\)"
-    assert re.search(unread, load)
+    ranks = [rank for _, rank in PARTS_OF_A_SAVE] + [rank for _, _, rank in PARTS_OF_A_LOAD]
+    *parts, invalid, unread = heard[0]
+    whats = [f"write {place / 'alone' / 'step_00000002'}"] * len(PARTS_OF_A_SAVE)
+    whats += [f"read {place / 'alone' / 'step_00000001'}"] * len(PARTS_OF_A_LOAD)
+    for what, rank, message in zip(whats, ranks, parts, strict=True):
+        assert message == f"cannot {what}: OSError: [Errno 28] rank {rank} has no space left (on rank {rank})"
+    assert re.search(r"Invalid sharding pattern validation(.|\n)*\(on rank 0\)$", invalid)
+    pattern = r"not mounted/state\.json is no state of a checkpoint .*FileNotFoundError.*\(on rank 1\)"
+    assert re.search(pattern, unread)
     assert [path.name for path in checkpoint.complete(place / "alone")] == ["step_00000001"]
 
 

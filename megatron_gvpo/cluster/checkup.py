@@ -9,6 +9,7 @@ import os
 import platform
 import socket
 import statistics
+import sys
 import time
 import uuid
 from collections import Counter
@@ -94,7 +95,7 @@ def _files(names: list[str], directory: Path) -> list[str]:
         aside.write_text(run)
         aside.rename(mine)
     except OSError as error:
-        problem = f"cannot write to {directory}: {error}"
+        problem = f"cannot write to {directory}: {error.strerror}"
     problems = all_gather_msgpack(problem)
     deadline = time.monotonic() + PATIENCE
     written = [file for file, failed in zip(files, problems, strict=True) if failed is None]
@@ -108,22 +109,21 @@ def _files(names: list[str], directory: Path) -> list[str]:
     )
     with suppress(OSError):
         mine.unlink()
-    return [
-        f"{name} {trouble}"
-        for found in (problems, seen)
-        for name, trouble in zip(names, found, strict=True)
-        if trouble
-    ]
+    return [problem for found in (problems, seen) for problem in _whose(names, found)]
 
 
 def _engines(names: list[str], urls: Sequence[str]) -> list[str]:
     """Ranks that cannot reach a rollout server."""
-    answers = all_gather_msgpack([url for url in urls if not is_healthy(url, 5.0)])
-    return [
-        f"{name} gets no healthy answer from {', '.join(lost)}"
-        for name, lost in zip(names, answers, strict=True)
-        if lost
-    ]
+    lost = [url for url in urls if not is_healthy(url, 5.0)]
+    problem = f"gets no healthy answer from {', '.join(lost)}" if lost else None
+    return _whose(names, all_gather_msgpack(problem))
+
+
+def _whose(names: list[str], problems: list[str | None]) -> list[str]:
+    """What each rank has to say, or once what all have."""
+    if len(names) > 1 and problems[0] and len({*problems}) == 1:
+        return [f"every rank {problems[0]}"]
+    return [f"{name} {problem}" for name, problem in zip(names, problems, strict=True) if problem]
 
 
 def _pairs(names: list[str], gpu: Gpu | None) -> tuple[list[str], list[str]]:
@@ -211,13 +211,12 @@ def _finish() -> None:
 
 def main(directory: str, urls: Sequence[str], gpu: Gpu | None) -> int:
     """Under torchrun: 0 where nothing is wrong, 1 where something is. Rank 0 says what."""
-    on_gpu = torch.cuda.is_available()
-    if on_gpu:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(seconds=5 * PATIENCE)
-    )
-    measured, problems = checkup(Path(directory), urls, gpu)
+    try:
+        _join()
+        measured, problems = checkup(Path(directory), urls, gpu)
+    except (RuntimeError, ValueError) as error:  # of which torch.distributed's are
+        print(f"error: {_described(error)}", file=sys.stderr, flush=True)
+        os._exit(1)  # a group that is torn down in order waits for those who are gone
     if dist.get_rank() == 0:
         print("\n".join([*measured, *(f"problem: {problem}" for problem in problems)]))
         verdict = (
@@ -226,3 +225,27 @@ def main(directory: str, urls: Sequence[str], gpu: Gpu | None) -> int:
         print(f"{dist.get_world_size()} ranks. {verdict}", flush=True)
     dist.destroy_process_group()
     return 1 if problems else 0
+
+
+def _join() -> None:
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    store, rank, world = next(dist.rendezvous("env://", timeout=timedelta(seconds=PATIENCE)))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        store=store,
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=5 * PATIENCE),
+    )
+
+
+def _described(error: Exception) -> str:
+    node = os.environ.get("SLURMD_NODENAME", socket.gethostname())
+    place = f"rank {os.environ['RANK']} on {node}"
+    words = str(error).strip().splitlines()[0]
+    if dist.is_initialized():
+        return f"{place}: {words} (a rank that fails ends this for all: the first such line says why)"
+    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    return f"{place} cannot meet the {os.environ['WORLD_SIZE']} ranks at {where}: {words}"

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron_gvpo.config import Config
 
+TORCHRUN = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # what it tells a rank
+
 
 def add(commands: Any, configured: argparse.ArgumentParser) -> None:
     """Add the subcommands; `configured` has the arguments that name a configuration."""
@@ -74,7 +76,10 @@ def _add_plan(commands: Any) -> None:
         metavar="NAME",
         help="the method: its scoring passes, its critic (default: gvpo)",
     )
-    plan.add_argument("--mini-batches", default=1, help="optimizer updates a step (default: 1)", **number)
+    plan.add_argument(
+        "--mini-batches", default=1, help="a step's batch, an optimizer update each (default: 1)", **number
+    )
+    plan.add_argument("--batch-epochs", default=1, help="passes of updates over them (default: 1)", **number)
     plan.add_argument("--async-steps", default=1, help="at most so many batches ahead (default: 1)", **number)
     plan.add_argument("--fp8", action="store_true", help="layers train in FP8")
     plan.add_argument(
@@ -149,22 +154,39 @@ def add_checkup(doctor: argparse.ArgumentParser) -> None:
 
 
 def run_checkup(options: argparse.Namespace) -> int:
-    """0: no rank differs; 1: one does, or a link is slow; 2: wrong input."""
-    if "WORLD_SIZE" not in os.environ:
-        print(
-            "error: doctor --cluster compares ranks: start it with `torchrun ... -m megatron_gvpo doctor "
-            "--cluster`, on a Slurm cluster with one torchrun a node",
-            file=sys.stderr,
-        )
-        return 2
+    """0: no rank differs; 1: one does, a link is slow, or ranks cannot meet; 2: wrong input."""
     from megatron_gvpo.cluster.planner import workload
     from megatron_gvpo.config import ConfigError
 
     try:
         gpu = workload.gpu(options.gpu) if options.gpu else None
+        _check_checkup(options)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr)
         return 2
     from megatron_gvpo.cluster import checkup
 
     return checkup.main(options.directory, options.url, gpu)
+
+
+def _check_checkup(options: argparse.Namespace) -> None:
+    from megatron_gvpo.config import ConfigError
+
+    if options.json:
+        raise ConfigError("--json: `doctor --cluster` has its lines only; leave it out")
+    for url in options.url:
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"--url {url}: expected http://HOST:PORT, the address of a rollout server")
+    if missing := [name for name in TORCHRUN if not os.environ.get(name, "").strip()]:
+        raise ConfigError(
+            "doctor --cluster compares ranks: start it with `torchrun ... -m megatron_gvpo doctor "
+            f"--cluster`, on a Slurm cluster with one torchrun a node (not set here: {', '.join(missing)})"
+        )
+
+
+def misplaced(options: argparse.Namespace) -> str | None:
+    """What is said of options of `doctor --cluster` without --cluster."""
+    given = {"--directory": options.directory != ".", "--url": options.url, "--gpu": options.gpu}
+    names = [name for name, value in given.items() if value]
+    return f"{', '.join(names)}: for doctor --cluster only" if names else None

@@ -37,7 +37,11 @@ def failures(logs: Path) -> list[Failure]:
     found = {failure.rank: failure for failure in _killed(logs)}
     for file in logs.glob("rank_*.failed.json"):
         rank = int(file.name[5:10])
-        record = json.loads(file.read_text())
+        try:
+            record = json.loads(file.read_text())
+        except ValueError:  # the disk was full, or the rank was killed
+            node, problem = _node_of(logs, rank), "it could not write down why"
+            record = {"time": file.stat().st_mtime, "node": node, "problem": problem}
         found[rank] = Failure(rank, record["time"], record["node"], record["problem"])
     return sorted(found.values(), key=lambda failure: failure.time)
 

@@ -14,6 +14,7 @@ import socket
 import sys
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -27,9 +28,10 @@ def main() -> int:
     try:
         code = _program() if sys.argv[1].endswith(".py") else _command()
     except Exception:
-        _record(logs / f"{name}.failed.json", traceback.format_exc())
-        traceback.print_exc()
-        sys.stderr.flush()
+        with suppress(OSError):  # where a full disk is the error
+            _record(logs / f"{name}.failed.json", traceback.format_exc())
+            traceback.print_exc()
+            sys.stderr.flush()
         os._exit(1)  # at once: communicators that end in order wait for the other ranks
     if code and os.environ["RANK"] == "0":  # every rank refuses, and the first says why
         _record(logs / f"{name}.failed.json", f"exit code {code}; see the end of its log")

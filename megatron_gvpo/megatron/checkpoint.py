@@ -2,7 +2,8 @@
 
 A checkpoint is a directory `step_00000042/`: the model, optimizer, schedule and random states, sharded,
 and `state.json`, the trainer's own small state. It is written aside and renamed when all ranks are done,
-so a full disk or a kill leaves the previous checkpoint as it was.
+so a full disk or a kill leaves the previous checkpoint as it was. Where that is one of the same step, it is
+renamed first, and counts under that name until the new one has its place.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
+from megatron_gvpo.exchange import broadcast_msgpack
 from megatron_gvpo.megatron.critic import Critic
 from megatron_gvpo.megatron.everywhere import CheckpointError as CheckpointError
 from megatron_gvpo.megatron.everywhere import everywhere, on_rank_0
+from megatron_gvpo.megatron.loading import load_shards
 from megatron_gvpo.megatron.model import Model
 from megatron_gvpo.megatron.parallel import megatron_device
 from megatron_gvpo.megatron.policy import Policy
@@ -44,7 +46,7 @@ def save(
     for model in policy.models:  # one at a time
         model.about_to_change()
     final = root / f"step_{step:08d}"
-    aside = final.with_name(final.name + _PARTIAL)
+    aside = final.with_suffix(_PARTIAL)
     record = {"format": _FORMAT, "step": step, "layout": _layout(policy), **state}
     # Prompts carry their data record, in which Parquet may have dates: nothing that a run reads again.
     text = json.dumps(record, default=str)
@@ -53,15 +55,19 @@ def save(
     _prepare(f"cannot write {final}", aside, policy, writer)
 
     def finish() -> None:
-        (aside / "state.json").write_text(text)
-        replaced = final.with_name(final.name + _REPLACED)
+        with (aside / "state.json").open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())  # as the tensors are: a node that fails leaves no name without content
         if final.exists():  # saved before, at the end of the step that is now interrupted
+            replaced = final.with_suffix(_REPLACED)
+            shutil.rmtree(replaced, ignore_errors=True)
             os.replace(final, replaced)
         os.replace(aside, final)
-        shutil.rmtree(replaced, ignore_errors=True)
+        found = complete(root)
         unfinished = [path for path in root.glob("step_*") if path.suffix in (_PARTIAL, _REPLACED)]
-        for old in (*complete(root)[:-keep], *unfinished):  # of runs that were killed while saving
-            shutil.rmtree(old)
+        for path in {*found, *unfinished} - {*found[-keep:]}:  # also of runs that were killed while saving
+            _remove(path)
 
     def write(group: dist.ProcessGroup | None = None) -> None:
         try:
@@ -89,15 +95,28 @@ def load(directory: Path, policy: Policy) -> dict[str, Any]:
     records: list[dict[str, Any]] = []
     everywhere("", lambda: records.append(_record(directory)))
     [state] = records
-    theirs = state["layout"]
-    same_layout = theirs == _layout(policy)
-    everywhere(f"cannot read {directory}", lambda: _read(directory, policy, same_layout))
+    _read(f"cannot read {directory}", directory, policy, same_layout=state["layout"] == _layout(policy))
     return state
 
 
 def complete(root: Path) -> list[Path]:
     """The complete checkpoints under `root`, oldest first."""
-    return sorted(p for p in root.glob("step_*") if not p.suffix and (p / "state.json").is_file())
+    found = [path for path in root.glob("step_*") if (path / "state.json").is_file()]
+    of_step = {path.stem: path for path in found if path.suffix == _REPLACED}
+    of_step |= {path.name: path for path in found if not path.suffix}
+    return [of_step[step] for step in sorted(of_step)]
+
+
+def newest(root: Path) -> Path | None:
+    """The newest complete checkpoint under `root` that rank 0 sees, on every rank. A collective.
+
+    A shared file system may for a while show an older state of itself to other nodes. Raises CheckpointError,
+    on every rank, where one may not look.
+    """
+    found: list[Path] = []
+    everywhere(f"cannot read {root}", lambda: found.extend(complete(root)))
+    name = broadcast_msgpack(found[-1].name if found else None)
+    return None if name is None else root / name
 
 
 def _record(directory: Path) -> dict[str, Any]:
@@ -141,23 +160,36 @@ def _prepare(what: str, directory: Path, policy: Policy | Critic, writer: Writer
         _prepare(what, directory / "critic", policy.critic, writer)
 
 
-def _read(directory: Path, policy: Policy | Critic, same_layout: bool) -> None:
-    optimizer = policy.optimizer
+def _read(what: str, directory: Path, policy: Policy | Critic, same_layout: bool) -> None:
+    model, optimizer, shadow = policy.model, policy.optimizer, policy.shadow
     with megatron_device(), torch.no_grad():
-        if policy.shadow is not None:
-            sharded = policy.shadow.sharded(weights_state(policy.model))
-            reference = dist_checkpointing.load(sharded, str(directory / "reference"))
-            load_weights(policy.model, reference)
-            policy.shadow.restore(weights_state(policy.model), reference)
-        optimizer.allocate()
-        loaded = dist_checkpointing.load(_sharded_state(policy, randomness=same_layout), str(directory))
-        load_weights(policy.model, loaded)  # the optimizer's tensors were loaded in place
-        optimizer.steps = loaded["optimizer"]["step"]
-        optimizer.scheduler.load_state_dict(loaded["schedule"])
-        if same_layout:  # a rank of another has no generator to go on with; nothing that is trained draws
-            _restore_random_state(loaded["random"])
+        if shadow is not None:
+            weights: dict[str, Any] = {}
+
+            def other() -> dict[str, Any]:
+                weights.update(weights_state(model))
+                return shadow.sharded(weights)
+
+            reference = load_shards(what, other, directory / "reference")
+            everywhere(what, lambda: load_weights(model, reference))
+            everywhere(what, lambda: shadow.restore(weights, reference))
+
+        def own() -> dict[str, Any]:
+            optimizer.allocate()
+            return _sharded_state(policy, randomness=same_layout)
+
+        loaded = load_shards(what, own, directory)
+
+        def take() -> None:
+            load_weights(model, loaded)  # the optimizer's tensors were loaded in place
+            optimizer.steps = loaded["optimizer"]["step"]
+            optimizer.scheduler.load_state_dict(loaded["schedule"])
+            if same_layout:  # a rank of another has no generator to go on with; nothing that is trained draws
+                _restore_random_state(loaded["random"])
+
+        everywhere(what, take)
     if isinstance(policy, Policy) and policy.critic is not None:
-        _read(directory / "critic", policy.critic, same_layout)
+        _read(what, directory / "critic", policy.critic, same_layout)
 
 
 def _sharded_state(policy: Policy | Critic, randomness: bool) -> dict[str, Any]:
@@ -219,6 +251,15 @@ def _restore_random_state(state: dict[str, Any]) -> None:
     get_cuda_rng_tracker().set_states(state["megatron"])
     torch.cuda.set_rng_state(state["cuda"])
     torch.set_rng_state(state["torch"])
+
+
+def _remove(checkpoint: Path) -> None:
+    """It stops being one at once, not when some of its files are gone."""
+    doomed = checkpoint.with_suffix(_PARTIAL)
+    if doomed != checkpoint:
+        shutil.rmtree(doomed, ignore_errors=True)
+        os.replace(checkpoint, doomed)
+    shutil.rmtree(doomed)
 
 
 def _fresh_directory(directory: Path) -> None:

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
 
 from megatron_gvpo.config import Config, ConfigError, ModelConfig, ParallelConfig, read_model_config
 from megatron_gvpo.data.tokenizer import load_tokenizer
 from megatron_gvpo.families import check_family
 from megatron_gvpo.megatron import parallel
-from megatron_gvpo.megatron.checkpoint import CheckpointError, complete, load_weights, weights_state
+from megatron_gvpo.megatron.checkpoint import CheckpointError, load_weights, newest, weights_state
 from megatron_gvpo.megatron.everywhere import everywhere
+from megatron_gvpo.megatron.loading import load_shards
 from megatron_gvpo.megatron.model import Model, build
 from megatron_gvpo.megatron.saving import Writer, save_shards
 
@@ -63,10 +63,10 @@ def newest_to_hugging_face(config: Config, target: Path) -> int:
 def load_newest(config: Config, model: Model) -> int:
     """Give the model the weights of a run's newest checkpoint; returns its step. Raises CheckpointError."""
     checkpoints = Path(config.output_dir) / "checkpoints"
-    if not (found := complete(checkpoints)):
+    if (found := newest(checkpoints)) is None:
         raise CheckpointError(f"{checkpoints}: there is no complete checkpoint")
-    _read(model, found[-1], f"cannot read {found[-1]}")
-    return int(found[-1].name.removeprefix("step_"))
+    _read(model, found, f"cannot read {found}")
+    return int(found.stem.removeprefix("step_"))
 
 
 def write_hugging_face(model: Model, source: str, target: Path) -> None:
@@ -87,11 +87,9 @@ def write_hugging_face(model: Model, source: str, target: Path) -> None:
 
 
 def _read(model: Model, source: Path, problem: str) -> None:
-    def read() -> None:
-        with parallel.megatron_device(), torch.no_grad():
-            load_weights(model, dist_checkpointing.load(weights_state(model), str(source)))
-
-    everywhere(problem, read)
+    with parallel.megatron_device(), torch.no_grad():
+        loaded = load_shards(problem, lambda: weights_state(model), source)
+        everywhere(problem, lambda: load_weights(model, loaded))
 
 
 def _build(directory: Path, key: str) -> Model:

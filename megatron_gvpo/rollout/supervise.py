@@ -12,6 +12,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
+from http.client import HTTPException
 from pathlib import Path
 
 from megatron_gvpo.rollout.config import ServersConfig
@@ -193,7 +194,7 @@ def is_healthy(url: str, timeout: float) -> bool:
     try:
         with urllib.request.urlopen(f"{url}/health", timeout=timeout) as answer:
             return bool(answer.status == 200)
-    except OSError:  # of which urllib's errors are
+    except (OSError, HTTPException, ValueError):  # no answer; one that is not HTTP's; no address
         return False
 
 

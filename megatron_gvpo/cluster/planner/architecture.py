@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from megatron_gvpo.config import ConfigError, read_model_config
-
-FAMILIES = ("llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "deepseek_v3")
+from megatron_gvpo.config import ConfigError, read_json_object, read_model_config
+from megatron_gvpo.families import check_family, experts
 
 
 @dataclass(frozen=True)
@@ -42,9 +40,9 @@ class Architecture:
     experts_per_token: int = 0
     expert_ffn: int = 0
     shared_ffn: int = 0  # of the experts that every token goes through
-    shared_gate: bool = False
     latent: Latent | None = None
     positions: int | None = None  # the longest sequence, where the model has a limit
+    window: bool = False  # attention sees a part of the sequence
 
     @property
     def embedding(self) -> int:
@@ -87,7 +85,7 @@ class Architecture:
     @property
     def router(self) -> int:
         """Parameters of a mixture layer that every rank holds."""
-        return self.hidden * (self.experts + self.shared_gate) if self.experts else 0
+        return self.hidden * self.experts
 
     @property
     def parameters(self) -> int:
@@ -134,64 +132,71 @@ def load(name: str) -> Architecture:
     """
     path = Path(name)
     if path.is_dir():
-        return from_config(read_model_config(name, key="--model"), name)
+        return from_config(read_model_config(name, key="--model"), f"--model {name}")
     if path.is_file():
-        try:
-            return from_config(json.loads(path.read_text()), name)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"--model {name}, line {error.lineno}: not valid JSON ({error.msg})") from None
+        return from_config(read_json_object(path), f"--model {name}")
     known = json.loads(resources.files(__package__).joinpath("models.json").read_text())
     if name not in known:
         raise ConfigError(
             f"--model {name}: neither a directory with a config.json, nor such a file, nor one of the known "
             f"models {', '.join(known)}"
         )
-    return from_config(known[name], name)
+    return from_config(known[name], f"--model {name}")
 
 
-def from_config(config: Mapping[str, Any], name: str) -> Architecture:
-    """From the keys of a Hugging Face config.json. Raises ConfigError for a family that is not known."""
-    family = config.get("model_type")
-    if family not in FAMILIES:
-        raise ConfigError(
-            f"{name}: model_type={family!r} is unknown to the planner; {', '.join(FAMILIES)} are"
-        )
-    try:
-        return _from_config(config, family)
-    except KeyError as error:
-        raise ConfigError(f"{name}: its config.json has no {error.args[0]!r}") from None
-
-
-def _from_config(config: Mapping[str, Any], family: str) -> Architecture:
-    layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
-    experts = config.get("n_routed_experts") or config.get("num_experts") or 0
-    expert_ffn = config["moe_intermediate_size"] if experts else 0
-    dense = config.get("first_k_dense_replace", 0)
-    if step := config.get("decoder_sparse_step"):
-        skipped = config.get("mlp_only_layers") or []
-        dense = sum(i in skipped or (i + 1) % step > 0 for i in range(layers))
+def from_config(config: dict[str, Any], where: str) -> Architecture:
+    """From the keys of a Hugging Face config.json. Raises ConfigError, which begins with `where`, for a model
+    that the trainer does not take, and for sizes that are none.
+    """
+    sizes = _Sizes(config, where)
+    architecture = check_family(config, where)
+    layers, hidden, heads = sizes["num_hidden_layers"], sizes["hidden_size"], sizes["num_attention_heads"]
+    mixtures = experts(config)
+    expert_ffn = sizes["moe_intermediate_size"] if mixtures else 0
     latent = None
-    if family == "deepseek_v3":
+    if config.get("kv_lora_rank"):
         ranks = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        latent = Latent(*(config[key] for key in ranks))
-    shared_ffn = config.get("shared_expert_intermediate_size") or 0
+        latent = Latent(*(sizes[key] for key in ranks))
     return Architecture(
         layers=layers,
-        hidden=config["hidden_size"],
-        vocab=config["vocab_size"],
+        hidden=hidden,
+        vocab=sizes["vocab_size"],
         heads=heads,
-        kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-        ffn=config["intermediate_size"],
+        kv_heads=sizes.get("num_key_value_heads", heads),
+        head_dim=sizes.get("head_dim", hidden // heads),
+        ffn=sizes["intermediate_size"],
         tied=bool(config.get("tie_word_embeddings", False)),
-        qkv_bias=family in ("qwen2", "qwen2_moe"),
-        qk_norm=family in ("qwen3", "qwen3_moe"),
-        moe_layers=layers - dense if experts else 0,
-        experts=experts,
-        experts_per_token=config["num_experts_per_tok"] if experts else 0,
+        qkv_bias=architecture == "Qwen2ForCausalLM",
+        qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
+        moe_layers=layers - sizes.get("first_k_dense_replace", 0) if mixtures else 0,
+        experts=mixtures,
+        experts_per_token=sizes["num_experts_per_tok"] if mixtures else 0,
         expert_ffn=expert_ffn,
-        shared_ffn=shared_ffn or (config.get("n_shared_experts") or 0) * expert_ffn,
-        shared_gate=family == "qwen2_moe",
+        shared_ffn=sizes.get("n_shared_experts", 0) * expert_ffn,
         latent=latent,
-        positions=config.get("max_position_embeddings"),
+        positions=sizes.get("max_position_embeddings", 0) or None,
+        window=bool(config.get("sliding_window")) and bool(config.get("use_sliding_window", True)),
     )
+
+
+class _Sizes:
+    """The whole numbers of a config.json."""
+
+    def __init__(self, config: dict[str, Any], where: str) -> None:
+        self._config, self._where = config, where
+
+    def __getitem__(self, key: str) -> int:
+        if self._config.get(key) is None:
+            raise ConfigError(f"{self._where}: no {key} in config.json")
+        if (size := self.get(key, 0)) < 1:
+            raise ConfigError(f"{self._where}: {key}={size} in config.json: at least 1")
+        return size
+
+    def get(self, key: str, default: int) -> int:
+        """`default` where it is missing or null."""
+        value = self._config.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ConfigError(f"{self._where}: {key}={value!r} in config.json: expected a whole number")
+        return value

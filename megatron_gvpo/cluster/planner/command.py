@@ -14,14 +14,19 @@ from megatron_gvpo.cluster.planner import architecture, workload
 from megatron_gvpo.cluster.planner.method import method
 from megatron_gvpo.cluster.planner.search import Candidate, Plan, search
 from megatron_gvpo.cluster.planner.time import NODE
+from megatron_gvpo.cluster.planner.workload import Layout
 from megatron_gvpo.config import ConfigError
+
+PREDICTED = "# Predicted, not measured:"  # how an overlay begins
 
 
 def run(options: argparse.Namespace) -> int:
     """Raises ConfigError."""
-    for name in ("gpus", "prompts", "k", "prompt_tokens", "mini_batches", "top"):
+    for name in ("gpus", "prompts", "k", "prompt_tokens", "mini_batches", "batch_epochs", "top"):
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}: at least 1")
+    if options.async_steps < 0:
+        raise ConfigError(f"--async-steps {options.async_steps}: at least 0")
     if not 0 <= options.offload <= 1:
         raise ConfigError(f"--offload {options.offload}: a fraction, from 0 to 1")
     if options.prompts % options.mini_batches:
@@ -30,9 +35,14 @@ def run(options: argparse.Namespace) -> int:
         )
     if options.gpus > NODE and options.gpus % NODE:
         raise ConfigError(f"--gpus {options.gpus}: more than one node, so a multiple of {NODE}")
+    file = _writable(options.write) if options.write else None
     model, gpu = architecture.load(options.model), workload.gpu(options.gpu)
     lengths = workload.parse_lengths(options.response_length)
     asks = method(options.recipe, options.mini_batches)
+    if asks.compares and options.k < 2:
+        raise ConfigError(
+            f"--k {options.k}: --recipe {options.recipe} compares the responses to a prompt: at least 2"
+        )
     work = workload.Workload(
         options.prompts,
         options.k,
@@ -41,12 +51,13 @@ def run(options: argparse.Namespace) -> int:
         options.mini_batches,
         asks.scoring,
         asks.critic,
+        options.batch_epochs,
     )
     plan = search(
         model, gpu, options.gpus, work, ahead=options.async_steps, fp8=options.fp8, offload=options.offload
     )
-    if options.write:
-        Path(options.write).write_text(overlay(plan.best[0], model.layers, work, options))
+    if file is not None:
+        _write(file, overlay(plan.best[0], model.layers, work, options))
     if options.json:
         print(json.dumps(to_dict(plan, options, model.parameters), indent=2))
     else:
@@ -54,14 +65,26 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _writable(name: str) -> Path:
+    """Raises ConfigError where there is no such place, or something that no plan has written."""
+    file = Path(name)
+    if not file.parent.is_dir():
+        raise ConfigError(f"--write {name}: there is no directory {file.parent}")
+    if file.exists() and not (file.is_file() and file.read_bytes().startswith(PREDICTED.encode())):
+        raise ConfigError(f"--write {name}: is there already, and no plan; give another name")
+    return file
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        file.write_text(text)
+    except OSError as error:
+        raise ConfigError(f"--write {file}: {error.strerror}") from None
+
+
 def overlay(chosen: Candidate, layers: int, work: workload.Workload, options: argparse.Namespace) -> str:
     """The layout as keys of a configuration, for a model of so many layers."""
     layout = chosen.layout
-    parallel: dict[str, Any] = {"tp": layout.tp, "pp": layout.pp, "sequence_parallel": layout.tp > 1}
-    parallel |= {key: size for key in ("vpp", "cp", "ep") if (size := getattr(layout, key)) > 1}
-    if len(set(stages := layout.stage_layers(layers))) > 1:
-        parallel["stage_layers"] = list(stages)
-    parallel["recompute"] = "full" if layout.recompute else "none"
     rollout: dict[str, Any] = {"engine": "sglang", "n": work.k, "max_tokens": work.lengths.maximum}
     rollout["servers"] = {"tp": layout.rollout_tp, "count": min(NODE, options.gpus) // layout.rollout_tp}
     if not layout.rollout_gpus:  # they take turns with the trainer: no process group with it
@@ -69,12 +92,10 @@ def overlay(chosen: Candidate, layers: int, work: workload.Workload, options: ar
         rollout["weights"] = {"transport": "shared"}
     if layout.async_steps:
         rollout["async_steps"] = layout.async_steps
-    train = {
-        "prompts_per_step": work.prompts,
-        "mini_batches": work.mini_batches,
-        "max_tokens_per_micro_batch": chosen.micro_tokens,
-    }
-    values: dict[str, Any] = {"parallel": parallel, "rollout": rollout, "train": train}
+    train = {"prompts_per_step": work.prompts, "mini_batches": work.mini_batches}
+    train |= {"batch_epochs": work.batch_epochs} if work.batch_epochs > 1 else {}
+    train["max_tokens_per_micro_batch"] = chosen.micro_tokens
+    values: dict[str, Any] = {"parallel": parallel(layout, layers), "rollout": rollout, "train": train}
     if layout.fp8:
         values["model"] = {"fp8": {"recipe": "mxfp8" if options.gpu.lower().startswith("b") else "blockwise"}}
     if layout.offload:
@@ -85,9 +106,18 @@ def overlay(chosen: Candidate, layers: int, work: workload.Workload, options: ar
     if layout.rollout_gpus:
         launch += f" --rollout-nodes {math.ceil(layout.rollout_gpus / NODE)}"
     return (
-        f"# Predicted, not measured: {chosen.seconds.step:.0f} s a step on {options.gpus} x {options.gpu} "
+        f"{PREDICTED} {chosen.seconds.step:.0f} s a step on {options.gpus} x {options.gpu} "
         f"for {options.model}.\n# megatron-gvpo slurm CONFIG.yaml THIS.yaml {launch}\n{text}"
     )
+
+
+def parallel(layout: Layout, layers: int) -> dict[str, Any]:
+    """The section `parallel` of a configuration."""
+    keys: dict[str, Any] = {"tp": layout.tp, "pp": layout.pp, "sequence_parallel": layout.tp > 1}
+    keys |= {key: size for key in ("vpp", "cp", "ep") if (size := getattr(layout, key)) > 1}
+    if len(set(stages := layout.stage_layers(layers))) > 1:
+        keys["stage_layers"] = list(stages)
+    return keys | {"recompute": "full" if layout.recompute else "none"}
 
 
 def to_dict(plan: Plan, options: argparse.Namespace, parameters: int) -> dict[str, Any]:
@@ -115,7 +145,7 @@ def _print(
     console.print(
         f"{options.model}: {model.parameters:,} parameters. {options.gpus} x {options.gpu}, "
         f"{work.responses} responses a step of {work.lengths.mean:g} tokens "
-        f"(95 % under {work.lengths.p95:g}, at most {work.lengths.maximum})."
+        f"(95 % under {work.lengths.p95:g}, at most {work.lengths.maximum}), {work.updates} update(s) a step."
     )
     console.print(f"All numbers are predicted. {plan.considered} layouts considered; the best:\n")
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))

@@ -14,6 +14,7 @@ from megatron_gvpo.config import ConfigError
 class Method:
     scoring: float  # the policy's forward passes over a step's tokens before they are trained on
     critic: bool = False
+    compares: bool = False  # the responses to a prompt with each other
 
 
 def method(recipe: str, mini_batches: int) -> Method:
@@ -37,4 +38,5 @@ def method(recipe: str, mini_batches: int) -> Method:
     if STEP_START in of_loss and "old" not in of_estimator and algorithm.reference_logprobs == "trainer":
         # The first mini-batch is trained by the policy at step start itself.
         scoring += (mini_batches - 1) / mini_batches
-    return Method(scoring, algorithm.critic is not None)
+    compares = algorithm.needs_group and not algorithm.members
+    return Method(scoring, algorithm.critic is not None, compares)

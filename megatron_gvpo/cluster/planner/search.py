@@ -134,7 +134,7 @@ def _layouts(model: Architecture, where: Layout, fp8: bool, reasons: Counter[str
             reasons[f"tp={tp} does not divide the attention heads or the MLP"] += 1
             continue
         for pp in (size for size in range(1, gpus + 1) if gpus % (tp * size) == 0 and size <= model.layers):
-            for cp in (size for size in SIZES[:4] if gpus % (tp * pp * size) == 0):
+            for cp in (size for size in SIZES[: 1 if model.window else 4] if gpus % (tp * pp * size) == 0):
                 for ep in SIZES if model.experts else (1,):
                     if model.experts % ep or gpus % (pp * ep):
                         continue

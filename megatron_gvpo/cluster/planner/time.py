@@ -58,17 +58,17 @@ class Seconds:
 def seconds(model: Architecture, gpu: Gpu, layout: Layout, work: Workload, micro_tokens: float) -> Seconds:
     """`micro_tokens`: tokens of a micro-batch."""
     forward, backward = _passes(model, gpu, layout, work)
-    updates = work.mini_batches
-    micro_batches = max(1.0, work.tokens / (layout.dp * micro_tokens * updates))
+    epochs, updates = work.batch_epochs, work.updates
+    micro_batches = max(1.0, work.tokens / (layout.dp * micro_tokens * work.mini_batches))
     stage = max(layout.stage_layers(model.layers)) * layout.pp / model.layers  # the fullest, of a mean one
     bubble = stage * (1 + (layout.pp - 1) / (layout.vpp * micro_batches))
     rollout = rollout_seconds(model, gpu, layout.engines, layout.rollout_tp, work)
-    training = (forward * (1 + layout.recompute) + backward) * bubble
+    training = epochs * (forward * (1 + layout.recompute) + backward) * bubble
     scoring = forward * work.scoring * bubble
     optimizer = updates * _optimizer(model, gpu, layout)
-    if work.critic:  # its values, then its update
+    if work.critic:  # its values, then its updates
         forward, backward = _passes(model, gpu, layout, work, critic=True)
-        training += (forward * (1 + layout.recompute) + backward) * bubble
+        training += epochs * (forward * (1 + layout.recompute) + backward) * bubble
         scoring += forward * bubble
         optimizer += updates * _optimizer(model, gpu, layout, critic=True)
     sync = _sync(model, gpu, layout)
@@ -82,7 +82,8 @@ def seconds(model: Architecture, gpu: Gpu, layout: Layout, work: Workload, micro
 
 def model_flops(model: Architecture, work: Workload) -> float:
     """Of training one step, without recomputation: what model flops utilisation counts."""
-    return 3 * (_forward_flops(model, work) + work.critic * _forward_flops(model, work, critic=True))
+    forward = _forward_flops(model, work) + work.critic * _forward_flops(model, work, critic=True)
+    return 3 * work.batch_epochs * forward
 
 
 def _forward_flops(model: Architecture, work: Workload, critic: bool = False) -> float:

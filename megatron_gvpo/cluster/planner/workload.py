@@ -86,7 +86,7 @@ def parse_lengths(text: str) -> Lengths:
         mean = float(first)
         p95 = float(named.pop("p95", 2.5 * mean))
         maximum = int(named.pop("max", math.ceil(2 * p95)))
-    except ValueError:
+    except (ValueError, OverflowError):
         named = {"": ""}
     if named:
         raise ConfigError(f"--response-length {text}: expected MEAN[,p95=TOKENS][,max=TOKENS]")
@@ -104,6 +104,12 @@ class Workload:
     mini_batches: int = 1
     scoring: float = 0.0  # forward passes of the policy before the first update
     critic: bool = False
+    batch_epochs: int = 1  # passes of updates over the mini-batches
+
+    @property
+    def updates(self) -> int:
+        """Of the optimizer."""
+        return self.mini_batches * self.batch_epochs
 
     @property
     def responses(self) -> int:
@@ -111,7 +117,7 @@ class Workload:
 
     @property
     def tokens(self) -> float:
-        """That are trained on, prompts and responses."""
+        """That are trained on in each pass, prompts and responses."""
         return self.responses * (self.prompt_tokens + self.lengths.mean)
 
     @property
