@@ -20,6 +20,7 @@ from megatron_gvpo.data.order import PromptOrder
 from megatron_gvpo.data.prompts import DataError, PromptWriter, load_prompts
 from megatron_gvpo.data.tokenizer import end_token_id, load_tokenizer
 from megatron_gvpo.data.tracker import SuccessTracker, WeightedOrder
+from megatron_gvpo.environment import prepare
 from megatron_gvpo.evaluation import summarise
 from megatron_gvpo.megatron import checkpoint, parallel
 from megatron_gvpo.megatron.convert import write_hugging_face
@@ -55,6 +56,7 @@ class Parts:
     """
 
     def __init__(self, config: Config) -> None:
+        prepare(config)  # for whoever comes by Python
         self.config = config
         self.timer = PhaseTimer(synchronize=torch.cuda.is_available())
         tokenizer = load_tokenizer(config.model.path)

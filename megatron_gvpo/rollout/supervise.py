@@ -14,6 +14,7 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from megatron_gvpo.environment import MEGATRONS
 from megatron_gvpo.rollout.config import ServersConfig
 from megatron_gvpo.rollout.server import Launch
 
@@ -33,7 +34,7 @@ class ServerProcess:
     def start(self) -> None:
         """Raises OSError where the command does not exist."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        environment = _without_torchrun(os.environ) | self._launch.environment
+        environment = _servers_part(os.environ) | self._launch.environment
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [*_dying_with_us(), *self._launch.command],
@@ -206,9 +207,10 @@ def _group_lives(process: subprocess.Popen[bytes]) -> bool:
     return True
 
 
-def _without_torchrun(environment: os._Environ[str]) -> dict[str, str]:
-    """The environment without what would make a server believe that it is a rank of ours."""
+def _servers_part(environment: os._Environ[str]) -> dict[str, str]:
+    """The environment without what is Megatron's, or makes a server believe that it is a rank of ours."""
     ours = (
+        MEGATRONS,
         "RANK",
         "LOCAL_RANK",
         "WORLD_SIZE",
