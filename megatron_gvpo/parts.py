@@ -123,6 +123,7 @@ class Parts:
 
     def _build_rollout(self, tokenizer: Any, end: int) -> None:
         config = self.config
+        weights = partial(self.policy.weights, on_host=False)
         rollouts: Rollouts
         if config.rollout.engine == "local":
             self._engine = LocalEngine(
@@ -133,13 +134,12 @@ class Parts:
                 batch_size=config.rollout.batch_size,
                 end_token_id=end,
             )
-            self._weights: WeightPush = EmbeddedWeights(self._engine, self.policy.weights)
+            self._weights: WeightPush = EmbeddedWeights(self._engine, weights)
             rollouts = EmbeddedRollouts(self._engine)
         else:
             model = read_model_config(config.model.path)
             rollouts = self._served = ServedRollouts(config, tokenizer, end, model, self.policy.memory)
             score = partial(self.policy.score, temperature=1.0)
-            weights = partial(self.policy.weights, on_host=False)
             self._weights = ServedWeights(config, self._served, weights, score, self.prompts)
         self._rewards = RewardPool(config.rewards)
         rewards = self._rewards
