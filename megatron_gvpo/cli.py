@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_gvpo import __version__
 from megatron_gvpo.cluster import commands as cluster_commands
+from megatron_gvpo.environment import prepare
 
 if TYPE_CHECKING:
     from megatron_gvpo.config import Config
@@ -117,8 +118,7 @@ def _recipes(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace, config: Config, starting: ExitStack) -> int:
     """The part that loads torch, Megatron and the model."""
     _quieten()
-    if config.parallel.offload_modules:  # read when Transformer Engine is imported
-        os.environ["NVTE_CPU_OFFLOAD_V1"] = "1"
+    prepare(config)
     from megatron_gvpo.callbacks import OutputError, Recorder
     from megatron_gvpo.config import ConfigError
     from megatron_gvpo.data.prompts import DataError

@@ -12,6 +12,7 @@ import torch
 
 from megatron_gvpo.config import Config, SamplingConfig, read_model_config
 from megatron_gvpo.data.task import Task, load_task
+from megatron_gvpo.environment import prepare
 from megatron_gvpo.evaluation import summarise
 from megatron_gvpo.megatron import parallel
 from megatron_gvpo.megatron.convert import load_newest
@@ -37,6 +38,7 @@ class Generation:
         self._rollouts: Rollouts
         self._weights: WeightPush
         self._rewards = RewardPool(config.rewards)
+        weights = partial(policy.weights, on_host=False)
         if config.rollout.engine == "local":
             self._engine = LocalEngine(
                 config.model.path,
@@ -46,7 +48,7 @@ class Generation:
                 batch_size=config.rollout.batch_size,
                 end_token_id=task.end_token_id,
             )
-            self._weights = EmbeddedWeights(self._engine, policy.weights)
+            self._weights = EmbeddedWeights(self._engine, weights)
             self._rollouts = EmbeddedRollouts(self._engine)
         else:
             model = read_model_config(config.model.path)
@@ -54,7 +56,6 @@ class Generation:
                 config, task.tokenizer, task.end_token_id, model, policy.memory
             )
             score = partial(policy.score, temperature=1.0)
-            weights = partial(policy.weights, on_host=False)
             self._weights = ServedWeights(config, self._served, weights, score, task.prompts)
 
     def sampler(
@@ -131,6 +132,7 @@ def evaluate(config: Config, resume: bool) -> dict[str, float]:
     There is no optimizer: what can be trained on eight GPUs can be evaluated on one. Raises ConfigError,
     DataError, CheckpointError, RolloutError.
     """
+    prepare(config)
     task = load_task(config)
     policy = Scorer(config)
     step = load_newest(config, policy.model) if resume else 0

@@ -20,6 +20,7 @@ from megatron_gvpo.data.order import PromptOrder
 from megatron_gvpo.data.prompts import PromptWriter
 from megatron_gvpo.data.task import Task, load_task
 from megatron_gvpo.data.tracker import SuccessTracker, WeightedOrder
+from megatron_gvpo.environment import prepare
 from megatron_gvpo.generation import Generation
 from megatron_gvpo.megatron import checkpoint
 from megatron_gvpo.megatron.convert import write_hugging_face
@@ -44,6 +45,7 @@ class Parts:
     """Policy, engine, data, samplers. A context manager: the engine and the workers end with it."""
 
     def __init__(self, config: Config) -> None:
+        prepare(config)  # for whoever comes by Python
         self.config = config
         self.timer = PhaseTimer(synchronize=torch.cuda.is_available())
         task = load_task(config)

@@ -21,6 +21,15 @@ from megatron_gvpo.groups import Rollout as Rollout
 from megatron_gvpo.groups import Routing as Routing
 from megatron_gvpo.groups import Scored as Scored
 
+_DERIVED = ("length_n", "offsets", "seq_r", "groups")  # of Rows, by lengths and groups alone
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """`tensor.to(device)`; to a GPU from pinned memory, so that nobody waits for what it has to do first."""
+    if device.type == "cuda" and not tensor.is_cuda:
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
 
 @dataclass
 class Rows:
@@ -131,14 +140,26 @@ class Rows:
         """The same rows with their tensor columns on `device`; token ids stay on the host."""
         columns: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         moved: dict[str, Any] = {
-            name: value.to(device) if isinstance(value, Tensor) else value for name, value in columns.items()
+            name: on_device(value, device) if isinstance(value, Tensor) else value
+            for name, value in columns.items()
         }
-        moved["component_n"] = {key: value.to(device) for key, value in self.component_n.items()}
-        return Rows(**moved)
+        moved["component_n"] = {key: on_device(value, device) for key, value in self.component_n.items()}
+        rows = Rows(**moved)
+        if self.group_n.device != device:  # made here: there, their sizes would have to be waited for
+            derived: dict[str, Any] = {
+                "offsets": self.offsets,
+                "groups": tuple(on_device(t, device) for t in self.groups),
+            }
+            derived |= {name: on_device(getattr(self, name), device) for name in ("length_n", "seq_r")}
+            rows.__dict__.update(derived)
+        return rows
 
     def with_columns(self, **columns: Tensor | None) -> Rows:
         changes: dict[str, Any] = dict(columns)
-        return replace(self, **changes)
+        rows = replace(self, **changes)
+        if "group_n" not in columns:
+            rows.__dict__.update({name: self.__dict__[name] for name in _DERIVED if name in self.__dict__})
+        return rows
 
     @staticmethod
     def from_groups(groups: Sequence[Group]) -> Rows:

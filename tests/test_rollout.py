@@ -16,7 +16,7 @@ from megatron_gvpo.config import SamplingConfig
 from megatron_gvpo.exchange import all_gather_msgpack, broadcast_msgpack
 from megatron_gvpo.rollout.collect import generate_groups
 from megatron_gvpo.rollout.engine import Request, derived_seed
-from megatron_gvpo.rollout.local import LocalEngine
+from megatron_gvpo.rollout.local import LocalEngine, draw, running_sum_by_products
 from megatron_gvpo.types import Prompt
 from megatron_gvpo.weights.in_process import InProcess
 
@@ -355,3 +355,16 @@ def test_two_ranks_return_the_groups_of_one(checkpoint: str, tmp_path: Path):
                 # Other batch shapes round differently.
                 np.testing.assert_allclose(mine.pop("logprobs"), rollout.logprobs, atol=1e-5)
                 assert mine == {k: v for k, v in asdict(rollout).items() if k != "logprobs"}
+
+
+@pytest.mark.parametrize("columns", [1, 2, 3, 4, 5, 9, 10, 1000])
+def test_running_sums_without_a_cumsum(columns: int):
+    p = torch.rand(3, columns, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(running_sum_by_products(p), p.cumsum(-1), rtol=1e-14, atol=0)
+
+
+def test_a_draw_leaves_out_the_unlikeliest_and_never_the_likeliest():
+    logp = torch.tensor([[0.1, 0.4, 0.2, 0.3]]).log().expand(100, 4)
+    uniform = torch.linspace(0, 1 - 1e-9, 100, dtype=torch.float64)
+    drawn = {top_p: set(draw(logp, uniform, top_p).tolist()) for top_p in (1.0, 0.95, 0.85, 0.65, 1e-6)}
+    assert drawn == {1.0: {0, 1, 2, 3}, 0.95: {0, 1, 2, 3}, 0.85: {1, 2, 3}, 0.65: {1, 3}, 1e-6: {1}}

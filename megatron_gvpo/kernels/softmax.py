@@ -14,8 +14,10 @@ from torch import Tensor
 
 def no_columns(labels_r: Tensor, dtype: torch.dtype, entropy: bool) -> Tensor:
     """Statistics of no columns at all. The largest logit is finite, so that no inf - inf comes of it."""
-    stats = [torch.finfo(dtype).min, 0.0, -torch.inf, 0.0][: 3 + entropy]
-    return torch.tensor(stats, dtype=dtype, device=labels_r.device)[:, None].repeat(1, len(labels_r))
+    stats_sr = torch.empty(3 + entropy, len(labels_r), dtype=dtype, device=labels_r.device)
+    for row_r, value in zip(stats_sr, (torch.finfo(dtype).min, 0.0, -torch.inf, 0.0), strict=False):
+        row_r.fill_(value)  # by the device itself: a copy from the host would wait for it
+    return stats_sr
 
 
 def merge(stats_ksr: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_gvpo.layout import Padding
-from megatron_gvpo.types import Routing, Rows
+from megatron_gvpo.types import Routing, Rows, on_device
 
 
 @dataclass(frozen=True)
@@ -191,14 +191,14 @@ class TokenBatch:
     def to(self, device: torch.device) -> TokenBatch:
         return TokenBatch(
             rows=self.rows.to(device),
-            token_t=self.token_t.to(device),
-            position_t=self.position_t.to(device),
-            response_r=self.response_r.to(device),
-            index_r=self.index_r.to(device),
-            label_r=self.label_r.to(device),
+            token_t=on_device(self.token_t, device),
+            position_t=on_device(self.position_t, device),
+            response_r=on_device(self.response_r, device),
+            index_r=on_device(self.index_r, device),
+            label_r=on_device(self.label_r, device),
             lengths=self.lengths,
             followers=self.followers,
-            experts_t=None if self.experts_t is None else self.experts_t.to(device),
+            experts_t=None if self.experts_t is None else on_device(self.experts_t, device),
         )
 
 

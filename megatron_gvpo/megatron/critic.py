@@ -19,7 +19,7 @@ from megatron_gvpo.megatron import forward
 from megatron_gvpo.megatron.batch import TokenBatch
 from megatron_gvpo.megatron.model import Model, build
 from megatron_gvpo.megatron.optimizer import Optimizer
-from megatron_gvpo.megatron.shares import floats, gather, my_micro_batches, sum_over_ranks
+from megatron_gvpo.megatron.shares import detached, floats, gather, my_micro_batches, sum_over_ranks
 from megatron_gvpo.types import Rows, Totals
 
 
@@ -105,11 +105,12 @@ class Critic:
 
         def share(rows: Rows, value_r: Tensor) -> tuple[Tensor, Any]:
             value, metrics = self._options.loss(rows, value_r, totals)
-            return value, floats(metrics)
+            return value, detached(metrics)
 
         self.optimizer.zero_grad()
         packs = [rows.select(index) for index in mine]
-        metrics = sum_over_ranks(forward.run(self.model, packs, share, head=value_head))
+        shares = forward.run(self.model, packs, share, head=value_head)
+        metrics = sum_over_ranks([floats(share) for share in shares])
         self.model.about_to_change()
         update = self.optimizer.apply()
         return metrics | {"value_grad_norm": update.grad_norm, "value_skipped": float(update.skipped)}

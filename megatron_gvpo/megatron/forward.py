@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from megatron_gvpo.megatron.footprint import Footprint
 from megatron_gvpo.megatron.model import Model
 from megatron_gvpo.megatron.offloading import offloaded_activations
 from megatron_gvpo.megatron.parallel import device, megatron_device
-from megatron_gvpo.types import Rows
+from megatron_gvpo.types import Rows, on_device
 
 # (rows of one micro-batch, the head's output) -> (share of the loss, what to hand back to the caller)
 LossFunction = Callable[[Rows, Any], tuple[Tensor, Any]]
@@ -150,7 +151,7 @@ def of_whole_pack(mine_r: Tensor, batch: TokenBatch) -> Tensor:
     """
     if parallel_state.get_context_parallel_world_size() == 1:
         return mine_r
-    placed_r = mine_r.new_zeros(int(batch.rows.length_n.sum())).index_add(0, batch.index_r, mine_r)
+    placed_r = mine_r.new_zeros(batch.rows.offsets[-1]).index_add(0, batch.index_r, mine_r)
     others_r = placed_r.detach().clone()
     dist.all_reduce(others_r, group=parallel_state.get_context_parallel_group())
     return placed_r + (others_r - placed_r.detach())
@@ -158,8 +159,8 @@ def of_whole_pack(mine_r: Tensor, batch: TokenBatch) -> Tensor:
 
 def _packed_params(model: Model, batch: TokenBatch) -> PackedSeqParams:
     assert model.local or not batch.followers, "no attention of Transformer Engine's shares prompts"
-    ends = torch.cumsum(torch.tensor([0, *batch.lengths], device=batch.token_t.device), 0)
-    cu_seqlens, longest = ends.to(torch.int32), max(batch.lengths)
+    ends = torch.tensor(list(accumulate(batch.lengths, initial=0)), dtype=torch.int32)
+    cu_seqlens, longest = on_device(ends, batch.token_t.device), max(batch.lengths)
     common: dict[str, Any] = {
         "qkv_format": "thd",
         "cu_seqlens_q": cu_seqlens,

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatron_gvpo.config import ConfigError, ModelConfig, ParallelConfig
 from megatron_gvpo.layout import Padding
+from megatron_gvpo.megatron.fusions import fuse_weight_gradients, fusions
 from megatron_gvpo.megatron.parallel import megatron_device
 from megatron_gvpo.megatron.replay import Replay
 from megatron_gvpo.megatron.routing import limit_groups, routing_settings
@@ -170,7 +171,8 @@ def build(
         provider = bridge.to_megatron_provider(load_weights=False)
         on_cpu = not torch.cuda.is_available()
         hf_config = bridge.hf_pretrained.config
-        settings = model_settings(model, parallel, on_cpu, deterministic) | routing_settings(hf_config)
+        settings = {} if on_cpu else fusions(provider)
+        settings |= model_settings(model, parallel, on_cpu, deterministic) | routing_settings(hf_config)
         for name, value in settings.items():
             setattr(provider, name, value)
         if replays:  # the fused router asks nobody
@@ -215,6 +217,7 @@ def build(
         if before_wrapping is None:
             bridge.load_hf_weights(chunks)
         if trained:
+            fuse_weight_gradients(chunks)
             no_sync = [chunk.no_sync for chunk in chunks]
             provider.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
         vocab_size = int(hf_config.vocab_size)

@@ -26,7 +26,7 @@ from megatron_gvpo.megatron.model import Model
 from megatron_gvpo.megatron.optimizer import Optimizer, Update
 from megatron_gvpo.megatron.scorer import Scorer
 from megatron_gvpo.megatron.shadow import Shadow
-from megatron_gvpo.megatron.shares import floats, gather, my_micro_batches, sum_over_ranks
+from megatron_gvpo.megatron.shares import detached, floats, gather, my_micro_batches, sum_over_ranks
 from megatron_gvpo.types import LossInputs, Rows, Totals
 
 
@@ -92,17 +92,17 @@ class Policy(Scorer):
             bonus = output.logp_r.new_zeros(())
             if output.entropy_r is not None:
                 mean = output.entropy_r.sum() / totals.tokens
-                bonus, besides["entropy"] = -loss.entropy_coef * mean, float(mean)
+                bonus, besides["entropy"] = -loss.entropy_coef * mean, mean
             if split:
                 surrogate = output.surrogate
                 if surrogate is None:  # the head, which then differentiates entropies, had no weights
                     assert rows.weight_r is not None, "a split group needs its weights before the forward"
                     surrogate = (rows.weight_r * output.logp_r).sum()
-                return surrogate + bonus, (logp_r, besides)
+                return surrogate + bonus, (logp_r, detached(besides))
             anchored = _anchored(rows, logp_r)
             value, metrics = loss(LossInputs(anchored, output.logp_r, totals))
             trained = value if output.surrogate is None else output.surrogate
-            return trained + bonus, (logp_r, floats({"loss": value + bonus, **metrics}) | besides)
+            return trained + bonus, (logp_r, detached({"loss": value + bonus, **metrics} | besides))
 
         self.optimizer.zero_grad()
         footprint = self._first_footprint()
@@ -116,12 +116,12 @@ class Policy(Scorer):
         if split:  # the loss and its metrics, too, are defined on whole groups only
             assert logp_r is not None
             value, shares = loss(LossInputs(_anchored(rows, logp_r), logp_r, totals))
-            besides = sum_over_ranks([share for _, share in results])
+            besides = sum_over_ranks([floats(share) for _, share in results])
             metrics = floats({"loss": value, **shares}) | besides
             if loss.wants_entropy:
                 metrics["loss"] -= loss.entropy_coef * metrics["entropy"]
         else:
-            metrics = sum_over_ranks([share for _, share in results])
+            metrics = sum_over_ranks([floats(share) for _, share in results])
         memory = {} if footprint is None else footprint.metrics()
         of_head = {name: metrics.pop(name) for name in list(metrics) if name.startswith("head/")}
         self.model.about_to_change()
@@ -175,10 +175,10 @@ def _anchored(rows: Rows, logp_r: Tensor) -> Rows:
     return rows.with_columns(old_logp_r=old, ref_logp_r=reference)
 
 
-def _head_metrics(rows: Rows, output: LinearLogprob, totals: Totals) -> dict[str, float]:
+def _head_metrics(rows: Rows, output: LinearLogprob, totals: Totals) -> dict[str, Tensor | float]:
     """A micro-batch's part in how the output layer came by its gradient: shares of the tokens, and their mean
     of what a rank kept for them."""
-    share = float(rows.length_n.sum()) / totals.tokens
+    share = rows.offsets[-1] / totals.tokens
     return {
         "head/known": share * (output.mode == "known"),
         "head/stash": share * output.stash_share,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,7 +10,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_gvpo.algorithms.base import Metrics
 from megatron_gvpo.exchange import all_gather_msgpack
 from megatron_gvpo.megatron.batch import plan
 from megatron_gvpo.megatron.model import Model
@@ -47,7 +47,12 @@ def owns_results() -> bool:
     return bool(last and first)
 
 
-def floats(metrics: Metrics) -> dict[str, float]:
+def detached(metrics: Mapping[str, Tensor | float]) -> dict[str, Tensor | float]:
+    """For the end of a pass: as numbers, every micro-batch's would have to be waited for."""
+    return {n: value.detach() if isinstance(value, Tensor) else value for n, value in metrics.items()}
+
+
+def floats(metrics: Mapping[str, Tensor | float]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}
 
 

@@ -6,6 +6,7 @@ prompt is encoded once for its n samples, and finished rows leave the batch. Onl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import batched
@@ -13,8 +14,9 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, TopPLogitsWarper
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from megatron_gvpo.config import SamplingConfig
 from megatron_gvpo.rollout.attention import GROUPED_SDPA
@@ -174,8 +176,31 @@ def draw(logp: Tensor, uniform: Tensor, top_p: float) -> Tensor:
     `logp` fp32 [rows, vocabulary], normalised; the result is int64 [rows]. The sums are fp64, where
     fp32 would lose the tail of a large vocabulary.
     """
-    if top_p < 1:
-        logp = TopPLogitsWarper(top_p)(None, logp)
-    cdf = logp.exp().cumsum(-1, dtype=torch.float64)
+    p = logp.exp()
+    if top_p < 1:  # the unlikeliest tokens that have 1 - top_p together are not drawn, but the likeliest is
+        rising, index = p.sort(-1)
+        left_out = running_sum(rising) <= 1 - top_p
+        left_out[:, -1] = False
+        p = p.masked_fill(left_out.scatter(-1, index, left_out), 0.0)
+    cdf = running_sum(p)
     token = torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True).squeeze(1)
     return token.clamp(max=logp.shape[1] - 1)  # out of range only where logp is not a number
+
+
+def running_sum(p: Tensor) -> Tensor:
+    """`p.cumsum(-1)` of [rows, columns] in fp64; where everything has to be deterministic, too, which torch's
+    is not on a GPU, and refused there (2.13).
+    """
+    refused = p.is_cuda and torch.are_deterministic_algorithms_enabled()
+    return running_sum_by_products(p.double()) if refused else p.cumsum(-1, dtype=torch.float64)
+
+
+def running_sum_by_products(p: Tensor) -> Tensor:
+    """The same, by products with a triangle of ones: within blocks of the columns, then over the blocks."""
+    rows, columns = p.shape
+    side = max(1, math.isqrt(columns - 1) + 1)
+    blocks = F.pad(p, (0, side * side - columns)).view(rows, side, side)
+    ones = torch.ones(side, side, dtype=p.dtype, device=p.device)
+    within = blocks @ ones.triu()
+    before = within[:, :, -1] @ ones.triu(1)
+    return (within + before[:, :, None]).view(rows, -1)[:, :columns].contiguous()

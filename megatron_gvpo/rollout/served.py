@@ -215,7 +215,10 @@ def start_servers(config: Config, key: str | None, report: Callable[[str], None]
     for i, port in enumerate(ports):
         launch = dialect.launch(config, port, key, on_gpu)
         if on_gpu:
-            launch.environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus[i]))
+            launch.environment["CUDA_VISIBLE_DEVICES"] = visible(gpus[i])
+            if servers.colocated:  # which SGLang's memory saver refuses, whatever is good for the trainer
+                names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+                launch.environment.update(dict.fromkeys(names, "expandable_segments:False"))
         else:  # memory that a server frees stays its own: for large tensors fresh pages cost more than a copy
             large = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**33)}
             launch.environment.update(large)
@@ -247,6 +250,12 @@ def server_gpus(servers: ServersConfig, present: int, ranks: int) -> list[range]
             "(rollout.servers.colocated=true), or start them elsewhere (megatron-gvpo serve)"
         )
     return [range(first + i * servers.tp, first + (i + 1) * servers.tp) for i in range(servers.count)]
+
+
+def visible(gpus: Sequence[int]) -> str:
+    """CUDA_VISIBLE_DEVICES for these, of the GPUs that this process may see."""
+    ours = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return ",".join(ours[i].strip() if ours != [""] else str(i) for i in gpus)
 
 
 def report(message: str) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from http.client import HTTPException
 from pathlib import Path
 
+from megatron_gvpo.environment import MEGATRONS
 from megatron_gvpo.rollout.config import ServersConfig
 from megatron_gvpo.rollout.server import Launch
 
@@ -34,7 +35,7 @@ class ServerProcess:
     def start(self) -> None:
         """Raises OSError where the command does not exist."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        environment = _without_torchrun(os.environ) | self._launch.environment
+        environment = _servers_part(os.environ) | self._launch.environment
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [*_dying_with_us(), *self._launch.command],
@@ -207,9 +208,10 @@ def _group_lives(process: subprocess.Popen[bytes]) -> bool:
     return True
 
 
-def _without_torchrun(environment: os._Environ[str]) -> dict[str, str]:
-    """The environment without what would make a server believe that it is a rank of ours."""
+def _servers_part(environment: os._Environ[str]) -> dict[str, str]:
+    """The environment without what is Megatron's, or makes a server believe that it is a rank of ours."""
     ours = (
+        MEGATRONS,
         "RANK",
         "LOCAL_RANK",
         "WORLD_SIZE",
