@@ -83,6 +83,7 @@ def _ask(engine: str, rollouts: ServedRollouts, directory: Path, step: int) -> N
     for i, prompt in enumerate(PROMPTS):
         sample = call(server.sample(prompt, 12, 0, GREEDY, [1], 60))
         (directory / f"greedy-{step}-{i}").write_text(repr(sample.token_ids))
+        (directory / f"score-{step}-{i}").write_text(json.dumps(call(server.score(prompt, 60))))
     call(server.pause(30))
     call(server.load_directory(directory / f"export-{step}", str(step), 60))
     call(server.flush_cache(30))

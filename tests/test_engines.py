@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import moe_task
 import pytest
 import torch
 from distributed import launch
@@ -206,6 +207,16 @@ def test_a_server_of_two_ranks_gets_its_shards(engine: str, task: Path, tmp_path
     assert_exported(tmp_path)
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_mixture_of_experts_gets_its_weights(engine: str, task: Path, tmp_path: Path):
+    """The same, where a server keeps weights in another arrangement than they come in: vLLM's experts."""
+    moe = moe_task.make(task, tmp_path / "task")
+    with running(engine, moe, tmp_path) as supervisor:
+        url = supervisor.processes[0].url
+        launch("push_worker:run", [1], engine, url, str(moe), str(tmp_path), "single")
+    assert_exported(tmp_path)
+
+
 def assert_exported(directory: Path) -> None:
     """What push_worker wrote after each push: the server had the export, and other weights before."""
     for step in range(len(TRANSPORTS)):
@@ -215,6 +226,8 @@ def assert_exported(directory: Path) -> None:
         assert step == 0 or pushed != (directory / f"checksum-{step - 1}").read_text()
         for i, prompt in enumerate(PROMPTS):
             response = eval((directory / f"greedy-{step}-{i}").read_text())
+            score = torch.tensor(json.loads((directory / f"score-{step}-{i}").read_text()))
+            torch.testing.assert_close(score, logprobs(export, prompt[:1], prompt[1:]), rtol=0, atol=1e-3)
             reference = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32)
             ids = torch.tensor([prompt])
             greedy = reference.generate(
