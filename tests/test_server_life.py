@@ -15,6 +15,9 @@ from typing import Any
 import pytest
 
 from megatron_gvpo.config import ServersConfig
+from megatron_gvpo.rollout import http
+from megatron_gvpo.rollout.http import Http, ServerGone, open_session
+from megatron_gvpo.rollout.loop import BackgroundLoop
 from megatron_gvpo.rollout.server import Launch
 from megatron_gvpo.rollout.supervise import ServerProcess, Supervisor, free_ports, is_healthy
 
@@ -115,3 +118,30 @@ def test_the_end_of_a_long_log_is_read_alone(tmp_path: Path):
     tracemalloc.stop()
     assert [line.strip() for line in lines] == [f"line {i}" for i in range(80, 100)]
     assert peak < 2**22
+
+
+# --- what the user reads ------------------------------------------------------------------------------------
+
+
+def call(url: str, timeout: float = SOON) -> None:
+    loop = BackgroundLoop("test client")
+    session = loop.run(open_session())
+    try:
+        loop.run(Http(session, url).get("/health", timeout=timeout))
+    finally:
+        loop.run(session.close())
+        loop.close()
+
+
+def test_a_node_that_takes_no_connection_is_not_said_to_be_slow(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(http, "CONNECT", 0.2)
+    with listening(None) as url:
+        port = int(url.rsplit(":", 1)[1])
+        waiting = [socket.socket() for _ in range(8)]  # until the queue is full
+        for each in waiting:
+            each.setblocking(False)
+            each.connect_ex(("127.0.0.1", port))
+        with pytest.raises(ServerGone, match=r"/health: no connection within 0\.2 s"):
+            call(url)
+        for each in waiting:
+            each.close()
