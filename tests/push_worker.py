@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tiny_run import configure
 from megatron_gvpo.config import SamplingConfig, read_model_config
 from megatron_gvpo.data.tokenizer import load_tokenizer
 from megatron_gvpo.megatron.policy import Policy
+from megatron_gvpo.rollout import served
 from megatron_gvpo.rollout.fleet import RolloutError
 from megatron_gvpo.rollout.served import ServedRollouts
 from megatron_gvpo.types import Prompt
@@ -132,3 +134,19 @@ def unheard(engine: str, url: str, task: str, out: str) -> None:
             (Path(out) / "error").write_text(str(error))
         finally:
             weights.close()
+
+
+def unopened(task: str, out: str) -> None:
+    """Nobody listens at a server's address, for longer than the ranks wait for one another."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    meet, timeout = f"file://{out}/meet", timedelta(seconds=5)
+    dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=world, timeout=timeout)
+    served.HEARTBEAT = 1.0
+    overrides = ["rollout.engine=sglang", "rollout.servers.urls=[http://127.0.0.1:9]"]
+    config = configure(Path(task), Path(out), *overrides, "rollout.servers.start_timeout=15")
+    rollouts = ServedRollouts(config, None, 1, read_model_config(config.model.path))
+    try:
+        rollouts.__enter__()
+    except RolloutError as error:
+        (Path(out) / f"error-{rank}").write_text(str(error))

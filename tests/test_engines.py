@@ -26,6 +26,7 @@ from megatron_gvpo.rollout.checks import check_server
 from megatron_gvpo.rollout.engine import Request
 from megatron_gvpo.rollout.fleet import Fleet, Member
 from megatron_gvpo.rollout.http import ServerGone, ServerRefused
+from megatron_gvpo.rollout.served import DIALECTS
 from megatron_gvpo.types import Rollout
 from megatron_gvpo.weights.broadcast import Broadcast
 from megatron_gvpo.weights.bucket import Halves, buckets
@@ -286,6 +287,14 @@ def test_another_model_or_tokenizer_is_refused(
     (other / file).write_text(text.replace(old, new))
     with pytest.raises(ConfigError, match=message):
         check(served, served_config(served.engine, task, tmp_path, f"model.path={other}"))
+
+
+def test_a_server_of_another_engine_is_said_to_be_one(served: Running, task: Path, tmp_path: Path):
+    other = next(engine for engine in ENGINES if engine != served.engine)
+    config = served_config(other, task, tmp_path, f"rollout.servers.urls=[{served.url}]")
+    model = read_model_config(config.model.path)
+    with pytest.raises(ConfigError, match=f"{served.url} does not speak as rollout.engine={other} does"):
+        served.client.loop.run(check_server(DIALECTS[other](served.client.server._http), config, model))
 
 
 def test_the_probe_tells_other_weights(served: Running, task: Path, tmp_path: Path):

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from distributed import launch
 from servers import Client, running
 
 
@@ -26,3 +27,12 @@ def test_there_may_be_more_responses_than_open_files(client: Client):
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split()[-2:] == ["400", "responses"]
+
+
+def test_servers_may_take_longer_to_start_than_a_collective_waits(task: Path, tmp_path: Path):
+    """The weights of a large model take long to load: the ranks hear of it, and all get the error."""
+    launch("push_worker:unopened", [2], str(task), str(tmp_path))
+    for rank in range(2):
+        assert (
+            "not healthy after rollout.servers.start_timeout=15 s" in (tmp_path / f"error-{rank}").read_text()
+        )
