@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -134,6 +135,30 @@ def unheard(engine: str, url: str, task: str, out: str) -> None:
             (Path(out) / "error").write_text(str(error))
         finally:
             weights.close()
+
+
+def ended(engine: str, url: str, task: str, out: str, pid: str) -> None:
+    """The server's process ends between a push and its proof; the next push waits until it is back."""
+    overrides = [f"rollout.engine={engine}", f"rollout.servers.urls=[{url}]", "algorithm=grpo"]
+    config = configure(Path(task), Path(out), *overrides)
+    policy, model = Policy(config), read_model_config(config.model.path)
+    prompts = [Prompt(str(i), tuple(prompt), "") for i, prompt in enumerate(PROMPTS)]
+    with ServedRollouts(config, load_tokenizer(config.model.path), 1, model) as rollouts:
+        score = partial(policy.score, temperature=1.0)
+        weights = ServedWeights(config, rollouts, policy.weights, score, prompts)
+        push = weights._push
+
+        def push_and_end(version: int) -> None:
+            push(version)
+            os.killpg(int(pid), signal.SIGKILL)
+
+        weights._push = push_and_end
+        weights.push(0)
+        assert [m.state for m in rollouts.fleet.members] == ["lost"] and weights._proved == 0
+        weights._push = push
+        weights.push(1)
+        assert [m.has(1) for m in rollouts.fleet.members] == [True] and weights._proved == 1
+        weights.close()
 
 
 def unopened(task: str, out: str) -> None:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from megatron_gvpo.config import Config, ConfigError, read_model_config
 from megatron_gvpo.exchange import broadcast_msgpack
-from megatron_gvpo.rollout.fleet import RolloutError
+from megatron_gvpo.rollout.fleet import Fleet, Member, RolloutError
+from megatron_gvpo.rollout.http import ServerGone, ServerRefused
 from megatron_gvpo.rollout.served import ServedRollouts, report
 from megatron_gvpo.types import Prompt, Rows
 from megatron_gvpo.weights.broadcast import Broadcast
@@ -26,6 +27,7 @@ from megatron_gvpo.weights.transport import Transport
 
 PROBE_TOKENS = 48
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05, "fp8": 0.2}  # mean absolute difference, nats a token
+RIGHT, LOST = "right", "lost"  # of a server that is asked to prove a push
 # The first push of a run, and the first with changed weights: a push that does nothing passes the first.
 PROOFS = 2
 
@@ -113,26 +115,40 @@ class ServedWeights:
 
     def _prove(self, own: Tensor) -> None:
         """Compare the servers' log-probs of a fixed text with the policy's `own`, fp32 [tokens - 1]."""
-        problem = None
         fleet, loop = self._rollouts.fleet, self._rollouts.loop
+        verdicts: list[str] = []
         if fleet is not None and loop is not None:
-            limit = TOLERANCE["fp8" if self._fp8 is not None else self._config.model.dtype]
-            for member in [m for m in fleet.members if m.has(self._version)]:
-                theirs = loop.run(member.server.score(self._probe, self._config.rollout.weights.timeout))
-                gap = (torch.tensor(theirs) - own).abs()
-                if not gap.mean() <= limit:
-                    problem = (
-                        f"rollout server {member.server.url} does not have the weights that were sent: "
-                        f"after push "
-                        f"{self._version} its log-probs of {len(own)} probe tokens differ from the "
-                        f"trainer's by "
-                        f"{gap.mean():.3g} on average (allowed: {limit:g}), {gap.max():.3g} at most. Does it "
-                        "serve the same model, in the same dtype, at a tested version?"
-                    )
-        problem = broadcast_msgpack(problem)
-        if problem is not None:
-            raise RolloutError(problem)
-        self._proved += 1
+            members = [m for m in fleet.members if m.has(self._version)]
+            verdicts = [loop.run(self._verdict(fleet, member, own)) for member in members]
+        verdicts = broadcast_msgpack(verdicts)
+        for verdict in verdicts:
+            if verdict not in (RIGHT, LOST):
+                raise RolloutError(verdict)
+        self._proved += RIGHT in verdicts
+
+    async def _verdict(self, fleet: Fleet, member: Member, own: Tensor) -> str:
+        """RIGHT, LOST (since the push, as any server may be at any time), or what is wrong."""
+        where, limit = f"rollout server {member.server.url}", TOLERANCE[self._precision]
+        try:
+            theirs = await member.server.score(self._probe, self._config.rollout.weights.timeout)
+        except (ServerGone, ServerRefused) as error:
+            if isinstance(error, ServerRefused) and error.is_request:
+                return f"{where} refuses the probe that proves a push: {error}"
+            fleet.lose(member, str(error))
+            return LOST
+        gap = (torch.tensor(theirs) - own).abs()
+        if gap.mean() <= limit:
+            return RIGHT
+        return (
+            f"{where} does not have the weights that were sent: after push {self._version} its log-probs of "
+            f"{len(own)} probe tokens differ from the trainer's by {gap.mean():.3g} on average (allowed: "
+            f"{limit:g}), {gap.max():.3g} at most. Does it serve the same model, in the same dtype, at a "
+            "tested version?"
+        )
+
+    @property
+    def _precision(self) -> str:
+        return "fp8" if self._fp8 is not None else self._config.model.dtype
 
     def _publish(self) -> Publisher:
         fleet, loop = self._rollouts.fleet, self._rollouts.loop
