@@ -14,12 +14,14 @@ from typing import Any
 
 import pytest
 
-from megatron_gvpo.config import ServersConfig
+from megatron_gvpo.config import Config, ConfigError, ServersConfig, load_config
 from megatron_gvpo.rollout import http
 from megatron_gvpo.rollout.http import Http, ServerGone, open_session
 from megatron_gvpo.rollout.loop import BackgroundLoop
+from megatron_gvpo.rollout.nccl import check_nccl
 from megatron_gvpo.rollout.server import Launch
 from megatron_gvpo.rollout.supervise import ServerProcess, Supervisor, free_ports, is_healthy
+from megatron_gvpo.weights.served import group_address
 
 SOON = 60.0  # seconds
 
@@ -45,6 +47,10 @@ def listening(answer: bytes | None) -> Iterator[str]:
             threading.Thread(target=serve, daemon=True).start()
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
         server.shutdown(socket.SHUT_RDWR)
+
+
+def config_of(good: Path, *overrides: str) -> Config:
+    return load_config([good], ["rollout.engine=sglang", *overrides])
 
 
 # --- health -------------------------------------------------------------------------------------------------
@@ -118,6 +124,41 @@ def test_the_end_of_a_long_log_is_read_alone(tmp_path: Path):
     tracemalloc.stop()
     assert [line.strip() for line in lines] == [f"line {i}" for i in range(80, 100)]
     assert peak < 2**22
+
+
+# --- where they run, and what with --------------------------------------------------------------------------
+
+
+def interpreter(directory: Path, says: str) -> str:
+    """An interpreter whose torch has this NCCL: a CPU's has none."""
+    python = directory / "python"
+    python.write_text(f"#!/bin/sh\n{says}\n")
+    python.chmod(0o755)
+    return f"rollout.servers.python={python}"
+
+
+def test_an_engine_with_another_nccl_is_refused_before_it_starts(good: Path, tmp_path: Path):
+    other = config_of(good, interpreter(tmp_path, "echo 2.31.2"))
+    with pytest.raises(ConfigError, match=r"NCCL 2\.31\.2, the trainer's has 2\.30\.7.*transport=broadcast"):
+        check_nccl(other, "2.30.7")
+    check_nccl(other, "2.31.2")
+    check_nccl(config_of(good, interpreter(tmp_path, "echo 1"), "rollout.weights.transport=disk"), "2.30.7")
+    check_nccl(config_of(good, interpreter(tmp_path, "exit 1")), "2.30.7")  # no torch: its start says so
+    check_nccl(config_of(good, "rollout.servers.python=/nowhere"), "2.30.7")
+
+
+def test_remote_servers_cannot_meet_the_trainer_on_loopback(good: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    remote = "rollout.servers.urls=[http://192.0.2.1:30000]"  # an address of documentation: nobody's
+    with pytest.raises(
+        ConfigError, match=r"weights\.address: .*192\.0\.2\.1:30000 cannot meet .* localhost \(the"
+    ):
+        group_address(config_of(good, remote))
+    assert group_address(config_of(good, remote, "rollout.weights.address=10.0.0.1")) == "10.0.0.1"
+    assert group_address(config_of(good, remote, "rollout.weights.transport=disk")) == "localhost"
+    assert group_address(config_of(good, "rollout.servers.urls=[http://127.0.0.2:30000]")) == "localhost"
+    monkeypatch.setenv("MASTER_ADDR", "node1")
+    assert group_address(config_of(good, remote)) == "node1"
 
 
 # --- what the user reads ------------------------------------------------------------------------------------

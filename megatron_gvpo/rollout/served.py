@@ -30,6 +30,7 @@ from megatron_gvpo.rollout.engine import Request, check_request, derived_seed
 from megatron_gvpo.rollout.fleet import Fleet, RolloutError
 from megatron_gvpo.rollout.http import Http, ServerGone, open_session
 from megatron_gvpo.rollout.loop import BackgroundLoop
+from megatron_gvpo.rollout.nccl import check_nccl
 from megatron_gvpo.rollout.routing import Routers
 from megatron_gvpo.rollout.server import Server
 from megatron_gvpo.rollout.sglang import SGLang
@@ -228,6 +229,8 @@ def start_servers(config: Config, key: str | None, report: Callable[[str], None]
     first = servers.port
     ports = [first + i for i in range(servers.count)] if first else free_ports(servers.count, servers.host)
     on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        check_nccl(config, ".".join(map(str, torch.cuda.nccl.version())))
     gpus = server_gpus(servers, torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "0")))
     logs = Path(config.output_dir) / "servers"
     processes = []

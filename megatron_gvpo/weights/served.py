@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -28,6 +31,7 @@ from megatron_gvpo.weights.transport import Transport
 PROBE_TOKENS = 48
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05, "fp8": 0.2}  # mean absolute difference, nats a token
 RIGHT, LOST = "right", "lost"  # of a server that is asked to prove a push
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # The first push of a run, and the first with changed weights: a push that does nothing passes the first.
 PROOFS = 2
 
@@ -60,6 +64,7 @@ class ServedWeights:
                 f"rollout.weights.transport=delta cannot change a model in FP8 ({key}={config.served_path}): "
                 "engines keep it in other arrangements than they load; use broadcast"
             )
+        self._address = group_address(config)
         self._probe = _probe(prompts)
         self._publisher: Publisher | None = None
         self._proved = 0
@@ -165,8 +170,7 @@ class ServedWeights:
             device = torch.device("cpu")
         else:
             kind = Delta if settings.transport == "delta" else Broadcast
-            address = settings.address or os.environ.get("MASTER_ADDR", "127.0.0.1")
-            transport = kind(address, backend, settings.timeout)
+            transport = kind(self._address, backend, settings.timeout)
         return Publisher(
             fleet,
             loop,
@@ -180,6 +184,34 @@ class ServedWeights:
             colocated=config.rollout.servers.colocated,
             report=report,
         )
+
+
+def group_address(config: Config) -> str:
+    """Where servers meet the trainer for a process group. Raises ConfigError where some could not."""
+    settings, servers = config.rollout.weights, config.rollout.servers
+    address = settings.address or os.environ.get("MASTER_ADDR", "127.0.0.1")
+    if settings.transport in ("broadcast", "delta") and address in LOOPBACK:
+        for url in servers.urls:
+            if not is_this_machine(urlsplit(url).hostname or ""):
+                raise ConfigError(
+                    f"rollout.weights.address: rollout server {url} cannot meet the trainer at {address}"
+                    f"{'' if settings.address else ' (the default here)'}: give an address of the trainer's "
+                    "first node that the server's node reaches"
+                )
+    return address
+
+
+def is_this_machine(host: str) -> bool:
+    """Whether one of this machine's own addresses is meant; also for a name that nobody can resolve."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return True
+    for family, kind, protocol, _, address in found:
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as own:
+            own.bind((address[0], 0))  # which only an own address can be
+            return True
+    return False
 
 
 def _probe(prompts: Sequence[Prompt]) -> list[int]:
