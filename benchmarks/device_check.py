@@ -21,7 +21,6 @@ where something that ran was wrong.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import re
@@ -35,23 +34,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import device_head
+import device_ipc
+import device_offload
+import torch
+from device_model import (
+    SHAPES,
+    TINY,
+    clean_up,
+    clock,
+    made_rows,
+    policy_of,
+    save_model,
+    update_flops,
+)
+
 # bf16 matrix products without sparsity, TFLOPS: NVIDIA's data sheets.
 PEAK_TFLOPS = {"H200": 989, "H100": 989, "H800": 989, "A100": 312, "A800": 312, "B200": 2250, "L40S": 362}
-QWEN = {
-    "num_attention_heads": 12,
-    "num_key_value_heads": 2,
-    "vocab_size": 151_936,
-    "tie_word_embeddings": True,
-}
-SHAPES = {
-    "qwen2.5-1.5b": {**QWEN, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28},
-    "7b, 8 layers": {
-        **{**QWEN, "num_attention_heads": 28, "num_key_value_heads": 4, "tie_word_embeddings": False},
-        **{"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 8},
-    },
-}
-TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512}
-TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 def main() -> None:
@@ -67,61 +66,37 @@ def main() -> None:
     if args.local is not None:
         one_pack(args.local, "float32", args.local / "local.pt")
         return
-    import torch
-
     begin = time.perf_counter()
     report: dict[str, Any] = {"machine": machine(), "smoke": args.smoke, "results": {}, "missing": {}}
     if not torch.cuda.is_available():
         report["missing"]["gpu"] = "torch sees no CUDA device: this is its CPU's check"
-    results = report["results"]
-    attempt(report, "head", lambda: results.update(head=device_head().head(args.smoke)))
-    attempt(report, "layers", lambda: results.update(layers=layers()))
-    attempt(report, "offload", lambda: results.update(offload=device_offload().offload(args.smoke)))
+    attempt(report, "head", partial(device_head.head, args.smoke))
+    attempt(report, "layers", layers)
+    attempt(report, "offload", partial(device_offload.offload, args.smoke))
     if torch.cuda.is_available():
-        attempt(report, "ipc", lambda: results.update(ipc=device_ipc().check(args.smoke)))
+        attempt(report, "ipc", partial(device_ipc.check, args.smoke))
     else:
-        report["missing"]["ipc"] = "no GPU: CUDA IPC maps memory of one"
+        report["missing"]["ipc"] = device_ipc.NO_GPU
     if reason := no_fp8():
         report["missing"]["fp8"] = reason
     for recipe in (None,) if reason else (None, "tensorwise"):
         for name, shape in SHAPES.items():
             shape, named = ({**shape, **TINY} if args.smoke else shape), name + (", fp8" if recipe else "")
-            check = partial(train, shape, args.smoke, recipe)
-            attempt(report, named, lambda n=named, f=check: results.update({n: f()}))
+            attempt(report, named, partial(train, shape, args.smoke, recipe))
     report["seconds"] = round(time.perf_counter() - begin, 1)
     print_table(report)
     gpu = re.sub(r"\W+", "_", report["machine"]["device"].lower()).strip("_")
     out = args.out or (None if args.smoke else Path(__file__).parent / f"results/device_check_{gpu}.json")
     if out is not None:
         out.write_text(json.dumps(report, indent=2) + "\n")
-    sys.exit(any(not found.get("right", True) for found in results.values()) or "failed" in report)
+    sys.exit(any(not found.get("right", True) for found in report["results"].values()) or "failed" in report)
 
 
-def device_head() -> Any:
-    """Imports what the checks of the head need."""
-    import device_head
-
-    return device_head
-
-
-def device_offload() -> Any:
-    import device_offload
-
-    return device_offload
-
-
-def device_ipc() -> Any:
-    """Imports what the check of shared GPU memory needs."""
-    import device_ipc
-
-    return device_ipc
-
-
-def attempt(report: dict[str, Any], name: str, check: Callable[[], None]) -> None:
+def attempt(report: dict[str, Any], name: str, check: Callable[[], dict[str, Any]]) -> None:
     """Whatever one check does, the others run."""
     print(f"{name} ...", file=sys.stderr, flush=True)
     try:
-        check()
+        report["results"][name] = check()
     except Exception as error:
         traceback.print_exc()
         report.setdefault("failed", {})[name] = f"{type(error).__name__}: {error}"[:300]
@@ -129,22 +104,9 @@ def attempt(report: dict[str, Any], name: str, check: Callable[[], None]) -> Non
         clean_up()
 
 
-def clean_up() -> None:
-    import torch
-
-    from megatron_gvpo.megatron import parallel
-
-    parallel.shut_down()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
 def machine() -> dict[str, str]:
     import platform
     from importlib.metadata import PackageNotFoundError, version
-
-    import torch
 
     found = {"device": "cpu", "python": platform.python_version()}
     if torch.cuda.is_available():
@@ -159,8 +121,6 @@ def machine() -> dict[str, str]:
 
 def no_fp8() -> str:
     """Why FP8 cannot run here; empty where it can."""
-    import torch
-
     if not torch.cuda.is_available():
         return "no GPU"
     if torch.cuda.get_device_capability() < (8, 9):
@@ -174,8 +134,6 @@ def no_fp8() -> str:
 
 def layers() -> dict[str, Any]:
     """Log-probs and gradients of one pack: here, and with the local layers in a process without a GPU."""
-    import torch
-
     found: dict[str, Any] = {"right": True}
     with tempfile.TemporaryDirectory() as directory:
         place = Path(directory)
@@ -199,8 +157,6 @@ def layers() -> dict[str, Any]:
 
 def one_pack(place: Path, dtype: str, out: Path) -> None:
     """Write log-probs of made-up rows and the gradients, under Hugging Face names, of their weighted sum."""
-    import torch
-
     policy = policy_of(place, dtype, max_tokens=4096)
     rows = made_rows(groups=3, k=3, prompt=7, response=20, vocab=TINY["vocab_size"], ragged=True)
     gradients: dict[str, Any] = {}
@@ -211,25 +167,23 @@ def one_pack(place: Path, dtype: str, out: Path) -> None:
         weights = [p.detach().clone() for p in parameters]
         with torch.no_grad():
             for parameter in parameters:
-                parameter.copy_(parameter.main_grad)
+                parameter.copy_(parameter.main_grad)  # type: ignore[attr-defined]
             gradients.update({name: tensor.float().clone() for name, tensor in policy.weights()})
             for parameter, weight in zip(parameters, weights, strict=True):
                 parameter.copy_(weight)
         return apply()
 
-    policy.optimizer.apply = take
+    policy.optimizer.apply = take  # type: ignore[method-assign]
     found = policy.update(rows, at_step_start=True, keep_logp=True)
     torch.save({"logp_r": found.logp_r, "gradients": gradients}, out)
 
 
 def train(shape: dict[str, Any], smoke: bool, fp8: str | None = None) -> dict[str, Any]:
     """Updates of 32 groups' rows of random tokens in packs of 8192 (in FP8, of multiples of its blocks)."""
-    import torch
-
     on_gpu = torch.cuda.is_available()
     dtype = "bfloat16" if on_gpu else "float32"
-    sizes = {"groups": 2, "k": 2, "prompt": 8, "response": 24} if smoke else {"groups": 8, "k": 5}
-    sizes = {"prompt": 150, "response": 850, **sizes}
+    tiny, usual = {"groups": 2, "k": 2, "prompt": 8, "response": 24}, {"groups": 8, "k": 5}
+    sizes: dict[str, Any] = {"prompt": 150, "response": 850, **(tiny if smoke else usual)}
     rounds = 2 if smoke else 4
     with tempfile.TemporaryDirectory() as directory:
         save_model(Path(directory), shape)
@@ -243,20 +197,20 @@ def train(shape: dict[str, Any], smoke: bool, fp8: str | None = None) -> dict[st
         with clock(seconds, "optimizer"):
             return apply()
 
-    policy.optimizer.apply = timed
+    policy.optimizer.apply = timed  # type: ignore[method-assign]
     for _ in range(rounds):
         with clock(seconds, "update"):
             policy.update(rows, at_step_start=True)
-    of_head = device_head().head_seconds(policy, rows, dtype)
+    of_head = device_head.head_seconds(policy, rows, dtype)
     seconds["head"] = rounds * of_head["known"]  # as the update above has it, at a step's start
     updates = {"known": seconds["update"] / rounds}
-    policy.optimizer.apply = apply
+    policy.optimizer.apply = apply  # type: ignore[method-assign]
     for mode, stash in (("stash", policy._stash_bytes), ("recompute", 0)):  # weights that come late
         policy._stash_bytes = stash
         policy.update(rows, at_step_start=False)
         with clock(updates, mode):
             policy.update(rows, at_step_start=False)
-    with device_head().naive_head():
+    with device_head.naive_head():
         policy.update(rows, at_step_start=True)
         with clock(updates, "naive"):
             policy.update(rows, at_step_start=True)
@@ -284,97 +238,6 @@ def train(shape: dict[str, Any], smoke: bool, fp8: str | None = None) -> dict[st
         "memory_gib": {n.split("/")[1].removesuffix("_gib"): v for n, v in first.memory.items()},
         "right": bool(torch.isfinite(torch.tensor(first.update.grad_norm))) and not first.update.skipped,
     }
-
-
-class clock:  # noqa: N801 - reads as a statement
-    """Adds the seconds of a block to `into[name]`, the device's work included."""
-
-    def __init__(self, into: dict[str, float], name: str) -> None:
-        self._into, self._name = into, name
-
-    def __enter__(self) -> None:
-        synchronize()
-        self._begin = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        synchronize()
-        self._into[self._name] = self._into.get(self._name, 0.0) + time.perf_counter() - self._begin
-
-
-def synchronize() -> None:
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def update_flops(shape: dict[str, Any], rows: Any) -> float:
-    """6 a parameter and token of layers and head, 12 a channel and pair of tokens of the attention."""
-    hidden, heads = shape["hidden_size"], shape["num_attention_heads"]
-    width = hidden // heads * (heads + shape["num_key_value_heads"])
-    layer = 2 * hidden * width + 3 * hidden * shape["intermediate_size"]
-    lengths = [len(p) + len(r) - 1 for p, r in zip(rows.prompt_ids, rows.response_ids, strict=True)]
-    pairs = sum(n * (n + 1) / 2 for n in lengths)
-    of_layers = shape["num_hidden_layers"] * (6 * layer * sum(lengths) + 12 * hidden * pairs)
-    return of_layers + 6 * hidden * shape["vocab_size"] * int(rows.length_n.sum())
-
-
-def save_model(place: Path, shape: dict[str, Any]) -> None:
-    import torch
-    import transformers
-
-    config = transformers.Qwen2Config(**shape, max_position_embeddings=2048, dtype="bfloat16")
-    torch.manual_seed(0)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(place)
-
-
-def policy_of(
-    place: Path,
-    dtype: str,
-    max_tokens: int,
-    fp8: str | None = None,
-    sections: dict[str, dict[str, Any]] | None = None,
-) -> Any:
-    """`sections` of the configuration take the place of these."""
-    from megatron_gvpo.config import build_config
-    from megatron_gvpo.megatron.policy import Policy
-
-    return Policy(
-        build_config(
-            {
-                "output_dir": "unused",
-                "model": {"path": str(place), "dtype": dtype, "fp8": {"recipe": fp8} if fp8 else None},
-                "data": {"train": {"path": "unused"}},
-                "algorithm": {"recipe": "gvpo"},
-                "train": {"steps": 1, "prompts_per_step": 1, "max_tokens_per_micro_batch": max_tokens},
-                "optimizer": {"lr": 1e-6},
-                **(sections or {}),
-            }
-        )
-    )
-
-
-def made_rows(groups: int, k: int, prompt: int, response: int, vocab: int, ragged: bool = False) -> Any:
-    import torch
-
-    from megatron_gvpo.types import Rows
-
-    generator = torch.Generator().manual_seed(0)
-
-    def tokens(n: int) -> tuple[int, ...]:
-        return tuple(torch.randint(vocab, (n,), generator=generator).tolist())
-
-    n = groups * k
-    prompts = [tokens(prompt) for _ in range(groups)]
-    return Rows(
-        prompt_ids=[prompts[i // k] for i in range(n)],
-        response_ids=[tokens(response - i % response // 2 if ragged else response) for i in range(n)],
-        group_n=torch.arange(n) // k,
-        reward_n=torch.rand(n, generator=generator),
-        truncated_n=torch.zeros(n, dtype=torch.bool),
-    )
 
 
 def print_table(report: dict[str, Any]) -> None:

@@ -28,7 +28,8 @@ def ways(weight_r: Tensor) -> Iterator[tuple[str, dict[str, Any]]]:
 def head(smoke: bool) -> dict[str, Any]:
     """Largest errors of a forward and backward, relative to the largest value."""
     tokens, hidden, vocab = (64, 32, 500) if smoke else (4096, 1536, 32_768)
-    where, found = device(), {}
+    where = device()
+    found: dict[str, Any] = {"right": True}
     for dtype, limit in ((torch.float32, 1e-4), (torch.bfloat16, 2e-2)):
         torch.manual_seed(0)
         x = torch.randn(tokens, hidden, dtype=dtype, device=where).requires_grad_()
@@ -46,7 +47,7 @@ def head(smoke: bool) -> dict[str, Any]:
                 for name, a, b in zip(("logp", "d_hidden", "d_weight"), ours, theirs, strict=True)
             }
             found[f"{str(dtype).removeprefix('torch.')} {way}"] = errors
-            found["right"] = found.get("right", True) and max(errors.values()) < limit
+            found["right"] = found["right"] and max(errors.values()) < limit
     return found
 
 
@@ -55,7 +56,8 @@ def naive_head() -> Iterator[None]:
     """Inside, updates have the head that one would write: all logits, and autograd."""
     from megatron_gvpo.megatron import forward
 
-    ours, forward.linear_logprob = forward.linear_logprob, _naive
+    ours = forward.linear_logprob
+    forward.linear_logprob = _naive  # type: ignore[assignment]
     try:
         yield
     finally:

@@ -14,7 +14,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import device_check
+import device_model
+import torch
 
 UPDATES = 3
 MODULES = ["qkv_linear", "core_attn", "attn_proj"]
@@ -28,18 +29,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def offload(smoke: bool) -> dict[str, Any]:
     """Losses and gradients' norms of some updates, seconds of the last, memory by part; by variant."""
-    import torch
-
     on_gpu = torch.cuda.is_available()
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as directory:
         place = Path(directory)
-        tiny = device_check.TINY if smoke else {"num_hidden_layers": 8}
-        device_check.save_model(place, {**device_check.SHAPES["qwen2.5-1.5b"], **tiny})
+        tiny = device_model.TINY if smoke else {"num_hidden_layers": 8}
+        device_model.save_model(place, {**device_model.SHAPES["qwen2.5-1.5b"], **tiny})
         for name in VARIANTS:
             if name != "attention":
                 found[name] = one(place, name, smoke)
-                device_check.clean_up()
+                device_model.clean_up()
             elif on_gpu:  # in a process that imports Transformer Engine with what it then reads
                 environment = {**os.environ, "NVTE_CPU_OFFLOAD_V1": "1"}
                 arguments = [str(place), name, *(["--smoke"] if smoke else [])]
@@ -54,14 +53,12 @@ def offload(smoke: bool) -> dict[str, Any]:
 
 
 def one(place: Path, name: str, smoke: bool) -> dict[str, Any]:
-    import torch
-
     dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     sections = {"optimizer": {"lr": 1e-4}, **VARIANTS[name]}
     sections["optimizer"] = {"lr": 1e-4, **sections["optimizer"]}
-    policy = device_check.policy_of(place, dtype, max_tokens=8192, sections=sections)
+    policy = device_model.policy_of(place, dtype, max_tokens=8192, sections=sections)
     sizes = {"groups": 2, "k": 2, "prompt": 8, "response": 24} if smoke else {"groups": 4, "k": 5}
-    rows = device_check.made_rows(
+    rows = device_model.made_rows(
         vocab=policy.model.vocab_size, ragged=True, **{"prompt": 150, "response": 850, **sizes}
     )
     seconds: dict[str, float] = {}
@@ -69,14 +66,14 @@ def one(place: Path, name: str, smoke: bool) -> dict[str, Any]:
 
     def timed() -> Any:
         seconds.clear()
-        with device_check.clock(seconds, "optimizer"):
+        with device_model.clock(seconds, "optimizer"):
             return apply()
 
-    policy.optimizer.apply = timed
-    results, took = [], {}
+    policy.optimizer.apply = timed  # type: ignore[method-assign]
+    results, took = [], dict[str, float]()
     for _ in range(UPDATES):
         took.clear()
-        with device_check.clock(took, "update"):
+        with device_model.clock(took, "update"):
             results.append(policy.update(rows, at_step_start=True))
     memory = {n.split("/")[1].removesuffix("_gib"): v for n, v in results[0].memory.items()}
     return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,11 +68,11 @@ def _naive(x: Tensor, w: Tensor, labels_t: Tensor, g_t: Tensor) -> Tensor:
     return (g_t * logp_tv.gather(1, labels_t[:, None])[:, 0]).sum()
 
 
-def _late(x: Tensor, w: Tensor, labels_t: Tensor, g_t: Tensor, **options) -> Tensor:
+def _late(x: Tensor, w: Tensor, labels_t: Tensor, g_t: Tensor, **options: Any) -> Tensor:
     return (g_t * linear_logprob(x, w, labels_t, **options).logp_r).sum()
 
 
-def _known(x: Tensor, w: Tensor, labels_t: Tensor, g_t: Tensor, **options) -> Tensor:
+def _known(x: Tensor, w: Tensor, labels_t: Tensor, g_t: Tensor, **options: Any) -> Tensor:
     surrogate = linear_logprob(x, w, labels_t, weight_r=g_t, **options).surrogate
     assert surrogate is not None
     return surrogate

@@ -27,7 +27,12 @@ from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Loss = Callable[..., "Tensor"]
 
 CPU_HEADS = ("naive", "late", "stash", "known")
 CPU_SHAPE = (4096, 896, 151_936)
@@ -60,7 +65,12 @@ def main() -> None:
             sys.exit("--device cuda: PyTorch finds no GPU here")
         from heads import NOTES
 
-        report = {"machine": machine(args), "heads": NOTES, "targets": GPU_TARGETS, "shapes": []}
+        report: dict[str, Any] = {
+            "machine": machine(args),
+            "heads": NOTES,
+            "targets": GPU_TARGETS,
+            "shapes": [],
+        }
         for tokens, hidden, vocab in shapes(args):
             at = ["--tokens", str(tokens), "--hidden", str(hidden), "--vocab", str(vocab)]
             report["shapes"].append(compare_on_gpu(args, at))
@@ -108,7 +118,8 @@ def shapes(args: argparse.Namespace) -> list[tuple[int, int, int]]:
     """(tokens, hidden, vocab) of every comparison."""
     given = (args.tokens, args.hidden, args.vocab)
     if args.device == "cpu" or any(given):
-        return [tuple(mine or default for mine, default in zip(given, CPU_SHAPE, strict=True))]
+        tokens, hidden, vocab = (mine or usual for mine, usual in zip(given, CPU_SHAPE, strict=True))
+        return [(tokens, hidden, vocab)]
     return [(t, h, v) for t, (h, v) in product(GPU_TOKENS, GPU_MODELS.values())]
 
 
@@ -143,7 +154,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return found | errors(loss, x[few], w, labels_t[few], g_t[few])
 
 
-def measure_cpu(loss: Callable, *inputs) -> dict[str, float]:
+def measure_cpu(loss: Loss, *inputs: Tensor) -> dict[str, float]:
     import torch
 
     (torch.ones(512, 512) @ torch.ones(512, 512)).exp()  # thread pools and BLAS buffers exist from here on
@@ -160,7 +171,7 @@ def memory_kib(field: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(field))
 
 
-def measure_cuda(loss: Callable, rounds: int, *inputs) -> dict[str, float]:
+def measure_cuda(loss: Loss, rounds: int, *inputs: Tensor) -> dict[str, float]:
     import torch
 
     for _ in range(2):  # workspaces, kernels to load and to compile
@@ -177,7 +188,7 @@ def measure_cuda(loss: Callable, rounds: int, *inputs) -> dict[str, float]:
     }
 
 
-def seconds_on_gpu(work: Callable, rounds: int) -> float:
+def seconds_on_gpu(work: Callable[[], Any], rounds: int) -> float:
     import torch
 
     found = []
@@ -191,7 +202,7 @@ def seconds_on_gpu(work: Callable, rounds: int) -> float:
     return median(found)
 
 
-def measure_rates(x, w) -> dict[str, float]:
+def measure_rates(x: Tensor, w: Tensor) -> dict[str, float]:
     """What this device reaches: the three products that the head cannot do without, and copies."""
     import torch
 
@@ -215,7 +226,7 @@ def measure_rates(x, w) -> dict[str, float]:
     }
 
 
-def errors(loss: Callable, x, w, labels_t, g_t) -> dict[str, float]:
+def errors(loss: Loss, x: Tensor, w: Tensor, labels_t: Tensor, g_t: Tensor) -> dict[str, float]:
     """Of the loss, dX and dW: the largest difference from fp64 over the largest magnitude there."""
     import torch
     from torch.nn.functional import cross_entropy

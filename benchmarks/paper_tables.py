@@ -98,7 +98,8 @@ def main() -> None:
             continue
         begin = time.perf_counter()
         variant = TABLES[table][name]
-        result = on_table(variant, seed) if task == "tabular" else on_model(variant, seed, args)
+        if (result := elsewhere(variant, task, seed, read(file, args))) is None:
+            result = on_table(variant, seed) if task == "tabular" else on_model(variant, seed, args)
         line = {"cell": key, **result, "seconds": time.perf_counter() - begin, "of": settings_of(task, args)}
         with file.open("a") as runs:
             runs.write(json.dumps(line) + "\n")
@@ -106,6 +107,20 @@ def main() -> None:
     done = read(file, args)
     (args.out / "tables.md").write_text(report(done, args))
     plot(done, args)
+
+
+def elsewhere(variant: Variant, task: str, seed: int, done: dict[str, Any]) -> dict[str, float] | None:
+    """What another table found for the same algorithm and seed, as for GVPO's defaults in all its tables."""
+    for table, rows in TABLES.items():
+        for name, other in rows.items():
+            line = done.get(f"{task} | {table} | {name} | {seed}")
+            if line and other.n == variant.n and effective(other) == effective(variant):
+                return {name: line[name] for name in ("reward", "start", "responses") if name in line}
+    return None
+
+
+def effective(variant: Variant) -> dict[str, Any]:
+    return AlgorithmConfig.model_validate(variant.algorithm).model_dump(exclude={"recipe"})
 
 
 def settings_of(task: str, args: argparse.Namespace) -> dict[str, int]:
@@ -201,7 +216,7 @@ def train(file: str, *overrides: str) -> None:
 
 
 def command(*arguments: str) -> None:
-    environment = os.environ | {"OMP_NUM_THREADS": "2", "PYTHONPATH": str(ROOT)}
+    environment = {"OMP_NUM_THREADS": "2", **os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(arguments)} ended with {done.returncode}:\n{done.stderr[-4000:]}")

@@ -25,6 +25,7 @@ import json
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from megatron_gvpo.cluster.planner import architecture, workload
 from megatron_gvpo.cluster.planner.time import DecodeStep, seconds
@@ -53,7 +54,7 @@ class Published:
     seconds: float
 
 
-def _split(gpus: int, rollout_tp: int, recompute: bool = False, **sizes: int) -> Layout:
+def _split(gpus: int, rollout_tp: int, recompute: bool = False, **sizes: Any) -> Layout:
     half = gpus // 2
     return Layout(half, recompute=recompute, rollout_gpus=half, rollout_tp=rollout_tp, async_steps=1, **sizes)
 

@@ -141,17 +141,15 @@ def _formula(
 
 def measure(config: Config, steps: int, gpu: str | None) -> dict[str, Any]:
     """A collective; the same on every rank."""
-    parts.PhaseTimer = AlignedTimer  # type: ignore[attr-defined, misc]
+    parts.PhaseTimer = AlignedTimer  # type: ignore[misc]
     model = architecture.load(config.model.path)
     watch = Watch(steps, model)
     trainer = Trainer(config, [watch], overwrite=True)
     watch.attach(trainer)
     trainer.fit()
     peak = workload.gpu(gpu).bf16_tflops * 1e12 if gpu else cpu_peak()
-    group_sizes = {name: group for group, name in parallel.group_names().items()}
-    ranks_of = {
-        name: dist.distributed_c10d._resolve_process_group(g).size() for name, g in group_sizes.items()
-    }
+    named: dict[Any, str] = dict(parallel.group_names())
+    ranks_of = {name: dist.distributed_c10d._resolve_process_group(g).size() for g, name in named.items()}
     everyone: list[Any] = [None] * dist.get_world_size()
     mine = (watch.seconds, watch.messages, watch.updates_equal, peak)
     dist.all_gather_object(everyone, mine)

@@ -17,8 +17,10 @@ import os
 import platform
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 CASES = {"150+850, k=5": (150, 850, 5, 1), "4000+1000, k=8": (4000, 1000, 8, 8)}  # prompt, response, k, scale
 QWEN_7B = {"layers": 28, "hidden": 3584, "heads": 28, "kv_heads": 4, "head_dim": 128, "ffn": 18944}
@@ -34,7 +36,8 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=256, help="of the small model")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/shared_prompts_cpu.json")
     args = parser.parse_args()
-    report = {"cpu": platform.processor() or platform.machine(), "threads": os.environ.get("OMP_NUM_THREADS")}
+    report: dict[str, Any] = {"cpu": platform.processor() or platform.machine()}
+    report["threads"] = os.environ.get("OMP_NUM_THREADS")
     cases = {}
     for name, (prompt, response, k, scale) in CASES.items():
         found = formula(prompt, response, k)
@@ -72,10 +75,8 @@ def formula(prompt: int, response: int, k: int) -> dict[str, dict[str, float]]:
         "shared": causal(prompt) + k * (prompt * response + causal(response)),
     }
     of = {kind: flops(tokens[kind], pairs[kind]) for kind in tokens}
-    return {
-        name: {**values, "ratio": values["shared"] / values["whole"]}
-        for name, values in {"tokens": tokens, "attention_pairs": pairs, "flops": of}.items()
-    }
+    found: dict[str, Mapping[str, float]] = {"tokens": tokens, "attention_pairs": pairs, "flops": of}
+    return {name: {**v, "ratio": v["shared"] / v["whole"]} for name, v in found.items()}
 
 
 def measured(prompt: int, response: int, k: int, args: argparse.Namespace) -> dict[str, float]:

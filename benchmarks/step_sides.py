@@ -199,7 +199,7 @@ def run_ours(args: argparse.Namespace) -> None:
     if not case.whole:
         parts = trainer.parts
         parts.batches = BatchQueue(parts.order, parts.prompts, Given(), PROMPTS)
-        parts.sync = lambda version: None  # nothing samples from the weights
+        parts.sync = lambda version: None  # type: ignore[method-assign] # nothing samples from the weights
     trainer.fit()
 
 
@@ -207,7 +207,7 @@ def take_apart(seconds: dict[str, float]) -> None:
     """From now on, add up in `seconds` what the parts of our step take."""
     from megatron.core.pipeline_parallel import schedules
 
-    from megatron_gvpo import parts
+    from megatron_gvpo import generation
     from megatron_gvpo.megatron import forward, optimizer, policy, shares
 
     def timed(owner: Any, name: str, part: str, within: str | None = None) -> None:
@@ -224,8 +224,8 @@ def take_apart(seconds: dict[str, float]) -> None:
 
         setattr(owner, name, wrapped)
 
-    timed(parts.EngineSampler, "collect", "sampling and rewards")
-    timed(parts.EmbeddedWeights, "push", "weights to the engine")
+    timed(generation.EngineSampler, "collect", "sampling and rewards")
+    timed(generation.EmbeddedWeights, "push", "weights to the engine")
     timed(shares, "plan", "planning and packing")
     timed(policy.Rows, "select", "planning and packing")
     timed(forward.TokenBatch, "pack", "planning and packing", within="forward")

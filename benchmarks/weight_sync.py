@@ -9,15 +9,17 @@ buckets, between this process and one that does nothing else with them.
   in-process  into the embedded engine
   broadcast   over a process group with the server (gloo on CPU, NCCL on GPU)
   delta       the same, changed elements alone
+  shared      memory of this machine, or of one GPU (CUDA IPC), that the server maps
   disk        safetensors files
 
 `push_s` is all of it; `transfer_s` is from the first byte read to the last one loaded in the server, and
-`of_plain` = plain_s / transfer_s (target for broadcast: 0.8). `first_s` is the first push, which forms the
-group. `parts_s` are medians of the transport's begin, send and end, of filling buckets between the sends, and
-of what is around the transport (pause, flush, resume). Ratios are of neighbouring measurements; on a machine
-that does other work read `of_fastest`, the ratio of the fastest ones.
+`of_plain` = plain_s / transfer_s (target for broadcast: 0.8); `wire_of_plain` is the same for the bytes'
+way alone, without the server's loading. `first_s` is the first push, which forms the group. `parts_s` are
+medians of the transport's begin, send and end, of filling buckets between the sends, and of what is around
+the transport (pause, flush, resume). Ratios are of neighbouring measurements; on a machine that does other
+work read `of_fastest`, the ratio of the fastest ones.
 
-NCCL needs a GPU for this process beside the server's: with one GPU only in-process and disk are measured.
+NCCL needs a GPU for this process beside the server's: with one GPU, broadcast and delta are left out.
 """
 
 from __future__ import annotations
@@ -54,12 +56,15 @@ from megatron_gvpo.weights.bucket import Bucket
 from megatron_gvpo.weights.delta import Delta
 from megatron_gvpo.weights.disk import Disk
 from megatron_gvpo.weights.in_process import InProcess
+from megatron_gvpo.weights.node import NodeMemory
 from megatron_gvpo.weights.push import Publisher
+from megatron_gvpo.weights.relay import Relays
+from megatron_gvpo.weights.shared import Shared
 
 CPU = torch.device("cpu")
 TIMEOUT = 120.0  # seconds for one step of a push
 TARGET = 0.8
-TRANSPORTS = ("in-process", "broadcast", "delta", "disk")
+TRANSPORTS = ("in-process", "broadcast", "delta", "shared", "disk")
 Weights = dict[str, Tensor]
 
 
@@ -158,11 +163,13 @@ def measure(
     row["gb_per_s"] = round(size / row["transfer_s"]["median"] / 1e9, 3)
     ratios = spread([r["plain_s"] / r["transfer_s"] for r in rounds])
     row["of_plain"] = ratios | {"of_fastest": round(row["plain_s"]["min"] / row["transfer_s"]["min"], 3)}
-    parts = [name for name in rounds[0] if name.endswith("_part")]
-    row["parts_s"] = {name[:-5]: round(median(r[name] for r in rounds), 4) for name in parts}
+    spent = [name for name in rounds[0] if name.endswith("_part")]
+    row["parts_s"] = {name[:-5]: round(median(r[name] for r in rounds), 4) for name in spent}
     for name in ("wire_s", "trainer_cpu_s", "server_cpu_s"):
         if name in rounds[0]:
             row[name] = spread([r[name] for r in rounds])
+    if "wire_s" in rounds[0]:
+        row["wire_of_plain"] = spread([r["plain_s"] / r["wire_s"] for r in rounds])
     return row
 
 
@@ -183,6 +190,9 @@ class Pushing:
         if transport == "disk":
             self._timed = Timed(Disk(Path(config.output_dir) / "weights", TIMEOUT))
             where = CPU
+        elif transport == "shared":
+            memory = NodeMemory(f"megatron_gvpo-{os.getpid()}", where)
+            self._timed = Timed(Shared(TIMEOUT, memory, Relays(dist.HashStore(), [], TIMEOUT)))
         else:
             kind = Delta if transport == "delta" else Broadcast
             self._timed = Timed(kind("127.0.0.1", backend, TIMEOUT))
@@ -198,6 +208,7 @@ class Pushing:
             optional=frozenset(),
             fp8=None,
             report=lambda message: print(message, file=sys.stderr),
+            colocated=False,
         )
 
     def __call__(self, version: int) -> dict[str, float]:
@@ -253,6 +264,9 @@ class Timed:
     async def end(self) -> None:
         await self._clocked("end", self._transport.end())
         self._ended = time.perf_counter()
+
+    def over(self) -> None:
+        self._transport.over()
 
     async def close(self) -> None:
         await self._transport.close()
@@ -341,7 +355,8 @@ def print_row(row: dict[str, Any]) -> None:
         f"{where}  push {row['push_s']['median']:7.3f} s  transfer {row['transfer_s']['median']:7.3f} s  "
         f"{row['gb_per_s']:6.2f} GB/s  sent {row['bytes'] / 1e6:7.0f} MB  plain "
         f"{row['plain_s']['median']:6.3f} s  of plain {row['of_plain']['median']:.2f} "
-        f"(fastest {row['of_plain']['of_fastest']:.2f})",
+        f"(fastest {row['of_plain']['of_fastest']:.2f}"
+        + (f", wire {row['wire_of_plain']['median']:.2f})" if "wire_of_plain" in row else ")"),
         flush=True,
     )
 

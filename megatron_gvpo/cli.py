@@ -184,20 +184,14 @@ def _convert(source: Path, target: Path, like: str | None) -> int:
 
 def _use(options: argparse.Namespace, config: Config) -> None:
     """Evaluate or export a policy."""
-    from megatron_gvpo.megatron.checkpoint import CheckpointError
+    from megatron_gvpo.generation import evaluate
     from megatron_gvpo.megatron.convert import newest_to_hugging_face
-    from megatron_gvpo.parts import Parts
 
     is_main = os.environ.get("RANK", "0") == "0"
     if options.command == "export":
         written = newest_to_hugging_face(config, Path(options.out))
         return _print_main(is_main, f"step {written} written to {options.out}")
-    parts = Parts(config)
-    step = parts.resume() if options.resume else 0
-    if step is None:
-        raise CheckpointError(f"{parts.checkpoints}: there is no complete checkpoint")
-    with parts:
-        _print_main(is_main, json.dumps(parts.evaluate(step), indent=2))
+    _print_main(is_main, json.dumps(evaluate(config, options.resume), indent=2))
 
 
 def _quieten() -> None:

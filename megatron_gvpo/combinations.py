@@ -103,7 +103,7 @@ def _engine(config: Config) -> None:
         raise ValueError(
             f"rollout.weights.transport={rollout.weights.transport}: NCCL forms no process "
             "group of a trainer and a server on the same GPU (rollout.servers.colocated): set it to "
-            "shared, or to disk"
+            "shared"
         )
 
 

@@ -6,20 +6,18 @@
 
 from __future__ import annotations
 
-import difflib
 import json
-import re
-import typing
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
 from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.algorithms.recipe import merge
 from megatron_gvpo.combinations import check_combinations
+from megatron_gvpo.config_errors import explain
 from megatron_gvpo.rewards.functions import BUILT_IN
 from megatron_gvpo.rollout.config import ServersConfig as ServersConfig
 from megatron_gvpo.rollout.config import WeightSyncConfig as WeightSyncConfig
@@ -319,7 +317,7 @@ def build_config(values: Mapping[str, Any]) -> Config:
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(_explain(error)) from None
+        raise ConfigError(explain(error, Config)) from None
 
 
 def read_model_config(path: str, key: str = "model.path") -> dict[str, Any]:
@@ -358,57 +356,3 @@ def _parse_override(override: str) -> dict[str, Any]:
     for key in reversed(dotted.split(".")):
         value = {key: value}
     return value
-
-
-def _explain(error: ValidationError) -> str:
-    """Pydantic's errors as lines of `key: what is wrong (value)`, with the nearest name for a wrong one."""
-    lines = []
-    for item in error.errors():
-        key, siblings = _locate(item["loc"])
-        context, given = item.get("ctx", {}), item["input"]
-        match item["type"]:
-            case "extra_forbidden":
-                lines.append(f"{key}: no such key; {_nearest(str(item['loc'][-1]), siblings)}")
-            case "missing":
-                lines.append(f"{key}: missing, and it has no default")
-            case "union_tag_invalid":
-                names = re.findall(r"'([^']+)'", context["expected_tags"])
-                lines.append(f"{key}.name: there is no {context['tag']!r}; {_nearest(context['tag'], names)}")
-            case "union_tag_not_found":
-                lines.append(f"{key}.name: missing; it says which one is meant")
-            case "model_type" | "model_attributes_type" | "dict_type":
-                lines.append(f"{key}: expected settings as `key: value`, found {given!r}")
-            case _:
-                message = item["msg"].removeprefix("Value error, ")
-                shown = f" (given: {given!r})" if key and not isinstance(given, dict | BaseModel) else ""
-                lines.append(f"{key}: {message}{shown}" if key else message)
-    return "\n".join(lines)
-
-
-def _nearest(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, 1, 0.5)
-    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
-
-
-def _locate(loc: Sequence[int | str]) -> tuple[str, list[str]]:
-    """The key in the file that a pydantic location means, and the names that are known beside it."""
-    sections: list[type[BaseModel]] = [Config]
-    beside, key = sections, []
-    for part in loc:
-        found = [section.model_fields[str(part)] for section in sections if part in section.model_fields]
-        tagged = [s for s in sections if "name" in s.model_fields and s.model_fields["name"].default == part]
-        if tagged and not found:
-            sections = tagged  # pydantic adds a union's tag to the path; the file has no such level
-            continue
-        key.append(str(part))
-        beside = sections
-        if not isinstance(part, int):
-            sections = [section for field in found for section in _sections_in(field.annotation)]
-    return ".".join(key), sorted({name for section in beside for name in section.model_fields})
-
-
-def _sections_in(annotation: Any) -> list[type[BaseModel]]:
-    """The sections inside an annotation such as `X | None`, `tuple[X, ...]` or a tagged union."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [section for part in typing.get_args(annotation) for section in _sections_in(part)]

@@ -70,7 +70,7 @@ class Saboteur(Callback):
                     left.remove(fault)
 
     def _moment(self) -> Moment:
-        fleet: Fleet = self._trainer.parts._served.fleet
+        fleet: Fleet = self._trainer.parts.generation._served.fleet
         if any(member.in_push for member in fleet.members):
             return "pushing"
         return "generating" if any(member.calls for member in fleet.members) else "between"

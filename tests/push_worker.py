@@ -20,7 +20,7 @@ from megatron_gvpo.config import SamplingConfig, read_model_config
 from megatron_gvpo.data.tokenizer import load_tokenizer
 from megatron_gvpo.megatron.policy import Policy
 from megatron_gvpo.rollout import served
-from megatron_gvpo.rollout.fleet import RolloutError
+from megatron_gvpo.rollout.fleet import Member, RolloutError
 from megatron_gvpo.rollout.served import ServedRollouts
 from megatron_gvpo.types import Prompt
 from megatron_gvpo.weights.served import ServedWeights
@@ -81,14 +81,20 @@ def _nudge(policy: Policy) -> None:
 def _ask(engine: str, rollouts: ServedRollouts, directory: Path, step: int) -> None:
     [member] = rollouts.fleet.members
     server, call = member.server, rollouts.loop.run
-    assert member.has(step) and call(server.weight_version(10)) == str(step)
-    pushed = checksum(rollouts.loop, server)
     for i, prompt in enumerate(PROMPTS):
         sample = call(server.sample(prompt, 12, 0, GREEDY, [1], 60))
         (directory / f"greedy-{step}-{i}").write_text(repr(sample.token_ids))
         (directory / f"score-{step}-{i}").write_text(json.dumps(call(server.score(prompt, 60))))
+    _compare(rollouts, member, directory / f"export-{step}", directory, step)
+
+
+def _compare(rollouts: ServedRollouts, member: Member, export: Path, directory: Path, step: int) -> None:
+    """Write the server's checksums of what was pushed, and of the export after it has loaded that."""
+    server, call = member.server, rollouts.loop.run
+    assert member.has(step) and call(server.weight_version(10)) == str(step)
+    pushed = checksum(rollouts.loop, server)
     call(server.pause(30))
-    call(server.load_directory(directory / f"export-{step}", str(step), 60))
+    call(server.load_directory(export, str(step), 60))
     call(server.flush_cache(30))
     call(server.resume(30))
     (directory / f"checksum-{step}").write_text(json.dumps(pushed, indent=1))
@@ -102,6 +108,41 @@ def end(weights: ServedWeights, rollouts: ServedRollouts) -> None:
     torch.manual_seed(0)
 
 
+def on_two_nodes(engine: str, urls: str, task: str, out: str, elsewhere: str) -> None:
+    """Push before and after an update to a server on each of two nodes; write what they say.
+
+    `elsewhere`: a process of the second node, which has shared memory of its own. Rank 1 goes there.
+    """
+    os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size()), "LOCAL_RANK": "0"}
+    if dist.get_rank() == 1:
+        os.unshare(os.CLONE_FS)  # this thread's, as namespaces are
+        with open(f"/proc/{elsewhere}/ns/mnt") as namespace:
+            os.setns(namespace.fileno(), os.CLONE_NEWNS)
+    directory = Path(out)
+    overrides = [f"rollout.engine={engine}", f"rollout.servers.urls=[{urls}]", "algorithm=grpo"]
+    overrides += ["rollout.weights.bucket_mb=1", "optimizer.lr=1.0e-2", "rollout.weights.transport=shared"]
+    config = configure(Path(task), directory, *overrides)
+    policy, model = Policy(config), read_model_config(config.model.path)
+    prompts = [Prompt(str(i), tuple(prompt), "") for i, prompt in enumerate(PROMPTS)]
+    with ServedRollouts(config, load_tokenizer(config.model.path), 1, model) as rollouts:
+        score = partial(policy.score, temperature=1.0)
+        weights = ServedWeights(config, rollouts, policy.weights, score, prompts)
+        for step in range(2):
+            if step:
+                policy.update(make_rows([[1.0, 0.0], [0.5, 0.0]]), at_step_start=True)
+            weights.push(step)
+            policy.model.save_hf(directory / f"export-{step}")
+            if rollouts.fleet is not None:
+                homes = weights._publisher._transport._homes
+                assert sorted(home.node for home in homes.values()) == [0, 1]
+                for i, member in enumerate(rollouts.fleet.members):
+                    (directory / str(i)).mkdir(exist_ok=True)
+                    _compare(rollouts, member, directory / f"export-{step}", directory / str(i), step)
+            dist.barrier()
+        weights.close()
+        assert not list(Path("/dev/shm").glob("megatron_gvpo-*")) or dist.get_rank() == 0
+
+
 class Nowhere:
     """A transport that says it sent everything."""
 
@@ -113,6 +154,8 @@ class Nowhere:
         return 0
 
     async def end(self) -> None: ...
+
+    def over(self) -> None: ...
 
     async def close(self) -> None: ...
 

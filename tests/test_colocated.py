@@ -80,7 +80,7 @@ class KillWhileTraining(Callback):
         self.while_training: list[tuple[int, int]] = []
 
     def on_start(self, trainer: Trainer) -> None:
-        served = trainer.parts._served
+        served = trainer.parts.generation._served
         assert served.resting and bytes_held(trainer) != (0, 0)
         collect = served._collect
 
@@ -91,8 +91,8 @@ class KillWhileTraining(Callback):
         served._collect = noted
 
     def on_step(self, trainer: Trainer, step: int, metrics: object) -> None:
-        [member] = trainer.parts._served.fleet.members
-        [process] = trainer.parts._served._supervisor.processes
+        [member] = trainer.parts.generation._served.fleet.members
+        [process] = trainer.parts.generation._served._supervisor.processes
         assert member.lent == ("weights", "cache")
         self.while_training.append(bytes_held(trainer))
         if step == self.step:

@@ -43,7 +43,6 @@ def test_a_group_starts_no_threads_for_its_copies() -> None:
     )
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only glibc gives freed memory back unasked")
 def test_freed_memory_is_kept_until_asked_for() -> None:
     alone(
         """

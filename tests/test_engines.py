@@ -6,8 +6,10 @@ import asyncio
 import json
 import re
 import shutil
+import subprocess
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +19,7 @@ import torch
 from distributed import launch
 from groups import make_group
 from safetensors.torch import load_file
-from servers import ENGINES, Client, checksum, running, served_config
+from servers import ENGINES, Client, checksum, engine_python, running, served_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_gvpo import teacher
@@ -216,6 +218,38 @@ def test_a_mixture_of_experts_gets_its_weights(engine: str, task: Path, tmp_path
         url = supervisor.processes[0].url
         launch("push_worker:run", [1], engine, url, str(moe), str(tmp_path), "single")
     assert_exported(tmp_path)
+
+
+def test_a_server_of_another_node_has_the_weights_from_the_rank_beside_it(
+    served: Running, task: Path, tmp_path: Path
+):
+    """Two ranks and two servers, of which one each has shared memory of its own, as nodes have."""
+    with another_node() as (pid, inside):
+        python = tmp_path / "python"
+        python.write_text(f'#!/bin/sh\nexec {inside} {engine_python(served.engine)} "$@"\n')
+        python.chmod(0o755)
+        override = f"rollout.servers.python={python}"
+        with running(served.engine, task, tmp_path / "second", override) as supervisor:
+            urls = f"{served.url},{supervisor.processes[0].url}"
+            launch("push_worker:on_two_nodes", [2], served.engine, urls, str(task), str(tmp_path), str(pid))
+    for server in ("0", "1"):
+        before, after = ((tmp_path / server / f"checksum-{step}").read_text() for step in range(2))
+        assert before != after
+        for step, pushed in enumerate((before, after)):
+            assert pushed == (tmp_path / server / f"checksum-{step}-from-files").read_text()
+
+
+@contextmanager
+def another_node() -> Iterator[tuple[int, str]]:
+    """A process with /dev/shm of its own, and the words before a command that put it there."""
+    script = "mount -t tmpfs tmpfs /dev/shm && echo there && exec sleep infinity"
+    process = subprocess.Popen(["unshare", "--mount", "sh", "-c", script], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "there\n"
+        yield process.pid, f"nsenter --target {process.pid} --mount --"
+    finally:
+        process.kill()
+        process.wait()
 
 
 def assert_exported(directory: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,14 +16,17 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed import HashStore
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from megatron_gvpo.rollout.fleet import Member
 from megatron_gvpo.rollout.http import ServerRefused
 from megatron_gvpo.rollout.server import PLUGINS, Facts, SharedPlace, TensorSpec
-from megatron_gvpo.weights import shared
+from megatron_gvpo.weights import node
 from megatron_gvpo.weights.bucket import Bucket
 from megatron_gvpo.weights.ipc import FIELDS, plain, sees, shared_storage
+from megatron_gvpo.weights.relay import Relays
+from megatron_gvpo.weights.shared import Shared
 from megatron_gvpo.weights.transport import PushFailed
 
 sys.path.insert(0, str(PLUGINS))
@@ -95,11 +99,12 @@ class OnGpus:
 def test_each_server_of_a_push_maps_what_it_can_see(monkeypatch: pytest.MonkeyPatch):
     """One handle for every rank of a server that sees the GPU, the machine's memory for the others, and for
     one that could not map the GPU's after all."""
-    monkeypatch.setattr(shared, "gpu_uuid", lambda device: UUID)
-    monkeypatch.setattr(shared, "shared_storage", lambda flat: plain(UUID, VALUES))
+    monkeypatch.setattr(node, "gpu_uuid", lambda device: UUID)
+    monkeypatch.setattr(node, "shared_storage", lambda flat: plain(UUID, VALUES))
     two, away = OnGpus("two", [UUID, "b"], ["b", UUID]), OnGpus("away", ["c"])
     other = OnGpus("other", [UUID], maps=False)
-    transport = shared.Shared(5.0, torch.device("cuda", 0))
+    memory = node.NodeMemory(f"megatron_gvpo-test-{os.getpid()}", torch.device("cuda", 0))
+    transport = Shared(5.0, memory, Relays(HashStore(), [], 5.0))
     bucket = Bucket([TensorSpec("weight", "uint8", (6,))], torch.arange(6, dtype=torch.uint8))
 
     async def pushed(*servers: OnGpus) -> None:

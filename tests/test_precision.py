@@ -56,6 +56,19 @@ def group() -> Iterator[None]:
     parallel.shut_down()
 
 
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Megatron's configurations, each after Megatron has checked it."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    found: list[Any] = []
+    check = TransformerConfig.__post_init__
+    monkeypatch.setattr(
+        TransformerConfig, "__post_init__", lambda config: (check(config), found.append(config))[0]
+    )
+    return found
+
+
 @pytest.mark.parametrize(
     ("fp8", "wanted"),
     [
@@ -72,17 +85,10 @@ def group() -> Iterator[None]:
     ],
 )
 def test_fp8_is_built_checked_and_refused_on_cpu(
-    group: None, directory: Path, monkeypatch: pytest.MonkeyPatch, fp8: dict[str, Any], wanted: dict[str, Any]
+    group: None, directory: Path, built: list[Any], fp8: dict[str, Any], wanted: dict[str, Any]
 ) -> None:
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
     from megatron_gvpo.megatron.model import build
 
-    built: list[Any] = []
-    check = TransformerConfig.__post_init__
-    monkeypatch.setattr(
-        TransformerConfig, "__post_init__", lambda config: (check(config), built.append(config))[0]
-    )
     model = ModelConfig(path=str(directory / "untied"), fp8=FP8Config(**fp8))
     with pytest.raises(ConfigError, match=r"FP8 needs a GPU .*; Megatron accepts the configuration"):
         build(model, ParallelConfig())
@@ -91,17 +97,10 @@ def test_fp8_is_built_checked_and_refused_on_cpu(
 
 
 def test_offloaded_activations_are_built_checked_and_refused_on_cpu(
-    group: None, directory: Path, monkeypatch: pytest.MonkeyPatch
+    group: None, directory: Path, built: list[Any]
 ) -> None:
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
     from megatron_gvpo.megatron.model import build
 
-    built: list[Any] = []
-    check = TransformerConfig.__post_init__
-    monkeypatch.setattr(
-        TransformerConfig, "__post_init__", lambda config: (check(config), built.append(config))[0]
-    )
     with pytest.raises(ConfigError, match=r"offload_layers=2: .* no GPU here; Megatron accepts"):
         build(ModelConfig(path=str(directory / "untied")), ParallelConfig(offload_layers=2))
     assert built[-1].cpu_offloading and built[-1].cpu_offloading_num_layers == 2
@@ -109,17 +108,10 @@ def test_offloaded_activations_are_built_checked_and_refused_on_cpu(
 
 
 def test_offloaded_modules_are_built_checked_and_refused_on_cpu(
-    group: None, directory: Path, monkeypatch: pytest.MonkeyPatch
+    group: None, directory: Path, built: list[Any]
 ) -> None:
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
     from megatron_gvpo.megatron.model import build
 
-    built: list[Any] = []
-    check = TransformerConfig.__post_init__
-    monkeypatch.setattr(
-        TransformerConfig, "__post_init__", lambda config: (check(config), built.append(config))[0]
-    )
     modules = ("qkv_linear", "core_attn", "attn_proj")
     layout = ParallelConfig(pp=1, recompute="selective", recompute_modules=("mlp",), offload_modules=modules)
     with pytest.raises(

@@ -107,7 +107,7 @@ class OwnChoice(Callback):
 
     def on_step(self, trainer: Trainer, step: int, metrics: object) -> None:
         if step == trainer.config.train.steps:
-            served = trainer.parts._served
+            served = trainer.parts.generation._served
             prompts = dict.fromkeys(tuple(ids) for ids in self.rows[-1].prompt_ids)
             asked = [Request(prompt, 2, seed=5) for prompt in prompts]
             self.again = served.loop.run(served.fleet.generate(asked, trainer.config.rollout))

@@ -21,7 +21,7 @@ from megatron_gvpo.rollout.loop import BackgroundLoop
 from megatron_gvpo.rollout.nccl import check_nccl
 from megatron_gvpo.rollout.server import Launch
 from megatron_gvpo.rollout.supervise import ServerProcess, Supervisor, free_ports, is_healthy
-from megatron_gvpo.weights.served import group_address
+from megatron_gvpo.weights.address import group_address
 
 SOON = 60.0  # seconds
 

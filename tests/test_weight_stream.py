@@ -18,7 +18,7 @@ from megatron_gvpo.weights.delta import Delta
 
 sys.path.insert(0, str(PLUGINS))
 
-from megatron_gvpo_patches import apply_patches, unpack
+from megatron_gvpo_patches import apply_patches, check_patched, unpack
 
 CPU = torch.device("cpu")
 
@@ -87,6 +87,7 @@ def test_patches_change_the_changed_elements_alone_through_a_fused_sharded_loade
         specs = [TensorSpec(name, "float32", (4, 6)) for name in full]
         asyncio.run(delta.send(Bucket(specs, flat)))
         apply_patches(model, delta.wire, delta.patches)
+        check_patched(model)
 
     push(sparse=False)
     assert [count for *_, count in delta.patches] == [-1, -1]
@@ -107,9 +108,10 @@ def test_a_loader_that_patches_cannot_go_through_is_refused():
             for _, tensor in weights:
                 self.qv.data += tensor
 
-    nothing = torch.zeros(0, dtype=torch.uint8)
+    model = Adds()
+    apply_patches(model, torch.zeros(0, dtype=torch.uint8), [["q", "float32", [4, 6], 0]])
     with pytest.raises(RuntimeError, match="left NaN in qv"):
-        apply_patches(Adds(), nothing, [["q", "float32", [4, 6], 0]])
+        check_patched(model)
 
 
 def test_a_weight_that_is_not_a_number_is_not_sent():

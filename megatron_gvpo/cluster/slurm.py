@@ -85,7 +85,7 @@ def check(config: Config, job: Job) -> None:
         raise ConfigError(
             "rollout.servers.colocated=false: without --rollout-nodes the servers are on the trainer's GPUs, "
             "which cannot hold both at once. Let them take turns, rollout.servers.colocated=true with "
-            f"rollout.weights.transport={'disk' if job.nodes > 1 else 'shared'}, or give them nodes"
+            "rollout.weights.transport=shared, or give them nodes"
         )
     if job.how == "":
         refuse_earlier_run(config.output_dir)

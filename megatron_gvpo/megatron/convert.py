@@ -53,13 +53,19 @@ def newest_to_hugging_face(config: Config, target: Path) -> int:
 
     A collective. No data, optimizer or engine is needed for it. Raises ConfigError, CheckpointError.
     """
+    parallel.initialize(config.parallel, config.train.seed)
+    model = build(config.model, config.parallel, trained=False)
+    step = load_newest(config, model)
+    write_hugging_face(model, config.model.path, target)
+    return step
+
+
+def load_newest(config: Config, model: Model) -> int:
+    """Give the model the weights of a run's newest checkpoint; returns its step. Raises CheckpointError."""
     checkpoints = Path(config.output_dir) / "checkpoints"
     if not (found := complete(checkpoints)):
         raise CheckpointError(f"{checkpoints}: there is no complete checkpoint")
-    parallel.initialize(config.parallel, config.train.seed)
-    model = build(config.model, config.parallel, trained=False)
     _read(model, found[-1], f"cannot read {found[-1]}")
-    write_hugging_face(model, config.model.path, target)
     return int(found[-1].name.removeprefix("step_"))
 
 

@@ -22,8 +22,9 @@ class Memory:
     exported; while "training" is, it cannot be updated or saved.
     """
 
-    def __init__(self, *trained: tuple[Model, Optimizer]) -> None:
-        self._trained = trained
+    def __init__(self, *models: tuple[Model, Optimizer | None]) -> None:
+        self._models = [model for model, _ in models]
+        self._trained = [(model, optimizer) for model, optimizer in models if optimizer is not None]
         self._freed: dict[Part, list[_Freed]] = {}
         # Pinned where there is CUDA, and kept, because pinning is slow; by part and place in it.
         self._host: dict[tuple[Part, int], Tensor] = {}
@@ -32,9 +33,9 @@ class Memory:
         """Give the device's memory back; nothing where that was done."""
         if part in self._freed:
             return
-        for model, _ in self._trained:
+        for model in self._models:
             model.about_to_change()
-        weights = storages(w for model, _ in self._trained for w in model.weights())
+        weights = storages(w for model in self._models for w in model.weights())
         gradients = storages(g for model, _ in self._trained for g in model.gradient_buffers())
         kept = weights
         if part == "training":  # in fp32 the optimizer's weights are the model's own

@@ -6,7 +6,6 @@ Every rank calls every method with the same rows; the work is shared inside.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,13 +17,14 @@ from torch import Tensor
 from megatron_gvpo.algorithms.base import STEP_START, Loss, token_weights
 from megatron_gvpo.config import Config, ConfigError
 from megatron_gvpo.kernels.linear_logprob import LinearLogprob
-from megatron_gvpo.megatron import forward, parallel
+from megatron_gvpo.megatron import forward
 from megatron_gvpo.megatron.critic import Critic
 from megatron_gvpo.megatron.footprint import Footprint
 from megatron_gvpo.megatron.forward import LogprobHead
 from megatron_gvpo.megatron.memory import Memory
-from megatron_gvpo.megatron.model import Model, build
+from megatron_gvpo.megatron.model import Model
 from megatron_gvpo.megatron.optimizer import Optimizer, Update
+from megatron_gvpo.megatron.scorer import Scorer
 from megatron_gvpo.megatron.shadow import Shadow
 from megatron_gvpo.megatron.shares import floats, gather, my_micro_batches, sum_over_ranks
 from megatron_gvpo.types import LossInputs, Rows, Totals
@@ -41,13 +41,11 @@ class UpdateResult:
     memory: dict[str, float] = field(default_factory=dict)  # of a run's first update: see Footprint.metrics
 
 
-class Policy:
+class Policy(Scorer):
     """A Megatron model, its optimizer and, where the method wants them, reference weights and a critic."""
 
     def __init__(self, config: Config) -> None:
-        deterministic = config.train.deterministic
-        parallel.initialize(config.parallel, config.train.seed, deterministic)
-        self.model = build(config.model, config.parallel, deterministic, replays=config.rollout.router_replay)
+        super().__init__(config, trained=True)
         if config.train.share_prompts and not self.model.local:
             raise ConfigError(
                 "train.share_prompts=true: on a GPU, Transformer Engine's attention over packs has no way to "
@@ -63,8 +61,6 @@ class Policy:
         self._trained = [(self.model, self.optimizer), *critics]
         self.memory = Memory(*self._trained)
         self._loss: Loss = config.algorithm.loss.sized(config.rollout.max_tokens)
-        self._budget = config.train.max_tokens_per_micro_batch * config.parallel.cp
-        self._temperature = config.rollout.temperature if config.algorithm.sampler == "engine" else 1.0
         self._stash_bytes = config.train.head_stash_mb << 20
         self._measured = False
         self._aside: dist.ProcessGroup | None = None
@@ -76,28 +72,6 @@ class Policy:
         assert self.shadow is not None, "the method has no reference of its own"
         with self.shadow.lent():
             return self.score(rows.with_columns(routing=None))
-
-    def score(self, rows: Rows, temperature: float | None = None) -> Tensor:
-        """Log-probs of the response tokens, without gradient, fp32 [r] on the CPU of every rank.
-
-        `temperature`: default the sampling temperature.
-        """
-        micro_batches, _ = my_micro_batches(
-            self.model, rows, self._budget, keep_groups=self.model.share_prompts
-        )
-
-        def keep(_: Rows, values: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-            output = LinearLogprob(*values)
-            return output.logp_r.new_zeros(()), output.logp_r.detach()
-
-        scored = forward.run(
-            self.model,
-            [rows.select(index) for index in micro_batches],
-            keep,
-            head=LogprobHead(temperature or self._temperature, self.model.vocab_size),
-            forward_only=True,
-        )
-        return gather(rows, micro_batches, scored)
 
     def update(self, rows: Rows, *, at_step_start: bool, keep_logp: bool = False) -> UpdateResult:
         """One optimizer update on `rows`, which hold whole groups.
@@ -181,13 +155,6 @@ class Policy:
         """Move a reference that follows the policy."""
         if self.shadow is not None:
             self.shadow.follow()
-
-    def weights(self, on_host: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor); a collective, iterate it to the end on every rank.
-
-        `on_host`: on the CPU; otherwise where the model is.
-        """
-        return self.model.export(on_host)
 
     def group_aside(self) -> dist.ProcessGroup:
         """All ranks, in a group for what goes on beside training. A collective."""

@@ -50,8 +50,8 @@ class ServersConfig(Section):
 class WeightSyncConfig(Section):
     """How new weights reach the servers after every step."""
 
-    # broadcast: a process group with all servers; delta: the same, with only what changed; shared: this
-    # machine's shared memory, for servers on it; disk: files.
+    # broadcast: a process group with all servers; delta: the same, with only what changed; shared: memory of
+    # the trainer's nodes, for servers on them; disk: files.
     transport: Literal["broadcast", "delta", "shared", "disk"] = "broadcast"
     bucket_mb: PositiveInt = 512  # extra memory of a push: one half is sent while the other is filled
     # Of the trainer's first rank, where servers meet it; default: torchrun's MASTER_ADDR, or loopback.

@@ -235,8 +235,7 @@ def start_servers(config: Config, key: str | None, report: Callable[[str], None]
     logs = Path(config.output_dir) / "servers"
     processes = []
     for i, port in enumerate(ports):
-        routing = config.rollout.router_replay
-        launch = dialect.launch(config.served_path, config.model.dtype, port, servers, key, on_gpu, routing)
+        launch = dialect.launch(config, port, key, on_gpu)
         if on_gpu:
             launch.environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus[i]))
         else:  # memory that a server frees stays its own: for large tensors fresh pages cost more than a copy

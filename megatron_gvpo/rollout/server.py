@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 
-from megatron_gvpo.config import SamplingConfig, ServersConfig
+from megatron_gvpo.config import Config, SamplingConfig
 from megatron_gvpo.rollout.http import Http
 
 MemoryPart = Literal["weights", "cache"]  # of what a server holds on an accelerator
@@ -94,16 +94,8 @@ class Server(Protocol):
         """What its ranks put before their keys in the store where the process group meets."""
 
     @staticmethod
-    def launch(
-        model_path: str,
-        dtype: str,
-        port: int,
-        servers: ServersConfig,
-        api_key: str | None,
-        on_gpu: bool,
-        routing: bool = False,
-    ) -> Launch:
-        """The command that starts such a server on `servers.host`:`port`; with `routing` it tells experts."""
+    def launch(config: Config, port: int, api_key: str | None, on_gpu: bool) -> Launch:
+        """The command that starts such a server on `rollout.servers.host`:`port`."""
 
     async def healthy(self, timeout: float) -> bool:
         """Whether it is up and its model process answers."""
@@ -159,6 +151,9 @@ class Server(Protocol):
         self, patches: Sequence[Patch], size: int, meeting: Meeting, timeout: float
     ) -> None:
         """Take a broadcast of `size` bytes: the int32 positions of all patches, then their values."""
+
+    async def check_patches(self, timeout: float) -> None:
+        """All patches of a push have come: refuse them where they changed more than they name."""
 
     async def end_update(self, version: str, timeout: float) -> None:
         """The weights are complete, and this is their version."""

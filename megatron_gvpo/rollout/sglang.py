@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from megatron_gvpo.config import SamplingConfig, ServersConfig
+from megatron_gvpo.config import Config, SamplingConfig
 from megatron_gvpo.rollout.http import Http, ServerRefused
 from megatron_gvpo.rollout.server import (
     PLUGINS,
@@ -50,17 +50,10 @@ class SGLang:
         return [meeting.name, f"{meeting.name}/", f"{device}/"]
 
     @staticmethod
-    def launch(
-        model_path: str,
-        dtype: str,
-        port: int,
-        servers: ServersConfig,
-        api_key: str | None,
-        on_gpu: bool,
-        routing: bool = False,
-    ) -> Launch:
-        command = [servers.python, "-m", "sglang.launch_server", "--model-path", model_path]
-        command += ["--host", servers.host, "--port", str(port), "--dtype", dtype]
+    def launch(config: Config, port: int, api_key: str | None, on_gpu: bool) -> Launch:
+        servers = config.rollout.servers
+        command = [servers.python, "-m", "sglang.launch_server", "--model-path", config.served_path]
+        command += ["--host", servers.host, "--port", str(port), "--dtype", config.model.dtype]
         command += ["--tp-size", str(servers.tp), "--skip-server-warmup"]
         command += ["--custom-weight-loader", RECEIVER]
         if servers.context_length:
@@ -69,7 +62,7 @@ class SGLang:
             command += ["--api-key", api_key]
         if servers.colocated and on_gpu:
             command += ["--enable-memory-saver"]
-        if routing:
+        if config.rollout.router_replay:
             command += ["--enable-return-routed-experts"]
         environment = {"PYTHONPATH": str(PLUGINS)}
         if not on_gpu:
@@ -219,6 +212,9 @@ class SGLang:
         await self._order_all(
             {"op": "apply", "name": meeting.name, "bytes": size, "patches": listed}, timeout
         )
+
+    async def check_patches(self, timeout: float) -> None:
+        await self._order_all({"op": "check"}, timeout)
 
     async def _order_all(self, order: dict[str, Any], timeout: float) -> None:
         """The same order for all ranks."""

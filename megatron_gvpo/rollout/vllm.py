@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from megatron_gvpo.config import SamplingConfig, ServersConfig
+from megatron_gvpo.config import Config, SamplingConfig
 from megatron_gvpo.rollout.http import Http, ServerRefused
 from megatron_gvpo.rollout.server import (
     PLUGINS,
@@ -47,19 +47,12 @@ class VLLM:
         return []
 
     @staticmethod
-    def launch(
-        model_path: str,
-        dtype: str,
-        port: int,
-        servers: ServersConfig,
-        api_key: str | None,
-        on_gpu: bool,
-        routing: bool = False,
-    ) -> Launch:
+    def launch(config: Config, port: int, api_key: str | None, on_gpu: bool) -> Launch:
+        servers = config.rollout.servers
         # Not `vllm serve`: it asks for a distribution of the name vllm, and the CPU build has another one.
-        command = [servers.python, "-m", "vllm.entrypoints.openai.api_server", "--model", model_path]
+        command = [servers.python, "-m", "vllm.entrypoints.openai.api_server", "--model", config.served_path]
         command += ["--served-model-name", MODEL, "--host", servers.host, "--port", str(port)]
-        command += ["--dtype", dtype, "--tensor-parallel-size", str(servers.tp)]
+        command += ["--dtype", config.model.dtype, "--tensor-parallel-size", str(servers.tp)]
         # Log-probs at the sampling temperature, as training takes them.
         command += ["--logprobs-mode", "processed_logprobs"]
         command += ["--weight-transfer-config", '{"backend": "megatron_gvpo"}']
@@ -70,7 +63,7 @@ class VLLM:
             environment["VLLM_API_KEY"] = api_key
         if servers.colocated and on_gpu:
             command += ["--enable-sleep-mode"]
-        if routing:  # of every response
+        if config.rollout.router_replay:
             command += ["--enable-return-routed-experts"]
             environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the older one does not tell
         if not on_gpu:
@@ -195,6 +188,9 @@ class VLLM:
     ) -> None:
         info = _listed([p.spec for p in patches]) | {"counts": [p.count for p in patches], "size": size}
         await self._http.post("/update_weights", {"update_info": info}, timeout=timeout)
+
+    async def check_patches(self, timeout: float) -> None:
+        """Nothing: the plugin does so at the end of the update."""
 
     async def end_update(self, version: str, timeout: float) -> None:
         await self._http.post("/finish_weight_update", {"weight_version": version}, timeout=timeout)

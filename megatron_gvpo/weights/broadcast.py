@@ -83,6 +83,9 @@ class Broadcast:
         async with self._whole_or_discarded():
             await self._all(lambda m: m.server.end_update(str(self._version), self._timeout))
 
+    def over(self) -> None:
+        """Nothing to do."""
+
     async def close(self) -> None:
         await self._discard()
 

@@ -60,6 +60,9 @@ class Delta(Broadcast):
         return len(wire)
 
     async def end(self) -> None:
+        if self._sparse:
+            async with self._whole_or_discarded():
+                await self._all(lambda m: m.server.check_patches(self._timeout))
         await super().end()
         self._sent_version = self._version
 

@@ -51,6 +51,9 @@ class Disk:
             if old != final:
                 shutil.rmtree(old, ignore_errors=True)
 
+    def over(self) -> None:
+        """Nothing to do."""
+
     async def close(self) -> None:
         shutil.rmtree(self._root, ignore_errors=True)
 

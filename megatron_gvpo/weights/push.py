@@ -117,6 +117,7 @@ class Publisher:
             self._run(self._judge(failure.members))
             time.sleep(RETRY_AFTER)
         finally:
+            self._transport.over()
             for member in targets:
                 member.in_push = False
 
@@ -214,13 +215,16 @@ class Publisher:
 
 
 def push(
-    publisher: Publisher | None, weights: Callable[[], Iterator[tuple[str, Tensor]]], version: int
+    publisher: Publisher | None,
+    weights: Callable[[], Iterator[tuple[str, Tensor]]],
+    version: int,
+    follow: Callable[[Iterator[tuple[str, Tensor]]], None] | None = None,
 ) -> None:
     """Push until every healthy server has the weights, and at least one is. A collective.
 
-    `publisher` is rank 0's, None elsewhere. Every rank iterates every stream to its end, whatever happens to
-    the servers. Raises RolloutError on every rank when no server can be had, or for a stream that does not
-    fit the servers' model.
+    `publisher` is rank 0's, None elsewhere; `follow` is a relay's part in a push. Every rank iterates every
+    stream to its end, whatever happens to the servers. Raises RolloutError on every rank when no server can
+    be had, or for a stream that does not fit the servers' model.
     """
     while True:
         command = publisher.next_command(version) if publisher is not None else None
@@ -236,6 +240,8 @@ def push(
                     publisher.attempt(stream, version)
                 except (ValueError, RolloutError) as error:
                     problem = str(error)
+            elif follow is not None:
+                follow(stream)
             for _ in stream:  # what rank 0 did not need, and all of it on the others
                 pass
             command = broadcast_msgpack(problem)

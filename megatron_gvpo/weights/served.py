@@ -2,36 +2,37 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import socket
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_gvpo.config import Config, ConfigError, read_model_config
-from megatron_gvpo.exchange import broadcast_msgpack
+from megatron_gvpo.exchange import all_gather_msgpack, broadcast_msgpack
 from megatron_gvpo.rollout.fleet import Fleet, Member, RolloutError
 from megatron_gvpo.rollout.http import ServerGone, ServerRefused
 from megatron_gvpo.rollout.served import ServedRollouts, report
 from megatron_gvpo.types import Prompt, Rows
+from megatron_gvpo.weights.address import group_address
 from megatron_gvpo.weights.broadcast import Broadcast
+from megatron_gvpo.weights.bucket import Halves, buckets
 from megatron_gvpo.weights.checkpoint import stored_tensors
 from megatron_gvpo.weights.delta import Delta
 from megatron_gvpo.weights.disk import Disk
 from megatron_gvpo.weights.fp8 import fp8_layout
+from megatron_gvpo.weights.node import NodeMemory
 from megatron_gvpo.weights.push import Publisher, push
+from megatron_gvpo.weights.relay import Relay, Relays
 from megatron_gvpo.weights.shared import Shared
 from megatron_gvpo.weights.transport import Transport
 
 PROBE_TOKENS = 48
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05, "fp8": 0.2}  # mean absolute difference, nats a token
 RIGHT, LOST = "right", "lost"  # of a server that is asked to prove a push
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # The first push of a run, and the first with changed weights: a push that does nothing passes the first.
 PROOFS = 2
 
@@ -67,6 +68,9 @@ class ServedWeights:
         self._address = group_address(config)
         self._probe = _probe(prompts)
         self._publisher: Publisher | None = None
+        self._memory: NodeMemory | None = None  # of this node, on its first rank; with transport=shared
+        self._relay: Relay | None = None  # on the first rank of a node other than rank 0's
+        self._halves = Halves(config.rollout.weights.bucket_mb * 2**20, _device())
         self._proved = 0
         self._version = -1
 
@@ -82,8 +86,9 @@ class ServedWeights:
 
     def push(self, version: int) -> None:
         """Give all healthy servers the present weights. Raises RolloutError."""
-        if self._publisher is None and dist.get_rank() == 0:
-            self._publisher = self._publish()
+        if self._version < 0:
+            relays = self._meet() if self._config.rollout.weights.transport == "shared" else None
+            self._publisher = self._publish(relays) if dist.get_rank() == 0 else None
         proves = self._proved < PROOFS and len(self._probe) > 1
         own = self._score(_rows(self._probe)) if proves else None
         self._rollouts.push = lambda: self._push(version)
@@ -94,9 +99,9 @@ class ServedWeights:
 
     def _push(self, version: int) -> None:
         """Push, with the trainer's memory where colocated servers need it before and after."""
-        memory = self._rollouts.memory
+        memory, follow = self._rollouts.memory, self._follow if self._relay is not None else None
         if memory is None:
-            push(self._publisher, self._weights, version)
+            push(self._publisher, self._weights, version, follow)
             return
         self._rollouts.resting = False
         try:
@@ -104,7 +109,7 @@ class ServedWeights:
             memory.restore("weights")
             if self._rollouts.fleet is not None:
                 self._rollouts.fleet.wake()
-            push(self._publisher, self._weights, version)
+            push(self._publisher, self._weights, version, follow)
             memory.release("weights")
             broadcast_msgpack(None)  # all ranks have
             if self._publisher is not None:
@@ -117,6 +122,34 @@ class ServedWeights:
         if self._publisher is not None:
             self._publisher.close()
             self._publisher = None
+        if self._memory is not None:
+            self._memory.close()
+
+    def _meet(self) -> Relays | None:
+        """The first rank of each node opens its memory to the servers there. A collective; rank 0 gets the
+        others' relays."""
+        rank, timeout = dist.get_rank(), self._config.rollout.weights.timeout
+        name = broadcast_msgpack(f"megatron_gvpo-{secrets.token_hex(8)}")
+        local_ranks = all_gather_msgpack(int(os.environ.get("LOCAL_RANK", "0")))
+        firsts = [rank for rank, local in enumerate(local_ranks) if local == 0]
+        if rank not in firsts:
+            return None
+        self._memory = NodeMemory(name, _device())
+        store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+        if rank == 0:
+            return Relays(store, firsts[1:], timeout)
+        self._relay = Relay(store, rank, self._memory, timeout)
+        return None
+
+    def _follow(self, stream: Iterator[tuple[str, Tensor]]) -> None:
+        """A relay's part in a push: the stream in the same buckets as rank 0's."""
+        assert self._relay is not None
+        if self._fp8 is not None:
+            stream = self._fp8.quantised(stream)
+        try:
+            self._relay.follow(buckets(stream, self._halves, getattr(torch, self._config.model.dtype)))
+        finally:
+            self._halves.rest()
 
     def _prove(self, own: Tensor) -> None:
         """Compare the servers' log-probs of a fixed text with the policy's `own`, fp32 [tokens - 1]."""
@@ -155,21 +188,21 @@ class ServedWeights:
     def _precision(self) -> str:
         return "fp8" if self._fp8 is not None else self._config.model.dtype
 
-    def _publish(self) -> Publisher:
+    def _publish(self, relays: Relays | None) -> Publisher:
         fleet, loop = self._rollouts.fleet, self._rollouts.loop
         assert fleet is not None and loop is not None, "rank 0 has them while the rollouts are open"
         settings, config = self._config.rollout.weights, self._config
-        backend, device = "gloo", torch.device("cpu")
-        if torch.cuda.is_available():
-            backend, device = "nccl", torch.device("cuda", torch.cuda.current_device())
+        device = _device()
         transport: Transport
         if settings.transport == "shared":
-            transport = Shared(settings.timeout, device)
+            assert self._memory is not None and relays is not None
+            transport = Shared(settings.timeout, self._memory, relays)
         elif settings.transport == "disk":
             transport = Disk(Path(settings.directory or f"{config.output_dir}/weights"), settings.timeout)
             device = torch.device("cpu")
         else:
             kind = Delta if settings.transport == "delta" else Broadcast
+            backend = "nccl" if device.type == "cuda" else "gloo"
             transport = kind(self._address, backend, settings.timeout)
         return Publisher(
             fleet,
@@ -186,32 +219,11 @@ class ServedWeights:
         )
 
 
-def group_address(config: Config) -> str:
-    """Where servers meet the trainer for a process group. Raises ConfigError where some could not."""
-    settings, servers = config.rollout.weights, config.rollout.servers
-    address = settings.address or os.environ.get("MASTER_ADDR", "127.0.0.1")
-    if settings.transport in ("broadcast", "delta") and address in LOOPBACK:
-        for url in servers.urls:
-            if not is_this_machine(urlsplit(url).hostname or ""):
-                raise ConfigError(
-                    f"rollout.weights.address: rollout server {url} cannot meet the trainer at {address}"
-                    f"{'' if settings.address else ' (the default here)'}: give an address of the trainer's "
-                    "first node that the server's node reaches"
-                )
-    return address
-
-
-def is_this_machine(host: str) -> bool:
-    """Whether one of this machine's own addresses is meant; also for a name that nobody can resolve."""
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return True
-    for family, kind, protocol, _, address in found:
-        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as own:
-            own.bind((address[0], 0))  # which only an own address can be
-            return True
-    return False
+def _device() -> torch.device:
+    """Where buckets are filled."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def _probe(prompts: Sequence[Prompt]) -> list[int]:

@@ -1,120 +1,120 @@
-"""Weights through memory that trainer and servers share, for servers on the trainer's own machine.
+"""Weights through memory that trainer and servers share, for servers on the trainer's own nodes.
 
 It takes no process group, so it serves where trainer and server share a GPU, which NCCL refuses. A server
-that sees the GPU of the trainer's first rank maps the bucket there (CUDA IPC); the others map the same bytes
-in the machine's shared memory.
+that sees the GPU of the first rank of its node maps the bucket there (CUDA IPC); the others map the same
+bytes in the node's shared memory. On nodes other than rank 0's a relay offers them.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import shutil
-import tempfile
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from megatron_gvpo.rollout.fleet import Member
 from megatron_gvpo.rollout.server import SharedPlace
 from megatron_gvpo.weights.bucket import Bucket
-from megatron_gvpo.weights.ipc import gpu_uuid, sees, shared_storage
+from megatron_gvpo.weights.ipc import sees
+from megatron_gvpo.weights.node import NodeMemory
+from megatron_gvpo.weights.relay import Relays
 from megatron_gvpo.weights.transport import PushFailed, each
 
-SHARED_MEMORY = Path("/dev/shm")
+
+class Home(NamedTuple):
+    """Where a server is: the number of its node, and how many handles of the GPU's memory it takes there."""
+
+    node: int
+    handles: int
 
 
 class Shared:
-    """One file in memory, as large as the largest bucket, readable by this user alone; and the GPU's memory.
+    """`memory` is of rank 0's node, which is node 0; `relays` offer that of the others."""
 
-    `device`: where the buckets are.
-    """
-
-    def __init__(self, timeout: float, device: torch.device) -> None:
-        self._timeout, self._device = timeout, device
+    def __init__(self, timeout: float, memory: NodeMemory, relays: Relays) -> None:
+        self._timeout, self._memory, self._relays = timeout, memory, relays
         self._members: list[Member] = []
-        self._handles: dict[str, int] = {}  # how many each server takes of the GPU's memory, by url
-        self._refused: set[str] = set()  # who could not map it after all, by url
+        self._homes: dict[str, Home] = {}  # by url
+        self._numbers = itertools.count()
         self._version = -1
-        self._directory: Path | None = None
-        self._buffer = torch.empty(0, dtype=torch.uint8)
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The share of the servers that mapped the GPU's memory."""
-        share = {"sync/ipc": len(self._handles) / len(self._members)} if self._members else {}
-        return share if self._device.type == "cuda" else {}
+        """The share of the servers that mapped a GPU's memory."""
+        mapped = [self._homes[m.server.url].handles > 0 for m in self._members if m.server.url in self._homes]
+        return {"sync/ipc": sum(mapped) / len(mapped)} if mapped and self._memory.on_gpu else {}
 
     async def begin(self, members: Sequence[Member], version: int) -> None:
         self._members, self._version = list(members), version
         await each(self._members, lambda m: m.server.begin_update(self._timeout))
-        self._handles = await self._that_see(gpu_uuid(self._device)) if self._device.type == "cuda" else {}
+        if unknown := [m for m in self._members if m.server.url not in self._homes]:
+            await self._find(unknown)
+        self._relays.tell({"do": "stream"})
 
     async def send(self, bucket: Bucket) -> int:
-        file = Path()
-        if len(self._handles) < len(self._members):
-            file = await asyncio.to_thread(self._write, bucket.flat)
+        wanted: list[dict[str, Any]] = [
+            {"do": "offer", "handles": 0, "file": False} for _ in range(1 + len(self._relays))
+        ]
+        for node, handles in (self._homes[m.server.url] for m in self._members):
+            wanted[node]["handles"] += handles
+            wanted[node]["file"] |= handles == 0
+        mine = wanted[0]
+        offers = [await asyncio.to_thread(self._memory.offer, bucket.flat, mine["handles"], mine["file"])]
+        offers += await self._ask(wanted[1:], "to offer a bucket to the servers of its node")
 
         async def post(member: Member) -> None:
-            ranks = self._handles.get(member.server.url, 0)
-            place: SharedPlace = [shared_storage(bucket.flat) for _ in range(ranks)] if ranks else file
+            node, handles = self._homes[member.server.url]
+            place: SharedPlace = [offers[node]["handles"].pop() for _ in range(handles)]
+            place = place if handles else Path(offers[node]["file"])
             await member.server.receive_shared(bucket.specs, place, self._timeout)
 
         try:
             await each(self._members, post)
         except PushFailed as failure:  # the next attempt goes by host memory
-            self._refused |= self._handles.keys() & {m.server.url for m in failure.members}
+            for url in (m.server.url for m in failure.members):
+                self._homes[url] = self._homes[url]._replace(handles=0)
             raise
         return bucket.flat.nbytes
 
     async def end(self) -> None:
         await each(self._members, lambda m: m.server.end_update(str(self._version), self._timeout))
-        if self._handles:
+        if self._memory.on_gpu:
             torch.cuda.ipc_collect()
 
-    async def close(self) -> None:
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
-            self._directory, self._buffer = None, self._buffer.new_empty(0)
+    def over(self) -> None:
+        self._relays.tell({"do": "over"})
 
-    async def _that_see(self, uuid: str) -> dict[str, int]:
-        """The servers all of whose ranks see the GPU, by url, and how many ranks that are."""
-        found: dict[str, int] = {}
+    async def close(self) -> None:
+        self._memory.close()
+
+    async def _find(self, members: Sequence[Member]) -> None:
+        """Which node's memory each server sees, and whether it sees its GPU: they say so in files there."""
+        numbers = {member.server.url: str(next(self._numbers)) for member in members}
+        file = self._memory.directory
 
         async def ask(member: Member) -> None:
+            await member.server.tell_gpus(file / f"{numbers[member.server.url]}.told", self._timeout)
+
+        await each(members, ask)
+        look = [{"do": "look"}] * len(self._relays)
+        nodes = [self._memory.seen(), *await self._ask(look, "which servers are on its node")]
+        for member in members:
+            told = [node["told"].get(numbers[member.server.url], []) for node in nodes]
             processes = (await member.server.facts(self._timeout)).processes
-            with tempfile.TemporaryDirectory(dir=self._place()) as directory:
-                await member.server.tell_gpus(Path(directory) / "gpus", self._timeout)
-                seen = [json.loads(file.read_text()) for file in Path(directory).glob("gpus.*")]
-            if sees(seen, processes, uuid) and member.server.url not in self._refused:
-                found[member.server.url] = processes
-
-        await each(self._members, ask)
-        return found
-
-    def _place(self) -> Path:
-        """Where the servers see files of ours."""
-        if self._directory is None:
-            root = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
-            self._directory = Path(tempfile.mkdtemp(prefix="megatron_gvpo-", dir=root))
-        return self._directory
-
-    def _write(self, flat: Tensor) -> Path:
-        """Put the bytes where the servers see them."""
-        file = self._place() / "bucket"
-        if len(self._buffer) < len(flat):
-            try:
-                with file.open("ab") as stream:  # reserved: writing where no memory is would end the process
-                    os.posix_fallocate(stream.fileno(), 0, len(flat))
-            except OSError as error:
+            here = [i for i, ranks in enumerate(told) if len(ranks) == processes]
+            if not here:
                 raise PushFailed(
-                    f"{file}: no {len(flat):,} bytes of shared memory ({error.strerror}): lower "
-                    "rollout.weights.bucket_mb, or give this machine or container more",
-                    [],
-                ) from None
-            self._buffer = torch.from_file(str(file), shared=True, size=len(flat), dtype=torch.uint8)
-        self._buffer[: len(flat)].copy_(flat)
-        return file
+                    f"rollout.weights.transport=shared: {sum(map(len, told))} of the {processes} rank(s) of "
+                    f"{member.server.url} see {file} of a node of the trainer's; a server must be on one of "
+                    "them, as this user, with the same /dev/shm. For others use broadcast or disk",
+                    [member],
+                )
+            gpu = nodes[here[0]]["gpu"]
+            mapped = bool(gpu) and sees(told[here[0]], processes, gpu)
+            self._homes[member.server.url] = Home(here[0], processes if mapped else 0)
+
+    async def _ask(self, orders: Sequence[dict[str, Any]], doing: str) -> list[dict[str, Any]]:
+        return await asyncio.to_thread(self._relays.ask, orders, doing) if orders else []

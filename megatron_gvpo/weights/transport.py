@@ -45,4 +45,7 @@ class Transport(Protocol):
     async def end(self) -> None:
         """All servers have all weights, and call them `version`."""
 
+    def over(self) -> None:
+        """The push has ended, well or not; also where it never began."""
+
     async def close(self) -> None: ...

@@ -66,7 +66,7 @@ def overlay(chosen: Candidate, layers: int, work: workload.Workload, options: ar
     rollout["servers"] = {"tp": layout.rollout_tp, "count": min(NODE, options.gpus) // layout.rollout_tp}
     if not layout.rollout_gpus:  # they take turns with the trainer: no process group with it
         rollout["servers"]["colocated"] = True
-        rollout["weights"] = {"transport": "shared" if layout.gpus <= NODE else "disk"}
+        rollout["weights"] = {"transport": "shared"}
     if layout.async_steps:
         rollout["async_steps"] = layout.async_steps
     train = {

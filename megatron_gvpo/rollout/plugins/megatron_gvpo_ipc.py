@@ -15,7 +15,12 @@ NUMBERS = ("bytes", "offset", "counter_offset", "event_sync")
 
 
 def tell_gpus(file: str) -> None:
-    """Write the UUIDs of the GPUs that this rank sees into a file of its own: `file`.PID."""
+    """Write the UUIDs of the GPUs that this rank sees into a file of its own: `file`.PID.
+
+    The folder is in the memory of the trainer's nodes: where it is not, this is none of them.
+    """
+    if not Path(file).parent.is_dir():
+        return
     aside, place = Path(f"{file}.{os.getpid()}.tmp"), Path(f"{file}.{os.getpid()}")
     aside.write_text(json.dumps(gpus()))
     aside.rename(place)

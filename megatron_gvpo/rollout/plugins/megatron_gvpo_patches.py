@@ -10,12 +10,13 @@ from torch.overrides import TorchFunctionMode
 
 def apply_patches(model: Any, wire: torch.Tensor, patches: list[list[Any]]) -> None:
     """Write the patches into the model through its own checkpoint loader, which knows about fusion and
-    shards.
-
-    Raises RuntimeError where the loader wrote elements that no patch names.
-    """
+    shards."""
     with KeepWhereNaN():
         model.load_weights(unpack(wire, patches))
+
+
+def check_patched(model: Any) -> None:
+    """Once a push, which has many buckets: raises RuntimeError where a loader wrote what no patch names."""
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and torch.isnan(parameter).any():
             raise RuntimeError(f"a weight patch left NaN in {name}: its loader does not copy in place")

@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from megatron_gvpo_bucket import Layout
 from megatron_gvpo_ipc import opened, tell_gpus
-from megatron_gvpo_patches import apply_patches
+from megatron_gvpo_patches import apply_patches, check_patched
 
 _groups: dict[str, tuple[Any, Any]] = {}  # by name: process group and its store, which must live as long
 
 
 def receive(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """Carry out the order: "join" a group, "apply" the patches of its next broadcast, "load" a bucket of
-    shared memory, or "tell" which GPUs this rank sees."""
+    """Carry out the order: "join" a group, "apply" the patches of its next broadcast, "check" them when all
+    have come, "load" a bucket of shared memory, or "tell" which GPUs this rank sees."""
     order = json.loads(bytes(named_tensors[0][1].cpu().numpy()))
     if order["op"] == "join":
         _join(order)
@@ -31,6 +31,8 @@ def receive(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]
         _load(model, order)
     elif order["op"] == "tell":
         tell_gpus(order["file"])
+    elif order["op"] == "check":
+        check_patched(model)
     else:
         _apply(model, order)
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from megatron_gvpo_bucket import Layout
 from megatron_gvpo_ipc import opened, tell_gpus
-from megatron_gvpo_patches import apply_patches, unpack
+from megatron_gvpo_patches import apply_patches, check_patched, unpack
 from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -72,6 +72,7 @@ class Receiver(WeightTransferEngine):
     supports_draft_weight_update = False
     _group: Any = None
     _reloading = False
+    _patched = False
     _copy: dict[str, torch.Tensor]  # on CPU, of the tensors that patches belong to
     _store: Any = None
 
@@ -97,9 +98,13 @@ class Receiver(WeightTransferEngine):
         return int(parallel.data_parallel_index * parallel.world_size + parallel.rank)
 
     def start_weight_update(self) -> None:
+        self._patched = False
         self.finish_weight_update()  # vLLM itself ends an update in which a bucket failed, without this
 
     def finish_weight_update(self) -> None:
+        if self._patched:
+            self._patched = False
+            check_patched(self.model)
         if self._reloading:
             self._reloading = False
             finalize_layerwise_reload(self.model, self.model_config)
@@ -138,6 +143,7 @@ class Receiver(WeightTransferEngine):
         parts = zip(bucket.names, bucket.dtypes, bucket.shapes, counts, strict=True)
         patches = [list(part) for part in parts]
         if self.device.type != "cpu":  # in place, outside vLLM's reloading of whole layers
+            self._patched = True
             apply_patches(self.model, wire, patches)
             return
         # On CPU vLLM repacks its parameters, which then have no loader: whole tensors, from a copy of them.

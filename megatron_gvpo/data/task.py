@@ -1,0 +1,41 @@
+"""What a run trains and evaluates on: prompts as token ids, and the tokenizer that made them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron_gvpo.config import Config, read_model_config
+from megatron_gvpo.data.prompts import DataError, load_prompts
+from megatron_gvpo.data.tokenizer import end_token_id, load_tokenizer
+from megatron_gvpo.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Task:
+    tokenizer: PreTrainedTokenizerBase
+    end_token_id: int
+    prompts: list[Prompt]
+    eval_prompts: list[Prompt]  # empty where the configuration names none
+
+
+def load_task(config: Config) -> Task:
+    """Read the data. No model is loaded, so that bad data costs seconds. Raises ConfigError, DataError."""
+    tokenizer = load_tokenizer(config.model.path)
+    end = end_token_id(tokenizer)
+    model = read_model_config(config.model.path)
+    vocabulary = model.get("vocab_size", end + 1)
+    if end >= vocabulary:
+        raise DataError(
+            f"model.path={config.model.path}: the tokenizer's end token {tokenizer.eos_token!r} has id "
+            f"{end}, and the model knows only {vocabulary} tokens; name its own as eos_token in "
+            "tokenizer_config.json"
+        )
+    positions = model.get("max_position_embeddings") if config.algorithm.sampler != "engine" else None
+    data, held_out = config.data, config.data.eval
+    prompts = load_prompts(data.train, data, tokenizer, end_token_id=end, positions=positions)
+    eval_prompts = load_prompts(held_out, data, tokenizer, end_token_id=end) if held_out is not None else []
+    return Task(tokenizer, end, prompts, eval_prompts)

@@ -1,0 +1,59 @@
+"""A model that scores rows and gives its weights to rollout engines: a policy, or one to be evaluated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from megatron_gvpo.config import Config
+from megatron_gvpo.kernels.linear_logprob import LinearLogprob
+from megatron_gvpo.megatron import forward, parallel
+from megatron_gvpo.megatron.forward import LogprobHead
+from megatron_gvpo.megatron.memory import Memory
+from megatron_gvpo.megatron.model import build
+from megatron_gvpo.megatron.shares import gather, my_micro_batches
+from megatron_gvpo.types import Rows
+
+
+class Scorer:
+    """A Megatron model; unless `trained` it has no room for gradients, and takes a fraction of the memory."""
+
+    def __init__(self, config: Config, trained: bool = False) -> None:
+        deterministic = config.train.deterministic
+        parallel.initialize(config.parallel, config.train.seed, deterministic)
+        replays = config.rollout.router_replay
+        self.model = build(config.model, config.parallel, deterministic, trained=trained, replays=replays)
+        self.memory = Memory((self.model, None))
+        self._budget = config.train.max_tokens_per_micro_batch * config.parallel.cp
+        self._temperature = config.rollout.temperature if config.algorithm.sampler == "engine" else 1.0
+
+    def score(self, rows: Rows, temperature: float | None = None) -> Tensor:
+        """Log-probs of the response tokens, without gradient, fp32 [r] on the CPU of every rank.
+
+        `temperature`: default the sampling temperature.
+        """
+        micro_batches, _ = my_micro_batches(
+            self.model, rows, self._budget, keep_groups=self.model.share_prompts
+        )
+
+        def keep(_: Rows, values: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+            output = LinearLogprob(*values)
+            return output.logp_r.new_zeros(()), output.logp_r.detach()
+
+        scored = forward.run(
+            self.model,
+            [rows.select(index) for index in micro_batches],
+            keep,
+            head=LogprobHead(temperature or self._temperature, self.model.vocab_size),
+            forward_only=True,
+        )
+        return gather(rows, micro_batches, scored)
+
+    def weights(self, on_host: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor); a collective, iterate it to the end on every rank.
+
+        `on_host`: on the CPU; otherwise where the model is.
+        """
+        return self.model.export(on_host)
