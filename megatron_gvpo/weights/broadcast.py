@@ -109,7 +109,7 @@ class Broadcast:
                 raise PushFailed(str(error), [member]) from None
         offsets = [1 + sum(processes[:i]) for i in range(len(processes))]
         self._group = group = WeightGroup(
-            self._address, 1 + sum(processes), self._backend, min(60.0, self._timeout)
+            self._address, 1 + sum(processes), self._backend, min(60.0, self._timeout), self._timeout
         )
         joins = self._start(lambda m: self.join(m, group.meeting, offsets[self._members.index(m)]))
         prefixes = self.prefixes(members[0], group.meeting)

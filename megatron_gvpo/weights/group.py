@@ -9,7 +9,8 @@ from __future__ import annotations
 import datetime
 import itertools
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -20,11 +21,46 @@ from megatron_gvpo.rollout.server import Meeting
 _numbers = itertools.count()
 
 
+class Sending:
+    """A broadcast under way.
+
+    NCCL connects the ranks in the call that begins a group's first broadcast, which returns when all of them
+    have begun theirs: so a thread of its own makes that call, and whoever has to tell the others goes on.
+    """
+
+    def __init__(self, begin: Callable[[], dist.Work]) -> None:
+        self._begin = begin
+        self._work: dist.Work | None = None
+        self._problem: Exception | None = None
+        # A daemon: where a rank never comes, NCCL (2.30) lets nobody out of that call.
+        threading.Thread(target=self._run, name="broadcast", daemon=True).start()
+
+    def is_completed(self) -> bool:
+        """Raises what the call raised."""
+        if self._problem is not None:
+            raise self._problem
+        return self._work is not None and self._work.is_completed()
+
+    def wait(self) -> None:
+        """To be called when it is completed. Raises RuntimeError (torch's) where a rank has gone."""
+        assert self._work is not None
+        self._work.wait()
+
+    def _run(self) -> None:
+        try:
+            self._work = self._begin()
+        except Exception as error:  # for the thread that asks
+            self._problem = error
+
+
 class WeightGroup:
     """Rank 0 of the group. `port` 0 of the store: the system chooses one."""
 
-    def __init__(self, address: str, world_size: int, backend: str, timeout: float) -> None:
+    def __init__(self, address: str, world_size: int, backend: str, timeout: float, patience: float) -> None:
+        """In seconds, `timeout` to meet, and `patience`: how long a broadcast may take before the caller
+        closes the group."""
         self._timeout = datetime.timedelta(seconds=timeout)
+        self._patience = patience
         self._tcp = dist.TCPStore(
             address, 0, world_size, is_master=True, timeout=self._timeout, wait_for_workers=False
         )
@@ -43,16 +79,18 @@ class WeightGroup:
         world = self.meeting.world_size
         if self.meeting.backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
-            options._timeout = self._timeout
+            # When an operation takes longer, torch's watchdog ends the whole process: the caller's patience
+            # ends first, and costs one push.
+            options._timeout = datetime.timedelta(seconds=2 * self._patience + 60)
             self._group = dist.ProcessGroupNCCL(store, 0, world, options)
         else:
             self._group = dist.ProcessGroupGloo(store, 0, world, self._timeout)
 
-    def broadcast(self, tensor: Tensor) -> dist.Work:
-        """From this rank to all others; returns at once. The work raises when a rank has gone."""
+    def broadcast(self, tensor: Tensor) -> Sending:
+        """From this rank to all others; returns at once."""
         assert self._group is not None, "connect first"
-        work: dist.Work = self._group.broadcast([tensor], dist.BroadcastOptions())
-        return work
+        group = self._group
+        return Sending(lambda: group.broadcast([tensor], dist.BroadcastOptions()))
 
     def close(self) -> None:
         group, self._group = self._group, None
