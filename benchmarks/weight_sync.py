@@ -213,6 +213,7 @@ class Pushing:
 
     def __call__(self, version: int) -> dict[str, float]:
         self._timed.clear()
+        assert self._publisher.next_command(version) == "push"
         cpu, own, begin = cpu_seconds(self._pid), time.process_time(), time.perf_counter()
         self._publisher.attempt(self._weights.items(), version)
         seconds = time.perf_counter() - begin

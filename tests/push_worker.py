@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from tiny_run import configure
 from megatron_gvpo.config import SamplingConfig, read_model_config
 from megatron_gvpo.data.tokenizer import load_tokenizer
 from megatron_gvpo.megatron.policy import Policy
+from megatron_gvpo.rollout import served
 from megatron_gvpo.rollout.fleet import Member, RolloutError
 from megatron_gvpo.rollout.served import ServedRollouts
 from megatron_gvpo.types import Prompt
@@ -81,6 +84,7 @@ def _ask(engine: str, rollouts: ServedRollouts, directory: Path, step: int) -> N
     for i, prompt in enumerate(PROMPTS):
         sample = call(server.sample(prompt, 12, 0, GREEDY, [1], 60))
         (directory / f"greedy-{step}-{i}").write_text(repr(sample.token_ids))
+        (directory / f"score-{step}-{i}").write_text(json.dumps(call(server.score(prompt, 60))))
     _compare(rollouts, member, directory / f"export-{step}", directory, step)
 
 
@@ -174,3 +178,43 @@ def unheard(engine: str, url: str, task: str, out: str) -> None:
             (Path(out) / "error").write_text(str(error))
         finally:
             weights.close()
+
+
+def ended(engine: str, url: str, task: str, out: str, pid: str) -> None:
+    """The server's process ends between a push and its proof; the next push waits until it is back."""
+    overrides = [f"rollout.engine={engine}", f"rollout.servers.urls=[{url}]", "algorithm=grpo"]
+    config = configure(Path(task), Path(out), *overrides)
+    policy, model = Policy(config), read_model_config(config.model.path)
+    prompts = [Prompt(str(i), tuple(prompt), "") for i, prompt in enumerate(PROMPTS)]
+    with ServedRollouts(config, load_tokenizer(config.model.path), 1, model) as rollouts:
+        score = partial(policy.score, temperature=1.0)
+        weights = ServedWeights(config, rollouts, policy.weights, score, prompts)
+        push = weights._push
+
+        def push_and_end(version: int) -> None:
+            push(version)
+            os.killpg(int(pid), signal.SIGKILL)
+
+        weights._push = push_and_end
+        weights.push(0)
+        assert [m.state for m in rollouts.fleet.members] == ["lost"] and weights._proved == 0
+        weights._push = push
+        weights.push(1)
+        assert [m.has(1) for m in rollouts.fleet.members] == [True] and weights._proved == 1
+        weights.close()
+
+
+def unopened(task: str, out: str) -> None:
+    """Nobody listens at a server's address, for longer than the ranks wait for one another."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    meet, timeout = f"file://{out}/meet", timedelta(seconds=5)
+    dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=world, timeout=timeout)
+    served.HEARTBEAT = 1.0
+    overrides = ["rollout.engine=sglang", "rollout.servers.urls=[http://127.0.0.1:9]"]
+    config = configure(Path(task), Path(out), *overrides, "rollout.servers.start_timeout=15")
+    rollouts = ServedRollouts(config, None, 1, read_model_config(config.model.path))
+    try:
+        rollouts.__enter__()
+    except RolloutError as error:
+        (Path(out) / f"error-{rank}").write_text(str(error))

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import moe_task
 import pytest
 import torch
 from distributed import launch
@@ -27,6 +28,7 @@ from megatron_gvpo.rollout.checks import check_server
 from megatron_gvpo.rollout.engine import Request
 from megatron_gvpo.rollout.fleet import Fleet, Member
 from megatron_gvpo.rollout.http import ServerGone, ServerRefused
+from megatron_gvpo.rollout.served import DIALECTS
 from megatron_gvpo.types import Rollout
 from megatron_gvpo.weights.broadcast import Broadcast
 from megatron_gvpo.weights.bucket import Halves, buckets
@@ -208,6 +210,16 @@ def test_a_server_of_two_ranks_gets_its_shards(engine: str, task: Path, tmp_path
     assert_exported(tmp_path)
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_mixture_of_experts_gets_its_weights(engine: str, task: Path, tmp_path: Path):
+    """The same, where a server keeps weights in another arrangement than they come in: vLLM's experts."""
+    moe = moe_task.make(task, tmp_path / "task")
+    with running(engine, moe, tmp_path) as supervisor:
+        url = supervisor.processes[0].url
+        launch("push_worker:run", [1], engine, url, str(moe), str(tmp_path), "single")
+    assert_exported(tmp_path)
+
+
 def test_a_server_of_another_node_has_the_weights_from_the_rank_beside_it(
     served: Running, task: Path, tmp_path: Path
 ):
@@ -249,6 +261,8 @@ def assert_exported(directory: Path) -> None:
         assert step == 0 or pushed != (directory / f"checksum-{step - 1}").read_text()
         for i, prompt in enumerate(PROMPTS):
             response = eval((directory / f"greedy-{step}-{i}").read_text())
+            score = torch.tensor(json.loads((directory / f"score-{step}-{i}").read_text()))
+            torch.testing.assert_close(score, logprobs(export, prompt[:1], prompt[1:]), rtol=0, atol=1e-3)
             reference = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32)
             ids = torch.tensor([prompt])
             greedy = reference.generate(
@@ -307,6 +321,14 @@ def test_another_model_or_tokenizer_is_refused(
     (other / file).write_text(text.replace(old, new))
     with pytest.raises(ConfigError, match=message):
         check(served, served_config(served.engine, task, tmp_path, f"model.path={other}"))
+
+
+def test_a_server_of_another_engine_is_said_to_be_one(served: Running, task: Path, tmp_path: Path):
+    other = next(engine for engine in ENGINES if engine != served.engine)
+    config = served_config(other, task, tmp_path, f"rollout.servers.urls=[{served.url}]")
+    model = read_model_config(config.model.path)
+    with pytest.raises(ConfigError, match=f"{served.url} does not speak as rollout.engine={other} does"):
+        served.client.loop.run(check_server(DIALECTS[other](served.client.server._http), config, model))
 
 
 def test_the_probe_tells_other_weights(served: Running, task: Path, tmp_path: Path):

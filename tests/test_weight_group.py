@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -18,6 +19,7 @@ from megatron_gvpo.weights.broadcast import Broadcast
 from megatron_gvpo.weights.bucket import Bucket
 from megatron_gvpo.weights.transport import PushFailed
 
+ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 PATIENCE = 10.0  # seconds; a broadcast that waits for what nobody sends is told by it
 
 
@@ -33,6 +35,7 @@ class LikeNccl:
 
     def __init__(self, store: Any, rank: int, world: int, options: Options) -> None:
         self.options, self.others, self.aborted = options, threading.Event(), False
+        self.error_handling = os.environ.get(ERROR_HANDLING)
         self.made.append(self)
 
     def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Done:
@@ -107,3 +110,16 @@ def test_a_server_that_refuses_is_heard_while_its_ranks_are_being_connected():
 def test_the_watchdog_that_would_end_the_process_waits_longer_than_the_push():
     send(Server())
     assert LikeNccl.made[-1].options._timeout > timedelta(seconds=PATIENCE)
+
+
+@pytest.mark.parametrize("before", ["1", None])
+def test_a_server_that_died_in_a_broadcast_does_not_end_the_trainer(
+    before: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    """torch's way with a failed operation is to end the process; it reads the way when a group is made."""
+    if before is None:
+        monkeypatch.delenv(ERROR_HANDLING, raising=False)
+    else:
+        monkeypatch.setenv(ERROR_HANDLING, before)
+    send(Server())
+    assert LikeNccl.made[-1].error_handling == "0" and os.environ.get(ERROR_HANDLING) == before

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_gvpo.config import Config, ConfigError, read_model_config
+from megatron_gvpo.rollout.http import ServerRefused
 from megatron_gvpo.rollout.routing import Routers
 from megatron_gvpo.rollout.server import Server
 
@@ -27,8 +28,17 @@ SHAPE = (
 
 async def check_server(server: Server, config: Config, model: dict[str, Any]) -> None:
     """Compare what a server says of itself with what the run needs. Raises ConfigError."""
-    facts = await server.facts(TIMEOUT)
     where = f"rollout server {server.url}"
+    try:
+        facts = await server.facts(TIMEOUT)
+    except (ServerRefused, LookupError, TypeError) as error:
+        said = (
+            error if isinstance(error, ServerRefused) else "its answer lacks what that engine says of itself"
+        )
+        raise ConfigError(
+            f"{where} does not speak as rollout.engine={config.rollout.engine} does: {said}. Is it another "
+            "engine, or does it want another key (rollout.servers.api_key_env)?"
+        ) from None
     if facts.version not in server.tested and not config.rollout.servers.allow_untested_version:
         raise ConfigError(
             f"{where} runs {config.rollout.engine} {facts.version}; tested: {', '.join(server.tested)}. "
@@ -74,12 +84,12 @@ async def check_server(server: Server, config: Config, model: dict[str, Any]) ->
 
 async def _check_routing(server: Server, config: Config, model: dict[str, Any]) -> None:
     """Let it sample a token, and see whether it tells the experts."""
-    sample = await server.sample([0], 1, 0, config.rollout, (), TIMEOUT)
     try:
+        sample = await server.sample([0], 1, 0, config.rollout, (), TIMEOUT)
         if sample.experts is None:
             raise ValueError("no experts: start it with --enable-return-routed-experts")
         Routers.of(model).pack(sample.experts, 1 + len(sample.token_ids))
-    except ValueError as error:
+    except (ServerRefused, ValueError) as error:
         raise ConfigError(
             f"rollout.router_replay=true: rollout server {server.url} answered with {error}"
         ) from None

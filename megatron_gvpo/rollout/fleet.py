@@ -20,7 +20,7 @@ from typing import Literal
 from megatron_gvpo.config import SamplingConfig
 from megatron_gvpo.rollout.config import ServersConfig
 from megatron_gvpo.rollout.engine import Request, derived_seed
-from megatron_gvpo.rollout.http import ServerGone, ServerRefused
+from megatron_gvpo.rollout.http import ServerGone, ServerRefused, spare_connections
 from megatron_gvpo.rollout.routing import Routers
 from megatron_gvpo.rollout.server import MemoryPart, Sample, Server
 from megatron_gvpo.rollout.supervise import Supervisor
@@ -85,6 +85,7 @@ class Fleet:
         self._settings, self._stop_ids, self._report = settings, tuple(stop_ids), report
         self._supervisor, self._routers = supervisor, routers
         self._changed = asyncio.Event()  # some member's state did
+        self._connections = asyncio.Semaphore(spare_connections())  # of requests
         self._monitors: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -241,9 +242,10 @@ class Fleet:
         spans: list[tuple[int, int, int]] = []
         failures: list[str] = []
         while len(failures) < ATTEMPTS:
-            member = await self._choose(asked)
-            version = member.version
-            answer = await self._ask(member, asked.request, index, token_ids, sampling)
+            async with self._connections:
+                member = await self._choose(asked)
+                version = member.version
+                answer = await self._ask(member, asked.request, index, token_ids, sampling)
             if isinstance(answer, str):
                 failures.append(answer)
                 self.lose(member, answer)

@@ -4,11 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 from typing import Any
 
 import aiohttp
 
 SHOWN = 600  # characters of a server's answer in an error
+CONNECT = 10.0  # seconds until a connection is there
+FILES = 2**16  # open files, of which each connection is one, that are enough
+
+
+def spare_connections() -> int:
+    """How many connections there may be at once: three quarters of the files that this process may open.
+
+    Raises its limit first, as the engines do: the usual one is 1,024, and a step has more responses.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < FILES:
+        soft = FILES if hard == resource.RLIM_INFINITY else min(hard, FILES)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return 3 * (FILES if soft == resource.RLIM_INFINITY else soft) // 4
 
 
 async def open_session() -> aiohttp.ClientSession:
@@ -58,7 +73,8 @@ class Http:
 
     async def _call(self, method: str, path: str, timeout: float, **arguments: Any) -> Any:
         where = f"{self.url}{path}"
-        limit = aiohttp.ClientTimeout(total=timeout, sock_connect=min(timeout, 10.0))
+        connect = min(timeout, CONNECT)
+        limit = aiohttp.ClientTimeout(total=timeout, sock_connect=connect)
         try:
             async with self._session.request(
                 method, where, headers=self._headers, timeout=limit, **arguments
@@ -69,10 +85,12 @@ class Http:
             gone = ServerGone(f"{where}: {error.os_error.strerror or error}")
             gone.refused = True
             raise gone from None
+        except aiohttp.ConnectionTimeoutError:
+            raise ServerGone(f"{where}: no connection within {connect:g} s") from None
         except TimeoutError:
             raise ServerGone(f"{where}: no answer within {timeout:g} s") from None
         except (aiohttp.ClientError, OSError, asyncio.IncompleteReadError) as error:
-            raise ServerGone(f"{where}: {error or type(error).__name__}") from None
+            raise ServerGone(f"{where}: {str(error) or type(error).__name__}") from None
         try:
             answer = json.loads(text)
         except json.JSONDecodeError:

@@ -28,8 +28,9 @@ from megatron_gvpo.rollout.checks import check_server
 from megatron_gvpo.rollout.collect import TrainerMemory, pack_rollout
 from megatron_gvpo.rollout.engine import Request, check_request, derived_seed
 from megatron_gvpo.rollout.fleet import Fleet, RolloutError
-from megatron_gvpo.rollout.http import Http, open_session
+from megatron_gvpo.rollout.http import Http, ServerGone, open_session
 from megatron_gvpo.rollout.loop import BackgroundLoop
+from megatron_gvpo.rollout.nccl import check_nccl
 from megatron_gvpo.rollout.routing import Routers
 from megatron_gvpo.rollout.server import Server
 from megatron_gvpo.rollout.sglang import SGLang
@@ -77,20 +78,15 @@ class ServedRollouts:
 
     def __enter__(self) -> Self:
         """Start or find the servers. Raises ConfigError for one that does not fit, RolloutError for none."""
-        problem: tuple[str, str] | None = None
         if self.memory is not None:
             self.memory.release("training")
             self.memory.release("weights")
-        if dist.get_rank() == 0:
-            try:
-                self._open()
-            except (ConfigError, RolloutError, OSError) as error:
-                self._close()
-                kind = "config" if isinstance(error, ConfigError) else "rollout"
-                problem = (kind, str(error))
-        problem = broadcast_msgpack(problem)
-        if problem is not None:
-            raise (ConfigError if problem[0] == "config" else RolloutError)(problem[1])
+        opening = self._open() if dist.get_rank() == 0 else None
+        while (word := broadcast_msgpack(_how(opening)))[0] == "wait":
+            pass
+        if word[0] != "open":
+            self._close()
+            raise (ConfigError if word[0] == "config" else RolloutError)(word[1])
         self.rest()
         return self
 
@@ -167,27 +163,35 @@ class ServedRollouts:
         for rollout, text in zip(flat, texts, strict=True):
             rollout.text = text
 
-    def _open(self) -> None:
-        """Rank 0: processes, session, fleet; returns when all servers are healthy and fit."""
+    def _open(self) -> concurrent.futures.Future[None]:
+        """Rank 0: processes, session, fleet. The future is done when all servers are healthy and fit."""
         servers, config = self.config.rollout.servers, self.config
         dialect = DIALECTS[config.rollout.engine]
         self.loop = BackgroundLoop("rollout client")
-        if servers.urls:
-            urls, key = list(servers.urls), os.environ.get(servers.api_key_env or "")
-            if servers.api_key_env and not key:
-                raise ConfigError(f"rollout.servers.api_key_env: ${servers.api_key_env} is not set")
-        else:
-            key = secrets.token_hex(16)
-            self._supervisor = start_servers(config, key, report)
-            urls = [process.url for process in self._supervisor.processes]
+        try:
+            if servers.urls:
+                urls, key = list(servers.urls), os.environ.get(servers.api_key_env or "")
+                if servers.api_key_env and not key:
+                    raise ConfigError(f"rollout.servers.api_key_env: ${servers.api_key_env} is not set")
+            else:
+                key = secrets.token_hex(16)
+                self._supervisor = start_servers(config, key, report)
+                urls = [process.url for process in self._supervisor.processes]
+        except (ConfigError, OSError) as error:
+            failed: concurrent.futures.Future[None] = concurrent.futures.Future()
+            failed.set_exception(error)
+            return failed
         self._session = self.loop.run(open_session())
         members = [dialect(Http(self._session, url, key)) for url in urls]
         stop_ids = (self._end, *config.rollout.stop_token_ids)
         routers = Routers.of(self._model) if config.rollout.router_replay else None
         self.fleet = Fleet(members, servers, stop_ids, report, self._supervisor, routers)
-        self.loop.run(self.fleet.start())
-        for member in members:
-            self.loop.run(check_server(member, config, self._model))
+        return self.loop.submit(self._ready(self.fleet))
+
+    async def _ready(self, fleet: Fleet) -> None:
+        await fleet.start()
+        for member in fleet.members:
+            await check_server(member.server, self.config, self._model)
 
     def _close(self) -> None:
         if self.loop is not None and self.fleet is not None:
@@ -202,6 +206,22 @@ class ServedRollouts:
         self.fleet = self.loop = self._supervisor = self._session = None
 
 
+def _how(opening: concurrent.futures.Future[None] | None) -> tuple[str, str] | None:
+    """How rank 0's opening goes: "wait", after a heartbeat; "open"; or whose error it is, and its text."""
+    if opening is None:
+        return None
+    concurrent.futures.wait([opening], timeout=HEARTBEAT)
+    if not opening.done():
+        return "wait", ""
+    try:
+        opening.result()
+    except ConfigError as error:
+        return "config", str(error)
+    except (RolloutError, ServerGone, OSError) as error:
+        return "rollout", str(error)
+    return "open", ""
+
+
 def start_servers(config: Config, key: str | None, report: Callable[[str], None]) -> Supervisor:
     """Start `rollout.servers.count` servers on this machine, under a supervisor."""
     servers = config.rollout.servers
@@ -209,6 +229,8 @@ def start_servers(config: Config, key: str | None, report: Callable[[str], None]
     first = servers.port
     ports = [first + i for i in range(servers.count)] if first else free_ports(servers.count, servers.host)
     on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        check_nccl(config, ".".join(map(str, torch.cuda.nccl.version())))
     gpus = server_gpus(servers, torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "0")))
     logs = Path(config.output_dir) / "servers"
     processes = []

@@ -22,6 +22,9 @@ from megatron_gvpo.rollout.server import Launch
 POLL = 1.0  # seconds between looks at a process
 GRACE = 15.0  # seconds between asking a server to end and ending it
 LOG_LINES = 20  # of a server's log, shown when it fails
+LOG_BYTES = 2**16  # of which they are sought
+
+Wait = tuple[float, str]  # for a healthy answer: since when (time.monotonic), and the setting that limits it
 
 
 class ServerProcess:
@@ -68,8 +71,9 @@ class ServerProcess:
 
     def tail(self) -> str:
         """The end of its log."""
-        with contextlib.suppress(FileNotFoundError):
-            lines = self.log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+        with contextlib.suppress(OSError), self.log.open("rb") as log:
+            log.seek(max(0, os.fstat(log.fileno()).st_size - LOG_BYTES))
+            lines = log.read().decode(errors="replace").splitlines()[-LOG_LINES:]
             return "\n".join(f"    {line[:300]}" for line in lines)
         return ""
 
@@ -77,8 +81,8 @@ class ServerProcess:
 class Supervisor:
     """Keeps server processes running until it is closed. A thread of its own watches them.
 
-    A process that ends, or does not answer /health for `hang_timeout` seconds once it has, is started anew,
-    `restarts` times. `failed` then says which, and why.
+    A process that ends, or does not answer /health within `start_timeout` seconds, or for `hang_timeout`
+    seconds once it has, is started anew, `restarts` times. `failed` then says which, and why.
     """
 
     def __init__(
@@ -128,14 +132,14 @@ class Supervisor:
             thread.join()
 
     def _watch_all(self) -> None:
-        healthy_at: dict[str, float] = {}
+        waits: dict[str, Wait] = {}
         restarts = dict.fromkeys((p.url for p in self.processes), 0)
         while not self._closing.wait(POLL):
             for process in self.processes:
                 if self._held:
-                    healthy_at.clear()  # it may be silent for as long as it rests
+                    waits.clear()  # it may be silent for as long as it rests
                     continue
-                why = self._trouble(process, healthy_at)
+                why = self._trouble(process, waits)
                 if why is None or self._closing.is_set():
                     continue
                 if restarts[process.url] >= self._settings.restarts:
@@ -150,13 +154,20 @@ class Supervisor:
                 self._report(f"rollout server {process.url} {why}; starting it again")
                 with self._starting:
                     process.stop(grace=1.0)
-                    healthy_at.pop(process.url, None)
+                    waits.pop(process.url, None)
                     if self._held:
                         self._unusable.add(process.url)
                     else:
-                        process.start()
+                        self._start_again(process)
 
-    def _trouble(self, process: ServerProcess, healthy_at: dict[str, float]) -> str | None:
+    def _start_again(self, process: ServerProcess) -> None:
+        try:
+            process.start()
+        except OSError as error:  # such as no memory, or a file system that has gone
+            self._report(f"rollout server {process.url} cannot be started: {error}")
+            self._unusable.add(process.url)
+
+    def _trouble(self, process: ServerProcess, waits: dict[str, Wait]) -> str | None:
         status = process.exit_status()
         if status is not None:
             return f"ended with status {status}"
@@ -164,11 +175,12 @@ class Supervisor:
             self._unusable.discard(process.url)
             return "cannot be used"
         now = time.monotonic()
-        limit = self._settings.hang_timeout
+        since, setting = waits.setdefault(process.url, (now, "start_timeout"))
+        limit = getattr(self._settings, setting)
         if is_healthy(process.url, min(5.0, limit)):
-            healthy_at[process.url] = now
-        elif now - healthy_at.get(process.url, now) > limit:
-            return f"has not answered for rollout.servers.hang_timeout={limit:g} s"
+            waits[process.url] = (now, "hang_timeout")
+        elif now - since > limit:
+            return f"has not answered for rollout.servers.{setting}={limit:g} s"
         return None
 
 
@@ -191,9 +203,10 @@ def free_ports(count: int, host: str) -> list[int]:
 
 
 def is_healthy(url: str, timeout: float) -> bool:
-    """Whether the server at `url` says so within `timeout` seconds."""
+    """Whether the server at `url` says so within `timeout` seconds. No proxy is asked, as by all of ours."""
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=timeout) as answer:
+        with direct.open(f"{url}/health", timeout=timeout) as answer:
             return bool(answer.status == 200)
     except (OSError, HTTPException, ValueError):  # no answer; one that is not HTTP's; no address
         return False

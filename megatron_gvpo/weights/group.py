@@ -6,11 +6,12 @@ torchrun's own store are not touched (a server that dies must not take the train
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import itertools
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -82,7 +83,8 @@ class WeightGroup:
             # When an operation takes longer, torch's watchdog ends the whole process: the caller's patience
             # ends first, and costs one push.
             options._timeout = datetime.timedelta(seconds=2 * self._patience + 60)
-            self._group = dist.ProcessGroupNCCL(store, 0, world, options)
+            with _failures_are_ours():
+                self._group = dist.ProcessGroupNCCL(store, 0, world, options)
         else:
             self._group = dist.ProcessGroupGloo(store, 0, world, self._timeout)
 
@@ -96,3 +98,21 @@ class WeightGroup:
         group, self._group = self._group, None
         if group is not None and hasattr(group, "abort"):
             group.abort()
+
+
+@contextlib.contextmanager
+def _failures_are_ours() -> Iterator[None]:
+    """NCCL groups made inside leave a broadcast that failed to whoever asked for it.
+
+    Without this torch ends the whole process as soon as it sees one: the trainer, with a server that died.
+    """
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # read by each group as it is made
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, Protocol
 
 import torch
@@ -67,20 +67,25 @@ class Publisher:
         self._expected, self._optional, self._fp8, self._report = expected, optional, fp8, report
         self._colocated = colocated
         self._closed: list[Member] = []  # they have the weights and wait for `open`
+        self._targets: Future[list[Member]] | None = None  # of the next attempt, once nothing is in flight
         self._failures: dict[str, int] = {}  # in a row, by url
         self._problem, self._in_a_row = "", 0
         self.metrics: dict[str, float] = {}
 
     def next_command(self, version: int) -> str:
-        """ "push", "done", "wait" (for at most a heartbeat: a server may come back), or what went wrong."""
+        """ "push", "done", "wait" (a heartbeat, for a server or its responses), or what went wrong."""
         deadline = time.monotonic() + HEARTBEAT
         # Every server is replaced once in the meantime; what then still fails is not a server's fault.
         if self._in_a_row >= self._settings.attempts * (len(self._fleet.members) + 1):
             return f"{self._in_a_row} weight pushes in a row failed, at last: {self._problem}"
         while True:
             healthy = [m for m in self._fleet.members if m.state != "lost"]
-            if any(not m.has(version) for m in healthy):
-                return "push"
+            if self._targets is None and any(not m.has(version) for m in healthy):
+                carry = self._settings.in_flight == "carry"
+                self._targets = self._loop.submit(self._fleet.take_out(version, abort=carry))
+            if self._targets is not None:  # responses may take longer than the others wait for a collective
+                wait([self._targets], timeout=max(0.0, deadline - time.monotonic()))
+                return "push" if self._targets.done() else "wait"
             if healthy:
                 return "done"
             if problem := self._fleet.hopeless():
@@ -90,9 +95,13 @@ class Publisher:
             time.sleep(0.1)
 
     def attempt(self, stream: Stream, version: int) -> None:
-        """Push once to all healthy servers that lack the version. Raises ValueError for a wrong stream."""
+        """After the command "push": push once to the healthy servers that lack the version.
+
+        Nothing is in flight there any more. Raises ValueError for a wrong stream.
+        """
+        assert self._targets is not None, "not commanded"
         begin = time.perf_counter()
-        targets = self._run(self._fleet.take_out(version, abort=self._settings.in_flight == "carry"))
+        targets, self._targets = self._targets.result(), None
         try:
             sent = self._send(stream, targets, version) if targets else 0
             for member in targets:

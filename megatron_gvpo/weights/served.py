@@ -13,9 +13,11 @@ from torch import Tensor
 
 from megatron_gvpo.config import Config, ConfigError, read_model_config
 from megatron_gvpo.exchange import all_gather_msgpack, broadcast_msgpack
-from megatron_gvpo.rollout.fleet import RolloutError
+from megatron_gvpo.rollout.fleet import Fleet, Member, RolloutError
+from megatron_gvpo.rollout.http import ServerGone, ServerRefused
 from megatron_gvpo.rollout.served import ServedRollouts, report
 from megatron_gvpo.types import Prompt, Rows
+from megatron_gvpo.weights.address import group_address
 from megatron_gvpo.weights.broadcast import Broadcast
 from megatron_gvpo.weights.bucket import Halves, buckets
 from megatron_gvpo.weights.checkpoint import stored_tensors
@@ -30,6 +32,7 @@ from megatron_gvpo.weights.transport import Transport
 
 PROBE_TOKENS = 48
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05, "fp8": 0.2}  # mean absolute difference, nats a token
+RIGHT, LOST = "right", "lost"  # of a server that is asked to prove a push
 # The first push of a run, and the first with changed weights: a push that does nothing passes the first.
 PROOFS = 2
 
@@ -62,6 +65,7 @@ class ServedWeights:
                 f"rollout.weights.transport=delta cannot change a model in FP8 ({key}={config.served_path}): "
                 "engines keep it in other arrangements than they load; use broadcast"
             )
+        self._address = group_address(config)
         self._probe = _probe(prompts)
         self._publisher: Publisher | None = None
         self._memory: NodeMemory | None = None  # of this node, on its first rank; with transport=shared
@@ -149,26 +153,40 @@ class ServedWeights:
 
     def _prove(self, own: Tensor) -> None:
         """Compare the servers' log-probs of a fixed text with the policy's `own`, fp32 [tokens - 1]."""
-        problem = None
         fleet, loop = self._rollouts.fleet, self._rollouts.loop
+        verdicts: list[str] = []
         if fleet is not None and loop is not None:
-            limit = TOLERANCE["fp8" if self._fp8 is not None else self._config.model.dtype]
-            for member in [m for m in fleet.members if m.has(self._version)]:
-                theirs = loop.run(member.server.score(self._probe, self._config.rollout.weights.timeout))
-                gap = (torch.tensor(theirs) - own).abs()
-                if not gap.mean() <= limit:
-                    problem = (
-                        f"rollout server {member.server.url} does not have the weights that were sent: "
-                        f"after push "
-                        f"{self._version} its log-probs of {len(own)} probe tokens differ from the "
-                        f"trainer's by "
-                        f"{gap.mean():.3g} on average (allowed: {limit:g}), {gap.max():.3g} at most. Does it "
-                        "serve the same model, in the same dtype, at a tested version?"
-                    )
-        problem = broadcast_msgpack(problem)
-        if problem is not None:
-            raise RolloutError(problem)
-        self._proved += 1
+            members = [m for m in fleet.members if m.has(self._version)]
+            verdicts = [loop.run(self._verdict(fleet, member, own)) for member in members]
+        verdicts = broadcast_msgpack(verdicts)
+        for verdict in verdicts:
+            if verdict not in (RIGHT, LOST):
+                raise RolloutError(verdict)
+        self._proved += RIGHT in verdicts
+
+    async def _verdict(self, fleet: Fleet, member: Member, own: Tensor) -> str:
+        """RIGHT, LOST (since the push, as any server may be at any time), or what is wrong."""
+        where, limit = f"rollout server {member.server.url}", TOLERANCE[self._precision]
+        try:
+            theirs = await member.server.score(self._probe, self._config.rollout.weights.timeout)
+        except (ServerGone, ServerRefused) as error:
+            if isinstance(error, ServerRefused) and error.is_request:
+                return f"{where} refuses the probe that proves a push: {error}"
+            fleet.lose(member, str(error))
+            return LOST
+        gap = (torch.tensor(theirs) - own).abs()
+        if gap.mean() <= limit:
+            return RIGHT
+        return (
+            f"{where} does not have the weights that were sent: after push {self._version} its log-probs of "
+            f"{len(own)} probe tokens differ from the trainer's by {gap.mean():.3g} on average (allowed: "
+            f"{limit:g}), {gap.max():.3g} at most. Does it serve the same model, in the same dtype, at a "
+            "tested version?"
+        )
+
+    @property
+    def _precision(self) -> str:
+        return "fp8" if self._fp8 is not None else self._config.model.dtype
 
     def _publish(self, relays: Relays | None) -> Publisher:
         fleet, loop = self._rollouts.fleet, self._rollouts.loop
@@ -184,9 +202,8 @@ class ServedWeights:
             device = torch.device("cpu")
         else:
             kind = Delta if settings.transport == "delta" else Broadcast
-            address = settings.address or os.environ.get("MASTER_ADDR", "127.0.0.1")
             backend = "nccl" if device.type == "cuda" else "gloo"
-            transport = kind(address, backend, settings.timeout)
+            transport = kind(self._address, backend, settings.timeout)
         return Publisher(
             fleet,
             loop,

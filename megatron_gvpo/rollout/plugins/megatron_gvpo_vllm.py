@@ -26,6 +26,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 NAME = "megatron_gvpo"
@@ -155,6 +156,8 @@ class Receiver(WeightTransferEngine):
     def _reload(self) -> None:
         """Begin vLLM's reloading of whole layers, unless it has begun."""
         if not self._reloading:
+            if self.device.type == "cpu":
+                forget_expert_kernels(self.model)
             initialize_layerwise_reload(self.model)
             self._reloading = True
 
@@ -166,6 +169,18 @@ class Receiver(WeightTransferEngine):
 
     def shutdown(self) -> None:
         self._group = self._store = None
+
+
+def forget_expert_kernels(model: torch.nn.Module) -> None:
+    """Let vLLM set the experts' kernels up anew when their weights have come.
+
+    It does so once (0.32.0), and on a CPU that is where it packs the weights: later ones would be copied, as
+    they come, over packed ones.
+    """
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if isinstance(method, FusedMoEMethodBase):
+            method.moe_kernel = None
 
 
 def _tensors_in(directory: str) -> Iterator[tuple[str, torch.Tensor]]:

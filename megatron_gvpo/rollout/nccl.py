@@ -1,0 +1,41 @@
+"""Does the engine load the trainer's NCCL? NCCL refuses a process group of two versions."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+
+from megatron_gvpo.config import Config, ConfigError
+
+ASK = "import torch; print('.'.join(map(str, torch.cuda.nccl.version())))"
+TIMEOUT = 300.0  # seconds: a first import of torch over a network file system
+
+
+def check_nccl(config: Config, ours: str) -> None:
+    """Ask the engine's interpreter, before servers start. Raises ConfigError for another version than `ours`.
+
+    What cannot be asked is left for the start of the servers to tell.
+    """
+    python, transport = config.rollout.servers.python, config.rollout.weights.transport
+    if transport not in ("broadcast", "delta"):
+        return
+    theirs_alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    try:
+        asked = subprocess.run(
+            [python, "-c", ASK],
+            env=theirs_alone,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return
+    theirs = asked.stdout.strip()
+    if asked.returncode == 0 and theirs and theirs != ours:
+        raise ConfigError(
+            f"rollout.servers.python={python} has a torch with NCCL {theirs}, the trainer's has {ours}, and "
+            f"NCCL refuses the process group of rollout.weights.transport={transport} between two versions: "
+            "install one in both environments (pip install --no-deps nvidia-nccl-cu13==...), or choose the "
+            "transport shared or disk"
+        )
