@@ -38,10 +38,11 @@ QUICKSTART = ROOT / "examples" / "quickstart"
 
 
 class Variant(NamedTuple):
-    """One row of a table: an algorithm, and how many responses the policy gives."""
+    """One row of a table: an algorithm, how many responses the policy gives, to how many prompts in all."""
 
     algorithm: dict[str, Any]
     n: int = 8
+    prompts: int | None = None  # of the quickstart task; default: so many that none comes twice
 
 
 def gvpo(n: int = 8, recipe: str = "gvpo", **loss: Any) -> Variant:
@@ -49,7 +50,11 @@ def gvpo(n: int = 8, recipe: str = "gvpo", **loss: Any) -> Variant:
 
 
 def mixed(new: int, earlier: int) -> Variant:
-    return Variant({"recipe": "gvpo_history", "members": [{"name": "replay", "count": earlier}]}, new)
+    """Earlier responses are those to the same prompt, so the prompts must come again: five times in a run."""
+    if not earlier:
+        return Variant({"recipe": "gvpo"}, new, 256)
+    members = [{"name": "replay", "count": earlier}]
+    return Variant({"recipe": "gvpo_history", "members": members}, new, 256)
 
 
 TABLES: dict[str, dict[str, Variant]] = {
@@ -62,7 +67,12 @@ TABLES: dict[str, dict[str, Variant]] = {
     },
     "GVPO Figure 2: beta": {str(beta): gvpo(beta=beta) for beta in (0.01, 0.03, 0.1, 0.3, 1.0)},
     "GVPO Figure 3: k": {str(k): gvpo(k) for k in (2, 4, 8, 16)},
-    "GVPO Figure 4: history": {"0:8": gvpo(), "2:6": mixed(6, 2), "4:4": mixed(4, 4), "6:2": mixed(2, 6)},
+    "GVPO Figure 4: history": {
+        "0:8": mixed(8, 0),
+        "2:6": mixed(6, 2),
+        "4:4": mixed(4, 4),
+        "6:2": mixed(2, 6),
+    },
     "GPG Table 15": {
         "GRPO": Variant({"recipe": "grpo"}),
         "A: PG, group std": Variant({"recipe": "gpg_a"}),
@@ -114,13 +124,14 @@ def elsewhere(variant: Variant, task: str, seed: int, done: dict[str, Any]) -> d
     for table, rows in TABLES.items():
         for name, other in rows.items():
             line = done.get(f"{task} | {table} | {name} | {seed}")
-            if line and other.n == variant.n and effective(other) == effective(variant):
+            if line and effective(other, task) == effective(variant, task):
                 return {name: line[name] for name in ("reward", "start", "responses") if name in line}
     return None
 
 
-def effective(variant: Variant) -> dict[str, Any]:
-    return AlgorithmConfig.model_validate(variant.algorithm).model_dump(exclude={"recipe"})
+def effective(variant: Variant, task: str) -> tuple[Any, ...]:
+    algorithm = AlgorithmConfig.model_validate(variant.algorithm).model_dump(exclude={"recipe"})
+    return algorithm, variant.n, task == "quickstart" and variant.prompts
 
 
 def settings_of(task: str, args: argparse.Namespace) -> dict[str, int]:
@@ -192,6 +203,7 @@ def on_model(variant: Variant, seed: int, args: argparse.Namespace) -> dict[str,
         "algorithm": variant.algorithm,
         "rollout.n": variant.n,
         "model.path": str(warm / "hf"),
+        "data.train.limit": variant.prompts,
         "data.eval.path": str(task / "data" / "test.parquet"),
         "output_dir": str(out),
         "train.seed": seed,
