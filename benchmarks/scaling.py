@@ -27,7 +27,6 @@ import argparse
 import json
 import os
 import platform
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -161,21 +160,21 @@ def run(ranks: int, command: Sequence[str]) -> None:
 def submit(args: argparse.Namespace, point: Point, command: Sequence[str]) -> None:
     """A job of `megatron-gvpo slurm` with another program in it."""
     from megatron_gvpo.cluster import slurm
+    from megatron_gvpo.cluster.job import Job, check
     from megatron_gvpo.config import ConfigError, load_config
 
     given = [w for w in command if w.endswith((".yaml", ".yml")) or ("=" in w and w[0] != "{")]
-    job = slurm.Job(
+    job = Job(
         nodes=point.ranks // args.ranks_per_node,
         ranks_per_node=args.ranks_per_node,
         gpus=not args.no_gpus,
         sbatch=tuple(args.sbatch),
         how="--overwrite",
     )
-    program = f"-m megatron_gvpo.cluster.rank {shlex.quote(str(WORKER))}"
     try:
         config = load_config([w for w in given if "=" not in w], [w for w in given if "=" in w])
-        slurm.check(config, job)
-        script = slurm.write(config, slurm.render(config, command, job, program=program))
+        check(config, job)
+        script = slurm.write(config, slurm.render(config, command, job, program=str(WORKER)))
         print(script if args.dry_run else f"{point.name}: job {slurm.submit(script)}", flush=True)
     except (ConfigError, slurm.SlurmError) as error:
         raise SystemExit(f"{point.name}: {error}") from None

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from tiny_run import records
 
 import slurm as real
 from megatron_gvpo.cli import main
+from megatron_gvpo.cluster.job import _seconds
 from slurm import NODES, Slurm
 
 ROOT = Path(__file__).parents[1]
@@ -57,6 +59,7 @@ def act(action):
         subprocess.run(action, shell=True, check=True)
 """
 STOP = "scancel --batch --signal=USR1 $SLURM_JOB_ID"  # what Slurm does before the time limit
+STOP_TWICE = f"{STOP}; sleep 2; {STOP}"  # a user has done it, too
 LOSE_A_NODE = "; ".join(
     f"scontrol update nodename={NODES[1]} {to}" for to in ("state=down reason=test", "state=resume")
 )
@@ -149,13 +152,40 @@ def test_a_rank_that_fails_ends_the_job_in_seconds_and_is_named(
         assert "Traceback" in end and "RuntimeError: an error of rank 1 alone" in end
 
 
+def test_names_with_spaces_and_an_environment_of_its_own(slurm: Slurm, task: Path, tmp_path: Path):
+    """Python, configuration, output and options have spaces in them. The environment is passed in part, and
+    is that of another job; and nodes have names for themselves that others do not know.
+    """
+    place = tmp_path / "a place"
+    place.mkdir()
+    (place / "an environment").symlink_to(sys.prefix)
+    (place / "sitecustomize.py").write_text("import socket\nsocket.getfqdn = lambda *_: 'nowhere.invalid'\n")
+    (place / "run it.yaml").write_text((task / "run.yaml").read_text())
+    there = Slurm(slurm.base)
+    path = [str(place), *filter(None, [slurm.environment.get("PYTHONPATH")])]
+    there.environment |= {"PYTHONPATH": ":".join(path), "SLURM_RESTART_COUNT": "5"}
+    exported = "--sbatch=--export=PATH,PYTHONPATH,HOME,SLURM_CONF,SLURM_RESTART_COUNT,GLOO_SOCKET_IFNAME"
+    options = (*TWO_NODES, exported, "--sbatch=--comment=two words # and more", "--submit")
+    prompts = f"data.train.path={shutil.copy(task / 'data' / 'train.jsonl', place / 'its prompts.jsonl')}"
+    words = (str(place / "run it.yaml"), *SHORT, "train.steps=2", f"output_dir={place / 'my run'}", prompts)
+    python = str(place / "an environment" / "bin" / Path(sys.executable).name)
+    command = [python, "-m", "megatron_gvpo", "slurm", *words, "rewards.timeout=\n10", *options]
+    done = subprocess.run(command, env=there.environment, capture_output=True, text=True, timeout=120)
+    number = job_of(done)
+    assert there.end(number) == "COMPLETED", there.said(number)
+    assert records(place / "my run")[-1]["step"] == 2
+    assert (place / "my run" / "slurm" / f"{number}.0" / "rank_00001.log").is_file(), "its first start"
+    details = there("scontrol", "show", "job", number)
+    assert "Comment=two words # and more" in details and "JobName=my run" in details
+
+
 def test_servers_on_nodes_of_their_own(slurm: Slurm, task: Path, uninterrupted: Path, tmp_path: Path):
     """Told to stop in the middle of a step: afterwards no group is missing, doubled or stale."""
     out = tmp_path / "run"
     given = (
         *SHORT,
         f"output_dir={out}",
-        reward(tmp_path, start_0=(3, STOP)),
+        reward(tmp_path, start_0=(3, STOP_TWICE)),
         "rollout.engine=vllm",
         f"rollout.servers.python={engine_python('vllm')}",
         "rollout.servers.context_length=256",
@@ -205,6 +235,7 @@ def test_a_scaling_benchmark_measures_its_points_in_jobs(slurm: Slurm, task: Pat
             "invalid partition specified: nowhere",
             "Here there are: tests (3 nodes",
         ),
+        (["--sbatch=--partition=no where"], "invalid partition specified: no where", "Here there are: tests"),
         (["--nodes", "30"], "Partition", "Ask for less"),
         (["--sbatch=--time=never"], "Invalid --time specification", ""),
     ],
@@ -224,6 +255,27 @@ def test_what_slurm_refuses(slurm: Slurm, task: Path, tmp_path: Path, options, w
         (["--nodes", "0"], "--nodes and --ranks-per-node must be at least 1"),
         (["--nodes", "1", "--save-before", "5"], "--save-before 5: at least 120 seconds"),
         (["--nodes", "1", "--sbatch=time=1:00:00"], "options begin with -, as --sbatch=--time=1:00:00"),
+        (["--nodes", "1", "--nproc", "2"], "--nproc 2: a job has --nodes times --ranks-per-node processes"),
+        (
+            ["--nodes", "1", "--sbatch=--nodes=3"],
+            "the job says --nodes itself; for this there is --nodes and",
+        ),
+        (["--nodes", "1", "--sbatch=-N3"], "--sbatch=-N3: the job says --nodes itself"),
+        (["--nodes", "1", "--sbatch=--array=0-3"], "--array itself; for this there is a job for each"),
+        (["--nodes", "1", "--sbatch=--comment=a\n#SBATCH -N3"], "an option is one line"),
+        (["--nodes", "1", "--sbatch=--time=10"], "600 s before this limit the job saves and starts again"),
+        (["--nodes", "1", "--sbatch=-t 0-00:02", "--save-before", "120"], "120 s before this limit"),
+        (["--nodes", "1", "output_dir=runs/100%n"], "Slurm replaces what follows a %"),
+        (["--nodes", "1", "--container", ""], "--container : no such file"),
+        (
+            ["--nodes", "1", "--mount", "/data"],
+            "--mount /data: without --container the job sees what the nodes",
+        ),
+        (
+            ["--nodes", "1", "--container", "a/b", "--mount", "/a:/b"],
+            "--mount /a:/b: a directory, which has the",
+        ),
+        (["--nodes", "1", "--rollout-container", "a/b"], "rollout.engine=local has no servers"),
         (["--nodes", "1", "--container", "nowhere.sif"], "--container nowhere.sif: no such file"),
         (
             ["--nodes", "1", "rollout.engine=sglang", "rollout.servers.count=9"],
@@ -252,6 +304,46 @@ def test_what_cannot_run_is_refused_before_it_waits_in_a_queue(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("limit", "seconds"),
+    [
+        ("10", 600),
+        ("10:30", 630),
+        ("2:00:30", 7230),
+        ("1-2", 93600),
+        ("1-02:03", 93780),
+        ("1-02:03:04", 93784),
+        ("UNLIMITED", None),
+        ("1:2:3:4", None),
+    ],
+)
+def test_time_limits_are_read_as_sbatch_reads_them(limit: str, seconds: int | None):
+    assert _seconds(limit) == seconds
+
+
+def test_a_directory_that_cannot_be_written_is_said(task: Path, tmp_path: Path, capsys):
+    (tmp_path / "file").touch()
+    given = [str(task / "run.yaml"), f"output_dir={tmp_path / 'file' / 'run'}", "--nodes", "1"]
+    assert main(["slurm", *given]) == 2
+    said = capsys.readouterr()
+    assert re.search("error: output_dir=.*: cannot write .*job.sbatch: Not a directory", said.err)
+    assert not said.out
+
+
+def test_without_slurm_the_script_is_written_and_it_says_where_to_submit_it(
+    task: Path, tmp_path: Path, monkeypatch, capsys
+):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    given = [str(task / "run.yaml"), f"output_dir={tmp_path / 'my run'}", "--nodes", "1", "--submit"]
+    assert main(["slurm", *given]) == 1
+    script = tmp_path / "my run" / "slurm" / "job.sbatch"
+    assert (
+        f"error: sbatch is not here: run this where Slurm's commands are, or there `sbatch '{script}'`"
+        in (capsys.readouterr().err)
+    )
+    assert script.is_file()
+
+
 def test_what_a_container_would_not_see_is_said(task: Path, tmp_path: Path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     job = [str(task / "run.yaml"), "output_dir=run", "--nodes", "1", "--container", "registry/trainer"]
@@ -265,20 +357,49 @@ def test_what_a_container_would_not_see_is_said(task: Path, tmp_path: Path, monk
     assert f"--container-mounts={tmp_path}:{tmp_path},{task}:{task} " in shown.out
 
 
+def in_container(name: str) -> str:
+    """What the trainer's and the servers' containers do first."""
+    script = (ROOT / "slurm" / f"{name}.sbatch").read_text()
+    prologue, again = re.findall(r"bash -c '\n((?:  .*\n)+?)  exec", script)
+    assert prologue == again
+    return prologue
+
+
 def test_a_container_without_a_home_gets_one(tmp_path: Path):
     """Megatron-Bridge, Hugging Face and the engines write there; what pyxis starts may be read-only."""
-    script = (ROOT / "slurm" / "split.sbatch").read_text()
-    (line, again) = [line for line in script.splitlines() if "mkdir -p" in line and "HOME" in line]
-    assert line == again, "the trainer's and the servers'"
     (tmp_path / "file").touch()
 
-    def home(given: Path) -> Path:
-        environment = {"PATH": os.environ["PATH"], "HOME": str(given), "TMPDIR": str(tmp_path)}
-        command = ["bash", "-c", f"{line}; touch $HOME/written; echo $HOME"]
+    def home(given: Path, temporary: Path) -> Path:
+        environment = {"PATH": os.environ["PATH"], "HOME": str(given), "TMPDIR": str(temporary)}
+        command = ["bash", "-c", f"{in_container('split')}touch $HOME/written && echo $HOME"]
         return Path(subprocess.run(command, env=environment, capture_output=True, text=True).stdout.strip())
 
-    assert home(tmp_path / "home") == tmp_path / "home"
-    assert (made := home(tmp_path / "file" / "home")).parent == tmp_path and (made / "written").exists()
+    assert home(tmp_path / "home", tmp_path) == tmp_path / "home"
+    nowhere = tmp_path / "file" / "home"
+    assert (made := home(nowhere, tmp_path)).parent == tmp_path and (made / "written").exists()
+    made = home(nowhere, Path("/the node's own"))
+    assert made.parent == Path("/tmp") and (made / "written").exists()
+    shutil.rmtree(made)
+
+
+def test_a_new_image_brings_its_own_triton_cache(tmp_path: Path):
+    """Into a place that can be written, in a home that knew another image; it has no compiler for it."""
+    for image in ("first", "second"):
+        (tmp_path / image).mkdir()
+        (tmp_path / image / f"{image}.so").touch()
+        environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
+        environment |= {"TRITON_CACHE_DIR": str(tmp_path / image), "IMAGE": str(tmp_path / image)}
+        read_only = (
+            '[() { ! builtin [ "$1 $2" = "-w $IMAGE" ] && builtin [ "$@"; }\n'  # as root, all is writable
+        )
+        command = [
+            "bash",
+            "-c",
+            f"{read_only}{in_container('split')}ls $TRITON_CACHE_DIR; echo $TRITON_CACHE_DIR",
+        ]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        file, place = done.stdout.split()
+        assert file == f"{image}.so" and place != str(tmp_path / image), done.stderr
 
 
 def test_the_signal_passes_apptainers_own_processes(tmp_path: Path):
@@ -333,17 +454,40 @@ def test_the_examples_are_what_is_rendered_and_bash_can_read_them(
     subprocess.run(["bash", "-n", str(example)], check=True)
 
 
-def test_the_readme_commands_for_a_cluster_are_understood(task: Path, tmp_path: Path, capsys):
-    """`plan` and `slurm` as they stand there, on the tiny run's configuration, and not submitted."""
+def readme_command(program: str) -> str:
+    """The one of the section for clusters that begins so."""
     text = (ROOT / "README.md").read_text()
     section = text.split("## From laptop to cluster")[1].split("## ")[0].replace("\\\n", "")
     lines = [line.split("#")[0].strip() for line in section.splitlines() if line.startswith("    ")]
-    plan = next(shlex.split(line) for line in lines if line.startswith("megatron-gvpo plan"))
+    return next(line for line in lines if line.startswith(program))
+
+
+def test_the_readme_commands_for_a_cluster_are_understood(task: Path, tmp_path: Path, capsys):
+    """`plan` and `slurm` as they stand there, on the tiny run's configuration, and not submitted."""
+    plan = shlex.split(readme_command("megatron-gvpo plan"))
     assert main([*plan[1:-1], str(tmp_path / "plan.yaml")]) == 0
     assert "All numbers are predicted" in capsys.readouterr().out
-    job = next(shlex.split(line) for line in lines if line.startswith("megatron-gvpo slurm"))
+    job = shlex.split(readme_command("megatron-gvpo slurm"))
     given = [str(task / "run.yaml") if word == "gvpo.yaml" else word for word in job[1:]]
     given = [word for word in given if word not in ("plan.yaml", "--submit")]
     served = ["rollout.engine=sglang", f"output_dir={tmp_path / 'run'}"]
     assert main([*given, *served, "--dry-run"]) == 0
     assert "#SBATCH --partition=h800" in capsys.readouterr().out
+
+
+def test_the_readmes_doctor_compares_the_nodes(slurm: Slurm):
+    """On two nodes instead of eight, with a rank each and no GPUs."""
+    command = readme_command("srun")
+    sizes = {"--nodes 8": "--nodes 2", "--nnodes 8": "--nnodes 2", "--nproc-per-node 8": "--nproc-per-node 1"}
+    for there, here in (sizes | {"--gpus-per-node 8 ": "", " --gpu h800": ""}).items():
+        assert there in command
+        command = command.replace(there, here)
+    path = f"{Path(sys.executable).parent}:{slurm.environment['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", command],
+        env=slurm.environment | {"PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert "2 ranks. Ready: no rank differs from the others." in done.stdout, done.stdout + done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -97,8 +98,14 @@ def _add_plan(commands: Any) -> None:
 def run_slurm(options: argparse.Namespace, config: Config) -> int:
     """0: written, shown or submitted; 1: Slurm does not take it. Raises ConfigError."""
     from megatron_gvpo.cluster import slurm
+    from megatron_gvpo.cluster.job import Job, check
+    from megatron_gvpo.config import ConfigError
 
-    job = slurm.Job(
+    if options.nproc:
+        raise ConfigError(
+            f"--nproc {options.nproc}: a job has --nodes times --ranks-per-node processes; leave it out"
+        )
+    job = Job(
         nodes=options.nodes,
         rollout_nodes=options.rollout_nodes,
         ranks_per_node=options.ranks_per_node,
@@ -110,7 +117,7 @@ def run_slurm(options: argparse.Namespace, config: Config) -> int:
         mounts=tuple(options.mount),
         how=options.how,
     )
-    slurm.check(config, job)
+    check(config, job)
     script = slurm.render(config, options.config, job)
     if unseen := slurm.unseen(config, options.config, job):
         print(
@@ -125,7 +132,7 @@ def run_slurm(options: argparse.Namespace, config: Config) -> int:
     if not config.checkpoint.every:
         print("note: checkpoint.every=0, so a failed node would cost all steps so far", file=sys.stderr)
     if not options.submit:
-        print(f"{file}\nsubmit it from here: sbatch {file}")
+        print(f"{file}\nsubmit it from here: sbatch {shlex.quote(str(file))}")
         return 0
     try:
         number = slurm.submit(file)

@@ -13,87 +13,25 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import jinja2
 
+from megatron_gvpo.cluster.job import Job
 from megatron_gvpo.config import Config, ConfigError
-from megatron_gvpo.layout import check_layout
-from megatron_gvpo.outputs import refuse_earlier_run
 
-SHORTEST_NOTICE = 120  # seconds; Slurm may be a minute early with its signal
 SECONDS_TO_SUBMIT = 60
 SECONDS_TO_SCHEDULE = 10
-TRAIN = "-m megatron_gvpo.cluster.rank train"
-
-
-@dataclass(frozen=True)
-class Job:
-    """What the cluster is asked for."""
-
-    nodes: int
-    rollout_nodes: int = 0  # more nodes, for the rollout servers; 0: they run beside the trainer
-    ranks_per_node: int = 8
-    gpus: bool = True  # one for each rank; without, on CPUs over gloo
-    sbatch: tuple[str, ...] = ()  # further options of sbatch, such as --partition=h800
-    save_before: int = 600  # seconds before the time limit: longer than a step and a checkpoint
-    container: str | None = None  # an image for the ranks: a .sif file by Apptainer, others by pyxis
-    rollout_container: str | None = None  # another one for the servers
-    mounts: tuple[str, ...] = ()  # directories that the containers see, besides the working directory
-    how: Literal["", "--resume", "--overwrite"] = ""  # `train`'s option at the first start
+RANK = ("-m", "megatron_gvpo.cluster.rank")  # what torchrun runs, with a command or a program
 
 
 class SlurmError(RuntimeError):
     """Slurm does not take the job; its words, and what to do."""
 
 
-def check(config: Config, job: Job) -> None:
-    """Raises ConfigError for a job that could not run, before it waits in a queue."""
-    if job.nodes < 1 or job.rollout_nodes < 0 or job.ranks_per_node < 1:
-        raise ConfigError("--nodes and --ranks-per-node must be at least 1, --rollout-nodes at least 0")
-    if job.save_before < SHORTEST_NOTICE:
-        raise ConfigError(f"--save-before {job.save_before}: at least {SHORTEST_NOTICE} seconds")
-    for option in job.sbatch:
-        if not option.startswith("-"):
-            raise ConfigError(f"--sbatch={option}: sbatch's options begin with -, as --sbatch=--{option}")
-    for name, image in (("container", job.container), ("rollout-container", job.rollout_container)):
-        if image is not None and _is_file(image) and not Path(image).exists():
-            raise ConfigError(f"--{name} {image}: no such file")
-    check_layout(config, job.nodes * job.ranks_per_node)
-    servers = config.rollout.servers
-    if config.rollout.engine == "local":
-        if job.rollout_nodes:
-            raise ConfigError(
-                f"--rollout-nodes {job.rollout_nodes}: rollout.engine=local generates in the trainer's own "
-                "processes; choose rollout.engine=sglang or vllm"
-            )
-    elif servers.urls:
-        raise ConfigError("rollout.servers.urls: leave it out, the job starts its own servers and knows them")
-    elif job.gpus and servers.count * servers.tp > job.ranks_per_node:
-        raise ConfigError(
-            f"rollout.servers.count={servers.count} x rollout.servers.tp={servers.tp} needs more than the "
-            f"{job.ranks_per_node} GPUs of a node (--ranks-per-node)"
-        )
-    elif job.gpus and job.rollout_nodes and servers.colocated:
-        raise ConfigError(
-            f"rollout.servers.colocated=true: with --rollout-nodes {job.rollout_nodes} the servers have GPUs "
-            "of their own; leave it out"
-        )
-    elif job.gpus and not job.rollout_nodes and not servers.colocated:
-        raise ConfigError(
-            "rollout.servers.colocated=false: without --rollout-nodes the servers are on the trainer's GPUs, "
-            "which cannot hold both at once. Let them take turns, rollout.servers.colocated=true with "
-            "rollout.weights.transport=shared, or give them nodes"
-        )
-    if job.how == "":
-        refuse_earlier_run(config.output_dir)
-
-
-def render(config: Config, given: Sequence[str], job: Job, program: str = TRAIN) -> str:
+def render(config: Config, given: Sequence[str], job: Job, program: str = "train") -> str:
     """The sbatch script. `given`: the configuration files and overrides, as `train` takes them. `program`:
-    what torchrun runs with them.
+    what every rank does with them, a command of `megatron-gvpo` or a FILE.py.
     """
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("megatron_gvpo.cluster", ""),
@@ -106,12 +44,13 @@ def render(config: Config, given: Sequence[str], job: Job, program: str = TRAIN)
     served = config.rollout.engine != "local"
     rollout_image = job.rollout_container or job.container
     return environment.get_template("job.sbatch.j2").render(
-        command=shlex.join(["megatron-gvpo", *sys.argv[1:]]),
+        command=shlex.join(["megatron-gvpo", *sys.argv[1:]]).replace("\n", " "),  # it is a comment
         job=job,
-        name=Path(config.output_dir).name,
+        options=[_directive(option) for option in job.sbatch],
+        name=shlex.quote(Path(config.output_dir).resolve().name),
         output_dir=shlex.quote(config.output_dir),
         config=shlex.join(given),
-        program=program,
+        program=shlex.join([*RANK, program]),
         split=job.rollout_nodes > 0,
         served=served,
         servers=config.rollout.servers.count,
@@ -124,9 +63,10 @@ def render(config: Config, given: Sequence[str], job: Job, program: str = TRAIN)
     )
 
 
-def _is_file(image: str) -> bool:
-    """Otherwise it is the name of an image in a registry."""
-    return image.endswith((".sif", ".sqsh")) or image.startswith(("/", "./", "../"))
+def _directive(option: str) -> str:
+    """As it stands behind #SBATCH, which Slurm reads as a shell does: --name=VALUE is one word."""
+    name, sign, value = option.partition("=")
+    return f"{name}={shlex.quote(value)}" if sign else option
 
 
 def unseen(config: Config, given: Sequence[str], job: Job) -> list[str]:
@@ -167,10 +107,13 @@ def _inside(image: str | None, job: Job) -> str:
 
 
 def write(config: Config, script: str) -> Path:
-    """Put the script where its job's outputs will be."""
+    """Put the script where its job's outputs will be. Raises ConfigError where that cannot be written."""
     file = Path(config.output_dir) / "slurm" / "job.sbatch"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(script)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(script)
+    except OSError as error:
+        raise ConfigError(f"output_dir={config.output_dir}: cannot write {file}: {error.strerror}") from None
     return file
 
 
@@ -178,7 +121,8 @@ def submit(script: Path) -> str:
     """Give the script to sbatch; returns the job's number. Raises SlurmError."""
     if shutil.which("sbatch") is None:
         raise SlurmError(
-            f"sbatch is not here: run this where Slurm's commands are, or there `sbatch {script}`"
+            "sbatch is not here: run this where Slurm's commands are, or there `sbatch "
+            f"{shlex.quote(str(script))}`"
         )
     try:
         done = subprocess.run(

@@ -259,7 +259,7 @@ def _remove(checkpoint: Path) -> None:
     if doomed != checkpoint:
         shutil.rmtree(doomed, ignore_errors=True)
         os.replace(checkpoint, doomed)
-    shutil.rmtree(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)  # files that another node has open stay until the next save
 
 
 def _fresh_directory(directory: Path) -> None:

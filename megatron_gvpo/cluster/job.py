@@ -1,0 +1,142 @@
+"""What `megatron-gvpo slurm` asks of a cluster; what could not run is refused before it waits in a queue."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megatron_gvpo.config import Config, ConfigError
+from megatron_gvpo.layout import check_layout
+from megatron_gvpo.outputs import refuse_earlier_run
+
+SHORTEST_NOTICE = 120  # seconds; Slurm may be a minute early with its signal
+# What the script says itself, and what a user may want by it.
+OWN = {
+    "--nodes": "--nodes and --rollout-nodes",
+    "--ntasks": "--ranks-per-node",
+    "--ntasks-per-node": "--ranks-per-node",
+    "--array": "a job for each configuration",
+    "--output": "output_dir",
+    "--open-mode": "output_dir",
+    "--signal": "--save-before",
+    "--requeue": "nothing: it is",
+    "--no-requeue": "scancel",
+}
+SHORT = {"-N": "--nodes", "-n": "--ntasks", "-a": "--array", "-o": "--output", "-t": "--time"}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the cluster is asked for."""
+
+    nodes: int
+    rollout_nodes: int = 0  # more nodes, for the rollout servers; 0: they run beside the trainer
+    ranks_per_node: int = 8
+    gpus: bool = True  # one for each rank; without, on CPUs over gloo
+    sbatch: tuple[str, ...] = ()  # further options of sbatch, such as --partition=h800
+    save_before: int = 600  # seconds before the time limit: longer than a step and a checkpoint
+    container: str | None = None  # an image for the ranks: a .sif file by Apptainer, others by pyxis
+    rollout_container: str | None = None  # another one for the servers
+    mounts: tuple[str, ...] = ()  # directories that the containers see, besides the working directory
+    how: Literal["", "--resume", "--overwrite"] = ""  # `train`'s option at the first start
+
+
+def check(config: Config, job: Job) -> None:
+    """Raises ConfigError for a job that could not run, before it waits in a queue."""
+    if job.nodes < 1 or job.rollout_nodes < 0 or job.ranks_per_node < 1:
+        raise ConfigError("--nodes and --ranks-per-node must be at least 1, --rollout-nodes at least 0")
+    if job.save_before < SHORTEST_NOTICE:
+        raise ConfigError(f"--save-before {job.save_before}: at least {SHORTEST_NOTICE} seconds")
+    _check_options(job)
+    _check_containers(config, job)
+    if "%" in config.output_dir or not config.output_dir.isprintable():
+        raise ConfigError(
+            f"output_dir={config.output_dir!r}: Slurm replaces what follows a % in the names of a job's "
+            "outputs, and takes no line breaks; choose a name without"
+        )
+    check_layout(config, job.nodes * job.ranks_per_node)
+    servers = config.rollout.servers
+    if config.rollout.engine == "local":
+        if job.rollout_nodes:
+            raise ConfigError(
+                f"--rollout-nodes {job.rollout_nodes}: rollout.engine=local generates in the trainer's own "
+                "processes; choose rollout.engine=sglang or vllm"
+            )
+    elif servers.urls:
+        raise ConfigError("rollout.servers.urls: leave it out, the job starts its own servers and knows them")
+    elif job.gpus and servers.count * servers.tp > job.ranks_per_node:
+        raise ConfigError(
+            f"rollout.servers.count={servers.count} x rollout.servers.tp={servers.tp} needs more than the "
+            f"{job.ranks_per_node} GPUs of a node (--ranks-per-node)"
+        )
+    elif job.gpus and job.rollout_nodes and servers.colocated:
+        raise ConfigError(
+            f"rollout.servers.colocated=true: with --rollout-nodes {job.rollout_nodes} the servers have GPUs "
+            "of their own; leave it out"
+        )
+    elif job.gpus and not job.rollout_nodes and not servers.colocated:
+        raise ConfigError(
+            "rollout.servers.colocated=false: without --rollout-nodes the servers are on the trainer's GPUs, "
+            "which cannot hold both at once. Let them take turns, rollout.servers.colocated=true with "
+            "rollout.weights.transport=shared, or give them nodes"
+        )
+    if job.how == "":
+        refuse_earlier_run(config.output_dir)
+
+
+def _check_options(job: Job) -> None:
+    for option in job.sbatch:
+        if not option.startswith("-"):
+            raise ConfigError(f"--sbatch={option}: sbatch's options begin with -, as --sbatch=--{option}")
+        if not option.isprintable():
+            raise ConfigError(f"--sbatch={option!r}: an option is one line; repeat --sbatch for another")
+        name, value = _parsed(option)
+        if name in OWN:
+            raise ConfigError(f"--sbatch={option}: the job says {name} itself; for this there is {OWN[name]}")
+        if name == "--time" and 0 < (_seconds(value) or 0) <= job.save_before:
+            raise ConfigError(
+                f"--sbatch={option}: {job.save_before} s before this limit the job saves and starts again, "
+                f"which would be at once; give it longer, or less --save-before (at least {SHORTEST_NOTICE})"
+            )
+
+
+def _parsed(option: str) -> tuple[str, str]:
+    """The long name and the value of an option: sbatch takes --name=value, --name value and -nvalue."""
+    if not option.startswith("--"):
+        return SHORT.get(option[:2], option[:2]), option[2:].strip(" =")
+    name, _, value = option.replace(" ", "=", 1).partition("=")
+    return name, value
+
+
+def _seconds(limit: str) -> int | None:
+    """Of a time limit: m, m:s, h:m:s, days-h, days-h:m or days-h:m:s; None for what Slurm will refuse."""
+    days, dash, clock = limit.rpartition("-")
+    parts = clock.split(":")
+    units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
+    if len(parts) > len(units) or not all(part.isdecimal() for part in (days or "0", *parts)):
+        return None
+    return 86400 * int(days or 0) + sum(int(n) * unit for n, unit in zip(parts, units, strict=False))
+
+
+def _check_containers(config: Config, job: Job) -> None:
+    for name, image in (("container", job.container), ("rollout-container", job.rollout_container)):
+        if image == "" or (image is not None and _is_file(image) and not Path(image).exists()):
+            raise ConfigError(f"--{name} {image}: no such file")
+    if job.rollout_container is not None and config.rollout.engine == "local":
+        raise ConfigError(
+            f"--rollout-container {job.rollout_container}: rollout.engine=local has no servers; choose "
+            "rollout.engine=sglang or vllm, or leave it out"
+        )
+    for mount in job.mounts:
+        if job.container is None and job.rollout_container is None:
+            raise ConfigError(f"--mount {mount}: without --container the job sees what the nodes see")
+        if {*mount} & {",", ":"}:
+            raise ConfigError(
+                f"--mount {mount}: a directory, which has the same name inside; repeat --mount for another"
+            )
+
+
+def _is_file(image: str) -> bool:
+    """Otherwise it is the name of an image in a registry."""
+    return image.endswith((".sif", ".sqsh")) or image.startswith(("/", "./", "../"))
