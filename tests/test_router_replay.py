@@ -1,24 +1,20 @@
 """Router replay: what real servers say of their experts, and the trainer's log-probs through these.
 
-The model's experts come in pairs that its routers can hardly tell apart: which of a pair a token goes through
-is a matter of rounding, and so differs between engine and trainer. The two differ by 0.2 %: by more, and the
-proof of the first push would find that the server has other weights. That the gradient is right, on every
-layout, is test_gradient_invariance.py's matter.
+That the gradient is right, on every layout, is test_gradient_invariance.py's matter.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import gradient_reference as reference
+import moe_task
 import numpy as np
 import pytest
 import torch
-import transformers
 from groups import make_group
 from servers import engine_with, served_config
 from tiny_run import configure, fit, records
@@ -34,49 +30,12 @@ from megatron_gvpo.rollout.routing import Routers
 from megatron_gvpo.trainer import Trainer
 from megatron_gvpo.types import Group, Prompt, Rollout, Routing, Rows
 
-LAYERS, EXPERTS, PER_TOKEN = 3, 8, 3  # an odd number of experts: of the last pair, one
 REPLAY = ("rollout.router_replay=true",)
 
 
 @pytest.fixture(scope="module")
 def moe(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny task with a mixture of experts in pairs."""
-    directory = tmp_path_factory.mktemp("moe") / "task"
-    shutil.copytree(task, directory)
-    dense = transformers.AutoConfig.from_pretrained(directory / "model")
-    torch.manual_seed(0)
-    model = transformers.Qwen3MoeForCausalLM(
-        transformers.Qwen3MoeConfig(
-            vocab_size=dense.vocab_size,
-            hidden_size=64,
-            intermediate_size=64,
-            moe_intermediate_size=32,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            num_experts=EXPERTS,
-            num_experts_per_tok=PER_TOKEN,
-            norm_topk_prob=True,
-            max_position_embeddings=512,
-            initializer_range=0.15,
-            tie_word_embeddings=False,
-            eos_token_id=dense.eos_token_id,
-            pad_token_id=dense.pad_token_id,
-            dtype="float32",
-        )
-    )
-    for layer in model.model.layers:
-        router = layer.mlp.gate.weight.data
-        router.normal_(std=0.5)
-        router[1::2] = router[::2] * (1 + 1e-7 * torch.randn_like(router[::2]))
-        for experts in (layer.mlp.experts.gate_up_proj.data, layer.mlp.experts.down_proj.data):
-            experts[1::2] = experts[::2] + 0.002 * experts.std() * torch.randn_like(experts[::2])
-    (directory / "model" / "model.safetensors").unlink()
-    model.save_pretrained(directory / "model")
-    run = directory / "run.yaml"
-    run.write_text(run.read_text().replace(str(task), str(directory)))
-    return directory
+    return moe_task.make(task, tmp_path_factory.mktemp("moe") / "task", pairs=True)
 
 
 def unpacked(routing: Routing) -> np.ndarray:
@@ -113,7 +72,9 @@ class OwnChoice(Callback):
             self.again = served.loop.run(served.fleet.generate(asked, trainer.config.rollout))
 
 
-def test_a_trainer_that_replays_agrees_with_the_server(moe: Path, tmp_path: Path):
+# What lets an engine tell experts on a CPU (tests/NAME).
+@pytest.mark.parametrize(("engine", "plugin"), [("sglang", "pinning_on_cpu"), ("vllm", "triton_on_cpu")])
+def test_a_trainer_that_replays_agrees_with_the_server(moe: Path, tmp_path: Path, engine: str, plugin: str):
     """In every step of a run: the pushed weights keep the pairs, at this learning rate.
 
     So does transformers with the same experts forced: they are those of the right tokens and layers, of
@@ -121,8 +82,8 @@ def test_a_trainer_that_replays_agrees_with_the_server(moe: Path, tmp_path: Path
     """
     own = OwnChoice()
     short = ("train.steps=2", "eval.every=0", "optimizer.lr=1e-9", "optimizer.warmup_steps=0")
-    python = engine_with("pinning_on_cpu", "sglang", tmp_path)
-    fit(served_config("sglang", moe, tmp_path / "run", *REPLAY, *short, python), [own])
+    python = engine_with(plugin, engine, tmp_path)
+    fit(served_config(engine, moe, tmp_path / "run", *REPLAY, *short, python), [own])
     steps = [record for record in records(tmp_path / "run") if record["step"] > 0]
     assert len(steps) == len(own.found) == 2
     for record, alone in zip(steps, own.found, strict=True):
