@@ -141,6 +141,7 @@ def _prepare(what: str, directory: Path, policy: Policy | Critic, writer: Writer
     """Write what is small; `writer` has the rest, as views of the weights and the optimizer."""
 
     def own() -> dict[str, Any]:
+        policy.optimizer.allocate()  # it may be saved before its first update
         state = _sharded_state(policy, randomness=True)
         state["optimizer"]["step"] = policy.optimizer.steps
         return state

@@ -164,11 +164,14 @@ class Optimizer:
                     group["step"] = count
 
     def allocate(self) -> None:
-        """Give moments their memory where the first update would: a checkpoint is loaded into it."""
+        """Give moments their memory, and 0, where the first update would: a checkpoint holds them."""
         for optimizer in self.megatron.chained_optimizers:
             done = _counts_by_parameter(optimizer.optimizer) or optimizer.optimizer in self._hybrids()
             if not done and not optimizer.optimizer.state:
-                optimizer.load_state_dict(optimizer.state_dict())
+                optimizer.load_state_dict(optimizer.state_dict())  # which leaves in them what was there
+                for state in optimizer.optimizer.state.values():
+                    for name in ("exp_avg", "exp_avg_sq"):
+                        state[name].zero_()
 
     def zero_grad(self) -> None:
         for chunk in self._chunks:

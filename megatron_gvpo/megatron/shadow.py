@@ -69,7 +69,9 @@ class Shadow:
         self._about_to_change()
         self._settle()
         for copy, parameter in zip(self._copies, self._parameters, strict=True):
-            copy.lerp_(parameter.detach().to("cpu", torch.float32), 1.0 - self._decay)
+            moved = copy.to(parameter.device, non_blocking=True)  # where there is CUDA, it is computed there
+            copy.copy_(moved.lerp_(parameter.detach().float(), 1.0 - self._decay), non_blocking=True)
+        _wait()
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[None]:
@@ -94,10 +96,15 @@ class Shadow:
             parameter.copy_(given[i], non_blocking=True)
             if taken is not None and had is not None:
                 taken[i].copy_(had, non_blocking=True)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()  # the host's copies may be read
+        _wait()
 
 
 def _host(like: Tensor, dtype: torch.dtype) -> Tensor:
     """Of its shape, on the host: pinned where there is CUDA, where copies are several times as fast then."""
     return torch.empty(like.shape, dtype=dtype, pin_memory=torch.cuda.is_available())
+
+
+def _wait() -> None:
+    """Until the host's copies can be read."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
