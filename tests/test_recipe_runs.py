@@ -108,6 +108,17 @@ def test_a_recipe_runs_with_a_gradient(task, place, tmp_path, name):
     assert any(line["train/grad_norm"] > 0 for line in steps)
 
 
+def test_hill_runs_with_the_hints_of_another(task, place, tmp_path):
+    """Every second prompt fails, and what stands for a second model repeats its best response as a hint."""
+    hard = f'rewards.components=[{{name: hard, function: "{place}/rewards.py:hard"}}]'
+    options = [*overrides("hill", place), hard, "data.max_prompt_tokens=96"]
+    hints = "algorithm.members.0.function=megatron_gvpo.teacher:repeat_best"
+    fit(configure(task, tmp_path, *options, hints, "algorithm.members.0.hint_template='{hint}'"))
+    steps = records(tmp_path)[1:]
+    assert len(steps) == 3 and any(line["train/grad_norm"] > 0 for line in steps)
+    assert all(line["response/from_policy"] == 1 for line in steps), "the hints are no responses"
+
+
 def test_xrpo_shows_solved_problems_to_those_who_all_failed(task, place, tmp_path):
     hard = f'rewards.components=[{{name: hard, function: "{place}/rewards.py:hard"}}]'
     fit(configure(task, tmp_path, *overrides("xrpo", place), hard))
