@@ -155,7 +155,8 @@ def saved_again(directory: str) -> None:
     for instant in [*sorted(instants.iterdir()), root]:
         newest = checkpoint.newest(instant)
         loaded = 0 if newest is None else checkpoint.load(newest, policy)["mine"]
-        same = all(torch.equal(tensor, weights[loaded - 1][name]) for name, tensor in policy.weights())
+        expected = weights[loaded - 1] if loaded else {}
+        same = all(torch.equal(tensor, expected[name]) for name, tensor in policy.weights() if loaded)
         names = []
         for step in (1, 2):
             checkpoint.save(instant, step, policy, {"mine": 3}, keep=1)
