@@ -134,7 +134,7 @@ def on_two_nodes(engine: str, urls: str, task: str, out: str, elsewhere: str) ->
             policy.model.save_hf(directory / f"export-{step}")
             if rollouts.fleet is not None:
                 homes = weights._publisher._transport._homes
-                assert sorted(home.node for home in homes.values()) == [0, 1]
+                assert sorted(homes.values()) == [(0, ()), (1, ())]
                 for i, member in enumerate(rollouts.fleet.members):
                     (directory / str(i)).mkdir(exist_ok=True)
                     _compare(rollouts, member, directory / f"export-{step}", directory / str(i), step)

@@ -24,7 +24,7 @@ from megatron_gvpo.rollout.http import ServerRefused
 from megatron_gvpo.rollout.server import PLUGINS, Facts, SharedPlace, TensorSpec
 from megatron_gvpo.weights import node
 from megatron_gvpo.weights.bucket import Bucket
-from megatron_gvpo.weights.ipc import FIELDS, plain, sees, shared_storage
+from megatron_gvpo.weights.ipc import FIELDS, plain, seen_by_all, shared_storage
 from megatron_gvpo.weights.relay import Relays
 from megatron_gvpo.weights.shared import Shared
 from megatron_gvpo.weights.transport import PushFailed
@@ -67,10 +67,10 @@ def test_host_memory_has_no_handle():
 
 
 def test_a_server_sees_a_gpu_when_all_its_ranks_do():
-    assert sees([[UUID, "other"], ["other", UUID]], 2, UUID)
-    assert not sees([[UUID], ["other"]], 2, UUID)
-    assert not sees([[UUID]], 2, UUID)
-    assert not sees([[], []], 2, UUID)
+    assert seen_by_all([[UUID, "other", "b"], ["other", UUID]]) == [UUID, "other"]
+    assert seen_by_all([[UUID], ["other"]]) == []
+    assert seen_by_all([[UUID]]) == [UUID]
+    assert seen_by_all([[], []]) == []
 
 
 class OnGpus:

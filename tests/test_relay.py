@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,11 +13,13 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from megatron_gvpo.rollout.server import TensorSpec
+from megatron_gvpo.rollout.fleet import Member
+from megatron_gvpo.rollout.server import Facts, SharedPlace, TensorSpec
 from megatron_gvpo.weights import node
 from megatron_gvpo.weights.bucket import Bucket
 from megatron_gvpo.weights.node import NodeMemory
 from megatron_gvpo.weights.relay import Relay, Relays
+from megatron_gvpo.weights.shared import Shared
 from megatron_gvpo.weights.transport import PushFailed
 
 OFFER = {"do": "offer", "handles": 0, "file": True}
@@ -103,7 +107,7 @@ def test_a_node_without_memory_and_one_that_is_silent_are_named(tmp_path, monkey
                 mine.ask([OFFER], "to offer")
             mine.tell({"do": "over"})
         mine._timeout = 0.05
-        with pytest.raises(PushFailed, match=r"rank 1 did not answer in 0\.05 s: to look"):
+        with pytest.raises(PushFailed, match=r"rank\(s\) 1 did not answer in 0\.05 s: to look"):
             mine.ask([{"do": "look"}], "to look")
 
 
@@ -112,3 +116,59 @@ def test_a_rank_0_that_is_silent_is_a_named_wait(tmp_path, monkeypatch):
         other._timeout = 0.01
         with pytest.raises(RuntimeError, match=r"rank 1: .* rank 0 has said nothing for 0\.1 s"):
             other.follow(stream(1))
+
+
+class OnTwoGpus:
+    """Stands for a server whose two ranks see both GPUs of its node."""
+
+    url = "http://server"
+
+    async def facts(self, timeout: float) -> Facts:
+        return Facts("0", "model", 256, 2)
+
+    async def begin_update(self, timeout: float) -> None: ...
+
+    async def tell_gpus(self, file: Path, timeout: float) -> None:
+        for rank in range(2):
+            Path(f"{file}.{rank}").write_text(json.dumps(["gpu 0", "gpu 1"]))
+
+    async def receive_shared(self, specs: object, place: SharedPlace, timeout: float) -> None:
+        self.place = place
+
+
+def test_each_rank_of_a_server_maps_the_bucket_on_a_gpu_of_its_own(tmp_path, monkeypatch):
+    """Rank 0 and a relay of the same node have one each: bytes need not leave them."""
+    monkeypatch.setattr(node, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(node, "gpu_uuid", lambda device: f"gpu {device.index}")
+    monkeypatch.setattr(node, "shared_storage", lambda flat: {"of bytes": flat.tolist()})
+    store, server = HashStore(), OnTwoGpus()
+    theirs = NodeMemory("memory", torch.device("cuda", 1), first=False)
+    mine = Shared(5.0, NodeMemory("memory", torch.device("cuda", 0)), Relays(store, [1], 5.0))
+    zeros, ones = (Bucket([], torch.full((2,), i, dtype=torch.uint8)) for i in range(2))
+
+    async def push() -> None:
+        await mine.begin([Member(server)], 1)
+        assert await mine.send(zeros) == 2
+        mine.over()
+
+    with following([Relay(store, 1, theirs, 5.0)], [iter([ones])]):
+        asyncio.run(push())
+    assert server.place == [{"of bytes": [0, 0]}, {"of bytes": [1, 1]}]
+    assert mine.metrics == {"sync/ipc": 1.0}
+    theirs.close()
+    assert (tmp_path / "memory").exists(), "it is the first rank's"
+    asyncio.run(mine.close())
+    assert not (tmp_path / "memory").exists()
+
+
+def test_a_server_of_another_machine_is_named(tmp_path, monkeypatch):
+    class Elsewhere(OnTwoGpus):
+        async def tell_gpus(self, file: Path, timeout: float) -> None: ...
+
+    monkeypatch.setattr(node, "SHARED_MEMORY", tmp_path)
+    mine = Shared(5.0, NodeMemory("memory", CPU), Relays(HashStore(), [], 5.0))
+    with pytest.raises(
+        PushFailed, match=r"transport=shared: 0 of the 2 rank\(s\) of http://server see .*memory"
+    ):
+        asyncio.run(mine.begin([Member(Elsewhere())], 1))
+    asyncio.run(mine.close())

@@ -44,6 +44,7 @@ def gpu_uuid(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def sees(seen_by_ranks: Sequence[Sequence[str]], processes: int, uuid: str) -> bool:
-    """Whether all ranks of a server of so many `processes` see the GPU; `seen_by_ranks`: UUIDs."""
-    return len(seen_by_ranks) == processes and all(uuid in seen for seen in seen_by_ranks)
+def seen_by_all(seen_by_ranks: Sequence[Sequence[str]]) -> list[str]:
+    """The GPUs, by UUID and in the order of their numbers, that all ranks of a server see."""
+    first, *others = seen_by_ranks
+    return [uuid for uuid in first if all(uuid in seen for seen in others)]

@@ -1,4 +1,4 @@
-"""A node's memory that the rollout servers there can map: the GPU of its first rank, and a file in memory."""
+"""Memory that rollout servers of the same node can map: a rank's GPU, and a file of the node's first rank."""
 
 from __future__ import annotations
 
@@ -19,23 +19,26 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 class NodeMemory:
-    """A directory in shared memory, this user's alone, and in it one file as large as the largest bucket.
+    """What one rank can offer. `device`: where its buckets are.
 
-    `name`: of the directory, the same on all nodes. `device`: where the buckets are.
+    The first rank of a node has a directory in the node's shared memory, this user's alone, and in it one
+    file as large as the largest bucket. `name`: of the directory, the same on all nodes.
     """
 
-    def __init__(self, name: str, device: torch.device) -> None:
+    def __init__(self, name: str, device: torch.device, first: bool = True) -> None:
         root = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
         self.directory = root / name
-        self.directory.mkdir(mode=0o700, exist_ok=True)
+        self._first = first
+        if first:
+            self.directory.mkdir(mode=0o700, exist_ok=True)
         self._device, self.on_gpu = device, device.type == "cuda"
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def seen(self) -> dict[str, Any]:
-        """Who is here: "told", the GPUs that each rank of a server sees, by the number that the server was
-        asked with; and "gpu", the UUID of the buckets' own, empty where they are on the host."""
+        """What is here: "gpu", the UUID of the buckets' own, empty where they are on the host; and, for a
+        node's first rank, "told": the GPUs that each rank of a server sees, by the server's number."""
         told: dict[str, list[list[str]]] = {}
-        for file in self.directory.glob("*.told.*"):
+        for file in self.directory.glob("*.told.*") if self._first else ():
             if not file.name.endswith(".tmp"):
                 told.setdefault(file.name.split(".")[0], []).append(json.loads(file.read_text()))
                 file.unlink()
@@ -48,7 +51,8 @@ class NodeMemory:
         return found | {"file": str(self._write(flat)) if file else ""}
 
     def close(self) -> None:
-        shutil.rmtree(self.directory, ignore_errors=True)
+        if self._first:
+            shutil.rmtree(self.directory, ignore_errors=True)
         self._buffer = self._buffer.new_empty(0)
 
     def _write(self, flat: Tensor) -> Path:

@@ -1,15 +1,16 @@
-"""Buckets for the rollout servers of other nodes, which share no memory with rank 0.
+"""Buckets for the rollout servers that share no memory with rank 0: on other GPUs, on other nodes.
 
-Rank 0 speaks to all servers. The first rank of every other node takes part in the weight stream's collectives
-anyway; it cuts the same stream into the same buckets, and offers each of them to the servers beside it when
-rank 0 says so. They speak through the store at which the ranks have met.
+Rank 0 speaks to all servers. The other ranks take part in the weight stream's collectives anyway. Those of
+them that are relays (every rank with a GPU; without GPUs the first rank of every node) cut the same stream
+into the same buckets, and offer each of them to the servers beside them when rank 0 says so. They speak
+through the store at which the ranks have met.
 """
 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 from torch import distributed as dist
@@ -18,47 +19,57 @@ from megatron_gvpo.weights.bucket import Bucket
 from megatron_gvpo.weights.node import NodeMemory
 from megatron_gvpo.weights.transport import PushFailed
 
-POLL = 0.002  # seconds between looks at the store, which a waiting call would keep from other threads
 PATIENCE = 10  # a relay waits so many timeouts of a push's steps for the next order
 
 Order = dict[str, Any]
 
 
 class Relays:
-    """Rank 0's side: orders to the relays of the other nodes, whose ranks these are, and their answers."""
+    """Rank 0's side: orders to the relays, whose ranks these are, and their answers."""
 
     def __init__(self, store: dist.Store, ranks: Sequence[int], timeout: float) -> None:
-        self._store, self._ranks, self._timeout = store, list(ranks), timeout
+        self._store: dist.Store = store.clone()  # type: ignore[attr-defined] # torch's stubs lack it
+        self._ranks, self._timeout = list(ranks), timeout
         self._number = 0
 
     def __len__(self) -> int:
         return len(self._ranks)
 
     def tell(self, order: Order) -> None:
-        self._store.set(f"order.{self._number}", json.dumps(order))
-        self._number += 1
+        if self._ranks:
+            self._store.set(f"order.{self._number}", json.dumps(order))
+            self._number += 1
 
     def ask(self, orders: Sequence[Order], doing: str) -> list[dict[str, Any]]:
-        """Each node's answer to its own order. Raises PushFailed for what a relay could not do."""
+        """Each relay's answer to its own order. Raises PushFailed for what one could not do."""
+        if not self._ranks:
+            return []
         asked = self._number
         self.tell({"each": dict(zip(map(str, self._ranks), orders, strict=True))})
-        answers, deadline = [], time.monotonic() + self._timeout
-        for rank in self._ranks:
-            said = _get(self._store, f"answer.{asked}.{rank}", deadline)
-            if said is None:
-                raise PushFailed(f"rank {rank} did not answer in {self._timeout:g} s: {doing}", [])
+        keys = [f"answer.{asked}.{rank}" for rank in self._ranks]
+        try:
+            self._store.wait(keys, timedelta(seconds=self._timeout))
+        except RuntimeError:
+            silent = [
+                rank for rank, key in zip(self._ranks, keys, strict=True) if not self._store.check([key])
+            ]
+            listed = ", ".join(map(str, silent))
+            raise PushFailed(f"rank(s) {listed} did not answer in {self._timeout:g} s: {doing}", []) from None
+        answers = [json.loads(said) for said in self._store.multi_get(keys)]
+        self._store.delete_key(f"order.{asked}")
+        for rank, said in zip(self._ranks, answers, strict=True):
             if "problem" in said:
                 raise PushFailed(f"rank {rank}: {said['problem']}", [])
-            answers.append(said)
-        self._store.delete_key(f"order.{asked}")
         return answers
 
 
 class Relay:
-    """The side of another node's first rank, which is `rank`."""
+    """The side of a relay, which is `rank`."""
 
     def __init__(self, store: dist.Store, rank: int, memory: NodeMemory, timeout: float) -> None:
-        self._store, self._rank, self._memory, self._timeout = store, rank, memory, timeout
+        # A connection of its own: one that waits is closed to all other threads.
+        self._store: dist.Store = store.clone()  # type: ignore[attr-defined] # torch's stubs lack it
+        self._rank, self._memory, self._timeout = rank, memory, timeout
         self._number = 0
 
     def follow(self, buckets: Iterator[Bucket]) -> None:
@@ -79,24 +90,21 @@ class Relay:
                     self._answer({"problem": str(failure)})
 
     def _next(self) -> Order:
-        order = _get(self._store, f"order.{self._number}", time.monotonic() + PATIENCE * self._timeout)
-        if order is None:
+        key, limit = f"order.{self._number}", PATIENCE * self._timeout
+        try:
+            self._store.wait([key], timedelta(seconds=limit))
+        except RuntimeError as error:
             raise RuntimeError(
-                f"rank {self._rank}: in a weight push, rank 0 has said nothing for "
-                f"{PATIENCE * self._timeout:g} s"
-            )
+                f"rank {self._rank}: in a weight push, rank 0 has said nothing for {limit:g} s ({error})"
+            ) from None
+        order: Order = json.loads(self._store.get(key))
+        self._store.delete_key(self._answer_key())  # it has been read
         self._number += 1
         found: Order = order["each"][str(self._rank)] if "each" in order else order
         return found
 
     def _answer(self, said: dict[str, Any]) -> None:
-        self._store.set(f"answer.{self._number - 1}.{self._rank}", json.dumps(said))
+        self._store.set(self._answer_key(), json.dumps(said))
 
-
-def _get(store: dist.Store, key: str, deadline: float) -> dict[str, Any] | None:
-    while not store.check([key]):
-        if time.monotonic() > deadline:
-            return None
-        time.sleep(POLL)
-    found: dict[str, Any] = json.loads(store.get(key))
-    return found
+    def _answer_key(self) -> str:
+        return f"answer.{self._number - 1}.{self._rank}"

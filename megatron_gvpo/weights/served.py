@@ -68,8 +68,8 @@ class ServedWeights:
         self._address = group_address(config)
         self._probe = _probe(prompts)
         self._publisher: Publisher | None = None
-        self._memory: NodeMemory | None = None  # of this node, on its first rank; with transport=shared
-        self._relay: Relay | None = None  # on the first rank of a node other than rank 0's
+        self._memory: NodeMemory | None = None  # that this rank offers; with transport=shared
+        self._relay: Relay | None = None
         self._halves = Halves(config.rollout.weights.bucket_mb * 2**20, _device())
         self._proved = 0
         self._version = -1
@@ -126,18 +126,17 @@ class ServedWeights:
             self._memory.close()
 
     def _meet(self) -> Relays | None:
-        """The first rank of each node opens its memory to the servers there. A collective; rank 0 gets the
-        others' relays."""
+        """Ranks that have memory for servers beside them open it. A collective; rank 0 gets the relays."""
         rank, timeout = dist.get_rank(), self._config.rollout.weights.timeout
         name = broadcast_msgpack(f"megatron_gvpo-{secrets.token_hex(8)}")
         local_ranks = all_gather_msgpack(int(os.environ.get("LOCAL_RANK", "0")))
-        firsts = [rank for rank, local in enumerate(local_ranks) if local == 0]
-        if rank not in firsts:
+        offering = [r for r, local in enumerate(local_ranks) if local == 0 or torch.cuda.is_available()]
+        if rank not in offering:
             return None
-        self._memory = NodeMemory(name, _device())
+        self._memory = NodeMemory(name, _device(), first=local_ranks[rank] == 0)
         store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
         if rank == 0:
-            return Relays(store, firsts[1:], timeout)
+            return Relays(store, offering[1:], timeout)
         self._relay = Relay(store, rank, self._memory, timeout)
         return None
 
@@ -150,6 +149,8 @@ class ServedWeights:
             self._relay.follow(buckets(stream, self._halves, getattr(torch, self._config.model.dtype)))
         finally:
             self._halves.rest()
+            if torch.cuda.is_available():
+                torch.cuda.ipc_collect()
 
     def _prove(self, own: Tensor) -> None:
         """Compare the servers' log-probs of a fixed text with the policy's `own`, fp32 [tokens - 1]."""
