@@ -184,7 +184,9 @@ def test_the_servers_own_words_reach_the_user(served: Running):
 
 
 def test_a_silent_server_is_a_named_wait(served: Running):
-    with pytest.raises(ServerGone, match=r"/v1/completions|/generate.*no answer within 0\.01 s"):
+    """On a busy machine it has not even accepted the connection by then."""
+    said = r"(/v1/completions|/generate).*no (answer|connection) within 0\.01 s"
+    with pytest.raises(ServerGone, match=said):
         served.client("sample", PROMPTS[0], 200, 0, SamplingConfig(temperature=2.0), [], timeout=0.01)
 
 
