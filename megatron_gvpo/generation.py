@@ -129,7 +129,7 @@ class Generation:
 def evaluate(config: Config, resume: bool) -> dict[str, float]:
     """Metrics of `model.path`, or of the run's newest checkpoint, on the held-out prompts. A collective.
 
-    There is no optimizer: what can be trained on eight GPUs can be evaluated on one. Raises ConfigError,
+    No gradients and no optimizer are built: most of the memory that training takes. Raises ConfigError,
     DataError, CheckpointError, RolloutError.
     """
     prepare(config)
