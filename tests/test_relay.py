@@ -172,3 +172,39 @@ def test_a_server_of_another_machine_is_named(tmp_path, monkeypatch):
     ):
         asyncio.run(mine.begin([Member(Elsewhere())], 1))
     asyncio.run(mine.close())
+
+
+def test_a_relay_goes_on_to_the_next_collective_where_rank_0_has_no_memory(tmp_path, monkeypatch):
+    """Rank 0 may wait there for it, and would never come to say that the push is over."""
+
+    class Without(OnTwoGpus):
+        async def tell_gpus(self, file: Path, timeout: float) -> None:
+            for rank in range(2):
+                Path(f"{file}.{rank}").write_text("[]")
+
+    def no_memory(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    further = threading.Event()
+
+    def stream_of_two() -> Iterator[Bucket]:
+        yield zeros
+        further.set()
+        yield zeros
+
+    monkeypatch.setattr(node, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr("os.posix_fallocate", no_memory)
+    zeros = Bucket([], torch.zeros(2, dtype=torch.uint8))
+    store, memory = HashStore(), NodeMemory("memory", CPU)
+    mine = Shared(5.0, memory, Relays(store, [1], 5.0))
+
+    async def push() -> None:
+        await mine.begin([Member(Without())], 1)
+        with pytest.raises(PushFailed, match="no 2 bytes of shared memory"):
+            await mine.send(zeros)
+
+    with following([Relay(store, 1, NodeMemory("memory", CPU, first=False), 5.0)], [stream_of_two()]):
+        asyncio.run(push())
+        assert further.wait(20)
+        mine.over()
+    memory.close()

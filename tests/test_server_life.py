@@ -8,7 +8,7 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -90,24 +90,20 @@ def failure(supervisor: Supervisor) -> str:
 
 def test_a_server_that_never_becomes_healthy_is_started_again(tmp_path: Path):
     supervisor = supervised(tmp_path, ["sleep", "1000"], start_timeout=0.5, restarts=1)
-    supervisor.start()
-    try:
+    with closing(supervisor):
+        supervisor.start()
         why = failure(supervisor)
-    finally:
-        supervisor.close()
     assert "has not answered for rollout.servers.start_timeout=0.5 s, after 1 restarts" in why
 
 
 def test_a_server_that_cannot_be_started_again_is_a_failure(tmp_path: Path):
     """The supervisor outlives what the system says to a restart."""
     supervisor = supervised(tmp_path, ["sleep", "0.1"], restarts=2)
-    supervisor.start()
-    (tmp_path / "log").rename(tmp_path / "away")
-    (tmp_path / "log").write_text("no directory for a log")
-    try:
+    with closing(supervisor):
+        supervisor.start()
+        (tmp_path / "log").rename(tmp_path / "away")
+        (tmp_path / "log").write_text("no directory for a log")
         why = failure(supervisor)
-    finally:
-        supervisor.close()
     assert "cannot be used, after 2 restarts" in why
 
 

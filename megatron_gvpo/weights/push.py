@@ -101,8 +101,9 @@ class Publisher:
         """
         assert self._targets is not None, "not commanded"
         begin = time.perf_counter()
-        targets, self._targets = self._targets.result(), None
+        targets: list[Member] = []
         try:
+            targets, self._targets = self._targets.result(), None
             sent = self._send(stream, targets, version) if targets else 0
             for member in targets:
                 self._failures.pop(member.server.url, None)

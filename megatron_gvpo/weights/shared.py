@@ -64,8 +64,17 @@ class Shared:
             for number in home.gpus:
                 wanted[number]["handles"] += 1
         mine = wanted[0]
-        offers = [await asyncio.to_thread(self._memory.offer, bucket.flat, mine["handles"], mine["file"])]
-        offers += await asyncio.to_thread(self._relays.ask, wanted[1:], "to offer a bucket")
+        # The relays hear of the bucket whatever rank 0 can offer: until they do they are not in the stream's
+        # next collective, in which rank 0 may be waiting for them.
+        own, theirs = await asyncio.gather(
+            asyncio.to_thread(self._memory.offer, bucket.flat, mine["handles"], mine["file"]),
+            asyncio.to_thread(self._relays.ask, wanted[1:], "to offer a bucket"),
+            return_exceptions=True,
+        )
+        for found in (own, theirs):
+            if isinstance(found, BaseException):
+                raise found
+        offers: list[dict[str, Any]] = [own, *theirs]
 
         async def post(member: Member) -> None:
             home = self._homes[member.server.url]
