@@ -14,10 +14,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from real_parts import used
 from tiny_run import configure
+from transformers import AutoModelForCausalLM
 
-from megatron_gvpo.config import Config
+from megatron_gvpo.config import Config, ServersConfig
+from megatron_gvpo.rollout.fleet import Fleet
 from megatron_gvpo.rollout.http import Http, open_session
 from megatron_gvpo.rollout.loop import BackgroundLoop
 from megatron_gvpo.rollout.served import DIALECTS, start_servers
@@ -91,6 +94,35 @@ class Client:
     def close(self) -> None:
         self.loop.run(self._session.close())
         self.loop.close()
+
+
+def fleet_of(client: Client, stop_ids: list[int]) -> Fleet:
+    """The fleet of the client's server alone, on the client's loop, with weights of version 0."""
+
+    async def make() -> Fleet:
+        fleet = Fleet([client.server], ServersConfig(start_timeout=60), stop_ids, print)
+        await fleet.start()
+        await admit(fleet, 0)
+        return fleet
+
+    return client.loop.run(make())
+
+
+async def admit(fleet: Fleet, version: int) -> None:
+    """As after a push of this version, with the weights that its only server has."""
+    [member] = fleet.members
+    await member.server.begin_update(30)
+    await member.server.end_update(str(version), 30)
+    fleet.admit(member, version)
+
+
+def logprobs(model: Path, prompt: list[int], response: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """Log-probs of the response's tokens by transformers, in fp32."""
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        logits = reference(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+    logp = torch.log_softmax(logits / temperature, -1)
+    return logp.gather(1, torch.tensor(response)[:, None]).squeeze(1)
 
 
 def checksum(loop: BackgroundLoop, server: Server) -> dict[str, str]:

@@ -75,13 +75,13 @@ class OwnChoice(Callback):
 # What lets an engine tell experts on a CPU (tests/NAME).
 @pytest.mark.parametrize(("engine", "plugin"), [("sglang", "pinning_on_cpu"), ("vllm", "triton_on_cpu")])
 def test_a_trainer_that_replays_agrees_with_the_server(moe: Path, tmp_path: Path, engine: str, plugin: str):
-    """In every step of a run: the pushed weights keep the pairs, at this learning rate.
+    """In every step of a run, at a learning rate that rounds away: the pushed weights keep the pairs.
 
     So does transformers with the same experts forced: they are those of the right tokens and layers, of
     prompts from the cache, too.
     """
     own = OwnChoice()
-    short = ("train.steps=2", "eval.every=0", "optimizer.lr=1e-9", "optimizer.warmup_steps=0")
+    short = ("train.steps=2", "eval.every=0", "optimizer.lr=1e-30", "optimizer.warmup_steps=0")
     python = engine_with(plugin, engine, tmp_path)
     fit(served_config(engine, moe, tmp_path / "run", *REPLAY, *short, python), [own])
     steps = [record for record in records(tmp_path / "run") if record["step"] > 0]
@@ -91,18 +91,11 @@ def test_a_trainer_that_replays_agrees_with_the_server(moe: Path, tmp_path: Path
         assert alone["mismatch/abs_mean"] > 10 * record["mismatch/abs_mean"]
     prompts = dict.fromkeys(tuple(ids) for ids in own.rows[-1].prompt_ids)
     again = [Group(Prompt("", ids, ""), responses) for ids, responses in zip(prompts, own.again, strict=True)]
-    exact, compared = reference.load(moe / "model"), 0
-    for found in (*own.rows, Rows.from_groups(again)):
-        assert found.routing is not None and None not in found.routing
-        # Padding is sampled here, too, and its embedding zero: norms make a step of 1e-9 one of 1e-3.
-        padding = exact.config.pad_token_id
-        rows = found.select([i for i, ids in enumerate(found.response_ids) if padding not in ids])
-        compared += len(rows)
-        if not len(rows):
-            continue
+    exact = reference.load(moe / "model")
+    for rows in (*own.rows, Rows.from_groups(again)):
+        assert rows.routing is not None and None not in rows.routing
         logp_r = torch.cat(reference.log_probs(exact, rows, temperature=1.0)).detach()
         torch.testing.assert_close(rows.engine_logp_r.double(), logp_r, rtol=0, atol=2e-4)
-    assert compared > 8  # of 40, which are sampled without a seed
 
 
 # --- without a server ---------------------------------------------------------------------------------------
