@@ -78,7 +78,8 @@ def test_a_trainer_that_replays_agrees_with_the_server(moe: Path, tmp_path: Path
     """In every step of a run, at a learning rate that rounds away: the pushed weights keep the pairs.
 
     So does transformers with the same experts forced: they are those of the right tokens and layers, of
-    prompts from the cache, too.
+    prompts from the cache, too. Of a response's first token they may be the twin's: SGLang computes a prompt
+    that many requests bring at once for each of them, then keeps one copy, and tells that one's experts.
     """
     own = OwnChoice()
     short = ("train.steps=2", "eval.every=0", "optimizer.lr=1e-30", "optimizer.warmup_steps=0")
@@ -95,7 +96,10 @@ def test_a_trainer_that_replays_agrees_with_the_server(moe: Path, tmp_path: Path
     for rows in (*own.rows, Rows.from_groups(again)):
         assert rows.routing is not None and None not in rows.routing
         logp_r = torch.cat(reference.log_probs(exact, rows, temperature=1.0)).detach()
-        torch.testing.assert_close(rows.engine_logp_r.double(), logp_r, rtol=0, atol=2e-4)
+        difference_r = (rows.engine_logp_r - logp_r).abs()
+        first = torch.tensor([i == 0 for ids in rows.response_ids for i in range(len(ids))])
+        assert difference_r[~first].max() < 2e-4
+        assert difference_r[first].max() < 5e-3  # the experts of a pair differ by 0.2 %
 
 
 # --- without a server ---------------------------------------------------------------------------------------
