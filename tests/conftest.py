@@ -12,7 +12,7 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
-pytest_plugins = ["real_parts"]
+pytest_plugins = ["real_parts", "second_runs"]
 
 
 @pytest.fixture(scope="session")
