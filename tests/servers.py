@@ -60,11 +60,13 @@ def served_config(engine: str, task: Path, out: Path, *overrides: str) -> Config
 
 
 @contextmanager
-def running(engine: str, task: Path, out: Path, *overrides: str) -> Iterator[Supervisor]:
+def running(
+    engine: str, task: Path, out: Path, *overrides: str, key: str | None = None
+) -> Iterator[Supervisor]:
     """Healthy servers of `engine` on the tiny model, under a supervisor."""
     messages: list[str] = []
     config = served_config(engine, task, out, *overrides)
-    supervisor = start_servers(config, None, messages.append)
+    supervisor = start_servers(config, key, messages.append)
     try:
         deadline = time.monotonic() + START_SECONDS
         while not all(is_healthy(process.url, 5.0) for process in supervisor.processes):

@@ -8,9 +8,10 @@ import re
 import shutil
 import signal
 import subprocess
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -127,6 +128,35 @@ def greedy(directory: Path, text: str, max_tokens: int) -> str:
 def served_model(url: str) -> str:
     with urllib.request.urlopen(f"{url}/v1/models", timeout=30) as answer:
         return str(json.load(answer)["data"][0]["id"])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_servers_key_is_wanted_and_nobody_else_can_read_it(engine: str, task: Path, tmp_path: Path):
+    """Not in its processes' command lines (ps), nor in what its directory shows to others."""
+    key = "0x1f00ff00"  # which YAML would take for a number
+    with running(engine, task, tmp_path, key=key) as supervisor:
+        [process] = supervisor.processes
+        url = f"{process.url}/v1/models"
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(url, timeout=30)
+        asked = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"})
+        assert urllib.request.urlopen(asked, timeout=30).status == 200
+        lines = command_lines(process.pid)
+        assert len(lines) > 1 and not any(key in line for line in lines)
+        files = [file for file in (tmp_path / "servers").iterdir() if key in file.read_text()]
+        assert process.log in files or engine == "vllm", "SGLang prints it"
+        assert {file.stat().st_mode & 0o777 for file in (*files, process.log)} == {0o600}
+    assert list((tmp_path / "servers").iterdir()) == [process.log]
+
+
+def command_lines(group: int | None) -> list[str]:
+    """Of the processes of a process group."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        with suppress(ProcessLookupError, FileNotFoundError):  # it has ended
+            if os.getpgid(int(place.name)) == group:
+                found.append((place / "cmdline").read_text())
+    return found
 
 
 def test_the_servers_own_words_reach_the_user(served: Running):

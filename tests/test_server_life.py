@@ -20,6 +20,7 @@ from megatron_gvpo.rollout.http import Http, ServerGone, open_session
 from megatron_gvpo.rollout.loop import BackgroundLoop
 from megatron_gvpo.rollout.nccl import check_nccl
 from megatron_gvpo.rollout.server import Launch
+from megatron_gvpo.rollout.sglang import SGLang
 from megatron_gvpo.rollout.supervise import ServerProcess, Supervisor, free_ports, is_healthy
 from megatron_gvpo.weights.address import group_address
 
@@ -105,6 +106,33 @@ def test_a_server_that_cannot_be_started_again_is_a_failure(tmp_path: Path):
         (tmp_path / "log").write_text("no directory for a log")
         why = failure(supervisor)
     assert "cannot be used, after 2 restarts" in why
+
+
+def test_a_secret_is_in_a_file_of_this_users_alone_while_the_server_lives(tmp_path: Path):
+    read = ["sh", "-c", 'cat "$0"; sleep 1000']  # its path is the last word
+    log = tmp_path / "log"
+    log.write_text("of an earlier run\n")
+    process = ServerProcess(Launch(read, {}, "a secret"), "http://127.0.0.1:1", log)
+    for _ in range(2):
+        process.start()
+        [file] = tmp_path.glob("*.yaml")
+        assert {place.stat().st_mode & 0o777 for place in (file, log)} == {0o600}
+        deadline = time.monotonic() + SOON
+        while not log.read_text().endswith("a secret") and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert log.read_text().endswith("a secret")
+        process.stop()
+        assert list(tmp_path.iterdir()) == [log]
+        log.write_text("")
+
+
+def test_sglangs_key_is_not_on_its_command_line(good: Path):
+    launch = SGLang.launch(config_of(good, "rollout.servers.args=[--own, '1']"), 1, "the key", False)
+    assert not any("the key" in word for word in (*launch.command, *launch.environment.values()))
+    assert launch.command[-3:] == ["--own", "1", "--config"] and "the key" in launch.secret
+    assert SGLang.launch(config_of(good), 1, None, False).secret == ""
+    with pytest.raises(ConfigError, match=r"rollout\.servers\.args: SGLang takes one --config"):
+        SGLang.launch(config_of(good, "rollout.servers.args=[--config, own.yaml]"), 1, "the key", False)
 
 
 def test_the_end_of_a_long_log_is_read_alone(tmp_path: Path):

@@ -74,6 +74,7 @@ class Launch:
 
     command: list[str]
     environment: dict[str, str]
+    secret: str = ""  # to be read from a YAML file of this user's alone, whose path then ends the command
 
 
 class Server(Protocol):

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from megatron_gvpo.config import Config, SamplingConfig
+from megatron_gvpo.config import Config, ConfigError, SamplingConfig
 from megatron_gvpo.rollout.http import Http, ServerRefused
 from megatron_gvpo.rollout.server import (
     PLUGINS,
@@ -58,8 +58,6 @@ class SGLang:
         command += ["--custom-weight-loader", RECEIVER]
         if servers.context_length:
             command += ["--context-length", str(servers.context_length)]
-        if api_key:
-            command += ["--api-key", api_key]
         if servers.colocated and on_gpu:
             command += ["--enable-memory-saver"]
         if config.rollout.router_replay:
@@ -74,7 +72,16 @@ class SGLang:
             command += ["--sampling-backend", "pytorch", "--disable-cuda-graph", "--disable-overlap-schedule"]
             command += ["--sleep-on-idle"]  # else an idle scheduler keeps a core busy
             command += ["--mem-fraction-static", "0.2", "--max-total-tokens", "65536"]
-        return Launch([*command, *servers.args], environment)
+        command += servers.args
+        if not api_key:
+            return Launch(command, environment)
+        if "--config" in servers.args:
+            raise ConfigError(
+                "rollout.servers.args: SGLang takes one --config, and has the API key from it: give the "
+                "options of yours as arguments"
+            )
+        # A command line is everybody's to read, and SGLang asks no environment variable.
+        return Launch([*command, "--config"], environment, json.dumps({"api-key": api_key}))
 
     async def healthy(self, timeout: float) -> bool:
         await self._http.get("/health", timeout=timeout)

@@ -8,6 +8,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import threading
 import time
 import urllib.request
@@ -28,20 +29,26 @@ Wait = tuple[float, str]  # for a healthy answer: since when (time.monotonic), a
 
 
 class ServerProcess:
-    """One server as a process group, its output in a log file."""
+    """One server as a process group, its output in a log file of this user's alone: SGLang prints its key."""
 
     def __init__(self, launch: Launch, url: str, log: Path) -> None:
         self.url, self.log = url, log
         self._launch = launch
+        self._secret: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Raises OSError where the command does not exist."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         environment = _servers_part(os.environ) | self._launch.environment
+        command = [*_dying_with_us(), *self._launch.command]
+        if self._launch.secret:
+            self._secret = _private_file(self._launch.secret, self.log.parent)
+            command.append(str(self._secret))
         with self.log.open("ab") as log:
+            os.fchmod(log.fileno(), 0o600)
             self._process = subprocess.Popen(
-                [*_dying_with_us(), *self._launch.command],
+                command,
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -59,6 +66,9 @@ class ServerProcess:
 
     def stop(self, grace: float = GRACE) -> None:
         """Ask the whole group to end, then end it."""
+        if self._secret is not None:
+            self._secret.unlink(missing_ok=True)
+            self._secret = None
         if self._process is None:
             return
         for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, 5.0)):
@@ -182,6 +192,14 @@ class Supervisor:
         elif now - since > limit:
             return f"has not answered for rollout.servers.{setting}={limit:g} s"
         return None
+
+
+def _private_file(content: str, directory: Path) -> Path:
+    """A new YAML file there, which only this user can read."""
+    descriptor, name = tempfile.mkstemp(suffix=".yaml", dir=directory)
+    with open(descriptor, "w") as file:
+        file.write(content)
+    return Path(name)
 
 
 def _dying_with_us() -> list[str]:
