@@ -13,11 +13,15 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from megatron_gvpo.rollout.fleet import Member
+from megatron_gvpo.config import ServersConfig
+from megatron_gvpo.rollout.config import WeightSyncConfig
+from megatron_gvpo.rollout.fleet import Fleet, Member
+from megatron_gvpo.rollout.loop import BackgroundLoop
 from megatron_gvpo.rollout.server import Facts, SharedPlace, TensorSpec
 from megatron_gvpo.weights import node
 from megatron_gvpo.weights.bucket import Bucket
 from megatron_gvpo.weights.node import NodeMemory
+from megatron_gvpo.weights.push import Publisher
 from megatron_gvpo.weights.relay import Relay, Relays
 from megatron_gvpo.weights.shared import Shared
 from megatron_gvpo.weights.transport import PushFailed
@@ -208,3 +212,42 @@ def test_a_relay_goes_on_to_the_next_collective_where_rank_0_has_no_memory(tmp_p
         assert further.wait(20)
         mine.over()
     memory.close()
+
+
+def test_a_relay_hears_of_the_end_of_a_push_that_never_began(tmp_path, monkeypatch):
+    """Rank 0 fails while it still waits for what is in flight: the relay is in the push by then."""
+
+    class Unstoppable(OnTwoGpus):
+        async def abort(self, timeout: float) -> None:
+            raise RuntimeError("not an answer of a server")
+
+    async def under_way(member: Member) -> None:
+        member.become("pending")
+        member.calls.add(asyncio.create_task(asyncio.sleep(60)))
+
+    monkeypatch.setattr(node, "SHARED_MEMORY", tmp_path)
+    store, loop = HashStore(), BackgroundLoop("test")
+    memory, fleet = NodeMemory("memory", CPU), Fleet([Unstoppable()], ServersConfig(), [], print)
+    publisher = Publisher(
+        fleet,
+        loop,
+        Shared(5.0, memory, Relays(store, [1], 5.0)),
+        WeightSyncConfig(transport="shared"),
+        dtype=torch.float32,
+        device=CPU,
+        expected={},
+        optional=frozenset(),
+        fp8=None,
+        colocated=False,
+        report=print,
+    )
+    left = stream(2)
+    loop.run(under_way(fleet.members[0]))
+    assert publisher.next_command(1) == "push"
+    with following([Relay(store, 1, NodeMemory("memory", CPU, first=False), 5.0)], [left]):
+        with pytest.raises(ExceptionGroup) as failure:
+            publisher.attempt(iter(()), 1)
+        assert failure.group_contains(RuntimeError, match="not an answer of a server")
+    assert len(list(left)) == 2, "the whole stream is left to the caller"
+    publisher.close()
+    loop.close()
