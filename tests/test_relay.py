@@ -251,3 +251,18 @@ def test_a_relay_hears_of_the_end_of_a_push_that_never_began(tmp_path, monkeypat
     assert len(list(left)) == 2, "the whole stream is left to the caller"
     publisher.close()
     loop.close()
+
+
+def test_what_killed_runs_have_left_in_memory_is_removed_and_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.setattr(node, "SHARED_MEMORY", tmp_path)
+    living = NodeMemory(f"{node.PREFIX}living", CPU)
+    left = tmp_path / f"{node.PREFIX}left"
+    for directory in (left, tmp_path / "another program's"):
+        directory.mkdir()
+        (directory / "bucket").write_bytes(bytes(100))
+    mine = NodeMemory(f"{node.PREFIX}mine", CPU)
+    kept = {"another program's", f"{node.PREFIX}living", f"{node.PREFIX}mine"}
+    assert {place.name for place in tmp_path.iterdir()} == kept
+    living.close()
+    mine.close()
+    assert [place.name for place in tmp_path.iterdir()] == ["another program's"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -16,21 +18,26 @@ from megatron_gvpo.weights.ipc import gpu_uuid, shared_storage
 from megatron_gvpo.weights.transport import PushFailed
 
 SHARED_MEMORY = Path("/dev/shm")
+PREFIX = "megatron_gvpo-"  # of the directories' names
 
 
 class NodeMemory:
     """What one rank can offer. `device`: where its buckets are.
 
     The first rank of a node has a directory in the node's shared memory, this user's alone, and in it one
-    file as large as the largest bucket. `name`: of the directory, the same on all nodes.
+    file as large as the largest bucket. `name`: of the directory, the same on all nodes. What runs that were
+    killed have left there it removes.
     """
 
     def __init__(self, name: str, device: torch.device, first: bool = True) -> None:
         root = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
         self.directory = root / name
         self._first = first
+        self._lock: int | None = None
         if first:
-            self.directory.mkdir(mode=0o700, exist_ok=True)
+            for other in root.glob(f"{PREFIX}*"):
+                _remove_if_left(other)
+            self._lock = _made(self.directory)
         self._device, self.on_gpu = device, device.type == "cuda"
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
@@ -51,8 +58,10 @@ class NodeMemory:
         return found | {"file": str(self._write(flat)) if file else ""}
 
     def close(self) -> None:
-        if self._first:
+        if self._first and self._lock is not None:
             shutil.rmtree(self.directory, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = None
         self._buffer = self._buffer.new_empty(0)
 
     def _write(self, flat: Tensor) -> Path:
@@ -70,3 +79,26 @@ class NodeMemory:
             self._buffer = torch.from_file(str(file), shared=True, size=len(flat), dtype=torch.uint8)
         self._buffer[: len(flat)].copy_(flat)
         return file
+
+
+def _made(directory: Path) -> int:
+    """Make it, and lock it for as long as this process lives. Returns the descriptor that holds the lock."""
+    while True:
+        directory.mkdir(mode=0o700, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # removed as left over, before the lock was there
+            lock = os.open(directory, os.O_RDONLY)
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            if os.path.samestat(os.fstat(lock), directory.stat()):
+                return lock
+            os.close(lock)
+
+
+def _remove_if_left(directory: Path) -> None:
+    """Remove it, unless a process lives that has locked it, or it is another user's."""
+    with contextlib.suppress(OSError):
+        lock = os.open(directory, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(directory, ignore_errors=True)
+        finally:
+            os.close(lock)
