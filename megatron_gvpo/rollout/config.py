@@ -56,7 +56,8 @@ class WeightSyncConfig(Section):
     bucket_mb: PositiveInt = 512  # extra memory of a push: one half is sent while the other is filled
     # Of the trainer's first rank, where servers meet it; default: torchrun's MASTER_ADDR, or loopback.
     address: str | None = None
-    directory: str | None = None  # of the disk transport; default: OUTPUT_DIR/weights; all nodes must see it
+    # Of the disk transport, which has one of the run's own in it; default: OUTPUT_DIR; all nodes must see it.
+    directory: str | None = None
     in_flight: Literal["wait", "carry"] = "carry"
     # Responses under way when a push comes: finished first, or stopped and continued under the new weights.
     attempts: PositiveInt = 3  # of a push, before the run stops

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,13 +12,29 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from megatron_gvpo.config import Config
 from megatron_gvpo.rollout.fleet import Member
 from megatron_gvpo.weights.bucket import Bucket
 from megatron_gvpo.weights.transport import PushFailed, each
 
 
+def run_directory(config: Config) -> Path:
+    """One of this run's alone: `rollout.weights.directory` may be other runs', too, and hold other things.
+
+    Absolute, as servers may have been started elsewhere.
+    """
+    out, shared = Path(config.output_dir).absolute(), config.rollout.weights.directory
+    if shared is None:
+        return out / "weights"
+    digest = hashlib.blake2b(str(out.resolve()).encode(), digest_size=4).hexdigest()
+    return Path(shared).absolute() / f"{out.name}-{digest}"
+
+
 class Disk:
-    """A directory of safetensors files a push, complete or absent; the one before is removed after it."""
+    """A directory of safetensors files a push, complete or absent; the one before is removed after it.
+
+    Everything in `directory` is the transport's.
+    """
 
     def __init__(self, directory: Path, timeout: float) -> None:
         self._root, self._timeout = directory, timeout

@@ -22,7 +22,7 @@ from megatron_gvpo.weights.broadcast import Broadcast
 from megatron_gvpo.weights.bucket import Halves, buckets
 from megatron_gvpo.weights.checkpoint import stored_tensors
 from megatron_gvpo.weights.delta import Delta
-from megatron_gvpo.weights.disk import Disk
+from megatron_gvpo.weights.disk import Disk, run_directory
 from megatron_gvpo.weights.fp8 import fp8_layout
 from megatron_gvpo.weights.node import PREFIX, NodeMemory
 from megatron_gvpo.weights.push import Publisher, push
@@ -199,7 +199,7 @@ class ServedWeights:
             assert self._memory is not None and relays is not None
             transport = Shared(settings.timeout, self._memory, relays)
         elif settings.transport == "disk":
-            transport = Disk(Path(settings.directory or f"{config.output_dir}/weights"), settings.timeout)
+            transport = Disk(run_directory(config), settings.timeout)
             device = torch.device("cpu")
         else:
             kind = Delta if settings.transport == "delta" else Broadcast
