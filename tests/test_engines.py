@@ -20,7 +20,7 @@ import pytest
 import torch
 from distributed import launch
 from groups import make_group
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from servers import ENGINES, Client, checksum, engine_python, fleet_of, logprobs, running, served_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -33,6 +33,7 @@ from megatron_gvpo.rollout.http import ServerGone, ServerRefused
 from megatron_gvpo.rollout.served import DIALECTS
 from megatron_gvpo.weights.broadcast import Broadcast
 from megatron_gvpo.weights.bucket import Halves, buckets
+from megatron_gvpo.weights.delta import Delta
 
 TRANSPORTS = ("broadcast", "broadcast", "disk", "delta", "delta", "shared")  # of the pushes, in turn
 PROMPTS = [[9, 16, 10, 17, 8, 16, 7, 19], [5, 5, 5], [12, 3, 4, 14, 9, 10]]
@@ -329,6 +330,37 @@ def test_a_push_that_failed_half_way_does_not_hinder_the_next(served: Running, t
     pushed = checksum(served.client.loop, served.client.server)
     served.client("load_directory", task / "model", "6")
     assert pushed == checksum(served.client.loop, served.client.server)
+
+
+def test_what_changed_is_enough_for_a_server_that_is_in_another_group(
+    served: Running, task: Path, tmp_path: Path
+):
+    """As when another server came back: the group is a new one, what this one has is what was sent last."""
+    tensors = load_file(task / "model" / "model.safetensors")
+    member, transport = Member(served.client.server), Delta("127.0.0.1", "gloo", 60.0)
+
+    async def pushed(version: int) -> None:
+        await served.client.server.pause(30)
+        await transport.begin([member], version)
+        for bucket in buckets(tensors.items(), Halves(1 << 20, torch.device("cpu")), torch.float32):
+            await transport.send(bucket)
+        await transport.end()
+        member.version = version
+        await served.client.server.resume(30)
+
+    served.client.loop.run(pushed(7))
+    for tensor in tensors.values():
+        tensor.view(-1)[::50] += 0.5
+    member.regroup = True
+    served.client.loop.run(pushed(8))
+    assert 0 < transport.metrics["sync/changed"] < 0.1
+    arrived = checksum(served.client.loop, served.client.server)
+    served.client.loop.run(transport.close())
+    shutil.copytree(task / "model", tmp_path / "model")
+    save_file(tensors, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    served.client("load_directory", tmp_path / "model", "9")
+    assert arrived == checksum(served.client.loop, served.client.server)
+    served.client("load_directory", task / "model", "10")
 
 
 async def _push(served: Running, tensors: list, version: int, ends: bool = True) -> None:

@@ -73,12 +73,16 @@ class Receiver(WeightTransferEngine):
     _group: Any = None
     _reloading = False
     _patched = False
-    _copy: dict[str, torch.Tensor]  # on CPU, of the tensors that patches belong to
+    # On CPU, of the tensors that patches belong to. It outlives a group, as what was patched does.
+    _copy: dict[str, torch.Tensor]
     _store: Any = None
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._copy = {}
 
     def init_transfer_engine(self, init_info: Meeting) -> None:
         self.shutdown()
-        self._copy = {}
         timeout = datetime.timedelta(seconds=init_info.timeout)
         self._store = dist.TCPStore(
             init_info.master_address, init_info.master_port, init_info.world_size, False, timeout
@@ -148,8 +152,10 @@ class Receiver(WeightTransferEngine):
             return
         # On CPU vLLM repacks its parameters, which then have no loader: whole tensors, from a copy of them.
         for name, tensor in unpack(wire, patches):
-            old = self._copy.get(name)
-            self._copy[name] = tensor.clone() if old is None else tensor.where(~tensor.isnan(), old)
+            old, kept = self._copy.get(name), tensor.isnan()
+            if old is None and kept.any():
+                raise RuntimeError(f"a patch of {name} came before all of it")
+            self._copy[name] = tensor.clone() if old is None else tensor.where(~kept, old)
         self._reload()
         self.model.load_weights([(name, self._copy[name].clone()) for name in bucket.names])
 
