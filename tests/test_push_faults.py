@@ -8,10 +8,81 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_gvpo.config import Config, load_config
-from megatron_gvpo.rollout.server import TensorSpec
+from megatron_gvpo.config import Config, ServersConfig, load_config
+from megatron_gvpo.rollout.config import WeightSyncConfig
+from megatron_gvpo.rollout.fleet import Fleet
+from megatron_gvpo.rollout.http import ServerRefused
+from megatron_gvpo.rollout.loop import BackgroundLoop
+from megatron_gvpo.rollout.server import Facts, TensorSpec
+from megatron_gvpo.weights import push
 from megatron_gvpo.weights.bucket import Bucket
 from megatron_gvpo.weights.disk import Disk, run_directory
+from megatron_gvpo.weights.push import Publisher
+
+
+class Refusing:
+    """Stands for a server that answers, and takes no weights."""
+
+    url = "http://server"
+
+    async def facts(self, timeout: float) -> Facts:
+        return Facts("1", "model", 0, 1)
+
+    async def weight_version(self, timeout: float) -> str:
+        return "default"
+
+    async def pause(self, timeout: float) -> None:
+        raise ServerRefused(f"{self.url}: no", 400)
+
+
+class Replaced:
+    """Stands for the supervisor of its process."""
+
+    failed = None
+
+    def __init__(self) -> None:
+        self.urls: list[str] = []
+
+    def restart(self, url: str) -> None:
+        self.urls.append(url)
+
+
+def test_a_server_that_was_started_anew_has_all_its_attempts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """One more failure costs no third start: there are few of them, and they take minutes."""
+    monkeypatch.setattr(push, "RETRY_AFTER", 0.0)
+    loop, supervisor = BackgroundLoop("test"), Replaced()
+    fleet = Fleet([Refusing()], ServersConfig(), [], print, supervisor)  # type: ignore[list-item, arg-type]
+    settings = WeightSyncConfig(attempts=2, transport="disk")
+    publisher = Publisher(
+        fleet,
+        loop,
+        Disk(tmp_path / "weights", 5.0),
+        settings,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        expected={},
+        optional=frozenset(),
+        fp8=None,
+        colocated=False,
+        report=print,
+    )
+
+    async def back() -> None:
+        fleet.retire(fleet.members[0], "back, without the current weights")
+
+    replaced = []
+    while True:
+        loop.run(back())
+        if (word := publisher.next_command(1)) != "push":
+            break
+        publisher.attempt(iter(()), 1)
+        replaced.append(len(supervisor.urls))
+    assert replaced == [0, 1, 1, 2]
+    assert word == "4 weight pushes in a row failed, at last: http://server: no"
+    publisher.close()
+    loop.close()
 
 
 def config_of(good: Path, out: Path, shared: Path | None) -> Config:

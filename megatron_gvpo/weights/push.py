@@ -172,9 +172,13 @@ class Publisher:
             raise ValueError(f"weight push {version}: {len(missing)} tensor(s) did not come: {shown}")
 
     async def _judge(self, failed: Sequence[Member]) -> None:
-        """Who does not answer is lost at once: a retry goes without it. Who refuses too often, too."""
+        """Who does not answer is lost at once: a retry goes without it. Who refuses too often, too.
+
+        A server that was lost has all its attempts again.
+        """
         for member in failed:
-            count = self._failures[member.server.url] = self._failures.get(member.server.url, 0) + 1
+            url = member.server.url
+            count = self._failures.pop(url, 0) + 1
             try:
                 await member.server.weight_version(5.0)
             except (ServerGone, ServerRefused) as error:
@@ -182,6 +186,8 @@ class Publisher:
             else:
                 if count >= self._settings.attempts:
                     self._fleet.replace(member, f"{count} weight pushes in a row failed there")
+                else:
+                    self._failures[url] = count
 
     def open(self) -> None:
         """Colocated servers take the rest of their memory, now that the trainer has given its own."""
