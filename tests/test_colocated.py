@@ -13,6 +13,7 @@ from tiny_run import configure, fit, records
 from megatron_gvpo.callbacks import Callback
 from megatron_gvpo.config import ConfigError, ServersConfig
 from megatron_gvpo.rollout.served import server_gpus
+from megatron_gvpo.rollout.supervise import is_healthy
 from megatron_gvpo.trainer import Trainer
 
 
@@ -94,6 +95,7 @@ class KillWhileTraining(Callback):
         [member] = trainer.parts.generation._served.fleet.members
         [process] = trainer.parts.generation._served._supervisor.processes
         assert member.lent == ("weights", "cache")
+        assert is_healthy(process.url, 60.0), "`serve`, which knows of no turns, would start it anew"
         self.while_training.append(bytes_held(trainer))
         if step == self.step:
             os.killpg(process.pid, signal.SIGKILL)

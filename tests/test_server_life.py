@@ -16,6 +16,7 @@ import pytest
 
 from megatron_gvpo.config import Config, ConfigError, ServersConfig, load_config
 from megatron_gvpo.rollout import http
+from megatron_gvpo.rollout.fleet import Fleet
 from megatron_gvpo.rollout.http import Http, ServerGone, open_session
 from megatron_gvpo.rollout.loop import BackgroundLoop
 from megatron_gvpo.rollout.nccl import check_nccl
@@ -133,6 +134,46 @@ def test_sglangs_key_is_not_on_its_command_line(good: Path):
     assert SGLang.launch(config_of(good), 1, None, False).secret == ""
     with pytest.raises(ConfigError, match=r"rollout\.servers\.args: SGLang takes one --config"):
         SGLang.launch(config_of(good, "rollout.servers.args=[--config, own.yaml]"), 1, "the key", False)
+
+
+@pytest.mark.parametrize("lent", [(), ("cache",)])
+def test_a_server_that_keeps_a_colocated_trainers_memory_is_ended(tmp_path: Path, lent: tuple):
+    """It answers no order to give it, or has taken a part in a push that failed; the trainer takes it now."""
+    supervisor = supervised(tmp_path, ["sleep", "1000"])
+    [process] = supervisor.processes
+    process.start()
+    assert process.pid is not None and Path(f"/proc/{process.pid}").exists()
+    pid = process.pid
+    with a_fleet(process.url, supervisor) as (loop, fleet):
+        fleet.members[0].become("ready")
+        fleet.members[0].lent = lent
+        loop.run(fleet.rest())
+        assert fleet.members[0].state == "lost"
+    assert not Path(f"/proc/{pid}").exists()
+    process.stop()
+
+
+def test_a_server_that_ended_has_all_of_its_memory_when_it_is_back():
+    [port] = free_ports(1, "127.0.0.1")
+    with a_fleet(f"http://127.0.0.1:{port}") as (loop, fleet):
+        [member] = fleet.members
+        member.lent = ("cache",)  # in the middle of a push
+        watch = loop.submit(fleet._watch(member))
+        deadline = time.monotonic() + SOON
+        while member.lent and time.monotonic() < deadline:
+            time.sleep(0.05)
+        watch.cancel()
+        assert member.lent == ()
+
+
+@contextmanager
+def a_fleet(url: str, supervisor: Supervisor | None = None) -> Iterator[tuple[BackgroundLoop, Fleet]]:
+    """Of the server at `url` alone; nobody watches it."""
+    loop = BackgroundLoop("test client")
+    session = loop.run(open_session())
+    yield loop, Fleet([SGLang(Http(session, url))], ServersConfig(), [], print, supervisor)
+    loop.run(session.close())
+    loop.close()
 
 
 def test_the_end_of_a_long_log_is_read_alone(tmp_path: Path):

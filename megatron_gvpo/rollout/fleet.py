@@ -149,20 +149,28 @@ class Fleet:
 
     async def rest(self) -> None:
         """All healthy members give their memory to a colocated trainer; they want the weights again then."""
-        if self._supervisor is not None:
-            lost = [m.server.url for m in self.members if m.state == "lost"]
-            await asyncio.to_thread(self._supervisor.hold, lost)
+        await self._hold()
         async with asyncio.TaskGroup() as group:
             for member in self.members:
                 if member.state != "lost":
                     group.create_task(self._lend(member))
+        await self._hold()  # who would not give it keeps it no longer than its process
+
+    async def _hold(self) -> None:
+        """Nothing starts from now on, and the lost ones' processes end."""
+        if self._supervisor is not None:
+            lost = [m.server.url for m in self.members if m.state == "lost"]
+            await asyncio.to_thread(self._supervisor.hold, lost)
 
     async def _lend(self, member: Member) -> None:
         self.retire(member, "rests while the trainer trains")
         await self._drain(member, abort=True)
         server = member.server
+        if len(member.lent) == 1:  # a push did not come to its end
+            self.replace(member, "it has a part of its memory, which it cannot give again")
+            return
         try:
-            if not member.lent:  # else a push did not come to its end: it rests already, at least in part
+            if not member.lent:
                 await server.pause(CONTROL)
                 member.lent_at = await server.weight_version(CONTROL)
                 await server.release_memory(CONTROL)
@@ -339,13 +347,17 @@ class Fleet:
         limit = self._settings.health_timeout
         while True:
             try:
-                if member.lent:  # what is asked of it to be healthy would wait, or need the memory
-                    await member.server.weight_version(limit)
+                if member.lent:
+                    # What is asked of it to be healthy would wait, or need the memory. This its model process
+                    # answers, by which SGLang's /health, too, knows it to live, for whoever supervises it.
+                    await member.server.facts(limit)
                 else:
                     await member.server.healthy(limit)
             except (ServerGone, ServerRefused) as error:
                 silent = time.monotonic() - last_seen
                 stopped = isinstance(error, ServerGone) and error.refused
+                if stopped:
+                    member.lent = ()  # the next process there has all of its memory
                 if member.state == "lost":
                     member.why = str(error)
                 elif stopped or (silent > limit and not member.in_push):

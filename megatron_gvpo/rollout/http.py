@@ -83,7 +83,7 @@ class Http:
                 status = response.status
         except aiohttp.ClientConnectorError as error:
             gone = ServerGone(f"{where}: {error.os_error.strerror or error}")
-            gone.refused = True
+            gone.refused = isinstance(error.os_error, ConnectionRefusedError)
             raise gone from None
         except aiohttp.ConnectionTimeoutError:
             raise ServerGone(f"{where}: no connection within {connect:g} s") from None
