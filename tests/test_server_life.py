@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from megatron_gvpo.config import Config, ConfigError, ServersConfig, load_config
-from megatron_gvpo.rollout import http
+from megatron_gvpo.rollout import http, served
 from megatron_gvpo.rollout.fleet import Fleet
 from megatron_gvpo.rollout.http import Http, ServerGone, open_session
 from megatron_gvpo.rollout.loop import BackgroundLoop
@@ -174,6 +174,34 @@ def a_fleet(url: str, supervisor: Supervisor | None = None) -> Iterator[tuple[Ba
     yield loop, Fleet([SGLang(Http(session, url))], ServersConfig(), [], print, supervisor)
     loop.run(session.close())
     loop.close()
+
+
+def test_logs_that_cannot_be_written_are_said_to_be_the_reason(good: Path, tmp_path: Path):
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(
+        ConfigError, match=r"cannot be started: .*run/servers'\. Their logs go to .*run/servers;"
+    ):
+        served.start_servers(config_of(good, f"output_dir={tmp_path}/run"), None, print)
+
+
+def test_an_interrupted_start_leaves_no_server(good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Such as by Ctrl-C in a Python session, which lives on."""
+    started = tmp_path / "pid"
+
+    def interrupt(word: object) -> None:
+        deadline = time.monotonic() + SOON
+        while not (started.exists() and started.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(served, "broadcast_msgpack", interrupt)
+    monkeypatch.setattr(served, "HEARTBEAT", 0.1)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    server = interpreter(tmp_path, f"echo $$ > {started}\nexec sleep 1000")
+    rollouts = served.ServedRollouts(config_of(good, server, f"output_dir={tmp_path}/run"), None, 1, {})
+    with pytest.raises(KeyboardInterrupt):
+        rollouts.__enter__()
+    assert not Path(f"/proc/{int(started.read_text())}").exists()
 
 
 def test_the_end_of_a_long_log_is_read_alone(tmp_path: Path):

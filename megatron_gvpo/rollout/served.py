@@ -81,13 +81,16 @@ class ServedRollouts:
         if self.memory is not None:
             self.memory.release("training")
             self.memory.release("weights")
-        opening = self._open() if dist.get_rank() == 0 else None
-        while (word := broadcast_msgpack(_how(opening)))[0] == "wait":
-            pass
-        if word[0] != "open":
+        try:
+            opening = self._open() if dist.get_rank() == 0 else None
+            while (word := broadcast_msgpack(_how(opening)))[0] == "wait":
+                pass
+            if word[0] != "open":
+                raise (ConfigError if word[0] == "config" else RolloutError)(word[1])
+            self.rest()
+        except BaseException:  # nobody calls __exit__ then
             self._close()
-            raise (ConfigError if word[0] == "config" else RolloutError)(word[1])
-        self.rest()
+            raise
         return self
 
     def __exit__(
@@ -251,8 +254,8 @@ def start_servers(config: Config, key: str | None, report: Callable[[str], None]
     except OSError as error:
         supervisor.close()
         raise ConfigError(
-            f"rollout.servers.python={servers.python}: cannot be started ({error.strerror}); give the "
-            "interpreter of an environment that has the engine"
+            f"rollout servers cannot be started: {error}. Their logs go to {logs}; "
+            f"rollout.servers.python={servers.python} is to be the interpreter of the engine's environment"
         ) from None
     return supervisor
 
