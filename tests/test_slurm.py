@@ -56,6 +56,13 @@ def act(action):
         subprocess.run(action, shell=True, check=True)
 """
 STOP = "scancel --batch --signal=USR1 $SLURM_JOB_ID"  # what Slurm does before the time limit
+# Where the job has been told, the rank is told, too, and then the step fails: it is never done.
+STOP_WITHIN_A_STEP = f"""{STOP}
+until [ $(grep -c 'asked to save' %s/slurm/$SLURM_JOB_ID.out) -gt ${{SLURM_RESTART_COUNT:-0}} ]
+do sleep 0.2; done
+kill -USR1 $(awk '/^PPid/ {{print $2}}' /proc/$PPID/status)
+exit 1
+"""
 STOP_TWICE = f"{STOP}; sleep 2; {STOP}"  # a user has done it, too
 LOSE_A_NODE = "; ".join(
     f"scontrol update nodename={NODES[1]} {to}" for to in ("state=down reason=test", "state=resume")
@@ -122,6 +129,20 @@ def test_a_job_that_is_told_to_stop_and_loses_a_node_ends_as_if_nothing_had_been
     assert slurm.end(job) == "COMPLETED", slurm.said(job)
     assert "Node failure on gvpo-node2" in slurm.said(job)
     assert records(out) == records(uninterrupted / "run")
+
+
+def test_a_step_that_is_longer_than_the_time_limit_ends_the_job(slurm: Slurm, task: Path, tmp_path: Path):
+    """It is never done, and every start ends with the same checkpoint: requeued once, and not for ever."""
+    out = tmp_path / "run"
+    stop = (3, STOP_WITHIN_A_STEP % out)
+    faults = reward(tmp_path, start_0=stop, start_1=stop)
+    given = (*SHORT, f"output_dir={out}", faults, "rewards.timeout=600")
+    job = job_of(submit(slurm, str(task / "run.yaml"), *given, *TWO_NODES))
+    slurm.wait_for_start(job, 1)
+    assert slurm.end(job) == "FAILED", slurm.said(job)
+    said = slurm.output(job).read_text()
+    assert "not requeued: start 1 ends with the checkpoint that it began with" in said, slurm.said(job)
+    assert "--sbatch=--time" in said and records(out)[-1]["step"] == 2
 
 
 @pytest.mark.parametrize("how", ["killed", "raises"])

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -187,6 +188,51 @@ def test_the_signal_passes_apptainers_own_processes(tmp_path: Path):
         assert (bool(masks["SigBlk"] & bit), bool(masks["SigIgn"] & bit)) == (blocked, ignored)
 
 
+class Starts:
+    """The script's part before it starts anything, run as the starts of job 7."""
+
+    def __init__(self, task: Path, out: Path, capsys: pytest.CaptureFixture[str], *how: str) -> None:
+        self.out = out
+        given = [str(task / "run.yaml"), f"output_dir={out}", "--nodes", "1", *how, "--dry-run"]
+        assert main(["slurm", *given]) == 0
+        script = capsys.readouterr().out
+        self.part = script[script.index("# A job that starts again") : script.index("# One torchrun a node")]
+
+    def __call__(self, number: int) -> subprocess.CompletedProcess[str]:
+        logs = self.out / "slurm" / f"7.{number}"
+        logs.mkdir(parents=True)
+        variables = {"restarts": str(number), "SLURM_JOB_ID": "7", "MEGATRON_GVPO_LOGS": str(logs)}
+        return subprocess.run(
+            ["bash", "-c", f'{self.part}echo "trains $HOW"'],
+            env={"PATH": os.environ["PATH"], **variables},
+            capture_output=True,
+            text=True,
+        )
+
+    def save(self, step: int, when: float) -> None:
+        """A complete checkpoint, so many seconds from now."""
+        state = self.out / "checkpoints" / f"step_{step:08d}" / "state.json"
+        state.parent.mkdir(parents=True, exist_ok=True)
+        state.write_text(f'{{"step": {step}}}')
+        moment = time.time() + when
+        os.utime(state, (moment, moment))
+
+
+def test_a_job_that_gets_nowhere_is_not_started_for_ever(task: Path, tmp_path: Path, capsys):
+    """Nodes fail, or others come first: after five starts in a row without a newer checkpoint it ends."""
+    start = Starts(task, tmp_path / "my run", capsys)
+    for number in range(3):
+        assert start(number).returncode == 0
+    start.save(1, when=0)
+    for number in range(3, 8):
+        assert "trains --resume" in start(number).stdout
+    refused = start(8)
+    assert refused.returncode == 1 and "trains" not in refused.stdout
+    assert "not started again: the last 5 starts have ended without a newer checkpoint" in refused.stdout
+    start.save(2, when=0)
+    assert start(9).returncode == 0
+
+
 EXAMPLES = {
     "colocated": ("--nodes", "4", "--sbatch=--partition=h800", "--sbatch=--time=12:00:00"),
     "split": (
@@ -201,7 +247,7 @@ EXAMPLES = {
 def test_the_examples_are_what_is_rendered_and_bash_can_read_them(
     name: str, task: Path, tmp_path, monkeypatch, capsys
 ):
-    """slurm/*.sbatch; written anew with `REWRITE_EXAMPLES=1 pytest tests/test_slurm.py`."""
+    """slurm/*.sbatch; written anew with `REWRITE_EXAMPLES=1 pytest tests/test_slurm_job.py`."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "trainer.sif").touch()
     run = tmp_path / "gvpo.yaml"
