@@ -233,6 +233,20 @@ def test_a_job_that_gets_nowhere_is_not_started_for_ever(task: Path, tmp_path: P
     assert start(9).returncode == 0
 
 
+def test_a_job_that_replaces_a_run_never_continues_it(task: Path, tmp_path: Path, capsys):
+    """It lost a node before it had a checkpoint: what is there is still the earlier run's. Later it is its
+    own, though it says the same.
+    """
+    start = Starts(task, tmp_path / "my run", capsys, "--overwrite")
+    start.save(4, when=-60)
+    assert [start(number).stdout.split()[-1] for number in range(2)] == ["--overwrite"] * 2
+    start.save(4, when=60)
+    assert start(2).stdout.split()[-1] == "--resume"
+    shutil.rmtree(start.out / "slurm" / "7.0")
+    start.save(4, when=-60)
+    assert start(3).stdout.split()[-1] == "--resume", "not known: nothing is lost"
+
+
 EXAMPLES = {
     "colocated": ("--nodes", "4", "--sbatch=--partition=h800", "--sbatch=--time=12:00:00"),
     "split": (
