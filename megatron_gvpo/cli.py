@@ -221,7 +221,9 @@ def _check_command(options: argparse.Namespace, config: Config) -> None:
 
 
 def _refuse(error: Exception, code: int = 2) -> int:
-    _print_main(os.environ.get("RANK", "0") == "0", f"error: {error}", sys.stderr)
+    # Of a Slurm job every rank says it, in its own log: what a node lacks only its own ranks refuse.
+    speaks = os.environ.get("RANK", "0") == "0" or "MEGATRON_GVPO_LOGS" in os.environ
+    _print_main(speaks, f"error: {error}", sys.stderr)
     return code
 
 

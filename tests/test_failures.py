@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,10 +17,14 @@ def run(program: str, place: Path) -> int:
     """As rank 3; returns the exit code."""
     file = place / "program.py"
     file.write_text(program)
+    return run_rank(place, str(file))
+
+
+def run_rank(place: Path, *given: str) -> int:
     logs = place / "logs"
     logs.mkdir()
     environment = {**os.environ, "RANK": "3", "MEGATRON_GVPO_LOGS": str(logs), "SLURMD_NODENAME": "node7"}
-    command = [sys.executable, "-m", "megatron_gvpo.cluster.rank", str(file)]
+    command = [sys.executable, "-m", "megatron_gvpo.cluster.rank", *given]
     return subprocess.run(command, env=environment, timeout=120).returncode
 
 
@@ -37,6 +42,28 @@ def test_a_rank_that_raises_ends_at_once_and_is_named(disk: str, tmp_path: Path)
     assert words in said
 
 
+def test_a_rank_that_ends_before_it_has_a_log_is_named(tmp_path: Path):
+    """On a node that lacks a file system, or this package: only its torchrun has heard of it."""
+    (tmp_path / "rank_00001.log").write_text("the other node's rank, which waits\n")
+    environment = {**os.environ, "MEGATRON_GVPO_LOGS": str(tmp_path / "nowhere")}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+    with (tmp_path / "node_0.log").open("w") as log:
+        command = [*torchrun, "-m", "megatron_gvpo.cluster.rank", "train", "run.yaml"]
+        assert subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=120).returncode == 1
+    said = failures.describe(tmp_path)
+    assert said is not None
+    assert re.match(r"first failure: rank 0 on \S+ at .*: exit code 1, before its log began", said)
+    assert "FileNotFoundError" in said and "nowhere/rank_00000.log" in said
+
+
 def test_a_rank_that_ends_well_is_no_failure(tmp_path: Path):
     assert run("print('done')", tmp_path) == 0
     assert failures.describe(tmp_path / "logs") is None
+
+
+def test_what_one_rank_alone_refuses_is_said(tmp_path: Path):
+    """A file that its node does not see."""
+    assert run_rank(tmp_path, "train", str(tmp_path / "nowhere.yaml")) == 2
+    said = failures.describe(tmp_path / "logs")
+    assert said is not None and said.startswith("first failure: rank 3 on node7 at ")
+    assert "exit code 2" in said and "nowhere.yaml" in said

@@ -1,8 +1,8 @@
 """The first failure of a job's ranks, from their logs: `python -m megatron_gvpo.cluster.failures LOGS`.
 
-A rank that raised has recorded it (`megatron_gvpo.cluster.rank`). One that was killed could not; its
-torchrun has noticed, and says so in the node's log. Exits with 1 where a rank failed, with 0 where all
-that ended early had been told to.
+A rank that raised has recorded it (`megatron_gvpo.cluster.rank`). One that was killed, or ended before it
+came so far, could not; its torchrun has noticed, and says so in the node's log. Exits with 1 where a rank
+failed, with 0 where all that ended early had been told to.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from pathlib import Path
 LINES = 15  # of a log
 _TOLD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _PAGE = re.compile(  # how torchrun describes a failed rank
-    r"time +: (?P<time>\S+)\n +host +: \S+\n"
+    r"time +: (?P<time>\S+)\n +host +: (?P<host>\S+)\n"
     r" +rank +: (?P<rank>\d+) \(local_rank: \d+\)\n +exitcode +: (?P<code>-?\d+)"
 )
+_TORCHRUN = "] failed (exitcode: "  # in the first line that it says of any
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Failure:
 
 def failures(logs: Path) -> list[Failure]:
     """All failures, the first first; not those of ranks that ended because they were told to."""
-    found = {failure.rank: failure for failure in _killed(logs)}
+    found = {failure.rank: failure for failure in _unrecorded(logs)}
     for file in logs.glob("rank_*.failed.json"):
         rank = int(file.name[5:10])
         try:
@@ -46,17 +47,24 @@ def failures(logs: Path) -> list[Failure]:
     return sorted(found.values(), key=lambda failure: failure.time)
 
 
-def _killed(logs: Path) -> Iterator[Failure]:
-    """Ranks that a signal ended."""
+def _unrecorded(logs: Path) -> Iterator[Failure]:
+    """Ranks that a signal ended, or that ended by themselves, whatever they have recorded."""
     for log in logs.glob("node_*.log"):
-        for page in _PAGE.finditer(log.read_text(errors="replace")):
+        text = log.read_text(errors="replace")
+        for page in _PAGE.finditer(text):
             rank, code = int(page["rank"]), int(page["code"])
-            if code < 0 and -code not in _TOLD:
-                name = signal.Signals(-code).name
+            if {-code, code - 128} & {*_TOLD}:  # by the signal itself, or as `train` ends before it trains
+                continue
+            node, problem = _node_of(logs, rank), f"exit code {code}"
+            if code < 0:
                 why = ": often for want of memory, see `dmesg`" if -code == signal.SIGKILL else ""
-                # torchrun sees it a moment later, when others have lost the connection to it.
-                moment = datetime.fromisoformat(page["time"].replace("_", "T")).timestamp() - 1.0
-                yield Failure(rank, moment, _node_of(logs, rank), f"killed by {name}{why}")
+                problem = f"killed by {signal.Signals(-code).name}{why}"
+            elif not (logs / f"rank_{rank:05}.log").exists():
+                said = text[: text.find(_TORCHRUN)].rpartition("\n")[0]
+                node, problem = page["host"], f"{problem}, before its log began; {log} says\n{_last(said)}"
+            # torchrun sees it a moment later, when others have lost the connection to it.
+            moment = datetime.fromisoformat(page["time"].replace("_", "T")).timestamp() - 1.0
+            yield Failure(rank, moment, node, problem)
 
 
 def _node_of(logs: Path, rank: int) -> str:
@@ -80,7 +88,7 @@ def describe(logs: Path) -> str | None:
         f"first failure: rank {first.rank} on {first.node} at "
         f"{datetime.fromtimestamp(first.time):%H:%M:%S}: {first.problem}"
     )
-    if "Traceback" not in first.problem:
+    if "Traceback" not in first.problem and log.exists():
         text += f"\n{log} ends with\n{_tail(log)}"
     if others:
         text += f"\nafter it failed rank {', '.join(str(other.rank) for other in others[:8])}"
@@ -89,8 +97,11 @@ def describe(logs: Path) -> str | None:
 
 
 def _tail(log: Path) -> str:
-    lines = log.read_text(errors="replace").splitlines()[-LINES:] if log.exists() else []
-    return "\n".join(f"    {line[:300]}" for line in lines)
+    return _last(log.read_text(errors="replace"))
+
+
+def _last(text: str) -> str:
+    return "\n".join(f"    {line[:300]}" for line in text.splitlines()[-LINES:])
 
 
 def main() -> int:
