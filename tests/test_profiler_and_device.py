@@ -103,6 +103,18 @@ def test_the_monitor_keeps_means_extremes_and_why_clocks_were_held_down(monkeypa
     assert "device/node1/gpu0/power_w" in by_machine([taken, None, taken])
 
 
+def test_a_gpu_that_has_lost_its_name_is_listed_without(monkeypatch):
+    import pynvml
+
+    def name(gpu):
+        if gpu == 1:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+        return "NVIDIA H200"
+
+    stand_in_for_a_driver(monkeypatch, nvmlDeviceGetName=name)
+    assert [gpu.name for gpu in device.list_gpus()] == ["NVIDIA H200", "unknown"]
+
+
 @pytest.mark.parametrize(
     ("function", "words"),
     [

@@ -124,7 +124,7 @@ def _describe(nvml: Any, index: int, gpu: Any) -> Gpu:
     links = (_try(nvml, nvml.nvmlDeviceGetNvLinkState, gpu, n) for n in range(nvml.NVML_NVLINK_MAX_LINKS))
     return Gpu(
         index=index,
-        name=nvml.nvmlDeviceGetName(gpu),
+        name=_name(nvml, gpu),
         memory_gib=memory.total / GIB if memory else 0.0,
         compute_capability=_try(nvml, nvml.nvmlDeviceGetCudaComputeCapability, gpu),
         nvlinks=sum(1 for active in links if active),
