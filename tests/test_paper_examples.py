@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from megatron_gvpo.algorithms.config import AlgorithmConfig
+from megatron_gvpo.cluster.job import Job, check
 from megatron_gvpo.config import load_config
 
 PAPERS = Path(__file__).parents[1] / "examples" / "papers"
@@ -34,6 +36,14 @@ def test_a_papers_configuration_loads_with_its_numbers_beside_it(name):
     assert config.algorithm == AlgorithmConfig.model_validate(recipe)
     text = (PAPERS / f"{name}.yaml").read_text()
     assert "Published" in text and f"arXiv {'2504.19599' if recipe == 'gvpo' else '2504.02546'}" in text
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_papers_servers_and_trainer_fit_on_a_node_of_eight_gpus(name: str, task: Path, tmp_path: Path):
+    """The same eight. With a small model, which has room for as many tokens as the paper's."""
+    model = json.loads((task / "model" / "config.json").read_text()) | {"max_position_embeddings": 131072}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    check(load(name, f"model.path={tmp_path}", f"output_dir={tmp_path / 'run'}"), Job(nodes=1))
 
 
 def test_gvpos_setting():
