@@ -29,6 +29,8 @@ def advantages(rewards: list[list[float]], **options: object) -> list[float]:
         ({"baseline": "loo"}, [1, 0, 0, 1], [0.666667, -0.666667, -0.666667, 0.666667]),
         ({"baseline": "loo"}, [1, 0, 0, 0, 0], [1, -0.25, -0.25, -0.25, -0.25]),
         ({"baseline": "none"}, [1, 0, 3], [1, 0, 3]),
+        ({"negative": 0.5}, [1, 0, 0, 1], [0.5, -0.25, -0.25, 0.5]),
+        ({"negative": 0.5, "whiten": "sequence", "ddof": 0}, [1, 0, 0, 1], [1, -0.5, -0.5, 1]),
     ],
 )
 def test_published_advantages(options, rewards, expected):

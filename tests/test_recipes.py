@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
+from groups import make_group
 
 from megatron_gvpo.algorithms.batch_policy import Accumulate
 from megatron_gvpo.algorithms.bnpo import BNPO
@@ -13,6 +16,7 @@ from megatron_gvpo.algorithms.gvpo import GVPO
 from megatron_gvpo.algorithms.nll import NLL
 from megatron_gvpo.algorithms.recipe import read_recipe, recipe_names
 from megatron_gvpo.algorithms.shapers import Overlong
+from megatron_gvpo.types import Rows
 
 
 @pytest.mark.parametrize("recipe", recipe_names())
@@ -71,6 +75,17 @@ def test_compositions_that_mean_nothing_are_refused(values, said):
 def test_a_member_may_be_all_that_reads_the_prior():
     values = {"recipe": "grpo", "members": ["one_more"], "prior": "tracker"}
     assert AlgorithmConfig.model_validate(values).needs_tracker
+
+
+def test_weighted_grpo_weighs_what_is_wrong_after_the_normalisation():
+    """One of 8 right, seven of 8 right: std sqrt(1/8). As a reward, -lambda would be normalised away."""
+    recipe = AlgorithmConfig.model_validate("weighted_grpo")
+    groups = [make_group([1] + [0] * 7, "hard"), make_group([1] * 7 + [0], "easy")]
+    for shaper in recipe.shapers:
+        groups = shaper(groups, 1)
+    rare, common = 7 / math.sqrt(8), 1 / math.sqrt(8)
+    expected = [rare] + [-0.3 * common] * 7 + [common] * 7 + [-0.3 * rare]
+    assert recipe.estimator(Rows.from_groups(groups))[0].tolist() == pytest.approx(expected, abs=1e-4)
 
 
 def test_recipes_say_what_the_papers_say():

@@ -45,8 +45,8 @@ def shaped(shaper, *groups, step=1):
     return [rewards_of(group) for group in after]
 
 
-def test_affine_makes_the_two_values_of_weighted_grpo():
-    assert shaped(Affine(scale=1.3, shift=-0.3), make_group([1, 0])) == [pytest.approx([1, -0.3])]
+def test_affine_makes_the_two_values_of_w_reinforce():
+    assert shaped(Affine(scale=1.1, shift=-1.0), make_group([1, 0])) == [pytest.approx([0.1, -1])]
 
 
 def test_overlong_falls_linearly_inside_its_buffer():

@@ -30,6 +30,7 @@ class Estimator(Advantage):
             responses that are not trained count in neither, as they do not in the loss's mean
     whiten      (A - mean) / (std + eps) over the optimizer step, every response counting once (sequence) or
                 as often as it has tokens (token): REINFORCE++ (arXiv 2501.03262), SPO (arXiv 2509.13232)
+    negative    what negative advantages are multiplied by, last of all: Weighted GRPO (arXiv 2602.03452)
 
     A group is valid when its rewards differ. Any other, a group of one included, has advantages of
     exactly 0 under the baselines mean and loo (before `whiten`); where no group is valid, alpha is 1.
@@ -42,6 +43,7 @@ class Estimator(Advantage):
     eps: float = Field(1e-6, ge=0)
     age: Literal["none", "sample", "token"] = "none"
     whiten: Literal["none", "sequence", "token"] = "none"
+    negative: float = Field(1.0, ge=0)
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
@@ -75,6 +77,7 @@ class Estimator(Advantage):
         advantage_n = alpha * advantage_n
         if self.whiten != "none":
             advantage_n = whitened(rows, advantage_n, self.whiten, self.ddof, self.eps)
+        advantage_n = advantage_n.where(advantage_n >= 0, self.negative * advantage_n)
         return advantage_n.float(), metrics
 
     def _baseline(self, rows: Rows, reward_n: Tensor) -> Tensor:

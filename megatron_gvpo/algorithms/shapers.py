@@ -16,7 +16,7 @@ from megatron_gvpo.types import Group, Rollout
 
 
 class Affine(Shaper):
-    """r' = scale r + shift: [0, 1] for BNPO; +1 and -lambda of Weighted GRPO are 1 + lambda and -lambda.
+    """r' = scale r + shift: [0, 1] for BNPO; lambda and -1 of W-REINFORCE are scale 1 + lambda, shift -1.
 
     What was expected of the prompt (`algorithm.prior`) changes alike.
     """
