@@ -88,6 +88,11 @@ def test_weighted_grpo_weighs_what_is_wrong_after_the_normalisation():
     assert recipe.estimator(Rows.from_groups(groups))[0].tolist() == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.parametrize("name", ["disco_b", "disco_ratio", "drpo"])
+def test_what_is_like_disco_goes_with_its_settings(name):
+    assert read_recipe(name)[1].settings == read_recipe("disco")[1].settings
+
+
 def test_recipes_say_what_the_papers_say():
     recipes = {name: AlgorithmConfig.model_validate(name) for name in ("gvpo", "gpg", "grpo", "sft")}
     assert AlgorithmConfig() == recipes["gvpo"]
