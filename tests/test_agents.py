@@ -152,12 +152,12 @@ def test_arise_writes_uses_rewards_and_forgets_skills():
     )
     library = block.build()
     group = make_group([1, 0], "p", texts=["did it", "no"])
-    assert library([group], Scripted({}, step=1)) == [group], "not before its time"
     script = {"use:": [("by carrying: 4", 1.0), ("4", 1.0)], "sum:": [("carrying\nthe ten", 0.0)]}
-    assert library([group], Scripted(script, step=2)) == [group], "there is no skill yet"
+    assert library([group], Scripted(script, step=1)) == [group], "there is no skill yet"
     assert library.skills == [Skill("carrying", "carrying\nthe ten", 0.0)]
+    assert library([group], Scripted(script, step=1)) == [group], "skills are collected before their time"
 
-    sampling = Scripted(script, step=3)
+    sampling = Scripted(script, step=2)
     mine, with_skill = library([group], sampling)
     assert mine == group and sampling.prompts[0] == "p use: carrying\nthe ten"
     assert rewards_of(with_skill) == [2.0, 1.0], "a bonus for the response that names its skill"
@@ -167,7 +167,7 @@ def test_arise_writes_uses_rewards_and_forgets_skills():
     later.load_state_dict(json.loads(json.dumps(library.state_dict())))
     assert later.skills == library.skills
     script["sum:"] = [("another\nway", 0.0)]
-    later([group], Scripted(script, step=4))
+    later([group], Scripted(script, step=3))
     assert [skill.name for skill in later.skills] == ["carrying"], "the new one had helped less"
 
 
@@ -178,6 +178,25 @@ def test_arise_gates_and_judges():
     library.skills = [Skill(str(i), f"{i}", 0.0) for i in range(4)]  # equally likely: 0.25 each
     wrong = make_group([0], "p")
     assert library([wrong], Scripted({})) == [wrong]
+    library = Skills(after_step=0, explore=1, gate=0.35).build()
+    library.skills = [Skill(str(i), f"{i}", 0.0) for i in range(4)]
+    assert library([wrong], Scripted({})) == [wrong], "nor is explored what no skill is likely enough for"
+
+
+class Scored(Scripted):
+    """Likes skills by their one letter: softmax 0.2, 0.5 and 0.3."""
+
+    def mean_logp(self, prompts, responses):
+        return [math.log({"a": 0.2, "b": 0.5, "c": 0.3}[chr(ids[0])]) for ids in responses]
+
+
+@pytest.mark.parametrize(("explore", "used"), [(0, {"b"}), (1, {"a", "b", "c"})])
+def test_arise_takes_the_likeliest_skill_or_explores(explore, used):
+    library = Skills(n=1, after_step=0, explore=explore, gate=0.35, template=" use: {skill}").build()
+    library.skills = [Skill(letter, letter, 0.0) for letter in "abc"]
+    sampling = Scored({"use:": [("no", 0.0)]})
+    library([make_group([0], f"p{i}") for i in range(60)], sampling)
+    assert len(sampling.prompts) == 60 and {prompt[-1] for prompt in sampling.prompts} == used
 
 
 def role_rows():

@@ -26,13 +26,13 @@ class Skill(NamedTuple):
 class Skills(Block):
     """Beside every group, `n` responses to its prompt with a skill from a library that grows as it trains.
 
-    A skill is drawn by the softmax of the mean log-prob of its text behind the prompt over `sharpness`, or,
-    with probability `explore`, evenly; a softmax below `gate` leaves the prompt without one. Right responses
-    with a skill that name it gain `bonus`. Then its utility moves by a tenth towards 1 where only they were
-    right, 0.5 where the plain responses were, too, 0 where neither, -1 where only the plain ones. After that,
-    `new` prompts with a right response are asked to sum it up as a skill (first line: its name); of more than
-    `size` skills the least useful goes. Nothing happens up to step `after_step`. The library goes into
-    checkpoints.
+    The skill is the one whose text has the highest mean log-prob behind the prompt, or, with probability
+    `explore`, any; where no softmax of these over `sharpness` reaches `gate`, the prompt goes without. Right
+    responses with a skill that name it gain `bonus`. Then its utility moves by a tenth towards 1 where only
+    they were right, 0.5 where the plain responses were, too, 0 where neither, -1 where only the plain ones.
+    After that, `new` prompts with a right response are asked to sum it up as a skill (first line: its name);
+    of more than `size` skills the least useful goes. Up to step `after_step` skills are only collected. The
+    library goes into checkpoints.
     """
 
     name: Literal["skills"] = "skills"
@@ -41,7 +41,7 @@ class Skills(Block):
     explore: float = Field(0.1, ge=0, le=1)
     gate: float = Field(0.35, ge=0, le=1)
     bonus: float = 1.0
-    size: PositiveInt = 16
+    size: PositiveInt = 10
     new: PositiveInt = 2
     after_step: NonNegativeInt = 500
     template: str = "\n\nA skill that may help:\n{skill}"
@@ -68,9 +68,7 @@ class Library:
         self.skills: list[Skill] = []
 
     def __call__(self, groups: Sequence[Group], sampling: Sampling) -> list[Group]:
-        if sampling.step <= self._options.after_step:
-            return list(groups)
-        tried = self._tried(groups, sampling)
+        tried = self._tried(groups, sampling) if sampling.step > self._options.after_step else {}
         joined: list[Group] = []
         for g, group in enumerate(groups):
             joined.append(group)
@@ -92,13 +90,10 @@ class Library:
         chosen: dict[int, tuple[Skill, Prompt]] = {}
         for g, group in enumerate(groups):
             share = softmax([s / options.sharpness for s in scores[g * len(texts) : (g + 1) * len(texts)]])
-            if rng.random() < options.explore:
-                pick = rng.randrange(len(texts))
-            else:
-                pick = rng.choices(range(len(texts)), share)[0]
-                if share[pick] < options.gate:
-                    continue
-            skill = self.skills[pick]
+            if max(share) < options.gate:
+                continue
+            explores = rng.random() < options.explore
+            skill = self.skills[rng.randrange(len(texts)) if explores else share.index(max(share))]
             prompt = sampling.extended(group.prompt, options.template.replace("{skill}", skill.text))
             if prompt is not None:
                 chosen[g] = skill, prompt
