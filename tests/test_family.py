@@ -244,7 +244,7 @@ def test_rank_grpo_gives_every_item_its_own_advantage():
     rows = make_rows([[0, 0]], lengths=[5, 4])
     rows.response_ids = [(8, 0, 8, 0, 8), (0, 8, 8, 0)]  # 0 ends an item
     components = {"rank_1": torch.tensor([1.0, 0]), "rank_2": torch.tensor([0.0, 2])}
-    rows = rows.with_columns(component_n=components)
+    rows = rows.with_columns(component_n=components, truncated_n=torch.ones(2, dtype=torch.bool))
     filled, metrics = RankEstimator(items=2, separator_ids=(0,), overflow=-3.0, eps=0.0).fill(rows)
     half = math.sqrt(0.5)
     assert filled.item_r.tolist() == [0, 0, 1, 1, 2, 0, 1, 1, 1]
@@ -252,6 +252,20 @@ def test_rank_grpo_gives_every_item_its_own_advantage():
         [half, half, -half, -half, -3, -half, half, half, half]
     )
     assert metrics["overflow"] == pytest.approx(1 / 9)
+
+
+def test_rank_grpo_judges_the_end_of_a_list_by_its_length():
+    """Of 3 items: 3 with the end in the last, 2, 3 and a line too many, and a truncated one."""
+    rows = make_rows([[0, 0, 0, 0, 0]], lengths=[6, 4, 7, 3, 0])
+    rows.response_ids = [(8, 0, 8, 0, 8, 9), (8, 0, 8, 9), (8, 0, 8, 0, 8, 0, 9), (8, 0, 8), ()]
+    flat = dict.fromkeys(("rank_1", "rank_2", "rank_3"), torch.zeros(5))
+    truncated_n = torch.tensor([False, False, False, True, False])
+    rows = rows.with_columns(component_n=flat, truncated_n=truncated_n)
+    filled, _ = RankEstimator(items=3, separator_ids=(0,)).fill(rows)
+    expected = [0, 0, 0, 0, 0, 0.1, 0, 0, 0, -0.1, 0, 0, 0, 0, 0, 0, -0.1, 0, 0, 0]
+    assert filled.advantage_r.tolist() == pytest.approx(expected)
+    own = RankEstimator(items=3, separator_ids=(0,), complete=5, early=-7, overflow=-3)(rows)[0]
+    assert own[own != 0].tolist() == [5, -7, -3]
 
 
 GROUPS = st.lists(

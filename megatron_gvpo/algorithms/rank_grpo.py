@@ -17,15 +17,18 @@ class RankEstimator(Advantage):
     """A of the tokens of item p: (r_ip - mean_p) / (std_p + eps) over the group; fp32 [r].
 
     A response is a list of `items` items, which end with a token of `separator_ids`; r_ip is the reward's
-    component `component_p`, p from 1. Tokens after the last item have `overflow` as their advantage. Also
-    numbers the items of every token, for the loss ppo with `ratio: item`.
+    component `component_p`, p from 1. Tokens after the last item have `overflow` as their advantage. The end
+    token is judged by the length of the list: `complete` in the last item, `overflow` behind it, `early`
+    before. Also numbers the items of every token, for the loss ppo with `ratio: item`.
     """
 
     name: Literal["rank"] = "rank"
     items: PositiveInt
     separator_ids: tuple[int, ...] = Field(min_length=1)
     component: str = "rank"
-    overflow: float = 0.0
+    overflow: float = -0.1
+    complete: float = 0.1
+    early: float = -0.1
     ddof: Literal[0, 1] = 1
     eps: float = Field(1e-4, ge=0)
 
@@ -47,7 +50,11 @@ class RankEstimator(Advantage):
         overflow_n = torch.full((len(rows),), self.overflow, dtype=torch.float64)
         advantage_pn = torch.stack([*columns, overflow_n])
         item_r = self.item_numbers(rows)
-        return advantage_pn[item_r, rows.seq_r].float(), {"overflow": (item_r == self.items).double().mean()}
+        advantage_r = advantage_pn[item_r, rows.seq_r]
+        of_end_p = torch.tensor([*[self.early] * (self.items - 1), self.complete, self.overflow])
+        end_r = torch.tensor(rows.offsets[1:])[~rows.truncated_n & (rows.length_n > 0)] - 1
+        advantage_r[end_r] = of_end_p[item_r[end_r]].double()
+        return advantage_r.float(), {"overflow": (item_r == self.items).double().mean()}
 
     def item_numbers(self, rows: Rows) -> Tensor:
         """The item of every token from 0, at most `items`; a separator belongs to the item it ends."""
