@@ -60,7 +60,7 @@ def test_care_bonus_goes_to_right_answers_that_follow():
     rows = make_rows([[1, 1, 1, 0]], lengths=[3, 3, 3, 3])
     likely = [0.9, 0.5, 0.999, 0.99]
     ref_r = torch.tensor([[-9.0, math.log(p), math.log(p)] for p in likely]).flatten()
-    rows = rows.with_columns(ref_logp_r=ref_r)
+    rows = rows.with_columns(ref_logp_r=ref_r, truncated_n=torch.ones(4, dtype=torch.bool))
     rows.response_ids = [(8, 2, 2)] * 4
     block = ConfidenceEstimator(marker_ids=(8,))
     assert block.confidence(rows).tolist() == pytest.approx([0.9, 0.5, 0.95, 0.95], abs=1e-6)
@@ -69,6 +69,18 @@ def test_care_bonus_goes_to_right_answers_that_follow():
     torch.testing.assert_close(block(rows)[0], Estimator(scale="group_std")(shaped)[0])
     whole = ConfidenceEstimator()  # no marker: the whole response
     assert whole.confidence(rows)[1] == pytest.approx(math.exp((-9 + 2 * math.log(0.5)) / 3))
+
+
+def test_care_asks_how_likely_the_answer_is_and_not_what_closes_it():
+    """8 opens an answer, 9 closes it, 0 ends the response; the last response is cut off."""
+    rows = make_rows([[1, 1, 1, 1]], lengths=[4, 3, 4, 2])
+    sure, half = math.log(0.99), math.log(0.5)
+    ref_r = torch.tensor([-9, half, sure, sure, -9, half, sure, half, half, -9, half, -9, half])
+    truncated_n = torch.tensor([False, False, False, True])
+    rows = rows.with_columns(ref_logp_r=ref_r, truncated_n=truncated_n)
+    rows.response_ids = [(8, 2, 9, 0), (8, 2, 0), (2, 2, 8, 0), (8, 2)]
+    found = ConfidenceEstimator(marker_ids=(8,), close_ids=(9,)).confidence(rows)
+    assert found.tolist() == pytest.approx([0.5, 0.5, 0.95, 0.5]), "an empty answer is certain, capped"
 
 
 def test_care_needs_accuracy_not_below_the_groups_mean():

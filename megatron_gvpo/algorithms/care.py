@@ -19,13 +19,15 @@ class ConfidenceEstimator(Advantage):
 
     p_i = min(exp(mean log-prob of the answer's tokens under `reference`), cap): how far a slow copy of the
     policy finds the answer in the reasoning. The answer is what follows the last of `marker_ids` in the
-    response, all of it without one. acc is the component `accuracy` of the reward, or the reward; eligible
-    are responses with acc above `right` and not below their group's mean. Others have no bonus.
+    response, all of it without one, up to the next of `close_ids` or the end token. acc is the component
+    `accuracy` of the reward, or the reward; eligible are responses with acc above `right` and not below
+    their group's mean. Others have no bonus.
     """
 
     name: Literal["confidence"] = "confidence"
     accuracy: str | None = None
     marker_ids: tuple[int, ...] = ()
+    close_ids: tuple[int, ...] = ()
     coef: float = Field(0.5, ge=0)
     cap: float = Field(0.95, gt=0, le=1)
     slack: float = Field(0.01, ge=0)
@@ -63,15 +65,17 @@ class ConfidenceEstimator(Advantage):
     def confidence(self, rows: Rows) -> Tensor:
         """p of every response, fp64 [n]; of one whose answer is empty 1, capped."""
         assert rows.ref_logp_r is not None, "see Advantage.anchors"
-        answer_r = torch.cat(
-            [torch.arange(len(ids)) >= self._begin(ids) for ids in rows.response_ids]
-            or [torch.zeros(0, dtype=torch.bool)]
-        )
+        ended = (~rows.truncated_n).tolist()
+        answers = [self._in_answer(ids, end) for ids, end in zip(rows.response_ids, ended, strict=True)]
+        answer_r = torch.tensor([inside for answer in answers for inside in answer], dtype=torch.bool)
         count_n = rows.sequence_sum(answer_r.double()).clamp(min=1)
         mean_n = rows.sequence_sum(rows.ref_logp_r.double().where(answer_r, 0)) / count_n
         return mean_n.exp().clamp(max=self.cap)
 
-    def _begin(self, ids: Sequence[int]) -> int:
-        """Where the answer begins."""
+    def _in_answer(self, ids: Sequence[int], ended: bool) -> list[bool]:
+        """Whether each token belongs to the answer; `ended`: the last is the end token."""
         markers = [t for t, token in enumerate(ids) if token in self.marker_ids]
-        return markers[-1] + 1 if markers else 0
+        first = markers[-1] + 1 if markers else 0
+        closing = (t for t in range(first, len(ids)) if ids[t] in self.close_ids)
+        behind = next(closing, len(ids) - ended)
+        return [first <= t < behind for t in range(len(ids))]
