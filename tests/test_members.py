@@ -14,7 +14,7 @@ from groups import make_group, rewards_of
 
 from megatron_gvpo import teacher
 from megatron_gvpo.algorithms.estimators import Estimator
-from megatron_gvpo.algorithms.guests import Exits, Teacher
+from megatron_gvpo.algorithms.guests import Exits, Teacher, before
 from megatron_gvpo.algorithms.importance import TruncatedImportance
 from megatron_gvpo.algorithms.members import Demonstration, Hinted, Replay
 from megatron_gvpo.functions import load_function
@@ -180,6 +180,17 @@ def test_a_serial_group_leaves_its_thought_early():
     assert serial.rollouts[-1] == thought
     assert all(r.weight_version == -1 and not r.logprobs for r in serial.rollouts[:-1])
     assert Exits(count=2, inducer="too long")([group], Asked()) == [group]
+
+
+def test_a_serial_group_leaves_the_thinking_and_not_the_answer():
+    group = make_group([1.0])
+    group.rollouts[0].token_ids = [7, 7, ord("|"), 8, 8, 8]
+    sampling = Asked()
+    sampling.longest_prompt = 100
+    (serial,) = Exits(count=5, inducer="!", end="|")([group], sampling)
+    assert [r.token_ids for r in serial.rollouts] == [[7, ord("!"), 5], group.rollouts[0].token_ids]
+    assert before([1, 2, 3, 2, 3], [2, 3]) == [1] and before([1, 2], [2, 3]) == [1, 2]
+    assert before([1, 2], []) == [1, 2], "the tokenizer has no tokens for it"
 
 
 def append(groups, n, suffix="?"):

@@ -18,25 +18,27 @@ from megatron_gvpo.types import Group, Prompt, Rollout
 class Exits(Block):
     """S-GRPO's serial group (arXiv 2505.07686): the first response, left early at `count` random places.
 
-    At each place `inducer` ends the thinking, and the engine gives an answer. An exit is the kept beginning,
-    the inducer and the answer, all of them trained; the reward is the answer's. The exits come first, the
-    earliest before the others, then the whole response. Prompt, beginning and inducer must fit into
-    data.max_prompt_tokens: there is no exit behind that.
+    The places lie in the thinking, which is what comes before `end`, or all of a response without it. At each
+    `inducer` ends the thinking, and the engine gives an answer. An exit is the kept beginning, the inducer
+    and the answer, all of them trained; the reward is the answer's. The exits come first, the earliest before
+    the others, then the whole response. Prompt, beginning and inducer must fit into data.max_prompt_tokens:
+    there is no exit behind that.
     """
 
     name: Literal["exits"] = "exits"
     count: PositiveInt = 4
     inducer: str = "\n\nTime is limited, so here is the answer.\n</think>\n\n"
+    end: str = Field("</think>", min_length=1)
 
     def build(self) -> Member:
         return self
 
     def __call__(self, groups: Sequence[Group], sampling: Sampling) -> list[Group]:
-        inducer = sampling.encode(self.inducer)
+        inducer, end = sampling.encode(self.inducer), sampling.encode(self.end)
         begun: list[tuple[int, list[int]]] = []  # group, what was said so far
         prompts: list[Prompt] = []
         for g, group in enumerate(groups):
-            thought, prompt = group.rollouts[0].token_ids, group.prompt
+            thought, prompt = before(group.rollouts[0].token_ids, end), group.prompt
             last = min(len(thought), sampling.longest_prompt - len(prompt.token_ids) - len(inducer) + 1)
             places = range(1, max(last, 1))
             for place in sorted(
@@ -65,6 +67,12 @@ class Exits(Block):
             replace(group, rollouts=[*mine, *group.rollouts])
             for group, mine in zip(groups, exits, strict=True)
         ]
+
+
+def before(token_ids: list[int], end: list[int]) -> list[int]:
+    """What comes before the first `end`; all of it without one."""
+    places = (t for t in range(len(token_ids)) if end and token_ids[t : t + len(end)] == end)
+    return token_ids[: next(places, None)]
 
 
 class Teacher(Block):
