@@ -16,8 +16,9 @@ class MedianEstimator(Advantage):
     """A_i = (r_i - median) / (MAD + floor), MAD = median |r - median| of the group; fp32 [n].
 
     The medians are lower ones where the group is even, as torch's. `age`: times k / (number of non-zero
-    advantages in the group), which the paper's code does and its abstract does not say. `drop_pivot`: the
-    response that is the median has advantage 0 and is not trained, so sample k + 1 for k gradients.
+    advantages in the group), which the authors' trainer for GSM8K does, theirs for MATH does not, and their
+    abstract does not say. `drop_pivot`: the response that is the median has advantage 0 and is not trained,
+    so sample k + 1 for k gradients.
 
     With binary rewards MAD is often 0: then advantages are 1 / floor, and gradient clipping has to help; the
     code's floor is 1e-3.
