@@ -104,14 +104,20 @@ def _recipes(options: argparse.Namespace) -> int:
     from megatron_gvpo import methods
 
     if options.show:
+        if options.json or options.markdown:
+            return _refuse(ValueError("--json and --markdown are forms of the list; show NAME prints YAML"))
         try:
-            print(methods.show(options.name), end="")
+            text = methods.show(options.name)
         except ValueError as error:
             return _refuse(error)
     elif options.markdown:
-        print(methods.markdown(), end="")
+        text = methods.markdown()
     else:
-        print(methods.as_json() if options.json else methods.as_text())
+        text = (methods.as_json() if options.json else methods.as_text()) + "\n"
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:  # a reader that has seen enough, as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
@@ -276,8 +282,9 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--out", required=True, metavar="DIR")
     commands.add_parser("serve", parents=[configured], help="run this machine's rollout servers")
     recipes = commands.add_parser("recipes", help="the methods: list them, or show one's composition")
-    recipes.add_argument("--json", action="store_true")
-    recipes.add_argument("--markdown", action="store_true", help="as docs/methods.md")
+    form = recipes.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true")
+    form.add_argument("--markdown", action="store_true", help="as docs/methods.md")
     one = recipes.add_subparsers(dest="show", metavar="show NAME")
     one.add_parser("show", help="a recipe with every effective value").add_argument("name", metavar="NAME")
     cluster_commands.add(commands, configured)

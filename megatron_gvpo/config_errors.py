@@ -29,6 +29,8 @@ def explain(error: ValidationError, root: type[BaseModel]) -> str:
                 lines.append(f"{key}.name: missing; it says which one is meant")
             case "model_type" | "model_attributes_type" | "dict_type":
                 lines.append(f"{key}: expected settings as `key: value`, found {given!r}")
+            case "tuple_type" | "list_type":
+                lines.append(f"{key}: expected a list, `[...]`, found {given!r}")
             case _:
                 message = item["msg"].removeprefix("Value error, ")
                 shown = f" (given: {given!r})" if key and not isinstance(given, dict | BaseModel) else ""

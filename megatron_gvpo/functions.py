@@ -23,7 +23,8 @@ def load_function(spec: str) -> Callable[..., Any]:
         raise ValueError("expected module:function or path/file.py:function")
     is_file = source.endswith(".py")
     if is_file and not Path(source).is_file():
-        raise ValueError(f"there is no file {source}")
+        where = "" if Path(source).is_absolute() else f" in {Path.cwd()}"
+        raise ValueError(f"there is no file {source}{where}")
     try:
         module = _load_file(Path(source)) if is_file else importlib.import_module(source)
     except Exception as error:

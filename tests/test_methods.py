@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,10 +28,11 @@ ROOT = Path(__file__).parents[1]
 OWN = ROOT / "examples" / "own_method"
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+def command(*arguments: str, stdout: Any = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "megatron_gvpo", "recipes", *arguments],
-        capture_output=True,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
         text=True,
         timeout=120,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
@@ -60,6 +62,26 @@ def test_an_unknown_recipe_is_refused_by_name():
     refused = command("show", "gvpoo")
     assert refused.returncode == 2
     assert refused.stderr == "error: there is no recipe 'gvpoo'; did you mean 'gvpo'?\n"
+
+
+def test_a_recipe_by_the_papers_spelling_is_found():
+    with pytest.raises(ValueError, match="no recipe 'DAPO'; did you mean 'dapo'"):
+        methods.show("DAPO")
+    with pytest.raises(ValueError, match="did you mean 'dr_grpo'"):
+        methods.show("Dr. GRPO")
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as closed:
+        listed = command("--json", stdout=closed)
+    assert listed.returncode == 0 and listed.stderr == ""
+
+
+def test_one_recipe_has_no_form_of_the_list():
+    refused = command("--json", "show", "gvpo")
+    assert refused.returncode == 2 and "show NAME prints YAML" in refused.stderr and not refused.stdout
 
 
 def own(tmp_path: Path, *overrides: str):
@@ -109,6 +131,11 @@ def test_the_example_is_the_loss_that_it_says():
         (f"algorithm.loss.function={OWN}/method.py:los", "has no function 'los'; it has: best_only"),
         ("algorithm.loss.options={hihgest: 1}", "it is called as f(inputs, **options) with options"),
         ("algorithm.loss.reads=[rewards]", "algorithm.loss.reads.0: Input should be 'reward'"),
+        ("algorithm.loss.function=mine/loss.py:f", "there is no file mine/loss.py in /"),
+        (
+            "algorithm.shapers={name: keep}",
+            "algorithm.shapers: expected a list, `[...]`, found {",
+        ),
         ("algorithm.estimator.function=x", "algorithm.estimator: expected module:function"),
         ("algorithm.estimator=null", "algorithm: estimator is missing: the loss custom is weighed by"),
     ],

@@ -41,7 +41,7 @@ def read_recipe(name: str) -> tuple[dict[str, Any], About]:
     Raises ValueError for one that there is not.
     """
     if name not in recipe_names():
-        near = difflib.get_close_matches(name, recipe_names(), 1, 0.5)
+        near = difflib.get_close_matches(name.lower(), recipe_names(), 1, 0.5)
         hint = f"did you mean {near[0]!r}?" if near else "`megatron-gvpo recipes` lists them"
         raise ValueError(f"there is no recipe {name!r}; {hint}")
     blocks: dict[str, Any] = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
