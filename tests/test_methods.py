@@ -156,6 +156,11 @@ def test_a_method_that_cannot_be_called_is_refused_before_loading(task, tmp_path
             "expected a scalar tensor, it returned one of shape",
         ),
         (
+            "loss",
+            "def f(inputs):\n    return inputs.logp_r.detach().sum()\n",
+            "does not depend on inputs.logp_r",
+        ),
+        (
             "estimator",
             "def f(rows):\n    return rows.reward_n[:1]\n",
             "one advantage a response; it returned",

@@ -58,6 +58,11 @@ class CustomLoss(Loss):
             raise ValueError(
                 f"loss.function={self.function}: expected a scalar tensor, it returned {_shown(share)}"
             )
+        if inputs.logp_r.requires_grad and not share.requires_grad:
+            raise ValueError(
+                f"loss.function={self.function}: it does not depend on inputs.logp_r, so nothing would "
+                "be trained; where there is nothing to learn, return 0 * inputs.logp_r.sum()"
+            )
         return share, metrics
 
 
