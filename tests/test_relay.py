@@ -255,14 +255,13 @@ def test_a_relay_hears_of_the_end_of_a_push_that_never_began(tmp_path, monkeypat
 
 def test_what_killed_runs_have_left_in_memory_is_removed_and_nothing_else(tmp_path, monkeypatch):
     monkeypatch.setattr(node, "SHARED_MEMORY", tmp_path)
-    living = NodeMemory(f"{node.PREFIX}living", CPU)
-    left = tmp_path / f"{node.PREFIX}left"
-    for directory in (left, tmp_path / "another program's"):
+    living = NodeMemory(node.new_name(), CPU)
+    anothers = tmp_path / "megatron_gvpo-main"  # as somebody's checkout may be called
+    for directory in (tmp_path / node.new_name(), anothers):
         directory.mkdir()
         (directory / "bucket").write_bytes(bytes(100))
-    mine = NodeMemory(f"{node.PREFIX}mine", CPU)
-    kept = {"another program's", f"{node.PREFIX}living", f"{node.PREFIX}mine"}
-    assert {place.name for place in tmp_path.iterdir()} == kept
+    mine = NodeMemory(node.new_name(), CPU)
+    assert {*tmp_path.iterdir()} == {anothers, living.directory, mine.directory}
     living.close()
     mine.close()
-    assert [place.name for place in tmp_path.iterdir()] == ["another program's"]
+    assert [*tmp_path.iterdir()] == [anothers] and [*anothers.iterdir()]

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import secrets
 import shutil
 import tempfile
 from pathlib import Path
@@ -18,15 +19,23 @@ from megatron_gvpo.weights.ipc import gpu_uuid, shared_storage
 from megatron_gvpo.weights.transport import PushFailed
 
 SHARED_MEMORY = Path("/dev/shm")
-PREFIX = "megatron_gvpo-"  # of the directories' names
+_PREFIX = "megatron_gvpo-"
+
+
+def new_name() -> str:
+    """A name for a run's directories in its nodes' shared memory, which no other run has."""
+    return _PREFIX + secrets.token_hex(8)
+
+
+_NAMES = _PREFIX + "[0-9a-f]" * 16  # as a pattern
 
 
 class NodeMemory:
     """What one rank can offer. `device`: where its buckets are.
 
     The first rank of a node has a directory in the node's shared memory, this user's alone, and in it one
-    file as large as the largest bucket. `name`: of the directory, the same on all nodes. What runs that were
-    killed have left there it removes.
+    file as large as the largest bucket. `name`: of the directory, a `new_name()`, the same on all nodes. What
+    runs that were killed have left there it removes.
     """
 
     def __init__(self, name: str, device: torch.device, first: bool = True) -> None:
@@ -35,7 +44,7 @@ class NodeMemory:
         self._first = first
         self._lock: int | None = None
         if first:
-            for other in root.glob(f"{PREFIX}*"):
+            for other in root.glob(_NAMES):
                 _remove_if_left(other)
             self._lock = _made(self.directory)
         self._device, self.on_gpu = device, device.type == "cuda"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from megatron_gvpo.weights.checkpoint import stored_tensors
 from megatron_gvpo.weights.delta import Delta
 from megatron_gvpo.weights.disk import Disk, run_directory
 from megatron_gvpo.weights.fp8 import fp8_layout
-from megatron_gvpo.weights.node import PREFIX, NodeMemory
+from megatron_gvpo.weights.node import NodeMemory, new_name
 from megatron_gvpo.weights.push import Publisher, push
 from megatron_gvpo.weights.relay import Relay, Relays
 from megatron_gvpo.weights.shared import Shared
@@ -128,7 +127,7 @@ class ServedWeights:
     def _meet(self) -> Relays | None:
         """Ranks that have memory for servers beside them open it. A collective; rank 0 gets the relays."""
         rank, timeout = dist.get_rank(), self._config.rollout.weights.timeout
-        name = broadcast_msgpack(f"{PREFIX}{secrets.token_hex(8)}")
+        name = broadcast_msgpack(new_name())
         local_ranks = all_gather_msgpack(int(os.environ.get("LOCAL_RANK", "0")))
         offering = [r for r, local in enumerate(local_ranks) if local == 0 or torch.cuda.is_available()]
         if rank not in offering:
