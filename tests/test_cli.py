@@ -216,6 +216,7 @@ def test_torchrun(task, tmp_path):
     launched = start(*torchrun, "train", *given)
     _, error = launched.communicate(timeout=300)
     assert launched.returncode == 0, error
+    assert error.count("train.mini_batches=1: a step's only update is its own reference") == 1, "a warning"
     assert [line["step"] for line in records(tmp_path)] == [0, 1, 2]
     used("torchrun")
 

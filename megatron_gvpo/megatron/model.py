@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -247,14 +248,29 @@ def _refuse_on_cpu(model: ModelConfig, parallel: ParallelConfig) -> None:
         )
 
 
+@contextlib.contextmanager
+def _root_logger_kept() -> Iterator[None]:
+    """Megatron-Bridge (0.6.2) imports megatron.training, which sends all that is logged from INFO on to what
+    stdout is at that moment: nobody would see this program's warnings.
+    """
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    try:
+        yield
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+
+
 def _bridge(model: ModelConfig) -> Any:
     try:
-        if torch.cuda.is_available():
-            import megatron.bridge as bridge
-        else:
-            from megatron_gvpo.megatron.cpu.bridge import import_bridge
+        with _root_logger_kept():
+            if torch.cuda.is_available():
+                import megatron.bridge as bridge
+            else:
+                from megatron_gvpo.megatron.cpu.bridge import import_bridge
 
-            bridge = import_bridge()
+                bridge = import_bridge()
     except ImportError as error:
         raise ImportError(
             f"Megatron-Bridge cannot be imported ({error}). Install it with "

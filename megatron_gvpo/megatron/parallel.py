@@ -16,6 +16,7 @@ from megatron_gvpo.config import ParallelConfig
 # Set before the import: Megatron lists what it cannot import, and later every parameter.
 logging.getLogger("megatron").setLevel(logging.WARNING)
 logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)  # "is deprecated"
+logging.getLogger("megatron.bridge").setLevel(logging.ERROR)  # on every rank, which kernels a machine lacks
 
 if not torch.cuda.is_available():
     from megatron_gvpo.megatron.cpu import device as cpu_device
