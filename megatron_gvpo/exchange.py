@@ -33,6 +33,18 @@ def all_gather_msgpack(obj: Any, group: dist.ProcessGroup | None = None) -> list
     return [_unpack(part[:length]) for part, length in zip(parts, lengths, strict=True)]
 
 
+def first_problem(problem: str | None, group: dist.ProcessGroup | None = None) -> str | None:
+    """What the first rank that has a problem says, and which one that is, unless all have one; collective.
+
+    For what may fail on one rank alone: raised there only, it would leave the others waiting for that rank.
+    """
+    said = all_gather_msgpack(problem, group)
+    failed = [rank for rank, text in enumerate(said) if text is not None]
+    if not failed:
+        return None
+    return f"{said[failed[0]]}{f' (on rank {failed[0]})' if len(failed) < len(said) else ''}"
+
+
 def broadcast_msgpack(obj: Any, src: int = 0, group: dist.ProcessGroup | None = None) -> Any:
     """The object of global rank `src` on every rank; the others' `obj` is ignored."""
     if not dist.is_initialized():

@@ -10,10 +10,11 @@ from typing import Self
 
 import torch
 
-from megatron_gvpo.config import Config, SamplingConfig, read_model_config
+from megatron_gvpo.config import Config, ConfigError, SamplingConfig, read_model_config
 from megatron_gvpo.data.task import Task, load_task
 from megatron_gvpo.environment import prepare
 from megatron_gvpo.evaluation import summarise
+from megatron_gvpo.exchange import first_problem
 from megatron_gvpo.megatron import parallel
 from megatron_gvpo.megatron.convert import load_newest
 from megatron_gvpo.megatron.scorer import Scorer
@@ -110,7 +111,13 @@ class Generation:
 
     def __enter__(self) -> Self:
         with ExitStack() as opened:  # what is open already ends where the next cannot be opened
-            opened.enter_context(self._rewards)
+            problem = None
+            try:
+                opened.enter_context(self._rewards)
+            except ConfigError as error:  # perhaps of this node alone, where a file is missing
+                problem = str(error)
+            if (said := first_problem(problem)) is not None:
+                raise ConfigError(said)
             if self._served is not None:
                 opened.enter_context(self._served)
             self._opened = opened.pop_all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,10 +14,10 @@ from torch import Tensor
 from megatron_gvpo.algorithms.curriculum import Equal, Knapsack
 from megatron_gvpo.algorithms.members import Member
 from megatron_gvpo.algorithms.shaping import Shaper, rewarded
-from megatron_gvpo.config import SamplingConfig
+from megatron_gvpo.config import ConfigError, SamplingConfig
 from megatron_gvpo.data.prompts import PromptWriter
 from megatron_gvpo.data.tracker import SuccessTracker
-from megatron_gvpo.exchange import all_gather_msgpack, broadcast_msgpack
+from megatron_gvpo.exchange import all_gather_msgpack, broadcast_msgpack, first_problem
 from megatron_gvpo.functions import described, load_function
 from megatron_gvpo.observe import PhaseTimer
 from megatron_gvpo.rewards.pool import RewardPool
@@ -24,6 +25,8 @@ from megatron_gvpo.rollout.collect import Rollouts
 from megatron_gvpo.rollout.engine import derived_seed
 from megatron_gvpo.rollout.fleet import RolloutError
 from megatron_gvpo.types import Group, Prompt, Rollout, Rows
+
+log = logging.getLogger(__name__)
 
 
 class Sampler(Protocol):
@@ -86,18 +89,31 @@ class EngineSampler:
         return groups
 
     def score(self, groups: list[Group]) -> None:
-        """Each rank verifies every world-size-th group; then all learn all rewards."""
+        """Each rank verifies every world-size-th group; then all learn all rewards.
+
+        Raises RolloutError, on all ranks, where one cannot start a worker in the place of one that is gone.
+        """
         rank, world = dist.get_rank(), dist.get_world_size()
-        self._rewards.score(groups[rank::world])
-        if world == 1:
-            return
-        mine = [
-            [(r.rewards, r.reward, r.reward_errors) for r in group.rollouts] for group in groups[rank::world]
-        ]
-        for source, scored in enumerate(all_gather_msgpack(mine)):
-            for group, rewards in zip(groups[source::world], scored, strict=True):
-                for rollout, verdict in zip(group.rollouts, rewards, strict=True):
-                    rollout.rewards, rollout.reward, rollout.reward_errors = verdict
+        problem = None
+        try:
+            self._rewards.score(groups[rank::world])
+        except ConfigError as error:
+            problem = str(error)
+        if (said := first_problem(problem)) is not None:
+            raise RolloutError(said)
+        if world > 1:
+            mine = [[_verdict(r) for r in group.rollouts] for group in groups[rank::world]]
+            for source, scored in enumerate(all_gather_msgpack(mine)):
+                for group, rewards in zip(groups[source::world], scored, strict=True):
+                    for rollout, verdict in zip(group.rollouts, rewards, strict=True):
+                        rollout.rewards, rollout.reward, rollout.reward_errors = verdict
+        for warning in self._rewards.warnings(groups):
+            if rank == 0:
+                log.warning(warning)
+
+
+def _verdict(rollout: Rollout) -> tuple[dict[str, float], float, dict[str, str]]:
+    return rollout.rewards, rollout.reward, rollout.reward_errors
 
 
 class DatasetSampler:

@@ -9,6 +9,7 @@ import json
 
 import pytest
 import torch
+from distributed import launch
 from tiny_run import (
     GVPO,
     SHORT,
@@ -196,6 +197,23 @@ def test_callbacks_hear_everything_in_order(task, tmp_path):
     heard.clear()
     fit(configure(task, tmp_path, *GVPO, *more), [Listener(), StopAfter(1)], overwrite=True)
     assert heard == ["start", *steps[:2], ("checkpoint", "step_00000001"), "exit"]
+
+
+def test_a_reward_that_always_fails_is_told_with_its_error(task, tmp_path, caplog):
+    """It counts 0, so that the run goes on, and learns nothing."""
+    (tmp_path / "wrong.py").write_text("def wrong(prompt, response):\n    return response['text']\n")
+    reward = f'rewards.components=[{{"name": "mine", "function": "{tmp_path}/wrong.py:wrong"}}]'
+    fit(configure(task, tmp_path / "run", *GVPO, "train.steps=2", "checkpoint.export_hf=false", reward))
+    [said] = [r.getMessage() for r in caplog.records if "rewards.components" in r.getMessage()]
+    assert said.startswith("rewards.components.0 (mine) failed for 8 of 8 responses, and counts 0 for them: ")
+    assert said.endswith("TypeError: 'Rollout' object is not subscriptable (wrong.py, line 2)")
+
+
+def test_a_reward_that_one_rank_lacks_is_heard_of_by_all(task, tmp_path):
+    launch("trainer_worker:a_reward_that_one_rank_lacks", [2], str(task), str(tmp_path))
+    said = [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)]
+    assert said[0] == said[1]
+    assert said[0].endswith(f"missing.py:reward: there is no file {task}/missing.py (on rank 1)")
 
 
 def test_an_earlier_run_is_neither_mixed_nor_lost(task, tmp_path):

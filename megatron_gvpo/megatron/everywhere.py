@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 
-from megatron_gvpo.exchange import all_gather_msgpack
+from megatron_gvpo.exchange import first_problem
 
 
 class CheckpointError(RuntimeError):
@@ -28,12 +28,8 @@ def everywhere(what: str, action: Callable[[], Any], group: dist.ProcessGroup | 
         problem = _described(next(cause for cause, _ in error.failures.values()))
     except Exception as error:  # whatever it is, the other ranks must hear of it
         problem = _described(error)
-    problems = all_gather_msgpack(problem, group)
-    for rank, problem in enumerate(problems):
-        if problem is not None:
-            failed = [r for r, p in enumerate(problems) if p is not None]
-            where = f" (on rank {rank})" if len(failed) < len(problems) else ""
-            raise CheckpointError(f"{what}: {problem}{where}" if what else f"{problem}{where}")
+    if (said := first_problem(problem, group)) is not None:
+        raise CheckpointError(f"{what}: {said}" if what else said)
 
 
 def on_rank_0(what: str, action: Callable[[], Any], group: dist.ProcessGroup | None = None) -> None:

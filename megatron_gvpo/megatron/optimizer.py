@@ -24,7 +24,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from megatron_gvpo.config import ConfigError, ModelConfig, OptimizerConfig
-from megatron_gvpo.exchange import all_gather_msgpack
+from megatron_gvpo.exchange import first_problem
 from megatron_gvpo.megatron.model import Model
 from megatron_gvpo.megatron.parallel import megatron_device
 
@@ -228,7 +228,7 @@ def _check_host_memory(model: Model, fraction: float) -> None:
             f"{platform.node()} for its {ranks} rank(s), and {free / 2**30:.3g} are free: use a smaller "
             "fraction, or more nodes"
         )
-    for said in filter(None, all_gather_msgpack(problem)):
+    if (said := first_problem(problem)) is not None:
         raise ConfigError(said)
 
 

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import batched
@@ -24,6 +24,7 @@ from megatron_gvpo.config import ConfigError, RewardsConfig
 from megatron_gvpo.rewards.functions import Component, Job
 from megatron_gvpo.types import Group, Rollout
 
+_START = 600.0  # seconds that a worker has to import its functions
 _CHUNK = 32  # jobs sent at once: enough to hide the way there and back, few enough to share evenly
 
 
@@ -34,6 +35,7 @@ class RewardPool:
         self._config = config
         self._components = [Component(c.name, c.function, c.options) for c in config.components]
         self._workers: list[_Worker] = []
+        self._told: dict[str, float] = {}  # of a component, the share of failures that was last warned of
 
     def __enter__(self) -> Self:
         """Start the workers. Raises ConfigError where a component's function cannot be loaded."""
@@ -74,6 +76,21 @@ class RewardPool:
         for number, rollouts in enumerate(same.values()):
             for rollout in rollouts:
                 self._record(rollout, answers[number * count : (number + 1) * count])
+
+    def warnings(self, groups: Sequence[Group]) -> list[str]:
+        """What to tell the user of rewards that failed: the first time, and when their share has doubled."""
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        said = []
+        for i, component in enumerate(self._components):
+            errors = [r.reward_errors[component.name] for r in rollouts if component.name in r.reward_errors]
+            if errors and len(errors) / len(rollouts) >= 2 * self._told.get(component.name, 0.0):
+                self._told[component.name] = len(errors) / len(rollouts)
+                [(commonest, _)] = Counter(errors).most_common(1)
+                said.append(
+                    f"rewards.components.{i} ({component.name}) failed for {len(errors)} of {len(rollouts)} "
+                    f"responses, and counts 0 for them: {commonest}"
+                )
+        return said
 
     def _record(self, rollout: Rollout, answer: Sequence[float | str]) -> None:
         named = {c.name: value for c, value in zip(self._components, answer, strict=True)}
@@ -128,9 +145,15 @@ class _Worker:
             )
 
     def wait_until_ready(self) -> None:
-        """Raises ConfigError where a component's function cannot be loaded."""
+        """Raises ConfigError where a component's function cannot be loaded, or not in time."""
         try:
             self.connection.send((sys.path, self._components))
+            if not self.connection.poll(_START):
+                functions = [component.function for component in self._components if component.function]
+                raise ConfigError(
+                    f"rewards: a worker was not ready after {_START:g} seconds: importing "
+                    f"{', '.join(functions) or 'its functions'} takes longer, or waits for something"
+                )
             problem = self.connection.recv()
         except (EOFError, OSError):
             code = self.stop(patience=5.0)
