@@ -88,6 +88,11 @@ def test_jsonl_parquet_and_directories_agree(tmp_path: Path, tokenizer: PreTrain
     assert load(tmp_path, tokenizer, limit=3) == rows + lines[:1]
 
 
+def test_what_json_writes_as_a_pair_is_a_character(tmp_path: Path, tokenizer: Any) -> None:
+    (prompt,) = load(jsonl(tmp_path / "a.jsonl", {"prompt": "1 \U0001f600", "answer": "x"}), tokenizer)
+    assert prompt.text == "1 \U0001f600" and len(prompt.token_ids) == 3
+
+
 @pytest.mark.parametrize(("answer", "text"), [(3, "3"), (-2.5, "-2.5"), ("3", "3")])
 def test_numbers_are_answers(tmp_path: Path, tokenizer: Any, answer: Any, text: str) -> None:
     (prompt,) = load(jsonl(tmp_path / "a.jsonl", {"prompt": "?", "answer": answer}), tokenizer)
@@ -160,6 +165,8 @@ ASK = {"prompt": "?", "answer": "x"}
         ),
         ([ASK | {"prompt": 7}], {}, "line 1: the prompt is no string but int 7"),
         ([ASK | {"prompt": ""}], {}, "line 1: the prompt is empty"),
+        ([ASK, ASK | {"prompt": "\ud83d"}], {}, "a.jsonl, line 2: half of a surrogate pair"),
+        ([ASK | {"note": ["cut: \udc00"]}], {}, "a.jsonl, line 1: half of a surrogate pair"),
         ([ASK | {"answer": ["x"]}], {}, "field 'answer' is neither a string nor a number but list ['x']"),
         ([ASK | {"answer": True}], {}, "field 'answer' is neither a string nor a number but bool True"),
         ([ASK | {"prompt": [TO_USER]}], {}, "the tokenizer has no chat template"),

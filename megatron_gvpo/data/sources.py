@@ -60,7 +60,18 @@ def _read_jsonl(file: Path) -> Iterator[Record]:
                 raise DataError(f"{where}: not UTF-8: {error.reason} at byte {error.start + 1}") from None
             if not isinstance(fields, dict):
                 raise DataError(f"{where}: expected an object {{...}}, found {type(fields).__name__}")
+            if b"\\ud" in line.lower() and _has_half_a_pair(fields):
+                raise DataError(f"{where}: half of a surrogate pair is no character")
             yield Record(f"{file.name}:{number}", where, fields)
+
+
+def _has_half_a_pair(fields: dict[str, Any]) -> bool:
+    """JSON allows it, as where a text was cut within an emoji; no tokenizer takes it."""
+    try:
+        json.dumps(fields, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def _read_parquet(file: Path) -> Iterator[Record]:

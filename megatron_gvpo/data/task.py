@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,7 @@ def load_task(config: Config) -> Task:
     tokenizer = load_tokenizer(config.model.path)
     end = end_token_id(tokenizer)
     model = read_model_config(config.model.path)
-    vocabulary = model.get("vocab_size", end + 1)
+    vocabulary = model.get("vocab_size", math.inf)
     if end >= vocabulary:
         raise DataError(
             f"model.path={config.model.path}: the tokenizer's end token {tokenizer.eos_token!r} has id "
@@ -38,4 +39,19 @@ def load_task(config: Config) -> Task:
     data, held_out = config.data, config.data.eval
     prompts = load_prompts(data.train, data, tokenizer, end_token_id=end, positions=positions)
     eval_prompts = load_prompts(held_out, data, tokenizer, end_token_id=end) if held_out is not None else []
-    return Task(tokenizer, end, prompts, eval_prompts)
+    task = Task(tokenizer, end, prompts, eval_prompts)
+    _check_vocabulary(task, vocabulary, config.model.path)
+    return task
+
+
+def _check_vocabulary(task: Task, vocabulary: float, path: str) -> None:
+    """An embedding has no row for a token beyond; sharded by tensor parallelism it would give 0 for it."""
+    for prompt in (*task.prompts, *task.eval_prompts):
+        given = [prompt.demonstration or (), *(response.token_ids for response in prompt.responses)]
+        highest = max(max(ids, default=0) for ids in (prompt.token_ids, *given))
+        if highest >= vocabulary:
+            raise DataError(
+                f"{prompt.id}: it has {task.tokenizer.decode([highest])!r}, token {highest}, and the model "
+                f"knows only {vocabulary}: the tokenizer in model.path={path} is another model's, or has "
+                "tokens for which the embeddings were not resized"
+            )

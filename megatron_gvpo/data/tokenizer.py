@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megatron_gvpo.data.sources import DataError
 
+# Where a vocabulary may be. Without any, transformers (5.19) makes up a tokenizer that has none.
+_VOCABULARIES = ("tokenizer.json", "tekken.json", "vocab.*", "*.model", "*.tiktoken")
+
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a local Hugging Face checkpoint directory. Raises DataError where there is none."""
+    """The tokenizer of a local Hugging Face directory. Raises DataError for none, or a damaged one."""
+    if not any(file for pattern in _VOCABULARIES for file in Path(path).glob(pattern)):
+        raise DataError(f"model.path={path}: no tokenizer there (tokenizer.json and tokenizer_config.json)")
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # what is wrong with a file has many types
         raise DataError(
-            f"model.path={path}: no tokenizer there (tokenizer.json and tokenizer_config.json): {error}"
+            f"model.path={path}: the tokenizer there, or its config.json, cannot be read: "
+            f"{type(error).__name__}: {error}"
         ) from error
     return tokenizer
 

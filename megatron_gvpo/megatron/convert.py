@@ -100,4 +100,4 @@ def _build(directory: Path, key: str) -> Model:
         raise ConfigError(f"{key}={directory}: dtype={stored} in config.json; supported: float32, bfloat16")
     layout = ParallelConfig()
     parallel.initialize(layout, seed=0)
-    return build(ModelConfig(path=str(directory), dtype=stored), layout, trained=False)
+    return build(ModelConfig(path=str(directory), dtype=stored), layout, trained=False, key=key)

@@ -74,7 +74,13 @@ class Critic:
     def __init__(self, config: Config, options: CriticOptions) -> None:
         own = config.model.model_copy(update={"path": options.path or config.model.path})
         parallel, train = config.parallel, config.train
-        self.model: Model = build(own, parallel, train.deterministic, before_wrapping=without_output_layer)
+        self.model: Model = build(
+            own,
+            parallel,
+            train.deterministic,
+            before_wrapping=without_output_layer,
+            key="model.path" if options.path is None else "algorithm.critic.path",
+        )
         self.model.config.finalize_model_grads_func = finalize_model_grads
         policys = config.optimizer
         settings = policys.model_copy(

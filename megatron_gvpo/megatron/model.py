@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_gvpo.config import ConfigError, ModelConfig, ParallelConfig
+from megatron_gvpo.config import ConfigError, ModelConfig, ParallelConfig, read_json_object
 from megatron_gvpo.layout import Padding
 from megatron_gvpo.megatron.fusions import fuse_weight_gradients, fusions
 from megatron_gvpo.megatron.parallel import megatron_device
@@ -158,14 +158,17 @@ def build(
     trained: bool = True,
     before_wrapping: Callable[[list[Any]], list[Any]] | None = None,
     replays: bool = False,
+    key: str = "model.path",
 ) -> Model:
     """Build the sharded model with the checkpoint's weights; `trained`: with room for gradients, too.
 
     `replays`: its routers heed `Rows.routing`. `before_wrapping` may change the chunks, which have their
-    weights, before Megatron wraps them.
+    weights, before Megatron wraps them. `key`: where the user gave its directory.
 
-    Raises ConfigError for what Megatron-Bridge does not know, Megatron refuses, or the machine lacks.
+    Raises ConfigError for weights that are not there, and for what Megatron-Bridge does not know, Megatron
+    refuses, or the machine lacks.
     """
+    _check_weights(Path(model.path), key)
     # Megatron prints every size, and Megatron-Bridge draws progress bars of its own.
     with megatron_device(), contextlib.redirect_stdout(io.StringIO()):
         bridge = _bridge(model)
@@ -246,6 +249,26 @@ def _refuse_on_cpu(model: ModelConfig, parallel: ParallelConfig) -> None:
             f"parallel.recompute_modules={engines}: Megatron recomputes these with Transformer Engine "
             "alone, on a GPU, and there is none here; it accepts the configuration"
         )
+
+
+def _check_weights(directory: Path, key: str) -> None:
+    """Raises ConfigError, on all ranks alike, for files that are missing or cut off. Reads headers only."""
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        names = set(read_json_object(index).get("weight_map", {}).values())
+        files = [directory / name for name in sorted(names)]
+    else:
+        files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"{key}={directory}: no weights there (*.safetensors)")
+    for file in files:
+        if not file.is_file():
+            raise ConfigError(f"{key}={directory}: {file.name} is missing there, and {index.name} names it")
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{key}={directory}: {file.name} is not whole: {error}") from None
 
 
 @contextlib.contextmanager
