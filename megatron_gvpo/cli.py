@@ -6,11 +6,13 @@ import argparse
 import json
 import logging
 import os
+import platform
 import signal
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -43,7 +45,7 @@ def _ends_at_once() -> Iterator[None]:
 
     def end(number: int, frame: FrameType | None) -> None:
         message = "stopped on request before training began; nothing was written"
-        _print_main(os.environ.get("RANK", "0") == "0", message, sys.stderr)
+        _say(message, sys.stderr)
         os._exit(128 + number)
 
     previous = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGUSR1)}
@@ -144,7 +146,7 @@ def _run(options: argparse.Namespace, config: Config, starting: ExitStack) -> in
             _use(options, config)
     except Interrupted:
         message = "stopped on request; the checkpoint is complete: continue with `train ... --resume`"
-        _print_main(os.environ.get("RANK", "0") == "0", message)
+        _say(message)
     except (ConfigError, DataError) as error:
         code = _refuse(error)
     except (CheckpointError, OutputError, RolloutError) as error:
@@ -195,11 +197,10 @@ def _use(options: argparse.Namespace, config: Config) -> None:
     from megatron_gvpo.generation import evaluate
     from megatron_gvpo.megatron.convert import newest_to_hugging_face
 
-    is_main = os.environ.get("RANK", "0") == "0"
     if options.command == "export":
         written = newest_to_hugging_face(config, Path(options.out))
-        return _print_main(is_main, f"step {written} written to {options.out}")
-    _print_main(is_main, json.dumps(evaluate(config, options.resume), indent=2))
+        return _say(f"step {written} written to {options.out}")
+    _say(json.dumps(evaluate(config, options.resume), indent=2))
 
 
 def _quieten() -> None:
@@ -216,25 +217,44 @@ def _quieten() -> None:
 def _check_command(options: argparse.Namespace, config: Config) -> None:
     """Raises ConfigError for what only this command cannot do."""
     from megatron_gvpo.config import ConfigError
-    from megatron_gvpo.outputs import refuse_earlier_run
+    from megatron_gvpo.functions import check_source
+    from megatron_gvpo.outputs import check_output_dir, refuse_earlier_run
 
-    if options.command == "train" and not (options.resume or options.overwrite):
-        refuse_earlier_run(config.output_dir)
+    if options.command == "train":
+        check_output_dir(config)
+        if not (options.resume or options.overwrite):
+            refuse_earlier_run(config.output_dir)
+        if config.logging.wandb_project is not None and find_spec("wandb") is None:
+            raise ConfigError(
+                f"logging.wandb_project={config.logging.wandb_project}: Weights & Biases is not installed: "
+                "pip install wandb, or leave it out"
+            )
     if options.command == "eval" and config.data.eval is None:
         raise ConfigError("data.eval is missing: it names the held-out prompts")
+    samples = config.algorithm.sampler == "engine" or config.data.eval is not None
+    if options.command in ("train", "eval") and samples:
+        for i, component in enumerate(config.rewards.components):
+            try:
+                if component.function is not None:
+                    check_source(component.function)
+            except ValueError as error:
+                raise ConfigError(f"rewards.components.{i}.function={component.function}: {error}") from None
     if options.command == "export" and Path(options.out).exists() and any(Path(options.out).iterdir()):
         raise ConfigError(f"--out {options.out}: this directory is not empty")
 
 
 def _refuse(error: Exception, code: int = 2) -> int:
-    # Of a Slurm job every rank says it, in its own log: what a node lacks only its own ranks refuse.
-    speaks = os.environ.get("RANK", "0") == "0" or "MEGATRON_GVPO_LOGS" in os.environ
-    _print_main(speaks, f"error: {error}", sys.stderr)
+    """Say it once a node, since one may lack what others have; in a Slurm job, in every rank's own log."""
+    rank, logged = os.environ.get("RANK", "0"), "MEGATRON_GVPO_LOGS" in os.environ
+    where = "" if rank == "0" or logged else f" on node {platform.node()} (rank {rank})"
+    if os.environ.get("LOCAL_RANK", "0") == "0" or logged:
+        print(f"error{where}: {error}", file=sys.stderr, flush=True)
     return code
 
 
-def _print_main(is_main: bool, text: str, file: Any = None) -> None:
-    if is_main:
+def _say(text: str, file: Any = None) -> None:
+    """By the first rank alone."""
+    if os.environ.get("RANK", "0") == "0":
         print(text, file=file, flush=True)
 
 
@@ -247,6 +267,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if rest:
         options.config += rest
     return options
+
+
+def _processes(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of processes, at least 1")
+    return int(text)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -265,7 +291,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     configured.add_argument(
         "--nproc",
-        type=int,
+        type=_processes,
         default=0,
         metavar="N",
         help="start N processes on this machine (or use torchrun)",

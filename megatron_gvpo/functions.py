@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import inspect
@@ -18,15 +19,9 @@ from typing import Any
 @cache
 def load_function(spec: str) -> Callable[..., Any]:
     """The function that is meant. Raises ValueError that says what is missing."""
-    source, colon, name = spec.rpartition(":")
-    if not colon or not source or not name:
-        raise ValueError("expected module:function or path/file.py:function")
-    is_file = source.endswith(".py")
-    if is_file and not Path(source).is_file():
-        where = "" if Path(source).is_absolute() else f" in {Path.cwd()}"
-        raise ValueError(f"there is no file {source}{where}")
+    source, name = _parts(spec)
     try:
-        module = _load_file(Path(source)) if is_file else importlib.import_module(source)
+        module = _load_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
     except Exception as error:
         raise ValueError(f"importing {source} failed: {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)
@@ -39,6 +34,27 @@ def load_function(spec: str) -> Callable[..., Any]:
         raise ValueError(f"{source} has no function {name!r}; it has: {', '.join(there) or 'none'}")
     checked: Callable[..., Any] = function
     return checked
+
+
+def check_source(spec: str) -> None:
+    """What can be told without running it: raises ValueError where a file is missing or is no Python."""
+    source, _ = _parts(spec)
+    if source.endswith(".py"):
+        try:
+            ast.parse(Path(source).read_bytes(), source)
+        except (SyntaxError, ValueError) as error:
+            raise ValueError(f"importing {source} failed: {type(error).__name__}: {error}") from None
+
+
+def _parts(spec: str) -> tuple[str, str]:
+    """Module or file, and name. Raises ValueError for no such thing, and for a file that is missing."""
+    source, _, name = spec.rpartition(":")
+    if not source or not name:
+        raise ValueError("expected module:function or path/file.py:function")
+    if source.endswith(".py") and not Path(source).is_file():
+        where = "" if Path(source).is_absolute() else f" in {Path.cwd()}"
+        raise ValueError(f"there is no file {source}{where}")
+    return source, name
 
 
 def check_call(function: Callable[..., Any], shown: str, arguments: int, options: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from megatron_gvpo.config import Config
 from megatron_gvpo.interrupt import Interrupt, Interrupted
 from megatron_gvpo.layout import check_layout
 from megatron_gvpo.megatron.policy import UpdateResult
-from megatron_gvpo.outputs import refuse_earlier_run, remove_earlier_run
+from megatron_gvpo.outputs import check_output_dir, refuse_earlier_run, remove_earlier_run
 from megatron_gvpo.parts import Parts
 from megatron_gvpo.rollout.fleet import RolloutError
 from megatron_gvpo.statistics import rollout_statistics, trained_tokens
@@ -36,7 +36,8 @@ class Trainer:
 
     `resume`: continue from the newest complete checkpoint in the output directory, if there is one.
     `overwrite`: remove what an earlier run left there. Raises ConfigError, before anything is loaded, for
-    an earlier run and neither of them, and for a layout that the model or the processes cannot hold;
+    an earlier run and neither of them, an output directory that cannot be written or holds what is to be
+    read, and a layout that the model or the processes cannot hold;
     DataError for data that cannot be used; CheckpointError for a checkpoint that cannot be read.
     """
 
@@ -49,6 +50,7 @@ class Trainer:
         overwrite: bool = False,
     ) -> None:
         check_layout(config, int(os.environ.get("WORLD_SIZE", "1")))
+        check_output_dir(config)
         if not (resume or overwrite):
             refuse_earlier_run(config.output_dir)
         self.config = config

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import shutil
 import signal
@@ -35,6 +36,29 @@ def data_file(name: str, *lines: str, algorithm: str = "gvpo") -> Callable[[Path
 
 def overrides(*given: str) -> Callable[[Path, Path], list[str]]:
     return lambda task, place: [text.format(task=task, place=place) for text in given]
+
+
+def damaged_model(pattern: str, bytes_left: int | None) -> Callable[[Path, Path], list[str]]:
+    """A copy of the model whose files of such names are cut off, or (None) are not there."""
+
+    def make(task: Path, place: Path) -> list[str]:
+        shutil.copytree(task / "model", place / "model")
+        for file in (place / "model").glob(pattern):
+            if bytes_left is None:
+                file.unlink()
+            else:
+                os.truncate(file, bytes_left)
+        return [f"model.path={place / 'model'}"]
+
+    return make
+
+
+def incomplete_model(task: Path, place: Path) -> list[str]:
+    """A copy of the model whose index names a file that is not there."""
+    shutil.copytree(task / "model", place / "model")
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
+    (place / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
+    return [f"model.path={place / 'model'}"]
 
 
 def changed_model(file: str, **changes: object) -> Callable[[Path, Path], list[str]]:
@@ -77,6 +101,10 @@ WRONG = {
         changed_model("tokenizer_config.json", eos_token=None),
         r"the tokenizer's end token '<\|endoftext\|>' has id \d+, and the model knows only \d+ tokens",
     ),
+    "no such token": (
+        changed_model("config.json", vocab_size=19),
+        r"train\.jsonl:1: it has '=', token 19, and the model knows only 19: the tokenizer in model\.path=",
+    ),
     "wrong key": (overrides("train.stepz=3"), r"train\.stepz: no such key; did you mean 'steps'\?"),
     "tp": (
         overrides("parallel.tp=3", "--nproc=3"),
@@ -87,9 +115,27 @@ WRONG = {
         changed_model("config.json", architectures=["GPT2LMHeadModel"], model_type="gpt2"),
         r"model\.path=.*: architecture GPT2LMHeadModel in config\.json; supported: .*",
     ),
+    "no tokenizer": (damaged_model("tokenizer.json", None), r"model\.path=.*: no tokenizer there"),
+    "damaged tokenizer": (
+        damaged_model("tokenizer.json", 100),
+        r"model\.path=.*model: the tokenizer there, or its config\.json, cannot be read: ",
+    ),
+    "no weights": (damaged_model("*.safetensors", None), r"model\.path=.*model: no weights there"),
+    "damaged weights": (
+        damaged_model("*.safetensors", 100_000),
+        r"model\.path=.*model: model\.safetensors is not whole: ",
+    ),
+    "missing weights": (
+        incomplete_model,
+        r"model\.path=.*model: model-2\.safetensors is missing there, and .*\.index\.json names it",
+    ),
     "no such reward": (
         overrides('rewards.components=[{{"name": "mine", "function": "{task}/reward.py:none"}}]'),
         r"rewards\.components\.0\.function=.*reward\.py:none: .* has no function 'none'; it has: reward",
+    ),
+    "output in a file": (
+        overrides("output_dir={task}/run.yaml/run"),
+        r"output_dir=.*/run\.yaml/run: .*/run\.yaml is no directory",
     ),
     "one response": (overrides("rollout.n=1"), r"rollout\.n=1: .* so it needs rollout\.n >= 2"),
 }
@@ -110,6 +156,25 @@ def test_wrong_input_is_named_and_destroys_nothing(task, tmp_path, capfd, case):
     assert {path.name: path.read_text() for path in out.iterdir()} == {"metrics.jsonl": '{"step": 7}\n'}
 
 
+@pytest.mark.parametrize(("name", "said"), [("none.py", "there is no file"), ("broken.py", "SyntaxError")])
+def test_a_reward_is_looked_for_before_anything_is_loaded(task, tmp_path, capsys, monkeypatch, name, said):
+    """With a large model, its worker, which imports it, would say so minutes later."""
+    monkeypatch.setitem(sys.modules, "megatron_gvpo.trainer", None)
+    (tmp_path / "broken.py").write_text("def mine(prompt, response:\n")
+    reward = f'rewards.components=[{{"name": "mine", "function": "{tmp_path}/{name}:mine"}}]'
+    assert main(["train", str(task / "run.yaml"), f"output_dir={tmp_path / 'run'}", reward]) == 2
+    where, _, what = capsys.readouterr().err.partition(":mine: ")
+    assert where == f"error: rewards.components.0.function={tmp_path}/{name}" and said in what
+
+
+def test_a_logger_that_is_not_installed(task, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    given = ["train", str(task / "run.yaml"), f"output_dir={tmp_path / 'run'}", "logging.wandb_project=p"]
+    assert main(given) == 2
+    said = "error: logging.wandb_project=p: Weights & Biases is not installed: pip install wandb"
+    assert capsys.readouterr().err.startswith(said)
+
+
 def test_wrong_use_of_a_command(task, tmp_path, capsys):
     config, out = str(task / "run.yaml"), f"output_dir={tmp_path / 'run'}"
 
@@ -122,6 +187,33 @@ def test_wrong_use_of_a_command(task, tmp_path, capsys):
     assert "this directory is not empty" in error_of(2, "export", config, out, "--out", str(task))
     nothing_yet = error_of(1, "export", config, out, "--out", str(tmp_path / "hf"))
     assert nothing_yet == f"error: {tmp_path / 'run' / 'checkpoints'}: there is no complete checkpoint\n"
+
+
+def test_what_lies_where_a_run_would_write_is_not_removed_unasked(task, tmp_path, capsys):
+    """Neither what may be somebody else's, nor, even when asked, what the run itself reads."""
+    config, out = str(task / "run.yaml"), f"output_dir={tmp_path}"
+    shutil.copytree(task / "model", tmp_path / "hf")
+    assert main(["train", config, out]) == 2
+    assert "holds an earlier run: " in (error := capsys.readouterr().err) and "(there is hf)" in error
+    assert main(["train", config, out, f"model.path={tmp_path}/hf", "--overwrite"]) == 2
+    assert capsys.readouterr().err == (
+        f"error: model.path={tmp_path}/hf is in {tmp_path}/hf, which a run in {out} replaces: give another "
+        "output_dir\n"
+    )
+    assert (tmp_path / "hf" / "config.json").is_file()
+
+
+def test_what_one_node_lacks_is_said_by_its_first_rank(task, tmp_path, capsys, monkeypatch):
+    """Of two nodes with 8 ranks: the file systems of two nodes may differ."""
+    given = ["train", str(task / "run.yaml"), f"output_dir={tmp_path}", "model.path=/none"]
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    for rank, local_rank in ((8, 0), (9, 1)):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+        assert main(given) == 2
+    said = f"error on node {platform.node()} (rank 8): model.path=/none: no config.json there"
+    error = capsys.readouterr().err
+    assert error.startswith(said) and error.count("\n") == 1
 
 
 def test_eval_and_export_of_a_finished_run(task, tmp_path, capsys, monkeypatch):
@@ -208,6 +300,25 @@ def test_sigterm_while_starting_leaves_nothing(task, tmp_path):
     assert launched.returncode == 128 + signal.SIGTERM
     assert error == "stopped on request before training began; nothing was written\n"
     assert not (tmp_path / "run").exists()
+
+
+FAILS = """
+import atexit, time
+
+def init(**_):
+    atexit.register(time.sleep, 3600)
+    raise RuntimeError("an error of the first rank alone")
+"""
+
+
+def test_a_rank_that_raises_ends_the_others(task, tmp_path):
+    """What a library has left for the end, here a stand-in for a logger's, could wait for them."""
+    (tmp_path / "wandb.py").write_text(FAILS)
+    given = [str(task / "run.yaml"), f"output_dir={tmp_path / 'run'}", *SHORT, "logging.wandb_project=p"]
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    launched = start("megatron_gvpo", "train", *given, "--nproc=2", PYTHONPATH=path)
+    _, error = launched.communicate(timeout=300)
+    assert launched.returncode == 1 and "RuntimeError: an error of the first rank alone" in error
 
 
 def test_torchrun(task, tmp_path):
