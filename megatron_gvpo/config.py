@@ -21,6 +21,7 @@ from megatron_gvpo.config_errors import explain
 from megatron_gvpo.rewards.functions import BUILT_IN
 from megatron_gvpo.rollout.config import ServersConfig as ServersConfig
 from megatron_gvpo.rollout.config import WeightSyncConfig as WeightSyncConfig
+from megatron_gvpo.section import LocalPath
 from megatron_gvpo.section import Section as Section
 from megatron_gvpo.yaml_loader import Loader
 
@@ -54,7 +55,7 @@ class FP8Config(Section):
 
 
 class ModelConfig(Section):
-    path: str  # Hugging Face checkpoint directory: config.json, safetensors, tokenizer
+    path: LocalPath  # Hugging Face checkpoint directory: config.json, safetensors, tokenizer
     # bfloat16: weights and activations; masters, gradients, log-probs and sums are float32 all the same.
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     fp8: FP8Config | None = None
@@ -276,7 +277,7 @@ class LoggingConfig(Section):
 
 
 class Config(Section):
-    output_dir: str
+    output_dir: LocalPath
     model: ModelConfig
     data: DataConfig
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
@@ -348,7 +349,7 @@ def _read_yaml(file: Path) -> dict[str, Any]:
     try:
         with file.open("rb") as stream:  # from the stream, so that errors name the file
             values = yaml.load(stream, Loader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # a ValueError: what looks like a number, such as 0x_
         raise ConfigError(f"{file}: not valid YAML: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{file}: expected `section: {{key: value}}`, found {type(values).__name__}")
@@ -361,7 +362,7 @@ def _parse_override(override: str) -> dict[str, Any]:
         raise ConfigError(f"override {override!r}: expected key.sub=value")
     try:
         value: Any = yaml.load(text, Loader)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):
         value = text
     for key in reversed(dotted.split(".")):
         value = {key: value}

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+import os
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict
+
+# A file or directory of this machine; ~ is the user's own, also where no shell has seen it.
+LocalPath = Annotated[str, AfterValidator(os.path.expanduser)]
 
 
 class Section(BaseModel):

@@ -56,6 +56,15 @@ def test_words_as_people_write_them(good):
     assert load_config([good]).logging.progress == "off" and not load_config([good]).logging.tensorboard
 
 
+def test_a_date_and_a_home_directory_are_names_of_directories(good, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/someone")
+    config = load_config([good], ["output_dir=2026-01-31", "model.path=~/models/small"])
+    assert (config.output_dir, config.model.path) == ("2026-01-31", "/home/someone/models/small")
+    good.write_text(GOOD.replace("runs/x", "2026-13-31"))
+    assert load_config([good]).output_dir == "2026-13-31"
+    assert load_config([good], ["output_dir=~/runs"]).output_dir == "/home/someone/runs"
+
+
 def test_an_override_into_a_short_form_keeps_what_it_named(good):
     good.write_text(GOOD + "algorithm: gpg\n")
     config = load_config(
@@ -150,6 +159,7 @@ def test_an_ema_reference(good):
         ("rollout.top_p=1.5", "rollout.top_p: Input should be less than or equal to 1 (given: 1.5)"),
         ("rollout=", "rollout: expected settings as `key: value`, found None"),
         ("data.train=train.jsonl", "data.train: expected settings as `key: value`, found 'train.jsonl'"),
+        ("rewards.components=math", "rewards.components: expected a list, as [a, b], found 'math'"),
         ("nonsense", "override 'nonsense': expected key.sub=value"),
         # impossible combinations
         ("rollout.n=1", "rollout.n=1: this algorithm compares the responses of a prompt with each other"),
@@ -340,6 +350,8 @@ def test_missing_keys_and_several_errors_at_once(tmp_path):
         ("train: {steps: 1}\n\tmodel: x\n", "not valid YAML"),
         ("- a\n- b\n", "expected `section: {key: value}`, found list"),
         ("", "expected `section: {key: value}`, found NoneType"),
+        ("model: {path: {{ model }}}\n", "found unhashable key"),  # a template that nobody has filled
+        ("train: {steps: 0x_}\n", "not valid YAML"),
     ],
 )
 def test_files_that_are_not_a_configuration(tmp_path, text, said):
@@ -370,6 +382,6 @@ def test_overrides_may_follow_options():
 
     options = _parse(["train", "a.yaml", "--nproc", "2", "parallel.tp=2", "train.steps=2"])
     assert (options.config, options.nproc) == (["a.yaml", "parallel.tp=2", "train.steps=2"], 2)
-    for wrong in (["train", "a.yaml", "--nprocs", "2"], ["doctor", "x=1"]):
+    for wrong in ("train a.yaml --nprocs 2", "train a.yaml --nproc -2", "doctor x=1"):
         with pytest.raises(SystemExit):
-            _parse(wrong)
+            _parse(wrong.split())
