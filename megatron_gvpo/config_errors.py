@@ -27,12 +27,10 @@ def explain(error: ValidationError, root: type[BaseModel]) -> str:
                 lines.append(f"{key}.name: there is no {context['tag']!r}; {_nearest(context['tag'], names)}")
             case "union_tag_not_found":
                 lines.append(f"{key}.name: missing; it says which one is meant")
-            case "tuple_type":
-                lines.append(f"{key}: expected a list, as [a, b], found {given!r}")
             case "model_type" | "model_attributes_type" | "dict_type":
                 lines.append(f"{key}: expected settings as `key: value`, found {given!r}")
             case "tuple_type" | "list_type":
-                lines.append(f"{key}: expected a list, `[...]`, found {given!r}")
+                lines.append(f"{key}: expected a list, as [a, b], found {given!r}")
             case _:
                 message = item["msg"].removeprefix("Value error, ")
                 shown = f" (given: {given!r})" if key and not isinstance(given, dict | BaseModel) else ""

@@ -134,7 +134,7 @@ def test_the_example_is_the_loss_that_it_says():
         ("algorithm.loss.function=mine/loss.py:f", "there is no file mine/loss.py in /"),
         (
             "algorithm.shapers={name: keep}",
-            "algorithm.shapers: expected a list, `[...]`, found {",
+            "algorithm.shapers: expected a list, as [a, b], found {",
         ),
         ("algorithm.estimator.function=x", "algorithm.estimator: expected module:function"),
         ("algorithm.estimator=null", "algorithm: estimator is missing: the loss custom is weighed by"),
