@@ -98,8 +98,9 @@ def test_a_trainer_that_replays_agrees_with_the_server(moe: Path, tmp_path: Path
         logp_r = torch.cat(reference.log_probs(exact, rows, temperature=1.0)).detach()
         difference_r = (rows.engine_logp_r - logp_r).abs()
         first = torch.tensor([i == 0 for ids in rows.response_ids for i in range(len(ids))])
-        assert difference_r[~first].max() < 2e-4
-        assert difference_r[first].max() < 5e-3  # the experts of a pair differ by 0.2 %
+        assert difference_r[~first].max() < 2e-4 and difference_r[first].median() < 2e-4
+        # The experts of a pair differ by 0.2 %. vLLM keeps no copy in another's place.
+        assert difference_r[first].max() < (5e-3 if engine == "sglang" else 2e-4)
 
 
 # --- without a server ---------------------------------------------------------------------------------------
