@@ -73,23 +73,34 @@ class OwnChoice(Callback):
 
 
 # What lets an engine tell experts on a CPU (tests/NAME).
-@pytest.mark.parametrize(("engine", "plugin"), [("sglang", "pinning_on_cpu"), ("vllm", "triton_on_cpu")])
-def test_a_trainer_that_replays_agrees_with_the_server(moe: Path, tmp_path: Path, engine: str, plugin: str):
+@pytest.mark.parametrize(
+    ("engine", "plugin", "cached"),
+    [
+        ("sglang", "pinning_on_cpu", False),
+        ("sglang", "pinning_on_cpu", True),
+        ("vllm", "triton_on_cpu", True),
+    ],
+)
+def test_a_trainer_that_replays_agrees_with_the_server(
+    moe: Path, tmp_path: Path, engine: str, plugin: str, cached: bool
+):
     """In every step of a run, at a learning rate that rounds away: the pushed weights keep the pairs.
 
     So does transformers with the same experts forced: they are those of the right tokens and layers, of
-    prompts from the cache, too. Of a response's first token they may be the twin's: SGLang computes a prompt
-    that many requests bring at once for each of them, then keeps one copy, and tells that one's experts.
+    prompts from the cache, too. With SGLang's cache a response's first token may have gone through others: it
+    computes a prompt that many requests bring at once for each, then keeps one copy, and tells its experts.
     """
     own = OwnChoice()
     short = ("train.steps=2", "eval.every=0", "optimizer.lr=1e-30", "optimizer.warmup_steps=0")
-    python = engine_with(plugin, engine, tmp_path)
-    fit(served_config(engine, moe, tmp_path / "run", *REPLAY, *short, python), [own])
+    more = [engine_with(plugin, engine, tmp_path)]
+    more += [] if cached else ['rollout.servers.args=["--disable-radix-cache"]']
+    twins = cached and engine == "sglang"  # of a pair whose experts differ by 0.2 %
+    fit(served_config(engine, moe, tmp_path / "run", *REPLAY, *short, *more), [own])
     steps = [record for record in records(tmp_path / "run") if record["step"] > 0]
     assert len(steps) == len(own.found) == 2
     for record, alone in zip(steps, own.found, strict=True):
-        assert record["mismatch/abs_mean"] < 1e-5
-        assert alone["mismatch/abs_mean"] > 10 * record["mismatch/abs_mean"]
+        assert record["mismatch/abs_mean"] < (1e-4 if twins else 1e-5)
+        assert twins or alone["mismatch/abs_mean"] > 10 * record["mismatch/abs_mean"]
     prompts = dict.fromkeys(tuple(ids) for ids in own.rows[-1].prompt_ids)
     again = [Group(Prompt("", ids, ""), responses) for ids, responses in zip(prompts, own.again, strict=True)]
     exact = reference.load(moe / "model")
@@ -99,8 +110,7 @@ def test_a_trainer_that_replays_agrees_with_the_server(moe: Path, tmp_path: Path
         difference_r = (rows.engine_logp_r - logp_r).abs()
         first = torch.tensor([i == 0 for ids in rows.response_ids for i in range(len(ids))])
         assert difference_r[~first].max() < 2e-4 and difference_r[first].median() < 2e-4
-        # The experts of a pair differ by 0.2 %. vLLM keeps no copy in another's place.
-        assert difference_r[first].max() < (5e-3 if engine == "sglang" else 2e-4)
+        assert difference_r[first].max() < (5e-3 if twins else 2e-4)
 
 
 # --- without a server ---------------------------------------------------------------------------------------
