@@ -19,7 +19,7 @@ slow: venv  ## longer proofs on real servers, with their results under benchmark
 	$(PYTHON) benchmarks/rollout_faults.py --engine sglang --schedules 20 --out benchmarks/results/rollout_faults_sglang.json
 	$(PYTHON) benchmarks/rollout_faults.py --engine vllm --schedules 20 --out benchmarks/results/rollout_faults_vllm.json
 	$(PYTHON) benchmarks/delta_steps.py --out benchmarks/results/delta_steps_cpu.json
-	IMAGE_QUICKSTART=whole $(PYTHON) -m pytest tests/test_images.py
+	IMAGE_QUICKSTART=whole $(PYTHON) -m pytest tests/shipping/test_images.py
 
 lint: venv
 	$(VENV)/bin/ruff check .

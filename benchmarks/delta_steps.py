@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import mean
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 
 import tiny_run  # noqa: E402 - from tests/
 from servers import Client, checksum, running, served_config  # noqa: E402

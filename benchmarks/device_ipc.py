@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_gvpo.rollout.server import PLUGINS
-from megatron_gvpo.weights.bucket import Bucket, Halves, buckets
+from megatron_gvpo.weights.bucket import Bucket, DoubleBuffer, buckets
 from megatron_gvpo.weights.ipc import shared_storage
 
 NO_GPU = "no GPU: CUDA IPC maps memory of one"
@@ -56,7 +56,7 @@ def check(smoke: bool) -> dict[str, Any]:
     try:
         assert child.stdin is not None and child.stdout is not None
         child.stdout.readline()  # it is up
-        halves, begin = Halves(8 * size, device), time.perf_counter()
+        halves, begin = DoubleBuffer(8 * size, device), time.perf_counter()
         for bucket in buckets(iter(tensors.items()), halves, torch.bfloat16):
             child.stdin.write(json.dumps(order(bucket)) + "\n")
             child.stdin.flush()

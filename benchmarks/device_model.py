@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from megatron_gvpo.config import build_config
+from megatron_gvpo.config.schema import build_config
 from megatron_gvpo.megatron import parallel
 from megatron_gvpo.megatron.policy import Policy
-from megatron_gvpo.types import Rows
+from megatron_gvpo.types import TrainBatch
 
 QWEN = {
     "num_attention_heads": 12,
@@ -31,7 +31,7 @@ TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vo
 TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
-def update_flops(shape: dict[str, Any], rows: Rows) -> float:
+def update_flops(shape: dict[str, Any], rows: TrainBatch) -> float:
     """6 a parameter and token of layers and head, 12 a channel and pair of tokens of the attention."""
     hidden, heads = shape["hidden_size"], shape["num_attention_heads"]
     width = hidden // heads * (heads + shape["num_key_value_heads"])
@@ -75,7 +75,9 @@ def policy_of(
     )
 
 
-def made_rows(groups: int, k: int, prompt: int, response: int, vocab: int, ragged: bool = False) -> Rows:
+def made_rows(
+    groups: int, k: int, prompt: int, response: int, vocab: int, ragged: bool = False
+) -> TrainBatch:
     generator = torch.Generator().manual_seed(0)
 
     def tokens(n: int) -> tuple[int, ...]:
@@ -83,7 +85,7 @@ def made_rows(groups: int, k: int, prompt: int, response: int, vocab: int, ragge
 
     n = groups * k
     prompts = [tokens(prompt) for _ in range(groups)]
-    return Rows(
+    return TrainBatch(
         prompt_ids=[prompts[i // k] for i in range(n)],
         response_ids=[tokens(response - i % response // 2 if ragged else response) for i in range(n)],
         group_n=torch.arange(n) // k,

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 
 import tiny_run  # noqa: E402 - from tests/
 from faults import Fault, check, faulty_run, kill, stop  # noqa: E402

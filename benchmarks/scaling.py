@@ -161,7 +161,7 @@ def submit(args: argparse.Namespace, point: Point, command: Sequence[str]) -> No
     """A job of `megatron-gvpo slurm` with another program in it."""
     from megatron_gvpo.cluster import slurm
     from megatron_gvpo.cluster.job import Job, check
-    from megatron_gvpo.config import ConfigError, load_config
+    from megatron_gvpo.config.schema import ConfigError, load_config
 
     given = [w for w in command if w.endswith((".yaml", ".yml")) or ("=" in w and w[0] != "{")]
     job = Job(

@@ -21,17 +21,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_gvpo import Trainer, load_config, parts
+from megatron_gvpo import Trainer, load_config
+from megatron_gvpo import components as parts
 from megatron_gvpo.callbacks import Callback
 from megatron_gvpo.cluster.planner import architecture, workload
 from megatron_gvpo.cluster.planner.traffic import Pack, on_the_wire, update_bytes
 from megatron_gvpo.cluster.planner.workload import Layout
-from megatron_gvpo.config import Config
+from megatron_gvpo.config.schema import Config
 from megatron_gvpo.megatron import parallel
-from megatron_gvpo.megatron.batch import TokenBatch
-from megatron_gvpo.megatron.shares import my_micro_batches
+from megatron_gvpo.megatron.batch import PackedBatch
+from megatron_gvpo.megatron.microbatch import my_micro_batches
 from megatron_gvpo.observe.timer import PhaseTimer
-from megatron_gvpo.observe.traffic import Traffic
+from megatron_gvpo.observe.traffic_counter import Traffic
 
 BOOKKEEPING = (
     "world",
@@ -125,7 +126,7 @@ def _formula(
     config = trainer.config
     budget, keep_groups = config.train.max_tokens_per_micro_batch, config.algorithm.loss.couples_groups
     mine, _ = my_micro_batches(policy.model, rows, budget, keep_groups)
-    packs = [TokenBatch.pack(rows.select(index), policy.model.padding) for index in mine]
+    packs = [PackedBatch.pack(rows.select(index), policy.model.padding) for index in mine]
     try:
         return update_bytes(
             model,

@@ -84,10 +84,10 @@ def measured(prompt: int, response: int, k: int, args: argparse.Namespace) -> di
     import torch
     import transformers
 
-    from megatron_gvpo.config import build_config
+    from megatron_gvpo.config.schema import build_config
     from megatron_gvpo.megatron import parallel
     from megatron_gvpo.megatron.policy import Policy
-    from megatron_gvpo.types import Rows
+    from megatron_gvpo.types import TrainBatch
 
     config = transformers.Qwen2Config(
         vocab_size=512,
@@ -106,7 +106,7 @@ def measured(prompt: int, response: int, k: int, args: argparse.Namespace) -> di
 
     n = args.groups * k
     prompts = [tokens(prompt) for _ in range(args.groups)]
-    rows = Rows(
+    rows = TrainBatch(
         prompt_ids=[prompts[i // k] for i in range(n)],
         response_ids=[tokens(response) for _ in range(n)],
         group_n=torch.arange(n) // k,

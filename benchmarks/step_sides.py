@@ -129,8 +129,8 @@ def run_ours(args: argparse.Namespace) -> None:
     import torch
 
     from megatron_gvpo.callbacks import Callback
-    from megatron_gvpo.config import build_config
-    from megatron_gvpo.sampling import BatchQueue
+    from megatron_gvpo.config.schema import build_config
+    from megatron_gvpo.sampling.samplers import BatchQueue
     from megatron_gvpo.trainer import Trainer
     from megatron_gvpo.types import Group, Rollout
 
@@ -207,8 +207,9 @@ def take_apart(seconds: dict[str, float]) -> None:
     """From now on, add up in `seconds` what the parts of our step take."""
     from megatron.core.pipeline_parallel import schedules
 
-    from megatron_gvpo import generation
-    from megatron_gvpo.megatron import forward, optimizer, policy, shares
+    from megatron_gvpo.megatron import forward, optimizer, policy
+    from megatron_gvpo.megatron import microbatch as shares
+    from megatron_gvpo.sampling import generation
 
     def timed(owner: Any, name: str, part: str, within: str | None = None) -> None:
         function = getattr(owner, name)
@@ -227,8 +228,8 @@ def take_apart(seconds: dict[str, float]) -> None:
     timed(generation.EngineSampler, "collect", "sampling and rewards")
     timed(generation.EmbeddedWeights, "push", "weights to the engine")
     timed(shares, "plan", "planning and packing")
-    timed(policy.Rows, "select", "planning and packing")
-    timed(forward.TokenBatch, "pack", "planning and packing", within="forward")
+    timed(policy.TrainBatch, "select", "planning and packing")
+    timed(forward.PackedBatch, "pack", "planning and packing", within="forward")
     timed(forward, "_packed_params", "planning and packing", within="forward")
     timed(forward, "linear_logprob", "head with its backward", within="forward")
     timed(schedules, "forward_step", "forward")

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch
 
-from megatron_gvpo.config import Config, build_config
-from megatron_gvpo.rollout.fleet import Fleet
+from megatron_gvpo.config.schema import Config, build_config
+from megatron_gvpo.rollout.background_loop import BackgroundLoop
 from megatron_gvpo.rollout.http import Http, open_session
-from megatron_gvpo.rollout.loop import BackgroundLoop
-from megatron_gvpo.rollout.served import DIALECTS, start_servers
+from megatron_gvpo.rollout.pool import ServerPool
+from megatron_gvpo.sampling.served import DIALECTS, start_servers
 
 ROOT = Path(__file__).parent.parent
 
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 @contextmanager
 def served(
     engine: str, directory: Path, args: argparse.Namespace
-) -> Iterator[tuple[BackgroundLoop, Fleet, Config, int]]:
+) -> Iterator[tuple[BackgroundLoop, ServerPool, Config, int]]:
     """A server of `engine` on the model, healthy, a fleet of it alone, and its process group."""
     small = ["--max-total-tokens", "4096"] if engine == "sglang" else ["--max-num-seqs", "8"]
     servers = {"python": engine_python(engine, args), "context_length": 128, "args": small}
@@ -44,7 +44,7 @@ def served(
     supervisor = start_servers(config, None, lambda message: print(message, file=sys.stderr))
     session = loop.run(open_session())
     server = DIALECTS[engine](Http(session, supervisor.processes[0].url))
-    fleet = Fleet([server], config.rollout.servers, (1,), print, supervisor)
+    fleet = ServerPool([server], config.rollout.servers, (1,), print, supervisor)
     try:
         loop.run(fleet.start())
         yield loop, fleet, config, supervisor.processes[0].pid or 0

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_gvpo.algorithms.base import STEP_START
 from megatron_gvpo.algorithms.config import AlgorithmConfig
-from megatron_gvpo.types import Group, LossInputs, Prompt, Rollout, Rows, Totals
+from megatron_gvpo.types import BatchTotals, Group, LossInputs, Prompt, Rollout, TrainBatch
 
 PROMPTS, RESPONSES, RIGHT = 64, 40, 3
 PROMPTS_PER_STEP = 16
@@ -105,7 +105,7 @@ def update(
     of: dict[str, Tensor],
 ) -> None:
     """One optimizer step, as the trainer takes it."""
-    rows = Rows.from_groups(groups)
+    rows = TrainBatch.from_groups(groups)
     x_r = torch.tensor([ids[0] for ids in rows.prompt_ids])
     v_r = torch.tensor([ids[0] for ids in rows.response_ids])
     columns: dict[str, Any] = {
@@ -116,7 +116,7 @@ def update(
     if algorithm.estimator is not None:
         rows, _ = algorithm.estimator.fill(rows)
     logp_xv = torch.log_softmax(logits_xv, -1)
-    loss, _ = algorithm.loss(LossInputs(rows, logp_xv[x_r, v_r], Totals.of(rows)))
+    loss, _ = algorithm.loss(LossInputs(rows, logp_xv[x_r, v_r], BatchTotals.of(rows)))
     entropy_r = -(logp_xv.exp() * logp_xv).sum(-1)[x_r]
     adam.zero_grad()
     (loss - algorithm.loss.entropy_coef * entropy_r.mean()).backward()

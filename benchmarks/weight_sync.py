@@ -45,12 +45,12 @@ from sync_model import change, make_model
 from sync_server import ROOT, cpu_seconds, device, engine_python, served, two_gpus
 from torch import Tensor
 
-from megatron_gvpo.config import Config
+from megatron_gvpo.config.schema import Config
 from megatron_gvpo.data.tokenizer import load_tokenizer
-from megatron_gvpo.rollout.fleet import Fleet
-from megatron_gvpo.rollout.local import LocalEngine
-from megatron_gvpo.rollout.loop import BackgroundLoop
-from megatron_gvpo.rollout.served import DIALECTS
+from megatron_gvpo.rollout.background_loop import BackgroundLoop
+from megatron_gvpo.rollout.pool import ServerPool
+from megatron_gvpo.sampling.embedded import LocalEngine
+from megatron_gvpo.sampling.served import DIALECTS
 from megatron_gvpo.weights.broadcast import Broadcast
 from megatron_gvpo.weights.bucket import Bucket
 from megatron_gvpo.weights.delta import Delta
@@ -180,7 +180,7 @@ class Pushing:
         self,
         transport: str,
         loop: BackgroundLoop,
-        fleet: Fleet,
+        fleet: ServerPool,
         config: Config,
         weights: Weights,
         pid: int,

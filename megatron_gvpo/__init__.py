@@ -8,14 +8,14 @@ __version__ = "0.1.0"
 __all__ = ["Config", "Trainer", "__version__", "load_config"]
 
 if TYPE_CHECKING:
-    from megatron_gvpo.config import Config, load_config
+    from megatron_gvpo.config.schema import Config, load_config
     from megatron_gvpo.trainer import Trainer
 
 
 def __getattr__(name: str) -> Any:
     """Import the heavy parts only when they are used, so that `import megatron_gvpo` is cheap."""
     if name in ("Config", "load_config"):
-        from megatron_gvpo import config
+        from megatron_gvpo.config import schema as config
 
         return getattr(config, name)
     if name == "Trainer":

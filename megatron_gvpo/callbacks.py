@@ -10,9 +10,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_gvpo.exchange import all_gather_msgpack
 from megatron_gvpo.observe import MetricLogger, Progress, memory_report, plot_curve, read_metrics, time_report
 from megatron_gvpo.observe.monitor import DeviceMonitor, by_machine
+from megatron_gvpo.runtime.collectives import all_gather_msgpack
 
 if TYPE_CHECKING:
     from megatron_gvpo.trainer import Trainer

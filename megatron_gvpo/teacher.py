@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from megatron_gvpo.groups import Group, Prompt, Rollout
-from megatron_gvpo.template import filled
+from megatron_gvpo.runtime.template import filled
 
 
 class TeacherError(RuntimeError):

@@ -15,16 +15,16 @@ from torch import Tensor
 
 from megatron_gvpo.algorithms.base import STEP_START
 from megatron_gvpo.callbacks import Callback
-from megatron_gvpo.combinations import advice
-from megatron_gvpo.config import Config
-from megatron_gvpo.interrupt import Interrupt, Interrupted
-from megatron_gvpo.layout import check_layout
+from megatron_gvpo.components import Components
+from megatron_gvpo.config.cross_checks import advice
+from megatron_gvpo.config.output_dir import check_output_dir, refuse_earlier_run, remove_earlier_run
+from megatron_gvpo.config.parallel_layout import check_layout
+from megatron_gvpo.config.schema import Config
 from megatron_gvpo.megatron.policy import UpdateResult
-from megatron_gvpo.outputs import check_output_dir, refuse_earlier_run, remove_earlier_run
-from megatron_gvpo.parts import Parts
-from megatron_gvpo.rollout.fleet import RolloutError
-from megatron_gvpo.statistics import rollout_statistics, trained_tokens
-from megatron_gvpo.types import Group, Rows
+from megatron_gvpo.observe.rollout_metrics import rollout_statistics, trained_tokens
+from megatron_gvpo.rollout.pool import RolloutError
+from megatron_gvpo.runtime.signals import Interrupt, Interrupted
+from megatron_gvpo.types import Group, TrainBatch
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Trainer:
         self._has_rewards = config.algorithm.sampler != "dataset"
         self._engine_reference = config.algorithm.reference_logprobs == "engine"
         self.is_main = int(os.environ.get("RANK", "0")) == 0
-        self.parts = Parts(config)
+        self.parts = Components(config)
         found = self.parts.resume() if resume else None
         self.resumed = found is not None
         self.step = found or 0
@@ -160,13 +160,13 @@ class Trainer:
                 return batch
             self._resume_point = parts.state_dict()
 
-    def _mini_batches(self, groups: Sequence[Group]) -> tuple[list[Rows], Metrics]:
+    def _mini_batches(self, groups: Sequence[Group]) -> tuple[list[TrainBatch], Metrics]:
         """Whole groups to the rows of each optimizer update, with their advantages."""
         metrics = rollout_statistics(groups, self.step) if self._has_rewards else {}
         metrics |= {f"batch/{name}": value for name, value in self.parts.batch_policy.metrics.items()}
         count, estimator = self.config.train.mini_batches, self.parts.estimator
         bounds = [len(groups) * i // count for i in range(count + 1)]
-        mini_batches = [Rows.from_groups(groups[a:b]) for a, b in pairwise(bounds) if a < b]
+        mini_batches = [TrainBatch.from_groups(groups[a:b]) for a, b in pairwise(bounds) if a < b]
         if estimator is not None:
             for i, rows in enumerate(mini_batches):
                 mini_batches[i], statistics = estimator.fill(self._judged(rows))
@@ -176,7 +176,7 @@ class Trainer:
         trained = [rows.trained() for rows in mini_batches]
         return [rows for rows in trained if len(rows)], metrics
 
-    def _judged(self, rows: Rows) -> Rows:
+    def _judged(self, rows: TrainBatch) -> TrainBatch:
         """The rows with what the estimator reads of models: values, log-probs of the policies it compares."""
         policy, estimator = self.parts.policy, self.config.algorithm.estimator
         columns: dict[str, Tensor] = {}
@@ -188,7 +188,7 @@ class Trainer:
                 columns[f"{anchor}_logp_r"] = policy.score(rows) if now else policy.score_reference(rows)
         return rows.with_columns(**columns)
 
-    def _freeze_anchors(self, rows: Rows, first: bool) -> Rows:
+    def _freeze_anchors(self, rows: TrainBatch, first: bool) -> TrainBatch:
         """Log-probs of the policies that the loss compares with, before the step's first update.
 
         Taken later, the policy at step start would be gone, and GVPO silently become REINFORCE. The
@@ -204,7 +204,7 @@ class Trainer:
             columns[f"{anchor}_logp_r"] = now_r if reference == STEP_START else policy.score_reference(rows)
         return rows.with_columns(**columns)
 
-    def _updates(self, mini_batches: list[Rows]) -> list[UpdateResult]:
+    def _updates(self, mini_batches: list[TrainBatch]) -> list[UpdateResult]:
         """An update with every mini-batch, `train.batch_epochs` times, against the same old policies.
 
         The first mini-batch, too, needs the policy at step start in a second pass: its own first forward was
@@ -220,7 +220,7 @@ class Trainer:
                     mini_batches[i] = rows.with_columns(**dict.fromkeys(at_start, result.logp_r))
         return results
 
-    def _update(self, rows: Rows, first: bool) -> UpdateResult:
+    def _update(self, rows: TrainBatch, first: bool) -> UpdateResult:
         """One optimizer update; the first of a step also tells how far the engine is from the trainer.
 
         With the engine's log-probs as the reference, the later ones are corrected by that. The first needs

@@ -32,7 +32,7 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 @dataclass
-class Rows:
+class TrainBatch:
     """Training rows: n sequences with their per-sequence [n] and per-response-token [r] columns.
 
     Token columns are flat: row i owns positions `offsets[i]:offsets[i+1]`. All float columns are
@@ -106,7 +106,7 @@ class Rows:
         assert self.advantage_n is not None, "this loss needs advantages (Loss.signal)"
         return self.advantage_n[self.seq_r]
 
-    def trained(self) -> Rows:
+    def trained(self) -> TrainBatch:
         """The rows that have a gradient."""
         if self.trained_n is None or bool(self.trained_n.all()):
             return self
@@ -118,7 +118,7 @@ class Rows:
             return torch.ones_like(self.seq_r, dtype=torch.bool)
         return self.version_r == version
 
-    def select(self, index: Sequence[int]) -> Rows:
+    def select(self, index: Sequence[int]) -> TrainBatch:
         """The rows at `index`, in that order, with all their columns."""
         row = torch.as_tensor(list(index), dtype=torch.int64)
         spans = [torch.arange(self.offsets[i], self.offsets[i + 1]) for i in index]
@@ -134,9 +134,9 @@ class Rows:
                 return {key: value[row] for key, value in column.items()}
             return column[token] if name.endswith("_r") else column[row]
 
-        return Rows(**{f.name: pick(f.name) for f in fields(self)})
+        return TrainBatch(**{f.name: pick(f.name) for f in fields(self)})
 
-    def to(self, device: torch.device) -> Rows:
+    def to(self, device: torch.device) -> TrainBatch:
         """The same rows with their tensor columns on `device`; token ids stay on the host."""
         columns: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         moved: dict[str, Any] = {
@@ -144,7 +144,7 @@ class Rows:
             for name, value in columns.items()
         }
         moved["component_n"] = {key: on_device(value, device) for key, value in self.component_n.items()}
-        rows = Rows(**moved)
+        rows = TrainBatch(**moved)
         if self.group_n.device != device:  # made here: there, their sizes would have to be waited for
             derived: dict[str, Any] = {
                 "offsets": self.offsets,
@@ -154,7 +154,7 @@ class Rows:
             rows.__dict__.update(derived)
         return rows
 
-    def with_columns(self, **columns: Tensor | None) -> Rows:
+    def with_columns(self, **columns: Tensor | None) -> TrainBatch:
         changes: dict[str, Any] = dict(columns)
         rows = replace(self, **changes)
         if "group_n" not in columns:
@@ -162,13 +162,13 @@ class Rows:
         return rows
 
     @staticmethod
-    def from_groups(groups: Sequence[Group]) -> Rows:
+    def from_groups(groups: Sequence[Group]) -> TrainBatch:
         """Rows of all rollouts, in order. Raises ValueError for log-probs or experts that do not match their
         tokens."""
         rollouts = [(g, rollout) for g, group in enumerate(groups) for rollout in group.rollouts]
         names = sorted({name for _, rollout in rollouts for name in rollout.rewards})
         priors = [groups[g].prior for g, _ in rollouts]
-        return Rows(
+        return TrainBatch(
             prompt_ids=[groups[g].prompt.token_ids for g, _ in rollouts],
             response_ids=[rollout.token_ids for _, rollout in rollouts],
             group_n=torch.tensor([g for g, _ in rollouts], dtype=torch.int64),
@@ -237,7 +237,7 @@ def _engine_logp(rollouts: Sequence[Rollout]) -> Tensor | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Totals:
+class BatchTotals:
     """Sizes of the whole optimizer step, over all ranks and micro-batches: the only normalisers."""
 
     groups: int
@@ -245,8 +245,8 @@ class Totals:
     tokens: int
 
     @staticmethod
-    def of(rows: Rows) -> Totals:
-        return Totals(len(rows.groups[1]), len(rows), int(rows.length_n.sum()))
+    def of(rows: TrainBatch) -> BatchTotals:
+        return BatchTotals(len(rows.groups[1]), len(rows), int(rows.length_n.sum()))
 
 
 @dataclass
@@ -258,9 +258,9 @@ class LossInputs:
     micro-batches and ranks because every normaliser comes from `totals`.
     """
 
-    rows: Rows
+    rows: TrainBatch
     logp_r: Tensor
-    totals: Totals
+    totals: BatchTotals
 
     @cached_property
     def logp_n(self) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
 from torch import Tensor
 
-from megatron_gvpo.types import LossInputs, Rows, Totals
+from megatron_gvpo.types import BatchTotals, LossInputs, TrainBatch
 
 Metrics = dict[str, Tensor]
 # Of the reward: its name, or its number; 0 is the verifier's by convention.
@@ -62,7 +62,7 @@ STEP_START = Reference()
 class FilledBy(Protocol):
     """An estimator at work."""
 
-    def fill(self, rows: Rows) -> tuple[Rows, Metrics]: ...
+    def fill(self, rows: TrainBatch) -> tuple[TrainBatch, Metrics]: ...
 
 
 class Advantage(Block):
@@ -101,10 +101,10 @@ class Advantage(Block):
         """What fills a run's rows: itself, unless it remembers something from step to step."""
         return self
 
-    def __call__(self, rows: Rows) -> tuple[Tensor, Metrics]:
+    def __call__(self, rows: TrainBatch) -> tuple[Tensor, Metrics]:
         raise NotImplementedError
 
-    def fill(self, rows: Rows) -> tuple[Rows, Metrics]:
+    def fill(self, rows: TrainBatch) -> tuple[TrainBatch, Metrics]:
         """The rows with their advantages."""
         advantage, metrics = self(rows)
         column = "advantage_r" if self.per_token else "advantage_n"
@@ -168,7 +168,9 @@ class Loss(Block):
         raise NotImplementedError
 
 
-def token_weights(loss: Loss, rows: Rows, logp_r: Tensor, totals: Totals) -> tuple[Tensor, Metrics]:
+def token_weights(
+    loss: Loss, rows: TrainBatch, logp_r: Tensor, totals: BatchTotals
+) -> tuple[Tensor, Metrics]:
     """Weights w = dL/dlogp at `logp_r`, fp32 [r], and the loss and metrics there.
 
     This is what lets a group be split over micro-batches or ranks: with w fixed, the surrogate

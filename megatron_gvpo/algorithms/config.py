@@ -7,14 +7,24 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from megatron_gvpo.algorithms.arise import Skills
+from megatron_gvpo.algorithms.advantages.bnpo import BNPO
+from megatron_gvpo.algorithms.advantages.care import ConfidenceEstimator
+from megatron_gvpo.algorithms.advantages.estimator import Estimator
+from megatron_gvpo.algorithms.advantages.fgrpo import LagrangianEstimator
+from megatron_gvpo.algorithms.advantages.gae import GAE, Critic
+from megatron_gvpo.algorithms.advantages.gdpo import ComponentEstimator
+from megatron_gvpo.algorithms.advantages.grao import ReferenceAnswerEstimator
+from megatron_gvpo.algorithms.advantages.m_grpo import RoleEstimator
+from megatron_gvpo.algorithms.advantages.mc_grpo import MedianEstimator
+from megatron_gvpo.algorithms.advantages.ngrpo import VirtualEstimator
+from megatron_gvpo.algorithms.advantages.rank_grpo import RankEstimator
+from megatron_gvpo.algorithms.advantages.stratified import StratifiedEstimator
+from megatron_gvpo.algorithms.advantages.tempo import PrefixTreeEstimator
+from megatron_gvpo.algorithms.advantages.v05 import ShrunkEstimator
+from megatron_gvpo.algorithms.advantages.xrpo import NoveltyEstimator
 from megatron_gvpo.algorithms.base import STEP_START, Block, Reference
-from megatron_gvpo.algorithms.batch_policy import Accumulate, KeepAll
-from megatron_gvpo.algorithms.bnpo import BNPO
-from megatron_gvpo.algorithms.care import ConfidenceEstimator
-from megatron_gvpo.algorithms.cispo import CISPO
-from megatron_gvpo.algorithms.consistency import InformationConsistency
-from megatron_gvpo.algorithms.curriculum import (
+from megatron_gvpo.algorithms.curriculum.batch_policy import Accumulate, KeepAll
+from megatron_gvpo.algorithms.curriculum.blocks import (
     Equal,
     FunctionPrior,
     GreedyPrior,
@@ -26,33 +36,27 @@ from megatron_gvpo.algorithms.curriculum import (
     Tracker,
 )
 from megatron_gvpo.algorithms.custom import CustomEstimator, CustomLoss, CustomShaper
-from megatron_gvpo.algorithms.disco import DisCO
-from megatron_gvpo.algorithms.dpo import DPO
-from megatron_gvpo.algorithms.estimators import Estimator
-from megatron_gvpo.algorithms.exemplars import Exemplars
-from megatron_gvpo.algorithms.fgrpo import LagrangianEstimator
-from megatron_gvpo.algorithms.filters import Drop, Keep, MaskTruncated
-from megatron_gvpo.algorithms.gae import GAE, Critic
-from megatron_gvpo.algorithms.gdpo import ComponentEstimator
-from megatron_gvpo.algorithms.grao import ReferenceAnswerEstimator
-from megatron_gvpo.algorithms.guests import Exits, Teacher
-from megatron_gvpo.algorithms.gvpo import GVPO
-from megatron_gvpo.algorithms.hill import LearnedHint
-from megatron_gvpo.algorithms.judged import GroupSimilarity, WinRate
-from megatron_gvpo.algorithms.m_grpo import RoleEstimator
-from megatron_gvpo.algorithms.masa import Foresight
-from megatron_gvpo.algorithms.mc_grpo import MedianEstimator
-from megatron_gvpo.algorithms.members import Demonstration, Hinted, Replay
-from megatron_gvpo.algorithms.ngrpo import VirtualEstimator
-from megatron_gvpo.algorithms.nll import NLL
-from megatron_gvpo.algorithms.osla import OneMore
-from megatron_gvpo.algorithms.pg import PolicyGradient
-from megatron_gvpo.algorithms.ppo import PPO
-from megatron_gvpo.algorithms.rank_grpo import RankEstimator
+from megatron_gvpo.algorithms.losses.cispo import CISPO
+from megatron_gvpo.algorithms.losses.disco import DisCO
+from megatron_gvpo.algorithms.losses.dpo import DPO
+from megatron_gvpo.algorithms.losses.gvpo import GVPO
+from megatron_gvpo.algorithms.losses.nll import NLL
+from megatron_gvpo.algorithms.losses.pg import PolicyGradient
+from megatron_gvpo.algorithms.losses.ppo import PPO
+from megatron_gvpo.algorithms.losses.reg_grpo import RegGRPO
+from megatron_gvpo.algorithms.members.arise import Skills
+from megatron_gvpo.algorithms.members.base import Demonstration, Hinted, Replay
+from megatron_gvpo.algorithms.members.exemplars import Exemplars
+from megatron_gvpo.algorithms.members.guests import Exits, Teacher
+from megatron_gvpo.algorithms.members.hill import LearnedHint
+from megatron_gvpo.algorithms.members.masa import Foresight
+from megatron_gvpo.algorithms.members.osla import OneMore
+from megatron_gvpo.algorithms.members.rounds import Rounds
 from megatron_gvpo.algorithms.recipe import merge, read_recipe
-from megatron_gvpo.algorithms.reg_grpo import RegGRPO
-from megatron_gvpo.algorithms.rounds import Rounds
-from megatron_gvpo.algorithms.shapers import (
+from megatron_gvpo.algorithms.shapers.consistency import InformationConsistency
+from megatron_gvpo.algorithms.shapers.filters import Drop, Keep, MaskTruncated
+from megatron_gvpo.algorithms.shapers.judged import GroupSimilarity, WinRate
+from megatron_gvpo.algorithms.shapers.rewards import (
     Affine,
     FormatLength,
     Gate,
@@ -64,10 +68,6 @@ from megatron_gvpo.algorithms.shapers import (
     Staged,
     Unlikeliness,
 )
-from megatron_gvpo.algorithms.stratified import StratifiedEstimator
-from megatron_gvpo.algorithms.tempo import PrefixTreeEstimator
-from megatron_gvpo.algorithms.v05 import ShrunkEstimator
-from megatron_gvpo.algorithms.xrpo import NoveltyEstimator
 
 
 def _named(value: Any) -> Any:

@@ -10,9 +10,9 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from megatron_gvpo.algorithms.base import STEP_START, Advantage, Loss, Metrics, Reference
-from megatron_gvpo.algorithms.shaping import Shaper, rewarded
-from megatron_gvpo.functions import check_call, load_function
-from megatron_gvpo.types import Group, LossInputs, Rows
+from megatron_gvpo.algorithms.shapers.base import Shaper, rewarded
+from megatron_gvpo.runtime.user_functions import check_call, load_function
+from megatron_gvpo.types import Group, LossInputs, TrainBatch
 
 
 class CustomLoss(Loss):
@@ -86,7 +86,7 @@ class CustomEstimator(Advantage):
     def needs_group(self) -> bool:
         return self.compares
 
-    def __call__(self, rows: Rows) -> tuple[Tensor, Metrics]:
+    def __call__(self, rows: TrainBatch) -> tuple[Tensor, Metrics]:
         value = load_function(self.function)(rows, **self.options)
         if not isinstance(value, Tensor) or value.shape != (len(rows),):
             raise ValueError(

@@ -21,11 +21,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron_gvpo.cluster.doctor import find_version
 from megatron_gvpo.cluster.planner.workload import Gpu
-from megatron_gvpo.doctor import find_version
-from megatron_gvpo.exchange import all_gather_msgpack
-from megatron_gvpo.observe.device import driver_version
+from megatron_gvpo.observe.gpus import driver_version
 from megatron_gvpo.rollout.supervise import is_healthy
+from megatron_gvpo.runtime.collectives import all_gather_msgpack
 from megatron_gvpo.versions import COMPONENTS
 
 PATIENCE = 60.0  # seconds for a file to be seen by all, and for a collective

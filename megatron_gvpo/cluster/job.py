@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatron_gvpo.config import Config, ConfigError
-from megatron_gvpo.layout import check_layout
-from megatron_gvpo.outputs import refuse_earlier_run
+from megatron_gvpo.config.output_dir import refuse_earlier_run
+from megatron_gvpo.config.parallel_layout import check_layout
+from megatron_gvpo.config.schema import Config, ConfigError
 
 SHORTEST_NOTICE = 120  # seconds; Slurm may be a minute early with its signal
 # What the script says itself, and what a user may want by it.

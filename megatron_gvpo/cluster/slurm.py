@@ -18,7 +18,7 @@ from pathlib import Path
 import jinja2
 
 from megatron_gvpo.cluster.job import Job
-from megatron_gvpo.config import Config, ConfigError
+from megatron_gvpo.config.schema import Config, ConfigError
 
 SECONDS_TO_SUBMIT = 60
 SECONDS_TO_SCHEDULE = 10

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
-from megatron_gvpo.config import DataConfig, DatasetConfig
+from megatron_gvpo.config.schema import DataConfig, DatasetConfig
 from megatron_gvpo.data.sources import DataError, Record, read_records
 from megatron_gvpo.types import Prompt, Scored
 

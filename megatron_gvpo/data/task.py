@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_gvpo.config import Config, read_model_config
+from megatron_gvpo.config.schema import Config, read_model_config
 from megatron_gvpo.data.prompts import DataError, load_prompts
 from megatron_gvpo.data.tokenizer import end_token_id, load_tokenizer
 from megatron_gvpo.types import Prompt

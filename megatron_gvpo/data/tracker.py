@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_gvpo.algorithms.curriculum import Counts, Record, SuccessRate, Tracker
+from megatron_gvpo.algorithms.curriculum.blocks import Counts, Record, SuccessRate, Tracker
 from megatron_gvpo.data.sources import DataError
 from megatron_gvpo.types import Group, Prompt
 

@@ -26,10 +26,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_gvpo.kernels.head import Head, Tiles
-from megatron_gvpo.kernels.known import WeightsKnown
-from megatron_gvpo.kernels.late import WeightsLate
 from megatron_gvpo.kernels.products import accumulator, operand_dtype
 from megatron_gvpo.kernels.reference import reference
+from megatron_gvpo.kernels.weights_first import WeightsKnown
+from megatron_gvpo.kernels.weights_last import WeightsLate
 
 Backend = Literal["auto", "reference", "chunked", "triton"]
 Mode = Literal["known", "stash", "recompute", "forward", "reference"]

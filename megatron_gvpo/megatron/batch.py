@@ -13,8 +13,8 @@ from itertools import accumulate, groupby, pairwise
 import torch
 from torch import Tensor
 
-from megatron_gvpo.layout import Padding
-from megatron_gvpo.types import Routing, Rows, on_device
+from megatron_gvpo.config.parallel_layout import Padding
+from megatron_gvpo.types import Routing, TrainBatch, on_device
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Plan:
 
 
 def plan(
-    rows: Rows,
+    rows: TrainBatch,
     dp_size: int,
     max_tokens: int,
     hidden_size: int,
@@ -68,7 +68,7 @@ def plan(
 
 
 def _items(
-    rows: Rows, tokens: list[int], max_tokens: int, keep_groups: bool, share_prompts: bool
+    rows: TrainBatch, tokens: list[int], max_tokens: int, keep_groups: bool, share_prompts: bool
 ) -> tuple[list[list[int]], bool]:
     """The indivisible units: whole groups that fit the budget, single sequences otherwise."""
     if not keep_groups:
@@ -114,13 +114,13 @@ def _fill(
 
 
 @dataclass
-class TokenBatch:
+class PackedBatch:
     """One pack, or a context-parallel rank's cut of one: token-aligned columns [t] (design law 1).
 
     The hidden state at `response_r` predicts token `index_r` of the rows' flat response columns, `label_r`.
     """
 
-    rows: Rows  # all of the pack's, in every cut
+    rows: TrainBatch  # all of the pack's, in every cut
     token_t: Tensor  # int64
     position_t: Tensor  # int64, from 0 in every sequence
     response_r: Tensor  # int64 indices into t
@@ -135,10 +135,10 @@ class TokenBatch:
 
     @staticmethod
     def pack(
-        rows: Rows,
+        rows: TrainBatch,
         padding: Padding = Padding(1, 1),  # noqa: B008 - frozen
         share_prompts: bool = False,
-    ) -> TokenBatch:
+    ) -> PackedBatch:
         """`share_prompts`: neighbours with the same prompt have it once. Not with padded sequences."""
         if share_prompts:
             assert padding.sequence == 1, "shared prompts are not cut over context-parallel ranks"
@@ -158,7 +158,7 @@ class TokenBatch:
         if pad:
             tokens += [0] * pad
             lengths.append(pad)
-        return TokenBatch(
+        return PackedBatch(
             rows=rows,
             token_t=torch.tensor(tokens, dtype=torch.int64),
             position_t=torch.cat([torch.arange(length) for length in lengths]),
@@ -169,7 +169,7 @@ class TokenBatch:
             experts_t=_experts(rows.routing, lengths),
         )
 
-    def cut(self, parts: int, part: int) -> TokenBatch:
+    def cut(self, parts: int, part: int) -> PackedBatch:
         """One of `parts` context-parallel ranks' tokens, all columns cut alike."""
         if parts == 1:
             return self
@@ -188,8 +188,8 @@ class TokenBatch:
             experts_t=None if self.experts_t is None else self.experts_t[mine_t],
         )
 
-    def to(self, device: torch.device) -> TokenBatch:
-        return TokenBatch(
+    def to(self, device: torch.device) -> PackedBatch:
+        return PackedBatch(
             rows=self.rows.to(device),
             token_t=on_device(self.token_t, device),
             position_t=on_device(self.position_t, device),
@@ -203,7 +203,7 @@ class TokenBatch:
 
 
 def _experts(routing: Sequence[Routing | None] | None, lengths: list[int]) -> Tensor | None:
-    """`TokenBatch.experts_t` of rows whose padded sequences have these lengths, and of the pack's padding."""
+    """`PackedBatch.experts_t` of rows with padded sequences of these lengths, and of the pack's padding."""
     known = next((of_row for of_row in routing or [] if of_row is not None), None)
     if routing is None or known is None:
         return None
@@ -223,7 +223,7 @@ def _decoded(routing: Routing) -> Tensor:
     return flat.view(-1, routing.layers, routing.per_token)
 
 
-def _pack_shared(rows: Rows, padding: Padding) -> TokenBatch:
+def _pack_shared(rows: TrainBatch, padding: Padding) -> PackedBatch:
     """Every run of rows with one prompt as the prompt and their responses after it.
 
     The prompt's last token is in the pack once, and predicts the first token of all its responses.
@@ -259,7 +259,7 @@ def _pack_shared(rows: Rows, padding: Padding) -> TokenBatch:
     pad = -len(tokens) % padding.pack if tokens else padding.pack
     if pad:
         segment([0] * pad, 0)
-    return TokenBatch(
+    return PackedBatch(
         rows=rows,
         token_t=torch.tensor(tokens, dtype=torch.int64),
         position_t=torch.cat(positions),

@@ -13,14 +13,14 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from megatron_gvpo.algorithms.gae import Critic as CriticOptions
-from megatron_gvpo.config import Config
+from megatron_gvpo.algorithms.advantages.gae import Critic as CriticOptions
+from megatron_gvpo.config.schema import Config
 from megatron_gvpo.megatron import forward
-from megatron_gvpo.megatron.batch import TokenBatch
-from megatron_gvpo.megatron.model import Model, build
+from megatron_gvpo.megatron.batch import PackedBatch
+from megatron_gvpo.megatron.microbatch import detached, floats, gather, my_micro_batches, sum_over_ranks
+from megatron_gvpo.megatron.model.build import Model, build
 from megatron_gvpo.megatron.optimizer import Optimizer
-from megatron_gvpo.megatron.shares import detached, floats, gather, my_micro_batches, sum_over_ranks
-from megatron_gvpo.types import Rows, Totals
+from megatron_gvpo.types import BatchTotals, TrainBatch
 
 
 class ValueHead(torch.nn.Module):
@@ -53,7 +53,9 @@ def without_output_layer(chunks: list[Any]) -> list[Any]:
     return chunks
 
 
-def value_head(hidden_states: Tensor, output_layer: ValueHead, _: Tensor | None, batch: TokenBatch) -> Tensor:
+def value_head(
+    hidden_states: Tensor, output_layer: ValueHead, _: Tensor | None, batch: PackedBatch
+) -> Tensor:
     """hidden_states [t, 1, h] (t / tp under sequence parallelism) -> values of the pack's tokens, fp32 [r].
 
     The value of a token is that of what came before it, prompt and response: of the hidden state that
@@ -94,22 +96,22 @@ class Critic:
         self._options = options
         self._budget = train.max_tokens_per_micro_batch * parallel.cp
 
-    def values(self, rows: Rows) -> Tensor:
+    def values(self, rows: TrainBatch) -> Tensor:
         """V of what came before every response token, without gradient, fp32 [r] on the CPU of every rank."""
         mine, _ = my_micro_batches(self.model, rows, self._budget, keep_groups=False)
 
-        def keep(_: Rows, value_r: Tensor) -> tuple[Tensor, Tensor]:
+        def keep(_: TrainBatch, value_r: Tensor) -> tuple[Tensor, Tensor]:
             return value_r.new_zeros(()), value_r.detach()
 
         packs = [rows.select(index) for index in mine]
         return gather(rows, mine, forward.run(self.model, packs, keep, head=value_head, forward_only=True))
 
-    def update(self, rows: Rows) -> dict[str, float]:
+    def update(self, rows: TrainBatch) -> dict[str, float]:
         """One optimizer update towards `rows.return_r`; returns metrics."""
-        totals = Totals.of(rows)
+        totals = BatchTotals.of(rows)
         mine, _ = my_micro_batches(self.model, rows, self._budget, keep_groups=False)
 
-        def share(rows: Rows, value_r: Tensor) -> tuple[Tensor, Any]:
+        def share(rows: TrainBatch, value_r: Tensor) -> tuple[Tensor, Any]:
             value, metrics = self._options.loss(rows, value_r, totals)
             return value, detached(metrics)
 

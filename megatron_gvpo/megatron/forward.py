@@ -28,22 +28,22 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 
 from megatron_gvpo.kernels.linear_logprob import LinearLogprob, linear_logprob
-from megatron_gvpo.megatron.batch import TokenBatch
-from megatron_gvpo.megatron.footprint import Footprint
-from megatron_gvpo.megatron.model import Model
-from megatron_gvpo.megatron.offloading import offloaded_activations
+from megatron_gvpo.megatron.batch import PackedBatch
+from megatron_gvpo.megatron.memory_profile import MemoryProfile
+from megatron_gvpo.megatron.model.activation_offload import offloaded_activations
+from megatron_gvpo.megatron.model.build import Model
 from megatron_gvpo.megatron.parallel import device, megatron_device
-from megatron_gvpo.types import Rows, on_device
+from megatron_gvpo.types import TrainBatch, on_device
 
 # (rows of one micro-batch, the head's output) -> (share of the loss, what to hand back to the caller)
-LossFunction = Callable[[Rows, Any], tuple[Tensor, Any]]
+LossFunction = Callable[[TrainBatch, Any], tuple[Tensor, Any]]
 # (hidden states [t, 1, h], GPTModel's output layer, tied weight or None, this rank's tokens) -> its output
-Head = Callable[[Tensor, Any, Tensor | None, TokenBatch], Any]
+Head = Callable[[Tensor, Any, Tensor | None, PackedBatch], Any]
 
 
 def run(
     model: Model,
-    micro_batches: Sequence[Rows],
+    micro_batches: Sequence[TrainBatch],
     loss_function: LossFunction,
     *,
     head: Head,
@@ -56,12 +56,12 @@ def run(
     scale = float(len(micro_batches) * parallel_state.get_data_parallel_world_size())
     cp_group = parallel_state.get_context_parallel_group()
 
-    def loss(rows: Rows, output: Any) -> tuple[Tensor, Any]:
+    def loss(rows: TrainBatch, output: Any) -> tuple[Tensor, Any]:
         share, result = loss_function(rows, output)
         return share * scale, result
 
-    def forward_step(data: Iterator[Rows], chunk: Any) -> tuple[Any, Callable[..., Any]]:
-        whole = TokenBatch.pack(next(data), model.padding, model.share_prompts)
+    def forward_step(data: Iterator[TrainBatch], chunk: Any) -> tuple[Any, Callable[..., Any]]:
+        whole = PackedBatch.pack(next(data), model.padding, model.share_prompts)
         batch = whole.cut(cp_group.size(), cp_group.rank()).to(device())
         if model.replay is not None:
             model.replay.take(chunk, batch.experts_t, sequence_parallel=model.config.sequence_parallel)
@@ -108,10 +108,10 @@ class LogprobHead:
     vocab_size: int
     entropy: bool = False
     stash_bytes: int = 0
-    footprint: Footprint | None = None  # to measure with
+    footprint: MemoryProfile | None = None  # to measure with
 
     def __call__(
-        self, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, batch: TokenBatch
+        self, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, batch: PackedBatch
     ) -> LinearLogprob:
         if output_layer.sequence_parallel:
             full_th = gather_from_sequence_parallel_region(hidden_states)  # backward: reduce-scatter
@@ -144,7 +144,7 @@ class LogprobHead:
         return mine._replace(logp_r=of_whole_pack(mine.logp_r, batch), entropy_r=entropy_r)
 
 
-def of_whole_pack(mine_r: Tensor, batch: TokenBatch) -> Tensor:
+def of_whole_pack(mine_r: Tensor, batch: PackedBatch) -> Tensor:
     """A context-parallel rank's values -> those of all the pack's response tokens, in row order.
 
     The others' enter as constants: their own ranks differentiate them, once.
@@ -157,7 +157,7 @@ def of_whole_pack(mine_r: Tensor, batch: TokenBatch) -> Tensor:
     return placed_r + (others_r - placed_r.detach())
 
 
-def _packed_params(model: Model, batch: TokenBatch) -> PackedSeqParams:
+def _packed_params(model: Model, batch: PackedBatch) -> PackedSeqParams:
     assert model.local or not batch.followers, "no attention of Transformer Engine's shares prompts"
     ends = torch.tensor(list(accumulate(batch.lengths, initial=0)), dtype=torch.int32)
     cu_seqlens, longest = on_device(ends, batch.token_t.device), max(batch.lengths)
@@ -172,7 +172,7 @@ def _packed_params(model: Model, batch: TokenBatch) -> PackedSeqParams:
         common |= {"cu_seqlens_q_padded": cu_seqlens, "cu_seqlens_kv_padded": cu_seqlens}
     if not model.local:
         return PackedSeqParams(**common)
-    from megatron_gvpo.megatron.cpu.attention import LocalPackedSeqParams
+    from megatron_gvpo.megatron.cpu.packed_attention import LocalPackedSeqParams
     from megatron_gvpo.megatron.cpu.rotary import angles
 
     angles_t = None

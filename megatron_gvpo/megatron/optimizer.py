@@ -23,10 +23,10 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
-from megatron_gvpo.config import ConfigError, ModelConfig, OptimizerConfig
-from megatron_gvpo.exchange import first_problem
-from megatron_gvpo.megatron.model import Model
+from megatron_gvpo.config.schema import ConfigError, ModelConfig, OptimizerConfig
+from megatron_gvpo.megatron.model.build import Model
 from megatron_gvpo.megatron.parallel import megatron_device
+from megatron_gvpo.runtime.collectives import first_problem
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_gvpo.config import ParallelConfig
+from megatron_gvpo.config.schema import ParallelConfig
 
 # Set before the import: Megatron lists what it cannot import, and later every parameter.
 logging.getLogger("megatron").setLevel(logging.WARNING)

@@ -15,19 +15,19 @@ from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
 from megatron_gvpo.algorithms.base import STEP_START, Loss, token_weights
-from megatron_gvpo.config import Config, ConfigError
+from megatron_gvpo.config.schema import Config, ConfigError
 from megatron_gvpo.kernels.linear_logprob import LinearLogprob
 from megatron_gvpo.megatron import forward
 from megatron_gvpo.megatron.critic import Critic
-from megatron_gvpo.megatron.footprint import Footprint
+from megatron_gvpo.megatron.device_memory import Memory
 from megatron_gvpo.megatron.forward import LogprobHead
-from megatron_gvpo.megatron.memory import Memory
-from megatron_gvpo.megatron.model import Model
+from megatron_gvpo.megatron.memory_profile import MemoryProfile
+from megatron_gvpo.megatron.microbatch import detached, floats, gather, my_micro_batches, sum_over_ranks
+from megatron_gvpo.megatron.model.build import Model
 from megatron_gvpo.megatron.optimizer import Optimizer, Update
+from megatron_gvpo.megatron.reference_weights import ReferenceWeights
 from megatron_gvpo.megatron.scorer import Scorer
-from megatron_gvpo.megatron.shadow import Shadow
-from megatron_gvpo.megatron.shares import detached, floats, gather, my_micro_batches, sum_over_ranks
-from megatron_gvpo.types import LossInputs, Rows, Totals
+from megatron_gvpo.types import BatchTotals, LossInputs, TrainBatch
 
 
 @dataclass(frozen=True)
@@ -65,27 +65,27 @@ class Policy(Scorer):
         self._measured = False
         self._aside: dist.ProcessGroup | None = None
         other = next((r for r in config.algorithm.anchors if r != STEP_START), None)
-        self.shadow = None if other is None else Shadow(self.model, other.decay)
+        self.shadow = None if other is None else ReferenceWeights(self.model, other.decay)
 
-    def score_reference(self, rows: Rows) -> Tensor:
+    def score_reference(self, rows: TrainBatch) -> Tensor:
         """`score` under the weights of the method's fixed or moving reference, whose routers choose."""
         assert self.shadow is not None, "the method has no reference of its own"
         with self.shadow.lent():
             return self.score(rows.with_columns(routing=None))
 
-    def update(self, rows: Rows, *, at_step_start: bool, keep_logp: bool = False) -> UpdateResult:
+    def update(self, rows: TrainBatch, *, at_step_start: bool, keep_logp: bool = False) -> UpdateResult:
         """One optimizer update on `rows`, which hold whole groups.
 
         `at_step_start`: no update has been taken since the step began, so that an anchor at step start is
         the present policy; the rows' columns of such anchors need not be filled. `keep_logp`: return the
         log-probs that the update's own forward found.
         """
-        loss, totals = self._loss, Totals.of(rows)
+        loss, totals = self._loss, BatchTotals.of(rows)
         mine, some_split = my_micro_batches(self.model, rows, self._budget, loss.couples_groups)
         split = (some_split and loss.couples_groups) or loss.couples_step
         rows = self._known_weights(rows, totals, at_step_start, split)
 
-        def share(rows: Rows, values: tuple[Any, ...]) -> tuple[Tensor, Any]:
+        def share(rows: TrainBatch, values: tuple[Any, ...]) -> tuple[Tensor, Any]:
             output = LinearLogprob(*values)
             logp_r = output.logp_r.detach()
             besides = _head_metrics(rows, output, totals)
@@ -127,13 +127,15 @@ class Policy(Scorer):
         self.model.about_to_change()
         return UpdateResult(self.optimizer.apply(), metrics, logp_r, of_head, memory)
 
-    def _first_footprint(self) -> Footprint | None:
+    def _first_footprint(self) -> MemoryProfile | None:
         """To measure a run's first update with; None afterwards."""
         first = not self._measured and self.optimizer.steps == 0
         self._measured = True
-        return Footprint(*self._trained) if first else None
+        return MemoryProfile(*self._trained) if first else None
 
-    def _known_weights(self, rows: Rows, totals: Totals, at_step_start: bool, split: bool) -> Rows:
+    def _known_weights(
+        self, rows: TrainBatch, totals: BatchTotals, at_step_start: bool, split: bool
+    ) -> TrainBatch:
         """Fill `weight_r` where dL/dlogp can be had before the forward: the head then needs one pass less.
 
         Where a coupled group is `split` over micro-batches there is no other way, and a scoring pass at
@@ -168,14 +170,14 @@ class Policy(Scorer):
         return [self.model] if self.critic is None else [self.model, self.critic.model]
 
 
-def _anchored(rows: Rows, logp_r: Tensor) -> Rows:
+def _anchored(rows: TrainBatch, logp_r: Tensor) -> TrainBatch:
     """Rows whose missing old and reference log-probs are the present ones."""
     old = logp_r if rows.old_logp_r is None else rows.old_logp_r
     reference = old if rows.ref_logp_r is None else rows.ref_logp_r
     return rows.with_columns(old_logp_r=old, ref_logp_r=reference)
 
 
-def _head_metrics(rows: Rows, output: LinearLogprob, totals: Totals) -> dict[str, Tensor | float]:
+def _head_metrics(rows: TrainBatch, output: LinearLogprob, totals: BatchTotals) -> dict[str, Tensor | float]:
     """A micro-batch's part in how the output layer came by its gradient: shares of the tokens, and their mean
     of what a rank kept for them."""
     share = rows.offsets[-1] / totals.tokens

@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_gvpo.config import Config
+from megatron_gvpo.config.schema import Config
 from megatron_gvpo.kernels.linear_logprob import LinearLogprob
 from megatron_gvpo.megatron import forward, parallel
+from megatron_gvpo.megatron.device_memory import Memory
 from megatron_gvpo.megatron.forward import LogprobHead
-from megatron_gvpo.megatron.memory import Memory
-from megatron_gvpo.megatron.model import build
-from megatron_gvpo.megatron.shares import gather, my_micro_batches
-from megatron_gvpo.types import Rows
+from megatron_gvpo.megatron.microbatch import gather, my_micro_batches
+from megatron_gvpo.megatron.model.build import build
+from megatron_gvpo.types import TrainBatch
 
 
 class Scorer:
@@ -29,7 +29,7 @@ class Scorer:
         self._budget = config.train.max_tokens_per_micro_batch * config.parallel.cp
         self._temperature = config.rollout.temperature if config.algorithm.sampler == "engine" else 1.0
 
-    def score(self, rows: Rows, temperature: float | None = None) -> Tensor:
+    def score(self, rows: TrainBatch, temperature: float | None = None) -> Tensor:
         """Log-probs of the response tokens, without gradient, fp32 [r] on the CPU of every rank.
 
         `temperature`: default the sampling temperature.
@@ -38,7 +38,7 @@ class Scorer:
             self.model, rows, self._budget, keep_groups=self.model.share_prompts
         )
 
-        def keep(_: Rows, values: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+        def keep(_: TrainBatch, values: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
             output = LinearLogprob(*values)
             return output.logp_r.new_zeros(()), output.logp_r.detach()
 

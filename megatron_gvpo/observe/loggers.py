@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from megatron_gvpo.observe.jsonl import JsonlWriter
 
 if TYPE_CHECKING:
-    from megatron_gvpo.config import LoggingConfig
+    from megatron_gvpo.config.schema import LoggingConfig
 
 
 class Backend(Protocol):

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from megatron_gvpo.types import Rows
+from megatron_gvpo.types import TrainBatch
 
 # KL in nats a token, by the trainer's dtype. On the quickstart's policies rounding alone gave 2e-13 in fp32
 # and 4e-5 in bf16; a temperature of 0.8 for 1.0 gave 3e-3 to 6e-3, the weights of another stage 0.1 to 0.4.
@@ -47,7 +47,7 @@ class MismatchWatch:
         self._top_p = top_p
         self._differences: list[tuple[Tensor, Tensor]] = []
 
-    def compare(self, rows: Rows, logp_r: Tensor, version: int) -> None:
+    def compare(self, rows: TrainBatch, logp_r: Tensor, version: int) -> None:
         """Take in the trainer's `logp_r` [r] of `rows`, under the weights of `version`.
 
         Tokens that other weights sampled are left out: their difference is the policy's own change. Rows
@@ -65,7 +65,7 @@ class MismatchWatch:
             gap = (float(difference_r.sum()) + known) / len(current_r)
             self.gap = gap if math.isfinite(gap) else self.gap
 
-    def corrected(self, rows: Rows) -> Tensor:
+    def corrected(self, rows: TrainBatch) -> Tensor:
         """The engine's log-probs plus `gap`, fp32 [r]: what stands for the trainer's own in a reference.
 
         Without it, sums over a sequence would be off by its length times the gap, a bonus on length. Raises

@@ -20,8 +20,8 @@ from multiprocessing.connection import wait
 from types import TracebackType
 from typing import Any, Self
 
-from megatron_gvpo.config import ConfigError, RewardsConfig
-from megatron_gvpo.rewards.functions import Component, Job
+from megatron_gvpo.config.schema import ConfigError, RewardsConfig
+from megatron_gvpo.rewards.registry import Component, Job
 from megatron_gvpo.types import Group, Rollout
 
 _START = 600.0  # seconds that a worker has to import its functions

@@ -19,8 +19,8 @@ from multiprocessing.connection import Connection
 from numbers import Real
 from typing import Any
 
-from megatron_gvpo.functions import described
-from megatron_gvpo.rewards.functions import Job, load_reward
+from megatron_gvpo.rewards.registry import Job, load_reward
+from megatron_gvpo.runtime.user_functions import described
 
 
 def main() -> None:

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron_gvpo.config import Config, ConfigError, read_model_config
+from megatron_gvpo.config.schema import Config, ConfigError, read_model_config
 from megatron_gvpo.rollout.http import ServerRefused
-from megatron_gvpo.rollout.routing import Routers
+from megatron_gvpo.rollout.routed_experts import Routers
 from megatron_gvpo.rollout.server import Server
 
 TIMEOUT = 60.0

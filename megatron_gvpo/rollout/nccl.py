@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 
-from megatron_gvpo.config import Config, ConfigError
+from megatron_gvpo.config.schema import Config, ConfigError
 
 ASK = "import torch; print('.'.join(map(str, torch.cuda.nccl.version())))"
 TIMEOUT = 300.0  # seconds: a first import of torch over a network file system

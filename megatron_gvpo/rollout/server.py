@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 
-from megatron_gvpo.config import Config, SamplingConfig
+from megatron_gvpo.config.schema import Config, SamplingConfig
 from megatron_gvpo.rollout.http import Http
 
 MemoryPart = Literal["weights", "cache"]  # of what a server holds on an accelerator
@@ -31,7 +31,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Facts:
+class ServerInfo:
     """What a server says of itself."""
 
     version: str  # of its software
@@ -58,7 +58,7 @@ class Patch:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """Where the trainer (rank 0) and the ranks of the servers form a process group for the weights."""
 
     address: str
@@ -91,7 +91,7 @@ class Server(Protocol):
     def url(self) -> str: ...
 
     @staticmethod
-    def group_prefixes(meeting: Meeting) -> Sequence[str]:
+    def group_prefixes(meeting: Rendezvous) -> Sequence[str]:
         """What its ranks put before their keys in the store where the process group meets."""
 
     @staticmethod
@@ -101,7 +101,7 @@ class Server(Protocol):
     async def healthy(self, timeout: float) -> bool:
         """Whether it is up and its model process answers."""
 
-    async def facts(self, timeout: float) -> Facts: ...
+    async def facts(self, timeout: float) -> ServerInfo: ...
 
     async def sample(
         self,
@@ -133,23 +133,23 @@ class Server(Protocol):
 
     async def weight_version(self, timeout: float) -> str: ...
 
-    async def join(self, meeting: Meeting, rank_offset: int, timeout: float) -> None:
+    async def join(self, meeting: Rendezvous, rank_offset: int, timeout: float) -> None:
         """Form the process group; answers when all its ranks are there."""
 
-    async def leave(self, meeting: Meeting, timeout: float) -> None: ...
+    async def leave(self, meeting: Rendezvous, timeout: float) -> None: ...
 
     async def begin_update(self, timeout: float) -> None: ...
 
-    async def receive(self, specs: Sequence[TensorSpec], meeting: Meeting, timeout: float) -> None:
+    async def receive(self, specs: Sequence[TensorSpec], meeting: Rendezvous, timeout: float) -> None:
         """Take the broadcast of one bucket of tensors; answers when they are loaded."""
 
-    async def join_for_patches(self, meeting: Meeting, rank_offset: int, timeout: float) -> None:
+    async def join_for_patches(self, meeting: Rendezvous, rank_offset: int, timeout: float) -> None:
         """As `join`, for a group that carries patches."""
 
-    async def leave_patches(self, meeting: Meeting, timeout: float) -> None: ...
+    async def leave_patches(self, meeting: Rendezvous, timeout: float) -> None: ...
 
     async def receive_patches(
-        self, patches: Sequence[Patch], size: int, meeting: Meeting, timeout: float
+        self, patches: Sequence[Patch], size: int, meeting: Rendezvous, timeout: float
     ) -> None:
         """Take a broadcast of `size` bytes: the int32 positions of all patches, then their values."""
 

@@ -12,16 +12,16 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from megatron_gvpo.config import Config, ConfigError, SamplingConfig
+from megatron_gvpo.config.schema import Config, ConfigError, SamplingConfig
 from megatron_gvpo.rollout.http import Http, ServerRefused
 from megatron_gvpo.rollout.server import (
     PLUGINS,
-    Facts,
     Launch,
-    Meeting,
     MemoryPart,
     Patch,
+    Rendezvous,
     Sample,
+    ServerInfo,
     SharedPlace,
     TensorSpec,
     finish,
@@ -44,7 +44,7 @@ class SGLang:
         return self._http.url
 
     @staticmethod
-    def group_prefixes(meeting: Meeting) -> list[str]:
+    def group_prefixes(meeting: Rendezvous) -> list[str]:
         """SGLang's own group name, then what torch puts before the keys of a new group on its backend."""
         device = "cuda" if meeting.backend == "nccl" else "cpu"
         return [meeting.name, f"{meeting.name}/", f"{device}/"]
@@ -87,9 +87,9 @@ class SGLang:
         await self._http.get("/health", timeout=timeout)
         return True
 
-    async def facts(self, timeout: float) -> Facts:
+    async def facts(self, timeout: float) -> ServerInfo:
         info = await self._http.get("/server_info", timeout=timeout)
-        return Facts(
+        return ServerInfo(
             version=info["version"],
             model_path=info["model_path"],
             context_length=info["context_length"] or 0,
@@ -158,7 +158,7 @@ class SGLang:
         info = await self._http.get("/model_info", timeout=timeout)
         return str(info["weight_version"])
 
-    async def join(self, meeting: Meeting, rank_offset: int, timeout: float) -> None:
+    async def join(self, meeting: Rendezvous, rank_offset: int, timeout: float) -> None:
         body = {
             "master_address": meeting.address,
             "master_port": meeting.port,
@@ -169,7 +169,7 @@ class SGLang:
         }
         await self._http.post("/init_weights_update_group", body, timeout=timeout)
 
-    async def leave(self, meeting: Meeting, timeout: float) -> None:
+    async def leave(self, meeting: Rendezvous, timeout: float) -> None:
         body = {"group_name": meeting.name}
         await self._http.post("/destroy_weights_update_group", body, timeout=timeout)
 
@@ -183,7 +183,7 @@ class SGLang:
             await self._http.post("/end_weight_update", timeout=timeout)
             await self._http.post("/begin_weight_update", timeout=timeout)
 
-    async def receive(self, specs: Sequence[TensorSpec], meeting: Meeting, timeout: float) -> None:
+    async def receive(self, specs: Sequence[TensorSpec], meeting: Rendezvous, timeout: float) -> None:
         body = {
             "names": [spec.name for spec in specs],
             "dtypes": [spec.dtype for spec in specs],
@@ -194,7 +194,7 @@ class SGLang:
         }
         await self._http.post("/update_weights_from_distributed", body, timeout=timeout)
 
-    async def join_for_patches(self, meeting: Meeting, rank_offset: int, timeout: float) -> None:
+    async def join_for_patches(self, meeting: Rendezvous, rank_offset: int, timeout: float) -> None:
         processes = (await self.facts(timeout)).processes
         order = {
             "op": "join",
@@ -209,11 +209,11 @@ class SGLang:
         await self._order([order | {"rank": rank_offset + i} for i in range(processes)], timeout)
         await self._http.post("/end_weight_update", timeout=timeout)
 
-    async def leave_patches(self, meeting: Meeting, timeout: float) -> None:
+    async def leave_patches(self, meeting: Rendezvous, timeout: float) -> None:
         """Nothing: the receiver forgets a group when it joins the next."""
 
     async def receive_patches(
-        self, patches: Sequence[Patch], size: int, meeting: Meeting, timeout: float
+        self, patches: Sequence[Patch], size: int, meeting: Rendezvous, timeout: float
     ) -> None:
         listed = [[p.spec.name, p.spec.dtype, p.spec.shape, p.count] for p in patches]
         await self._order_all(

@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from http.client import HTTPException
 from pathlib import Path
 
-from megatron_gvpo.environment import MEGATRONS
-from megatron_gvpo.rollout.config import ServersConfig
+from megatron_gvpo.config.servers import ServersConfig
 from megatron_gvpo.rollout.server import Launch
+from megatron_gvpo.runtime.environment import MEGATRONS
 
 POLL = 1.0  # seconds between looks at a process
 GRACE = 15.0  # seconds between asking a server to end and ending it

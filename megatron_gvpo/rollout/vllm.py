@@ -10,16 +10,16 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from megatron_gvpo.config import Config, SamplingConfig
+from megatron_gvpo.config.schema import Config, SamplingConfig
 from megatron_gvpo.rollout.http import Http, ServerRefused
 from megatron_gvpo.rollout.server import (
     PLUGINS,
-    Facts,
     Launch,
-    Meeting,
     MemoryPart,
     Patch,
+    Rendezvous,
     Sample,
+    ServerInfo,
     SharedPlace,
     TensorSpec,
     finish,
@@ -42,7 +42,7 @@ class VLLM:
         return self._http.url
 
     @staticmethod
-    def group_prefixes(meeting: Meeting) -> list[str]:
+    def group_prefixes(meeting: Rendezvous) -> list[str]:
         """None: our plugin joins with the bare store."""
         return []
 
@@ -77,12 +77,12 @@ class VLLM:
         await self._http.get("/health", timeout=timeout)
         return True
 
-    async def facts(self, timeout: float) -> Facts:
+    async def facts(self, timeout: float) -> ServerInfo:
         version = await self._http.get("/version", timeout=timeout)
         models = await self._http.get("/v1/models", timeout=timeout)
         world = await self._http.get("/get_world_size", timeout=timeout)
         served = models["data"][0]
-        return Facts(
+        return ServerInfo(
             version=version["version"],
             model_path=served["root"],
             context_length=served["max_model_len"],
@@ -150,7 +150,7 @@ class VLLM:
         info = await self._http.get("/weight_info", timeout=timeout)
         return str(info["weight_version"])
 
-    async def join(self, meeting: Meeting, rank_offset: int, timeout: float) -> None:
+    async def join(self, meeting: Rendezvous, rank_offset: int, timeout: float) -> None:
         info = {
             "master_address": meeting.address,
             "master_port": meeting.port,
@@ -161,7 +161,7 @@ class VLLM:
         }
         await self._http.post("/init_weight_transfer_engine", {"init_info": info}, timeout=timeout)
 
-    async def leave(self, meeting: Meeting, timeout: float) -> None:
+    async def leave(self, meeting: Rendezvous, timeout: float) -> None:
         await self._http.post("/shutdown_weight_transfer_engine", timeout=timeout)
 
     async def begin_update(self, timeout: float) -> None:
@@ -174,17 +174,17 @@ class VLLM:
             await self._http.post("/finish_weight_update", timeout=timeout)
             await self._http.post("/start_weight_update", timeout=timeout)
 
-    async def receive(self, specs: Sequence[TensorSpec], meeting: Meeting, timeout: float) -> None:
+    async def receive(self, specs: Sequence[TensorSpec], meeting: Rendezvous, timeout: float) -> None:
         await self._http.post("/update_weights", {"update_info": _listed(specs)}, timeout=timeout)
 
-    async def join_for_patches(self, meeting: Meeting, rank_offset: int, timeout: float) -> None:
+    async def join_for_patches(self, meeting: Rendezvous, rank_offset: int, timeout: float) -> None:
         await self.join(meeting, rank_offset, timeout)
 
-    async def leave_patches(self, meeting: Meeting, timeout: float) -> None:
+    async def leave_patches(self, meeting: Rendezvous, timeout: float) -> None:
         await self.leave(meeting, timeout)
 
     async def receive_patches(
-        self, patches: Sequence[Patch], size: int, meeting: Meeting, timeout: float
+        self, patches: Sequence[Patch], size: int, meeting: Rendezvous, timeout: float
     ) -> None:
         info = _listed([p.spec for p in patches]) | {"counts": [p.count for p in patches], "size": size}
         await self._http.post("/update_weights", {"update_info": info}, timeout=timeout)

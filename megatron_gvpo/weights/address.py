@@ -7,7 +7,7 @@ import os
 import socket
 from urllib.parse import urlsplit
 
-from megatron_gvpo.config import Config, ConfigError
+from megatron_gvpo.config.schema import Config, ConfigError
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 

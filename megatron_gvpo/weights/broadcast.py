@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 from torch import Tensor
 
-from megatron_gvpo.rollout.fleet import Member
 from megatron_gvpo.rollout.http import ServerGone, ServerRefused
-from megatron_gvpo.rollout.server import Meeting
+from megatron_gvpo.rollout.pool import Member
+from megatron_gvpo.rollout.server import Rendezvous
 from megatron_gvpo.weights.bucket import Bucket
 from megatron_gvpo.weights.group import WeightGroup
 from megatron_gvpo.weights.transport import PushFailed
@@ -52,7 +52,7 @@ class Broadcast:
         )
         return bucket.flat.nbytes
 
-    async def _deliver(self, wire: Tensor, post: Callable[[Member, Meeting], Awaitable[None]]) -> None:
+    async def _deliver(self, wire: Tensor, post: Callable[[Member, Rendezvous], Awaitable[None]]) -> None:
         """Broadcast `wire` while every server's answer to `post` is awaited."""
         assert self._group is not None, "begin first"
         group, begin = self._group, time.monotonic()
@@ -89,14 +89,14 @@ class Broadcast:
     async def close(self) -> None:
         await self._discard()
 
-    def prefixes(self, member: Member, meeting: Meeting) -> Sequence[str]:
+    def prefixes(self, member: Member, meeting: Rendezvous) -> Sequence[str]:
         """What a server's ranks put before their keys in the store."""
         return member.server.group_prefixes(meeting)
 
-    async def join(self, member: Member, meeting: Meeting, rank_offset: int) -> None:
+    async def join(self, member: Member, meeting: Rendezvous, rank_offset: int) -> None:
         await member.server.join(meeting, rank_offset, self._timeout)
 
-    async def leave(self, member: Member, meeting: Meeting) -> None:
+    async def leave(self, member: Member, meeting: Rendezvous) -> None:
         await member.server.leave(meeting, 5.0)
 
     async def _meet(self, members: Sequence[Member]) -> None:

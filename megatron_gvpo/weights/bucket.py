@@ -29,7 +29,7 @@ class Bucket:
             offset += size
 
 
-class Halves:
+class DoubleBuffer:
     """Two buffers for buckets, `limit` bytes together, used in turn: one is filled while the other is sent.
 
     On a CPU they are kept from push to push, because fresh pages cost several times what filling them does.
@@ -54,7 +54,9 @@ class Halves:
             self._buffers.clear()
 
 
-def buckets(stream: Iterable[tuple[str, Tensor]], halves: Halves, dtype: torch.dtype) -> Iterator[Bucket]:
+def buckets(
+    stream: Iterable[tuple[str, Tensor]], halves: DoubleBuffer, dtype: torch.dtype
+) -> Iterator[Bucket]:
     """Cut (Hugging Face name, tensor) into buckets of at most `halves.limit` bytes, in `dtype`.
 
     A bucket may be used until the next but one is asked for. A tensor larger than the limit is a bucket of

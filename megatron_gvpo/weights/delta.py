@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_gvpo.rollout.fleet import Member
-from megatron_gvpo.rollout.server import Meeting, Patch
+from megatron_gvpo.rollout.pool import Member
+from megatron_gvpo.rollout.server import Patch, Rendezvous
 from megatron_gvpo.weights.broadcast import Broadcast
 from megatron_gvpo.weights.bucket import Bucket
 
@@ -66,14 +66,14 @@ class Delta(Broadcast):
         await super().end()
         self._sent_version = self._version
 
-    def prefixes(self, member: Member, meeting: Meeting) -> Sequence[str]:
+    def prefixes(self, member: Member, meeting: Rendezvous) -> Sequence[str]:
         """None: the receivers of patches are our own, and join with the bare store."""
         return []
 
-    async def join(self, member: Member, meeting: Meeting, rank_offset: int) -> None:
+    async def join(self, member: Member, meeting: Rendezvous, rank_offset: int) -> None:
         await member.server.join_for_patches(meeting, rank_offset, self._timeout)
 
-    async def leave(self, member: Member, meeting: Meeting) -> None:
+    async def leave(self, member: Member, meeting: Rendezvous) -> None:
         await member.server.leave_patches(meeting, 5.0)
 
     def _difference(self, name: str, flat: Tensor) -> Tensor | None:

@@ -12,8 +12,8 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from megatron_gvpo.config import Config
-from megatron_gvpo.rollout.fleet import Member
+from megatron_gvpo.config.schema import Config
+from megatron_gvpo.rollout.pool import Member
 from megatron_gvpo.weights.bucket import Bucket
 from megatron_gvpo.weights.transport import PushFailed, each
 

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_gvpo.config import ConfigError
-from megatron_gvpo.weights.checkpoint import Stored
+from megatron_gvpo.config.schema import ConfigError
+from megatron_gvpo.weights.stored_tensors import Stored
 
 SCALE = "_scale_inv"  # after the name of a weight
 MAX = 448.0  # of float8_e4m3fn

@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_gvpo.rollout.server import Meeting
+from megatron_gvpo.rollout.server import Rendezvous
 
 _numbers = itertools.count()
 
@@ -66,7 +66,7 @@ class WeightGroup:
             address, 0, world_size, is_master=True, timeout=self._timeout, wait_for_workers=False
         )
         name = f"weights-{os.getpid()}-{next(_numbers)}"
-        self.meeting = Meeting(address, self._tcp.port, world_size, name, backend)
+        self.meeting = Rendezvous(address, self._tcp.port, world_size, name, backend)
         self._group: Any = None  # torch's stubs do not make backends process groups
 
     def connect(self, prefixes: Sequence[str]) -> None:

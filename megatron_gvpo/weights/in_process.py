@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
-from megatron_gvpo.rollout.local import LocalEngine
+from megatron_gvpo.sampling.embedded import LocalEngine
 
 
 class InProcess:

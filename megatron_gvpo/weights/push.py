@@ -10,12 +10,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron_gvpo.exchange import broadcast_msgpack
-from megatron_gvpo.rollout.config import WeightSyncConfig
-from megatron_gvpo.rollout.fleet import Fleet, Member, RolloutError
+from megatron_gvpo.config.servers import WeightSyncConfig
+from megatron_gvpo.rollout.background_loop import BackgroundLoop
 from megatron_gvpo.rollout.http import ServerGone, ServerRefused
-from megatron_gvpo.rollout.loop import BackgroundLoop
-from megatron_gvpo.weights.bucket import Halves, buckets
+from megatron_gvpo.rollout.pool import Member, RolloutError, ServerPool
+from megatron_gvpo.runtime.collectives import broadcast_msgpack
+from megatron_gvpo.weights.bucket import DoubleBuffer, buckets
 from megatron_gvpo.weights.fp8 import Fp8Layout
 from megatron_gvpo.weights.transport import PushFailed, Transport, each
 
@@ -49,7 +49,7 @@ class Publisher:
 
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: ServerPool,
         loop: BackgroundLoop,
         transport: Transport,
         settings: WeightSyncConfig,
@@ -63,7 +63,7 @@ class Publisher:
         report: Callable[[str], None],
     ) -> None:
         self._fleet, self._loop, self._transport, self._settings = fleet, loop, transport, settings
-        self._dtype, self._halves = dtype, Halves(settings.bucket_mb * 2**20, device)
+        self._dtype, self._halves = dtype, DoubleBuffer(settings.bucket_mb * 2**20, device)
         self._expected, self._optional, self._fp8, self._report = expected, optional, fp8, report
         self._colocated = colocated
         self._closed: list[Member] = []  # they have the weights and wait for `open`

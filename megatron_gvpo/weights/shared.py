@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_gvpo.rollout.fleet import Member
+from megatron_gvpo.rollout.pool import Member
 from megatron_gvpo.rollout.server import SharedPlace
 from megatron_gvpo.weights.bucket import Bucket
 from megatron_gvpo.weights.ipc import seen_by_all

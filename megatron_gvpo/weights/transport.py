@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
-from megatron_gvpo.rollout.fleet import Member
 from megatron_gvpo.rollout.http import ServerGone, ServerRefused
+from megatron_gvpo.rollout.pool import Member
 from megatron_gvpo.weights.bucket import Bucket
 
 

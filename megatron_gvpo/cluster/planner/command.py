@@ -15,7 +15,7 @@ from megatron_gvpo.cluster.planner.method import method
 from megatron_gvpo.cluster.planner.search import Candidate, Plan, search
 from megatron_gvpo.cluster.planner.time import NODE
 from megatron_gvpo.cluster.planner.workload import Layout
-from megatron_gvpo.config import ConfigError
+from megatron_gvpo.config.schema import ConfigError
 
 PREDICTED = "# Predicted, not measured:"  # how an overlay begins
 

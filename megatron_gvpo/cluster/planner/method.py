@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megatron_gvpo.algorithms.base import STEP_START
 from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.algorithms.recipe import read_recipe
-from megatron_gvpo.config import ConfigError
+from megatron_gvpo.config.schema import ConfigError
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_gvpo.cluster.planner.architecture import Architecture
-from megatron_gvpo.cluster.planner.memory import Memory, host_state, memory
+from megatron_gvpo.cluster.planner.memory_model import Memory, host_state, memory
 from megatron_gvpo.cluster.planner.time import NODE, Seconds, model_flops, rollout_seconds, seconds
 from megatron_gvpo.cluster.planner.workload import Gpu, Layout, Workload
-from megatron_gvpo.config import ConfigError
+from megatron_gvpo.config.schema import ConfigError
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 USABLE = 0.94  # of a GPU's memory

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 
 from megatron_gvpo.cluster.planner.architecture import Architecture
-from megatron_gvpo.cluster.planner.memory import engine_room, shard
+from megatron_gvpo.cluster.planner.memory_model import engine_room, shard
 from megatron_gvpo.cluster.planner.traffic import layer_backward, layer_forward, on_the_wire, optimizer_bytes
 from megatron_gvpo.cluster.planner.workload import Gpu, Layout, Workload
 

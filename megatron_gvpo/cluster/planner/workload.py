@@ -10,7 +10,7 @@ from importlib import resources
 from statistics import NormalDist
 from typing import Any
 
-from megatron_gvpo.config import ConfigError
+from megatron_gvpo.config.schema import ConfigError
 
 GIB = 2**30
 

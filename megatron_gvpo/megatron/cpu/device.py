@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from megatron_gvpo.megatron.cpu import heap
 from megatron_gvpo.megatron.cpu.collectives import STAND_INS
-from megatron_gvpo.megatron.cpu.groups import OneDeviceGroup
+from megatron_gvpo.megatron.cpu.process_groups import OneDeviceGroup
 
 _CPU = torch.device("cpu")
 _installed = False

@@ -7,8 +7,8 @@ from typing import Any
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.identity_op import IdentityOp
 
-from megatron_gvpo.megatron.cpu.attention import LocalAttention
 from megatron_gvpo.megatron.cpu.norm import LocalRMSNorm
+from megatron_gvpo.megatron.cpu.packed_attention import LocalAttention
 
 
 def local_block_spec(config: Any, vp_stage: int | None = None) -> Any:

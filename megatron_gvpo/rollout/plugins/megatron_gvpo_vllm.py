@@ -33,7 +33,7 @@ NAME = "megatron_gvpo"
 
 
 @dataclass
-class Meeting(WeightTransferInitInfo):
+class Rendezvous(WeightTransferInitInfo):
     """Where the process group forms; this server's first rank in it is `rank_offset`."""
 
     master_address: str
@@ -67,7 +67,7 @@ class Bucket(WeightTransferUpdateInfo):
 class Receiver(WeightTransferEngine):
     """vLLM's weight transfer interface over a process group that the trainer's rank 0 leads."""
 
-    init_info_cls = Meeting
+    init_info_cls = Rendezvous
     update_info_cls = Bucket
     supports_draft_weight_update = False
     _group: Any = None
@@ -81,7 +81,7 @@ class Receiver(WeightTransferEngine):
         super().__init__(*arguments, **named)
         self._copy = {}
 
-    def init_transfer_engine(self, init_info: Meeting) -> None:
+    def init_transfer_engine(self, init_info: Rendezvous) -> None:
         self.shutdown()
         timeout = datetime.timedelta(seconds=init_info.timeout)
         self._store = dist.TCPStore(

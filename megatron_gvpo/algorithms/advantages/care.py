@@ -1,0 +1,81 @@
+"""GRPO-CARE: a bonus for right answers that follow from their reasoning (arXiv 2506.16141)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from megatron_gvpo.algorithms.advantages.estimator import component, normalised
+from megatron_gvpo.algorithms.base import Advantage, Component, Metrics, Reference
+from megatron_gvpo.types import TrainBatch
+
+
+class ConfidenceEstimator(Advantage):
+    """GRPO's advantage of r_i + coef acc_i [p_i >= mean of p over the eligible - slack], fp32 [n].
+
+    p_i = min(exp(mean log-prob of the answer's tokens under `reference`), cap): how far a slow copy of the
+    policy finds the answer in the reasoning. The answer is what follows the last of `marker_ids` in the
+    response, all of it without one, up to the next of `close_ids` or the end token. acc is the component
+    `accuracy` of the reward, or the reward; eligible are responses with acc above `right` and not below
+    their group's mean. Others have no bonus.
+    """
+
+    name: Literal["confidence"] = "confidence"
+    accuracy: str | None = None
+    marker_ids: tuple[int, ...] = ()
+    close_ids: tuple[int, ...] = ()
+    coef: float = Field(0.5, ge=0)
+    cap: float = Field(0.95, gt=0, le=1)
+    slack: float = Field(0.01, ge=0)
+    right: float = 0.1
+    reference: Reference = Reference(name="ema", decay=0.995)
+    ddof: Literal[0, 1] = 1
+    eps: float = Field(1e-6, ge=0)
+
+    @property
+    def components_read(self) -> tuple[Component, ...]:
+        return () if self.accuracy is None else (self.accuracy,)
+
+    @property
+    def anchors(self) -> Mapping[Literal["old", "ref"], Reference]:
+        return {"ref": self.reference}
+
+    def __call__(self, rows: TrainBatch) -> tuple[Tensor, Metrics]:
+        bonus_n = self.bonus(rows)
+        advantage_n = normalised(rows, rows.reward_n.double() + bonus_n, self.ddof, self.eps)
+        return advantage_n.float(), {"bonus": bonus_n.mean()}
+
+    def bonus(self, rows: TrainBatch) -> Tensor:
+        """What each response's reward gains, fp64 [n]."""
+        accuracy_n = rows.reward_n.double()
+        if self.accuracy is not None:
+            accuracy_n = component(rows, self.accuracy, "accuracy")
+        eligible_n = (accuracy_n > self.right) & (accuracy_n >= rows.group_mean(accuracy_n) - 1e-9)
+        sure_n = self.confidence(rows)
+        index_n, size_g = rows.groups
+        count_g = torch.zeros(len(size_g), dtype=torch.float64).index_add(0, index_n, eligible_n.double())
+        sum_g = torch.zeros_like(count_g).index_add(0, index_n, sure_n.where(eligible_n, 0))
+        mean_n = (sum_g / count_g.clamp(min=1))[index_n]
+        return (self.coef * accuracy_n).where(eligible_n & (sure_n >= mean_n - self.slack), 0)
+
+    def confidence(self, rows: TrainBatch) -> Tensor:
+        """p of every response, fp64 [n]; of one whose answer is empty 1, capped."""
+        assert rows.ref_logp_r is not None, "see Advantage.anchors"
+        ended = (~rows.truncated_n).tolist()
+        answers = [self._in_answer(ids, end) for ids, end in zip(rows.response_ids, ended, strict=True)]
+        answer_r = torch.tensor([inside for answer in answers for inside in answer], dtype=torch.bool)
+        count_n = rows.sequence_sum(answer_r.double()).clamp(min=1)
+        mean_n = rows.sequence_sum(rows.ref_logp_r.double().where(answer_r, 0)) / count_n
+        return mean_n.exp().clamp(max=self.cap)
+
+    def _in_answer(self, ids: Sequence[int], ended: bool) -> list[bool]:
+        """Whether each token belongs to the answer; `ended`: the last is the end token."""
+        markers = [t for t, token in enumerate(ids) if token in self.marker_ids]
+        first = markers[-1] + 1 if markers else 0
+        closing = (t for t in range(first, len(ids)) if ids[t] in self.close_ids)
+        behind = next(closing, len(ids) - ended)
+        return [first <= t < behind for t in range(len(ids))]

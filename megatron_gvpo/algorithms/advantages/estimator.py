@@ -1,0 +1,164 @@
+"""Rewards to advantages: baseline x scale x correction of the gradient for groups without signal."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from megatron_gvpo.algorithms.base import Advantage, Metrics
+from megatron_gvpo.types import TrainBatch
+
+
+class Estimator(Advantage):
+    """A_i = alpha * (r_i - baseline_i) / (scale_i + eps), fp32 [n].
+
+    baseline    mean  group mean, GRPO (arXiv 2402.03300) and GPG eq. 6
+                loo   mean of the others, RLOO (arXiv 2402.14740): k/(k-1) times `mean`
+                prior what was expected of the prompt (`algorithm.prior`): ReMax, SPO
+                none  the reward itself
+    scale       group_std  std of the group's rewards, GRPO
+                batch_std  std of all rewards, one of GPG's choices of F_norm
+                none       1, GPG and Dr. GRPO (arXiv 2503.20783)
+    ddof        of the std: 1 as in the public code of GRPO, 0 for the population std
+    age         GPG's accurate gradient estimation (eq. 7-8): alpha = all / valid, counted in
+                sample  sequences, B / (B - M), as in the paper: exact for means over sequences
+                token   response tokens: exact for `token_mean`
+                none    alpha = 1
+            responses that are not trained count in neither, as they do not in the loss's mean
+    whiten      (A - mean) / (std + eps) over the optimizer step, every response counting once (sequence) or
+                as often as it has tokens (token): REINFORCE++ (arXiv 2501.03262), SPO (arXiv 2509.13232)
+    negative    what negative advantages are multiplied by, last of all: Weighted GRPO (arXiv 2602.03452)
+
+    A group is valid when its rewards differ. Any other, a group of one included, has advantages of
+    exactly 0 under the baselines mean and loo (before `whiten`); where no group is valid, alpha is 1.
+    """
+
+    name: Literal["group"] = "group"
+    baseline: Literal["none", "mean", "loo", "prior"] = "mean"
+    scale: Literal["none", "group_std", "batch_std"] = "none"
+    ddof: Literal[0, 1] = 1
+    eps: float = Field(1e-6, ge=0)
+    age: Literal["none", "sample", "token"] = "none"
+    whiten: Literal["none", "sequence", "token"] = "none"
+    negative: float = Field(1.0, ge=0)
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if not self.needs_group and (self.scale == "group_std" or self.age != "none"):
+            raise ValueError(
+                f"baseline={self.baseline} with scale={self.scale}, age={self.age}: group_std and age "
+                "compare the responses of a prompt, so they need baseline=mean or loo"
+            )
+        return self
+
+    @property
+    def needs_group(self) -> bool:
+        return self.baseline in ("mean", "loo")
+
+    @property
+    def needs_prior(self) -> bool:
+        return self.baseline == "prior"
+
+    def __call__(self, rows: TrainBatch) -> tuple[Tensor, Metrics]:
+        """Advantages of `rows`, fp32 [n], and metrics of the whole batch.
+
+        `rows` are all rows of one optimizer step: batch_std and alpha are statistics over them.
+        """
+        reward_n = rows.reward_n.double()
+        valid_n = rewards_differ(rows)
+        advantage_n = (reward_n - self._baseline(rows, reward_n)) / self._scale(rows, reward_n)
+        if self.needs_group:
+            advantage_n = advantage_n.where(valid_n, 0)
+        alpha = self._alpha(rows, valid_n)
+        metrics = {"valid_fraction": valid_n.double().mean(), "age_alpha": alpha}
+        advantage_n = alpha * advantage_n
+        if self.whiten != "none":
+            advantage_n = whitened(rows, advantage_n, self.whiten, self.ddof, self.eps)
+        advantage_n = advantage_n.where(advantage_n >= 0, self.negative * advantage_n)
+        return advantage_n.float(), metrics
+
+    def _baseline(self, rows: TrainBatch, reward_n: Tensor) -> Tensor:
+        if self.baseline == "none":
+            return torch.zeros_like(reward_n)
+        if self.baseline == "prior":
+            return prior(rows)
+        mean_n = rows.group_mean(reward_n)
+        if self.baseline == "mean":
+            return mean_n
+        index_n, size_g = rows.groups
+        k_n = size_g[index_n]
+        return (k_n * mean_n - reward_n) / (k_n - 1).clamp(min=1)
+
+    def _scale(self, rows: TrainBatch, reward_n: Tensor) -> Tensor:
+        match self.scale:
+            case "none":
+                return torch.ones_like(reward_n)
+            case "group_std":
+                return group_std(rows, reward_n, self.ddof) + self.eps
+            case "batch_std":
+                sum_of_squares = ((reward_n - reward_n.mean()) ** 2).sum()
+                return (sum_of_squares / max(len(rows) - self.ddof, 1)).sqrt() + self.eps
+
+    def _alpha(self, rows: TrainBatch, valid_n: Tensor) -> Tensor:
+        size_n = (rows.length_n if self.age == "token" else torch.ones_like(rows.length_n)).double()
+        if rows.trained_n is not None:
+            size_n = size_n * rows.trained_n
+        valid = size_n[valid_n].sum()
+        if self.age == "none" or valid == 0:
+            return torch.ones_like(valid)
+        return size_n.sum() / valid
+
+
+def component(rows: TrainBatch, name: str, key: str) -> Tensor:
+    """A component of rewards, fp64 [n]. Raises ValueError, with the estimator's `key`, for a missing one."""
+    if name not in rows.component_n:
+        known = ", ".join(rows.component_n) or "none"
+        raise ValueError(f"estimator.{key}: no reward component {name!r}; there are: {known}")
+    return rows.component_n[name].double()
+
+
+def rewards_differ(rows: TrainBatch, value_n: Tensor | None = None) -> Tensor:
+    """Whether the rewards (or another value) of each row's group differ, bool [n]; compared exactly."""
+    value_n = rows.reward_n if value_n is None else value_n
+    index_n, size_g = rows.groups
+    highest_g = value_n.new_full((len(size_g),), -torch.inf)
+    lowest_g = -highest_g
+    highest_g = highest_g.index_reduce(0, index_n, value_n, "amax")
+    lowest_g = lowest_g.index_reduce(0, index_n, value_n, "amin")
+    return (highest_g > lowest_g)[index_n]
+
+
+def group_std(rows: TrainBatch, value_n: Tensor, ddof: int = 1) -> Tensor:
+    """Standard deviation of a value over its group, broadcast to [n]; 0 for a group of one."""
+    index_n, size_g = rows.groups
+    k_n = size_g[index_n]
+    variance_n = rows.group_mean((value_n - rows.group_mean(value_n)) ** 2)
+    return (variance_n * k_n / (k_n - ddof).clamp(min=1)).sqrt()
+
+
+def normalised(rows: TrainBatch, value_n: Tensor, ddof: int = 1, eps: float = 1e-6) -> Tensor:
+    """(value - group mean) / (group std + eps), fp64 [n]: GRPO's advantage; 0 where a group's are equal."""
+    value_n = value_n.double()
+    scaled_n = (value_n - rows.group_mean(value_n)) / (group_std(rows, value_n, ddof) + eps)
+    return scaled_n.where(rewards_differ(rows, value_n), 0)
+
+
+def whitened(
+    rows: TrainBatch, value_n: Tensor, over: Literal["sequence", "token"], ddof: int, eps: float
+) -> Tensor:
+    """(value - mean) / (std + eps) over all rows, each counted once or as often as it has tokens, [n]."""
+    count_n = torch.ones_like(value_n) if over == "sequence" else rows.length_n.to(value_n.dtype)
+    total = count_n.sum()
+    mean = (count_n * value_n).sum() / total
+    variance = (count_n * (value_n - mean) ** 2).sum() / (total - ddof).clamp(min=1)
+    return (value_n - mean) / (variance.sqrt() + eps)
+
+
+def prior(rows: TrainBatch) -> Tensor:
+    """The expected reward of each row's prompt, fp64 [n]. Raises ValueError where nobody said it."""
+    if rows.prior_n is None or bool(rows.prior_n.isnan().any()):
+        raise ValueError("some prompt has no expected reward: set algorithm.prior")
+    return rows.prior_n.double()

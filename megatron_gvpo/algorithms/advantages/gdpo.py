@@ -1,0 +1,41 @@
+"""GDPO: normalise every component of the reward by itself (NVIDIA, arXiv 2601.05242)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from megatron_gvpo.algorithms.advantages.estimator import component, normalised, whitened
+from megatron_gvpo.algorithms.base import Advantage, Component, Metrics
+from megatron_gvpo.types import TrainBatch
+
+
+class ComponentEstimator(Advantage):
+    """A_i = sum_j w_j (r_ij - mean_j) / (std_j + eps), j over the reward's components; fp32 [n].
+
+    Mean and std are of the group; then whitened over the optimizer step ((A - mean) / (std + 1e-4), in
+    responses as in TRL or in tokens as in verl). `weights`: of the components that count, by name; null:
+    all, with weight 1. They act after the normalisation, unlike those of `rewards.components`.
+    """
+
+    name: Literal["components"] = "components"
+    weights: dict[str, float] | None = None
+    whiten: Literal["none", "sequence", "token"] = "sequence"
+    ddof: Literal[0, 1] = 1
+    eps: float = Field(1e-4, ge=0)
+
+    @property
+    def components_read(self) -> tuple[Component, ...]:
+        return tuple(self.weights or (0,))
+
+    def __call__(self, rows: TrainBatch) -> tuple[Tensor, Metrics]:
+        weights = self.weights or dict.fromkeys(rows.component_n, 1.0)
+        advantage_n = torch.zeros(len(rows), dtype=torch.float64)
+        for name, weight in weights.items():
+            advantage_n += weight * normalised(rows, component(rows, name, "weights"), self.ddof, self.eps)
+        if self.whiten != "none":
+            advantage_n = whitened(rows, advantage_n, self.whiten, self.ddof, 1e-4)
+        return advantage_n.float(), {}

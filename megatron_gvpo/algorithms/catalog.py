@@ -1,0 +1,149 @@
+"""The methods as a user sees them: a list, one composition, and docs/methods.md, all from the code itself."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import textwrap
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from megatron_gvpo.algorithms import config as blocks
+from megatron_gvpo.algorithms.base import Block
+from megatron_gvpo.algorithms.config import AlgorithmConfig
+from megatron_gvpo.algorithms.recipe import read_recipe, recipe_names
+
+SURE = {
+    "paper": "formulas read in the paper",
+    "code": "formulas read in the authors' code",
+    "second-hand": "from notes and implementations of others; the shape is reliable, constants may not be",
+    "textbook": "common knowledge of the cited paper",
+    "inspired by": "only an abstract was known",
+}
+PLACES: dict[str, Any] = {  # of a method's blocks: key in `algorithm`, and what may stand there
+    "prompts": blocks.AnyPrompts,
+    "allocation": blocks.AnyAllocation,
+    "tracker": blocks.Tracker,
+    "prior": blocks.AnyPrior,
+    "members": blocks.AnyMember,
+    "shapers": blocks.AnyShaper,
+    "batch_policy": blocks.AnyBatchPolicy,
+    "estimator": blocks.AnyEstimator,
+    "critic": blocks.Critic,
+    "loss": blocks.AnyLoss,
+}
+
+
+def listing() -> list[dict[str, Any]]:
+    """Every recipe: name, title, paper, summary, how sure, what was chosen, what it needs, settings."""
+    return [{"name": name, **read_recipe(name)[1].model_dump(mode="json")} for name in recipe_names()]
+
+
+def as_text() -> str:
+    """One line a recipe."""
+    width = max(map(len, recipe_names()))
+    return "\n".join(
+        f"{r['name']:<{width}}  {r['sure']:<11}  {r['summary']}  [{r['paper']}]" for r in listing()
+    )
+
+
+def as_json() -> str:
+    return json.dumps(listing(), indent=2)
+
+
+def show(name: str) -> str:
+    """A recipe's composition with every effective value, as YAML. Raises ValueError for an unknown one."""
+    _, about = read_recipe(name)
+    values = _name_first(AlgorithmConfig.model_validate(name).model_dump(mode="json"))
+    lines = [about.title, f"{about.paper}; {SURE[about.sure]}", about.summary]
+    lines += [f"chosen: {about.chosen}"] if about.chosen else []
+    lines += [f"needs: {need}" for need in about.needs]
+    lines += [f"goes with: {key}={json.dumps(value)}" for key, value in about.settings.items()]
+    head = "\n".join(f"# {line}" for text in lines for line in textwrap.wrap(text, 108))
+    return f"{head}\n{yaml.safe_dump({'algorithm': values}, sort_keys=False)}"
+
+
+def _name_first(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_name_first(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    keys = sorted(value, key=lambda key: key != "name")  # stable
+    return {key: _name_first(value[key]) for key in keys}
+
+
+def markdown() -> str:
+    """docs/methods.md."""
+    parts = [_HEAD, "| recipe | what it does | paper | how sure |\n|---|---|---|---|"]
+    for recipe in listing():
+        notes = [f"chosen: {recipe['chosen']}"] if recipe["chosen"] else []
+        notes += [f"needs {need}" for need in recipe["needs"]]
+        summary = f"**{recipe['title']}.** {recipe['summary']}" + "".join(f"; {note}" for note in notes)
+        parts[-1] += (
+            f"\n| `{recipe['name']}` | {_cell(summary)} | {_cell(recipe['paper'])} | {recipe['sure']} |"
+        )
+    parts.append("\n".join(f"- *{name}*: {meaning}" for name, meaning in SURE.items()))
+    parts.append("## The blocks")
+    for place, annotation in PLACES.items():
+        parts.append(f"### `algorithm.{place}`")
+        parts += [_block(block) for block in _blocks(annotation)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _blocks(annotation: Any) -> Iterator[type[Block]]:
+    """The blocks in a union, in its order."""
+    if isinstance(annotation, type) and issubclass(annotation, Block):
+        yield annotation
+    elif typing.get_origin(annotation) is typing.Annotated:
+        yield from _blocks(typing.get_args(annotation)[0])
+    elif isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
+        for part in typing.get_args(annotation):
+            yield from _blocks(part)
+
+
+def _block(block: type[Block]) -> str:
+    name = block.model_fields["name"].default if "name" in block.model_fields else None
+    options = {key: field for key, field in block.model_fields.items() if key != "name"}
+    head = f"#### `{name}`" if name else "#### its options"
+    values = ", ".join(f"`{key}`: {_default(field)}" for key, field in options.items())
+    source = block.__module__.partition(".")[2].replace(".", "/")
+    doc = f"```text\n{inspect.getdoc(block)}\n```"
+    return f"{head}\n\n{doc}\n\n{f'Options: {values}. ' if values else ''}In `{source}.py`."
+
+
+def _default(field: FieldInfo) -> str:
+    value = field.get_default(call_default_factory=True)
+    if value is PydanticUndefined:
+        return "to be given"
+    if isinstance(value, Block):
+        value = value.model_dump(mode="json", exclude_none=True)
+    return f"`{json.dumps(value)}`"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+_HEAD = """# Methods
+
+Generated by `megatron-gvpo recipes --markdown > docs/methods.md`; a test compares.
+
+A method is a recipe: a short YAML in `megatron_gvpo/algorithms/recipes/` that composes blocks.
+
+    prompts -> sampler (engine, dataset, file) -> prior, members -> shapers -> batch policy -> estimator
+            -> loss
+
+`megatron-gvpo recipes` lists them, `megatron-gvpo recipes show NAME` prints one with every effective value.
+In a configuration `algorithm: NAME` takes a recipe as it is, and
+
+    algorithm:
+      recipe: dapo
+      loss: {clip_high: 0.3}
+
+changes keys of it. Your own loss, estimator or shaper: [bring_your_own.md](bring_your_own.md)."""

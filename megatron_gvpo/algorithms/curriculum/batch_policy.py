@@ -1,0 +1,167 @@
+"""Which sampled groups make up a training batch: every one of them, or GPG's accumulation."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Literal, Protocol
+
+import torch
+from pydantic import Field, PositiveInt
+
+from megatron_gvpo.algorithms.base import Block, Component
+from megatron_gvpo.algorithms.shapers.base import value_of
+from megatron_gvpo.types import Group, Prompt, Rollout, Routing, Scored
+
+
+class BatchPolicy(Protocol):
+    """Takes sampled batches until it has one to train on; its state belongs in the checkpoint."""
+
+    metrics: dict[str, float]  # of the batch that was returned last
+
+    def offer(self, groups: Sequence[Group]) -> list[Group] | None:
+        """The groups to train on, or None: sample another batch and offer that."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is held between offers, as JSON values."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class KeepAll(Block):
+    """Train on every batch as it was sampled."""
+
+    name: Literal["keep_all"] = "keep_all"
+
+    def build(self, batch_groups: int) -> BatchPolicy:
+        return Everything()
+
+
+class Accumulate(Block):
+    """GPG's thresholding (arXiv 2504.02546, section 2.2): enough groups whose rewards differ.
+
+    With threshold 1 it is DAPO's dynamic sampling (arXiv 2503.14476 eq. 11): refilled until all of them do.
+
+    A group is valid when its rewards differ. While fewer than `threshold` (beta_th) times the nominal
+    number of groups are valid, the valid ones are kept and another batch is sampled, up to `max_rounds`
+    batches (20 in the paper's code). See `Accumulator` for what the batch then holds.
+    """
+
+    name: Literal["accumulate"] = "accumulate"
+    threshold: float = Field(0.6, gt=0, le=1)
+    max_rounds: PositiveInt = 20
+    by: Component | None = None  # a component of the reward; null: all of it. DAPO refills by accuracy
+
+    @property
+    def components_read(self) -> tuple[Component, ...]:
+        return () if self.by is None else (self.by,)
+
+    def build(self, batch_groups: int) -> BatchPolicy:
+        return Accumulator(batch_groups, self.threshold, self.max_rounds, self.by)
+
+
+class Everything:
+    """Every batch as it comes; holds nothing."""
+
+    metrics: dict[str, float] = {}  # noqa: RUF012 - never filled
+
+    def offer(self, groups: Sequence[Group]) -> list[Group] | None:
+        return list(groups)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        pass
+
+
+class Accumulator:
+    """Every valid group of all rounds, plus groups without signal up to the nominal batch size.
+
+    The filling comes from the last round, so that B / (B - M) of the batch is GPG's alpha. All that is
+    left out are groups without signal, which `metrics` count as "dropped_groups"; "gave_up" is 1 where
+    `max_rounds` batches held too few valid groups. A batch may have more groups than the nominal number,
+    because no valid group is thrown away.
+    """
+
+    def __init__(
+        self, batch_groups: int, threshold: float, max_rounds: int, by: Component | None = None
+    ) -> None:
+        self.by = by
+        self.batch_groups = batch_groups
+        self.threshold = threshold
+        self.max_rounds = max_rounds
+        self.metrics: dict[str, float] = {}
+        self._pending: list[Group] = []
+        self._rounds = 0
+        self._offered = 0
+
+    def offer(self, groups: Sequence[Group]) -> list[Group] | None:
+        self._rounds += 1
+        self._offered += len(groups)
+        valid = [is_valid(group, self.by) for group in groups]
+        n_valid = len(self._pending) + sum(valid)
+        enough = n_valid >= self.threshold * self.batch_groups
+        if not enough and self._rounds < self.max_rounds:
+            self._pending += [group for group, keep in zip(groups, valid, strict=True) if keep]
+            return None
+
+        batch, room = list(self._pending), max(self.batch_groups, len(groups)) - n_valid
+        for group, keep in zip(groups, valid, strict=True):  # in sampling order, so mini-batches stay mixed
+            if keep or room > 0:
+                batch.append(group)
+                room -= not keep
+        self.metrics = {
+            "rounds": self._rounds,
+            "valid_groups": n_valid,
+            "dropped_groups": self._offered - len(batch),
+            "gave_up": float(not enough),
+        }
+        self._pending, self._rounds, self._offered = [], 0, 0
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        pending = [_fields(group) for group in self._pending]
+        return {"pending": pending, "rounds": self._rounds, "offered": self._offered}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._pending = [_group(values) for values in state["pending"]]
+        self._rounds, self._offered = state["rounds"], state["offered"]
+
+
+def is_valid(group: Group, by: Component | None = None) -> bool:
+    """Whether the rewards of a group (or the component `by`) differ, in fp32 as training sees them."""
+    values = [value_of(rollout, by) for rollout in group.rollouts]
+    return len(torch.tensor(values, dtype=torch.float32).unique()) > 1
+
+
+def _fields(group: Group) -> dict[str, Any]:
+    """The group as JSON values."""
+    values = asdict(group)
+    for rollout in values["rollouts"]:
+        if rollout["routing"] is not None:
+            *shape, ids = rollout["routing"]
+            rollout["routing"] = [*shape, base64.b64encode(ids).decode()]
+    return values
+
+
+def _group(values: Mapping[str, Any]) -> Group:
+    """The inverse of `_fields`, after JSON has turned tuples into lists."""
+    prompt = dict(values["prompt"])
+    for key in ("token_ids", "demonstration"):
+        prompt[key] = None if prompt[key] is None else tuple(prompt[key])
+    prompt["responses"] = tuple(Scored(tuple(ids), text, r) for ids, text, r in prompt["responses"])
+    rollouts = [rollout_of(fields) for fields in values["rollouts"]]
+    return Group(Prompt(**prompt), rollouts, values["prior"])
+
+
+def rollout_of(fields: Mapping[str, Any]) -> Rollout:
+    """A rollout from its fields as JSON values."""
+    routing = fields.get("routing")
+    if routing is not None:
+        layers, per_token, width, ids = routing
+        routing = Routing(layers, per_token, width, base64.b64decode(ids))
+    return Rollout(**{**fields, "spans": [tuple(span) for span in fields["spans"]], "routing": routing})

@@ -1,0 +1,73 @@
+"""How token terms add up to the loss of an optimizer step: the one place where a loss is normalised.
+
+Every normaliser comes from `BatchTotals`, the sizes of the whole optimizer step, so that the shares of any
+split over micro-batches and ranks add up to the same loss (design law 2).
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import PositiveInt, model_validator
+from torch import Tensor
+
+from megatron_gvpo.algorithms.base import Block
+from megatron_gvpo.types import BatchTotals, TrainBatch
+
+GroupNorm = Literal["k-1", "sum", "k"]
+
+
+class Aggregation(Block):
+    """Coefficient of every response token's term in the step's loss, fp32 [r].
+
+    With N sequences, T response tokens in all and |y_i| in sequence i:
+
+        token_mean      1 / T          every token counts the same (DAPO, GPG eq. 5)
+        sequence_mean   1 / (N |y_i|)  every sequence counts the same (GRPO, arXiv 2402.03300 eq. 3)
+        sequence_sum    1 / (N C)      C = `constant`, by default the longest response that sampling allows
+                                       (Dr. GRPO, arXiv 2503.20783); REINFORCE and RLOO take 1
+    """
+
+    name: Literal["token_mean", "sequence_mean", "sequence_sum"]
+    constant: PositiveInt | None = None  # null with sequence_sum: rollout.max_tokens
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.constant is not None and self.name != "sequence_sum":
+            raise ValueError(f"constant={self.constant} goes with name=sequence_sum, not {self.name}")
+        return self
+
+    def sized(self, max_tokens: int) -> Self:
+        """With `max_tokens`, the longest response that sampling allows, where that is the constant."""
+        missing = self.name == "sequence_sum" and self.constant is None
+        return self.model_copy(update={"constant": max_tokens}) if missing else self
+
+    def __call__(self, rows: TrainBatch, totals: BatchTotals) -> Tensor:
+        match self.name:
+            case "token_mean":
+                coef_n = rows.reward_n.new_full((len(rows),), 1 / totals.tokens)
+            case "sequence_mean":
+                coef_n = 1 / (totals.sequences * rows.length_n.to(rows.reward_n.dtype))
+            case "sequence_sum":
+                assert self.constant is not None, "the longest response is not known here (Aggregation.sized)"
+                coef_n = rows.reward_n.new_full((len(rows),), 1 / (totals.sequences * self.constant))
+        return coef_n[rows.seq_r]
+
+
+def group_coefficients(rows: TrainBatch, totals: BatchTotals, norm: GroupNorm) -> Tensor:
+    """Coefficient of every sequence's term in the mean over groups of a group sum, fp32 [n].
+
+    `norm` divides the group sum: "k-1" makes half the sum of squares an unbiased estimate of half the
+    population variance at any k (GVPO Listing 1), "k" is its mean, "sum" leaves it as GVPO eq. 8 prints
+    it. k is the group's own size, so groups may be ragged and must be whole in `rows`. A group of one
+    has nothing to compare: under "k-1" it counts 0.
+    """
+    index_n, size_g = rows.groups
+    match norm:
+        case "k-1":
+            coef_g = (size_g > 1) / (size_g - 1).clamp(min=1)
+        case "k":
+            coef_g = 1 / size_g
+        case "sum":
+            coef_g = size_g.new_ones(len(size_g)) / 1
+    return (coef_g / totals.groups)[index_n]

@@ -1,0 +1,88 @@
+"""DisCO: discriminative constrained optimization (arXiv 2505.12366), and DRPO (arXiv 2510.04474) with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from megatron_gvpo.algorithms.base import STEP_START, Loss, Metrics, Reference
+from megatron_gvpo.types import LossInputs, TrainBatch
+
+
+class DisCO(Loss):
+    """L = -mean_x [ sum_i omega_i s_i - tau log mean_j exp(s_j / tau) ] + kl_coef / 2 [KL - kl_limit]_+^2.
+
+    i runs over the right responses of a prompt (reward above `right`), j over the wrong ones; a group without
+    both contributes 0 and counts in the mean. No ratio is clipped: the hinge on KL holds the policy near the
+    one at step start.
+
+    score        log_likelihood  s = l / |y|                     (tau 10)
+                 ratio           s = mean over tokens of pi / pi_old   (tau 1)
+    tau          null: the plain mean of the wrong ones' scores (DisCO-b)
+    length_temperature  lambda of DRPO: omega_i ~ exp((1 - |y_i| / max_tokens) / lambda) over the right
+                 responses, so that short ones weigh more; null: omega = 1 / n_+ (DisCO)
+
+    KL is the mean of log pi_old - log pi over all response tokens of the optimizer step.
+    """
+
+    name: Literal["disco"] = "disco"
+    score: Literal["log_likelihood", "ratio"] = "log_likelihood"
+    tau: float | None = Field(10.0, gt=0)
+    right: float = 0.5
+    length_temperature: float | None = Field(None, gt=0)
+    max_tokens: int | None = Field(None, gt=0)  # null: rollout.max_tokens
+    kl_coef: float = Field(1000.0, ge=0)
+    kl_limit: float = Field(1e-4, ge=0)
+
+    signal: ClassVar[Literal["reward"]] = "reward"
+    couples_groups: ClassVar[bool] = True
+    couples_step: ClassVar[bool] = True  # by the hinge on the step's KL
+
+    @property
+    def anchors(self) -> Mapping[Literal["old", "ref"], Reference]:
+        return {"old": STEP_START}
+
+    @property
+    def known_at_step_start(self) -> bool:
+        # log_likelihood's softmax sees log-probs by themselves.
+        return self.score == "ratio" or self.tau is None
+
+    def sized(self, max_tokens: int) -> DisCO:
+        missing = self.length_temperature is not None and self.max_tokens is None
+        return self.model_copy(update={"max_tokens": max_tokens}) if missing else self
+
+    def __call__(self, inputs: LossInputs) -> tuple[Tensor, Metrics]:
+        rows, totals = inputs.rows, inputs.totals
+        assert rows.old_logp_r is not None, "DisCO needs the log-probs at step start (Loss.anchors)"
+        log_ratio_r = inputs.logp_r - rows.old_logp_r
+        score_n = rows.sequence_mean(inputs.logp_r if self.score == "log_likelihood" else log_ratio_r.exp())
+        gap = score_n.new_zeros(())
+        index_n, size_g = rows.groups
+        for g in range(len(size_g)):
+            mine_n = index_n == g
+            right_n, wrong_n = mine_n & (rows.reward_n > self.right), mine_n & (rows.reward_n <= self.right)
+            if right_n.any() and wrong_n.any():
+                gap = gap + (self._weights(rows, right_n) * score_n[right_n]).sum()
+                gap = gap - self._pooled(score_n[wrong_n])
+        kl = -log_ratio_r.sum() / totals.tokens
+        penalty = self.kl_coef / 2 * (kl - self.kl_limit).clamp(min=0) ** 2
+        return penalty - gap / totals.groups, {"kl_step": kl.detach(), "gap": gap.detach() / totals.groups}
+
+    def _weights(self, rows: TrainBatch, right_n: Tensor) -> Tensor:
+        """omega of the right responses of one group; sums to 1."""
+        length_p = rows.length_n[right_n].to(torch.float32)
+        if self.length_temperature is None:
+            return torch.ones_like(length_p) / len(length_p)
+        assert self.max_tokens is not None, "the longest response is not known here (Loss.sized)"
+        return torch.softmax((1 - length_p / self.max_tokens) / self.length_temperature, 0)
+
+    def _pooled(self, score_q: Tensor) -> Tensor:
+        """tau log mean exp(s / tau): between the mean (tau large) and the largest (tau small)."""
+        if self.tau is None:
+            return score_q.mean()
+        log_count = torch.tensor(float(len(score_q))).log().item()
+        return self.tau * (torch.logsumexp(score_q / self.tau, 0) - log_count)

@@ -1,0 +1,65 @@
+"""DPO: Direct Preference Optimization (arXiv 2305.18290), on pairs of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from megatron_gvpo.algorithms.base import Loss, Metrics, Reference
+from megatron_gvpo.types import LossInputs, TrainBatch
+
+
+class DPO(Loss):
+    """-log sigmoid(beta (d_w - d_l)), d = l - l_ref, mean over a group's pairs, then over groups (eq. 7).
+
+    A pair is two responses to a prompt with r_w > r_l. `pairs`: all of them, or the first best response
+    against the first worst. A group whose rewards are equal has no pair: it counts in the mean as 0.
+    """
+
+    name: Literal["dpo"] = "dpo"
+    beta: float = Field(0.1, gt=0)
+    reference: Reference = Reference(name="fixed")
+    pairs: Literal["all", "best_worst"] = "best_worst"
+
+    signal: ClassVar[Literal["reward"]] = "reward"
+    couples_groups: ClassVar[bool] = True
+
+    @property
+    def anchors(self) -> Mapping[Literal["old", "ref"], Reference]:
+        return {"ref": self.reference}
+
+    def __call__(self, inputs: LossInputs) -> tuple[Tensor, Metrics]:
+        rows, totals = inputs.rows, inputs.totals
+        assert rows.ref_logp_r is not None, "DPO needs the reference's log-probs (Loss.anchors)"
+        drift_n = rows.sequence_sum(inputs.logp_r - rows.ref_logp_r)
+        better_p, worse_p, coef_p = self._pairs(rows)
+        coef_p = coef_p / totals.groups
+        margin_p = self.beta * (drift_n[better_p] - drift_n[worse_p])
+        loss = -(coef_p * torch.nn.functional.logsigmoid(margin_p)).sum()
+        return loss, {
+            "preferred": (coef_p * (margin_p.detach() > 0)).sum(),
+            "margin": (coef_p * margin_p.detach()).sum(),
+        }
+
+    def _pairs(self, rows: TrainBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows of the better and the worse of each pair, int64 [p]; 1 / (pairs of its group), fp32 [p]."""
+        index_n, size_g = rows.groups
+        reward = rows.reward_n.tolist()
+        better: list[int] = []
+        worse: list[int] = []
+        coef: list[float] = []
+        for g in range(len(size_g)):
+            members = (index_n == g).nonzero().flatten().tolist()
+            pairs = [(i, j) for i in members for j in members if reward[i] > reward[j]]
+            if pairs and self.pairs == "best_worst":
+                pairs = [(max(members, key=reward.__getitem__), min(members, key=reward.__getitem__))]
+            better += [i for i, _ in pairs]
+            worse += [j for _, j in pairs]
+            coef += [1 / len(pairs) for _ in pairs]
+        device = rows.reward_n.device
+        pairs_p = torch.tensor([better, worse], dtype=torch.int64, device=device)
+        return pairs_p[0], pairs_p[1], torch.tensor(coef, dtype=torch.float32, device=device)

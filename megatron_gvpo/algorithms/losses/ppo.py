@@ -1,0 +1,139 @@
+"""Clipped importance ratios (PPO without a critic), as GRPO, Dr. GRPO, DAPO and GSPO use them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from megatron_gvpo.algorithms.base import STEP_START, Loss, Metrics, Reference
+from megatron_gvpo.algorithms.losses.aggregation import Aggregation
+from megatron_gvpo.algorithms.losses.importance import TruncatedImportance
+from megatron_gvpo.types import LossInputs, TrainBatch
+
+
+class PPO(Loss):
+    """L = sum_it c_it [ -w min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A) + kl_coef * k3 ].
+
+    rho = pi / pi_old with pi_old the policy at step start, A the advantage of the token or its response, c
+    from `aggregation`, w the token's weight by `importance` (1 without), k3 = x_ref/x - 1 - log(x_ref/x) >= 0
+    the estimate of KL(pi || pi_ref) with x = pi(y_it) (arXiv 2402.03300 eq. 3-4). Without kl_coef no
+    reference policy is kept.
+
+    ratio           token     rho_it = pi(y_it) / pi_old(y_it)
+                    sequence  exp of the mean over the response of log rho_it: GSPO (arXiv 2507.18071 eq. 7)
+                    item      the same over an item of a list: Rank-GRPO (arXiv 2510.20150)
+    dual_clip       bounds the term of a negative advantage: it is at most -dual_clip * A (arXiv 1912.09729)
+    demonstrations  the ratio of given solutions, which no policy sampled:
+                    ratio        pi / pi_old like any other's
+                    unclipped    the same, and never clipped
+                    probability  pi, as if given with certainty
+                    shaped       pi / (pi + shape), unclipped (LUFFY, arXiv 2504.14945)
+                    likelihood   none: the term is -likelihood_coef log pi (ExPO, arXiv 2507.02834)
+    """
+
+    name: Literal["ppo"] = "ppo"
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    clip_high: float = Field(0.2, gt=0)
+    ratio: Literal["token", "sequence", "item"] = "token"
+    dual_clip: float | None = Field(None, gt=1)
+    kl_coef: float = Field(0.0, ge=0)
+    reference: Reference = Reference(name="fixed")
+    aggregation: Aggregation = Aggregation(name="sequence_mean")
+    importance: TruncatedImportance | None = None
+    demonstrations: Literal["ratio", "unclipped", "probability", "shaped", "likelihood"] = "ratio"
+    shape: float = Field(0.1, gt=0)
+    likelihood_coef: float = Field(0.1, ge=0)
+    cross_context: bool = False  # responses to a hinted prompt: pi_old by the engine, with the hint (Guide)
+
+    signal: ClassVar[Literal["advantage"]] = "advantage"
+
+    @property
+    def anchors(self) -> Mapping[Literal["old", "ref"], Reference]:
+        return {"old": STEP_START, "ref": self.reference} if self.kl_coef else {"old": STEP_START}
+
+    @property
+    def known_at_step_start(self) -> bool:
+        # `importance` sees the old log-probs by themselves, and not only as differences from the present; so
+        # do probabilities.
+        return (
+            self.importance is None
+            and not self.cross_context
+            and self.demonstrations in ("ratio", "unclipped", "likelihood")
+            and all(anchor == STEP_START for anchor in self.anchors.values())
+        )
+
+    def __call__(self, inputs: LossInputs) -> tuple[Tensor, Metrics]:
+        rows, totals, logp_r = inputs.rows, inputs.totals, inputs.logp_r
+        coef_r = self.aggregation(rows, totals)
+        advantage_r = rows.token_advantages()
+        ratio_r, free_r = self._ratio(rows, logp_r)
+        unclipped_r = ratio_r * advantage_r
+        clipped_r = ratio_r.clamp(1 - self.clip_low, 1 + self.clip_high) * advantage_r
+        clipped_r = clipped_r.where(~free_r, unclipped_r)
+        gain_r = unclipped_r.minimum(clipped_r)
+        if self.dual_clip is not None:
+            gain_r = gain_r.maximum(self.dual_clip * advantage_r).where(advantage_r < 0, gain_r)
+        if self.demonstrations == "likelihood" and rows.demonstration_n is not None:
+            gain_r = (self.likelihood_coef * logp_r).where(rows.demonstration_n[rows.seq_r], gain_r)
+        drift_r = (logp_r - _old(rows)).detach()
+        metrics = {
+            "clip_fraction": (clipped_r < unclipped_r).sum() / totals.tokens,
+            "kl": (drift_r.exp() - 1 - drift_r).sum() / totals.tokens,
+        }
+        loss_r = -gain_r
+        if self.importance:
+            importance_r, shares = self.importance(rows, totals)
+            loss_r = importance_r * loss_r
+            metrics |= shares
+        if self.kl_coef:
+            assert rows.ref_logp_r is not None, "kl_coef needs the reference's log-probs (Loss.anchors)"
+            ref_ratio_r = rows.ref_logp_r - logp_r
+            k3_r = ref_ratio_r.exp() - 1 - ref_ratio_r
+            loss_r = loss_r + self.kl_coef * k3_r
+            metrics["kl_ref"] = k3_r.detach().sum() / totals.tokens
+        return (coef_r * loss_r).sum(), metrics
+
+    def _ratio(self, rows: TrainBatch, logp_r: Tensor) -> tuple[Tensor, Tensor]:
+        """rho of every token, and whether it is free of clipping, both [r]."""
+        log_ratio_r = logp_r - self._sampled_with(rows)
+        if self.ratio == "sequence":
+            log_ratio_r = rows.sequence_mean(log_ratio_r)[rows.seq_r]
+        elif self.ratio == "item":
+            log_ratio_r = _item_mean(rows, log_ratio_r)
+        ratio_r, free_r = log_ratio_r.exp(), torch.zeros_like(logp_r, dtype=torch.bool)
+        if self.demonstrations in ("ratio", "likelihood") or rows.demonstration_n is None:
+            return ratio_r, free_r
+        given_r = rows.demonstration_n[rows.seq_r]
+        if self.demonstrations == "unclipped":
+            return ratio_r, given_r
+        own_r = rows.sequence_mean(logp_r)[rows.seq_r] if self.ratio == "sequence" else logp_r
+        if self.demonstrations == "probability":
+            return own_r.exp().where(given_r, ratio_r), free_r
+        # e^l / (e^l + c) = sigmoid(l - log c)
+        return (own_r - torch.tensor(self.shape).log().item()).sigmoid().where(given_r, ratio_r), given_r
+
+    def _sampled_with(self, rows: TrainBatch) -> Tensor:
+        """log pi_old of every token, [r]."""
+        old_r = _old(rows)
+        if not self.cross_context or rows.engine_logp_r is None:
+            return old_r
+        hinted_r = rows.sampled_by(-1) & ~rows.engine_logp_r.isnan()
+        return rows.engine_logp_r.where(hinted_r, old_r)
+
+
+def _item_mean(rows: TrainBatch, value_r: Tensor) -> Tensor:
+    """Mean of a value over each item of each response, broadcast to [r]."""
+    assert rows.item_r is not None, "ratio=item needs the items of responses (estimator=rank)"
+    key_r = rows.seq_r * (int(rows.item_r.max()) + 1 if len(rows.item_r) else 1) + rows.item_r
+    _, index_r, size_i = torch.unique(key_r, return_inverse=True, return_counts=True)
+    sum_i = value_r.new_zeros(len(size_i)).index_add(0, index_r, value_r)
+    return (sum_i / size_i)[index_r]
+
+
+def _old(rows: TrainBatch) -> Tensor:
+    assert rows.old_logp_r is not None, "clipping needs the log-probs at step start (Loss.anchors)"
+    return rows.old_logp_r

@@ -1,0 +1,152 @@
+"""ARISE: a library of skills that the policy writes, chooses from and is rewarded for using (its code)."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
+
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+
+from megatron_gvpo.algorithms.base import Block
+from megatron_gvpo.algorithms.members.base import Sampling
+from megatron_gvpo.types import Group, Prompt
+
+
+class Skill(NamedTuple):
+    """A piece of advice, by its first line, and how much it has helped."""
+
+    name: str
+    text: str
+    utility: float
+
+
+class Skills(Block):
+    """Beside every group, `n` responses to its prompt with a skill from a library that grows as it trains.
+
+    The skill is the one whose text has the highest mean log-prob behind the prompt, or, with probability
+    `explore`, any; where no softmax of these over `sharpness` reaches `gate`, the prompt goes without. Right
+    responses with a skill that name it gain `bonus`. Then its utility moves by a tenth towards 1 where only
+    they were right, 0.5 where the plain responses were, too, 0 where neither, -1 where only the plain ones.
+    After that, `new` prompts with a right response are asked to sum it up as a skill (first line: its name);
+    of more than `size` skills the least useful goes. Up to step `after_step` skills are only collected. The
+    library goes into checkpoints.
+    """
+
+    name: Literal["skills"] = "skills"
+    n: PositiveInt = 4
+    sharpness: float = Field(1.0, gt=0)
+    explore: float = Field(0.1, ge=0, le=1)
+    gate: float = Field(0.35, ge=0, le=1)
+    bonus: float = 1.0
+    size: PositiveInt = 10
+    new: PositiveInt = 2
+    after_step: NonNegativeInt = 500
+    template: str = "\n\nA skill that may help:\n{skill}"
+    summary_template: str = (
+        "\n\nA right answer:\n{best}\n\nSum up the skill behind it, its name on the first line."
+    )
+    right: float = 0.0
+
+    @model_validator(mode="after")
+    def _possible(self) -> Skills:
+        if "{skill}" not in self.template or "{best}" not in self.summary_template:
+            raise ValueError("template needs {skill} in it, and summary_template {best}")
+        return self
+
+    def build(self) -> Library:
+        return Library(self)
+
+
+class Library:
+    """The skills of a run."""
+
+    def __init__(self, options: Skills) -> None:
+        self._options = options
+        self.skills: list[Skill] = []
+
+    def __call__(self, groups: Sequence[Group], sampling: Sampling) -> list[Group]:
+        tried = self._tried(groups, sampling) if sampling.step > self._options.after_step else {}
+        joined: list[Group] = []
+        for g, group in enumerate(groups):
+            joined.append(group)
+            if g in tried:
+                skill, with_skill = tried[g]
+                joined.append(self._rewarded(with_skill, skill))
+        for g, (skill, with_skill) in tried.items():
+            self._judge(skill, self._any_right(with_skill), self._any_right(groups[g]))
+        self._learn(groups, sampling)
+        return joined
+
+    def _tried(self, groups: Sequence[Group], sampling: Sampling) -> dict[int, tuple[Skill, Group]]:
+        options, rng = self._options, random.Random(sampling.seed)
+        if not self.skills:
+            return {}
+        texts = [sampling.encode(skill.text) for skill in self.skills]
+        prompts = [group.prompt for group in groups for _ in self.skills]
+        scores = sampling.mean_logp(prompts, texts * len(groups))
+        chosen: dict[int, tuple[Skill, Prompt]] = {}
+        for g, group in enumerate(groups):
+            share = softmax([s / options.sharpness for s in scores[g * len(texts) : (g + 1) * len(texts)]])
+            if max(share) < options.gate:
+                continue
+            explores = rng.random() < options.explore
+            skill = self.skills[rng.randrange(len(texts)) if explores else share.index(max(share))]
+            prompt = sampling.extended(group.prompt, options.template.replace("{skill}", skill.text))
+            if prompt is not None:
+                chosen[g] = skill, prompt
+        found = sampling.ask([prompt for _, prompt in chosen.values()], options.n) if chosen else []
+        return {g: (skill, group) for (g, (skill, _)), group in zip(chosen.items(), found, strict=True)}
+
+    def _rewarded(self, group: Group, skill: Skill) -> Group:
+        """Right responses that name their skill gain the bonus."""
+        options = self._options
+        rollouts = [
+            replace(r, reward=r.reward + options.bonus * (r.reward > options.right and skill.name in r.text))
+            for r in group.rollouts
+        ]
+        return replace(group, rollouts=rollouts, prior=None)
+
+    def _judge(self, skill: Skill, with_it: bool, without: bool) -> None:
+        for i, held in enumerate(self.skills):
+            if held.name == skill.name:
+                utility = 0.9 * held.utility + 0.1 * counterfactual_utility(with_it, without)
+                self.skills[i] = held._replace(utility=utility)
+
+    def _learn(self, groups: Sequence[Group], sampling: Sampling) -> None:
+        options, prompts = self._options, []
+        solved = [group for group in groups if self._any_right(group)]
+        for group in solved[: options.new]:
+            best = max(group.rollouts, key=lambda rollout: rollout.reward)
+            text = options.summary_template.replace("{best}", best.text)
+            if (prompt := sampling.extended(group.prompt, text)) is not None:
+                prompts.append(prompt)
+        for group in sampling.ask(prompts, 1) if prompts else []:
+            text = group.rollouts[0].text.strip()
+            name = text.partition("\n")[0].strip()
+            if name and name not in {skill.name for skill in self.skills}:
+                self.skills.append(Skill(name, text, 0.0))
+        while len(self.skills) > options.size:
+            self.skills.remove(min(self.skills, key=lambda skill: skill.utility))
+
+    def _any_right(self, group: Group) -> bool:
+        return any(reward > self._options.right for reward in group.rewards)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"skills": [list(skill) for skill in self.skills]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.skills = [Skill(*skill) for skill in state.get("skills", ())]
+
+
+def counterfactual_utility(with_it: bool, without: bool) -> float:
+    """What a skill is worth where responses with it were right, and those without it."""
+    return {(True, False): 1.0, (True, True): 0.5, (False, False): 0.0, (False, True): -1.0}[with_it, without]
+
+
+def softmax(values: Sequence[float]) -> list[float]:
+    highest = max(values)
+    powers = [math.exp(value - highest) for value in values]
+    return [power / sum(powers) for power in powers]

@@ -1,0 +1,109 @@
+"""XRPO's seeding: solved problems in front of one that nobody could solve (arXiv 2510.06672)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from heapq import nlargest
+from typing import Any, Literal, NamedTuple, Self
+
+from pydantic import PositiveInt, model_validator
+
+from megatron_gvpo.algorithms.base import Block
+from megatron_gvpo.algorithms.members.base import Sampling, taught
+from megatron_gvpo.runtime.template import filled
+from megatron_gvpo.types import Group, Prompt
+
+
+class Exemplars(Block):
+    """Where every response fails, `n` more join, to the prompt with `count` solved problems in front of it.
+
+    These are the problems most like it (shared words over all words of the two) of which the run has seen a
+    right response; the newest `keep` of them are held, with one response each, and go into checkpoints. Fewer
+    are shown where the prompt would be longer than data.max_prompt_tokens. The responses are trained as if
+    to the prompt alone. `template` writes one exemplar; `key` is the data record's field with the problem.
+    """
+
+    name: Literal["exemplars"] = "exemplars"
+    count: PositiveInt = 2
+    n: PositiveInt = 4
+    keep: PositiveInt = 1024
+    template: str = "Problem:\n{problem}\n\nSolution:\n{solution}\n\n"
+    key: str = "prompt"
+    right: float = 0.0
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if "{problem}" not in self.template or "{solution}" not in self.template:
+            raise ValueError("template needs {problem} and {solution} in it")
+        return self
+
+    def build(self) -> Corpus:
+        return Corpus(self)
+
+
+class Solved(NamedTuple):
+    """A problem and a right response to it."""
+
+    problem: str
+    solution: str
+
+
+class Corpus:
+    """The solved problems of a run, by the ids of their prompts, the newest last."""
+
+    def __init__(self, options: Exemplars) -> None:
+        self._options = options
+        self._solved: dict[str, Solved] = {}
+
+    def __call__(self, groups: Sequence[Group], sampling: Sampling) -> list[Group]:
+        self._learn(groups)
+        asked: dict[int, Prompt] = {}
+        for g, group in enumerate(groups):
+            if all(reward <= self._options.right for reward in group.rewards):
+                prompt = self._seeded(group.prompt, sampling)
+                if prompt is not None:
+                    asked[g] = prompt
+        found = sampling.ask(list(asked.values()), self._options.n) if asked else []
+        joined = list(groups)
+        for g, seeded in zip(asked, found, strict=True):
+            rollouts = [*groups[g].rollouts, *taught(seeded.rollouts)]
+            joined[g] = replace(groups[g], rollouts=rollouts)
+        return joined
+
+    def _learn(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            best = max(group.rollouts, key=lambda rollout: rollout.reward)
+            if best.reward > self._options.right and best.text:
+                self._solved.pop(group.prompt.id, None)
+                self._solved[group.prompt.id] = Solved(self._problem(group.prompt), best.text)
+        while len(self._solved) > self._options.keep:
+            del self._solved[next(iter(self._solved))]
+
+    def _seeded(self, prompt: Prompt, sampling: Sampling) -> Prompt | None:
+        """The prompt with as many exemplars as fit; None: not one."""
+        problem = self._problem(prompt)
+        others = [solved for name, solved in self._solved.items() if name != prompt.id]
+        like = nlargest(self._options.count, others, key=lambda solved: alike(problem, solved.problem))
+        for count in range(len(like), 0, -1):
+            shown = reversed(like[:count])  # the likest comes last
+            text = "".join(filled(self._options.template, solved._asdict()) for solved in shown)
+            if (seeded := sampling.extended(prompt, text, before=True)) is not None:
+                return seeded
+        return None
+
+    def _problem(self, prompt: Prompt) -> str:
+        problem = prompt.record.get(self._options.key)
+        return problem if isinstance(problem, str) else prompt.text
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: list(solved) for name, solved in self._solved.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._solved = {name: Solved(*solved) for name, solved in state.items()}
+
+
+def alike(a: str, b: str) -> float:
+    """The words that two texts share over all words of them, in [0, 1]; 0 for two empty ones."""
+    words_a, words_b = set(a.split()), set(b.split())
+    return len(words_a & words_b) / max(len(words_a | words_b), 1)

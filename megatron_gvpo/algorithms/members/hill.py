@@ -1,0 +1,177 @@
+"""HiLL: hints are learned by how far what they help with carries over (arXiv 2604.00698)."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import fmean
+from typing import Any, Literal, NamedTuple
+
+from pydantic import Field, PositiveInt, model_validator
+
+from megatron_gvpo.algorithms.base import Block
+from megatron_gvpo.algorithms.members.base import Member, Sampling
+from megatron_gvpo.runtime.template import filled
+from megatron_gvpo.runtime.user_functions import check_call, load_function
+from megatron_gvpo.types import Group, Prompt, Rollout
+
+
+class LearnedHint(Block):
+    """Where every response fails, the policy writes `hints` hints and answers `n` times with each of them.
+
+    The hints are a group of their own, and the hint with the best reward gives the reasoner's group, in the
+    failed one's place. A hint's reward is
+
+        (1 - p^n - (1 - p)^n) exp(min(D, 0) / temperature),
+
+    p the share of right responses with it, D the mean over these of mean log pi(y | prompt) - mean log
+    pi(y | prompt, hint): a response that is likely with the hint only teaches little. It is 0 where none is
+    right, and `penalty` where the hint is empty, too long or gives the answer away. The paper trains two
+    models; here the policy has both roles. `template` asks for a hint, {failed} in it one failed response,
+    {solution} the field `solution` of the data record; `hint_template` gives {hint} to the reasoner: what is
+    between <hint> and </hint>, or all of it.
+
+    With `function(groups, n, **options)` -> n texts for each failed group, as a `teacher`'s, the hints are
+    another model's: the best is chosen alike, and none is trained. What it is asked is then its own matter.
+    """
+
+    name: Literal["learned_hint"] = "learned_hint"
+    hints: PositiveInt = 4
+    n: PositiveInt = 8
+    temperature: float = Field(0.3, gt=0)
+    penalty: float = Field(-0.2, le=0)
+    template: str = (
+        "\n\nA failed attempt:\n{failed}\n\nWrite a short hint that helps without giving the answer away."
+    )
+    solution: str | None = None
+    hint_template: str = "\n\nHint: {hint}"
+    function: str | None = None
+    options: dict[str, Any] = Field(default_factory=dict)
+    right: float = 0.0
+
+    @model_validator(mode="after")
+    def _possible(self) -> LearnedHint:
+        if "{hint}" not in self.hint_template:
+            raise ValueError("hint_template has no {hint} in it")
+        if ("{solution}" in self.template) != (self.solution is not None):
+            raise ValueError("solution, the field of the data record, goes with {solution} in the template")
+        if self.function is not None:
+            check_call(load_function(self.function), "f(groups, n, **options)", 2, self.options)
+        return self
+
+    def build(self) -> Member:
+        return self
+
+    def __call__(self, groups: Sequence[Group], sampling: Sampling) -> list[Group]:
+        failed = [g for g, group in enumerate(groups) if all(r <= self.right for r in group.rewards)]
+        written = self._written(groups, failed, sampling) if failed else {}
+        tried = self._tried(groups, written, sampling)
+        joined: list[Group] = []
+        for g, group in enumerate(groups):
+            if g not in written:
+                joined.append(group)
+                continue
+            of_hints = [tried.get((g, h)) for h in range(len(written[g].rollouts))]
+            best = max((trial for trial in of_hints if trial), key=lambda trial: trial.reward, default=None)
+            joined.append(group if best is None or best.reward <= 0 else best.group)
+            if self.function is None:
+                rewards = [self.penalty if trial is None else trial.reward for trial in of_hints]
+                hints = [replace(r, reward=v) for r, v in zip(written[g].rollouts, rewards, strict=True)]
+                joined.append(replace(written[g], rollouts=hints, prior=None))
+        return joined
+
+    def _written(
+        self, groups: Sequence[Group], failed: Sequence[int], sampling: Sampling
+    ) -> dict[int, Group]:
+        """The hints for groups, as rollouts, by the group's number."""
+        if self.function is not None:
+            texts = sampling.texts(self.function, [groups[g] for g in failed], self.hints, self.options)
+            hints = [[Rollout([], [], text, "stop", -1) for text in mine] for mine in texts]
+            return {g: Group(groups[g].prompt, mine) for g, mine in zip(failed, hints, strict=True)}
+        asked: dict[int, Prompt] = {}
+        for g in failed:
+            prompt = sampling.extended(groups[g].prompt, self._request(groups[g]))
+            if prompt is not None:
+                asked[g] = prompt
+        found = sampling.ask(list(asked.values()), self.hints) if asked else []
+        return dict(zip(asked, found, strict=True))
+
+    def _request(self, group: Group) -> str:
+        fields = {"failed": group.rollouts[0].text}
+        if self.solution is not None:
+            fields["solution"] = str(group.prompt.record.get(self.solution, ""))
+        return filled(self.template, fields)
+
+    def _tried(
+        self, groups: Sequence[Group], written: dict[int, Group], sampling: Sampling
+    ) -> dict[tuple[int, int], Trial]:
+        """What came of the hints that are ones, by group and number."""
+        prompts: dict[tuple[int, int], Prompt] = {}
+        for g, of_group in written.items():
+            for h, rollout in enumerate(of_group.rollouts):
+                hint, answer = hint_in(rollout.text), groups[g].prompt.answer
+                if not hint or (answer and gives_away(hint, answer)):
+                    continue
+                text = self.hint_template.replace("{hint}", hint)
+                if (prompt := sampling.extended(groups[g].prompt, text)) is not None:
+                    prompts[g, h] = prompt
+        answers = dict(
+            zip(prompts, sampling.ask(list(prompts.values()), self.n) if prompts else [], strict=True)
+        )
+        right: list[tuple[tuple[int, int], Rollout]] = [
+            (key, rollout)
+            for key, group in answers.items()
+            for rollout in group.rollouts
+            if rollout.reward > self.right
+        ]
+        responses = [rollout.token_ids for _, rollout in right]
+        plain = sampling.mean_logp([groups[g].prompt for (g, _), _ in right], responses)
+        hinted = sampling.mean_logp([prompts[key] for key, _ in right], responses)
+        reliance: dict[tuple[int, int], list[float]] = {}
+        for (key, _), without, with_hint in zip(right, plain, hinted, strict=True):
+            reliance.setdefault(key, []).append(without - with_hint)
+        return {
+            key: Trial(
+                group,
+                transfer_reward(
+                    len(reliance.get(key, [])) / self.n,
+                    self.n,
+                    fmean(reliance.get(key, [0.0])),
+                    self.temperature,
+                ),
+            )
+            for key, group in answers.items()
+        }
+
+
+class Trial(NamedTuple):
+    """The responses with a hint, and what the hint is worth."""
+
+    group: Group
+    reward: float
+
+
+def transfer_reward(p: float, n: int, reliance: float, temperature: float) -> float:
+    """(1 - p^n - (1 - p)^n) exp(min(reliance, 0) / temperature)"""
+    return (1 - p**n - (1 - p) ** n) * math.exp(min(reliance, 0.0) / temperature)
+
+
+def hint_in(text: str) -> str:
+    """What is between <hint> and </hint>, for those who think before; the whole text without them."""
+    marked = re.search(r"<hint>(.*?)</hint>", text, re.IGNORECASE | re.DOTALL)
+    return (marked[1] if marked else text).strip()
+
+
+def gives_away(hint: str, answer: str) -> bool:
+    """Whether a hint says the answer; one of one or two letters only after "=", "is", "equals" and the like.
+
+    The authors' rule: "2" is in many a hint that does not give 2 away.
+    """
+    answer = answer.strip()
+    if not answer or len(answer) > 2:
+        return bool(answer) and answer.lower() in hint.lower()
+    text = re.escape(answer)
+    said = rf"(=|\b(is|equals|equal to|answer:))\s*{text}(?!\w)|\\boxed\{{{text}\}}"
+    return re.search(said, hint, re.IGNORECASE) is not None

@@ -1,0 +1,112 @@
+"""MASA: the policy also learns to foresee how its own answers will fare (arXiv 2510.03259)."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import fmean
+from typing import Any, Literal
+
+from pydantic import Field, PositiveInt
+
+from megatron_gvpo.algorithms.base import Block
+from megatron_gvpo.algorithms.members.base import Member, Sampling
+from megatron_gvpo.types import Group, Rollout
+
+
+class Foresight(Block):
+    """Beside every group one of `n` predictions about it, trained on how well they foresaw it.
+
+    The prompt with `template` behind it asks for a JSON object with pass_rate, length (in tokens) and notions
+    (words that a good answer needs). Its reward is the mean of
+
+        pass_rate  0.01^|p' - p|, p the share of the group's responses that are right
+        length     1 where it lies between the shortest and the longest right response
+        notions    the share of the notions, but those that the prompt's text has, that more right responses'
+                   texts have than wrong ones'
+
+    and 0 where it is no such object. Where the prompt is too long with the template, there is no prediction.
+    The paper's later phase, which drops prompts and cuts responses by the predictions, is not in its public
+    code, and not here.
+    """
+
+    name: Literal["foresight"] = "foresight"
+    n: PositiveInt = 16
+    template: str = (
+        "\n\nDo not answer yet. Foresee how you will do, as JSON: "
+        '{"pass_rate": 0 to 1, "length": tokens, "notions": ["..."]}'
+    )
+    right: float = Field(0.0)
+
+    def build(self) -> Member:
+        return self
+
+    def __call__(self, groups: Sequence[Group], sampling: Sampling) -> list[Group]:
+        prompts = {g: sampling.extended(group.prompt, self.template) for g, group in enumerate(groups)}
+        asked = {g: prompt for g, prompt in prompts.items() if prompt is not None}
+        found = sampling.ask(list(asked.values()), self.n) if asked else []
+        predictions = dict(zip(asked, found, strict=True))
+        joined: list[Group] = []
+        for g, group in enumerate(groups):
+            joined.append(group)
+            if g in predictions:
+                joined.append(self._scored(predictions[g], group))
+        return joined
+
+    def _scored(self, predictions: Group, group: Group) -> Group:
+        rollouts = [
+            replace(rollout, reward=foreseen(rollout.text, group, self.right))
+            for rollout in predictions.rollouts
+        ]
+        return replace(predictions, rollouts=rollouts, prior=None)
+
+
+def foreseen(text: str, group: Group, right: float = 0.0) -> float:
+    """The reward of a prediction about `group`, in [0, 1]."""
+    said = prediction(text)
+    if said is None:
+        return 0.0
+    good = [rollout for rollout in group.rollouts if rollout.reward > right]
+    bad = [rollout for rollout in group.rollouts if rollout.reward <= right]
+    of_rate = pass_rate_reward(said.get("pass_rate"), len(good) / len(group.rollouts))
+    lengths = [len(rollout.token_ids) for rollout in good]
+    length = _number(said.get("length"))
+    of_length = float(bool(lengths) and length is not None and min(lengths) < length < max(lengths))
+    notions = said.get("notions")
+    words = {str(word).lower() for word in notions} if isinstance(notions, list) else set[str]()
+
+    def having(word: str, among: Sequence[Rollout]) -> int:
+        return sum(word in rollout.text.lower() for rollout in among)
+
+    told = [word for word in words if word not in group.prompt.text.lower()]
+    of_notions = fmean([having(word, good) > having(word, bad) for word in told] or [0.0])
+    return (of_notions + of_rate + of_length) / 3
+
+
+def pass_rate_reward(said: Any, rate: float) -> float:
+    """0.01^|said - rate|; 0 for what is no number."""
+    number = _number(said)
+    return 0.0 if number is None else float(0.01 ** abs(number - rate))
+
+
+def prediction(text: str) -> dict[str, Any] | None:
+    """The last JSON object without braces inside it that a text has."""
+    for found in reversed(re.findall(r"\{[^{}]*\}", text)):
+        try:
+            value = json.loads(found)
+        except (ValueError, RecursionError):  # what a model writes may be nested without end
+            continue
+        if isinstance(value, dict):
+            return value
+    return None
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
+        return None
+    try:
+        return float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        return None

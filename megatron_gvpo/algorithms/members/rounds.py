@@ -1,0 +1,99 @@
+"""XRPO's rounds: more responses where they tell most about a prompt's mean reward (arXiv 2510.06672)."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from statistics import stdev
+from typing import Literal
+
+from pydantic import Field, PositiveInt
+
+from megatron_gvpo.algorithms.base import Block
+from megatron_gvpo.algorithms.members.base import Member, Sampling
+from megatron_gvpo.types import Group
+
+
+class Rounds(Block):
+    """After rollout.n responses to every prompt, `rounds` times `extra` a prompt more, on average.
+
+    In a round each goes to the prompt with the largest
+
+        h(n) - h(n + 1) + explore sqrt(log(1 + T) / n),    h(n) = t s / sqrt(n),
+
+    n the responses that the prompt has and was given in this round, s the sample std of the rewards that are
+    known of it, t the 1 - alpha / 2 quantile of Student's distribution with n - 1 degrees of freedom: h is
+    half the width of the mean reward's confidence interval. T is how many responses the batch has, as
+    in UCB1. A prompt with one response comes first: its spread is not known.
+    """
+
+    name: Literal["rounds"] = "rounds"
+    rounds: PositiveInt = 2
+    extra: PositiveInt = 4
+    explore: float = Field(0.1, ge=0)
+    alpha: float = Field(0.05, gt=0, lt=1)
+
+    def build(self) -> Member:
+        return self
+
+    def __call__(self, groups: Sequence[Group], sampling: Sampling) -> list[Group]:
+        grown = list(groups)
+        for _ in range(self.rounds):
+            shares = self.shares([group.rewards for group in grown], self.extra * len(grown))
+            asked = [g for g, share in enumerate(shares) for _ in range(share)]
+            found = sampling.ask([grown[g].prompt for g in asked], 1)
+            for g, more in zip(asked, found, strict=True):
+                grown[g] = replace(grown[g], rollouts=[*grown[g].rollouts, *more.rollouts])
+        return grown
+
+    def shares(self, rewards: Sequence[Sequence[float]], budget: int) -> list[int]:
+        """How many of `budget` responses each prompt gets, by the rewards of those that it has."""
+        spread = [stdev(known) if len(known) > 1 else 0.0 for known in rewards]
+        bonus = self.explore**2 * math.log1p(sum(map(len, rewards)))
+
+        def priority(i: int, n: int) -> float:
+            if n < 2:
+                return math.inf
+            narrower = half_width(n, spread[i], self.alpha) - half_width(n + 1, spread[i], self.alpha)
+            return narrower + math.sqrt(bonus / n)
+
+        given = [0] * len(rewards)
+        queue = [(-priority(i, len(known)), i) for i, known in enumerate(rewards)]
+        heapq.heapify(queue)
+        for _ in range(budget):
+            _, i = queue[0]
+            given[i] += 1
+            heapq.heapreplace(queue, (-priority(i, len(rewards[i]) + given[i]), i))
+        return given
+
+
+def half_width(n: int, std: float, alpha: float) -> float:
+    """Of the confidence interval of a mean of n >= 2 values with this sample std."""
+    return student_quantile(n - 1, alpha) * std / math.sqrt(n)
+
+
+@cache
+def student_quantile(freedom: int, alpha: float) -> float:
+    """t with P(|T| < t) = 1 - alpha, T Student's with an integer number of degrees of freedom.
+
+    By bisection of the finite series for P (Abramowitz and Stegun, 26.7.3 and 26.7.4).
+    """
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _central(middle, freedom) < 1 - alpha else (low, middle)
+    return math.sqrt(freedom) * math.tan(low)
+
+
+def _central(angle: float, freedom: int) -> float:
+    """P(|T| < t) with t = sqrt(freedom) tan(angle)."""
+    odd = freedom % 2
+    term = math.sin(angle) * (math.cos(angle) if odd else 1.0)
+    total = 0.0
+    for j in range(2 + odd, freedom + 1, 2):
+        total += term
+        term *= (j - 1) / j * math.cos(angle) ** 2
+    return 2 / math.pi * (angle + total) if odd else total

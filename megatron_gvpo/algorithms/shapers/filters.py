@@ -1,0 +1,99 @@
+"""Shapers that keep, mask or drop responses and groups."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+from pydantic import Field, PositiveInt
+
+from megatron_gvpo.algorithms.base import Component
+from megatron_gvpo.algorithms.shapers.base import Shaper, value_of
+from megatron_gvpo.types import Group, Rollout
+
+
+class Keep(Shaper):
+    """Rejection sampling: of every group only the right responses, or the best one (the first of equals).
+
+    A group that keeps none is dropped.
+    """
+
+    name: Literal["keep"] = "keep"
+    which: Literal["right", "best"] = "right"
+    right: float = 0.5
+    by: Component | None = None  # a component of the reward; null: all of it
+
+    @property
+    def components_read(self) -> tuple[Component, ...]:
+        return () if self.by is None else (self.by,)
+
+    def __call__(self, groups: Sequence[Group], step: int) -> list[Group]:
+        def kept(group: Group) -> list[Rollout]:
+            if self.which == "best":
+                return [max(group.rollouts, key=lambda rollout: value_of(rollout, self.by))]
+            return [rollout for rollout in group.rollouts if value_of(rollout, self.by) > self.right]
+
+        return [replace(group, rollouts=rollouts) for group in groups if (rollouts := kept(group))]
+
+
+class Drop(Shaper):
+    """Without the groups that are `all_right` (NGRPO), `all_wrong` or both, `all_equal`."""
+
+    name: Literal["drop"] = "drop"
+    which: Literal["all_right", "all_wrong", "all_equal"] = "all_equal"
+    right: float = 0.5
+    by: Component | None = None
+
+    @property
+    def components_read(self) -> tuple[Component, ...]:
+        return () if self.by is None else (self.by,)
+
+    def __call__(self, groups: Sequence[Group], step: int) -> list[Group]:
+        def dropped(group: Group) -> bool:
+            values = [value_of(rollout, self.by) for rollout in group.rollouts]
+            if self.which == "all_equal":
+                return len(set(values)) == 1
+            return all((value > self.right) == (self.which == "all_right") for value in values)
+
+        return [group for group in groups if not dropped(group)]
+
+
+class MaskTruncated(Shaper):
+    """Truncated responses have no gradient, and count in their group (DAPO's overlong filtering).
+
+    A loss that takes rewards itself, as GVPO, does not see them: its group is the others.
+
+    With MicroCoder-GRPO's conditions (arXiv 2603.07777): only `wrong` ones, only those whose last `repeat`
+    tokens are not the `repeat` before them, and of these a `share`, chosen by a hash of their tokens.
+    """
+
+    name: Literal["mask_truncated"] = "mask_truncated"
+    only_wrong: bool = False
+    repeat: PositiveInt | None = None
+    share: float = Field(1.0, ge=0, le=1)
+    right: float = 0.5
+
+    def __call__(self, groups: Sequence[Group], step: int) -> list[Group]:
+        def masked(rollout: Rollout) -> bool:
+            if rollout.finish_reason != "length" or (self.only_wrong and rollout.reward > self.right):
+                return False
+            if self.repeat is not None and _repeats(rollout.token_ids, self.repeat):
+                return False
+            return _fraction(rollout.token_ids) < self.share
+
+        return [
+            replace(group, rollouts=[replace(r, trained=r.trained and not masked(r)) for r in group.rollouts])
+            for group in groups
+        ]
+
+
+def _repeats(token_ids: Sequence[int], count: int) -> bool:
+    return len(token_ids) >= 2 * count and token_ids[-count:] == token_ids[-2 * count : -count]
+
+
+def _fraction(token_ids: Sequence[int]) -> float:
+    """A number in [0, 1) that depends on the tokens alone, so that every rank decides alike."""
+    digest = hashlib.blake2b(",".join(map(str, token_ids)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64

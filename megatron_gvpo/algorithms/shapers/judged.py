@@ -1,0 +1,111 @@
+"""Shapers that compare responses with each other by a function of the user's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import Field, PositiveInt, model_validator
+
+from megatron_gvpo.algorithms.shapers.base import Shaper, rewarded
+from megatron_gvpo.runtime.user_functions import check_call, load_function
+from megatron_gvpo.types import Group, Prompt, Rollout
+
+
+class WinRate(Shaper):
+    """r_i = mean over opponents j of [i beats j]: Pref-GRPO's pairwise reward.
+
+    `function(prompt, a, b, **options)` -> 1 where response a is better than b, 0 where worse, 0.5 for a tie;
+    it is asked once a pair, with i before j. `opponents`: the next so many of the group, cyclically; null:
+    all others. A response alone has 0.5.
+    """
+
+    outside: ClassVar[bool] = True
+
+    name: Literal["win_rate"] = "win_rate"
+    function: str  # "module:function" or "file.py:function"
+    options: dict[str, Any] = Field(default_factory=dict)
+    opponents: PositiveInt | None = None
+
+    @model_validator(mode="after")
+    def _callable(self) -> Self:
+        check_call(load_function(self.function), "f(prompt, a, b, **options)", 3, self.options)
+        return self
+
+    def __call__(self, groups: Sequence[Group], step: int) -> list[Group]:
+        return [rewarded(group, self._rewards(group)) for group in groups]
+
+    def _rewards(self, group: Group) -> list[float]:
+        judge, k = load_function(self.function), len(group.rollouts)
+        reach = min(self.opponents or k - 1, k - 1)
+        wins: dict[tuple[int, int], float] = {}
+        for i in range(k):
+            for j in ((i + 1 + offset) % k for offset in range(reach)):
+                a, b = min(i, j), max(i, j)
+                if (a, b) not in wins:
+                    won = float(judge(group.prompt, group.rollouts[a], group.rollouts[b], **self.options))
+                    wins[a, b], wins[b, a] = won, 1 - won
+        return [fmean([won for (a, _), won in wins.items() if a == i] or [0.5]) for i in range(k)]
+
+
+class GroupSimilarity(Shaper):
+    """r_i = r weight + mean over the others j of similarity(i, j): PS-GRPO's consistency.
+
+    `function(a, b, **options)` -> float of two texts. With `across`, a field of the data record, the group is
+    made of all prompts of the batch with the same value there (paraphrases), and only responses to *other*
+    prompts are compared, of which a prompt without a paraphrase has none: similarity 0. Inspired by the
+    abstract.
+    """
+
+    outside: ClassVar[bool] = True
+
+    name: Literal["group_similarity"] = "group_similarity"
+    function: str
+    options: dict[str, Any] = Field(default_factory=dict)
+    across: str | None = None
+    weight: float = 0.0  # of the reward that was there
+
+    @model_validator(mode="after")
+    def _callable(self) -> Self:
+        check_call(load_function(self.function), "f(a, b, **options)", 2, self.options)
+        return self
+
+    def __call__(self, groups: Sequence[Group], step: int) -> list[Group]:
+        return [self._shaped(group, self._others(groups, g)) for g, group in enumerate(groups)]
+
+    def _others(self, groups: Sequence[Group], g: int) -> list[str] | None:
+        """Texts that responses of group `g` are compared with; None: with each other."""
+        if self.across is None:
+            return None
+        key = groups[g].prompt.record.get(self.across)
+        if key is None:  # those that name no topic are no paraphrases of each other
+            return []
+        same = [
+            group for i, group in enumerate(groups) if i != g and group.prompt.record.get(self.across) == key
+        ]
+        return [rollout.text for group in same for rollout in group.rollouts]
+
+    def _shaped(self, group: Group, others: list[str] | None) -> Group:
+        similarity = load_function(self.function)
+        rewards = []
+        for i, rollout in enumerate(group.rollouts):
+            texts = others
+            if texts is None:
+                texts = [other.text for j, other in enumerate(group.rollouts) if j != i]
+            values = [float(similarity(rollout.text, text, **self.options)) for text in texts]
+            rewards.append(self.weight * rollout.reward + fmean(values or [0.0]))
+        return rewarded(group, rewards)
+
+
+def unigram_overlap(a: str, b: str) -> float:
+    """2 |A and B| / (|A| + |B|) of the words of two texts, with multiplicity; 1 where both have none."""
+    words_a, words_b = Counter(a.split()), Counter(b.split())
+    total = words_a.total() + words_b.total()
+    return 2 * (words_a & words_b).total() / total if total else 1.0
+
+
+def shorter(prompt: Prompt, a: Rollout, b: Rollout) -> float:
+    """A judge that prefers brevity: for trying a recipe out, before a real one takes its place."""
+    return 0.5 if len(a.token_ids) == len(b.token_ids) else float(len(a.token_ids) < len(b.token_ids))

@@ -1,0 +1,288 @@
+"""`megatron-gvpo doctor`: what this machine has, what will be used, what is missing and how to get it.
+
+Packages are read from their metadata, never imported, save torch: only it knows whether CUDA works.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any, Literal
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from megatron_gvpo import __version__
+from megatron_gvpo.observe.gpus import GIB, Gpu, driver_version, list_gpus
+from megatron_gvpo.versions import COMPONENTS, PYTHON_TESTED, REFERENCE, Component
+
+
+@dataclass(frozen=True, slots=True)
+class Torch:
+    """What torch itself says; `error` where it cannot be imported."""
+
+    cuda_available: bool = False
+    cuda: str | None = None  # the CUDA release that it was built for
+    nccl: str | None = None
+    capability: tuple[int, int] | None = None  # of the first GPU that it sees
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """A component of the versions table, and what was found of it."""
+
+    component: Component
+    found: str | None
+    status: Literal["ok", "untested", "missing", "absent"]  # absent: missing, and not needed here
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    what: str
+    fix: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Everything that doctor knows. The main job can run if there are no problems."""
+
+    machine: dict[str, str]
+    gpus: list[Gpu]
+    packages: list[Package]
+    uses: dict[str, str]
+    problems: list[Problem] = field(default_factory=list)
+    warnings: list[Problem] = field(default_factory=list)
+
+    @property
+    def ready(self) -> bool:
+        return not self.problems
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report in plain types, for JSON."""
+        return {"version": __version__, "ready": self.ready, **asdict(self)}
+
+
+def main(as_json: bool = False) -> int:
+    """Print the report; 0 if the main job can run here, 1 if something that it needs is missing."""
+    result = report()
+    if as_json:
+        print(json.dumps(result.to_dict(), indent=2))
+    else:
+        _print(result)
+    return 0 if result.ready else 1
+
+
+def report() -> Report:
+    torch, gpus = probe_torch(), list_gpus()
+    packages = [examine(component, torch.cuda_available) for component in COMPONENTS]
+    problems, warnings = list(_problems(packages, torch)), list(_warnings(packages, torch, gpus))
+    return Report(_machine(torch), gpus, packages, planned_use(packages, torch), problems, warnings)
+
+
+def probe_torch() -> Torch:
+    try:
+        import torch
+    except Exception as error:  # a broken installation fails in many ways
+        return Torch(error=f"{type(error).__name__}: {error}")
+    available = torch.cuda.is_available()
+    return Torch(
+        cuda_available=available,
+        cuda=torch.version.cuda,
+        nccl=".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else None,
+        capability=torch.cuda.get_device_capability() if available else None,
+    )
+
+
+def examine(component: Component, on_gpu: bool) -> Package:
+    """Look for one component; whether it is needed may depend on the machine."""
+    found = find_version(component.name)
+    if component.name == "apex" and not _holds("apex", "optimizers"):
+        found = None
+    needed = component.need == "needed" or (component.need == "on GPUs" and on_gpu)
+    if found is None:
+        return Package(component, None, "missing" if needed else "absent")
+    within = SpecifierSet(component.tested).contains(found, prereleases=True)
+    return Package(component, found, "ok" if within else "untested")
+
+
+def find_version(name: str) -> str | None:
+    """The installed version of a distribution."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _problems(packages: list[Package], torch: Torch) -> Iterator[Problem]:
+    python = platform.python_version()
+    if not SpecifierSet(PYTHON_TESTED).contains(python):
+        yield Problem(f"Python {python} is outside {PYTHON_TESTED}", "make quickstart (it sets up 3.12)")
+    for package in packages:
+        component = package.component
+        if package.status == "missing":
+            yield Problem(f"{component.name} is missing: {component.purpose}", component.install)
+    if torch.error and find_version("torch"):
+        fix = f"pip install --force-reinstall torch=={REFERENCE['torch']}"
+        yield Problem(f"torch cannot be imported ({torch.error})", fix)
+    for name in _missing_dependencies({package.component.name for package in packages}):
+        yield Problem(f"{name} is missing", f"pip install {name}")
+    if transformer_engine_is_partial():
+        yield Problem(
+            "transformer_engine is installed without its compiled torch extension, so megatron.core "
+            "cannot be imported",
+            "pip uninstall transformer-engine transformer-engine-cu12 transformer-engine-cu13, or with a "
+            "CUDA toolkit: pip install --no-build-isolation 'transformer-engine[core-cu13,pytorch]'",
+        )
+
+
+def _warnings(packages: list[Package], torch: Torch, gpus: list[Gpu]) -> Iterator[Problem]:
+    for package in packages:
+        component = package.component
+        if package.status == "untested":
+            yield Problem(
+                f"{component.name} {package.found} is outside the tested {component.tested}",
+                component.install,
+            )
+    if find_version("apex") and not _holds("apex", "optimizers"):
+        yield Problem("the installed apex is not NVIDIA's but an unrelated library", "pip uninstall apex")
+    if gpus and not torch.cuda_available and not torch.error:
+        built = f"it is built for CUDA {torch.cuda}" if torch.cuda else "it is a build for CPUs"
+        yield Problem(
+            f"torch cannot use the {len(gpus)} GPU(s) here: {built}, the driver is {driver_version()}",
+            "check CUDA_VISIBLE_DEVICES, or install a torch built for a CUDA release that this driver knows",
+        )
+
+
+def _missing_dependencies(listed: set[str]) -> list[str]:
+    """The other packages that this one declares and that are not installed."""
+    try:
+        declared = [Requirement(text) for text in metadata.requires("megatron-gvpo") or []]
+    except metadata.PackageNotFoundError:
+        return []  # run from a source tree
+    needed = [r.name for r in declared if r.marker is None or r.marker.evaluate({"extra": ""})]
+    return [name for name in needed if name not in listed and find_version(name) is None]
+
+
+def transformer_engine_is_partial() -> bool:
+    """Whether transformer_engine is there without the extension that torch needs."""
+    spec = util.find_spec("transformer_engine")
+    if spec is None or not spec.submodule_search_locations:
+        return False
+    package = Path(spec.submodule_search_locations[0])
+    pattern = "transformer_engine_torch*.so"
+    return not any(package.parent.glob(pattern)) and not any(package.rglob(pattern))
+
+
+def _holds(package: str, submodule: str) -> bool:
+    spec = util.find_spec(package)
+    places = spec.submodule_search_locations if spec else None
+    return any((Path(place) / submodule).is_dir() for place in places or ())
+
+
+def planned_use(packages: list[Package], torch: Torch) -> dict[str, str]:
+    """What the main job will run on here."""
+    found = {package.component.name: package.found for package in packages}
+    if not torch.cuda_available:
+        return {
+            "device": "cpu",
+            "backend": "gloo",
+            "attention and norm": "local stand-ins for CPU",
+            "dtype": "model.dtype=float32 (CPUs gain little from bfloat16, and lose exactness)",
+        }
+    engine = found["transformer-engine"]
+    bfloat16 = torch.capability is not None and torch.capability >= (8, 0)
+    return {
+        "device": "cuda",
+        "backend": "nccl",
+        "attention and norm": f"Transformer Engine {engine}" if engine else "Transformer Engine, missing",
+        "dtype": "model.dtype=bfloat16"
+        if bfloat16
+        else "model.dtype=float32 (bfloat16 needs compute capability 8.0)",
+    }
+
+
+def _machine(torch: Torch) -> dict[str, str]:
+    disk = shutil.disk_usage(".")
+    facts = {
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
+        "memory": f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / GIB:.1f} GiB",
+        "disk": f"{disk.free / GIB:.1f} of {disk.total / GIB:.1f} GiB free in {Path.cwd()}",
+        "driver": driver_version() or "none",
+    }
+    if not torch.error:
+        facts["torch"] = f"built for CUDA {torch.cuda}, NCCL {torch.nccl}" if torch.cuda else "built for CPUs"
+    return facts
+
+
+def _print(result: Report) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, markup=False, width=160)
+
+    def heading(text: str) -> None:
+        console.print(Text(f"\n{text}", "bold"))
+
+    def rows(pairs: dict[str, str]) -> None:
+        grid = Table.grid(padding=(0, 2))
+        for name, value in pairs.items():
+            grid.add_row(f"  {name}", value)
+        console.print(grid)
+
+    console.print(Text(f"megatron-gvpo {__version__}", "bold"))
+    heading("This machine")
+    rows(result.machine | {f"GPU {gpu.index}": _gpu_line(gpu) for gpu in result.gpus})
+
+    heading("Packages")
+    styles = {"ok": "green", "untested": "yellow", "missing": "bold red", "absent": "bright_black"}
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black", pad_edge=False)
+    for column in ("", "package", "found", "reference", "", "for"):
+        table.add_column(column, no_wrap=column != "for")
+    for package in result.packages:
+        component = package.component
+        table.add_row(
+            Text(f"  {package.status}", styles[package.status]),
+            component.name,
+            package.found or "-",
+            component.reference or "-",
+            component.need,
+            component.purpose,
+        )
+    console.print(table)
+
+    absent = [package.component for package in result.packages if package.status == "absent"]
+    if absent:
+        heading("Absent, and not needed here")
+        for component in absent:
+            console.print(f"  {component.name:<18}  without it: {component.instead}")
+            console.print(f"  {'':<18}  to get it: {component.install}", soft_wrap=True)
+    heading("Will be used")
+    rows(result.uses)
+    for title, items, style in (
+        ("Warnings", result.warnings, "yellow"),
+        ("Problems", result.problems, "bold red"),
+    ):
+        if items:
+            heading(title)
+        for item in items:
+            console.print(Text.assemble("  ", (item.what, style), f"\n    {item.fix}"), soft_wrap=True)
+    verdict = "Ready: the main job can run here." if result.ready else "Not ready: see the problems above."
+    console.print(Text(f"\n{verdict}", "bold green" if result.ready else "bold red"))
+
+
+def _gpu_line(gpu: Gpu) -> str:
+    capability = ".".join(map(str, gpu.compute_capability)) if gpu.compute_capability else "unknown"
+    links = f", {gpu.nvlinks} NVLinks" if gpu.nvlinks else ""
+    return f"{gpu.name}, {gpu.memory_gib:.0f} GiB, compute capability {capability}{links}"

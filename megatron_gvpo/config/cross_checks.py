@@ -1,0 +1,199 @@
+"""Settings of different sections that cannot go together, each refused with what would be right."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_gvpo.config.schema import Config
+
+
+def check_combinations(config: Config) -> None:
+    """Raises ValueError, which names the keys and their values, for a combination that cannot work."""
+    for check in (
+        _batch,
+        _engine_reference,
+        _engine,
+        _router_replay,
+        _data,
+        _components,
+        _evaluation,
+        _schedule,
+        _offload,
+    ):
+        check(config)
+
+
+def advice(config: Config) -> str | None:
+    """What is possible, and seldom meant; None: nothing.
+
+    A step of one update whose reference is the policy at its start trains that very policy: GVPO's d is 0.
+    """
+    train, algorithm, loss = config.train, config.algorithm, config.algorithm.loss
+    once = train.mini_batches * train.batch_epochs == 1
+    older = config.rollout.async_steps and algorithm.reference_logprobs == "engine"
+    if once and not older and loss.sums_anchors and loss.known_at_step_start and not loss.linear:
+        return (
+            f"train.mini_batches=1: a step's only update is its own reference, which makes {loss.name} "
+            "a plain policy gradient, its Var and Cov 0; use 2 or more, or train.batch_epochs=2, or another "
+            "algorithm.loss.reference"
+        )
+    return None
+
+
+def _batch(config: Config) -> None:
+    train, algorithm, n = config.train, config.algorithm, config.rollout.n
+    if train.prompts_per_step % train.mini_batches:
+        raise ValueError(
+            f"train.mini_batches={train.mini_batches} does not divide "
+            f"train.prompts_per_step={train.prompts_per_step}: every optimizer update takes whole groups"
+        )
+    for i, shaper in enumerate(algorithm.shapers):
+        longest = config.rollout.max_tokens
+        if shaper.name == "overlong" and (shaper.buffer or 0) > (shaper.max_tokens or longest):
+            raise ValueError(
+                f"algorithm.shapers.{i}.buffer={shaper.buffer} exceeds the longest response, "
+                f"{shaper.max_tokens or longest} tokens: every response would be punished; null is a fifth"
+            )
+    alone = algorithm.sampler == "engine" and not algorithm.members
+    if algorithm.needs_group and alone and n < 2:
+        raise ValueError(
+            f"rollout.n={n}: this algorithm compares the responses of a prompt with each other, "
+            "so it needs rollout.n >= 2"
+        )
+
+
+def _engine_reference(config: Config) -> None:
+    if config.algorithm.reference_logprobs != "engine":
+        return
+    if config.rollout.top_p < 1:
+        raise ValueError(
+            f"rollout.top_p={config.rollout.top_p}: algorithm.reference_logprobs=engine compares the "
+            "trainer's log-probs with the engine's, which some engines renormalise after top-p: set "
+            "rollout.top_p=1, or use reference_logprobs=trainer"
+        )
+    if config.train.mini_batches * config.train.batch_epochs == 1 and not config.rollout.async_steps:
+        raise ValueError(
+            "train.mini_batches=1: algorithm.reference_logprobs=engine has no effect there, because "
+            "the first update of a step is its own reference: use reference_logprobs=trainer"
+        )
+
+
+def _engine(config: Config) -> None:
+    rollout = config.rollout
+    if rollout.engine == "local":
+        for name in ("servers", "weights", "async_steps"):
+            if getattr(rollout, name) != type(rollout).model_fields[name].default:
+                raise ValueError(
+                    f"rollout.{name} has no effect with rollout.engine=local, which generates in the "
+                    "trainer's own processes: choose sglang or vllm, or leave it out"
+                )
+    if rollout.servers.colocated and rollout.async_steps:
+        raise ValueError(
+            f"rollout.async_steps={rollout.async_steps}: servers that have the trainer's own "
+            "GPUs (rollout.servers.colocated) cannot generate while it trains: set it to 0"
+        )
+    asking = [m.name for m in config.algorithm.members if m.name in ("learned_hint", "skills")]
+    if rollout.servers.colocated and asking:
+        raise ValueError(
+            f"algorithm.members: {asking[0]} asks the policy for log-probs while responses come, "
+            "when servers on the trainer's own GPUs (rollout.servers.colocated) have its memory"
+        )
+    if rollout.servers.colocated and rollout.weights.transport in ("broadcast", "delta"):
+        raise ValueError(
+            f"rollout.weights.transport={rollout.weights.transport}: NCCL forms no process "
+            "group of a trainer and a server on the same GPU (rollout.servers.colocated): set it to "
+            "shared"
+        )
+
+
+def _router_replay(config: Config) -> None:
+    if not config.rollout.router_replay:
+        return
+    reason = None
+    if config.algorithm.sampler != "engine":
+        reason = f"algorithm.sampler={config.algorithm.sampler} has no engine that could tell experts"
+    elif config.rollout.engine == "local":
+        reason = "rollout.engine=local does not tell experts: choose sglang or vllm"
+    elif config.train.share_prompts:
+        reason = (
+            "train.share_prompts computes a prompt once, and the engine may have routed it differently for "
+            "each of its responses: use one of the two"
+        )
+    if reason:
+        raise ValueError(f"rollout.router_replay=true is not possible here: {reason}")
+
+
+def _data(config: Config) -> None:
+    """The fields of a record that the sampler, the members and the rewards read."""
+    algorithm, fields = config.algorithm, config.data.train
+    given = [member.name for member in algorithm.members if member.name == "demonstration"]
+    if (algorithm.sampler == "dataset" or given) and fields.demonstration_key is None:
+        who = f"algorithm.members: {given[0]}" if given else "algorithm.sampler=dataset"
+        raise ValueError(
+            f"data.train.demonstration_key is missing: {who} trains on worked "
+            "solutions, so name the field that holds them"
+        )
+    if algorithm.sampler == "file" and fields.responses_key is None:
+        raise ValueError(
+            "data.train.responses_key is missing: algorithm.sampler=file trains on scored responses, so "
+            "name the field that holds them"
+        )
+    compares = any(c.name == "math" and c.function is None for c in config.rewards.components)
+    if algorithm.sampler == "engine" and compares and fields.answer_key is None:
+        raise ValueError("data.train.answer_key is null, but the reward 'math' compares with an answer")
+
+
+def _components(config: Config) -> None:
+    """The components of the reward that blocks read by name."""
+    algorithm, known = config.algorithm, [component.name for component in config.rewards.components]
+    for key, block in algorithm.blocks_on_components():
+        if algorithm.sampler != "engine":
+            raise ValueError(
+                f"{key} reads components of the reward, and sampler={algorithm.sampler} gives one reward a "
+                "response: use sampler=engine"
+            )
+        if any(member.name == "demonstration" for member in algorithm.members):
+            raise ValueError(
+                f"{key} reads components of the reward, and algorithm.members: demonstration joins with a "
+                "reward and no components: leave one of them out"
+            )
+        for component in block.components_read:
+            there = component < len(known) if isinstance(component, int) else component in known
+            if not there:
+                raise ValueError(
+                    f"{key} reads the reward component {component!r}, and rewards.components has "
+                    f"{', '.join(known) or 'none'}: add it, with weight 0 if it is to count nowhere else"
+                )
+
+
+def _evaluation(config: Config) -> None:
+    if max(config.eval.k, default=1) > config.eval.n:
+        raise ValueError(
+            f"eval.k={list(config.eval.k)}: pass@k needs eval.n >= k, and eval.n={config.eval.n}"
+        )
+
+
+def _schedule(config: Config) -> None:
+    train, optimizer = config.train, config.optimizer
+    all_updates = f"{train.updates} updates (train.steps x train.mini_batches x train.batch_epochs)"
+    if optimizer.warmup_steps >= train.updates:
+        raise ValueError(
+            f"optimizer.warmup_steps={optimizer.warmup_steps} leaves nothing of the run's {all_updates}"
+        )
+    critic = config.algorithm.critic
+    if critic is not None and critic.warmup_steps >= train.updates:
+        raise ValueError(
+            f"algorithm.critic.warmup_steps={critic.warmup_steps} leaves nothing of the run's {all_updates}"
+        )
+    if optimizer.min_lr > optimizer.lr:
+        raise ValueError(f"optimizer.min_lr={optimizer.min_lr} exceeds optimizer.lr={optimizer.lr}")
+
+
+def _offload(config: Config) -> None:
+    fraction, fp8 = config.optimizer.offload_fraction, config.model.fp8
+    if fraction and fp8 is not None and fp8.weights:
+        raise ValueError(
+            f"optimizer.offload_fraction={fraction} is not possible with model.fp8.weights=true: Megatron "
+            "would make the host's masters of weights that are rounded to FP8 already; use weights=false"
+        )

@@ -1,0 +1,61 @@
+"""What a run writes into its output directory, so that an earlier run is never mixed with a new one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from megatron_gvpo.config.schema import Config, ConfigError
+
+# Named one by one: the directory may hold what is not the run's, as the quickstart's holds its data.
+OWN = (
+    "checkpoints",
+    "hf",
+    "hf.partial",
+    "metrics.jsonl",
+    "summary.json",
+    "curve.png",
+    "samples.jsonl",
+    "tensorboard",
+    "profile",
+    "wandb_run_id",
+)
+
+
+def check_output_dir(config: Config) -> None:
+    """Raises ConfigError where a run cannot write, or would replace what it reads itself."""
+    directory = Path(config.output_dir)
+    there = next(path for path in (directory, *directory.absolute().parents) if os.path.lexists(path))
+    if not os.path.isdir(there):
+        raise ConfigError(f"output_dir={directory}: {there} is no directory")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"output_dir={directory}: nothing can be written in {there}: permission denied")
+    read = {"model.path": config.model.path, "data.train.path": config.data.train.path}
+    if config.data.eval is not None:
+        read["data.eval.path"] = config.data.eval.path
+    for key, path in read.items():
+        for own in (directory / name for name in OWN):
+            if Path(path).expanduser().resolve().is_relative_to(own.resolve()):
+                raise ConfigError(
+                    f"{key}={path} is in {own}, which a run in output_dir={directory} replaces: give another "
+                    "output_dir"
+                )
+
+
+def refuse_earlier_run(output_dir: str) -> None:
+    """Raises ConfigError where an earlier run has left anything that this one would remove."""
+    if found := [name for name in OWN if os.path.lexists(Path(output_dir) / name)]:
+        raise ConfigError(
+            f"output_dir={output_dir} holds an earlier run: continue it with --resume, replace it with "
+            f"--overwrite, or give another output_dir (there is {', '.join(found)})"
+        )
+
+
+def remove_earlier_run(output_dir: str) -> None:
+    """Remove the files of an earlier run, and nothing else."""
+    for path in (Path(output_dir) / name for name in OWN):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)

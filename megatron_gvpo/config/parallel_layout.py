@@ -1,0 +1,238 @@
+"""Which parallel layouts are possible, told from the configuration and the model's config.json alone.
+
+Nothing heavy is loaded here: what cannot run is refused in the first second, with the reason and what would
+run. docs/layouts.md is the table of what is proven.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_gvpo.config.schema import Config, ConfigError, ModelConfig, ParallelConfig, read_model_config
+from megatron_gvpo.config.supported_models import check_family, experts
+
+
+@dataclass(frozen=True)
+class Padding:
+    """What packs must be multiples of, in tokens. The one place that knows it."""
+
+    sequence: int  # every sequence's length
+    pack: int  # the whole pack's length; a multiple of `sequence`
+
+    @staticmethod
+    def of(model: ModelConfig, parallel: ParallelConfig) -> Padding:
+        """Context parallelism cuts every sequence into 2 cp chunks; sequence parallelism cuts a rank's
+        tokens into tp shards; FP8 kernels take blocks of tokens of a shard.
+        """
+        sequence = 2 * parallel.cp if parallel.cp > 1 else 1
+        shards = parallel.cp * (parallel.tp if parallel.sequence_parallel else 1)
+        block = 1 if model.fp8 is None else model.fp8.tokens
+        return Padding(sequence, math.lcm(sequence, shards * block))
+
+
+def check_layout(config: Config, world_size: int) -> None:
+    """Check model and parallel layout against config.json and the number of processes. Raises ConfigError."""
+    model = read_model_config(config.model.path)
+    check_family(model, f"model.path={config.model.path}")
+    _check_window(config.parallel, model)
+    _check_processes(config.parallel, world_size)
+    _check_widths(config.parallel, model)
+    _check_depth(config.parallel, model)
+    _check_recompute(config.parallel, model)
+    _check_experts(config.parallel, model)
+    if config.rollout.router_replay and not experts(model):
+        raise ConfigError(
+            f"rollout.router_replay=true: model.path={config.model.path} has no experts to choose "
+            "from; leave it out"
+        )
+    _check_lengths(config, model)
+    _check_shared_prompts(config, model)
+    if (critic := config.algorithm.critic) is not None and critic.path is not None:
+        theirs = read_model_config(critic.path, "algorithm.critic.path")
+        check_family(theirs, f"algorithm.critic.path={critic.path}")
+        _check_widths(config.parallel, theirs)
+        _check_depth(config.parallel, theirs)
+        _check_experts(config.parallel, theirs)
+        if theirs.get("vocab_size") != model.get("vocab_size"):
+            raise ConfigError(
+                f"algorithm.critic.path={critic.path}: vocab_size={theirs.get('vocab_size')}, and "
+                f"the policy's is {model.get('vocab_size')}: a critic reads the policy's tokens"
+            )
+    _check_fp8(config, model)
+
+
+def _check_fp8(config: Config, model: dict[str, Any]) -> None:
+    """The kernels take matrices whose sizes, on a rank, are multiples of 16 (MXFP8: of its blocks)."""
+    fp8, parallel = config.model.fp8, config.parallel
+    if fp8 is None:
+        return
+    if 2 * fp8.bf16_layers >= model.get("num_hidden_layers", math.inf):
+        raise ConfigError(
+            f"model.fp8.bf16_layers={fp8.bf16_layers} at both ends leave none of the model's "
+            f"num_hidden_layers={model['num_hidden_layers']} in FP8"
+        )
+    block = 32 if fp8.recipe == "mxfp8" else 16
+    cut = {"hidden_size": ("", 1), "intermediate_size": ("tp", parallel.tp)}
+    cut["moe_intermediate_size"] = ("etp", parallel.etp)
+    for name, (by, ranks) in cut.items():
+        if model.get(name) and model[name] // ranks % block:
+            of_a_rank = f" with parallel.{by}={ranks}" if ranks > 1 else ""
+            raise ConfigError(
+                f"model.fp8.recipe={fp8.recipe} takes multiples of {block} on a rank, and the model's "
+                f"{name}={model[name]}{of_a_rank} is {model[name] // ranks}"
+            )
+
+
+def _check_window(parallel: ParallelConfig, model: dict[str, Any]) -> None:
+    window = model.get("sliding_window") if model.get("use_sliding_window", True) else None
+    if window and parallel.cp > 1 and parallel.cp_exchange == "p2p":
+        raise ConfigError(
+            f"parallel.cp={parallel.cp}: a ring cannot follow the model's sliding_window={window}; "
+            "use parallel.cp_exchange=a2a"
+        )
+
+
+def _check_processes(parallel: ParallelConfig, world_size: int) -> None:
+    tp, pp, cp, ep, etp = parallel.tp, parallel.pp, parallel.cp, parallel.ep, parallel.etp
+    ranks = f"parallel.tp={tp} x parallel.pp={pp}" + (f" x parallel.cp={cp}" if cp > 1 else "")
+    if world_size % (tp * pp * cp):
+        raise ConfigError(
+            f"{world_size} process(es) cannot hold {ranks}: "
+            f"start a multiple of {tp * pp * cp} (--nproc {tp * pp * cp})"
+        )
+    if (world_size // pp) % (ep * etp):
+        raise ConfigError(
+            f"{world_size // pp} process(es) of a pipeline stage cannot hold parallel.ep={ep} x "
+            f"parallel.etp={etp}: start a multiple of {math.lcm(ep * etp, tp * cp) * pp}"
+        )
+
+
+def _check_widths(parallel: ParallelConfig, model: dict[str, Any]) -> None:
+    heads = ["num_attention_heads"]
+    if not model.get("kv_lora_rank"):  # the latent keys of MLA have no heads of their own
+        heads.append("num_key_value_heads")
+    sizes = {name: model[name] for name in [*heads, "intermediate_size"] if model.get(name)}
+    for name, size in sizes.items():
+        if size % parallel.tp:
+            raise ConfigError(
+                f"parallel.tp={parallel.tp} does not divide the model's {name}={size}; "
+                f"possible: {_divisors(math.gcd(*sizes.values()))}"
+            )
+    if parallel.cp > 1 and parallel.cp_exchange == "a2a":
+        for name in heads:
+            here = model.get(name, parallel.tp) // parallel.tp
+            if here % parallel.cp:
+                raise ConfigError(
+                    f"parallel.cp={parallel.cp} with cp_exchange=a2a gives every rank whole heads, and "
+                    f"{name}={model[name]} with parallel.tp={parallel.tp} leaves {here}; use cp_exchange=p2p"
+                )
+
+
+def _check_recompute(parallel: ParallelConfig, model: dict[str, Any]) -> None:
+    layers, modules = model.get("num_hidden_layers", math.inf), set(parallel.recompute_modules)
+    if parallel.offload_layers >= layers:
+        raise ConfigError(
+            f"parallel.offload_layers={parallel.offload_layers}: one of the model's "
+            f"num_hidden_layers={layers} at least has to stay"
+        )
+    offloaded = set(parallel.offload_modules)
+    if (inside := {"expert_fc1", "moe_act"} & offloaded) and not experts(model):
+        raise ConfigError(f"parallel.offload_modules={sorted(inside)}: the model has no experts")
+    fused = {"attn_norm": model.get("kv_lora_rank"), "mlp_norm": experts(model)}
+    if inside := {name for name, apart in fused.items() if not apart} & offloaded:
+        raise ConfigError(
+            f"parallel.offload_modules={sorted(inside)}: Transformer Engine has this model's norm inside the "
+            "linear layer after it"
+        )
+    if parallel.recompute_layers is not None:
+        held = max(parallel.stage_layers or [layers // (parallel.pp * parallel.vpp)])
+        if parallel.recompute_layers > held:
+            raise ConfigError(
+                f"parallel.recompute_layers={parallel.recompute_layers}: no stage has more than {held} layers"
+            )
+    if parallel.recompute == "selective":
+        if wrong := modules & {"moe", "moe_act", "shared_experts"} if not experts(model) else set():
+            raise ConfigError(f"parallel.recompute_modules={sorted(wrong)}: the model has no experts")
+        if "mla_up_proj" in modules and not model.get("kv_lora_rank"):
+            raise ConfigError(
+                "parallel.recompute_modules=['mla_up_proj']: the model has no latent attention (kv_lora_rank)"
+            )
+
+
+def _check_depth(parallel: ParallelConfig, model: dict[str, Any]) -> None:
+    layers = model.get("num_hidden_layers", 0)
+    pp, vpp, given = parallel.pp, parallel.vpp, parallel.stage_layers
+    if given is not None and layers and sum(given) != layers:
+        raise ConfigError(
+            f"parallel.stage_layers={list(given)} are {sum(given)} layers, and the model has "
+            f"num_hidden_layers={layers}"
+        )
+    if given is None and layers and layers % pp:
+        raise ConfigError(
+            f"parallel.pp={pp} does not divide the model's num_hidden_layers={layers}; "
+            f"possible: {_divisors(layers)}, or name the layers of each stage: parallel.stage_layers"
+        )
+    if given is None and layers and layers % (pp * vpp):
+        raise ConfigError(
+            f"parallel.vpp={vpp} does not divide the {layers // pp} layers of a pipeline rank; "
+            f"possible: {_divisors(layers // pp)}, or name the layers of each stage: parallel.stage_layers"
+        )
+
+
+def _check_experts(parallel: ParallelConfig, model: dict[str, Any]) -> None:
+    count = experts(model)
+    if not count:
+        for name, size in (("ep", parallel.ep), ("etp", parallel.etp)):
+            if size > 1:
+                raise ConfigError(f"parallel.{name}={size}: the model has no experts")
+        return
+    if count % parallel.ep:
+        raise ConfigError(
+            f"parallel.ep={parallel.ep} does not divide the model's {count} experts; "
+            f"possible: {_divisors(count)}"
+        )
+    if (width := model.get("moe_intermediate_size", parallel.etp)) % parallel.etp:
+        raise ConfigError(
+            f"parallel.etp={parallel.etp} does not divide the model's moe_intermediate_size={width}; "
+            f"possible: {_divisors(width)}"
+        )
+    if parallel.tp > 1 and not parallel.sequence_parallel:
+        raise ConfigError(
+            f"parallel.tp={parallel.tp} with experts needs parallel.sequence_parallel=true: otherwise every "
+            "rank of a tensor-parallel group would send the same tokens to the experts"
+        )
+
+
+def _check_shared_prompts(config: Config, model: dict[str, Any]) -> None:
+    if not config.train.share_prompts:
+        return
+    reason = None
+    if config.parallel.cp > 1:
+        reason = f"parallel.cp={config.parallel.cp} cuts every sequence by itself"
+    elif model.get("kv_lora_rank"):
+        reason = "megatron-core rotates the latent attention's keys by their place in a sequence"
+    elif model.get("sliding_window") and model.get("use_sliding_window", True):
+        reason = f"the model's sliding_window={model['sliding_window']} does not end where the prompt does"
+    if reason:
+        raise ConfigError(f"train.share_prompts=true is not possible here: {reason}; leave it out")
+
+
+def _check_lengths(config: Config, model: dict[str, Any]) -> None:
+    room = model.get("max_position_embeddings")
+    responses = {}
+    if config.algorithm.sampler == "engine":
+        responses["rollout.max_tokens"] = config.rollout.max_tokens
+    if config.data.eval is not None:
+        responses["eval.sampling.max_tokens"] = config.eval.sampling.max_tokens
+    for name, tokens in responses.items():
+        if room and config.data.max_prompt_tokens + tokens > room:
+            raise ConfigError(
+                f"data.max_prompt_tokens={config.data.max_prompt_tokens} plus {name}={tokens} exceeds the "
+                f"model's max_position_embeddings={room}"
+            )
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]

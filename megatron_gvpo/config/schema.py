@@ -1,0 +1,369 @@
+"""The whole configuration: typed sections, YAML files merged in order, dotted overrides on top.
+
+`load_config(["train.yaml", "cpu.yaml"], ["optimizer.lr=1e-5"])` returns a validated `Config` or raises
+`ConfigError`, which names the key, the value and what would be right. Nothing heavy is loaded here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
+
+from megatron_gvpo.algorithms.config import AlgorithmConfig
+from megatron_gvpo.algorithms.recipe import merge
+from megatron_gvpo.config.cross_checks import check_combinations
+from megatron_gvpo.config.errors import explain
+from megatron_gvpo.config.section import LocalPath
+from megatron_gvpo.config.section import Section as Section
+from megatron_gvpo.config.servers import ServersConfig as ServersConfig
+from megatron_gvpo.config.servers import WeightSyncConfig as WeightSyncConfig
+from megatron_gvpo.config.yaml import Loader
+from megatron_gvpo.rewards.registry import BUILT_IN
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run, said in the user's terms."""
+
+
+class FP8Config(Section):
+    """Matrix products in FP8, by Transformer Engine; everything else stays in bfloat16."""
+
+    recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"]  # mxfp8: Blackwell's
+    bf16_layers: NonNegativeInt = 0  # so many first and so many last layers stay in bfloat16
+    weights: bool = False  # keep the weights in FP8 too, and gather them so
+
+    @property
+    def tokens(self) -> int:
+        """The kernels take blocks of so many tokens."""
+        return {"delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}[self.recipe]
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.bf16_layers and self.recipe == "delayed":
+            raise ValueError("bf16_layers is not possible with recipe=delayed, whose scales span all layers")
+        if self.weights and self.recipe == "mxfp8":
+            raise ValueError(
+                "weights=true with recipe=mxfp8: Megatron gathers such weights in the gradients' buffer, "
+                "where an export between two updates does not find them; use weights=false"
+            )
+        return self
+
+
+class ModelConfig(Section):
+    path: LocalPath  # Hugging Face checkpoint directory: config.json, safetensors, tokenizer
+    # bfloat16: weights and activations; masters, gradients, log-probs and sums are float32 all the same.
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    fp8: FP8Config | None = None
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.fp8 is not None and self.dtype != "bfloat16":
+            raise ValueError(f"fp8 needs dtype=bfloat16 for what is not in FP8, and dtype={self.dtype}")
+        return self
+
+
+class DatasetConfig(Section):
+    path: str  # .jsonl, .parquet, a directory of them, or the name of a hub data set
+    split: str = "train"  # for hub data sets
+    prompt_key: str = "prompt"  # a string, or a list of chat messages
+    answer_key: str | None = "answer"  # null where no reward needs one
+    demonstration_key: str | None = None  # a worked solution: for SFT, or as a member of the group
+    responses_key: str | None = None  # [{"response": ..., "reward": ...}, ...], for algorithm.sampler=file
+    limit: PositiveInt | None = None  # the first `limit` records only
+
+
+class DataConfig(Section):
+    train: DatasetConfig
+    eval: DatasetConfig | None = None
+    chat_template: bool = True  # apply the tokenizer's chat template where it has one
+    system_prompt: str | None = None
+    max_prompt_tokens: PositiveInt = 1024
+    prompt_too_long: Literal["error", "drop"] = "error"
+    shuffle: bool = True
+
+
+class SamplingConfig(Section):
+    temperature: float = Field(1.0, gt=0)  # part of the policy: training divides logits by it too
+    top_p: float = Field(1.0, gt=0, le=1)
+    max_tokens: PositiveInt = 1024
+    stop_token_ids: tuple[int, ...] = ()  # besides the tokenizer's end token
+
+    @property
+    def wants_routing(self) -> bool:
+        """Whether the engine is to tell the experts of every token."""
+        return False
+
+
+class RolloutConfig(SamplingConfig):
+    engine: Literal["local", "sglang", "vllm"] = "local"  # local: embedded, in the trainer's processes
+    n: PositiveInt = 8  # responses a prompt (the group size k)
+    batch_size: PositiveInt = 256  # sequences generated at once by the embedded engine
+    async_steps: NonNegativeInt = 0  # batches generated ahead while the trainer trains; 0: strictly on-policy
+    router_replay: bool = False  # train every token through the experts that it was sampled through
+    servers: ServersConfig = ServersConfig()  # of the engines sglang and vllm
+    weights: WeightSyncConfig = WeightSyncConfig()
+    # Warn where the policy that samples is further from the trained one (KL, nats a token); default: 1e-6 in
+    # float32, 1e-3 in bfloat16.
+    mismatch_threshold: float | None = Field(None, gt=0)
+
+    @property
+    def wants_routing(self) -> bool:
+        return self.router_replay
+
+
+class RewardConfig(Section):
+    name: str  # what metrics call it; "math" and "format" are built in
+    weight: float = 1.0
+    function: str | None = None  # "module:function" or "file.py:function" of the user's own
+    options: dict[str, Any] = Field(default_factory=dict)  # keyword arguments of the function
+
+
+class RewardsConfig(Section):
+    components: tuple[RewardConfig, ...] = (RewardConfig(name="math"),)
+    timeout: float = Field(10.0, gt=0)  # seconds a rollout; later it counts as 0
+    workers: PositiveInt = 1  # processes of every rank
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        names = [component.name for component in self.components]
+        for i, component in enumerate(self.components):
+            if component.name in names[:i]:
+                raise ValueError(f"components.{i}: the name {component.name!r} is given twice")
+            if component.function is None and component.name not in BUILT_IN:
+                raise ValueError(
+                    f"components.{i}: there is no built-in reward {component.name!r} (there are: "
+                    f"{', '.join(sorted(BUILT_IN))}); for your own, give its function"
+                )
+        return self
+
+
+class TrainConfig(Section):
+    steps: PositiveInt
+    prompts_per_step: PositiveInt
+    mini_batches: PositiveInt = 1  # optimizer updates a step
+    batch_epochs: PositiveInt = 1  # passes over them (PPO's epochs, GRPO's mu)
+    max_tokens_per_micro_batch: PositiveInt = 8192
+    max_empty_batches: PositiveInt = 20  # in a row, of which algorithm.shapers leave nothing, before it ends
+    share_prompts: bool = False  # compute the prompt of a group's responses once; CPU's attention only
+    head_stash_mb: NonNegativeInt = 1024  # of a rank, for the output layer's exponentials: docs/head.md
+    seed: int = Field(0, ge=0)
+    deterministic: bool = False  # bit-equal metrics on repetition under the same layout; slower on GPU
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates of the whole run."""
+        return self.steps * self.mini_batches * self.batch_epochs
+
+
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+class OptimizerConfig(Section):
+    lr: float = Field(gt=0)
+    min_lr: float = Field(0.0, ge=0)
+    warmup_steps: int = Field(0, ge=0)  # in optimizer updates
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    clip_grad: float = Field(1.0, ge=0)  # 0: off
+    offload_fraction: float = Field(0.0, ge=0, le=1)  # of masters and moments, in host memory, updated there
+
+
+OffloadedModule = Literal[
+    "attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"
+]
+RecomputedModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj"]
+
+
+class ParallelConfig(Section):
+    tp: PositiveInt = 1  # tensor parallel
+    pp: PositiveInt = 1  # pipeline parallel
+    vpp: PositiveInt = 1  # interleaved pipeline: stages of a pipeline rank
+    stage_layers: tuple[PositiveInt, ...] | None = None  # of the pp x vpp stages in order; default: equal
+    cp: PositiveInt = 1  # context parallel: ranks that share a sequence
+    cp_exchange: Literal["p2p", "all_gather", "a2a"] = "p2p"  # on GPU: keys in a ring, all keys, heads
+    ep: PositiveInt = 1  # expert parallel
+    etp: PositiveInt = 1  # tensor parallel of the experts
+    sequence_parallel: bool = False
+    overlap_grad_reduce: bool = False  # sum gradients over data-parallel ranks during the backward
+    overlap_param_gather: bool = False  # gather updated weights during the next forward
+    recompute: Literal["none", "selective", "full"] = "none"  # activations, in the backward
+    recompute_layers: PositiveInt | None = None  # with full: of so many layers of each stage; default: all
+    recompute_modules: tuple[RecomputedModule, ...] = ("core_attn",)  # with selective: parts of all layers
+    offload_layers: NonNegativeInt = 0  # activations of so many layers wait in host memory; on GPU
+    offload_modules: tuple[OffloadedModule, ...] = ()  # or the inputs of these parts of all layers; on GPU
+    timeout_seconds: PositiveInt = 1800  # of a collective
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.sequence_parallel and self.tp == 1:
+            raise ValueError("sequence_parallel=true needs tp >= 2, whose ranks then share the tokens")
+        if self.vpp > 1 and self.pp == 1:
+            raise ValueError(f"vpp={self.vpp} needs pp >= 2: it interleaves the stages of a pipeline")
+        if self.stage_layers is not None and len(self.stage_layers) != self.pp * self.vpp:
+            raise ValueError(
+                f"stage_layers={list(self.stage_layers)} names {len(self.stage_layers)} stages, and "
+                f"pp={self.pp} x vpp={self.vpp} has {self.pp * self.vpp}"
+            )
+        if self.recompute_layers is not None and self.recompute != "full":
+            raise ValueError(f"recompute_layers={self.recompute_layers} needs recompute=full")
+        if self.recompute_modules != ("core_attn",) and self.recompute != "selective":
+            raise ValueError(f"recompute_modules={list(self.recompute_modules)} needs recompute=selective")
+        if self.offload_layers and (self.pp > 1 or self.recompute != "none"):
+            raise ValueError(
+                f"offload_layers={self.offload_layers} is not possible with pp={self.pp} and "
+                f"recompute={self.recompute}: Megatron offloads whole layers with pp=1 and recompute=none; "
+                "offload_modules goes with pp, and with recompute=selective"
+            )
+        self._check_offloaded_modules()
+        if self.overlap_param_gather and not self.overlap_grad_reduce:
+            raise ValueError("overlap_param_gather=true needs overlap_grad_reduce=true")
+        return self
+
+    def _check_offloaded_modules(self) -> None:
+        modules = list(self.offload_modules)
+        again = set(self.recompute_modules) if self.recompute == "selective" else set()
+        inside = {"moe": {"expert_fc1", "moe_act"}, "core_attn": {"core_attn"}}
+        twice = {part for outer in again & set(inside) for part in inside[outer] & set(modules)}
+        if modules and self.offload_layers:
+            raise ValueError(f"offload_modules={modules} is not possible with offload_layers: either of them")
+        if modules and self.recompute == "full":
+            raise ValueError(f"offload_modules={modules} with recompute=full, which keeps nothing of them")
+        if twice:
+            raise ValueError(
+                f"offload_modules={modules} with recompute_modules={list(self.recompute_modules)}, which "
+                f"keep nothing of {sorted(twice)}"
+            )
+        if "attn_proj" in modules and "core_attn" not in modules:
+            raise ValueError(
+                f"offload_modules={modules}: attn_proj needs core_attn, whose backward needs the same tensor"
+            )
+
+
+class EvalConfig(Section):
+    every: int = Field(0, ge=0)  # steps; 0: only before the first and after the last
+    n: PositiveInt = 4  # samples a prompt
+    k: tuple[PositiveInt, ...] = (1,)  # pass@k for these k (unbiased)
+    sampling: SamplingConfig = SamplingConfig()
+    seed: int = 1234
+
+
+class CheckpointConfig(Section):
+    every: int = Field(0, ge=0)  # steps; 0: only after the last
+    keep: PositiveInt = 2  # newest complete checkpoints on disk
+    asynchronous: bool = False  # write while the next step generates and scores
+    export_hf: bool = True  # write a Hugging Face checkpoint after the last step
+
+
+class LoggingConfig(Section):
+    tensorboard: bool = True
+    wandb_project: str | None = None
+    progress: Literal["auto", "live", "lines", "off"] = "auto"
+    profile_steps: tuple[PositiveInt, PositiveInt] | None = None  # torch profiler over [first, last] steps
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.profile_steps is not None and self.profile_steps[0] > self.profile_steps[1]:
+            raise ValueError(
+                f"profile_steps={list(self.profile_steps)}: want the first step and the last, as [2, 4]"
+            )
+        return self
+
+
+class Config(Section):
+    output_dir: LocalPath
+    model: ModelConfig
+    data: DataConfig
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    rollout: RolloutConfig = RolloutConfig()
+    rewards: RewardsConfig = RewardsConfig()
+    train: TrainConfig
+    optimizer: OptimizerConfig
+    parallel: ParallelConfig = ParallelConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    logging: LoggingConfig = LoggingConfig()
+
+    @property
+    def served_path(self) -> str:
+        """The checkpoint directory that rollout servers start with."""
+        return self.rollout.servers.model_path or self.model.path
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        check_combinations(self)
+        return self
+
+
+def load_config(files: Sequence[str | Path], overrides: Iterable[str] = ()) -> Config:
+    """Read and merge YAML files (later ones win), apply `key.sub=value` overrides, validate.
+
+    Raises ConfigError.
+    """
+    merged: dict[str, Any] = {}
+    for file in files:
+        merged = merge(merged, _read_yaml(Path(file)))
+    for override in overrides:
+        merged = merge(merged, _parse_override(override))
+    return build_config(merged)
+
+
+def build_config(values: Mapping[str, Any]) -> Config:
+    """Validate a nested mapping. Raises ConfigError."""
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(explain(error, Config)) from None
+
+
+def read_model_config(path: str, key: str = "model.path") -> dict[str, Any]:
+    """The model's Hugging Face config.json. Raises ConfigError, which names `key`, where there is none."""
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        raise ConfigError(f"{key}={path}: no config.json there (a Hugging Face checkpoint directory)")
+    return read_json_object(file)
+
+
+def read_json_object(file: Path) -> dict[str, Any]:
+    """Raises ConfigError, which names the file, for what is none."""
+    try:
+        values = json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{file}, line {error.lineno}: not valid JSON ({error.msg})") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}: not valid JSON ({error})") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file}: expected an object of names and values, found {type(values).__name__}")
+    return values
+
+
+def _read_yaml(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        raise ConfigError(f"{file}: no such configuration file")
+    try:
+        with file.open("rb") as stream:  # from the stream, so that errors name the file
+            values = yaml.load(stream, Loader)
+    except (yaml.YAMLError, ValueError) as error:  # a ValueError: what looks like a number, such as 0x_
+        raise ConfigError(f"{file}: not valid YAML: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file}: expected `section: {{key: value}}`, found {type(values).__name__}")
+    return values
+
+
+def _parse_override(override: str) -> dict[str, Any]:
+    dotted, sign, text = override.partition("=")
+    if not sign or not dotted:
+        raise ConfigError(f"override {override!r}: expected key.sub=value")
+    try:
+        value: Any = yaml.load(text, Loader)
+    except (yaml.YAMLError, ValueError):
+        value = text
+    for key in reversed(dotted.split(".")):
+        value = {key: value}
+    return value

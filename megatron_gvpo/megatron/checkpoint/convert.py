@@ -1,0 +1,103 @@
+"""Weights between a Hugging Face directory and a Megatron one, on a CPU too.
+
+A Megatron directory is megatron-core's distributed checkpoint of the model alone: any layout loads it. The
+newest `checkpoints/step_*` of a run is one, too, with more in it.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_gvpo.config.schema import Config, ConfigError, ModelConfig, ParallelConfig, read_model_config
+from megatron_gvpo.config.supported_models import check_family
+from megatron_gvpo.data.tokenizer import load_tokenizer
+from megatron_gvpo.megatron import parallel
+from megatron_gvpo.megatron.checkpoint.all_ranks import everywhere
+from megatron_gvpo.megatron.checkpoint.loading import load_shards
+from megatron_gvpo.megatron.checkpoint.saving import Writer, save_shards
+from megatron_gvpo.megatron.checkpoint.sharded import CheckpointError, load_weights, newest, weights_state
+from megatron_gvpo.megatron.model.build import Model, build
+
+_TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.jinja", "generation_*")
+
+
+def to_megatron(source: Path, target: Path) -> None:
+    """Write the weights of the Hugging Face directory `source`. Raises ConfigError, CheckpointError."""
+    model = _build(source, "SOURCE")
+    target.mkdir(parents=True, exist_ok=True)
+
+    with parallel.megatron_device():
+        save_shards(f"cannot write {target}", lambda: weights_state(model), target, Writer())
+
+
+def to_hugging_face(source: Path, target: Path, like: Path) -> None:
+    """Write the weights of the Megatron directory `source` as a Hugging Face one.
+
+    `like`: the Hugging Face directory that the model came from, for its configuration and tokenizer. Raises
+    ConfigError, CheckpointError.
+    """
+    model = _build(like, "--like")
+    _read(model, source, f"cannot read {source} as weights of {like}")
+    everywhere(f"cannot write {target}", lambda: model.save_hf(target))
+    for pattern in _TOKENIZER:
+        for file in like.glob(pattern):
+            shutil.copy(file, target)
+
+
+def newest_to_hugging_face(config: Config, target: Path) -> int:
+    """Write the weights of a run's newest checkpoint as a Hugging Face directory; returns its step.
+
+    A collective. No data, optimizer or engine is needed for it. Raises ConfigError, CheckpointError.
+    """
+    parallel.initialize(config.parallel, config.train.seed)
+    model = build(config.model, config.parallel, trained=False)
+    step = load_newest(config, model)
+    write_hugging_face(model, config.model.path, target)
+    return step
+
+
+def load_newest(config: Config, model: Model) -> int:
+    """Give the model the weights of a run's newest checkpoint; returns its step. Raises CheckpointError."""
+    checkpoints = Path(config.output_dir) / "checkpoints"
+    if (found := newest(checkpoints)) is None:
+        raise CheckpointError(f"{checkpoints}: there is no complete checkpoint")
+    _read(model, found, f"cannot read {found}")
+    return int(found.stem.removeprefix("step_"))
+
+
+def write_hugging_face(model: Model, source: str, target: Path) -> None:
+    """Write weights and configuration, and the tokenizer of the directory `source`. A collective.
+
+    Raises CheckpointError; what was in `target` is then as it was.
+    """
+    aside = target.with_name(target.name + ".partial")
+
+    def write() -> None:
+        model.save_hf(aside)
+        if dist.get_rank() == 0:
+            load_tokenizer(source).save_pretrained(aside)
+            shutil.rmtree(target, ignore_errors=True)
+            aside.rename(target)
+
+    everywhere(f"cannot write {target}", write)
+
+
+def _read(model: Model, source: Path, problem: str) -> None:
+    with parallel.megatron_device(), torch.no_grad():
+        loaded = load_shards(problem, lambda: weights_state(model), source)
+        everywhere(problem, lambda: load_weights(model, loaded))
+
+
+def _build(directory: Path, key: str) -> Model:
+    config = read_model_config(str(directory), key)
+    check_family(config, f"{key}={directory}")
+    stored = config.get("dtype") or config.get("torch_dtype") or "float32"
+    if stored not in ("float32", "bfloat16"):
+        raise ConfigError(f"{key}={directory}: dtype={stored} in config.json; supported: float32, bfloat16")
+    layout = ParallelConfig()
+    parallel.initialize(layout, seed=0)
+    return build(ModelConfig(path=str(directory), dtype=stored), layout, trained=False, key=key)

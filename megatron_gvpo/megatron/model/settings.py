@@ -1,0 +1,126 @@
+"""Our configuration in megatron-core's words: what is set on the model, and on its data parallelism."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+
+from megatron_gvpo.config.schema import FP8Config, ModelConfig, ParallelConfig
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def model_settings(
+    model: ModelConfig, parallel: ParallelConfig, on_cpu: bool, deterministic: bool
+) -> dict[str, Any]:
+    """Fields of the TransformerConfig that differ from what the checkpoint's architecture says."""
+    dtype = DTYPES[model.dtype]
+    settings: dict[str, Any] = {
+        "tensor_model_parallel_size": parallel.tp,
+        "pipeline_model_parallel_size": parallel.pp,
+        "virtual_pipeline_model_parallel_size": parallel.vpp if parallel.vpp > 1 else None,
+        "context_parallel_size": parallel.cp,
+        "cp_comm_type": parallel.cp_exchange,
+        "expert_model_parallel_size": parallel.ep,
+        "expert_tensor_parallel_size": parallel.etp,
+        "sequence_parallel": parallel.sequence_parallel,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": model.dtype == "bfloat16",
+        "fp16": False,
+        "attention_dropout": 0.0,  # a scoring pass and a training pass must see the same model
+        "hidden_dropout": 0.0,
+        "should_pad_vocab": True,
+        "make_vocab_size_divisible_by": 1,
+        "variable_seq_lengths": True,  # packs differ in length between micro-batches
+        "gradient_accumulation_fusion": False,
+        "cross_entropy_loss_fusion": False,
+        "deterministic_mode": deterministic,
+        "mtp_num_layers": None,  # layers that predict further tokens are no part of the policy
+        # The router: nothing but the policy's loss moves it, or the gradient would know the machine.
+        "moe_token_dispatcher_type": "alltoall",  # variable_seq_lengths demands it, of dense models too
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_bias_update_rate": 0.0,
+    }
+    if model.fp8 is not None:
+        settings |= _fp8_settings(model.fp8)
+    if parallel.vpp > 1:  # batched exchanges gave wrong gradients, without an error, under gloo
+        settings |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+    if parallel.stage_layers is not None:
+        settings["pipeline_model_parallel_layout"] = stages(parallel.stage_layers)
+    if parallel.recompute == "full":
+        settings |= {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform" if parallel.recompute_layers is None else "block",
+            "recompute_num_layers": parallel.recompute_layers or 1,
+        }
+    elif parallel.recompute == "selective":
+        settings |= {
+            "recompute_granularity": "selective",
+            "recompute_modules": list(parallel.recompute_modules),
+        }
+    if parallel.offload_layers:
+        settings |= {
+            "cpu_offloading": True,
+            "cpu_offloading_num_layers": parallel.offload_layers,
+            "cpu_offloading_weights": False,
+        }
+    if parallel.offload_modules:
+        settings |= {
+            "fine_grained_activation_offloading": True,
+            "offload_modules": list(parallel.offload_modules),
+        }
+    if on_cpu:
+        settings |= {
+            "use_cpu_initialization": True,
+            "masked_softmax_fusion": False,
+            "bias_activation_fusion": False,
+            "bias_dropout_fusion": False,
+            "persist_layer_norm": False,
+            "apply_rope_fusion": False,
+            "moe_grouped_gemm": False,
+            "moe_permute_fusion": False,
+            "moe_router_fusion": False,
+            "moe_shared_expert_overlap": False,
+        }
+    return settings
+
+
+def _fp8_settings(fp8: FP8Config) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        # One scale a tensor: gradients need e5m2's range. A scale a block: e4m3's precision serves both.
+        "fp8": "hybrid" if fp8.recipe in ("delayed", "tensorwise") else "e4m3",
+        "fp8_recipe": fp8.recipe,
+        "fp8_param": fp8.weights,
+    }
+    if fp8.recipe == "delayed":
+        settings |= {"fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"}
+    if fp8.bf16_layers:
+        settings |= {
+            "first_last_layers_bf16": True,
+            "num_layers_at_start_in_bf16": fp8.bf16_layers,
+            "num_layers_at_end_in_bf16": fp8.bf16_layers,
+        }
+    return settings
+
+
+def stages(layers: tuple[int, ...]) -> list[list[str]]:
+    """megatron-core's layout of a pipeline whose stages have so many layers, first to last."""
+    layout = [["decoder"] * count for count in layers]
+    layout[0].insert(0, "embedding")
+    layout[-1].append("loss")
+    return layout
+
+
+def ddp_settings(model: ModelConfig, parallel: ParallelConfig) -> DistributedDataParallelConfig:
+    """Gradients are summed in fp32 and sharded over the data-parallel ranks, with the optimizer."""
+    return DistributedDataParallelConfig(
+        fp8_param_gather=model.fp8 is not None and model.fp8.weights,
+        use_distributed_optimizer=True,
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        overlap_param_gather=parallel.overlap_param_gather,
+    )

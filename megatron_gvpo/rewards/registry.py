@@ -1,0 +1,39 @@
+"""Reward components: from their configuration to the functions they mean, and one evaluation of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+from megatron_gvpo.groups import Prompt, Rollout
+from megatron_gvpo.runtime.user_functions import check_call, load_function
+
+# Named like a user's own, so that only what a run uses is imported.
+BUILT_IN = {
+    "math": "megatron_gvpo.rewards.math_answer:verify_math",
+    "format": "megatron_gvpo.rewards.boxed:verify_format",
+}
+
+
+class Component(NamedTuple):
+    """One component of the reward, as a worker needs it."""
+
+    name: str
+    function: str | None  # "module:function" or "path/file.py:function"; None: built in under `name`
+    options: Mapping[str, Any]
+
+
+class Job(NamedTuple):
+    """One evaluation of one component (its index)."""
+
+    component: int
+    prompt: Prompt
+    rollout: Rollout
+
+
+def load_reward(component: Component) -> Callable[..., Any]:
+    """The component's function with its options bound. Raises ValueError that says what is missing."""
+    function = load_function(component.function or BUILT_IN[component.name])
+    check_call(function, "f(prompt, response, **options)", 2, dict(component.options))
+    return partial(function, **component.options)

@@ -1,0 +1,49 @@
+"""The experts that servers sent tokens through, checked and packed for the trainer's router replay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron_gvpo.config.parallel_layout import experts
+from megatron_gvpo.types import Routing
+
+
+@dataclass(frozen=True)
+class Routers:
+    """A model's routers, as its config.json describes them."""
+
+    layers: int  # decoder layers, dense ones included
+    sparse: tuple[int, ...]  # the layers with experts
+    per_token: int
+    experts: int
+
+    @staticmethod
+    def of(model: dict[str, Any]) -> Routers:
+        layers, step = model["num_hidden_layers"], model.get("decoder_sparse_step") or 1
+        dense = {*range(model.get("first_k_dense_replace") or 0), *(model.get("mlp_only_layers") or [])}
+        sparse = tuple(i for i in range(layers) if i not in dense and (i + 1) % step == 0)
+        return Routers(layers, sparse, model["num_experts_per_tok"], experts(model))
+
+    def pack(self, given: np.ndarray, tokens: int) -> Routing:
+        """`given`: integers, [tokens - 1, layers, per_token] in any shape, of a sequence of so many tokens.
+
+        Raises ValueError for what cannot be this model's.
+        """
+        shape = (tokens - 1, self.layers, self.per_token)
+        if given.size != np.prod(shape):
+            raise ValueError(
+                f"{given.size} experts for {tokens} tokens: want {self.per_token} in each of {self.layers} "
+                "layers for every token but the last"
+            )
+        chosen = given.reshape(shape)
+        width, kind = (1, "<u1") if self.experts <= 256 else (2, "<i2")
+        routed = chosen[:, self.sparse]
+        if routed.size and not 0 <= routed.min() <= routed.max() < self.experts:
+            raise ValueError(f"an expert {routed.max()} of a model with {self.experts}")
+        # What a server never recorded is zeros; to look at all pairs would take seconds a step.
+        if self.per_token > 1 and (routed[..., 0] == routed[..., 1]).any():
+            raise ValueError("some token has the same expert twice: the server recorded none for it")
+        return Routing(self.layers, self.per_token, width, chosen.astype(kind).tobytes())

@@ -1,0 +1,31 @@
+"""The coefficients of tokens and groups in a step's loss."""
+
+from __future__ import annotations
+
+import pytest
+from rows import make_rows
+
+from megatron_gvpo.algorithms.losses.aggregation import Aggregation, group_coefficients
+from megatron_gvpo.types import BatchTotals
+
+
+def test_aggregation_coefficients():
+    rows = make_rows([[1, 0], [1]], lengths=[1, 3, 2])
+    totals = BatchTotals(groups=4, sequences=10, tokens=20)
+    assert Aggregation(name="token_mean")(rows, totals).tolist() == pytest.approx([1 / 20] * 6)
+    expected = [1 / 10] + [1 / 30] * 3 + [1 / 20] * 2
+    assert Aggregation(name="sequence_mean")(rows, totals).tolist() == pytest.approx(expected)
+    assert Aggregation(name="sequence_sum", constant=1)(rows, totals).tolist() == pytest.approx([1 / 10] * 6)
+    dr_grpo = Aggregation(name="sequence_sum", constant=50)
+    assert dr_grpo(rows, totals).tolist() == pytest.approx([1 / 500] * 6)
+    assert Aggregation(name="sequence_sum").sized(max_tokens=50) == dr_grpo == dr_grpo.sized(max_tokens=7)
+    with pytest.raises(ValueError, match="sequence_sum"):
+        Aggregation(name="token_mean", constant=50)
+
+
+def test_group_coefficients_with_ragged_groups():
+    rows = make_rows([[1, 0, 0], [1, 0], [1]])
+    totals = BatchTotals(groups=10, sequences=99, tokens=99)
+    assert group_coefficients(rows, totals, "k-1").tolist() == pytest.approx([0.05] * 3 + [0.1] * 2 + [0])
+    assert group_coefficients(rows, totals, "sum").tolist() == pytest.approx([0.1] * 6)
+    assert group_coefficients(rows, totals, "k").tolist() == pytest.approx([1 / 30] * 3 + [0.05] * 2 + [0.1])

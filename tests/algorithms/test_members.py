@@ -1,0 +1,246 @@
+"""Who joins a group: replayed responses, demonstrations, responses to hints."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+import torch
+from groups import make_group, rewards_of
+
+from megatron_gvpo import teacher
+from megatron_gvpo.algorithms.advantages.estimator import Estimator
+from megatron_gvpo.algorithms.losses.importance import TruncatedImportance
+from megatron_gvpo.algorithms.members.base import Demonstration, Hinted, Replay
+from megatron_gvpo.algorithms.members.guests import Exits, Teacher, before
+from megatron_gvpo.runtime.user_functions import load_function
+from megatron_gvpo.types import BatchTotals, Group, Prompt, Rollout, TrainBatch
+
+
+class Asked:
+    """An engine that answers by script: a prompt's responses are right if its text holds `answer`."""
+
+    def __init__(self, step: int = 1, answer: str = "strong") -> None:
+        self.step, self.seed, self.answer, self.longest_prompt = step, 5, answer, 6
+        self.prompts: list[str] = []
+        self.asked: list[tuple[int, ...]] = []
+
+    def ask(self, prompts: Sequence[Prompt], n: int) -> list[Group]:
+        self.prompts += [prompt.text for prompt in prompts]
+        self.asked += [prompt.token_ids for prompt in prompts]
+        return [
+            Group(p, [Rollout([5], [-0.1], "five", "stop", 3, reward=float(self.answer in p.text))] * n)
+            for p in prompts
+        ]
+
+    def extended(self, prompt: Prompt, text: str, *, before: bool = False) -> Prompt:
+        return replace(prompt, text=text + prompt.text if before else prompt.text + text)
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def encode_response(self, text: str) -> list[int]:
+        return [*self.encode(text), 0]
+
+    def texts(self, function, groups, n, options):
+        return load_function(function)(groups, n, **options)
+
+    def mean_logp(self, prompts, responses):
+        """The longer the prompt's text, the likelier."""
+        return [-1.0 + 0.01 * len(prompt.text) for prompt in prompts]
+
+    def score(self, groups: list[Group]) -> None:
+        for rollout in (r for group in groups for r in group.rollouts):
+            rollout.reward = float(len(rollout.text))
+
+
+def test_history_mixes_the_newest_earlier_responses_in():
+    history = Replay(count=2).build()
+    first, second = make_group([1, 2, 3]), make_group([4, 5])
+    assert [rewards_of(g) for g in history([first, make_group([9], "q")], Asked())] == [[1, 2, 3], [9]]
+    (mixed,) = history([second], Asked())
+    assert rewards_of(mixed) == [4, 5, 2, 3]
+    assert [r.source for r in mixed.rollouts] == ["policy", "policy", "replay", "replay"]
+    (third,) = history([make_group([6])], Asked())
+    assert rewards_of(third) == [6, 4, 5], "replayed responses are not stored again"
+
+
+def test_history_survives_a_checkpoint():
+    whole, interrupted, resumed = (Replay(count=3, keep=4).build() for _ in range(3))
+    for history in (whole, interrupted):
+        history([make_group([1, 2]), make_group([3], "q")], Asked())
+    snapshot = interrupted.state_dict()
+    interrupted([make_group([8])], Asked())
+    resumed.load_state_dict(json.loads(json.dumps(snapshot)))
+    assert resumed([make_group([5])], Asked()) == whole([make_group([5])], Asked())
+
+
+@pytest.mark.parametrize("rewards", [[0, 0, 0, 0], [0, 1, 0, 0]])
+def test_gcpo_injects_gold_where_every_response_fails(rewards):
+    (group,) = Demonstration(when="all_wrong", place="replace")([make_group(rewards)], Asked())
+    assert len(group.rollouts) == 4
+    assert sorted(rewards_of(group), reverse=True) == [1, 0, 0, 0]
+    sources = {rollout.source for rollout in group.rollouts}
+    assert sources == ({"policy", "demonstration"} if max(rewards) == 0 else {"policy"})
+    found = sorted(Estimator(scale="group_std")(TrainBatch.from_groups([group]))[0].tolist(), reverse=True)
+    assert found == pytest.approx([1.5, -0.5, -0.5, -0.5], abs=1e-5)
+
+
+def test_the_slot_of_a_demonstration():
+    group = make_group([0, 0, 0], lengths=[2, 9, 3], reasons=["stop", "stop", "length"])
+
+    def slot(**options) -> int:
+        (joined,) = Demonstration(place="replace", **options)([group], Asked())
+        return [r.source for r in joined.rollouts].index("demonstration")
+
+    assert slot(slot="longest") == 1 and slot(slot="truncated") == 2
+    assert slot(slot="random") == slot(slot="random"), "every rank chooses alike"
+
+
+def test_a_demonstration_that_is_too_long_or_missing_stays_out():
+    group = make_group([0, 0])
+    assert Demonstration(max_tokens=1)([group], Asked()) == [group]
+    bare = Group(replace(group.prompt, demonstration=None), group.rollouts)
+    assert Demonstration()([bare], Asked()) == [bare]
+    assert len(Demonstration().sized(2)([group], Asked())[0].rollouts) == 3
+
+
+def test_a_demonstration_has_no_log_prob_of_an_engine():
+    (group,) = Demonstration()([make_group([0, 1])], Asked())
+    rows = TrainBatch.from_groups([group])
+    assert rows.demonstration_n.tolist() == [False, False, True]
+    assert rows.engine_logp_r.isnan().tolist() == [False] * 4 + [True] * 2
+    assert rows.sampled_by(0).tolist() == [True] * 4 + [False] * 2
+    weight_r, _ = TruncatedImportance()(
+        rows.with_columns(old_logp_r=torch.full((6,), -0.5)), BatchTotals.of(rows)
+    )
+    assert weight_r.tolist() == [1.0] * 6
+
+
+HINTS = {"weak": "weak", "strong": "strong"}
+
+
+def test_hints_are_tried_from_the_weakest_and_only_where_all_fail():
+    asked = Asked()
+    failed, solved = make_group([0, 0], record=HINTS), make_group([0, 1], record=HINTS)
+    block = Hinted(fields=("weak", "strong"), n=2)
+    groups = block([failed, solved], asked)
+    assert asked.prompts == ["p\n\nHint: weak", "p\n\nHint: strong"]
+    assert [rewards_of(group) for group in groups] == [[0, 0, 1, 1], [0, 1]]
+    assert groups[0].prompt.text == "p", "the loss sees the prompt without the hint"
+    assert [r.weight_version for r in groups[0].rollouts] == [0, 0, -1, -1]
+
+
+def test_the_lowest_hint_that_succeeds_stays():
+    asked = Asked(answer="weak")
+    groups = Hinted(fields=("weak", "strong"), n=1)([make_group([0], record=HINTS)], asked)
+    assert asked.prompts == ["p\n\nHint: weak"] and rewards_of(groups[0]) == [0, 1]
+
+
+def test_scaf_grpo_replaces_one_wrong_response_by_a_right_one():
+    group = make_group([0, 0, 0], record=HINTS)
+    block = Hinted(fields=("strong",), n=4, place="replace", keep="right")
+    assert rewards_of(block([group], Asked())[0]) == [1, 1, 1], "as many as are right"
+    block = Hinted(fields=("strong",), n=1, place="replace", keep="right", after_step=50)
+    assert rewards_of(block([group], Asked(step=50))[0]) == [0, 0, 0], "not while it warms up"
+    assert rewards_of(block([group], Asked(step=51))[0]) == [0, 0, 1]
+
+
+def test_igrpo_trains_the_refinements_of_the_best_draft():
+    group = make_group([0.2, 0.9, 0.9], texts=["bad", "good", "same"])
+    block = Hinted(best_draft=True, when="always", n=2, prompt="hinted", keep_group=False)
+    (refined,) = block([group], asked := Asked(answer="good"))
+    assert asked.prompts == ["p\n\nHint: good"]
+    assert refined.prompt.text == "p\n\nHint: good" and rewards_of(refined) == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "one of both"),
+        ({"fields": ["a"], "best_draft": True}, "one of both"),
+        ({"fields": ["a"], "template": "none"}, "no {hint}"),
+        ({"fields": ["a"], "prompt": "hinted", "place": "replace"}, "a group of its own"),
+    ],
+)
+def test_hints_that_mean_nothing(options, said):
+    with pytest.raises(ValueError, match=said):
+        Hinted(**options)
+
+
+def test_a_serial_group_leaves_its_thought_early():
+    """A prompt of 2 tokens, an inducer of 1, room for 6: no exit behind the third token of the thought."""
+    group = make_group([0.5], lengths=[9])
+    thought = group.rollouts[0]
+    (serial,) = Exits(count=5, inducer="!")([group], asked := Asked())
+    assert asked.asked == [(1, 2, *[7] * place, ord("!")) for place in (1, 2, 3)]
+    assert [r.token_ids for r in serial.rollouts[:-1]] == [[*[7] * place, ord("!"), 5] for place in (1, 2, 3)]
+    assert serial.rollouts[-1] == thought
+    assert all(r.weight_version == -1 and not r.logprobs for r in serial.rollouts[:-1])
+    assert Exits(count=2, inducer="too long")([group], Asked()) == [group]
+
+
+def test_a_serial_group_leaves_the_thinking_and_not_the_answer():
+    group = make_group([1.0])
+    group.rollouts[0].token_ids = [7, 7, ord("|"), 8, 8, 8]
+    sampling = Asked()
+    sampling.longest_prompt = 100
+    (serial,) = Exits(count=5, inducer="!", end="|")([group], sampling)
+    assert [r.token_ids for r in serial.rollouts] == [[7, ord("!"), 5], group.rollouts[0].token_ids]
+    assert before([1, 2, 3, 2, 3], [2, 3]) == [1] and before([1, 2], [2, 3]) == [1, 2]
+    assert before([1, 2], []) == [1, 2], "the tokenizer has no tokens for it"
+
+
+def append(groups, n, suffix="?"):
+    """A teacher that goes on where the best response ended."""
+    return [[group.rollouts[0].text + suffix] * n for group in groups]
+
+
+def test_a_teacher_joins_scored_like_the_others():
+    block = Teacher(function="test_members:append", options={"suffix": "!!"}, n=2)
+    (group,) = block([make_group([0, 0], texts=["a", "b"])], Asked())
+    assert rewards_of(group) == [0, 0, 3, 3]
+    given = group.rollouts[2]
+    assert given.token_ids == [ord("a"), ord("!"), ord("!"), 0] and given.source == "demonstration"
+    only_failed = Teacher(function="test_members:append", when="all_wrong")
+    assert [len(g.rollouts) for g in only_failed([make_group([0]), make_group([1])], Asked())] == [2, 1]
+    some = Teacher(function="test_members:append", share=0.5)([make_group([0])] * 100, Asked())
+    assert 30 < sum(len(g.rollouts) == 2 for g in some) < 70
+
+
+def test_a_chat_model_is_asked_over_http():
+    """A server that answers by the model it is asked for; then one that is not there."""
+    said, answers = [], {"grader": "7 of 10", "judge": "B, not A", "mute": "?"}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            said.append((self.path, body["model"], body["messages"][0]["content"]))
+            choices = [{"message": {"content": answers.get(body["model"], f"{i}")}} for i in range(body["n"])]
+            answer = json.dumps({"choices": choices}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    group = make_group([0, 1], texts=["bad", "good"], record={"prompt": "1+1"})
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/v1"
+        texts = teacher.chat([group], 2, url=url, model="m", template="{prompt}: {best}, not {worst}")
+        a, b = group.rollouts
+        grades = [teacher.grade(group.prompt, a, url=url, model=who) for who in ("grader", "mute")]
+        wins = [teacher.prefers(group.prompt, a, b, url=url, model=who) for who in ("judge", "mute")]
+        server.shutdown()
+    assert texts == [["0", "1"]]
+    assert said[0] == ("/v1/chat/completions", "m", "1+1: good, not bad")
+    assert grades == [0.7, 0.0] and "bad" in said[1][2] and wins == [0.0, 0.5] and "B:\ngood" in said[3][2]
+    with pytest.raises(teacher.TeacherError, match=r"/v1: prompt p: "):
+        teacher.chat([group], 1, url=url, model="m", timeout=5)

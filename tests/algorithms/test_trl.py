@@ -1,0 +1,126 @@
+"""Losses and gradients against TRL's own code, on the same log-probs, advantages, lengths and references.
+
+TRL runs in an environment of its own (benchmarks/step_vs_trl.py makes it, in the user's cache, once), because
+what it needs would change what the package is tested with. Advantages are ours on both sides: TRL takes them
+as inputs; test_estimators.py and test_family.py have their numbers.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from paths import HELPERS
+from real_parts import used
+from rows import make_logp, make_rows
+
+from megatron_gvpo.algorithms.advantages.estimator import Estimator
+from megatron_gvpo.algorithms.base import Loss, token_weights
+from megatron_gvpo.algorithms.losses.cispo import CISPO
+from megatron_gvpo.algorithms.losses.dpo import DPO
+from megatron_gvpo.algorithms.losses.pg import PolicyGradient
+from megatron_gvpo.algorithms.losses.ppo import PPO
+from megatron_gvpo.types import BatchTotals, TrainBatch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+GRPO = Estimator(scale="group_std")
+OURS: dict[str, tuple[Loss, Estimator | None]] = {
+    "grpo": (PPO(kl_coef=0.04), GRPO),
+    "dr_grpo": (PPO(aggregation={"name": "sequence_sum", "constant": 10}), Estimator()),
+    "dapo": (PPO(clip_high=0.28, aggregation="token_mean"), GRPO),
+    "bnpo": (PPO(aggregation="token_mean"), GRPO),
+    "gspo": (PPO(ratio="sequence", clip_low=0.01, clip_high=0.02), GRPO),
+    "cispo": (CISPO(clip_high=0.2), GRPO),
+    "rloo": (PolicyGradient(aggregation={"name": "sequence_sum", "constant": 1}), Estimator(baseline="loo")),
+    "dpo": (DPO(beta=0.3), None),
+}
+TRL: dict[str, dict[str, Any]] = {
+    "grpo": {"loss_type": "grpo", "beta": 0.04},
+    "dr_grpo": {"loss_type": "dr_grpo", "max_completion_length": 10},
+    "dapo": {"loss_type": "dapo", "epsilon_high": 0.28},
+    "bnpo": {"loss_type": "bnpo"},
+    "gspo": {
+        "loss_type": "grpo",
+        "importance_sampling_level": "sequence",
+        "epsilon_low": 0.01,
+        "epsilon_high": 0.02,
+    },
+    "cispo": {"loss_type": "cispo", "epsilon_high": 1.2},  # there the bound itself, here what is above 1
+    "rloo": {},
+}
+
+
+def material() -> tuple[TrainBatch, torch.Tensor]:
+    rows = make_rows([[1, 0, 0, 1], [0.5, 0.2, 0.9], [0, 0, 0]])
+    return rows, make_logp(rows)
+
+
+def padded(rows: TrainBatch, value_r: torch.Tensor) -> torch.Tensor:
+    return torch.nn.utils.rnn.pad_sequence(list(value_r.split(rows.length_n.tolist())), batch_first=True)
+
+
+def pairs(rows: TrainBatch) -> list[int]:
+    """Best rows, then worst rows, of the groups that have both."""
+    chosen, rejected = [], []
+    for g in rows.group_n.unique().tolist():
+        members = (rows.group_n == g).nonzero().flatten().tolist()
+        best, worst = (f(members, key=lambda i: float(rows.reward_n[i])) for f in (max, min))
+        if rows.reward_n[best] > rows.reward_n[worst]:
+            chosen.append(best)
+            rejected.append(worst)
+    return chosen + rejected
+
+
+def given(name: str) -> tuple[TrainBatch, torch.Tensor]:
+    """Rows with the advantages of a method, and the policy's log-probs.
+
+    RLOO's policy is the one that sampled: TRL, unlike the paper, clips ratios of whole sequences, whose
+    gradient is REINFORCE's there and only there.
+    """
+    rows, logp_r = material()
+    estimator = OURS[name][1]
+    rows = rows if estimator is None else rows.with_columns(advantage_n=estimator(rows)[0])
+    return rows, rows.old_logp_r if name == "rloo" else logp_r
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[float, torch.Tensor]]:
+    import step_vs_trl
+
+    directory, cases = tmp_path_factory.mktemp("trl"), {}
+    for name in OURS:
+        rows, logp_r = given(name)
+        columns = {"logp": logp_r, "old": rows.old_logp_r, "ref": rows.ref_logp_r}
+        data = {key: padded(rows, value_r) for key, value_r in columns.items()}
+        data["mask"] = padded(rows, torch.ones_like(logp_r))
+        case: dict[str, Any] = {"kind": name if name in ("rloo", "dpo") else "grpo", "data": data}
+        if name == "dpo":
+            case |= {"order": pairs(rows), "beta": 0.3}
+        else:
+            case |= {"settings": TRL[name], "advantages": rows.advantage_n}
+        cases[name] = case
+    torch.save(cases, directory / "in.pt")
+    python, worker = step_vs_trl.make_environment(), HELPERS.joinpath("trl_worker.py")
+    command = [str(python), str(worker), str(directory / "in.pt"), str(directory / "out.pt")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    results: dict[str, tuple[float, torch.Tensor]] = torch.load(directory / "out.pt", weights_only=False)
+    return results
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_loss_and_gradient_are_trls(theirs, name):
+    rows, logp_r = given(name)
+    weight_r, metrics = token_weights(OURS[name][0], rows, logp_r, BatchTotals.of(rows))
+    loss, gradient = theirs[name]
+    used("TRL's losses")
+    share = 2 / 3 if name == "dpo" else 1.0  # TRL has no group without a pair; ours counts in the mean
+    torch.testing.assert_close(padded(rows, weight_r), share * gradient, atol=1e-7, rtol=1e-5)
+    if name != "rloo":  # -A log pi against -A ratio
+        assert float(metrics["loss"]) == pytest.approx(share * loss, rel=1e-5, abs=1e-7)
+    assert gradient.abs().max() > 1e-3

@@ -1,0 +1,104 @@
+"""Disks that fill while a checkpoint is written, and damaged checkpoints: whole runs on a tiny task."""
+
+from __future__ import annotations
+
+import resource
+
+import pytest
+import torch
+from tiny_run import (
+    GVPO,
+    SHORT,
+    assert_same_run,
+    configure,
+    fit,
+    records,
+    weights,
+)
+
+from megatron_gvpo.callbacks import Callback
+from megatron_gvpo.megatron.checkpoint import sharded as checkpoint
+from megatron_gvpo.megatron.checkpoint.sharded import CheckpointError
+
+pytestmark = pytest.mark.usefixtures("leave_the_process_group")
+
+
+class FullDisk(Callback):
+    """From a checkpoint on, no file may grow beyond 1 MB: a checkpoint does, metrics do not."""
+
+    def __enter__(self):
+        self.limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        return self
+
+    def __exit__(self, *_):
+        resource.setrlimit(resource.RLIMIT_FSIZE, self.limits)
+
+    def on_checkpoint(self, trainer, directory):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, self.limits[1]))
+
+
+def test_a_disk_full_while_saving_leaves_the_previous_checkpoint(task, tmp_path, finished):
+    config = configure(task, tmp_path, *GVPO, "checkpoint.every=1", "checkpoint.keep=1")
+    with (
+        FullDisk() as disk,
+        pytest.raises(CheckpointError, match=r"cannot write .*step_00000002: .* MiB are free there"),
+    ):
+        fit(config, [disk])
+    assert [path.name for path in checkpoint.complete(tmp_path / "checkpoints")] == ["step_00000001"]
+    assert (tmp_path / "checkpoints" / "step_00000002.partial").is_dir(), (
+        "what was left of it is no checkpoint"
+    )
+    (tmp_path / "checkpoints" / "step_00000009.partial").mkdir()
+    fit(config, resume=True)
+    assert_same_run(tmp_path, finished)
+    assert [path.name for path in checkpoint.complete(tmp_path / "checkpoints")] == ["step_00000004"]
+    assert not list((tmp_path / "checkpoints").glob("step_*.*")), "nor anything else that was not finished"
+
+
+def test_a_disk_full_while_saving_in_the_background_is_reported(task, tmp_path):
+    """Before the next update, and the previous checkpoint stays."""
+
+    class FullLater(FullDisk):
+        def on_step(self, trainer, step, metrics):
+            if step == 2:  # the checkpoint of step 1 was complete before the update
+                resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, self.limits[1]))
+
+        def on_checkpoint(self, trainer, directory):
+            pass
+
+    config = configure(task, tmp_path, *GVPO, *SHORT, "checkpoint.every=1", "checkpoint.asynchronous=true")
+    with FullLater() as disk, pytest.raises(CheckpointError, match=r"cannot write .*step_00000002"):
+        fit(config, [disk])
+    assert [path.name for path in checkpoint.complete(tmp_path / "checkpoints")] == ["step_00000001"]
+    assert records(tmp_path)[-1]["step"] == 2
+
+
+def test_a_disk_full_while_exporting_leaves_the_export_and_the_checkpoint(task, tmp_path):
+    fit(configure(task, tmp_path, *GVPO, "train.steps=2"))
+    before = weights(tmp_path)
+    with FullDisk() as disk, pytest.raises(CheckpointError, match=r"cannot write .*hf: .*File too large"):
+        fit(configure(task, tmp_path, *GVPO, "train.steps=3"), [disk], resume=True)
+    after = weights(tmp_path)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert checkpoint.complete(tmp_path / "checkpoints")[-1].name == "step_00000003"
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("state.json", b"{}", "state.json is no state of a checkpoint of this program: KeyError: 'layout'"),
+        ("state.json", b"\x00", "state.json is no state of a checkpoint of this program: JSONDecodeError"),
+        ("__0_0_0.distcp", b"cut off", "cannot read .*step_00000004: "),
+        (".metadata", None, "cannot read .*step_00000004: "),
+    ],
+)
+def test_a_damaged_checkpoint_is_named(task, tmp_path, finished, file, content, message):
+    place = tmp_path / "checkpoints" / "step_00000004"
+    place.mkdir(parents=True)
+    for source in (finished / "checkpoints" / "step_00000004").iterdir():
+        (place / source.name).write_bytes(source.read_bytes())
+    (place / file).unlink()
+    if content is not None:
+        (place / file).write_bytes(content)
+    with pytest.raises(CheckpointError, match=message):
+        fit(configure(task, tmp_path, *GVPO), resume=True)

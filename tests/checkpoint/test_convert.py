@@ -1,0 +1,54 @@
+"""`megatron-gvpo convert`: there and back again, byte for byte; a run's checkpoint; what it refuses."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import gradient_reference as reference
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_gvpo.cli.main import main
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models")
+    reference.save_models(directory)
+    return directory
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
+    ours, theirs = load_file(one / "model.safetensors"), load_file(other / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert tensor.dtype == theirs[name].dtype and torch.equal(tensor, theirs[name]), name
+
+
+@pytest.mark.parametrize("family", ["tied", "deepseek_v3"])
+def test_there_and_back(models: Path, tmp_path: Path, family: str) -> None:
+    there, back = tmp_path / "megatron", tmp_path / "hf"
+    assert main(["convert", str(models / family), str(there)]) == 0
+    like = tmp_path / "like"  # the same architecture with other weights: none of them may be left
+    config = reference.CONFIGS[family]()
+    torch.manual_seed(1)
+    reference.transformers.AutoModelForCausalLM.from_config(config).save_pretrained(like)
+    assert main(["convert", str(there), str(back), "--like", str(like)]) == 0
+    assert_same_weights(back, models / family)
+
+
+def test_what_is_refused(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, full = str(models / "tied"), tmp_path / "full"
+    full.mkdir()
+    (full / "file").touch()
+    cases = {
+        (source, str(full)): "TARGET=.*full: this directory is not empty",
+        (source, str(tmp_path / "a"), "--like", source): "has no .metadata, so it is no Megatron checkpoint",
+        (str(tmp_path / "none"), str(tmp_path / "a")): "SOURCE=.*none: no config.json there",
+    }
+    for arguments, message in cases.items():
+        assert main(["convert", *arguments]) == 2
+        assert re.search(message, capsys.readouterr().err)
+    assert [path.name for path in tmp_path.iterdir()] == ["full"]

@@ -1,0 +1,148 @@
+"""A run saved under one layout goes on under another as if nothing had happened, on real megatron-core.
+
+Adam's moments, its step, the masters and the schedule must all arrive: with moments lost, or a step that
+is counted once for every parameter, the next updates differ by a good part of the learning rate. What is
+compared bit by bit is gathered by the export to Hugging Face names, not by the code that saves.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from itertools import groupby
+from math import prod
+from pathlib import Path
+
+import gradient_reference as reference
+import pytest
+import torch
+import transformers
+from checkpoint_worker import MOVES, PARTS_OF_A_LOAD, PARTS_OF_A_SAVE, Continuation
+from distributed import launch
+from gradient_cases import SPLIT, STEPS, sampled_for
+from gradient_worker import UPDATE, Case, Layout
+
+from megatron_gvpo.megatron.checkpoint import sharded as checkpoint
+from megatron_gvpo.megatron.checkpoint.optimizer_checkpoint import boxes
+
+
+def case_of(model: str, directory: Path) -> Case:
+    name = "gvpo, groups split" if model == "untied" else f"{model}, gvpo, groups split"
+    rows, *_ = sampled_for(STEPS[name], directory)
+    return Case(name, STEPS[name].algorithm, rows, SPLIT, model=model)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("resharding")
+    reference.save_models(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def found(place: Path) -> Path:
+    """One launch of the layouts that save and one of those that go on, for each number of ranks."""
+    cases = {model: case_of(model, place) for model, _ in MOVES}
+    saves = [(source, source, cases[model]) for model, source in MOVES]
+    moves = [(layout, source, cases[model]) for (model, source), to in MOVES.items() for layout in to]
+    work = []
+    for runs in (saves, moves):
+        runs.sort(key=lambda run: run[0].ranks)
+        work += [list(same) for _, same in groupby(runs, key=lambda run: run[0].ranks)]
+    torch.save(work, place / "work.pt")
+    launch("checkpoint_worker:run", [runs[0][0].ranks for runs in work], str(place))
+    return place
+
+
+@pytest.mark.parametrize(
+    ("model", "source", "layout"),
+    [(model, source, layout) for (model, source), to in MOVES.items() for layout in to],
+    ids=lambda value: str(value),
+)
+def test_another_layout_goes_on_as_the_one_that_saved(
+    found: Path, model: str, source: Layout, layout: Layout
+) -> None:
+    stayed, moved = (
+        torch.load(found / f"{of}-of-{source}-{model}.pt", weights_only=False) for of in (source, layout)
+    )
+    assert isinstance(moved, Continuation) and moved.states.keys() == stayed.states.keys()
+    for kind, tensors in stayed.states.items():
+        assert moved.states[kind].keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert torch.equal(moved.states[kind][name], tensor), f"{kind} of {name}"
+    moments = stayed.states["exp_avg"].items()  # to an expert may have come no token
+    assert all(moment.any() for name, moment in moments if moment.dim() > 1 and "experts" not in name)
+    assert moved.lrs == stayed.lrs
+    assert moved.losses == pytest.approx(stayed.losses, rel=1e-4, abs=1e-5)
+    assert moved.grad_norms == pytest.approx(stayed.grad_norms, rel=1e-4)
+    assert moved.weights.keys() == stayed.weights.keys()
+    for name, weight in moved.weights.items():
+        assert (weight - stayed.weights[name]).abs().max() < 1e-2 * UPDATE["lr"], name
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 4), (2, 3, 4), (1, 5), (5, 1), (2, 1, 3)])
+def test_boxes_are_the_run_of_elements(shape: tuple[int, ...]) -> None:
+    whole = torch.arange(prod(shape)).view(shape)
+    for begin in range(whole.numel() + 1):
+        for end in range(begin, whole.numel() + 1):
+            parts = []
+            for offset, size in boxes(shape, begin, end):
+                box = whole[tuple(slice(a, a + n) for a, n in zip(offset, size, strict=True))]
+                assert box.shape == size and box.is_contiguous()
+                parts.append(box.flatten())
+            together = torch.cat(parts) if parts else whole.flatten()[:0]
+            assert torch.equal(together, whole.flatten()[begin:end])
+            assert len(parts) <= 2 * len(shape) - 1, "as few as possible"
+
+
+def test_a_process_killed_while_saving_leaves_the_previous_checkpoint(place: Path) -> None:
+    torch.save(case_of("untied", place), place / "case.pt")
+    with pytest.raises(AssertionError, match="SIGXFSZ"):
+        launch("checkpoint_worker:killed_while_saving", [1], str(place))
+    assert [path.name for path in checkpoint.complete(place / "killed")] == ["step_00000001"]
+    assert (place / "killed" / "step_00000002.partial").is_dir()
+
+
+def test_a_kill_at_any_instant_of_saving_a_step_again_leaves_one_of_the_two(place: Path) -> None:
+    torch.save(case_of("untied", place), place / "case.pt")
+    launch("checkpoint_worker:saved_again", [1], str(place))
+    found = torch.load(place / "again.pt")
+    loaded = [number for number, _, _ in found]
+    assert loaded == sorted(loaded) and set(loaded) == {1, 2}, "the first, then the second, never none"
+    assert loaded.count(1) > 3 < loaded.count(2), "before files of the new one, and while the old one goes"
+    for _, same, names in found:
+        assert same, "weights and state are of one checkpoint"
+        assert names == ["step_00000001", "step_00000002"], "the next saves clean up"
+
+
+def test_a_rank_that_fails_alone_is_heard_of_by_all(place: Path) -> None:
+    """With its own error, where the others would have waited for it; and what was on disk stays."""
+    ema = {"recipe": "gvpo", "loss": {"reference": {"name": "ema", "decay": 0.9}}}
+    torch.save(replace(case_of("untied", place), algorithm=ema), place / "case.pt")
+    launch("checkpoint_worker:fails_on_one_rank", [2], str(place))
+    heard = [torch.load(place / f"heard-{rank}.pt") for rank in (0, 1)]
+    assert heard[0] == heard[1]
+    ranks = [rank for _, rank in PARTS_OF_A_SAVE] + [rank for _, _, rank in PARTS_OF_A_LOAD]
+    *parts, invalid, unread = heard[0]
+    whats = [f"write {place / 'alone' / 'step_00000002'}"] * len(PARTS_OF_A_SAVE)
+    whats += [f"read {place / 'alone' / 'step_00000001'}"] * len(PARTS_OF_A_LOAD)
+    for what, rank, message in zip(whats, ranks, parts, strict=True):
+        assert message == f"cannot {what}: OSError: [Errno 28] rank {rank} has no space left (on rank {rank})"
+    assert re.search(r"Invalid sharding pattern validation(.|\n)*\(on rank 0\)$", invalid)
+    pattern = r"not mounted/state\.json is no state of a checkpoint .*FileNotFoundError.*\(on rank 1\)"
+    assert re.search(pattern, unread)
+    assert [path.name for path in checkpoint.complete(place / "alone")] == ["step_00000001"]
+
+
+def test_saving_in_the_background_holds_no_copy_of_the_optimizer(place: Path) -> None:
+    """The peak rises by some files' worth, of 8 MiB each here. A copy of the optimizer would be 130 MiB."""
+    torch.manual_seed(0)
+    wide = {"vocab_size": 8192, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8}
+    config = transformers.Qwen2Config(**{**reference._COMMON, **wide})
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(place / "wide")
+    case = case_of("untied", place)
+    torch.save(Case(case.name, case.algorithm, case.rows, SPLIT, model="wide"), place / "case.pt")
+    launch("checkpoint_worker:peak_of_a_save", [1], str(place))
+    found = torch.load(place / "peak.pt")
+    assert found["optimizer"] > 130 << 20
+    assert found["rise"] < 40 << 20

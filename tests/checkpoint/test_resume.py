@@ -1,0 +1,109 @@
+"""A resumed run equals an uninterrupted one exactly: every metric that the clock did not write, and every bit
+of the weights.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from distributed import launch
+from tiny_run import (
+    ENGINE_REFERENCE,
+    GVPO,
+    StopAfter,
+    assert_same_run,
+    configure,
+    fit,
+    records,
+    reward_options,
+)
+
+from megatron_gvpo.megatron.checkpoint import sharded as checkpoint
+
+pytestmark = pytest.mark.usefixtures("leave_the_process_group")
+
+
+METHODS = {
+    "gvpo": GVPO,
+    "engine's reference": ENGINE_REFERENCE,
+    "saved in the background": (*GVPO, "checkpoint.every=1", "checkpoint.asynchronous=true"),
+    "ema": ("checkpoint.asynchronous=true", *GVPO, 'algorithm.loss.reference={"name": "ema", "decay": 0.9}'),
+    # Its reference is fixed: model.path.
+    "grpo": ("algorithm=grpo", "train.mini_batches=2", "algorithm.loss.importance={cap: 2.0}"),
+    "ppo": ("algorithm=ppo", "train.mini_batches=2", "algorithm.critic.lr=1e-3"),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_resumed_run_equals_an_uninterrupted_one(task, tmp_path, method):
+    overrides, whole, parts = METHODS[method], tmp_path / "whole", tmp_path / "parts"
+    fit(configure(task, whole, *overrides))
+    stopped = fit(configure(task, parts, *overrides, reward_options(task, signal_in=2)))
+    assert stopped.step == 2
+    fit(configure(task, parts, *overrides), resume=True)
+    assert_same_run(whole, parts)
+    if method != "gvpo":
+        assert records(parts)[-1]["train/kl"] > 0, "the policy has left its reference"
+    if method == "ppo":
+        assert records(parts)[-1]["train/value_loss"] < records(parts)[1]["train/value_loss"]
+    if method == "grpo":
+        assert records(parts)[-1]["train/importance"] == pytest.approx(1, abs=1e-5)
+
+
+def test_resume_of_sft(task, tmp_path):
+    overrides, whole, parts = ("algorithm=sft", "data.eval=null"), tmp_path / "whole", tmp_path / "parts"
+    fit(configure(task, whole, *overrides))
+    assert records(whole)[-1]["train/loss"] < records(whole)[1]["train/loss"]
+    assert fit(configure(task, parts, *overrides), [StopAfter(2)]).step == 2
+    fit(configure(task, parts, *overrides), resume=True)
+    assert_same_run(whole, parts)
+
+
+def test_resume_while_groups_are_accumulated(task, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    gpg = ("algorithm=gpg", "algorithm.batch_policy.threshold=1.0", "rollout.n=3", "data.eval=null")
+    fit(configure(task, whole, *gpg, reward_options(task, coarse=True)))
+    rounds = [int(line["batch/rounds"]) for line in records(whole)[1:]]
+    step = next(i for i, needed in enumerate(rounds) if i and needed > 1)
+    signal = reward_options(task, coarse=True, signal_in=step + 1)
+    assert fit(configure(task, parts, *gpg, signal)).step == step, "stopped within the step after it"
+    (saved,) = checkpoint.complete(parts / "checkpoints")
+    assert json.loads((saved / "state.json").read_text())["batch_policy"]["pending"]
+    fit(configure(task, parts, *gpg, reward_options(task, coarse=True)), resume=True)
+    assert_same_run(whole, parts)
+
+
+def test_resume_on_two_ranks(task, tmp_path):
+    launch("trainer_worker:interrupted_and_not", [2], str(task), str(tmp_path))
+    for layout in ("dp2", "tp2"):
+        assert_same_run(tmp_path / f"{layout}-whole", tmp_path / f"{layout}-parts")
+    assert fit(configure(task, tmp_path / "tp2-whole", *GVPO), resume=True).step == 4, (
+        "another layout reads it"
+    )
+
+
+def test_an_interrupt_before_the_first_step(task, tmp_path, finished, monkeypatch):
+    """The workers' start is part of start-up: nothing has been trained, and the run can be resumed."""
+    monkeypatch.setenv("SIGNAL_WHILE_LOADING", "1")
+    stopped = fit(configure(task, tmp_path, *GVPO))
+    assert stopped.step == 0
+    assert [path.name for path in checkpoint.complete(tmp_path / "checkpoints")] == ["step_00000000"]
+    monkeypatch.delenv("SIGNAL_WHILE_LOADING")
+    fit(configure(task, tmp_path, *GVPO), resume=True)
+    assert_same_run(tmp_path, finished)
+
+
+def test_rewards_that_end_with_the_job_are_not_counted(task, tmp_path):
+    """Slurm ends every process of a job, and what a reward runs with it: that says nothing of a policy."""
+    whole, parts, every_step = tmp_path / "whole", tmp_path / "parts", ("checkpoint.every=1", "eval.every=0")
+    fit(configure(task, whole, *GVPO, *every_step))
+    killed = reward_options(task, signal_in=3, killed=True)
+    assert fit(configure(task, parts, *GVPO, *every_step, killed)).step == 2
+    fit(configure(task, parts, *GVPO, *every_step), resume=True)
+    assert_same_run(whole, parts)
+
+
+def test_a_checkpoint_of_other_data_is_refused(task, finished):
+    with pytest.raises(ValueError, match=r"trained on 48 prompts, and data\.train now has 40"):
+        fit(configure(task, finished, *GVPO, "data.train.limit=40"), resume=True)

@@ -1,0 +1,346 @@
+"""The command line as a user meets it: wrong input, signals, several processes, a clean terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from real_parts import used
+from tiny_run import records, reward_options
+
+from megatron_gvpo.cli.main import main
+from megatron_gvpo.megatron import policy
+
+STEP = re.compile(r"step +\d+/\d+  ")
+SHORT = ("algorithm=gvpo", "train.steps=2", "data.eval=null", "checkpoint.export_hf=false")
+
+
+def data_file(name: str, *lines: str, algorithm: str = "gvpo") -> Callable[[Path, Path], list[str]]:
+    def make(task: Path, place: Path) -> list[str]:
+        (place / name).write_text("".join(line + "\n" for line in lines))
+        return [f"data.train.path={place / name}", f"algorithm={algorithm}"]
+
+    return make
+
+
+def overrides(*given: str) -> Callable[[Path, Path], list[str]]:
+    return lambda task, place: [text.format(task=task, place=place) for text in given]
+
+
+def damaged_model(pattern: str, bytes_left: int | None) -> Callable[[Path, Path], list[str]]:
+    """A copy of the model whose files of such names are cut off, or (None) are not there."""
+
+    def make(task: Path, place: Path) -> list[str]:
+        shutil.copytree(task / "model", place / "model")
+        for file in (place / "model").glob(pattern):
+            if bytes_left is None:
+                file.unlink()
+            else:
+                os.truncate(file, bytes_left)
+        return [f"model.path={place / 'model'}"]
+
+    return make
+
+
+def incomplete_model(task: Path, place: Path) -> list[str]:
+    """A copy of the model whose index names a file that is not there."""
+    shutil.copytree(task / "model", place / "model")
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
+    (place / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
+    return [f"model.path={place / 'model'}"]
+
+
+def changed_model(file: str, **changes: object) -> Callable[[Path, Path], list[str]]:
+    """A copy of the model with keys of a JSON file changed, or (None) removed."""
+
+    def make(task: Path, place: Path) -> list[str]:
+        shutil.copytree(task / "model", place / "model")
+        values = json.loads((place / "model" / file).read_text()) | changes
+        kept = {key: value for key, value in values.items() if value is not None}
+        (place / "model" / file).write_text(json.dumps(kept))
+        return [f"model.path={place / 'model'}"]
+
+    return make
+
+
+GOOD = '{"prompt": "1+1=", "answer": "2", "solution": "2"}'
+WRONG = {
+    "malformed line": (
+        data_file("bad.jsonl", GOOD, '{"prompt": '),
+        r"bad\.jsonl, line 2: not valid JSON",
+    ),
+    "empty": (data_file("empty.jsonl"), r"empty\.jsonl: no records"),
+    "no answer": (
+        data_file("blind.jsonl", GOOD, '{"prompt": "2+2="}'),
+        r"blind\.jsonl, line 2: field 'answer' is missing; fields there: prompt",
+    ),
+    "long prompt": (
+        data_file("long.jsonl", GOOD.replace("1+1", "1+" * 20)),
+        r"long\.jsonl, line 1: the prompt has 41 tokens, more than data\.max_prompt_tokens=32",
+    ),
+    "long demonstration": (
+        data_file("long.jsonl", GOOD, GOOD.replace('"2"}', f'"{"2" * 252}"}}'), algorithm="sft"),
+        r"long\.jsonl, line 2: the prompt has 4 tokens and its demonstration 253 .*embeddings=256",
+    ),
+    "longer than the model": (
+        overrides("data.max_prompt_tokens=250"),
+        r"data\.max_prompt_tokens=250 plus rollout\.max_tokens=10 exceeds .*max_position_embeddings=256",
+    ),
+    "no end token": (  # transformers then gives a Qwen2 tokenizer one that this model has never seen
+        changed_model("tokenizer_config.json", eos_token=None),
+        r"the tokenizer's end token '<\|endoftext\|>' has id \d+, and the model knows only \d+ tokens",
+    ),
+    "no such token": (
+        changed_model("config.json", vocab_size=19),
+        r"train\.jsonl:1: it has '=', token 19, and the model knows only 19: the tokenizer in model\.path=",
+    ),
+    "wrong key": (overrides("train.stepz=3"), r"train\.stepz: no such key; did you mean 'steps'\?"),
+    "tp": (
+        overrides("parallel.tp=3", "--nproc=3"),
+        r"parallel\.tp=3 does not divide the model's num_attention_heads=4; possible: \[1, 2\]",
+    ),
+    "no model": (overrides("model.path={place}/none"), r"model\.path=.*none: no config\.json there"),
+    "unknown architecture": (
+        changed_model("config.json", architectures=["GPT2LMHeadModel"], model_type="gpt2"),
+        r"model\.path=.*: architecture GPT2LMHeadModel in config\.json; supported: .*",
+    ),
+    "no tokenizer": (damaged_model("tokenizer.json", None), r"model\.path=.*: no tokenizer there"),
+    "damaged tokenizer": (
+        damaged_model("tokenizer.json", 100),
+        r"model\.path=.*model: the tokenizer there, or its config\.json, cannot be read: ",
+    ),
+    "no weights": (damaged_model("*.safetensors", None), r"model\.path=.*model: no weights there"),
+    "damaged weights": (
+        damaged_model("*.safetensors", 100_000),
+        r"model\.path=.*model: model\.safetensors is not whole: ",
+    ),
+    "missing weights": (
+        incomplete_model,
+        r"model\.path=.*model: model-2\.safetensors is missing there, and .*\.index\.json names it",
+    ),
+    "no such reward": (
+        overrides('rewards.components=[{{"name": "mine", "function": "{task}/reward.py:none"}}]'),
+        r"rewards\.components\.0\.function=.*reward\.py:none: .* has no function 'none'; it has: reward",
+    ),
+    "output in a file": (
+        overrides("output_dir={task}/run.yaml/run"),
+        r"output_dir=.*/run\.yaml/run: .*/run\.yaml is no directory",
+    ),
+    "one response": (overrides("rollout.n=1"), r"rollout\.n=1: .* so it needs rollout\.n >= 2"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_input_is_named_and_destroys_nothing(task, tmp_path, capfd, case):
+    make, message = WRONG[case]
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "metrics.jsonl").write_text('{"step": 7}\n')
+    given = ["algorithm=gvpo", f"output_dir={out}", *make(task, tmp_path), "--overwrite"]
+    assert main(["train", str(task / "run.yaml"), *given]) == 2
+    printed, error = capfd.readouterr()
+    assert printed == ""
+    assert error.startswith("error: ") and re.search(message, error), error
+    assert "Traceback" not in error
+    assert {path.name: path.read_text() for path in out.iterdir()} == {"metrics.jsonl": '{"step": 7}\n'}
+
+
+@pytest.mark.parametrize(("name", "said"), [("none.py", "there is no file"), ("broken.py", "SyntaxError")])
+def test_a_reward_is_looked_for_before_anything_is_loaded(task, tmp_path, capsys, monkeypatch, name, said):
+    """With a large model, its worker, which imports it, would say so minutes later."""
+    monkeypatch.setitem(sys.modules, "megatron_gvpo.trainer", None)
+    (tmp_path / "broken.py").write_text("def mine(prompt, response:\n")
+    reward = f'rewards.components=[{{"name": "mine", "function": "{tmp_path}/{name}:mine"}}]'
+    assert main(["train", str(task / "run.yaml"), f"output_dir={tmp_path / 'run'}", reward]) == 2
+    where, _, what = capsys.readouterr().err.partition(":mine: ")
+    assert where == f"error: rewards.components.0.function={tmp_path}/{name}" and said in what
+
+
+def test_a_logger_that_is_not_installed(task, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    given = ["train", str(task / "run.yaml"), f"output_dir={tmp_path / 'run'}", "logging.wandb_project=p"]
+    assert main(given) == 2
+    said = "error: logging.wandb_project=p: Weights & Biases is not installed: pip install wandb"
+    assert capsys.readouterr().err.startswith(said)
+
+
+def test_wrong_use_of_a_command(task, tmp_path, capsys):
+    config, out = str(task / "run.yaml"), f"output_dir={tmp_path / 'run'}"
+
+    def error_of(code: int, *arguments: str) -> str:
+        assert main(arguments) == code
+        return capsys.readouterr().err
+
+    assert "no configuration file given" in error_of(2, "train", "train.steps=1")
+    assert "error: data.eval is missing" in error_of(2, "eval", config, out, "data.eval=null")
+    assert "this directory is not empty" in error_of(2, "export", config, out, "--out", str(task))
+    nothing_yet = error_of(1, "export", config, out, "--out", str(tmp_path / "hf"))
+    assert nothing_yet == f"error: {tmp_path / 'run' / 'checkpoints'}: there is no complete checkpoint\n"
+
+
+def test_what_lies_where_a_run_would_write_is_not_removed_unasked(task, tmp_path, capsys):
+    """Neither what may be somebody else's, nor, even when asked, what the run itself reads."""
+    config, out = str(task / "run.yaml"), f"output_dir={tmp_path}"
+    shutil.copytree(task / "model", tmp_path / "hf")
+    assert main(["train", config, out]) == 2
+    assert "holds an earlier run: " in (error := capsys.readouterr().err) and "(there is hf)" in error
+    assert main(["train", config, out, f"model.path={tmp_path}/hf", "--overwrite"]) == 2
+    assert capsys.readouterr().err == (
+        f"error: model.path={tmp_path}/hf is in {tmp_path}/hf, which a run in {out} replaces: give another "
+        "output_dir\n"
+    )
+    assert (tmp_path / "hf" / "config.json").is_file()
+
+
+def test_what_one_node_lacks_is_said_by_its_first_rank(task, tmp_path, capsys, monkeypatch):
+    """Of two nodes with 8 ranks: the file systems of two nodes may differ."""
+    given = ["train", str(task / "run.yaml"), f"output_dir={tmp_path}", "model.path=/none"]
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    for rank, local_rank in ((8, 0), (9, 1)):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+        assert main(given) == 2
+    said = f"error on node {platform.node()} (rank 8): model.path=/none: no config.json there"
+    error = capsys.readouterr().err
+    assert error.startswith(said) and error.count("\n") == 1
+
+
+def test_eval_and_export_of_a_finished_run(task, tmp_path, capsys, monkeypatch):
+    out, exported = tmp_path / "run", tmp_path / "exported"
+    given = [str(task / "run.yaml"), "algorithm=gvpo", "train.steps=2", f"output_dir={out}"]
+    assert main(["train", *given]) == 0
+    last = {name: value for name, value in records(out)[-1].items() if name.startswith("eval/")}
+    assert main(["train", *given]) == 2
+    assert "holds an earlier run" in capsys.readouterr().err
+
+    monkeypatch.setattr(policy, "Optimizer", None)  # neither needs its memory
+    assert main(["eval", *given, f"model.path={out / 'hf'}"]) == 0
+    assert json.loads(capsys.readouterr().out) == last
+    assert main(["eval", *given, "--resume"]) == 0
+    assert json.loads(capsys.readouterr().out) == last
+    no_data = "data.train.path=/nowhere.jsonl"
+    assert main(["export", *given, no_data, "--out", str(exported)]) == 0
+    assert capsys.readouterr().out == f"step 2 written to {exported}\n"
+    assert (exported / "model.safetensors").read_bytes() == (out / "hf" / "model.safetensors").read_bytes()
+
+
+def test_doctor(capsys):
+    code = main(["doctor", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert code == (0 if report["ready"] else 1)
+
+
+def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", *arguments],
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_sigterm_stops_both_ranks_and_the_terminal_shows_only_the_run(task, tmp_path):
+    quiet = ("algorithm=gvpo", "train.mini_batches=2")
+    given = [str(task / "run.yaml"), *quiet, f"output_dir={tmp_path}", "checkpoint.every=2"]
+    launched = start("megatron_gvpo", "train", *given, "train.steps=100000", "--nproc=2", PYTHONWARNINGS="")
+    deadline = time.monotonic() + 300
+    while not (tmp_path / "checkpoints" / "step_00000002").exists():
+        assert launched.poll() is None and time.monotonic() < deadline, launched.communicate()
+        time.sleep(0.2)
+    launched.send_signal(signal.SIGTERM)
+    printed, error = launched.communicate(timeout=120)
+    assert (launched.returncode, error) == (0, "")
+    *lines, last = printed.splitlines()
+    assert last == "stopped on request; the checkpoint is complete: continue with `train ... --resume`"
+    others = ("checkpoint: ", "memory of the first update", "  ")
+    assert all(STEP.match(line) or line.startswith(others) for line in lines), printed
+    newest = max((tmp_path / "checkpoints").iterdir())
+    assert json.loads((newest / "state.json").read_text())["step"] == records(tmp_path)[-1]["step"]
+
+
+def test_a_disk_full_while_logging_is_said_once_and_costs_no_checkpoint(task, tmp_path):
+    quiet = ("algorithm=gvpo", "train.mini_batches=2")
+    given = [str(task / "run.yaml"), *quiet, f"output_dir={tmp_path}", "checkpoint.every=1"]
+    full = reward_options(task, disk_full_in=2)
+    launched = start("megatron_gvpo", "train", *given, full, "--nproc=2", PYTHONWARNINGS="")
+    _, error = launched.communicate(timeout=300)
+    assert re.fullmatch(r"error: cannot write the records in output_dir=.*: .*File too large; .*\n", error)
+    assert launched.returncode == 1
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000001"]
+    assert [line["step"] for line in records(tmp_path)] == [0, 1]
+
+
+def handles_sigterm(process: psutil.Process) -> bool:
+    """Whether it has a handler: it has read its command line, and has still to import nearly everything."""
+    (caught,) = re.findall(r"SigCgt:\s+(\w+)", Path(f"/proc/{process.pid}/status").read_text())
+    return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
+
+
+def test_sigterm_while_starting_leaves_nothing(task, tmp_path):
+    given = [str(task / "run.yaml"), f"output_dir={tmp_path / 'run'}", *SHORT]
+    launched = start("megatron_gvpo", "train", *given, "--nproc=2")
+    ranks: list[psutil.Process] = []
+    while len(ranks) < 2 or not all(map(handles_sigterm, ranks)):
+        time.sleep(0.05)
+        ranks = psutil.Process(launched.pid).children()
+    launched.send_signal(signal.SIGTERM)
+    _, error = launched.communicate(timeout=120)
+    assert launched.returncode == 128 + signal.SIGTERM
+    assert error == "stopped on request before training began; nothing was written\n"
+    assert not (tmp_path / "run").exists()
+
+
+FAILS = """
+import atexit, time
+
+def init(**_):
+    atexit.register(time.sleep, 3600)
+    raise RuntimeError("an error of the first rank alone")
+"""
+
+
+def test_a_rank_that_raises_ends_the_others(task, tmp_path):
+    """What a library has left for the end, here a stand-in for a logger's, could wait for them."""
+    (tmp_path / "wandb.py").write_text(FAILS)
+    given = [str(task / "run.yaml"), f"output_dir={tmp_path / 'run'}", *SHORT, "logging.wandb_project=p"]
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    launched = start("megatron_gvpo", "train", *given, "--nproc=2", PYTHONPATH=path)
+    _, error = launched.communicate(timeout=300)
+    assert launched.returncode == 1 and "RuntimeError: an error of the first rank alone" in error
+
+
+def test_torchrun(task, tmp_path):
+    given = [str(task / "run.yaml"), f"output_dir={tmp_path}", *SHORT]
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "megatron_gvpo")
+    launched = start(*torchrun, "train", *given)
+    _, error = launched.communicate(timeout=300)
+    assert launched.returncode == 0, error
+    assert error.count("train.mini_batches=1: a step's only update is its own reference") == 1, "a warning"
+    assert [line["step"] for line in records(tmp_path)] == [0, 1, 2]
+    used("torchrun")
+
+
+def test_wrong_data_on_two_ranks_is_said_once(task, tmp_path):
+    (tmp_path / "bad.jsonl").write_text("{\n")
+    given = [
+        str(task / "run.yaml"),
+        f"output_dir={tmp_path}",
+        *SHORT,
+        f"data.train.path={tmp_path}/bad.jsonl",
+    ]
+    launched = start("megatron_gvpo", "train", *given, "--nproc=2", PYTHONWARNINGS="")
+    printed, error = launched.communicate(timeout=300)
+    assert (launched.returncode, printed) == (2, "")
+    assert re.fullmatch(r"error: .*bad\.jsonl, line 1: not valid JSON: .*\n", error)

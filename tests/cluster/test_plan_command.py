@@ -1,0 +1,172 @@
+"""The command plan: the configuration that it chooses, what it prints, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+from megatron_gvpo.cli.main import main
+from megatron_gvpo.config.schema import load_config
+
+KNOWN = json.loads(resources.files("megatron_gvpo.cluster.planner").joinpath("models.json").read_text())
+ROOT = Path(__file__).parents[2]
+ASKED = (
+    "--gpus",
+    "16",
+    "--gpu",
+    "h800",
+    "--k",
+    "5",
+    "--prompts",
+    "1024",
+    "--response-length",
+    "850,p95=2000",
+)
+
+
+def test_the_chosen_layout_is_a_configuration(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    out = tmp_path / "plan.yaml"
+    assert main(["plan", "--model", "Qwen/Qwen2.5-7B", *ASKED, "--write", str(out), "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["predicted"] is True and answer["parameters"] == 7_615_616_512
+    best = answer["best"]
+    first, *others = [one["predicted_seconds"]["step"] for one in best]
+    assert others == sorted(others) and first <= 1.01 * others[0], "as fast as the fastest, and the simplest"
+    assert all(one["predicted_gib"]["total"] < 79.6 for one in best)
+    assert answer["losers"] and answer["impossible"]
+    assert "Predicted, not measured" in out.read_text()
+
+    one = ("--model", "Qwen/Qwen2.5-1.5B", *ASKED, "--gpus", "1", "--write", str(out))
+    assert main(["plan", *one, "--batch-epochs", "3"]) == 0
+    config = load_config([task / "run.yaml", out], ["output_dir=x"])
+    assert config.train.batch_epochs == 3
+    assert config.rollout.n == 5 and config.train.prompts_per_step == 1024
+    assert (config.parallel.tp, config.parallel.pp) == (1, 1)
+
+
+def test_optimizer_states_in_host_memory_make_room(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    """72.7 B weights on 8 GPUs of a node, which has 16 bytes for each."""
+    out = tmp_path / "plan.yaml"
+    asked = ("plan", "--model", "Qwen/Qwen2.5-72B", *ASKED, "--gpus", "8", "--offload", "1")
+    assert main([*asked, "--write", str(out), "--json"]) == 0
+    for one in json.loads(capsys.readouterr().out)["best"]:
+        assert one["predicted_gib"]["optimizer"] == 0 and "offload1" in one["layout"]
+        assert one["predicted_host_gib_of_a_node"] == pytest.approx(16 * 72.7e9 / 2**30, rel=1e-3)
+    assert load_config([task / "run.yaml", out], ["output_dir=x"]).optimizer.offload_fraction == 1
+    assert main(list(asked)) == 0
+    assert "in host memory, for the optimizer: 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "keys"),
+    [
+        ("Qwen/Qwen2.5-7B", ["--gpus", "8"], ("colocated: true", "transport: shared")),
+        ("Qwen/Qwen2.5-7B", ["--gpus", "64", "--fp8"], ("recipe: blockwise",)),
+        # 94 layers, which no power of two but 2 divides
+        ("Qwen/Qwen3-235B-A22B", ["--gpus", "256"], ("stage_layers",)),
+        ("deepseek-ai/DeepSeek-V2", ["--gpus", "256"], ("ep: ",)),
+    ],
+)
+def test_a_plan_goes_into_a_job_with_the_command_that_it_names(
+    name: str, asked: list[str], keys: tuple[str, ...], task, tmp_path, capsys
+):
+    """`megatron-gvpo slurm` checks the layout against the model and the machines."""
+    config = tmp_path / "model" / "config.json"
+    config.parent.mkdir()
+    config.write_text(json.dumps(KNOWN[name]))
+    out = tmp_path / "plan.yaml"
+    assert main(["plan", "--model", str(config.parent), *ASKED, *asked, "--write", str(out)]) == 0
+    written = out.read_text()
+    assert all(key in written for key in keys), written
+    command = shlex.split(written.splitlines()[1].removeprefix("# megatron-gvpo"))
+    files = {"CONFIG.yaml": str(task / "run.yaml"), "THIS.yaml": str(out)}
+    given = [files.get(word, word) for word in command]
+    own = [f"model.path={config.parent}", "model.dtype=bfloat16", f"output_dir={tmp_path / 'run'}"]
+    assert main([*given, *own, "--dry-run"]) == 0, capsys.readouterr().err
+    assert "-m megatron_gvpo serve" in capsys.readouterr().out
+
+
+def test_what_is_printed_says_that_it_is_predicted(capsys: pytest.CaptureFixture):
+    assert main(["plan", "--model", "Qwen/Qwen2.5-7B", *ASKED]) == 0
+    printed = capsys.readouterr().out
+    assert "All numbers are predicted" in printed and "why not otherwise (predicted)" in printed
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (["--model", "nobody/nothing"], "nor one of the known models Qwen/Qwen2.5-0.5B"),
+        (["--gpu", "h900"], "--gpu h900: unknown; h800, h100"),
+        (["--gpus", "12"], "--gpus 12: more than one node, so a multiple of 8"),
+        (["--gpus", "0"], "--gpus 0: at least 1"),
+        (["--prompts", "0"], "--prompts 0: at least 1"),
+        (["--batch-epochs", "0"], "--batch-epochs 0: at least 1"),
+        (["--async-steps", "-1"], "--async-steps -1: at least 0"),
+        (["--write", "nowhere/plan.yaml"], "--write nowhere/plan.yaml: there is no directory nowhere"),
+        (["--write", str(ROOT / "README.md")], "README.md: is there already, and no plan"),
+        (["--write", "."], "--write .: is there already, and no plan"),
+        (["--response-length", "many"], "expected MEAN[,p95=TOKENS]"),
+        (["--response-length", "inf"], "expected MEAN[,p95=TOKENS]"),
+        (["--response-length", "nan"], "expected MEAN[,p95=TOKENS]"),
+        (["--response-length", "850,p95"], "expected MEAN[,p95=TOKENS]"),
+        (["--response-length", "850,p95=100"], "expected 0 < mean < p95 <= max"),
+        (["--mini-batches", "3"], "--mini-batches 3 does not divide --prompts 1024"),
+        (["--gpu", "a800", "--fp8"], "a800 has no FP8"),
+        (["--model", "Qwen/Qwen2.5-72B", "--gpus", "1"], "no layout can run"),
+        (["--model", "Qwen/Qwen2.5-72B", "--gpus", "8"], "in host memory some would fit: --offload 1"),
+        (["--offload", "12"], "--offload 12.0: a fraction, from 0 to 1"),
+        (["--model", "Qwen/Qwen2.5-Math-7B"], "max_position_embeddings=4096"),
+        (["--k", "1"], "--k 1: --recipe gvpo compares the responses to a prompt: at least 2"),
+        (["--recipe", "gppo"], "there is no recipe 'gppo'; did you mean 'ppo'?"),
+        (["--recipe", "sft"], "--recipe sft: plans are for methods whose responses are sampled"),
+        (
+            ["--model", "deepseek-ai/DeepSeek-V3", "--gpus", "512"],
+            "whose 8 GPUs cannot hold the 1250 GiB of bf16 weights",
+        ),
+    ],
+)
+def test_what_cannot_be_planned(changes: list[str], words: str, capsys: pytest.CaptureFixture):
+    arguments = ["plan", "--model", "Qwen/Qwen2.5-7B", *ASKED, "--response-length", "850,p95=3000", *changes]
+    assert main(arguments) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_model_of_ones_own(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    for model in (task / "model", task / "model" / "config.json"):
+        asked = [*ASKED[:-2], "--response-length", "20", "--gpus", "1", "--prompt-tokens", "8"]
+        assert main(["plan", "--model", str(model), *asked]) == 0
+    assert main(["plan", "--model", str(tmp_path), *ASKED]) == 2
+    assert f"--model={tmp_path}: no config.json there" in capsys.readouterr().err
+
+
+QWEN = KNOWN["Qwen/Qwen2.5-7B"]
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ("{", "not valid JSON"),
+        ([], "expected an object of names and values, found list"),
+        ({"model_type": "mamba"}, "architecture not named in config.json; supported: DeepseekV2ForCausalLM"),
+        ({"architectures": ["MambaForCausalLM"]}, "architecture MambaForCausalLM in config.json"),
+        (
+            KNOWN["deepseek-ai/DeepSeek-V2"] | {"q_lora_rank": None},
+            "q_lora_rank=null in config.json (DeepSeek-V2-Lite)",
+        ),
+        (QWEN | {"hidden_size": None}, "no hidden_size in config.json"),
+        (QWEN | {"num_attention_heads": 0}, "num_attention_heads=0 in config.json: at least 1"),
+        (QWEN | {"hidden_size": "3584"}, "hidden_size='3584' in config.json: expected a whole number"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_not_planned(config: object, words: str, tmp_path: Path, capsys):
+    """As the trainer says it; and what is no config.json at all."""
+    file = tmp_path / "config.json"
+    file.write_text(config if isinstance(config, str) else json.dumps(config))
+    for given in (tmp_path, file):
+        assert main(["plan", "--model", str(given), *ASKED]) == 2
+        said = capsys.readouterr()
+        assert words in said.err and not said.out

@@ -1,0 +1,255 @@
+"""The planner against what can be counted, measured on a CPU, or read in publications."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from argparse import Namespace
+from collections import Counter
+from importlib import resources
+from pathlib import Path
+
+import pytest
+import torch
+from distributed import launch
+from tiny_run import configure, fit
+
+from megatron_gvpo.cluster.planner import architecture, command, method, search, time, workload
+from megatron_gvpo.cluster.planner import memory_model as memory
+from megatron_gvpo.cluster.planner.workload import Layout, Lengths, Workload
+from megatron_gvpo.config.parallel_layout import check_layout
+from megatron_gvpo.config.schema import ParallelConfig, load_config
+from megatron_gvpo.megatron.critic import Critic
+from megatron_gvpo.megatron.policy import Policy
+from megatron_gvpo.types import TrainBatch
+
+KNOWN = json.loads(resources.files("megatron_gvpo.cluster.planner").joinpath("models.json").read_text())
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_parameter_counts_are_those_of_transformers(name: str):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values = dict(KNOWN[name])
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    counted = sum({id(p): p.numel() for p in model.parameters()}.values())
+    assert architecture.load(name).parameters == counted
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("Qwen/Qwen2.5-0.5B", 494_032_768),
+        ("Qwen/Qwen2.5-7B", 7_615_616_512),
+        ("Qwen/Qwen2.5-72B", 72_706_203_648),
+        ("Qwen/Qwen3-8B", 8_190_735_360),
+        ("Qwen/Qwen3-30B-A3B", 30_532_122_624),
+        ("meta-llama/Llama-3.1-8B", 8_030_261_248),
+        ("meta-llama/Llama-3.1-70B", 70_553_706_496),
+        ("deepseek-ai/DeepSeek-V2", 235_741_434_880),
+    ],
+)
+def test_parameter_counts_are_the_published_ones(name: str, published: int):
+    """Those that the hub shows beside the models' safetensors."""
+    assert architecture.load(name).parameters == published
+
+
+def test_memory_on_cpu(task: Path, tmp_path: Path):
+    """Parameters, gradients and optimizer state of every rank, of a policy and a critic, within 2 % of the
+    prediction."""
+    launch("memory_worker:run", [1, 2, 4], str(task), str(tmp_path))
+    model = architecture.load(str(task / "model"))
+    measured = [json.loads(file.read_text()) for file in tmp_path.glob("*.json")]
+    assert len(measured) == 2 * (1 + 2 * 4 + 4 * 3)
+    for rank in measured:
+        layout = Layout(rank["world"], tp=rank["tp"], pp=rank["pp"], offload=rank["offload"])
+        critic = rank["critic"]
+        predicted = [*memory.state(model, layout, rank["stage"], bytes_each=4, critic=critic)]
+        predicted.append(memory.host_state(model, layout, rank["stage"], critic))
+        for part, bytes_ in zip(("parameters", "gradients", "optimizer", "host"), predicted, strict=True):
+            assert rank[part] == pytest.approx(bytes_, rel=0.02), (rank, part)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("Qwen/Qwen2.5-7B", Layout(8, tp=2)),
+        ("Qwen/Qwen2.5-72B", Layout(64, tp=8, pp=4)),
+        ("meta-llama/Llama-3.1-8B", Layout(16, tp=2, pp=2)),
+        ("Qwen/Qwen3-30B-A3B", Layout(32, tp=2, ep=8)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+def test_memory_is_what_megatron_reports(name: str, layout: Layout):
+    """megatron.training's own estimate of weights and optimizer for the fullest rank, in bf16.
+
+    It leaves out the biases of Qwen2's attention and the norms of Qwen3's heads: less than 0.1 %.
+    """
+    from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
+
+    from megatron_gvpo.megatron import parallel  # noqa: F401 - on CPU it must come before megatron.core
+
+    model = architecture.load(name)
+    arguments = Namespace(
+        kv_channels=model.head_dim,
+        num_attention_heads=model.heads,
+        hidden_size=model.hidden,
+        group_query_attention=True,
+        num_query_groups=model.kv_heads,
+        num_experts=model.experts or None,
+        swiglu=True,
+        moe_shared_expert_intermediate_size=None,
+        moe_layer_freq=1,
+        num_layers=model.layers,
+        moe_ffn_hidden_size=model.expert_ffn,
+        mtp_num_layers=None,
+        normalization="RMSNorm",
+        multi_latent_attention=False,
+        ffn_hidden_size=model.ffn,
+        padded_vocab_size=model.vocab,
+        untie_embeddings_and_output_weights=not model.tied,
+        moe_latent_size=None,
+        moe_router_topk=model.experts_per_token,
+        add_bias_linear=False,
+        expert_tensor_parallel_size=1,
+        expert_model_parallel_size=layout.ep,
+        pipeline_model_parallel_size=layout.pp,
+        tensor_model_parallel_size=layout.tp,
+        world_size=layout.gpus,
+        data_parallel_size=layout.dp,
+        use_distributed_optimizer=True,
+    )
+    reported = compute_weight_and_optimizer_memory(arguments)
+    assert sum(memory.state(model, layout, 0)) == pytest.approx(reported, rel=0.002)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_the_stages_of_a_pipeline_hold_the_model_together(name: str):
+    """In unequal stages, too: all parameters once, or with a critic's head in the output layer's place."""
+    model = architecture.load(name)
+    for pp in (1, 4, 5, 16):
+        layout = Layout(pp, pp=pp)
+        assert sum(sizes := layout.stage_layers(model.layers)) == model.layers
+        assert max(sizes) - min(sizes) <= 1 and sizes[-1] == min(sizes)
+        held = sum(memory.shard(model, layout, stage).total for stage in range(pp))
+        critic = sum(memory.shard(model, layout, stage, critic=True).total for stage in range(pp))
+        again = model.embedding if model.tied and pp > 1 else 0  # the last stage's copy
+        assert held == model.parameters + again
+        assert critic == held - again - (0 if model.tied else model.embedding) + model.hidden + 1
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_every_layout_that_is_considered_is_one_that_the_trainer_takes(name: str, task: Path, tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(KNOWN[name]))
+    model = architecture.load(name)
+    layouts = [
+        layout for gpus in (8, 24, 64) for layout in search._layouts(model, Layout(gpus), False, Counter())
+    ]
+    assert len(layouts) > 20
+    base = load_config([task / "run.yaml"], [f"model.path={tmp_path}", f"output_dir={tmp_path}"])
+    for layout in layouts:
+        parallel = ParallelConfig.model_validate(command.parallel(layout, model.layers))
+        check_layout(base.model_copy(update={"parallel": parallel}), layout.gpus)
+
+
+def test_a_window_is_not_cut_by_context_parallelism(tmp_path: Path):
+    config = KNOWN["mistralai/Mistral-7B-v0.3"] | {"sliding_window": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = architecture.load(str(tmp_path))
+    assert {layout.cp for layout in search._layouts(model, Layout(64), False, Counter())} == {1}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "epochs"), [("gvpo", 1), ("grpo", 1), ("grpo", 2), ("ppo", 2), ("gvpo_minus_cov", 1)]
+)
+def test_a_method_scores_as_often_as_it_is_planned_to(
+    recipe: str, epochs: int, task: Path, tmp_path: Path, monkeypatch
+):
+    """Responses that a real run scores, and that its critic values, over those that it trains in a pass."""
+    seen = dict.fromkeys(("scored", "valued", "trained", "critic"), 0)
+
+    def count(owner: type, method: str, what: str) -> None:
+        whole = getattr(owner, method)
+
+        def counted(self: object, rows: TrainBatch, *arguments: object, **options: object) -> object:
+            seen[what] += len(rows)
+            return whole(self, rows, *arguments, **options)
+
+        monkeypatch.setattr(owner, method, counted)
+
+    count(Policy, "score", "scored")
+    count(Policy, "update", "trained")
+    count(Critic, "values", "valued")
+    count(Critic, "update", "critic")
+    overrides = (f"algorithm={recipe}", "train.steps=1", "train.mini_batches=4")
+    fit(configure(task, tmp_path / "run", *overrides, f"train.batch_epochs={epochs}"))
+    planned = method.method(recipe, mini_batches=4)
+    assert epochs * seen["scored"] / seen["trained"] == pytest.approx(planned.scoring)
+    assert epochs * seen["valued"] == seen["trained"] * planned.critic
+    assert seen["critic"] == seen["trained"] * planned.critic
+
+
+@pytest.mark.parametrize("critic", [False, True])
+def test_more_passes_over_a_batch_cost_training_and_nothing_else(critic: bool):
+    model, gpu = architecture.load("Qwen/Qwen2.5-7B"), workload.gpu("h800")
+    lengths = Lengths(850, 2000, 4000)
+    once, thrice = (Workload(1024, 4, 150, lengths, 4, 2.0, critic, passes) for passes in (1, 3))
+    took, longer = (time.seconds(model, gpu, Layout(8, tp=2), work, 8192) for work in (once, thrice))
+    assert longer.training == pytest.approx(3 * took.training)
+    assert longer.optimizer == pytest.approx(3 * took.optimizer)
+    for same in ("rollout", "scoring", "sync", "waiting"):
+        assert getattr(longer, same) == getattr(took, same)
+    assert time.model_flops(model, thrice) == pytest.approx(3 * time.model_flops(model, once))
+
+
+def test_a_critic_costs_as_much_training_as_the_policys_layers_and_no_rollout():
+    model, gpu = architecture.load("Qwen/Qwen2.5-7B"), workload.gpu("h800")
+    lengths = Lengths(850, 2000, 4000)
+    alone, both = (Workload(1024, 4, 150, lengths, 4, 2.0, critic) for critic in (False, True))
+    took, longer = (time.seconds(model, gpu, Layout(8, tp=2), work, 8192) for work in (alone, both))
+    assert longer.rollout == took.rollout and longer.sync == took.sync
+    share = (longer.training - took.training) / took.training
+    assert share == pytest.approx(1 - model.embedding / (model.parameters - model.embedding), abs=0.02)
+    assert longer.scoring == pytest.approx(took.scoring * (1 + share / 2), rel=0.01)  # one pass to two
+
+
+def test_published_step_times():
+    """benchmarks/planner_accuracy.py: what it says is what the committed table says, misses included."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "planner_accuracy.py"), "--check"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_lengths_have_the_mean_and_the_percentile_that_were_asked_for():
+    lengths = Lengths(850, 2400, 100_000)
+    sample = lengths.sample(20_000)
+    assert sum(sample) / len(sample) == pytest.approx(850, rel=0.01)
+    assert sample[int(0.95 * len(sample))] == pytest.approx(2400, rel=0.01)
+
+
+def test_rollout_time_is_that_of_every_single_step():
+    """The simulation leaps from one finished response to the next; here every token is a step."""
+    model, gpu = architecture.load("Qwen/Qwen2.5-7B"), workload.gpu("h800")
+    work = Workload(16, 4, 200, Lengths(60, 150, 200))
+    lengths = [math.ceil(n) for n in work.lengths.sample(64)]
+    step = time.DecodeStep(model, gpu, 1)
+    slow = model.layer_flops(16 * 200, context=100) / (gpu.flops(fp8=False) * time.PREFILL_FRACTION)
+    for token in range(max(lengths)):
+        running = [n for n in lengths if n > token]
+        slow += step.seconds(len(running), len(running) * (200 + token + 0.5))
+    assert time.rollout_seconds(model, gpu, 1, 1, work) == pytest.approx(slow, rel=0.02)
+
+
+def test_a_longer_tail_costs_time_at_the_same_mean():
+    model, gpu = architecture.load("Qwen/Qwen2.5-7B"), workload.gpu("h800")
+    short, long = (Workload(1024, 5, 150, Lengths(850, p95, 8192)) for p95 in (1200, 3000))
+    assert time.rollout_seconds(model, gpu, 8, 1, long) > 1.5 * time.rollout_seconds(model, gpu, 8, 1, short)

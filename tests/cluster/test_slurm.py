@@ -1,0 +1,304 @@
+"""Jobs on a real Slurm: two nodes with a rank each, told to stop, losing nodes and ranks, starting again."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from real_parts import used
+from servers import engine_python
+from tiny_run import records
+
+import slurm as real
+from megatron_gvpo.cli.main import main
+from slurm import NODES, Slurm
+
+ROOT = Path(__file__).parents[2]
+STEPS = 8
+SHORT = (f"train.steps={STEPS}", "checkpoint.every=1", "checkpoint.export_hf=false", "eval.every=0")
+TWO_NODES = ("--nodes", "2", "--ranks-per-node", "1", "--no-gpus", "--save-before", "120")
+
+# In the middle of a step it does something to the job, once in a start, and slows the steps after it, so that
+# the run cannot be over before that has come about. It writes down what it is asked: start, step, prompt.
+REWARD = """
+import os, pathlib, signal, subprocess, time
+
+here = pathlib.Path(__file__).parent
+start = os.environ.get("SLURM_RESTART_COUNT", "0")
+rank = os.environ["RANK"]
+begun = False
+
+def reward(prompt, rollout, by_rank=0, **faults):
+    global begun
+    step = rollout.weight_version + 1
+    with (here / f"asked.{rank}").open("a") as asked:
+        asked.write(f"{start} {step} {prompt.id}\\n")
+    in_step, action = faults.get(f"start_{start}", (10**9, ""))
+    if step >= in_step:
+        if rank == str(by_rank) and not begun:
+            begun = True
+            (here / "acted").touch()
+            act(action)
+        time.sleep(0.1)
+    return len(set(rollout.token_ids)) / len(rollout.token_ids)
+
+def act(action):
+    if action.startswith("SIG"):
+        os.kill(os.getppid(), getattr(signal, action))
+    else:
+        subprocess.run(action, shell=True, check=True)
+"""
+STOP = "scancel --batch --signal=USR1 $SLURM_JOB_ID"  # what Slurm does before the time limit
+# Where the job has been told, the rank is told, too, and then the step fails: it is never done.
+STOP_WITHIN_A_STEP = f"""{STOP}
+until [ $(grep -c 'asked to save' %s/slurm/$SLURM_JOB_ID.out) -gt ${{SLURM_RESTART_COUNT:-0}} ]
+do sleep 0.2; done
+kill -USR1 $(awk '/^PPid/ {{print $2}}' /proc/$PPID/status)
+exit 1
+"""
+STOP_TWICE = f"{STOP}; sleep 2; {STOP}"  # a user has done it, too
+LOSE_A_NODE = "; ".join(
+    f"scontrol update nodename={NODES[1]} {to}" for to in ("state=down reason=test", "state=resume")
+)
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory) -> Iterator[Slurm]:
+    with real.running(tmp_path_factory.mktemp("slurm")) as running:
+        yield running
+
+
+def reward(place: Path, **faults: object) -> str:
+    """An override: the reward above, with `start_<n>=(step, action)` for faults."""
+    file = place / "reward.py"
+    file.write_text(REWARD)
+    component = {"name": "variety", "function": f"{file}:reward", "options": faults}
+    return f"rewards.components={json.dumps([component])}"
+
+
+def submit(slurm: Slurm, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "megatron_gvpo", "slurm", *arguments, "--submit"]
+    return subprocess.run(command, env=slurm.environment, capture_output=True, text=True, timeout=120)
+
+
+def job_of(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()[1].rstrip(";")
+
+
+def asked(place: Path) -> dict[int, set[str]]:
+    """The prompts of every step, from the start that counts: rewards are asked once for equal responses."""
+    rows = [line.split() for file in place.glob("asked.*") for line in file.read_text().splitlines()]
+    last = {step: max(start for start, other, _ in rows if other == step) for _, step, _ in rows}
+    by_step: dict[int, set[str]] = {}
+    for start, step, prompt in rows:
+        if start == last[step]:
+            by_step.setdefault(int(step), set()).add(prompt)
+    return by_step
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(task: Path, tmp_path_factory) -> Path:
+    """The same run on two processes of this machine, without Slurm."""
+    place = tmp_path_factory.mktemp("uninterrupted")
+    out = f"output_dir={place / 'run'}"
+    command = [sys.executable, "-m", "megatron_gvpo", "train", str(task / "run.yaml"), *SHORT, "--nproc", "2"]
+    done = subprocess.run([*command, out, reward(place)], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return place
+
+
+def test_a_job_that_is_told_to_stop_and_loses_a_node_ends_as_if_nothing_had_been(
+    slurm: Slurm, task: Path, uninterrupted: Path, tmp_path: Path
+):
+    """Slurm's signal before the time limit in the first start, a node set down in the second."""
+    out = tmp_path / "run"
+    faults = reward(tmp_path, start_0=(3, STOP), start_1=(5, LOSE_A_NODE))
+    job = job_of(submit(slurm, str(task / "run.yaml"), *SHORT, f"output_dir={out}", faults, *TWO_NODES))
+    slurm.wait_for_start(job, 1)
+    said = slurm.said(job)
+    assert "stopped on request; the checkpoint is complete" in said and "requeued" in said
+    slurm.wait_for_start(job, 2)
+    assert slurm.end(job) == "COMPLETED", slurm.said(job)
+    assert "Node failure on gvpo-node2" in slurm.said(job)
+    assert records(out) == records(uninterrupted / "run")
+
+
+def test_a_step_that_is_longer_than_the_time_limit_ends_the_job(slurm: Slurm, task: Path, tmp_path: Path):
+    """It is never done, and every start ends with the same checkpoint: requeued once, and not for ever."""
+    out = tmp_path / "run"
+    stop = (3, STOP_WITHIN_A_STEP % out)
+    faults = reward(tmp_path, start_0=stop, start_1=stop)
+    given = (*SHORT, f"output_dir={out}", faults, "rewards.timeout=600")
+    job = job_of(submit(slurm, str(task / "run.yaml"), *given, *TWO_NODES))
+    slurm.wait_for_start(job, 1)
+    assert slurm.end(job) == "FAILED", slurm.said(job)
+    said = slurm.output(job).read_text()
+    assert "not requeued: start 1 ends with the checkpoint that it began with" in said, slurm.said(job)
+    assert "--sbatch=--time" in said and records(out)[-1]["step"] == 2
+
+
+@pytest.mark.parametrize("how", ["killed", "raises"])
+def test_a_rank_that_fails_ends_the_job_in_seconds_and_is_named(
+    slurm: Slurm, task: Path, tmp_path: Path, how: str
+):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import signal\n"
+        "def fail(*_):\n    raise RuntimeError('an error of rank 1 alone')\n"
+        "signal.signal(signal.SIGUSR2, fail)\n"
+    )
+    path = f"{tmp_path}:{slurm.environment.get('PYTHONPATH', '')}"
+    slurm_here = Slurm(slurm.base)
+    slurm_here.environment |= {"PYTHONPATH": path}
+    fault = reward(tmp_path, start_0=(3, "SIGKILL" if how == "killed" else "SIGUSR2"), by_rank=1)
+    out = f"output_dir={tmp_path / 'run'}"
+    job = job_of(submit(slurm_here, str(task / "run.yaml"), *SHORT, out, fault, *TWO_NODES))
+    assert slurm.end(job) == "FAILED", slurm.said(job)
+    assert slurm.ended(job) - (tmp_path / "acted").stat().st_mtime < 60
+    end = slurm.output(job).read_text()[-10_000:]  # tracebacks name long paths
+    if how == "killed":
+        assert re.search(r"first failure: rank 1 on gvpo-node\d at .* killed by SIGKILL: often for want", end)
+    else:
+        assert "first failure: rank 1 on gvpo-node" in end
+        assert "Traceback" in end and "RuntimeError: an error of rank 1 alone" in end
+
+
+def test_names_with_spaces_and_an_environment_of_its_own(slurm: Slurm, task: Path, tmp_path: Path):
+    """Python, configuration, output and options have spaces in them. The environment is passed in part, and
+    is that of another job; and nodes have names for themselves that others do not know.
+    """
+    place = tmp_path / "a place"
+    place.mkdir()
+    (place / "an environment").symlink_to(sys.prefix)
+    (place / "sitecustomize.py").write_text("import socket\nsocket.getfqdn = lambda *_: 'nowhere.invalid'\n")
+    (place / "run it.yaml").write_text((task / "run.yaml").read_text())
+    there = Slurm(slurm.base)
+    path = [str(place), *filter(None, [slurm.environment.get("PYTHONPATH")])]
+    there.environment |= {"PYTHONPATH": ":".join(path), "SLURM_RESTART_COUNT": "5"}
+    exported = "--sbatch=--export=PATH,PYTHONPATH,HOME,SLURM_CONF,SLURM_RESTART_COUNT,GLOO_SOCKET_IFNAME"
+    options = (*TWO_NODES, exported, "--sbatch=--comment=two words # and more", "--submit")
+    prompts = f"data.train.path={shutil.copy(task / 'data' / 'train.jsonl', place / 'its prompts.jsonl')}"
+    words = (str(place / "run it.yaml"), *SHORT, "train.steps=2", f"output_dir={place / 'my run'}", prompts)
+    python = str(place / "an environment" / "bin" / Path(sys.executable).name)
+    command = [python, "-m", "megatron_gvpo", "slurm", *words, "rewards.timeout=\n10", *options]
+    done = subprocess.run(command, env=there.environment, capture_output=True, text=True, timeout=120)
+    number = job_of(done)
+    assert there.end(number) == "COMPLETED", there.said(number)
+    assert records(place / "my run")[-1]["step"] == 2
+    assert (place / "my run" / "slurm" / f"{number}.0" / "rank_00001.log").is_file(), "its first start"
+    details = there("scontrol", "show", "job", number)
+    assert "Comment=two words # and more" in details and "JobName=my run" in details
+
+
+def test_servers_on_nodes_of_their_own(slurm: Slurm, task: Path, uninterrupted: Path, tmp_path: Path):
+    """Told to stop in the middle of a step: afterwards no group is missing, doubled or stale."""
+    out = tmp_path / "run"
+    given = (
+        *SHORT,
+        f"output_dir={out}",
+        reward(tmp_path, start_0=(3, STOP_TWICE)),
+        "rollout.engine=vllm",
+        f"rollout.servers.python={engine_python('vllm')}",
+        "rollout.servers.context_length=256",
+    )
+    job = job_of(submit(slurm, str(task / "run.yaml"), *given, *TWO_NODES, "--rollout-nodes", "1"))
+    slurm.wait_for_start(job, 1)
+    assert slurm.end(job) == "COMPLETED", slurm.said(job)
+    used("vllm server")
+    kept = records(out)
+    assert [record["step"] for record in kept] == list(range(STEPS + 1))
+    assert all(record["mismatch/abs_max"] < 2e-3 for record in kept[1:])
+    assert asked(tmp_path) == asked(uninterrupted)
+
+
+def test_a_scaling_benchmark_measures_its_points_in_jobs(slurm: Slurm, task: Path, tmp_path: Path):
+    """benchmarks/scaling.py: a point on two nodes, one that fails, and the report."""
+
+    def scaling(*arguments: str) -> str:
+        command = [sys.executable, str(ROOT / "benchmarks" / "scaling.py"), *arguments]
+        done = subprocess.run(
+            command, env=slurm.environment, cwd=tmp_path, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    size = ("--nodes", "2", "--ranks-per-node", "1", "--no-gpus", "--modes", "strong")
+    short = ("--prompts", "4", "--steps", "1", "--points", "points")
+    layouts = ("--layout", "parallel.tp=2", "--layout", "data.train.path=nowhere.jsonl")
+    said = scaling(str(task / "run.yaml"), *size, *short, *layouts)
+    fine, failed = re.findall(r"^strong-2-\S+: job (\d+)$", said, re.MULTILINE)
+    assert slurm.end(fine) == "COMPLETED", slurm.said(fine)
+    assert "| strong-2-tp2 |" in scaling("--report", "points", "--out", "scaling.json")
+    (point,) = json.loads((tmp_path / "scaling.json").read_text())["points"]
+    assert point["ranks"] == 2 and point["layout"] == "parallel.tp=2"
+    assert point["updates_equal_formula"] is True
+    assert 0 < point["seconds"]["training"] < point["seconds_per_step"]
+    assert slurm.end(failed) == "FAILED", slurm.said(failed)
+    end = slurm.output(failed).read_text()
+    assert "first failure: rank" in end and "nowhere.jsonl" in end
+
+
+@pytest.mark.parametrize(
+    ("options", "words", "advice"),
+    [
+        (
+            ["--sbatch=--partition=nowhere"],
+            "invalid partition specified: nowhere",
+            "Here there are: tests (3 nodes",
+        ),
+        (["--sbatch=--partition=no where"], "invalid partition specified: no where", "Here there are: tests"),
+        (["--nodes", "30"], "Partition", "Ask for less"),
+        (["--sbatch=--time=never"], "Invalid --time specification", ""),
+    ],
+)
+def test_what_slurm_refuses(slurm: Slurm, task: Path, tmp_path: Path, options, words: str, advice: str):
+    arguments = [str(task / "run.yaml"), f"output_dir={tmp_path / 'run'}", *TWO_NODES, *options]
+    done = submit(slurm, *arguments)
+    assert done.returncode == 1
+    assert words in done.stderr and advice in done.stderr
+
+
+def readme_command(program: str) -> str:
+    """The one of the section for clusters that begins so."""
+    text = (ROOT / "README.md").read_text()
+    section = text.split("## From laptop to cluster")[1].split("## ")[0].replace("\\\n", "")
+    lines = [line.split("#")[0].strip() for line in section.splitlines() if line.startswith("    ")]
+    return next(line for line in lines if line.startswith(program))
+
+
+def test_the_readme_commands_for_a_cluster_are_understood(task: Path, tmp_path: Path, capsys):
+    """`plan` and `slurm` as they stand there, on the tiny run's configuration, and not submitted."""
+    plan = shlex.split(readme_command("megatron-gvpo plan"))
+    assert main([*plan[1:-1], str(tmp_path / "plan.yaml")]) == 0
+    assert "All numbers are predicted" in capsys.readouterr().out
+    job = shlex.split(readme_command("megatron-gvpo slurm"))
+    given = [str(task / "run.yaml") if word == "gvpo.yaml" else word for word in job[1:]]
+    given = [word for word in given if word not in ("plan.yaml", "--submit")]
+    served = ["rollout.engine=sglang", f"output_dir={tmp_path / 'run'}"]
+    assert main([*given, *served, "--dry-run"]) == 0
+    assert "#SBATCH --partition=h800" in capsys.readouterr().out
+
+
+def test_the_readmes_doctor_compares_the_nodes(slurm: Slurm):
+    """On two nodes instead of eight, with a rank each and no GPUs."""
+    command = readme_command("srun")
+    sizes = {"--nodes 8": "--nodes 2", "--nnodes 8": "--nnodes 2", "--nproc-per-node 8": "--nproc-per-node 1"}
+    for there, here in (sizes | {"--gpus-per-node 8 ": "", " --gpu h800": ""}).items():
+        assert there in command
+        command = command.replace(there, here)
+    path = f"{Path(sys.executable).parent}:{slurm.environment['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", command],
+        env=slurm.environment | {"PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert "2 ranks. Ready: no rank differs from the others." in done.stdout, done.stdout + done.stderr

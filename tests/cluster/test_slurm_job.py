@@ -1,0 +1,285 @@
+"""A Slurm job before Slurm has it: what is rendered, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_gvpo.cli.main import main
+from megatron_gvpo.cluster.job import _seconds
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--nodes", "1", "parallel.tp=3"], "8 process(es) cannot hold parallel.tp=3"),
+        (["--nodes", "1", "--rollout-nodes", "1"], "rollout.engine=local generates in the trainer's own"),
+        (["--nodes", "0"], "--nodes and --ranks-per-node must be at least 1"),
+        (["--nodes", "1", "--save-before", "5"], "--save-before 5: at least 120 seconds"),
+        (["--nodes", "1", "--sbatch=time=1:00:00"], "options begin with -, as --sbatch=--time=1:00:00"),
+        (["--nodes", "1", "--nproc", "2"], "--nproc 2: a job has --nodes times --ranks-per-node processes"),
+        (
+            ["--nodes", "1", "--sbatch=--nodes=3"],
+            "the job says --nodes itself; for this there is --nodes and",
+        ),
+        (["--nodes", "1", "--sbatch=-N3"], "--sbatch=-N3: the job says --nodes itself"),
+        (["--nodes", "1", "--sbatch=--array=0-3"], "--array itself; for this there is a job for each"),
+        (["--nodes", "1", "--sbatch=--comment=a\n#SBATCH -N3"], "an option is one line"),
+        (["--nodes", "1", "--sbatch=--time=10"], "600 s before this limit the job saves and starts again"),
+        (["--nodes", "1", "--sbatch=-t 0-00:02", "--save-before", "120"], "120 s before this limit"),
+        (["--nodes", "1", "output_dir=runs/100%n"], "Slurm replaces what follows a %"),
+        (["--nodes", "1", "--container", ""], "--container : no such file"),
+        (
+            ["--nodes", "1", "--mount", "/data"],
+            "--mount /data: without --container the job sees what the nodes",
+        ),
+        (
+            ["--nodes", "1", "--container", "a/b", "--mount", "/a:/b"],
+            "--mount /a:/b: a directory, which has the",
+        ),
+        (["--nodes", "1", "--rollout-container", "a/b"], "rollout.engine=local has no servers"),
+        (["--nodes", "1", "--container", "nowhere.sif"], "--container nowhere.sif: no such file"),
+        (
+            ["--nodes", "1", "rollout.engine=sglang", "rollout.servers.count=9"],
+            "needs more than the 8 GPUs of a node",
+        ),
+        (["--nodes", "1", "rollout.engine=sglang"], "the servers are on the trainer's GPUs"),
+        (
+            [
+                *("--nodes", "1", "--rollout-nodes", "1", "rollout.engine=sglang"),
+                *("rollout.servers.colocated=true", "rollout.weights.transport=disk"),
+            ],
+            "with --rollout-nodes 1 the servers have GPUs of their own",
+        ),
+        (
+            ["--nodes", "1", "rollout.engine=sglang", "rollout.servers.urls=[http://a:1]"],
+            "rollout.servers.urls: leave it out",
+        ),
+    ],
+)
+def test_what_cannot_run_is_refused_before_it_waits_in_a_queue(
+    task: Path, tmp_path, capsys, arguments, words
+):
+    out = f"output_dir={tmp_path / 'run'}"
+    assert main(["slurm", str(task / "run.yaml"), out, *arguments, "--dry-run"]) == 2
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("limit", "seconds"),
+    [
+        ("10", 600),
+        ("10:30", 630),
+        ("2:00:30", 7230),
+        ("1-2", 93600),
+        ("1-02:03", 93780),
+        ("1-02:03:04", 93784),
+        ("UNLIMITED", None),
+        ("1:2:3:4", None),
+    ],
+)
+def test_time_limits_are_read_as_sbatch_reads_them(limit: str, seconds: int | None):
+    assert _seconds(limit) == seconds
+
+
+def test_a_directory_that_cannot_be_written_is_said(task: Path, tmp_path: Path, capsys):
+    (tmp_path / "file").touch()
+    given = [str(task / "run.yaml"), f"output_dir={tmp_path / 'file' / 'run'}", "--nodes", "1"]
+    assert main(["slurm", *given]) == 2
+    said = capsys.readouterr()
+    assert re.search("error: output_dir=.*: cannot write .*job.sbatch: Not a directory", said.err)
+    assert not said.out
+
+
+def test_without_slurm_the_script_is_written_and_it_says_where_to_submit_it(
+    task: Path, tmp_path: Path, monkeypatch, capsys
+):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    given = [str(task / "run.yaml"), f"output_dir={tmp_path / 'my run'}", "--nodes", "1", "--submit"]
+    assert main(["slurm", *given]) == 1
+    script = tmp_path / "my run" / "slurm" / "job.sbatch"
+    assert (
+        f"error: sbatch is not here: run this where Slurm's commands are, or there `sbatch '{script}'`"
+        in (capsys.readouterr().err)
+    )
+    assert script.is_file()
+
+
+def test_what_a_container_would_not_see_is_said(task: Path, tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    job = [str(task / "run.yaml"), "output_dir=run", "--nodes", "1", "--container", "registry/trainer"]
+    assert main(["slurm", *job, "--dry-run"]) == 0
+    said = capsys.readouterr().err
+    assert f"note: containers see {tmp_path} and what --mount names" in said
+    assert f"model.path={task / 'model'}" in said and "output_dir" not in said
+    assert main(["slurm", *job, "--mount", str(task), "--dry-run"]) == 0
+    shown = capsys.readouterr()
+    assert "note: containers see" not in shown.err
+    assert f"--container-mounts={tmp_path}:{tmp_path},{task}:{task} " in shown.out
+
+
+def in_container(name: str) -> str:
+    """What the trainer's and the servers' containers do first."""
+    script = (ROOT / "slurm" / f"{name}.sbatch").read_text()
+    prologue, again = re.findall(r"bash -c '\n((?:  .*\n)+?)  exec", script)
+    assert prologue == again
+    return prologue
+
+
+def test_a_container_without_a_home_gets_one(tmp_path: Path):
+    """Megatron-Bridge, Hugging Face and the engines write there; what pyxis starts may be read-only."""
+    (tmp_path / "file").touch()
+
+    def home(given: Path, temporary: Path) -> Path:
+        environment = {"PATH": os.environ["PATH"], "HOME": str(given), "TMPDIR": str(temporary)}
+        command = ["bash", "-c", f"{in_container('split')}touch $HOME/written && echo $HOME"]
+        return Path(subprocess.run(command, env=environment, capture_output=True, text=True).stdout.strip())
+
+    assert home(tmp_path / "home", tmp_path) == tmp_path / "home"
+    nowhere = tmp_path / "file" / "home"
+    assert (made := home(nowhere, tmp_path)).parent == tmp_path and (made / "written").exists()
+    made = home(nowhere, Path("/the node's own"))
+    assert made.parent == Path("/tmp") and (made / "written").exists()
+    shutil.rmtree(made)
+
+
+def test_a_new_image_brings_its_own_triton_cache(tmp_path: Path):
+    """Into a place that can be written, in a home that knew another image; it has no compiler for it."""
+    for image in ("first", "second"):
+        (tmp_path / image).mkdir()
+        (tmp_path / image / f"{image}.so").touch()
+        environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
+        environment |= {"TRITON_CACHE_DIR": str(tmp_path / image), "IMAGE": str(tmp_path / image)}
+        read_only = (
+            '[() { ! builtin [ "$1 $2" = "-w $IMAGE" ] && builtin [ "$@"; }\n'  # as root, all is writable
+        )
+        command = [
+            "bash",
+            "-c",
+            f"{read_only}{in_container('split')}ls $TRITON_CACHE_DIR; echo $TRITON_CACHE_DIR",
+        ]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        file, place = done.stdout.split()
+        assert file == f"{image}.so" and place != str(tmp_path / image), done.stderr
+
+
+def test_the_signal_passes_apptainers_own_processes(tmp_path: Path):
+    """They start with it blocked, and stay so; the ranks have it unblocked, and ignored until they listen."""
+    script = (ROOT / "slurm" / "split.sbatch").read_text()
+    outside = re.search(r"env --block-signal=\w+", script)
+    inside = re.search(r"exec (env --default-signal=\w+ --ignore-signal=\w+)", script)
+    assert outside and inside
+    state = "grep -E SigBlk|SigIgn /proc/self/status"
+    for command, blocked, ignored in ((outside[0], True, False), (f"{outside[0]} {inside[1]}", False, True)):
+        said = subprocess.run([*command.split(), *state.split()], capture_output=True, text=True).stdout
+        masks = {key: int(mask, 16) for key, mask in re.findall(r"(\w+):\s*([0-9a-f]+)", said)}
+        bit = 1 << (signal.SIGUSR1 - 1)
+        assert (bool(masks["SigBlk"] & bit), bool(masks["SigIgn"] & bit)) == (blocked, ignored)
+
+
+class Starts:
+    """The script's part before it starts anything, run as the starts of job 7."""
+
+    def __init__(self, task: Path, out: Path, capsys: pytest.CaptureFixture[str], *how: str) -> None:
+        self.out = out
+        given = [str(task / "run.yaml"), f"output_dir={out}", "--nodes", "1", *how, "--dry-run"]
+        assert main(["slurm", *given]) == 0
+        script = capsys.readouterr().out
+        self.part = script[script.index("# A job that starts again") : script.index("# One torchrun a node")]
+
+    def __call__(self, number: int) -> subprocess.CompletedProcess[str]:
+        logs = self.out / "slurm" / f"7.{number}"
+        logs.mkdir(parents=True)
+        variables = {"restarts": str(number), "SLURM_JOB_ID": "7", "MEGATRON_GVPO_LOGS": str(logs)}
+        return subprocess.run(
+            ["bash", "-c", f'{self.part}echo "trains $HOW"'],
+            env={"PATH": os.environ["PATH"], **variables},
+            capture_output=True,
+            text=True,
+        )
+
+    def save(self, step: int, when: float) -> None:
+        """A complete checkpoint, so many seconds from now."""
+        state = self.out / "checkpoints" / f"step_{step:08d}" / "state.json"
+        state.parent.mkdir(parents=True, exist_ok=True)
+        state.write_text(f'{{"step": {step}}}')
+        moment = time.time() + when
+        os.utime(state, (moment, moment))
+
+
+def test_a_job_that_gets_nowhere_is_not_started_for_ever(task: Path, tmp_path: Path, capsys):
+    """Nodes fail, or others come first: after five starts in a row without a newer checkpoint it ends."""
+    start = Starts(task, tmp_path / "my run", capsys)
+    for number in range(3):
+        assert start(number).returncode == 0
+    start.save(1, when=0)
+    for number in range(3, 8):
+        assert "trains --resume" in start(number).stdout
+    refused = start(8)
+    assert refused.returncode == 1 and "trains" not in refused.stdout
+    assert "not started again: the last 5 starts have ended without a newer checkpoint" in refused.stdout
+    start.save(2, when=0)
+    assert start(9).returncode == 0
+
+
+def test_a_job_that_replaces_a_run_never_continues_it(task: Path, tmp_path: Path, capsys):
+    """It lost a node before it had a checkpoint: what is there is still the earlier run's. Later it is its
+    own, though it says the same.
+    """
+    start = Starts(task, tmp_path / "my run", capsys, "--overwrite")
+    start.save(4, when=-60)
+    assert [start(number).stdout.split()[-1] for number in range(2)] == ["--overwrite"] * 2
+    start.save(4, when=60)
+    assert start(2).stdout.split()[-1] == "--resume"
+    shutil.rmtree(start.out / "slurm" / "7.0")
+    start.save(4, when=-60)
+    assert start(3).stdout.split()[-1] == "--resume", "not known: nothing is lost"
+
+
+EXAMPLES = {
+    "colocated": ("--nodes", "4", "--sbatch=--partition=h800", "--sbatch=--time=12:00:00"),
+    "split": (
+        *("--nodes", "4", "--rollout-nodes", "2", "rollout.engine=sglang"),
+        *("rollout.servers.count=4", "rollout.servers.tp=2", "--container", "trainer.sif"),
+        *("--rollout-container", "registry/rollout:sglang", "--mount", "/data"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_examples_are_what_is_rendered_and_bash_can_read_them(
+    name: str, task: Path, tmp_path, monkeypatch, capsys
+):
+    """slurm/*.sbatch; written anew with `REWRITE_EXAMPLES=1 pytest tests/cluster/test_slurm_job.py`."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "trainer.sif").touch()
+    run = tmp_path / "gvpo.yaml"
+    run.write_text((task / "run.yaml").read_text())
+    given = [str(run), "output_dir=runs/seven", *EXAMPLES[name], "--dry-run"]
+    assert main(["slurm", *given]) == 0
+    script = capsys.readouterr().out
+    for here, there in (
+        (str(run), "gvpo.yaml"),
+        (sys.executable, "/opt/venv/bin/python"),
+        (str(Path.cwd()), "/home/me/project"),
+    ):
+        script = script.replace(here, there)
+    script = re.sub(
+        "# Written by: .*", f"# Written by: megatron-gvpo slurm gvpo.yaml {' '.join(given[1:-1])}", script
+    )
+    example = ROOT / "slurm" / f"{name}.sbatch"
+    if os.environ.get("REWRITE_EXAMPLES"):
+        example.write_text(script)
+    assert example.read_text() == script
+    subprocess.run(["bash", "-n", str(example)], check=True)

@@ -1,0 +1,65 @@
+"""The full-scale configurations of both papers load, and say what the papers say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_gvpo.algorithms.config import AlgorithmConfig
+from megatron_gvpo.cluster.job import Job, check
+from megatron_gvpo.config.schema import load_config
+
+PAPERS = Path(__file__).parents[2] / "examples" / "papers"
+FILES = {  # each with the one that it is given after
+    "gvpo_math_7b": [],
+    "gvpo_math_1.5b": ["gvpo_math_7b"],
+    "gpg_math_7b": [],
+    "gpg_zero_7b": ["gpg_math_7b"],
+    "gpg_1.5b": [],
+}
+
+
+def load(name: str, *overrides: str):
+    return load_config([PAPERS / f"{file}.yaml" for file in [*FILES[name], name]], overrides)
+
+
+def test_there_are_no_others():
+    assert sorted(file.stem for file in PAPERS.glob("*.yaml")) == sorted(FILES)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_papers_configuration_loads_with_its_numbers_beside_it(name):
+    config = load(name)
+    recipe = "gvpo" if name.startswith("gvpo") else "gpg"
+    assert config.algorithm == AlgorithmConfig.model_validate(recipe)
+    text = (PAPERS / f"{name}.yaml").read_text()
+    assert "Published" in text and f"arXiv {'2504.19599' if recipe == 'gvpo' else '2504.02546'}" in text
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_papers_servers_and_trainer_fit_on_a_node_of_eight_gpus(name: str, task: Path, tmp_path: Path):
+    """The same eight. With a small model, which has room for as many tokens as the paper's."""
+    model = json.loads((task / "model" / "config.json").read_text()) | {"max_position_embeddings": 131072}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    check(load(name, f"model.path={tmp_path}", f"output_dir={tmp_path / 'run'}"), Job(nodes=1))
+
+
+def test_gvpos_setting():
+    config = load("gvpo_math_7b")
+    assert (config.rollout.n, config.train.prompts_per_step, config.train.mini_batches) == (5, 1024, 4)
+    assert config.train.steps == pytest.approx(10 * 7500 / 1024, abs=1)
+    assert config.optimizer.lr == 5e-6 and config.algorithm.loss.beta == 0.1
+    assert load("gvpo_math_1.5b").rollout.n == 8
+    mixed = load("gvpo_math_1.5b", "algorithm=gvpo_history", "rollout.n=5", "algorithm.members.0.count=3")
+    assert mixed.rollout.n + mixed.algorithm.members[0].count == 8
+
+
+def test_gpgs_settings():
+    assert load("gpg_math_7b").algorithm.batch_policy.threshold == 0.6
+    assert load("gpg_math_7b").train.steps == pytest.approx(7500 / 32, abs=1)
+    zero = load("gpg_zero_7b")
+    assert (zero.train.steps, zero.train.prompts_per_step, zero.rollout.n) == (1100, 144, 8)
+    small = load("gpg_1.5b")
+    assert (small.rollout.n, small.rollout.temperature, small.rollout.max_tokens) == (6, 0.7, 3584)

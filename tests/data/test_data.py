@@ -1,0 +1,305 @@
+"""Prompts from files as users have them, right and wrong; and the order in which they are visited."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from megatron_gvpo.config.schema import DataConfig, DatasetConfig
+from megatron_gvpo.data.order import PromptOrder
+from megatron_gvpo.data.prompts import DataError, PromptWriter, load_prompts
+from megatron_gvpo.data.tokenizer import end_token_id, load_tokenizer
+from megatron_gvpo.types import Prompt
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}"
+    "{% if m.role == 'tool' %}{{ raise_exception('no role tool') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+END = 1
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token per printable ASCII character, without a chat template."""
+    characters = ["<pad>", "<end>", "\n", *map(chr, range(32, 127))]
+    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>")
+
+
+@pytest.fixture
+def chat_tokenizer(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    chat = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<end>")
+    chat.chat_template = CHAT_TEMPLATE
+    return chat
+
+
+def jsonl(file: Path, *records: Any) -> str:
+    """Write records, or lines that are no records."""
+    lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
+    file.write_text("".join(line + "\n" for line in lines))
+    return str(file)
+
+
+def load(path: Any, tokenizer: PreTrainedTokenizerFast, /, **settings: Any) -> list[Prompt]:
+    """load_prompts with its own settings and those of DatasetConfig and DataConfig in one namespace."""
+    of_dataset = {key: settings.pop(key) for key in list(settings) if key in DatasetConfig.model_fields}
+    dataset = DatasetConfig(path=str(path), **of_dataset)
+    positions = settings.pop("positions", None)
+    data = DataConfig(train=dataset, **settings)
+    return load_prompts(dataset, data, tokenizer, end_token_id=END, positions=positions)
+
+
+GOOD = [
+    {"prompt": "1+2=", "answer": "3", "solution": "three", "level": 1},
+    {"prompt": "2+2=", "answer": "4", "solution": "four", "level": 2},
+]
+
+
+def test_a_record_becomes_a_prompt(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = jsonl(tmp_path / "a.jsonl", *GOOD)
+    first, second = load(path, tokenizer, demonstration_key="solution")
+    assert (first.text, first.answer, first.record["level"]) == ("1+2=", "3", 1)
+    assert tokenizer.decode(first.token_ids) == "1+2="
+    assert first.demonstration is not None
+    assert tokenizer.decode(first.demonstration[:-1]) == "three" and first.demonstration[-1] == END
+    assert first.id == "a.jsonl:1" and second.id == "a.jsonl:2"
+
+
+def test_jsonl_parquet_and_directories_agree(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    jsonl(tmp_path / "b.jsonl", GOOD[0], "", GOOD[1])  # empty lines do not count
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(GOOD), tmp_path / "a.parquet")
+    (tmp_path / "README.md").write_text("no data")
+    lines, rows = (load(tmp_path / name, tokenizer) for name in ("b.jsonl", "a.parquet"))
+    assert [p.record for p in lines] == [p.record for p in rows] == GOOD
+    assert load(tmp_path, tokenizer) == rows + lines
+    assert load(tmp_path, tokenizer, limit=3) == rows + lines[:1]
+
+
+def test_what_json_writes_as_a_pair_is_a_character(tmp_path: Path, tokenizer: Any) -> None:
+    (prompt,) = load(jsonl(tmp_path / "a.jsonl", {"prompt": "1 \U0001f600", "answer": "x"}), tokenizer)
+    assert prompt.text == "1 \U0001f600" and len(prompt.token_ids) == 3
+
+
+@pytest.mark.parametrize(("answer", "text"), [(3, "3"), (-2.5, "-2.5"), ("3", "3")])
+def test_numbers_are_answers(tmp_path: Path, tokenizer: Any, answer: Any, text: str) -> None:
+    (prompt,) = load(jsonl(tmp_path / "a.jsonl", {"prompt": "?", "answer": answer}), tokenizer)
+    assert prompt.answer == text
+
+
+def test_no_answer_is_needed_where_none_is_named(tmp_path: Path, tokenizer: Any) -> None:
+    (prompt,) = load(jsonl(tmp_path / "a.jsonl", {"prompt": "?"}), tokenizer, answer_key=None)
+    assert prompt.answer is None
+
+
+def test_the_end_token_is_not_doubled(tmp_path: Path, tokenizer: Any) -> None:
+    record = {"prompt": "?", "answer": "x", "solution": "x<end>"}
+    (prompt,) = load(jsonl(tmp_path / "a.jsonl", record), tokenizer, demonstration_key="solution")
+    assert prompt.demonstration is not None and prompt.demonstration.count(END) == 1
+
+
+def test_a_demonstration_must_fit_the_model(tmp_path: Path, tokenizer: Any) -> None:
+    path = jsonl(tmp_path / "a.jsonl", *GOOD)  # the longer one: 4 prompt tokens, 5 characters, the end token
+    assert len(load(path, tokenizer, demonstration_key="solution", positions=10)) == 2
+    with pytest.raises(
+        DataError, match=r"a\.jsonl, line 1: the prompt has 4 tokens and its demonstration 6 "
+    ):
+        load(path, tokenizer, demonstration_key="solution", positions=9)
+    assert len(load(path, tokenizer, positions=9)) == 2, (
+        "without demonstrations, responses have their own limit"
+    )
+
+
+def test_chat_template(tmp_path: Path, chat_tokenizer: Any) -> None:
+    system, user = {"role": "system", "content": "Own."}, {"role": "user", "content": "Hi"}
+    prompts = ["Hi", [user], [system, user]]
+    path = jsonl(tmp_path / "a.jsonl", *({"prompt": p, "answer": "x"} for p in prompts))
+    plain = "<user>Hi\n<assistant>"
+    assert [p.text for p in load(path, chat_tokenizer)] == [plain, plain, f"<system>Own.\n{plain}"]
+    told = load(path, chat_tokenizer, system_prompt="Be.")
+    assert [p.text for p in told] == [f"<system>Be.\n{plain}"] * 2 + [f"<system>Own.\n{plain}"]
+    assert chat_tokenizer.decode(told[0].token_ids) == told[0].text
+
+
+def test_chat_template_can_be_switched_off(tmp_path: Path, chat_tokenizer: Any) -> None:
+    (prompt,) = load(
+        jsonl(tmp_path / "a.jsonl", {"prompt": "Hi", "answer": "x"}), chat_tokenizer, chat_template=False
+    )
+    assert prompt.text == "Hi"
+
+
+TO_USER = {"role": "user", "content": "?"}
+ASK = {"prompt": "?", "answer": "x"}
+
+
+@pytest.mark.parametrize(
+    ("records", "settings", "message"),
+    [
+        ([], {}, "a.jsonl: no records"),
+        ([ASK, '{"prompt": '], {}, "a.jsonl, line 2: not valid JSON"),
+        ([ASK, "", "[1, 2]"], {}, "a.jsonl, line 3: expected an object {...}, found list"),
+        ([ASK, {"answer": "x"}], {}, "a.jsonl, line 2: field 'prompt' is missing; fields there: answer"),
+        (
+            [ASK, {"prompt": "?", "Answer": 1}],
+            {},
+            "line 2: field 'answer' is missing; fields there: prompt, Answer",
+        ),
+        ([ASK | {"answer": None}], {}, "line 1: field 'answer' is null"),
+        ([ASK], {"demonstration_key": "solution"}, "line 1: field 'solution' is missing"),
+        (
+            [ASK | {"solution": 7}],
+            {"demonstration_key": "solution"},
+            "field 'solution' is no string but int 7",
+        ),
+        ([ASK | {"prompt": 7}], {}, "line 1: the prompt is no string but int 7"),
+        ([ASK | {"prompt": ""}], {}, "line 1: the prompt is empty"),
+        ([ASK, ASK | {"prompt": "\ud83d"}], {}, "a.jsonl, line 2: half of a surrogate pair"),
+        ([ASK | {"note": ["cut: \udc00"]}], {}, "a.jsonl, line 1: half of a surrogate pair"),
+        ([ASK | {"answer": ["x"]}], {}, "field 'answer' is neither a string nor a number but list ['x']"),
+        ([ASK | {"answer": True}], {}, "field 'answer' is neither a string nor a number but bool True"),
+        ([ASK | {"prompt": [TO_USER]}], {}, "the tokenizer has no chat template"),
+        ([ASK, ASK | {"prompt": "12345"}], {"max_prompt_tokens": 4}, "line 2: the prompt has 5 tokens"),
+    ],
+)
+def test_bad_records(tmp_path: Path, tokenizer: Any, records: list[Any], settings: Any, message: str) -> None:
+    with pytest.raises(DataError) as error:
+        load(jsonl(tmp_path / "a.jsonl", *records), tokenizer, **settings)
+    assert message in str(error.value) and f"{tmp_path}/a.jsonl" in str(error.value)
+
+
+def test_a_system_prompt_needs_a_chat_template(tmp_path: Path, tokenizer: Any, chat_tokenizer: Any) -> None:
+    path = jsonl(tmp_path / "a.jsonl", ASK)
+    with pytest.raises(DataError, match=r"system_prompt needs .* the tokenizer has no chat template"):
+        load(path, tokenizer, system_prompt="Be.")
+    with pytest.raises(DataError, match=r"system_prompt needs .* data.chat_template is false"):
+        load(path, chat_tokenizer, system_prompt="Be.", chat_template=False)
+
+
+@pytest.mark.parametrize("prompt", [[], ["Hi"], [{"role": "user"}], [{"role": "user", "content": 1}], 3])
+def test_bad_messages(tmp_path: Path, chat_tokenizer: Any, prompt: Any) -> None:
+    with pytest.raises(DataError, match=r"line 2: .*neither a string nor a list of chat messages"):
+        load(jsonl(tmp_path / "a.jsonl", ASK, {"prompt": prompt, "answer": "x"}), chat_tokenizer)
+
+
+def test_a_chat_template_that_refuses(tmp_path: Path, chat_tokenizer: Any) -> None:
+    record = {"prompt": [{"role": "tool", "content": "?"}], "answer": "x"}
+    with pytest.raises(DataError, match=r"a.jsonl, line 1: the chat template refuses .* no role tool"):
+        load(jsonl(tmp_path / "a.jsonl", record), chat_tokenizer)
+
+
+def test_a_prompt_with_more_text_is_written_like_the_others(
+    tmp_path: Path, tokenizer: Any, chat_tokenizer: Any
+) -> None:
+    """After what the user says or before it, which is the last user message of a list."""
+    said = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+    path = jsonl(tmp_path / "a.jsonl", {"prompt": "2+2", "answer": "4"}, {"prompt": said, "answer": "2"})
+    data = DataConfig(train=DatasetConfig(path=path), max_prompt_tokens=40)
+    plain, chat = load(path, chat_tokenizer)
+    write = PromptWriter(data.train, data, chat_tokenizer).extended
+    assert write(plain, " hint").text == "<user>2+2 hint\n<assistant>"
+    assert write(chat, "hint ", before=True).text == "<user>hint 1+1\n<assistant>2\n<assistant>"
+    assert write(plain, "x" * 40) is None
+    bare = PromptWriter(data.train, data, tokenizer).extended(plain, "1+1=2, ", before=True)
+    assert (bare.text, tokenizer.decode(bare.token_ids), bare.answer) == ("1+1=2, 2+2", "1+1=2, 2+2", "4")
+
+
+def test_long_prompts_can_be_dropped(
+    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = jsonl(tmp_path / "a.jsonl", *({"prompt": "x" * n, "answer": "x"} for n in (3, 4, 5, 6)))
+    with caplog.at_level(logging.WARNING):
+        kept = load(path, tokenizer, max_prompt_tokens=4, prompt_too_long="drop")
+    assert [p.id for p in kept] == ["a.jsonl:1", "a.jsonl:2"]
+    assert "dropped 2 of 4 prompts" in caplog.text
+    with pytest.raises(DataError, match=r"every prompt is longer than 2 tokens"):
+        load(path, tokenizer, max_prompt_tokens=2, prompt_too_long="drop")
+
+
+def test_bad_files(tmp_path: Path, tokenizer: Any) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "a.csv").write_text("prompt,answer\n")
+    (tmp_path / "a.parquet").write_text("no Parquet")
+    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "caf\xe9"}\n')
+    for name, message in {
+        "missing.jsonl": "no such file or directory",
+        "missing": "no such file or directory",
+        "empty": "no .jsonl or .parquet file in this directory",
+        "a.csv": "expected a .jsonl or .parquet file",
+        "a.parquet": "not a readable Parquet file",
+        "latin.jsonl": "line 1: not UTF-8",
+    }.items():
+        with pytest.raises(DataError) as error:
+            load(tmp_path / name, tokenizer)
+        assert name in str(error.value) and message in str(error.value)
+
+
+def test_hub_data_sets_need_datasets(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)  # as if it were not installed
+    with pytest.raises(DataError, match=r"'someone/sums' is no local file.*pip install datasets"):
+        load("someone/sums", tokenizer)
+
+
+def test_the_tokenizer_must_know_an_end(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    assert end_token_id(tokenizer) == END
+    endless = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
+    with pytest.raises(DataError, match=r"no end token; name it as eos_token in tokenizer_config.json"):
+        end_token_id(endless)
+    with pytest.raises(DataError, match=r"no tokenizer there"):
+        load_tokenizer(str(tmp_path))
+    tokenizer.save_pretrained(tmp_path)
+    assert end_token_id(load_tokenizer(str(tmp_path))) == END
+
+
+def test_every_epoch_visits_every_prompt_once_in_an_order_of_its_own() -> None:
+    order = PromptOrder(10, seed=3)
+    epochs = [order.take(10) for _ in range(4)]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+    assert PromptOrder(10, seed=4).take(10) != epochs[0]
+    assert PromptOrder(10, seed=3, shuffle=False).take(12) == [*range(10), 0, 1]
+
+
+@pytest.mark.parametrize("k", [1, 3, 7, 16])
+def test_batches_straddle_epochs(k: int) -> None:
+    whole = PromptOrder(7, seed=0).take(7 * 48)
+    order = PromptOrder(7, seed=0)
+    assert [i for _ in range(7 * 48 // k) for i in order.take(k)] == whole
+
+
+def test_resuming_anywhere_is_exact() -> None:
+    uninterrupted = PromptOrder(5, seed=1).take(100)
+    order, taken = PromptOrder(5, seed=1), list[int]()
+    for _ in range(12):  # positions within, at the end of, and across epochs
+        state = json.loads(json.dumps(order.state_dict()))
+        resumed = PromptOrder(5, seed=1)
+        resumed.load_state_dict(state)
+        assert resumed.seed_for_next() == order.seed_for_next()
+        assert resumed.take(20) == uninterrupted[len(taken) : len(taken) + 20]
+        taken += order.take(3)
+
+
+def test_sampling_seeds_do_not_repeat() -> None:
+    order = PromptOrder(4, seed=0)
+    seeds = []
+    for _ in range(100):
+        seeds.append(order.seed_for_next())
+        order.take(4)
+    assert len(set(seeds)) == 100
+    assert order.seed_for_next() != PromptOrder(4, seed=1).seed_for_next()
+
+
+def test_another_data_set_cannot_be_resumed() -> None:
+    with pytest.raises(DataError, match=r"trained on 5 prompts, and data.train now has 6"):
+        PromptOrder(6, seed=0).load_state_dict(PromptOrder(5, seed=0).state_dict())

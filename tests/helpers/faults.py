@@ -1,0 +1,141 @@
+"""Runs whose rollout servers are killed, stopped or refused at chosen moments, and what they must show."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from servers import served_config
+from tiny_run import fit
+
+from megatron_gvpo.callbacks import Callback
+from megatron_gvpo.rollout.pool import ServerPool
+from megatron_gvpo.rollout.supervise import ServerProcess
+from megatron_gvpo.trainer import Trainer
+from megatron_gvpo.types import Group
+
+Moment = Literal["generating", "pushing", "between"]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`action` is done once, when the run is in `step` and at `moment`, after `delay` seconds there."""
+
+    step: int
+    moment: Moment
+    action: Callable[[], None]
+    delay: float = 0.0
+
+
+@dataclass
+class Saboteur(Callback):
+    """Watches the run from a thread of its own, and keeps the groups that the trainer got."""
+
+    faults: list[Fault]
+    groups: dict[int, list[Group]] = field(default_factory=dict)
+    done: list[str] = field(default_factory=list)
+
+    def on_start(self, trainer: Trainer) -> None:
+        self._trainer, self._over = trainer, threading.Event()
+        collect = trainer.parts.batches.collect
+
+        def kept() -> list[Group]:
+            groups = collect()
+            self.groups[trainer.step + 1] = groups
+            return groups
+
+        trainer.parts.batches.collect = kept
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def on_exit(self, trainer: Trainer) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        left = list(self.faults)
+        while left and not self._over.wait(0.001):
+            for fault in list(left):
+                if self._trainer.step + 1 >= fault.step and self._moment() == fault.moment:
+                    time.sleep(fault.delay)
+                    fault.action()
+                    self.done.append(f"{fault.moment} in step {self._trainer.step + 1}")
+                    left.remove(fault)
+
+    def _moment(self) -> Moment:
+        fleet: ServerPool = self._trainer.parts.generation._served.fleet
+        if any(member.in_push for member in fleet.members):
+            return "pushing"
+        return "generating" if any(member.calls for member in fleet.members) else "between"
+
+
+def kill(process: ServerProcess) -> Callable[[], None]:
+    """SIGKILL to the server's whole process group, as an out-of-memory kill or a lost node would be."""
+    return lambda: _signal(process, signal.SIGKILL)
+
+
+def stop(process: ServerProcess, seconds: float) -> Callable[[], None]:
+    """SIGSTOP, and SIGCONT after `seconds`: a hanging node."""
+
+    def act() -> None:
+        _signal(process, signal.SIGSTOP)
+        threading.Timer(seconds, _signal, (process, signal.SIGCONT)).start()
+
+    return act
+
+
+def _signal(process: ServerProcess, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        if process.pid is not None:
+            os.killpg(process.pid, number)
+
+
+def faulty_run(
+    engine: str, task: Path, out: Path, urls: list[str], faults: list[Fault], *overrides: str
+) -> tuple[Trainer, Saboteur]:
+    """A run of some steps with large updates, so that old weights give quite other log-probs."""
+    saboteur = Saboteur(faults)
+    config = served_config(
+        engine,
+        task,
+        out,
+        f"rollout.servers.urls=[{','.join(urls)}]",
+        "rollout.servers.health_timeout=3",
+        "rollout.servers.start_timeout=240",
+        "rollout.weights.timeout=20",
+        "train.prompts_per_step=8",
+        "rollout.n=4",
+        "rollout.max_tokens=100",
+        "optimizer.lr=3.0e-3",
+        "eval.every=0",
+        "data.eval=null",
+        "checkpoint.export_hf=false",
+        *overrides,
+    )
+    trainer = fit(config, [saboteur], overwrite=True)
+    return trainer, saboteur
+
+
+def check(trainer: Trainer, saboteur: Saboteur, records: list[dict[str, Any]]) -> None:
+    """Every fault happened, every group is complete, every response is of its step's weights."""
+    steps, n = trainer.config.train.steps, trainer.config.rollout.n
+    assert len(saboteur.done) == len(saboteur.faults), saboteur.done
+    assert trainer.step == steps and sorted(saboteur.groups) == list(range(1, steps + 1))
+    for step, groups in saboteur.groups.items():
+        assert len(groups) == trainer.config.train.prompts_per_step
+        for group in groups:
+            assert len(group.rollouts) == n
+            for rollout in group.rollouts:
+                assert rollout.finish_reason in ("stop", "length")
+                assert len(rollout.token_ids) == len(rollout.logprobs) > 0
+                assert rollout.weight_version == step - 1 and len(rollout.spans) == 1
+    for record in records:
+        if record["step"]:
+            assert record["mismatch/abs_max"] < 2e-3, record  # stale or mixed weights would show here

@@ -1,0 +1,82 @@
+"""What a trainer in bf16 does for the tests of weight pushes to a real server whose model is in FP8."""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from push_worker import end
+from rows import make_rows
+from safetensors.torch import load_file, save_file
+from servers import checksum
+from test_engines import PROMPTS
+from tiny_run import configure
+
+from megatron_gvpo.config.schema import read_model_config
+from megatron_gvpo.data.tokenizer import load_tokenizer
+from megatron_gvpo.megatron.policy import Policy
+from megatron_gvpo.sampling.served import ServedRollouts
+from megatron_gvpo.types import Prompt
+from megatron_gvpo.weights.fp8 import SCALE, quantise
+from megatron_gvpo.weights.sync import ServedWeights
+
+
+def quantise_checkpoint(source: Path, target: Path) -> None:
+    """A Hugging Face checkpoint with its projections in FP8, as such models are published."""
+    target.mkdir()
+    tensors = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        if name.endswith("_proj.weight"):
+            tensors[name], tensors[name + SCALE] = quantise(tensor)
+        else:
+            tensors[name] = tensor
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    how = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    (target / "config.json").write_text(json.dumps(config | {"quantization_config": how}))
+
+
+def run(engine: str, url: str, task: str, served: str, out: str) -> None:
+    """Push before and after a step, by either transport; write the server's checksums and log-probs.
+
+    Beside each: what they are after the server has read the trainer's export, made an FP8 checkpoint.
+    """
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = "0", "1"
+    directory = Path(out)
+    overrides = [f"rollout.engine={engine}", f"rollout.servers.urls=[{url}]", "algorithm=grpo"]
+    overrides += ["optimizer.lr=1.0e-2", "model.dtype=bfloat16", f"rollout.servers.model_path={served}"]
+    overrides += ["rollout.weights.bucket_mb=1", f"rollout.weights.directory={directory}/weights"]
+    policy = None
+    for step, transport in enumerate(("broadcast", "disk")):
+        config = configure(Path(task), directory, *overrides, f"rollout.weights.transport={transport}")
+        policy = policy or Policy(config)
+        rollouts = ServedRollouts(
+            config, load_tokenizer(config.model.path), 1, read_model_config(config.model.path)
+        ).__enter__()
+        prompts = [Prompt(str(i), tuple(prompt), "") for i, prompt in enumerate(PROMPTS)]
+        weights = ServedWeights(
+            config, rollouts, policy.weights, partial(policy.score, temperature=1.0), prompts
+        )
+        if step:
+            policy.update(make_rows([[1.0, 0.0, 0.5]]), at_step_start=True)
+        [member] = rollouts.fleet.members
+        call = rollouts.loop.run
+        answers = {"before": call(member.server.score(PROMPTS[0], 60))}
+        weights.push(step)
+        answers["pushed"] = checksum(rollouts.loop, member.server)
+        answers["score"] = call(member.server.score(PROMPTS[0], 60))
+        policy.model.save_hf(directory / f"export-{step}")
+        quantise_checkpoint(directory / f"export-{step}", directory / f"fp8-{step}")
+        call(member.server.pause(30))
+        call(member.server.load_directory(directory / f"fp8-{step}", str(step), 60))
+        call(member.server.flush_cache(30))
+        call(member.server.resume(30))
+        answers["from files"] = checksum(rollouts.loop, member.server)
+        (directory / f"answers-{step}").write_text(json.dumps(answers, indent=1))
+        end(weights, rollouts)
+    torch.manual_seed(0)
+    dist.barrier()

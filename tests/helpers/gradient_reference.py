@@ -1,0 +1,284 @@
+"""The methods from their papers, in fp64, over `transformers` and plain autograd.
+
+Sequence by sequence, without packing, padding, sharding or fused kernels, and without a line of the package's
+losses: for what test_gradient_invariance.py compares Megatron with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from megatron_gvpo.types import Routing, TrainBatch
+
+VOCABULARY = 131  # prime: tensor parallelism must pad it
+
+
+@dataclass
+class Sample:
+    """The rows of an optimizer step as lists, and the policy's log-probs [tokens] of every response."""
+
+    logp: list[Tensor]  # differentiable
+    old: list[Tensor]
+    ref: list[Tensor]
+    engine: list[Tensor]
+    rewards: Tensor
+    groups: list[list[int]]  # row indices
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(logp) for logp in self.logp)
+
+    def sums(self, of: Sequence[Tensor]) -> Tensor:
+        return torch.stack([x.sum() for x in of])
+
+
+ReferenceLoss = Callable[[Sample], Tensor]
+
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.15,
+    "tie_word_embeddings": False,
+    "dtype": "float32",
+}
+_LLAMA3_ROPE = {  # as Llama 3.1 has it: megatron-core knows no other
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 32,
+}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_MLA = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+}
+_GROUPED = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.5,
+}
+CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
+    "untied": lambda: transformers.Qwen2Config(**_COMMON),
+    "tied": lambda: transformers.Qwen2Config(**{**_COMMON, "tie_word_embeddings": True}),
+    "qwen3": lambda: transformers.Qwen3Config(**_COMMON, head_dim=16),
+    "llama3": lambda: transformers.LlamaConfig(**_COMMON, head_dim=16, rope_parameters=_LLAMA3_ROPE),
+    "mistral": lambda: transformers.MistralConfig(**_COMMON, head_dim=16, sliding_window=None),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **_COMMON, **_EXPERTS, head_dim=16, num_experts=4, norm_topk_prob=True
+    ),
+    # As in DeepSeek-V2, a group gives two experts and is judged by its best one.
+    "deepseek_v2": lambda: transformers.DeepseekV2Config(
+        **{**_COMMON, **_MLA},
+        **{**_EXPERTS, "num_experts_per_tok": 4},
+        **{**_GROUPED, "n_routed_experts": 12, "n_group": 4, "topk_group": 2},
+        topk_method="group_limited_greedy",
+        rope_parameters=_YARN_ROPE,
+    ),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(
+        **{**_COMMON, **_MLA}, **_EXPERTS, **_GROUPED, rope_parameters=_YARN_ROPE
+    ),
+}
+
+
+def save_models(directory: Path) -> None:
+    """A checkpoint of each of CONFIGS, whose attention, norms, biases and routers are far from trivial."""
+    for name, config in CONFIGS.items():
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config())
+        named = [*model.named_parameters(), *model.named_buffers()]
+        for tensor_name, tensor in named:
+            if "norm" in tensor_name or "bias" in tensor_name:
+                tensor.data += 0.1 * torch.randn_like(tensor)
+            elif tensor_name.endswith("mlp.gate.weight"):
+                tensor.data.normal_(std=0.5)
+        model.save_pretrained(directory / name)
+
+
+def load(directory: Path) -> torch.nn.Module:
+    model: torch.nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype="float32", experts_implementation="eager", attn_implementation="eager"
+    )
+    return model.double().eval()
+
+
+def as_in_file(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The names that checkpoints have: in memory, transformers keeps a layer's experts in two tensors."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in named.items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            found[name] = tensor
+            continue
+        stem, kind = name.rsplit(".", 1)
+        for i, expert in enumerate(tensor):
+            parts = expert.chunk(2) if kind == "gate_up_proj" else (expert,)
+            for part_name, part in zip(kind.removesuffix("_proj").split("_"), parts, strict=True):
+                found[f"{stem}.{i}.{part_name}_proj.weight"] = part
+    return found
+
+
+def log_probs(model: torch.nn.Module, rows: TrainBatch, temperature: float) -> list[Tensor]:
+    """Log-probs of every row's response tokens, one forward a row."""
+    result = []
+    routing = rows.routing or [None] * len(rows)
+    for prompt, response, of_row in zip(rows.prompt_ids, rows.response_ids, routing, strict=True):
+        with contextlib.nullcontext() if of_row is None else routed(model, of_row):
+            logits = model(input_ids=torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
+        logp = torch.log_softmax(logits / temperature, -1)
+        result.append(logp.gather(1, torch.tensor(response)[:, None])[:, 0])
+    return result
+
+
+@contextlib.contextmanager
+def routed(model: torch.nn.Module, routing: Routing) -> Iterator[None]:
+    """Inside, all tokens of a sequence but its last go through these experts, by the router's own weights."""
+    shape = (-1, routing.layers, routing.per_token)
+    experts = torch.frombuffer(bytearray(routing.ids), dtype=torch.uint8).view(shape).long()
+    deepseek = model.config.model_type == "deepseek_v3"
+
+    def force(layer: int) -> Callable[..., Any]:
+        def forced(_: Any, __: Any, output: Any) -> Any:
+            logits, _, own = output
+            chosen = torch.cat([experts[:, layer], own[-1:]])
+            scores = (logits.sigmoid() if deepseek else logits.softmax(-1)).gather(1, chosen)
+            scale = model.config.routed_scaling_factor if deepseek else 1.0
+            return logits, scale * scores / scores.sum(-1, keepdim=True), chosen
+
+        return forced
+
+    gates = {i: layer.mlp.gate for i, layer in enumerate(model.model.layers) if hasattr(layer.mlp, "gate")}
+    hooks = [gate.register_forward_hook(force(i)) for i, gate in gates.items()]
+    yield
+    for hook in hooks:
+        hook.remove()
+
+
+def sample_of(rows: TrainBatch, logp: list[Tensor]) -> Sample:
+    """Absent columns mean the present policy."""
+    present = [x.detach() for x in logp]
+
+    def column(values: Tensor | None) -> list[Tensor]:
+        return present if values is None else list(values.double().split(rows.length_n.tolist()))
+
+    members: dict[int, list[int]] = {}
+    for i, group in enumerate(rows.group_n.tolist()):
+        members.setdefault(group, []).append(i)
+    old, ref, engine = map(column, (rows.old_logp_r, rows.ref_logp_r, rows.engine_logp_r))
+    return Sample(logp, old, ref, engine, rows.reward_n.double(), list(members.values()))
+
+
+def gvpo(beta: float, var: bool = True, cov: bool = True, surrogate: bool = False) -> ReferenceLoss:
+    """arXiv 2504.19599, eq. 8 expanded (section 3.3): -beta Cov(R, l) + beta^2/2 Var(l) - beta^2 Cov(l, l').
+
+    Var and Cov are a group's unbiased ones, so a group of one has none; then the mean over all groups. As
+    long as the Var term is in, the terms that do not depend on the policy are added, so that with all terms
+    the value is 1/2 Var(R - beta (l - l')). `surrogate`: the loss -beta Cov(e, l) with the residual e held
+    fixed, which has the same gradient.
+    """
+
+    def covariance(a: Tensor, b: Tensor) -> Tensor:
+        return ((a - a.mean()) * (b - b.mean())).sum() / (len(a) - 1)
+
+    def loss(sample: Sample) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        policy, reference = sample.sums(sample.logp), sample.sums(sample.ref)
+        for group in (g for g in sample.groups if len(g) > 1):
+            R, log_pi, log_ref = sample.rewards[group], policy[group], reference[group] * cov
+            if surrogate:
+                residual = (R - beta * (log_pi * var - log_ref)).detach()
+                total += -beta * covariance(residual, log_pi)
+                continue
+            total += -beta * covariance(R, log_pi) - beta**2 * covariance(log_pi, log_ref)
+            if var:
+                total += beta**2 / 2 * log_pi.var() + (R + beta * log_ref).var() / 2
+        return total / len(sample.groups)
+
+    return loss
+
+
+def importance(sample: Sample, i: int, cap: float | None) -> Tensor:
+    """min(pi_old / pi_engine, cap) of row i's tokens (TIS); 1 without a cap."""
+    if cap is None:
+        return torch.ones_like(sample.old[i])
+    return torch.exp(sample.old[i] - sample.engine[i]).minimum(torch.tensor(cap))
+
+
+def gpg(age: str, cap: float | None = None) -> ReferenceLoss:
+    """arXiv 2504.02546: -1/T sum_it alpha (R_i - mean R) log pi (eq. 5-6, F_norm = 1).
+
+    alpha = B / (B - M) (eq. 7-8), with M of B samples in groups whose rewards are all equal; or the same
+    ratio in tokens, `age="token"`.
+    """
+
+    def loss(sample: Sample) -> Tensor:
+        size = [len(logp) if age == "token" else 1 for logp in sample.logp]
+        valid = [group for group in sample.groups if len(set(sample.rewards[group].tolist())) > 1]
+        alpha = sum(size) / sum(size[i] for group in valid for i in group)
+        total = torch.zeros((), dtype=torch.float64)
+        for group in valid:
+            mean = sample.rewards[group].mean()
+            for i in group:
+                weighted = importance(sample, i, cap) * sample.logp[i]
+                total -= alpha * (sample.rewards[i] - mean) * weighted.sum()
+        return total / sample.tokens
+
+    return loss
+
+
+def grpo(clip: float, kl_coef: float, cap: float | None = None) -> ReferenceLoss:
+    """arXiv 2402.03300, eq. 3-4: the clipped objective minus k3, mean over tokens, then over sequences."""
+
+    def advantage(rewards: Tensor) -> Tensor:
+        if len(rewards) == 1 or rewards.min() == rewards.max():
+            return torch.zeros_like(rewards)
+        return (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+
+    def loss(sample: Sample) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        for group in sample.groups:
+            for i, A in zip(group, advantage(sample.rewards[group]), strict=True):
+                ratio = torch.exp(sample.logp[i] - sample.old[i])
+                objective = torch.min(ratio * A, torch.clip(ratio, 1 - clip, 1 + clip) * A)
+                ref_ratio = torch.exp(sample.ref[i] - sample.logp[i])
+                k3 = ref_ratio - torch.log(ref_ratio) - 1
+                total -= (importance(sample, i, cap) * objective - kl_coef * k3).mean()
+        return total / len(sample.logp)
+
+    return loss
+
+
+def sft() -> ReferenceLoss:
+    """Mean negative log-likelihood of a response token."""
+    return lambda sample: -torch.cat(sample.logp).mean()

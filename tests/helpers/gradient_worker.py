@@ -1,0 +1,216 @@
+"""What every rank does for test_gradient_invariance.py: each case under each layout, on the real Policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from distributed import run_number
+from torch import Tensor
+
+from megatron_gvpo.config.schema import Config, build_config
+from megatron_gvpo.observe.mismatch import MismatchWatch
+from megatron_gvpo.types import TrainBatch
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A parallel layout; data parallelism takes the ranks that `tp`, `pp` and `cp` leave."""
+
+    ranks: int
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+    sequence_parallel: bool = False
+    stage_layers: tuple[int, ...] | None = None
+    overlap: bool = False
+    recompute: str = "none"
+    recompute_layers: int | None = None
+    recompute_modules: tuple[str, ...] = ("core_attn",)
+    offload: float = 0.0  # of the optimizer's states
+
+    @property
+    def dp(self) -> int:
+        return self.ranks // (self.tp * self.pp * self.cp)
+
+    def __str__(self) -> str:
+        names = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")
+        parts = [f"{name}{size}" for name in names if (size := getattr(self, name)) > 1]
+        parts += ["sp"] * self.sequence_parallel + ["overlap"] * self.overlap
+        parts += [f"stages{'.'.join(map(str, self.stage_layers))}"] if self.stage_layers else []
+        if self.recompute != "none":
+            of = str(self.recompute_layers or "")
+            of = "+".join(self.recompute_modules) if self.recompute == "selective" else of
+            parts.append(f"recompute_{self.recompute}" + (f"_{of}" if of else ""))
+        parts += [f"offload{self.offload:g}"] if self.offload else []
+        return "-".join(parts) or "single"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The section `parallel` of a configuration."""
+        others = ("ranks", "overlap", "offload")
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in others}
+        return given | {"overlap_grad_reduce": self.overlap, "overlap_param_gather": self.overlap}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One optimizer update: these rows, by this algorithm, in micro-batches of `budget` tokens.
+
+    `rows` come without advantages: the algorithm's estimator computes them, as the trainer does. With `first`
+    the reference is the engine's log-probs, corrected by what a step's first mini-batch, these rows, shows.
+    """
+
+    name: str
+    algorithm: dict[str, Any]
+    rows: TrainBatch
+    budget: int
+    at_step_start: bool = False
+    model: str = "untied"
+    first: TrainBatch | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one case came to; gradients are under Hugging Face names."""
+
+    metrics: dict[str, float]
+    gradients: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What one model came to besides: before any update, and after one real update with `UPDATE`."""
+
+    exported: dict[str, Tensor]
+    logp_r: Tensor
+    updated_logp_r: Tensor
+    updated: dict[str, Tensor]
+    grad_norm: float
+
+
+TEMPERATURE = 0.8
+# Adam's first step is g / (|g| + eps): with the usual 1e-8 it is the sign of g, so that a rounding error in a
+# gradient of 1e-9 flips the update. This eps is comparable to the gradients, and the update continuous.
+UPDATE = {"lr": 1e-2, "eps": 1e-3, "clip_grad": 0.5, "weight_decay": 0.1, "betas": (0.9, 0.95)}
+
+
+def config_of(case: Case, layout: Layout, directory: Path) -> Config:
+    replays = case.model in ("qwen3_moe", "deepseek_v3")  # where rows say which experts; some do
+    components = [{"name": name, "function": "not:called"} for name in case.rows.component_n]
+    return build_config(
+        {
+            "output_dir": "unused",
+            "model": {"path": str(directory / case.model), "dtype": "float32"},
+            "data": {"train": {"path": "unused", "demonstration_key": "unused"}},
+            "algorithm": case.algorithm,
+            "rollout": {"temperature": TEMPERATURE, "engine": "sglang", "router_replay": replays},
+            "rewards": {"components": components},
+            "train": {"steps": 1, "prompts_per_step": 1, "max_tokens_per_micro_batch": case.budget},
+            "optimizer": {**UPDATE, "offload_fraction": layout.offload},
+            "parallel": layout.settings,
+        }
+    )
+
+
+def run(directory: str) -> None:
+    """Every case and probe of one layout; rank 0 writes results-{layout}.pt."""
+    from megatron.core import parallel_state
+
+    from megatron_gvpo.megatron.policy import Policy
+
+    place = Path(directory)
+    runs, probes = torch.load(place / "work.pt", weights_only=False)
+    layout = list(dict.fromkeys(layout for layout, _ in runs))[run_number()]
+    cases = [case for of, case in runs if of == layout]
+    results: dict[tuple[str, str], Outcome | Probe] = {}
+    for model in dict.fromkeys(case.model for case in cases):
+        probe = probes[model]
+        policy = Policy(config_of(probe, layout, place))
+        exported = _copy(policy.weights())
+        for case in (case for case in cases if case.model == model):
+            print(f"{layout}: {case.name}", flush=True)
+            results[str(layout), case.name] = _gradients(policy, case, config_of(case, layout, place))
+        results[str(layout), model] = _probe(policy, probe, config_of(probe, layout, place), exported)
+        parallel_state.destroy_model_parallel()
+    if dist.get_rank() == 0:
+        torch.save(results, place / f"results-{layout}.pt")
+
+
+def _configure(policy: Any, config: Config) -> None:
+    """What Policy.__init__ takes from `config`, but the model, whose building would take most of the time."""
+    policy._loss = config.algorithm.loss
+    policy._budget = config.train.max_tokens_per_micro_batch * config.parallel.cp
+    policy._temperature = config.rollout.temperature if config.algorithm.sampler == "engine" else 1.0
+
+
+def _gradients(policy: Any, case: Case, config: Config) -> Outcome:
+    """Loss and gradients of one case; the weights stay."""
+    _configure(policy, config)
+    rows = case.rows
+    if config.algorithm.estimator is not None:
+        rows, _ = config.algorithm.estimator.fill(rows)
+    gradients: dict[str, Tensor] = {}
+    apply, policy.optimizer.apply = (
+        policy.optimizer.apply,
+        lambda: gradients.update(_export_gradients(policy)),
+    )
+    if case.first is not None:
+        watch = MismatchWatch(threshold=1.0)
+        watch.compare(case.first, _own_logp(policy, case.first), version=0)
+        rows = rows.with_columns(ref_logp_r=watch.corrected(rows))
+        gradients.clear()
+    metrics = policy.update(rows, at_step_start=case.at_step_start).metrics
+    policy.optimizer.apply = apply
+    return Outcome(metrics, gradients)
+
+
+def _own_logp(policy: Any, rows: TrainBatch) -> Tensor:
+    """Log-probs that an update's own forward found; they are those of a scoring pass."""
+    found_r: Tensor = policy.update(rows, at_step_start=True, keep_logp=True).logp_r
+    torch.testing.assert_close(found_r, policy.score(rows), rtol=0, atol=1e-5)
+    return found_r
+
+
+def _probe(policy: Any, case: Case, config: Config, exported: dict[str, Tensor]) -> Probe:
+    _configure(policy, config)
+    logp_r = policy.score(case.rows)
+    update = policy.update(case.rows, at_step_start=case.at_step_start).update
+    updated_logp_r = policy.score(case.rows)  # before an export, which would settle the weights
+    return Probe(exported, logp_r, updated_logp_r, _copy(policy.weights()), update.grad_norm)
+
+
+@torch.no_grad()
+def _export_gradients(policy: Any) -> dict[str, Tensor]:
+    """The accumulated gradients under Hugging Face names: in the parameters' places, they are exported."""
+    from megatron.core import parallel_state
+
+    of_all = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    of_experts = parallel_state.get_expert_data_parallel_group()
+    for chunk in policy.model.chunks:
+        for buffers, group in ((chunk.buffers, of_all), (chunk.expert_parallel_buffers, of_experts)):
+            for bucket in (bucket for buffer in buffers for bucket in buffer.buckets):
+                # The distributed optimizer reduce-scatters: of a bucket, a rank has summed its shard only.
+                shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, shard, group)
+    parameters = [p for chunk in policy.model.chunks for p in chunk.parameters()]
+    weights = [p.detach().clone() for p in parameters]
+    for parameter in parameters:
+        parameter.copy_(parameter.main_grad)
+    gradients = _copy(policy.weights())
+    for name in [name for name in gradients if name.endswith("e_score_correction_bias")]:
+        del gradients[name]  # exported, but no parameter
+    for parameter, weight in zip(parameters, weights, strict=True):
+        parameter.copy_(weight)
+    return gradients
+
+
+def _copy(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in named}

@@ -1,0 +1,6 @@
+"""Places in the checkout that tests need."""
+
+from pathlib import Path
+
+HELPERS = Path(__file__).parent
+ROOT = HELPERS.parents[1]

@@ -1,0 +1,60 @@
+"""A small HTTP proxy before a rollout server, which can answer 500, or stop listening, when told."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import aiohttp
+from aiohttp import web
+
+from megatron_gvpo.rollout.background_loop import BackgroundLoop
+
+
+class Proxy:
+    """Forwards everything to `upstream`; `mode` is "forward", "error" (status 500) or "refuse" (no port)."""
+
+    def __init__(self, upstream: str, port: int) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self._upstream, self._port = upstream, port
+        self._loop = BackgroundLoop("proxy")
+        self._mode = "forward"
+        self._loop.run(self._start())
+
+    def set(self, mode: Literal["forward", "error", "refuse"]) -> None:
+        if "refuse" in (mode, self._mode) and mode != self._mode:
+            self._loop.run(self._site.stop() if mode == "refuse" else self._listen())
+        self._mode = mode
+
+    def close(self) -> None:
+        self._loop.run(self._stop())
+        self._loop.close()
+
+    async def _start(self) -> None:
+        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True))
+        app = web.Application(client_max_size=2**30)
+        app.router.add_route("*", "/{path:.*}", self._forward)
+        self._runner = web.AppRunner(app)
+        await self._runner.setup()
+        await self._listen()
+
+    async def _listen(self) -> None:
+        self._site = web.TCPSite(self._runner, "127.0.0.1", self._port, reuse_address=True)
+        await self._site.start()
+
+    async def _stop(self) -> None:
+        await self._session.close()
+        await self._runner.cleanup()
+
+    async def _forward(self, request: web.Request) -> web.Response:
+        if self._mode == "error":
+            return web.json_response({"error": {"message": "the proxy says no"}}, status=500)
+        async with self._session.request(
+            request.method,
+            f"{self._upstream}{request.rel_url}",
+            data=await request.read(),
+            headers={"Content-Type": request.headers.get("Content-Type", "application/json")},
+            timeout=aiohttp.ClientTimeout(total=600),
+        ) as answer:
+            return web.Response(
+                body=await answer.read(), status=answer.status, content_type=answer.content_type
+            )

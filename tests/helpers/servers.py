@@ -1,0 +1,135 @@
+"""Real SGLang and vLLM servers for tests: each started once, on the tiny model, and ended with the session.
+
+Their environments are built once by tools/engines/make_env.sh, which takes minutes and is kept in the user's
+cache. Where one cannot be built the tests that need it fail, and say why: a real part that silently did not
+run is a defect.
+"""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from real_parts import used
+from tiny_run import configure
+from transformers import AutoModelForCausalLM
+
+from megatron_gvpo.config.schema import Config, ServersConfig
+from megatron_gvpo.rollout.background_loop import BackgroundLoop
+from megatron_gvpo.rollout.http import Http, open_session
+from megatron_gvpo.rollout.pool import ServerPool
+from megatron_gvpo.rollout.server import Server
+from megatron_gvpo.rollout.supervise import Supervisor, is_healthy
+from megatron_gvpo.sampling.served import DIALECTS, start_servers
+
+ENGINES = ("sglang", "vllm")
+BUILD_SECONDS = 1200.0
+START_SECONDS = 300.0
+
+
+@functools.cache
+def engine_python(engine: str) -> str:
+    """The interpreter of the engine's own environment, built where it is missing."""
+    script = Path(__file__).parents[2] / "tools" / "engines" / "make_env.sh"
+    built = subprocess.run([script, engine], capture_output=True, text=True, timeout=BUILD_SECONDS)
+    assert built.returncode == 0, f"no environment for {engine}:\n{built.stderr[-3000:]}"
+    return built.stdout.strip().splitlines()[-1]
+
+
+def engine_with(plugin: str, engine: str, directory: Path) -> str:
+    """An override: the engine's interpreter with a plugin of the tests (tests/PLUGIN), as a file there."""
+    python, place = directory / "python", Path(__file__).with_name(plugin)
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="$PYTHONPATH:{place}" exec {engine_python(engine)} "$@"\n')
+    python.chmod(0o755)
+    return f"rollout.servers.python={python}"
+
+
+def served_config(engine: str, task: Path, out: Path, *overrides: str) -> Config:
+    """The tiny run with rollouts from `engine`'s servers."""
+    own = (
+        f"rollout.engine={engine}",
+        f"rollout.servers.python={engine_python(engine)}",
+        "rollout.servers.context_length=256",
+    )
+    return configure(task, out, *own, *overrides)
+
+
+@contextmanager
+def running(
+    engine: str, task: Path, out: Path, *overrides: str, key: str | None = None
+) -> Iterator[Supervisor]:
+    """Healthy servers of `engine` on the tiny model, under a supervisor."""
+    messages: list[str] = []
+    config = served_config(engine, task, out, *overrides)
+    supervisor = start_servers(config, key, messages.append)
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while not all(is_healthy(process.url, 5.0) for process in supervisor.processes):
+            logs = "\n".join(process.tail() for process in supervisor.processes)
+            assert supervisor.failed is None and time.monotonic() < deadline, "\n".join([*messages, logs])
+            time.sleep(0.5)
+        used(f"{engine} server")
+        yield supervisor
+    finally:
+        supervisor.close()
+
+
+class Client:
+    """Calls a server's dialect from a test that is not asynchronous."""
+
+    def __init__(self, engine: str, url: str) -> None:
+        self.loop = BackgroundLoop("test client")
+        self._session = self.loop.run(open_session())
+        self.server: Server = DIALECTS[engine](Http(self._session, url))
+
+    def __call__(self, name: str, *arguments: object, timeout: float = 120.0) -> object:
+        return self.loop.run(getattr(self.server, name)(*arguments, timeout))
+
+    def http(self, path: str, body: object = None, timeout: float = 60.0) -> object:
+        return self.loop.run(self.server._http.post(path, body, timeout=timeout))
+
+    def close(self) -> None:
+        self.loop.run(self._session.close())
+        self.loop.close()
+
+
+def fleet_of(client: Client, stop_ids: list[int]) -> ServerPool:
+    """The fleet of the client's server alone, on the client's loop, with weights of version 0."""
+
+    async def make() -> ServerPool:
+        fleet = ServerPool([client.server], ServersConfig(start_timeout=60), stop_ids, print)
+        await fleet.start()
+        await admit(fleet, 0)
+        return fleet
+
+    return client.loop.run(make())
+
+
+async def admit(fleet: ServerPool, version: int) -> None:
+    """As after a push of this version, with the weights that its only server has."""
+    [member] = fleet.members
+    await member.server.begin_update(30)
+    await member.server.end_update(str(version), 30)
+    fleet.admit(member, version)
+
+
+def logprobs(model: Path, prompt: list[int], response: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """Log-probs of the response's tokens by transformers, in fp32."""
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        logits = reference(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+    logp = torch.log_softmax(logits / temperature, -1)
+    return logp.gather(1, torch.tensor(response)[:, None]).squeeze(1)
+
+
+def checksum(loop: BackgroundLoop, server: Server) -> dict[str, str]:
+    """The server's own checksums of the tensors that it computes with."""
+    sglang = isinstance(server, DIALECTS["sglang"])
+    path = "/weights_checker" if sglang else "/weight_checker"
+    answer = loop.run(server._http.post(path, {"action": "checksum"}, timeout=60))
+    return {str(i): rank["checksums"] for i, rank in enumerate(answer["ranks"])} if sglang else answer

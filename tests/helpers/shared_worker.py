@@ -1,0 +1,43 @@
+"""What every rank does for test_shared_prompts.py: the same update with the prompts shared and not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from distributed import forget_layout, run_number
+from gradient_worker import _gradients, config_of
+
+from megatron_gvpo.megatron.batch import PackedBatch
+
+
+def run(directory: str) -> None:
+    """This launch's runs of work.pt, [(layout, budget, case), ...]; rank 0 writes a file of each.
+
+    It holds {shared: (outcome, log-probs of a scoring pass, tokens that this rank's packs had)}.
+    """
+    from megatron_gvpo.megatron.policy import Policy
+
+    place, packs = Path(directory), []
+    pack = PackedBatch.pack
+
+    def counted(*args: object, **options: object) -> PackedBatch:
+        batch = pack(*args, **options)  # type: ignore[arg-type]
+        packs.append(len(batch.token_t))
+        return batch
+
+    PackedBatch.pack = counted  # type: ignore[method-assign, assignment]
+    for layout, budget, case in torch.load(place / "work.pt", weights_only=False)[run_number()]:
+        config = config_of(case, layout, place)
+        policy = Policy(config)
+        found = {}
+        for shared in (False, True):
+            policy.model.share_prompts = shared
+            packs.clear()
+            outcome = _gradients(policy, case, config)
+            tokens = sum(packs)
+            found[shared] = outcome, policy.score(case.rows), tokens
+        if dist.get_rank() == 0:
+            torch.save(found, place / f"shared-{layout}-{case.model}-{budget}.pt")
+        forget_layout()

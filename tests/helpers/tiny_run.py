@@ -1,0 +1,150 @@
+"""The quickstart's model and problems in a small edition, and runs on them: for the tests of whole runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "quickstart"))
+
+import make_task
+import torch
+import torch.distributed as dist
+from distributed import forget_layout
+from real_parts import used
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megatron_gvpo.callbacks import Callback, Recorder
+from megatron_gvpo.config.schema import Config, load_config
+from megatron_gvpo.observe import read_metrics
+from megatron_gvpo.runtime.signals import Interrupted
+from megatron_gvpo.trainer import Trainer
+
+CONFIG = """
+model: {{path: {task}/model, dtype: float32}}
+data:
+  train: {{path: {task}/data/train.jsonl, demonstration_key: solution}}
+  eval: {{path: {task}/data/test.parquet, limit: 4}}
+  max_prompt_tokens: 32
+rollout: {{n: 4, max_tokens: 10}}
+rewards: {{components: [{{name: variety, function: "{task}/reward.py:reward"}}]}}
+train: {{steps: 4, prompts_per_step: 4, max_tokens_per_micro_batch: 128}}
+optimizer: {{lr: 1.0e-3, warmup_steps: 1, decay: linear}}
+eval: {{every: 2, n: 2, k: [1, 2], sampling: {{max_tokens: 10}}}}
+logging: {{progress: lines, tensorboard: false}}
+"""
+
+GVPO = ("algorithm=gvpo", "train.mini_batches=2")
+ENGINE_REFERENCE = (*GVPO, "algorithm.reference_logprobs=engine")
+SHORT = ("train.max_tokens_per_micro_batch=4096", "data.eval=null", "checkpoint.export_hf=false")
+
+# A model that knows nothing is never right, so this rewards variety. In the middle of step `signal_in` the
+# trainer, which is a worker's parent, gets SIGTERM (with `killed`, what the reward runs, too); in that of
+# step `disk_full_in` its disk fills: no file can grow any more. The first response of step `poison_in` is
+# worth what no gradient can bear. Responses of step s come from weight version s - 1.
+REWARD = """
+import os, resource, signal, subprocess
+
+poisoned = False
+
+def reward(prompt, rollout, signal_in=0, killed=False, disk_full_in=0, poison_in=0, coarse=False):
+    global poisoned
+    step = rollout.weight_version + 1
+    if step == signal_in:
+        os.kill(os.getppid(), signal.SIGTERM)
+        if killed:
+            subprocess.run(["sh", "-c", "kill $$"], check=True)
+    if step == disk_full_in:
+        trainer, limit = os.getppid(), resource.RLIMIT_FSIZE
+        resource.prlimit(trainer, limit, (1, resource.prlimit(trainer, limit)[1]))
+    if step == poison_in and not poisoned:
+        poisoned = True
+        return 1e38
+    variety = len(set(rollout.token_ids)) / len(rollout.token_ids)
+    return rollout.token_ids[0] % 2 if coarse else variety
+
+if "SIGNAL_WHILE_LOADING" in os.environ:
+    os.kill(os.getppid(), signal.SIGTERM)
+"""
+
+
+def make(directory: Path) -> None:
+    """directory/{model,data,reward.py,run.yaml}"""
+    sizes = {"train": 48, "validation": 4, "test": 8}
+    make_task.SIZES, before = sizes, make_task.SIZES
+    try:
+        make_task.make_model(directory / "model", seed=0)
+        make_task.make_data(directory / "data", seed=0)
+    finally:
+        make_task.SIZES = before
+    (directory / "reward.py").write_text(REWARD)
+    (directory / "run.yaml").write_text(CONFIG.format(task=directory))
+
+
+def configure(task: Path, out: Path, *overrides: str) -> Config:
+    return load_config([task / "run.yaml"], [f"output_dir={out}", *overrides])
+
+
+def reward_options(task: Path, **options: Any) -> str:
+    """An override that gives the reward function these options."""
+    component = {"name": "variety", "function": f"{task}/reward.py:reward", "options": options}
+    return f"rewards.components={json.dumps([component])}"
+
+
+class StopAfter(Callback):
+    """SIGTERM to this process at the end of a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step(self, trainer: Trainer, step: int, metrics: object) -> None:
+        if step == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def fit(config: Config, callbacks: Sequence[Callback] = (), **how: bool) -> Trainer:
+    """Train with the program's own recorder until the end or an interruption; the process group stays."""
+    try:
+        trainer = Trainer(config, [Recorder(), *callbacks], **how)
+        used("megatron-core and Megatron-Bridge, 1 rank")
+        if config.algorithm.sampler == "engine" or config.data.eval is not None:
+            used("reward workers")
+            if config.rollout.engine == "local":
+                used("embedded rollout engine")
+        with suppress(Interrupted):
+            trainer.fit()
+        return trainer
+    finally:
+        if dist.is_initialized():
+            forget_layout()
+
+
+def records(out: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl without what the clock wrote."""
+    return [
+        {
+            name: value
+            for name, value in record.items()
+            if not name.startswith(("time/", "throughput/", "memory/"))
+        }
+        for record in read_metrics(out / "metrics.jsonl")
+    ]
+
+
+def weights(out: Path) -> dict[str, Tensor]:
+    """What the run exported."""
+    return load_file(out / "hf" / "model.safetensors")
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    assert records(one) == records(other)
+    ours, theirs = weights(one), weights(other)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)

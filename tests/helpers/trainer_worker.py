@@ -1,0 +1,39 @@
+"""What every rank does for the runs of test_resume.py and test_trainer.py on two ranks."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from tiny_run import configure, fit, reward_options
+
+from megatron_gvpo.config.schema import ConfigError
+
+
+def interrupted_and_not(task: str, runs: str) -> None:
+    """Data- and tensor-parallel: a run, and the same run interrupted in its second step and resumed.
+
+    The signal reaches one rank only.
+    """
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(dist.get_rank()), str(dist.get_world_size())
+    for layout, override in {"dp2": "parallel.tp=1", "tp2": "parallel.tp=2"}.items():
+        common = (override, "algorithm=gvpo", "train.mini_batches=2", "train.deterministic=true")
+        whole, parts = (Path(runs) / f"{layout}-{name}" for name in ("whole", "parts"))
+        fit(configure(Path(task), whole, *common))
+        signal = reward_options(Path(task), signal_in=2 if dist.get_rank() == 0 else 0)
+        stopped = fit(configure(Path(task), parts, *common, signal))
+        assert stopped.step == 2
+        fit(configure(Path(task), parts, *common), resume=True)
+
+
+def a_reward_that_one_rank_lacks(task: str, out: str) -> None:
+    """As where the file is missing on a node: all ranks must hear of it."""
+    rank = dist.get_rank()
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(dist.get_world_size())
+    file = "reward" if rank == 0 else "missing"
+    reward = f'rewards.components=[{{"name": "variety", "function": "{task}/{file}.py:reward"}}]'
+    with pytest.raises(ConfigError) as error:
+        fit(configure(Path(task), Path(out) / "run", "algorithm=gvpo", reward))
+    (Path(out) / f"{rank}.txt").write_text(str(error.value))

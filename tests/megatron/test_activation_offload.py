@@ -1,0 +1,46 @@
+"""Megatron's offloading of activations by modules, as our passes through its schedule use it.
+
+There is no GPU: what is moved, is moved from the CPU to the CPU, and the memory of the original is freed.
+Everything else of Megatron's machinery is real, and it is that which plans by the first pass
+(megatron/model/activation_offload.py). What Transformer Engine keeps of its own is not covered.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gradient_reference as reference
+import pytest
+import torch
+from distributed import launch
+from gradient_cases import SPLIT, STEPS, sampled_for
+from gradient_worker import UPDATE, Case, Layout
+
+LAYOUTS = [Layout(1), Layout(2, pp=2), Layout(2, pp=2, vpp=2)]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("offloaded")
+    reference.save_models(place)
+    rows, *_ = sampled_for(STEPS["gvpo, groups split"], place)
+    case = Case("gvpo", STEPS["gvpo, groups split"].algorithm, rows, SPLIT)
+    torch.save([(layout, case) for layout in LAYOUTS], place / "work.pt")
+    launch("offload_worker:run", [layout.ranks for layout in LAYOUTS], str(place))
+    return place
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_run_with_offloaded_activations_is_the_run_without(found: Path, layout: Layout) -> None:
+    """Scoring first, then updates of more and of fewer micro-batches than before, in other shapes."""
+    kept, moved = (
+        torch.load(found / f"{layout}-{name}.pt", weights_only=False) for name in ("kept", "moved")
+    )
+    assert not kept["moved_bytes"] and all(moved["moved_bytes"]), "by every update"
+    assert moved["left_bytes"] == 0, "no buffer stays for the next"
+    for name in ("scores", "losses", "grad_norms"):
+        for mine, wanted in zip(moved[name], kept[name], strict=True):
+            # What comes back is contiguous, and may be multiplied in another order.
+            torch.testing.assert_close(torch.as_tensor(mine), torch.as_tensor(wanted), rtol=1e-5, atol=1e-5)
+    for name, weight in kept["weights"].items():
+        assert (moved["weights"][name] - weight).abs().max() < 1e-2 * UPDATE["lr"], name

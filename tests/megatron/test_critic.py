@@ -1,0 +1,238 @@
+"""PPO's critic: advantages from their definition, and a value model whose gradient does not know the machine.
+
+The reference is fp64: `transformers`' last hidden states, a linear head on them, plain autograd, sequence by
+sequence, and GAE as the double sum of its definition.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gradient_reference as reference
+import pytest
+import torch
+from critic_worker import Found
+from distributed import launch
+from gradient_worker import Case, Layout
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rows import make_rows
+
+from megatron_gvpo.algorithms.advantages.gae import GAE, Critic
+from megatron_gvpo.algorithms.config import AlgorithmConfig
+from megatron_gvpo.algorithms.recipe import read_recipe
+from megatron_gvpo.types import BatchTotals, TrainBatch
+
+TOLERANCE = 1e-5
+SPLIT = 24  # tokens: rows are divided between micro-batches
+LAYOUTS = [
+    (Layout(1), "untied"),
+    (Layout(2), "untied"),
+    (Layout(2, tp=2), "untied"),
+    (Layout(2, tp=2, sequence_parallel=True), "untied"),
+    (Layout(2, pp=2), "untied"),
+    (Layout(2, cp=2), "untied"),
+    (Layout(4, tp=2, pp=2), "untied"),
+    (Layout(4, pp=2, vpp=2, overlap=True), "untied"),
+    (Layout(1), "tied"),
+    (Layout(2, pp=2), "tied"),
+]
+CLIP = 0.2
+
+
+def by_definition(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
+    """arXiv 1506.02438, eq. 16, of one response: nothing comes after its last token."""
+    after = [*values[1:], 0.0]
+    delta = [r + gamma * n - v for r, n, v in zip(rewards, after, values, strict=True)]
+    return [
+        sum((gamma * lam) ** (later - t) * delta[later] for later in range(t, len(delta)))
+        for t in range(len(delta))
+    ]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 9), min_size=1, max_size=6),
+    gamma=st.floats(0, 1),
+    lam=st.floats(0, 1),
+    kl_coef=st.sampled_from([0.0, 0.3]),
+)
+def test_gae_is_its_definition(lengths, gamma, lam, kl_coef):
+    rows = make_rows([[float(i)] for i in range(len(lengths))], lengths)
+    value_r = torch.randn(sum(lengths), generator=torch.Generator().manual_seed(3))
+    rows = rows.with_columns(value_r=value_r)
+    filled, _ = GAE(gamma=gamma, lam=lam, kl_coef=kl_coef, whiten="none").fill(rows)
+    for i, reward in enumerate(rows.reward_n.tolist()):
+        span = slice(rows.offsets[i], rows.offsets[i + 1])
+        if not lengths[i]:
+            continue
+        kl = (rows.old_logp_r[span].double() - rows.ref_logp_r[span].double()).tolist()
+        rewards = [-kl_coef * x for x in kl]
+        rewards[-1] += reward
+        values = value_r[span].double().tolist()
+        wanted = by_definition(rewards, values, gamma, lam)
+        assert filled.advantage_r[span].tolist() == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+        returns = [a + v for a, v in zip(wanted, values, strict=True)]
+        assert filled.return_r[span].tolist() == pytest.approx(returns, rel=1e-5, abs=1e-6)
+
+
+def test_the_ends_of_lambda():
+    """lambda 1: the return less the value; lambda 0: the one-step error."""
+    rows = make_rows([[2.0]], [3]).with_columns(value_r=torch.tensor([1.0, 3.0, 5.0]))
+    whole, _ = GAE(lam=1.0, whiten="none").fill(rows)
+    assert whole.advantage_r.tolist() == [1.0, -1.0, -3.0] and whole.return_r.tolist() == [2.0, 2.0, 2.0]
+    step, metrics = GAE(lam=0.0, whiten="none").fill(rows)
+    assert step.advantage_r.tolist() == [2.0, 2.0, -3.0]
+    assert metrics["explained_variance"] == pytest.approx(1 - 50 / 9 / (14 / 9))
+
+
+def test_whitening_leaves_the_returns_alone():
+    rows = make_rows([[1.0], [0.0]], [3, 4]).with_columns(value_r=torch.arange(7) / 7)
+    plain, _ = GAE(whiten="none").fill(rows)
+    white, _ = GAE().fill(rows)
+    a = plain.advantage_r.double()
+    torch.testing.assert_close(white.advantage_r.double(), (a - a.mean()) / a.std())
+    assert torch.equal(white.return_r, plain.return_r)
+
+
+def test_without_values_it_is_reinforce_plus_plus():
+    """The reward of the response to all its tokens, less the KL from there on; whitened over tokens."""
+    rows = make_rows([[1.0], [-1.0]], [2, 3])
+    found, _ = GAE(values="zero", lam=1.0, kl_coef=0.1).fill(rows)
+    kl = rows.old_logp_r.double() - rows.ref_logp_r.double()
+    to_go = torch.tensor([1 - 0.1 * kl[t:2].sum() for t in range(2)]).tolist()
+    to_go += torch.tensor([-1 - 0.1 * kl[t:5].sum() for t in range(2, 5)]).tolist()
+    wanted = torch.tensor(to_go)
+    torch.testing.assert_close(found.advantage_r, (wanted - wanted.mean()) / wanted.std())
+    assert found.return_r is None
+
+
+@pytest.mark.parametrize(
+    ("value", "old", "target", "loss", "gradient"),
+    [
+        (1.0, 1.1, 2.0, 0.5, -1.0),  # near the old value: the plain square
+        (1.5, 1.0, 2.0, 0.5 * 0.8**2, 0.0),  # moved too far towards the target: clipped, no gradient
+        (0.5, 1.0, 2.0, 0.5 * 1.5**2, -1.5),  # moved away from it: what is larger counts
+    ],
+)
+def test_value_clipping(value, old, target, loss, gradient):
+    rows = make_rows([[0.0]], [1]).with_columns(value_r=torch.tensor([old]), return_r=torch.tensor([target]))
+    value_r = torch.tensor([value], requires_grad=True)
+    share, metrics = Critic(clip=CLIP).loss(rows, value_r, BatchTotals.of(rows))
+    assert share.item() == pytest.approx(loss) and metrics["value_loss"] == pytest.approx(loss)
+    share.backward()
+    assert value_r.grad.item() == pytest.approx(gradient)
+    plain, _ = Critic(clip=None).loss(rows, value_r.detach(), BatchTotals.of(rows))
+    assert plain.item() == pytest.approx(0.5 * (value - target) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"recipe": "ppo", "critic": None}, "critic is missing: the estimator gae reads its values"),
+        ({"recipe": "ppo", "estimator": {"values": "zero"}}, "critic has no effect"),
+        ({"recipe": "grpo", "critic": {}}, "critic has no effect"),
+        (
+            {"recipe": "ppo", "loss": {"kl_coef": 0.1, "reference": {"name": "ema", "decay": 0.9}}},
+            "one reference policy is kept",
+        ),
+    ],
+)
+def test_a_critic_that_nobody_reads_is_refused(values, said):
+    with pytest.raises(ValueError, match=said):
+        AlgorithmConfig.model_validate(values)
+
+
+def test_the_recipe_says_what_the_papers_say():
+    ppo = AlgorithmConfig.model_validate("ppo")
+    assert ppo.estimator == GAE(gamma=1.0, lam=0.95, kl_coef=0.001)
+    assert ppo.critic == Critic(lr=1e-5, clip=CLIP) and not ppo.needs_group
+    assert read_recipe("ppo")[1].sure == "textbook"
+
+
+def step_rows() -> TrainBatch:
+    """Ragged rows with returns, and old values that are sometimes far from what the head will say."""
+    generator = torch.Generator().manual_seed(0)
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(reference.VOCABULARY, (count,), generator=generator).tolist()
+
+    shapes = [(3, 4), (1, 1), (7, 9), (2, 20), (5, 6), (1, 5)]
+    rows = TrainBatch(
+        prompt_ids=[tokens(prompt) for prompt, _ in shapes],
+        response_ids=[tokens(response) for _, response in shapes],
+        group_n=torch.arange(len(shapes)),
+        reward_n=torch.rand(len(shapes), generator=generator),
+        truncated_n=torch.zeros(len(shapes), dtype=torch.bool),
+    )
+    total = sum(response for _, response in shapes)
+    return rows.with_columns(
+        value_r=torch.randn(total, generator=generator), return_r=torch.rand(total, generator=generator)
+    )
+
+
+def plain(directory: Path, model: str, head_h: torch.Tensor, bias: float) -> tuple[torch.Tensor, float, dict]:
+    """Values, loss and gradients of one update, by transformers and autograd."""
+    rows, policy = step_rows(), reference.load(directory / model)
+    weight, offset = head_h.double().requires_grad_(), torch.tensor([bias]).double().requires_grad_()
+    values = []
+    for prompt, response in zip(rows.prompt_ids, rows.response_ids, strict=True):
+        hidden = policy.model(input_ids=torch.tensor([[*prompt, *response]])).last_hidden_state[0]
+        values.append(hidden[len(prompt) - 1 : -1] @ weight + offset)
+    value_r = torch.cat(values)
+    old, target = rows.value_r.double(), rows.return_r.double()
+    terms = [
+        max((v - r) ** 2, (min(max(v, o - CLIP), o + CLIP) - r) ** 2)
+        for v, o, r in zip(value_r, old, target, strict=True)
+    ]
+    loss = 0.5 * torch.stack(terms).mean()
+    loss.backward()
+    named = {
+        name: parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+        for name, parameter in policy.named_parameters()
+        if not name.startswith("lm_head")
+    }
+    return value_r.detach(), loss.item(), named | {"head.weight": weight.grad[None], "head.bias": offset.grad}
+
+
+HEAD, BIAS = torch.randn(32, generator=torch.Generator().manual_seed(5)) * 0.3, 0.1
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("critic")
+    reference.save_models(path)
+    work = [
+        (layout, Case("", {"recipe": "ppo", "critic": {"lr": 1e-2}}, step_rows(), SPLIT, model=model))
+        for layout, model in LAYOUTS
+    ]
+    torch.save((work, HEAD, BIAS), path / "work.pt")
+    launch("critic_worker:run", [layout.ranks for layout, _ in LAYOUTS], str(path))
+    return path
+
+
+@pytest.fixture(scope="module")
+def wanted(directory: Path) -> dict[str, tuple]:
+    return {model: plain(directory, model, HEAD, BIAS) for model in ("untied", "tied")}
+
+
+@pytest.mark.parametrize("number", range(len(LAYOUTS)), ids=lambda i: f"{LAYOUTS[i][0]}: {LAYOUTS[i][1]}")
+def test_values_gradients_and_checkpoints_do_not_know_the_machine(directory, wanted, number):
+    found: Found = torch.load(directory / f"run-{number}.pt", weights_only=False)
+    value_r, loss, gradients = wanted[LAYOUTS[number][1]]
+    assert found.at_first_r.abs().max() == 0, "a new head expects nothing"
+    torch.testing.assert_close(found.value_r.double(), value_r, rtol=0, atol=1e-5)
+    assert found.metrics["value_loss"] == pytest.approx(loss, rel=TOLERANCE)
+    assert found.gradients.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        difference = (found.gradients[name] - gradient).abs().max()
+        assert difference <= TOLERANCE * gradient.abs().max(), name
+
+    assert found.resumed_metrics == found.next_metrics
+    for name, weight in found.weights.items():
+        assert torch.equal(found.resumed_weights[name], weight), name
+    single: Found = torch.load(directory / "run-0.pt", weights_only=False)
+    if LAYOUTS[number][1] == "untied":
+        norms, alone = ([m["value_grad_norm"] for m in f.next_metrics] for f in (found, single))
+        assert norms == pytest.approx(alone, rel=1e-4)
+    assert found.next_metrics[1]["value_loss"] < found.metrics["value_loss"]

@@ -1,0 +1,47 @@
+"""What a GPU does in one kernel: chosen from what Megatron-Bridge makes of every family."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gradient_reference as reference
+import pytest
+import torch
+
+from megatron_gvpo.config.schema import ModelConfig, ParallelConfig
+from megatron_gvpo.megatron.model.build import _bridge
+from megatron_gvpo.megatron.model.fusions import fuse_weight_gradients, fusions
+from megatron_gvpo.megatron.model.settings import model_settings
+
+LATENT = ("deepseek_v2", "deepseek_v3")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("fusions")
+    reference.save_models(path)
+    return path
+
+
+@pytest.mark.parametrize("family", reference.CONFIGS)
+def test_every_familys_rotation_and_activation_are_fused(family: str, directory: Path):
+    """megatron-core rotates packs one sequence after the other unless it is told; latent attention it does
+    another way."""
+    model = ModelConfig(path=str(directory / family))
+    provider = _bridge(model).to_megatron_provider(load_weights=False)
+    found = fusions(provider)
+    rotation = {} if family in LATENT else {"apply_rope_fusion": True}
+    assert found == rotation | {"bias_activation_fusion": True}
+    on_gpu = model_settings(model, ParallelConfig(), on_cpu=False, deterministic=False)
+    assert not found.keys() & on_gpu.keys()
+    on_cpu = model_settings(model, ParallelConfig(), on_cpu=True, deterministic=False)
+    assert all(on_cpu[name] is False for name in found)
+
+
+def test_layers_that_can_add_their_gradients_do():
+    """Such as Transformer Engine's, which read this attribute in every forward pass."""
+    layer, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    layer.fuse_wgrad_accumulation = False  # type: ignore[assignment]
+    fuse_weight_gradients([torch.nn.Sequential(layer), torch.nn.Sequential(other)])
+    assert layer.fuse_wgrad_accumulation is True
+    assert not hasattr(other, "fuse_wgrad_accumulation")

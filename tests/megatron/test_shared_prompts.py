@@ -1,0 +1,170 @@
+"""Prompts that a group's responses share: the same log-probs and gradients from fewer tokens."""
+
+from __future__ import annotations
+
+import json
+from itertools import accumulate
+from pathlib import Path
+
+import gradient_reference as reference
+import pytest
+import torch
+from distributed import launch
+from gradient_cases import STEPS, TOLERANCE, expected, sampled_for
+from gradient_worker import Case, Layout
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_gvpo.config.parallel_layout import Padding, check_layout
+from megatron_gvpo.config.schema import ConfigError, build_config
+from megatron_gvpo.megatron.batch import PackedBatch, plan
+from megatron_gvpo.types import TrainBatch
+
+BUDGETS = {"groups split": 24, "groups whole": 400}  # tokens a micro-batch
+RUNS = {
+    "untied": [Layout(1), Layout(2), Layout(2, tp=2, sequence_parallel=True), Layout(2, pp=2)],
+    "qwen3_moe": [Layout(2, ep=2)],
+    "llama3": [Layout(1)],
+}
+CASES = [(model, layout, budget) for model, of in RUNS.items() for layout in of for budget in BUDGETS]
+
+
+def step_of(model: str) -> str:
+    return "gvpo, groups split" if model == "untied" else f"{model}, gvpo, groups split"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models, and what the ranks found."""
+    directory = tmp_path_factory.mktemp("shared")
+    reference.save_models(directory)
+    work: dict[int, list[tuple[Layout, str, Case]]] = {}
+    for model, layout, budget in CASES:
+        step = STEPS[step_of(model)]
+        rows, *_ = sampled_for(step, directory)
+        case = Case(step_of(model), step.algorithm, rows, BUDGETS[budget], model=model)
+        work.setdefault(layout.ranks, []).append((layout, budget, case))
+    torch.save(list(work.values()), directory / "work.pt")
+    launch("shared_worker:run", list(work), str(directory))
+    return directory
+
+
+@pytest.mark.parametrize(("model", "layout", "budget"), CASES, ids=str)
+def test_gradients_are_those_of_whole_sequences(place: Path, model: str, layout: Layout, budget: str) -> None:
+    found = torch.load(place / f"shared-{layout}-{model}-{budget}.pt", weights_only=False)
+    loss, gradients = expected(step_of(model), place)
+    (_, plain_logp_r, plain_tokens), (shared, logp_r, tokens) = found[False], found[True]
+    torch.testing.assert_close(logp_r, plain_logp_r, rtol=1e-5, atol=1e-5)
+    assert shared.metrics["loss"] == pytest.approx(loss, rel=TOLERANCE, abs=1e-6)
+    nothing = 1e-8 * max(wanted.abs().max() for wanted in gradients.values())
+    for name, wanted in reference.as_in_file(gradients).items():
+        difference = (shared.gradients[name] - wanted).abs().max()
+        assert difference <= TOLERANCE * wanted.abs().max() + nothing, name
+    if budget == "groups whole" and layout == Layout(1):
+        rows, *_ = sampled_for(STEPS[step_of(model)], place)
+        answers = sum(len(r) - 1 for r in rows.response_ids)
+        assert plain_tokens == sum(map(len, rows.prompt_ids)) + answers
+        assert tokens == sum(map(len, {tuple(p) for p in rows.prompt_ids})) + answers
+
+
+def rows_of(groups: list[tuple[int, list[int]]]) -> TrainBatch:
+    """(prompt tokens, tokens of each response)"""
+    n = sum(len(answers) for _, answers in groups)
+    return TrainBatch(
+        prompt_ids=[(g,) * prompt for g, (prompt, answers) in enumerate(groups) for _ in answers],
+        response_ids=[tuple(range(50, 50 + a)) for _, answers in groups for a in answers],
+        group_n=torch.tensor([g for g, (_, answers) in enumerate(groups) for _ in answers]),
+        reward_n=torch.zeros(n),
+        truncated_n=torch.zeros(n, dtype=torch.bool),
+    )
+
+
+def test_a_shared_pack_is_token_aligned() -> None:
+    """Every column by hand: a prompt of 3 tokens with answers of 2, 1 and 3, and one with a single answer."""
+    batch = PackedBatch.pack(rows_of([(3, [2, 1, 3]), (2, [2])]), Padding(1, 8), share_prompts=True)
+    assert batch.token_t.tolist() == [0, 0, 0, 50, 50, 51, 1, 1, 50, *[0] * 7]
+    assert batch.position_t.tolist() == [0, 1, 2, 3, 3, 4, 0, 1, 2, *range(7)]
+    assert (batch.lengths, batch.followers) == ([3, 1, 2, 3, 7], [2, 0, 0, 0, 0])
+    assert batch.response_r.tolist() == [2, 3, 2, 2, 4, 5, 7, 8]
+    assert batch.label_r.tolist() == [50, 51, 50, 50, 51, 52, 50, 51]
+    assert batch.index_r.tolist() == list(range(8))
+
+
+groups_of_rows = st.lists(
+    st.tuples(st.integers(1, 9), st.lists(st.integers(1, 9), min_size=1, max_size=5)), min_size=1, max_size=6
+)
+
+
+@given(groups_of_rows, st.integers(8, 60), st.integers(1, 3))
+def test_packs_keep_to_the_budget_and_hold_every_row_once(groups, budget, ranks) -> None:
+    rows = rows_of(groups)
+    made = plan(rows, ranks, budget, hidden_size=32, share_prompts=True)
+    assert sorted(i for rank in made.micro_batches for part in rank for i in part) == list(range(len(rows)))
+    assert len({len(rank) for rank in made.micro_batches}) == 1
+    for part in (part for rank in made.micro_batches for part in rank if part):
+        batch = PackedBatch.pack(rows.select(part), share_prompts=True)
+        assert len(batch.token_t) <= budget or len(part) == 1
+
+
+def dense(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], followers: list[int]) -> Tensor:
+    """Scores of the whole pack with itself, then the mask, element by element."""
+    total, ends = sum(lengths), list(accumulate(lengths))
+    sequence = [i for i, length in enumerate(lengths) for _ in range(length)]
+    prompt_of = {i + 1 + j: i for i, count in enumerate(followers) for j in range(count)}
+    seen = torch.zeros(total, total, dtype=torch.bool)
+    for i in range(total):
+        for j in range(i + 1):
+            seen[i, j] = sequence[i] == sequence[j] or prompt_of.get(sequence[i]) == sequence[j]
+    key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
+    scores = torch.einsum("qnd,knd->nqk", query, key) / query.shape[-1] ** 0.5
+    assert ends[-1] == len(query)
+    return torch.einsum("nqk,knd->qnd", scores.masked_fill(~seen, -torch.inf).softmax(-1), value)
+
+
+@settings(max_examples=40, deadline=None)
+@given(groups_of_rows)
+def test_attention_is_that_of_a_dense_mask(groups: list[tuple[int, list[int]]]) -> None:
+    from megatron_gvpo.megatron.cpu.shared_prompts import SharedAttention
+
+    lengths, followers = [], []
+    for prompt, answers in groups:
+        lengths += [prompt, *answers]
+        followers += [len(answers), *[0] * len(answers)]
+    generator = torch.Generator().manual_seed(len(lengths))
+    inputs = [
+        torch.randn(sum(lengths), heads, 8, generator=generator, dtype=torch.float64).requires_grad_()
+        for heads in (4, 2, 2)
+    ]
+    upstream = torch.randn(sum(lengths), 4, 8, generator=generator, dtype=torch.float64)
+    found = SharedAttention.apply(*inputs, tuple(lengths), tuple(followers), None)
+    wanted = dense(*inputs, lengths, followers)
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+    gradients = [torch.autograd.grad(out, inputs, upstream) for out in (found, wanted)]
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel", "reason"),
+    [
+        ({}, {"cp": 2}, "parallel.cp=2 cuts every sequence by itself"),
+        ({"kv_lora_rank": 8, "architectures": ["DeepseekV3ForCausalLM"]}, {}, "latent attention's keys"),
+        ({"sliding_window": 4}, {}, "the model's sliding_window=4"),
+    ],
+)
+def test_what_cannot_share_prompts_is_refused(tmp_path: Path, model, parallel, reason: str) -> None:
+    values = {"architectures": ["Qwen2ForCausalLM"], "num_attention_heads": 4, "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps({**values, **model}))
+    config = build_config(
+        {
+            "output_dir": "unused",
+            "model": {"path": str(tmp_path)},
+            "data": {"train": {"path": "unused"}},
+            "train": {"steps": 1, "prompts_per_step": 1, "share_prompts": True},
+            "optimizer": {"lr": 1.0},
+            "parallel": parallel,
+        }
+    )
+    with pytest.raises(ConfigError, match=f"train.share_prompts=true is not possible here: .*{reason}"):
+        check_layout(config, 2)

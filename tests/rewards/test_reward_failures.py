@@ -1,0 +1,55 @@
+"""What a user hears of rewards that fail, and of one whose worker is never ready: real worker processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from real_parts import used
+
+from megatron_gvpo.config.schema import ConfigError, RewardConfig, RewardsConfig
+from megatron_gvpo.rewards.pool import RewardPool
+from megatron_gvpo.types import Group, Prompt, Rollout
+
+STRICT = """
+def strict(prompt, response):
+    return {"fine": 1.0, "none": None}[response.text]
+"""
+
+
+def pool(file: Path, text: str) -> RewardPool:
+    file.write_text(text)
+    strict = RewardConfig(name="mine", function=f"{file}:strict")
+    return RewardPool(RewardsConfig(components=(RewardConfig(name="format"), strict)))
+
+
+def test_failures_are_told_at_first_and_when_their_share_doubles(tmp_path: Path) -> None:
+    with pool(tmp_path / "strict.py", STRICT) as rewards:
+        used("reward workers")
+
+        def told(*texts: str) -> list[str]:
+            rollouts = [Rollout([i], [0.0], text, "stop") for i, text in enumerate(texts)]
+            rewards.score([group := Group(Prompt("p", (1,), "?"), rollouts)])
+            return rewards.warnings([group])
+
+        assert told("fine") == []
+        assert told("other", "fine", "fine", "fine") == [
+            "rewards.components.1 (mine) failed for 1 of 4 responses, and counts 0 for them: "
+            "KeyError: 'other' (strict.py, line 3)"
+        ]
+        assert told("none", "fine", "fine") == []
+        [said] = told("other", "none", "none", "fine")
+        assert "failed for 3 of 4 responses" in said and "it returned NoneType instead of a number" in said
+        assert told("none") == []
+
+
+def test_a_function_that_is_never_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_gvpo.rewards.pool._START", 0.1)
+    said = (
+        r"not ready after 0\.1 seconds: importing .*endless\.py:strict takes longer, or waits for something"
+    )
+    with (
+        pytest.raises(ConfigError, match=said),
+        pool(tmp_path / "endless.py", "import time\ntime.sleep(3600)\n") as rewards,
+    ):
+        rewards.score([])

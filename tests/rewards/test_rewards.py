@@ -1,0 +1,377 @@
+r"""Rewards: what counts as the right answer, and that no reward function can hurt the run.
+
+The pool's tests run real worker processes and really hang, crash and kill them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from real_parts import used
+
+from megatron_gvpo.config.schema import ConfigError, RewardConfig, RewardsConfig
+from megatron_gvpo.rewards.boxed import boxed, verify_format
+from megatron_gvpo.rewards.math_answer import verify_math
+from megatron_gvpo.rewards.pool import RewardPool
+from megatron_gvpo.types import Group, Prompt, Rollout
+
+
+def prompt(answer: str | None = "41", **record: Any) -> Prompt:
+    return Prompt("p", (1, 2), "12+34-5=", answer, record=record)
+
+
+def response(text: str, tokens: tuple[int, ...] = (1,)) -> Rollout:
+    return Rollout(list(tokens), [-0.5] * len(tokens), text, "stop")
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (r"\boxed{41}", "41"),
+        (r"12+34=46 \boxed{ 41 } and so on", "41"),
+        (r"\boxed{1} then \boxed{2}", "2"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{\left\{1,2\right.}", r"\left\{1,2\right."),  # an escaped brace opens nothing
+        (r"\boxed{}", ""),
+        (r"\boxed{41", None),
+        (r"\boxed{1} then \boxed{\frac{1}{2}", None),
+        (r"boxed{41}", None),
+        ("41", None),
+        ("", None),
+    ],
+)
+def test_boxed(text: str, content: str | None) -> None:
+    assert boxed(text) == content
+
+
+@pytest.mark.parametrize(
+    ("answer", "given"),
+    [
+        ("41", "41"),
+        ("41", " 41 "),
+        ("41", "+41"),
+        ("41", "041"),
+        ("-7", "- 7"),
+        ("1000", "1,000"),
+        ("5", "5.0"),
+        ("5", r"5\text{ cm}"),
+        ("5", "x=5"),
+        (r"\boxed{41}", "41"),
+        ("1/2", r"\frac{1}{2}"),
+        (r"\frac{1}{2}", "0.5"),
+        ("1/2", "2/4"),
+        ("0.5", r"50\%"),
+        ("x+1", "1 + x"),
+        (r"\{1,2\}", r"\{2,1\}"),
+        (r"2\sqrt{2}", r"\sqrt{8}"),
+        ("12 apples", "12 apples"),
+        ("9" * 5000, "9" * 5000),  # more digits than Python turns into an integer
+    ],
+)
+def test_equal_answers(answer: str, given: str) -> None:
+    assert verify_math(prompt(answer), response(rf"so \boxed{{{given}}}")) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        ("41", r"\boxed{42}"),
+        ("41", r"\boxed{-41}"),
+        ("41", r"\boxed{4 1}"),
+        ("41", r"\boxed{410}"),
+        ("41", r"\boxed{}"),
+        ("41", r"\boxed{41"),
+        ("41", "41"),
+        ("41", ""),
+        ("41", r"\boxed{41} no, \boxed{40}"),  # the last one counts
+        ("41", r"\boxed{41} no, \boxed{40"),
+        ("41", r"\boxed{40, 41}"),
+        ("41", r"\boxed{==}"),
+        ("41", r"\boxed{\frac{}}"),
+        ("41", rf"\boxed{{{'9' * 5000}}}"),
+        ("1/2", r"\boxed{\frac{1}{3}}"),
+        ("(1,2)", r"\boxed{(2,1)}"),
+        ("x+1", r"\boxed{x-1}"),
+    ],
+)
+def test_wrong_answers(answer: str, text: str) -> None:
+    assert verify_math(prompt(answer), response(text)) == 0.0
+
+
+@pytest.mark.parametrize("given", ["12+34-5", "46-5", "12+34-5=41", "41=46-5", "40+1", r"\frac{82}{1}-41"])
+def test_the_question_is_no_answer(given: str) -> None:
+    r"""All of these equal 41; a policy that boxes its prompt must not earn a reward for it."""
+    assert verify_math(prompt("41"), response(rf"\boxed{{{given}}}")) == 0.0
+
+
+def test_format() -> None:
+    good = [r"\boxed{41}", "12+34=46\n\\boxed{41}\n", r"\boxed{\frac{1}{2}}", r"\boxed{x"[:-1] + "y}"]
+    bad = ["", "41", r"\boxed{41", r"\boxed{}", r"\boxed{41}.", r"\boxed{1}\boxed{2}", r"\boxed{\boxed{1}}"]
+    assert [verify_format(prompt(), response(text)) for text in good] == [1.0] * len(good)
+    assert [verify_format(prompt(), response(text)) for text in bad] == [0.0] * len(bad)
+    pattern = r"<think>.*</think>\d+"
+    assert verify_format(prompt(), response("<think>a\nb</think>41"), pattern) == 1.0
+    assert verify_format(prompt(), response("so: <think>a</think>41"), pattern) == 0.0
+
+
+USER_FUNCTIONS = '''
+from __future__ import annotations
+import os, subprocess, sys, time
+from dataclasses import dataclass
+
+@dataclass
+class Settings:  # dataclasses look up the module that they are in
+    scale: float = 1.0
+
+def length(prompt, response, scale=1.0):
+    return scale * len(response.text)
+
+def level(prompt, response):
+    return prompt.record["level"] + len(prompt.token_ids)
+
+def as_told(prompt, response):
+    """Does to its process what the response says."""
+    match response.text:
+        case "raise": raise KeyError("no such thing")
+        case "leave": sys.exit(3)
+        case "hang": time.sleep(3600)
+        case "spawn": subprocess.run(["sleep", "3600"])
+        case "crash": os._exit(7)
+        case "nan": return float("nan")
+        case "infinite": return float("inf")
+        case "text": return "1.0"
+        case "none": return None
+        case "torch": return "torch" in sys.modules
+        case "recursion": return as_told(prompt, response)
+    return 1.0
+
+def noted(prompt, response):
+    with open(prompt.record["notes"], "a") as notes:
+        print(os.getpid(), response.text, file=notes)
+    return 1.0
+
+class Judge:
+    def __call__(self, prompt, response): return 0.25
+
+judge = Judge()
+number = 3
+'''
+
+
+@pytest.fixture
+def functions(tmp_path: Path) -> str:
+    file = tmp_path / "my_rewards.py"
+    file.write_text(USER_FUNCTIONS)
+    return str(file)
+
+
+def config(*components: RewardConfig, timeout: float = 30.0, workers: int = 1) -> RewardsConfig:
+    return RewardsConfig(components=components, timeout=timeout, workers=workers)
+
+
+def user(file: str, function: str, **settings: Any) -> RewardConfig:
+    return RewardConfig(name=function, function=f"{file}:{function}", **settings)
+
+
+def score(rewards: RewardsConfig, *texts: str, of: Prompt | None = None) -> list[Rollout]:
+    rollouts = [response(text, (i,)) for i, text in enumerate(texts)]
+    with RewardPool(rewards) as pool:
+        used("reward workers")
+        pool.score([Group(of or prompt(), rollouts)])
+    return rollouts
+
+
+def test_components_are_named_and_weighed(functions: str) -> None:
+    rewards = config(
+        RewardConfig(name="math"),
+        RewardConfig(name="format", weight=0.5),
+        user(functions, "length", weight=-0.01, options={"scale": 2.0}),
+    )
+    right, shapeless, none = score(rewards, r"\boxed{41}", r"\boxed{41}!", "")
+    assert right.rewards == {"math": 1.0, "format": 1.0, "length": 20.0}
+    assert right.reward == pytest.approx(1.5 - 0.2)
+    assert (shapeless.rewards["math"], shapeless.rewards["format"]) == (1.0, 0.0)
+    assert none.rewards == {"math": 0.0, "format": 0.0, "length": 0.0}
+    assert not any(rollout.reward_errors for rollout in (right, shapeless, none))
+
+
+def test_a_run_may_have_no_reward_of_its_own() -> None:
+    """A shaper, such as a judge of pairs, gives it."""
+    with RewardPool(RewardsConfig(components=())) as pool:
+        pool.score([group := Group(prompt(), [response("a"), response("b")])])
+    assert group.rewards == [0.0, 0.0] and group.rollouts[0].rewards == {}
+
+
+def test_a_reward_sees_the_whole_record(functions: str) -> None:
+    (rollout,) = score(config(user(functions, "level")), "x", of=prompt(level=3))
+    assert rollout.reward == 5.0
+
+
+def test_a_function_of_a_module(functions: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(functions).parent)
+    (rollout,) = score(config(user("my_rewards", "length")), "four")
+    assert rollout.reward == 4.0
+    (rollout,) = score(config(user("my_rewards", "judge")), "any callable will do")
+    assert rollout.reward == 0.25
+
+
+def test_a_bad_reward_costs_its_rollout_only(functions: str) -> None:
+    expected = {
+        "fine": None,
+        "raise": "KeyError: 'no such thing' (my_rewards.py, line 19)",
+        "leave": "SystemExit: 3",
+        "nan": "it returned nan",
+        "infinite": "it returned inf",
+        "text": "it returned str instead of a number",
+        "none": "it returned NoneType instead of a number",
+        "recursion": "RecursionError: ",
+        "crash": "it ended its process (exit code 7)",
+        "hang": "it took longer than rewards.timeout=3 seconds",
+        "still fine": None,
+    }
+    rewards = config(user(functions, "as_told"), RewardConfig(name="format"), timeout=3.0)
+    for rollout, error in zip(score(rewards, *expected), expected.values(), strict=True):
+        assert rollout.rewards == {"as_told": 0.0 if error else 1.0, "format": 0.0}
+        assert rollout.reward == rollout.rewards["as_told"]
+        assert set(rollout.reward_errors) == ({"as_told"} if error else set())
+        assert (error or "") in rollout.reward_errors.get("as_told", "")
+
+
+def test_the_clock_is_of_one_rollout_not_of_all(functions: str) -> None:
+    texts = ["fine", "hang", "crash", "hang", *map(str, range(100))]
+    rollouts = score(config(user(functions, "as_told"), timeout=3.0, workers=2), *texts)
+    assert [rollout.reward for rollout in rollouts] == [1.0, 0.0, 0.0, 0.0] + [1.0] * 100
+
+
+def test_a_pool_scores_again_after_a_crash(functions: str) -> None:
+    with RewardPool(config(user(functions, "as_told"))) as pool:
+        for text, reward in (("crash", 0.0), ("fine", 1.0)):
+            group = Group(prompt(), [response(text)])
+            pool.score([group])
+            assert group.rewards == [reward]
+        pool.score([])
+        os.kill(children()[0], signal.SIGKILL)  # as the kernel does when memory runs out
+        time.sleep(0.5)
+        pool.score([group := Group(prompt(), [response("fine")])])
+        assert group.rewards == [1.0] and not group.rollouts[0].reward_errors
+
+
+def test_equal_responses_are_scored_once(functions: str, tmp_path: Path) -> None:
+    notes = tmp_path / "notes"
+    one, other = prompt(notes=str(notes)), prompt(notes=str(notes))
+    rollouts = [response(text, tokens) for text, tokens in [("a", (1,)), ("b", (2,)), ("a", (1,))]]
+    with RewardPool(config(user(functions, "noted"), workers=2)) as pool:
+        pool.score([Group(one, rollouts), Group(other, [response("a")])])
+    assert [rollout.reward for rollout in rollouts] == [1.0] * 3
+    assert sorted(line.split()[1] for line in notes.read_text().splitlines()) == ["a", "a", "b"]
+
+
+def test_workers_do_not_load_torch(functions: str) -> None:
+    rewards = config(user(functions, "as_told"), RewardConfig(name="math"))
+    (rollout,) = score(rewards, "torch")
+    assert rollout.rewards["as_told"] == 0.0 and not rollout.reward_errors
+
+
+@pytest.mark.parametrize(
+    ("component", "message"),
+    [
+        ({"function": "my_rewards.py"}, "expected module:function or path/file.py:function"),
+        ({"function": "nowhere.py:length"}, "there is no file nowhere.py"),
+        ({"function": "no_such_module:f"}, "importing no_such_module failed: ModuleNotFoundError"),
+        ({"function": "{file}:lenght"}, "has no function 'lenght'; it has: as_told, length, level, noted"),
+        ({"function": "{file}:number"}, "has no function 'number'"),
+        ({"function": "{file}:length", "options": {"scales": 1}}, "unexpected keyword argument 'scales'"),
+        ({"function": "{broken}:f"}, "failed: SyntaxError"),
+        ({"function": "{deadly}:f"}, "a worker died while it started (exit code 5)"),
+    ],
+)
+def test_functions_that_cannot_be_loaded(functions: str, component: Any, message: str) -> None:
+    broken, deadly = Path(functions).with_name("broken.py"), Path(functions).with_name("deadly.py")
+    broken.write_text("def f(:\n")
+    deadly.write_text("import os\nos._exit(5)\n")
+    if "function" in component:
+        path = component["function"].format(file=functions, broken=broken, deadly=deadly)
+        component = component | {"function": path}
+    with (
+        pytest.raises(ConfigError) as error,
+        RewardPool(config(RewardConfig(**{"name": "mine"} | component))),
+    ):
+        pass
+    assert message in str(error.value)
+    assert not children()
+
+
+def children() -> list[int]:
+    """Processes that this one started and that still run, but for what Python keeps for the tests before."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            state, parent = (process / "stat").read_text().rpartition(")")[2].split()[:2]
+            command = (process / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if int(parent) == os.getpid() and state != "Z" and b"multiprocessing.resource_tracker" not in command:
+            found.append(int(process.name))
+    return found
+
+
+def running(marker: str) -> Iterator[int]:
+    """Processes with `marker` in their environment: a run's own and all that came of it."""
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if marker.encode() in environ.read_bytes():
+                yield int(environ.parent.name)
+        except OSError:
+            continue
+
+
+def test_nothing_outlives_its_pool(functions: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MARKER", marker := f"reward-test-{os.getpid()}-{time.time()}")
+    rollouts = score(config(user(functions, "as_told"), timeout=3.0, workers=2), "spawn", "fine")
+    assert [rollout.reward for rollout in rollouts] == [0.0, 1.0]
+    assert not children() and not list(running(marker))
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_outlives_its_run(functions: str, how: signal.Signals) -> None:
+    """A run that ends in mid-reward, gracefully or not: a script without a main guard, as users write."""
+    marker = f"reward-test-{how}-{os.getpid()}-{time.time()}"
+    run = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, functions],
+        env={**os.environ, "MARKER": marker},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        # A shell starts what it puts into the background with SIGINT ignored; so would what that starts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert run.stdout is not None and run.stdout.readline() == "ready\n"
+    time.sleep(0.5)  # the reward hangs by now
+    assert len(list(running(marker))) >= 2
+    run.send_signal(how)
+    run.wait(timeout=60)
+    deadline = time.monotonic() + 20
+    while list(running(marker)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not list(running(marker))
+
+
+SCRIPT = """
+import sys
+from megatron_gvpo.config.schema import RewardConfig, RewardsConfig
+from megatron_gvpo.rewards.pool import RewardPool
+from megatron_gvpo.types import Group, Prompt, Rollout
+
+component = RewardConfig(name="as_told", function=sys.argv[1] + ":as_told")
+with RewardPool(RewardsConfig(components=(component,), timeout=3600)) as pool:
+    print("ready", flush=True)
+    pool.score([Group(Prompt("p", (1,), "?"), [Rollout([1], [0.0], "spawn", "stop")])])
+"""

@@ -1,0 +1,119 @@
+"""Rollout servers that die, hang or refuse in the middle of a run: real processes, real signals.
+
+Whatever happens, the run ends with every group complete and sampled from the weights of its step.
+"""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from faults import Fault, check, faulty_run, kill, stop
+from proxy import Proxy
+from servers import ENGINES, running
+from tiny_run import records
+
+from megatron_gvpo.rollout.pool import RolloutError
+from megatron_gvpo.rollout.supervise import Supervisor, free_ports
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def pair(request, task: Path, tmp_path_factory) -> Iterator[tuple[str, Supervisor]]:
+    """Two servers that are started again when they die, as `megatron-gvpo serve` does."""
+    out = tmp_path_factory.mktemp("pair")
+    overrides = ("rollout.servers.count=2", "rollout.servers.restarts=20", "rollout.servers.hang_timeout=60")
+    with running(request.param, task, out, *overrides) as supervisor:
+        yield request.param, supervisor
+
+
+@pytest.mark.parametrize("schedule", ["killed generating and between", "killed while pushing", "hangs"])
+def test_no_group_is_lost_or_stale(pair: tuple[str, Supervisor], task: Path, tmp_path: Path, schedule: str):
+    engine, supervisor = pair
+    a, b = supervisor.processes
+    faults = {
+        "killed generating and between": [
+            Fault(2, "generating", kill(a), delay=0.05),
+            Fault(4, "between", kill(b)),
+        ],
+        "killed while pushing": [Fault(2, "pushing", kill(b), delay=0.01)],
+        "hangs": [Fault(2, "generating", stop(a, seconds=12.0), delay=0.05)],
+    }[schedule]
+    urls = [process.url for process in supervisor.processes]
+    trainer, saboteur = faulty_run(engine, task, tmp_path / "run", urls, faults, "train.steps=6")
+    check(trainer, saboteur, records(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("pair", ["sglang"], indirect=True)
+@pytest.mark.parametrize("mode", ["error", "refuse"])
+@pytest.mark.parametrize("moment", ["generating", "pushing"])
+def test_a_server_that_refuses_for_a_while(
+    pair: tuple[str, Supervisor], task: Path, tmp_path: Path, mode: str, moment: str
+):
+    """Status 500 to everything, or no port, from some moment on, for a while."""
+    engine, supervisor = pair
+    a, b = supervisor.processes
+    [port] = free_ports(1, "127.0.0.1")
+    proxy = Proxy(b.url, port)
+
+    back = threading.Timer(3.0, proxy.set, ["forward"])
+
+    def refuse() -> None:
+        proxy.set(mode)
+        back.start()
+
+    try:
+        trainer, saboteur = faulty_run(
+            engine, task, tmp_path / "run", [a.url, proxy.url], [Fault(2, moment, refuse)], "train.steps=5"
+        )
+    finally:
+        back.cancel()
+        proxy.close()
+    check(trainer, saboteur, records(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("pair", ["sglang"], indirect=True)
+def test_a_disk_that_is_full_for_a_while(pair: tuple[str, Supervisor], task: Path, tmp_path: Path):
+    """Pushes over files fail while no file may grow beyond 1 MB, and the same step goes on when they may."""
+    engine, supervisor = pair
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+        threading.Timer(3.0, resource.setrlimit, [resource.RLIMIT_FSIZE, limits]).start()
+
+    urls = [process.url for process in supervisor.processes]
+    overrides = ("train.steps=4", "rollout.weights.transport=disk")
+    trainer, saboteur = faulty_run(
+        engine, task, tmp_path / "run", urls, [Fault(2, "generating", fill)], *overrides
+    )
+    check(trainer, saboteur, records(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("pair", ["sglang"], indirect=True)
+def test_a_disk_that_stays_full_ends_the_run_with_a_checkpoint_and_a_reason(
+    pair: tuple[str, Supervisor], task: Path, tmp_path: Path
+):
+    engine, supervisor = pair
+    directory = tmp_path / "weights"
+
+    def block() -> None:
+        shutil.rmtree(directory)
+        directory.write_text("a file where the weights should go")
+
+    overrides = ("rollout.weights.transport=disk", f"rollout.weights.directory={directory}")
+    with pytest.raises(RolloutError, match=r"weight pushes in a row failed, at last: .*cannot be written"):
+        faulty_run(
+            engine,
+            task,
+            tmp_path / "run",
+            [process.url for process in supervisor.processes],
+            [Fault(2, "generating", block)],
+            "train.steps=4",
+            "rollout.weights.attempts=1",
+            *overrides,
+        )
+    assert list((tmp_path / "run" / "checkpoints").glob("step_*"))

@@ -1,0 +1,282 @@
+"""How servers are started, watched and judged, on machines with proxies, GPUs and NCCLs of all kinds."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_gvpo.config.schema import Config, ConfigError, ServersConfig, load_config
+from megatron_gvpo.rollout import http
+from megatron_gvpo.rollout.background_loop import BackgroundLoop
+from megatron_gvpo.rollout.http import Http, ServerGone, open_session
+from megatron_gvpo.rollout.nccl import check_nccl
+from megatron_gvpo.rollout.pool import ServerPool
+from megatron_gvpo.rollout.server import Launch
+from megatron_gvpo.rollout.sglang import SGLang
+from megatron_gvpo.rollout.supervise import ServerProcess, Supervisor, free_ports, is_healthy
+from megatron_gvpo.sampling import served
+from megatron_gvpo.weights.address import group_address
+
+SOON = 60.0  # seconds
+
+
+@contextmanager
+def listening(answer: bytes | None) -> Iterator[str]:
+    """The URL of a socket that says `answer` to whoever connects, and hangs up; None: it accepts nobody."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen(0 if answer is None else 16)
+
+        def serve() -> None:
+            try:
+                while True:
+                    client, _ = server.accept()
+                    with client:
+                        client.recv(4096)
+                        client.sendall(answer)
+            except OSError:  # closed
+                pass
+
+        if answer is not None:
+            threading.Thread(target=serve, daemon=True).start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+        server.shutdown(socket.SHUT_RDWR)
+
+
+def config_of(good: Path, *overrides: str) -> Config:
+    return load_config([good], ["rollout.engine=sglang", *overrides])
+
+
+# --- health -------------------------------------------------------------------------------------------------
+
+
+def test_health_is_asked_past_a_proxy(monkeypatch: pytest.MonkeyPatch):
+    """Clusters have http_proxy in their environment; it knows nothing of servers on their nodes."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    with listening(b"HTTP/1.0 200 OK\r\n\r\n") as url:
+        assert is_healthy(url, SOON)
+
+
+@pytest.mark.parametrize("answer", [b"\x00\x01garbage\r\n", b""])
+def test_what_is_no_web_server_is_not_healthy(answer: bytes):
+    """Such as a port that something else took first."""
+    with listening(answer) as url:
+        assert not is_healthy(url, SOON)
+
+
+# --- the supervisor -----------------------------------------------------------------------------------------
+
+
+def supervised(tmp_path: Path, command: list[str], **settings: Any) -> Supervisor:
+    [port] = free_ports(1, "127.0.0.1")
+    process = ServerProcess(Launch(command, {}), f"http://127.0.0.1:{port}", tmp_path / "log" / "server.log")
+    return Supervisor([process], ServersConfig(**settings), lambda _: None)
+
+
+def failure(supervisor: Supervisor) -> str:
+    deadline = time.monotonic() + SOON
+    while supervisor.failed is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return supervisor.failed or "nothing failed"
+
+
+def test_a_server_that_never_becomes_healthy_is_started_again(tmp_path: Path):
+    supervisor = supervised(tmp_path, ["sleep", "1000"], start_timeout=0.5, restarts=1)
+    with closing(supervisor):
+        supervisor.start()
+        why = failure(supervisor)
+    assert "has not answered for rollout.servers.start_timeout=0.5 s, after 1 restarts" in why
+
+
+def test_a_server_that_cannot_be_started_again_is_a_failure(tmp_path: Path):
+    """The supervisor outlives what the system says to a restart."""
+    supervisor = supervised(tmp_path, ["sleep", "0.1"], restarts=2)
+    with closing(supervisor):
+        supervisor.start()
+        (tmp_path / "log").rename(tmp_path / "away")
+        (tmp_path / "log").write_text("no directory for a log")
+        why = failure(supervisor)
+    assert "cannot be used, after 2 restarts" in why
+
+
+def test_a_secret_is_in_a_file_of_this_users_alone_while_the_server_lives(tmp_path: Path):
+    read = ["sh", "-c", 'cat "$0"; sleep 1000']  # its path is the last word
+    log = tmp_path / "log"
+    log.write_text("of an earlier run\n")
+    process = ServerProcess(Launch(read, {}, "a secret"), "http://127.0.0.1:1", log)
+    for _ in range(2):
+        process.start()
+        [file] = tmp_path.glob("*.yaml")
+        assert {place.stat().st_mode & 0o777 for place in (file, log)} == {0o600}
+        deadline = time.monotonic() + SOON
+        while not log.read_text().endswith("a secret") and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert log.read_text().endswith("a secret")
+        process.stop()
+        assert list(tmp_path.iterdir()) == [log]
+        log.write_text("")
+
+
+def test_sglangs_key_is_not_on_its_command_line(good: Path):
+    launch = SGLang.launch(config_of(good, "rollout.servers.args=[--own, '1']"), 1, "the key", False)
+    assert not any("the key" in word for word in (*launch.command, *launch.environment.values()))
+    assert launch.command[-3:] == ["--own", "1", "--config"] and "the key" in launch.secret
+    assert SGLang.launch(config_of(good), 1, None, False).secret == ""
+    with pytest.raises(ConfigError, match=r"rollout\.servers\.args: SGLang takes one --config"):
+        SGLang.launch(config_of(good, "rollout.servers.args=[--config, own.yaml]"), 1, "the key", False)
+
+
+@pytest.mark.parametrize("lent", [(), ("cache",)])
+def test_a_server_that_keeps_a_colocated_trainers_memory_is_ended(tmp_path: Path, lent: tuple):
+    """It answers no order to give it, or has taken a part in a push that failed; the trainer takes it now."""
+    supervisor = supervised(tmp_path, ["sleep", "1000"])
+    [process] = supervisor.processes
+    process.start()
+    assert process.pid is not None and Path(f"/proc/{process.pid}").exists()
+    pid = process.pid
+    with a_fleet(process.url, supervisor) as (loop, fleet):
+        fleet.members[0].become("ready")
+        fleet.members[0].lent = lent
+        loop.run(fleet.rest())
+        assert fleet.members[0].state == "lost"
+    assert not Path(f"/proc/{pid}").exists()
+    process.stop()
+
+
+def test_a_server_that_ended_has_all_of_its_memory_when_it_is_back():
+    [port] = free_ports(1, "127.0.0.1")
+    with a_fleet(f"http://127.0.0.1:{port}") as (loop, fleet):
+        [member] = fleet.members
+        member.lent = ("cache",)  # in the middle of a push
+        watch = loop.submit(fleet._watch(member))
+        deadline = time.monotonic() + SOON
+        while member.lent and time.monotonic() < deadline:
+            time.sleep(0.05)
+        watch.cancel()
+        assert member.lent == ()
+
+
+@contextmanager
+def a_fleet(url: str, supervisor: Supervisor | None = None) -> Iterator[tuple[BackgroundLoop, ServerPool]]:
+    """Of the server at `url` alone; nobody watches it."""
+    loop = BackgroundLoop("test client")
+    session = loop.run(open_session())
+    yield loop, ServerPool([SGLang(Http(session, url))], ServersConfig(), [], print, supervisor)
+    loop.run(session.close())
+    loop.close()
+
+
+def test_logs_that_cannot_be_written_are_said_to_be_the_reason(good: Path, tmp_path: Path):
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(
+        ConfigError, match=r"cannot be started: .*run/servers'\. Their logs go to .*run/servers;"
+    ):
+        served.start_servers(config_of(good, f"output_dir={tmp_path}/run"), None, print)
+
+
+def test_an_interrupted_start_leaves_no_server(good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Such as by Ctrl-C in a Python session, which lives on."""
+    started = tmp_path / "pid"
+
+    def interrupt(word: object) -> None:
+        deadline = time.monotonic() + SOON
+        while not (started.exists() and started.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(served, "broadcast_msgpack", interrupt)
+    monkeypatch.setattr(served, "HEARTBEAT", 0.1)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    server = interpreter(tmp_path, f"echo $$ > {started}\nexec sleep 1000")
+    rollouts = served.ServedRollouts(config_of(good, server, f"output_dir={tmp_path}/run"), None, 1, {})
+    with pytest.raises(KeyboardInterrupt):
+        rollouts.__enter__()
+    assert not Path(f"/proc/{int(started.read_text())}").exists()
+
+
+def test_the_end_of_a_long_log_is_read_alone(tmp_path: Path):
+    """A server writes for weeks."""
+    log = tmp_path / "log"
+    log.write_bytes(b"old\n")
+    os.truncate(log, 2**28)
+    with log.open("ab") as stream:
+        stream.write(b"\n" + b"".join(b"line %d\n" % i for i in range(100)))
+    tracemalloc.start()
+    lines = ServerProcess(Launch([], {}), "", log).tail().split("\n")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert [line.strip() for line in lines] == [f"line {i}" for i in range(80, 100)]
+    assert peak < 2**22
+
+
+# --- where they run, and what with --------------------------------------------------------------------------
+
+
+def interpreter(directory: Path, says: str) -> str:
+    """An interpreter whose torch has this NCCL: a CPU's has none."""
+    python = directory / "python"
+    python.write_text(f"#!/bin/sh\n{says}\n")
+    python.chmod(0o755)
+    return f"rollout.servers.python={python}"
+
+
+def test_an_engine_with_another_nccl_is_refused_before_it_starts(good: Path, tmp_path: Path):
+    other = config_of(good, interpreter(tmp_path, "echo 2.31.2"))
+    with pytest.raises(ConfigError, match=r"NCCL 2\.31\.2, the trainer's has 2\.30\.7.*transport=broadcast"):
+        check_nccl(other, "2.30.7")
+    check_nccl(other, "2.31.2")
+    check_nccl(config_of(good, interpreter(tmp_path, "echo 1"), "rollout.weights.transport=disk"), "2.30.7")
+    check_nccl(config_of(good, interpreter(tmp_path, "exit 1")), "2.30.7")  # no torch: its start says so
+    check_nccl(config_of(good, "rollout.servers.python=/nowhere"), "2.30.7")
+
+
+def test_remote_servers_cannot_meet_the_trainer_on_loopback(good: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    remote = "rollout.servers.urls=[http://192.0.2.1:30000]"  # an address of documentation: nobody's
+    with pytest.raises(
+        ConfigError, match=r"weights\.address: .*192\.0\.2\.1:30000 cannot meet .* localhost \(the"
+    ):
+        group_address(config_of(good, remote))
+    assert group_address(config_of(good, remote, "rollout.weights.address=10.0.0.1")) == "10.0.0.1"
+    assert group_address(config_of(good, remote, "rollout.weights.transport=disk")) == "localhost"
+    assert group_address(config_of(good, "rollout.servers.urls=[http://127.0.0.2:30000]")) == "localhost"
+    monkeypatch.setenv("MASTER_ADDR", "node1")
+    assert group_address(config_of(good, remote)) == "node1"
+
+
+# --- what the user reads ------------------------------------------------------------------------------------
+
+
+def call(url: str, timeout: float = SOON) -> None:
+    loop = BackgroundLoop("test client")
+    session = loop.run(open_session())
+    try:
+        loop.run(Http(session, url).get("/health", timeout=timeout))
+    finally:
+        loop.run(session.close())
+        loop.close()
+
+
+def test_a_node_that_takes_no_connection_is_not_said_to_be_slow(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(http, "CONNECT", 0.2)
+    with listening(None) as url:
+        port = int(url.rsplit(":", 1)[1])
+        waiting = [socket.socket() for _ in range(8)]  # until the queue is full
+        for each in waiting:
+            each.setblocking(False)
+            each.connect_ex(("127.0.0.1", port))
+        with pytest.raises(ServerGone, match=r"/health: no connection within 0\.2 s"):
+            call(url)
+        for each in waiting:
+            each.close()

@@ -1,0 +1,139 @@
+"""A real server, and a trainer whose waits must not keep what they wait for from coming."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import launch
+from paths import HELPERS
+from safetensors.torch import load_file
+from servers import Client, running
+
+from megatron_gvpo.config.schema import SamplingConfig, ServersConfig
+from megatron_gvpo.config.servers import WeightSyncConfig
+from megatron_gvpo.rollout.pool import ServerPool
+from megatron_gvpo.sampling.engine import Request
+from megatron_gvpo.weights import push
+from megatron_gvpo.weights.broadcast import Broadcast
+from megatron_gvpo.weights.group import WeightGroup
+from megatron_gvpo.weights.push import Publisher
+
+TIMEOUT = 60.0  # seconds
+
+
+@pytest.fixture(scope="module")
+def client(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    with running("sglang", task, tmp_path_factory.mktemp("sglang")) as supervisor:
+        client = Client("sglang", supervisor.processes[0].url)
+        yield client
+        client.close()
+
+
+def pushing(client: Client, task: Path, **settings: object) -> tuple[ServerPool, Publisher, list]:
+    """A fleet of the server, what pushes to it, and the tiny model's weights."""
+    weights = list(load_file(task / "model" / "model.safetensors").items())
+    fleet = ServerPool([client.server], ServersConfig(start_timeout=TIMEOUT), [], print)
+    client.loop.run(fleet.start())
+    publisher = Publisher(
+        fleet,
+        client.loop,
+        Broadcast("127.0.0.1", "gloo", TIMEOUT),
+        WeightSyncConfig(bucket_mb=1, timeout=TIMEOUT, **settings),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        expected={name: tuple(tensor.shape) for name, tensor in weights},
+        optional=frozenset(["lm_head.weight"]),
+        fp8=None,
+        colocated=False,
+        report=print,
+    )
+    return fleet, publisher, weights
+
+
+def commanded(publisher: Publisher, version: int) -> list[str]:
+    """Its words until another than "wait"."""
+    words = [publisher.next_command(version)]
+    while words[-1] == "wait":
+        words.append(publisher.next_command(version))
+    return words
+
+
+class Waiting(WeightGroup):
+    """As NCCL's first broadcast in a group: the call returns when all ranks have come to it."""
+
+    def connect(self, prefixes: Sequence[str]) -> None:
+        super().connect(prefixes)
+        group = self._group
+
+        def broadcast(tensors: list[torch.Tensor], options: dist.BroadcastOptions) -> dist.Work:
+            work = group.broadcast(tensors, options)
+            work.wait()
+            return work
+
+        self._group = SimpleNamespace(broadcast=broadcast)
+
+
+def test_a_broadcast_that_waits_for_servers_does_not_keep_them_from_coming(
+    client: Client, task: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("megatron_gvpo.weights.broadcast.WeightGroup", Waiting)
+    fleet, publisher, weights = pushing(client, task)
+    assert commanded(publisher, 8)[-1] == "push"
+    publisher.attempt(weights, 8)
+    assert commanded(publisher, 8) == ["done"] and fleet.members[0].has(8)
+    assert client("weight_version") == "8"
+    publisher.close()
+    client.loop.run(fleet.stop())
+
+
+def test_the_other_ranks_wait_on_the_cpu_while_responses_are_finished(
+    client: Client, task: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Not in a collective, which has a timeout: in_flight=wait may take as long as a response does."""
+    monkeypatch.setattr(push, "HEARTBEAT", 0.1)
+    fleet, publisher, weights = pushing(client, task, in_flight="wait")
+    assert commanded(publisher, 0)[-1] == "push"
+    publisher.attempt(weights, 0)
+    requests = [Request((5, 6, 7 + i), 4, seed=i) for i in range(8)]
+    sampling = SamplingConfig(temperature=2.0, max_tokens=200)
+    responses = client.loop.submit(fleet.generate(requests, sampling))
+    while not any(member.calls for member in fleet.members):
+        assert not responses.done()
+    assert commanded(publisher, 1)[-1] == "push"
+    assert not any(member.calls for member in fleet.members)
+    publisher.attempt(weights, 1)
+    for row in responses.result(TIMEOUT):
+        assert all(len(rollout.spans) == 1 and rollout.finish_reason != "abort" for rollout in row)
+    publisher.close()
+    client.loop.run(fleet.stop())
+
+
+def test_there_may_be_more_responses_than_open_files(client: Client):
+    """Each is a connection: a step of a cluster has more of them than a process may usually open."""
+    worker = HELPERS.joinpath("few_files.py")
+    command = [sys.executable, str(worker), "sglang", client.server.url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split()[-2:] == ["400", "responses"]
+
+
+def test_a_server_that_ends_before_a_push_is_proved_is_lost_and_comes_back(task: Path, tmp_path: Path):
+    with running("sglang", task, tmp_path) as supervisor:
+        [process] = supervisor.processes
+        launch("push_worker:ended", [1], "sglang", process.url, str(task), str(tmp_path), str(process.pid))
+
+
+def test_servers_may_take_longer_to_start_than_a_collective_waits(task: Path, tmp_path: Path):
+    """The weights of a large model take long to load: the ranks hear of it, and all get the error."""
+    launch("push_worker:unopened", [2], str(task), str(tmp_path))
+    for rank in range(2):
+        assert (
+            "not healthy after rollout.servers.start_timeout=15 s" in (tmp_path / f"error-{rank}").read_text()
+        )

@@ -1,0 +1,91 @@
+"""Evaluation metrics against enumeration and hand-made groups."""
+
+from itertools import combinations
+from math import comb
+
+import pytest
+
+from megatron_gvpo.sampling.evaluation import final_answer, is_correct, maj_at_n, pass_at_k, summarise
+from megatron_gvpo.types import Group, Prompt, Rollout
+
+
+def rollout(text: str, value: float, tokens: int = 2, finish: str = "stop") -> Rollout:
+    rewards = {"math": value, "format": 1.0}
+    return Rollout([5] * tokens, [0.0] * tokens, text, finish, rewards=rewards, reward=value + 0.1)
+
+
+def group(*rollouts: Rollout) -> Group:
+    return Group(Prompt("p", (1,), ""), list(rollouts))
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 7])
+def test_pass_at_k_is_the_mean_over_all_subsets(n):
+    for c in range(n + 1):
+        correct = [i < c for i in range(n)]
+        for k in range(1, n + 1):
+            subsets = list(combinations(correct, k))
+            assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-12)
+
+
+def test_pass_at_k_is_stable_for_many_samples():
+    n, c, k = 10_000, 3, 100
+    exact = (comb(n, k) - comb(n - c, k)) / comb(n, k)  # big integers
+    assert pass_at_k(n, c, k) == pytest.approx(exact, rel=1e-10)
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(4, 1, 5), (4, 5, 1), (4, -1, 1), (4, 1, 0), (0, 0, 1)])
+def test_pass_at_k_refuses_what_it_cannot_estimate(n, c, k):
+    with pytest.raises(ValueError, match=f"pass@{k} of n={n} samples with c={c}"):
+        pass_at_k(n, c, k)
+
+
+def test_majority_vote():
+    assert maj_at_n(["7", "8", "8"], [False, True, True])
+    assert not maj_at_n(["7", "8", "7", "8", "9"], [False, True, False, True, True]), "ties: first occurrence"
+    assert maj_at_n(["8", "7", "7", "8"], [True, False, False, True])
+
+
+def test_final_answer():
+    assert final_answer(r"so \boxed{1}, no: \boxed{ \frac{1}{2} }.") == r"\frac{1}{2}"
+    assert final_answer(" 42\n") == "42"
+    assert final_answer(r"cut off \boxed{12") == r"cut off \boxed{12"
+    assert final_answer(r"\boxed{}") == ""
+    assert final_answer(r"\boxed{\{1, 2\}}") == r"\{1, 2\}"
+
+
+def test_correct_is_the_first_component_at_its_full_value():
+    assert is_correct(rollout("x", 1.0))
+    assert is_correct(rollout("x", 1 - 1e-7))
+    assert not is_correct(rollout("x", 0.99)), "although the total reward exceeds 1"
+    assert is_correct(Rollout([1], [0.0], "", "stop", reward=1.0)), "no components: the reward"
+
+
+def test_summary_of_unequal_groups():
+    groups = [
+        group(rollout(r"\boxed{3}", 1.0, tokens=4), rollout(r"= \boxed{3}", 1.0, tokens=8)),
+        group(
+            rollout(r"\boxed{5}", 0.5, tokens=1),
+            rollout(r"\boxed{6}", 1.0, tokens=2),
+            rollout("no end", 0.0, tokens=6, finish="length"),
+            rollout(r"\boxed{5}", 0.5, tokens=3),
+        ),
+    ]
+    groups[0].rollouts[1].reward_errors = {"length": "it returned None"}
+    assert summarise(groups, k=[2]) == pytest.approx(
+        {
+            "eval/pass@1": (1 + 1 / 4) / 2,
+            "eval/pass@2": (1 + 1 / 2) / 2,  # 3 of the 6 pairs of the second group hold the correct one
+            "eval/avg@n": (1 + 2 / 4) / 2,
+            "eval/maj@n": (1 + 0) / 2,
+            "eval/response_length": (6 + 3) / 2,
+            "eval/truncated": (0 + 1 / 4) / 2,
+            "eval/errors": (1 / 2 + 0) / 2,
+        }
+    )
+
+
+def test_summary_needs_groups_and_enough_samples():
+    with pytest.raises(ValueError, match="no groups"):
+        summarise([], k=[1])
+    with pytest.raises(ValueError, match="pass@4 of n=1"):
+        summarise([group(rollout("1", 1.0))], k=[1, 4])

@@ -1,0 +1,44 @@
+"""benchmarks/device_check.py on this machine, in its smallest form: everything that can run here does."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from real_parts import used
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "device_check.py"
+
+
+def test_the_smoke_form_runs_what_there_is_and_names_what_is_missing(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    command = [sys.executable, str(SCRIPT), "--smoke", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    used("megatron-core and Megatron-Bridge, 1 rank")
+    found = json.loads(out.read_text())
+    assert "failed" not in found
+    results = found["results"]
+    trained = ["qwen2.5-1.5b", "7b, 8 layers"]
+    assert {"head", "layers", *trained} <= results.keys()
+    assert all(part["right"] for part in results.values())
+    assert {"float32 stash", "bfloat16 known", "bfloat16 recompute"} <= results["head"].keys()
+    assert results["layers"]["float32"]["gradient"] < 1e-3
+    memory = {name: part["memory_gib"] for name, part in results["offload"].items() if name != "right"}
+    assert memory["optimizer"]["optimizer"] == 0 < memory["optimizer"]["host_optimizer"]
+    assert 0 < memory["half of the optimizer"]["optimizer"] < memory["nothing"]["optimizer"]
+    for name in trained:
+        part = results[name]
+        assert part["tokens_per_s"] > 0 and part["memory_gib"]["peak"] > part["memory_gib"]["weights"] > 0
+        assert {"update", "head", "body", "optimizer", "export"} == part["seconds"].keys()
+        assert {"known", "stash", "recompute"} <= part["head_seconds"].keys()
+        assert {"known", "stash", "recompute", "naive"} == part["update_seconds"].keys()
+        assert {"known", "stash", "recompute"} == part["times_naive"].keys() and 0 < part["head_share"] < 1
+    if not torch.cuda.is_available():
+        assert found["missing"].keys() == {"gpu", "fp8", "ipc"}
+        assert results["layers"]["float32"] == {"logp": 0.0, "gradient": 0.0}, "the same layers, twice"
+    for line in (*trained, "missing: fp8", "memory_gib head"):
+        assert line in done.stdout

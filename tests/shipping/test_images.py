@@ -1,0 +1,276 @@
+"""The images: what they are made of, that it is there, and the quickstart in the one that needs no GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import images
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from megatron_gvpo.versions import REFERENCE
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
+QUICKSTART = "/opt/megatron_gvpo/examples/quickstart/run.py"
+LIGHT = ("train.steps=2", "train.prompts_per_step=8", "optimizer.warmup_steps=0", "eval.n=1", "eval.k=[1]")
+
+
+def instructions(file: Path) -> list[tuple[str, str]]:
+    """(instruction, arguments) of each, continued lines joined, comments left out."""
+    text = "\n".join(line for line in file.read_text().splitlines() if not line.lstrip().startswith("#"))
+    lines = [line.strip() for line in re.sub(r"\\\n", " ", text).splitlines() if line.strip()]
+    return [(line.split(None, 1)[0], line.split(None, 1)[1]) for line in lines]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
+def test_hadolint_finds_nothing(file: Path):
+    linter = Path(sys.executable).with_name("hadolint")
+    done = subprocess.run([linter, "--no-color", file], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
+def test_what_is_copied_exists(file: Path):
+    """Sources are in the repository, and .dockerignore lets them through; stages come before their use."""
+    allowed = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] == "!"]
+    defaults = dict(a.split("=", 1) for kind, a in instructions(file) if kind == "ARG" and "=" in a)
+    stages: list[str] = []
+    for kind, arguments in instructions(file):
+        if kind == "FROM":
+            base, *name = re.split(r"\s+AS\s+", arguments)
+            if base == "${APEX}-apex":
+                assert {f"{defaults['APEX']}-apex", "with-apex"} <= set(stages)
+            else:
+                assert base == "scratch" or base in stages or re.fullmatch(r"\$\{\w+_IMAGE\}", base)
+            stages += name
+        if kind == "COPY":
+            *options, _ = words = arguments.split()
+            if (stage := next((w[7:] for w in words if w.startswith("--from=")), None)) is not None:
+                assert stage in stages
+                continue
+            for source in (word for word in options if not word.startswith("--")):
+                assert (ROOT / source).exists(), source
+                assert any(Path(source).is_relative_to(one) for one in allowed), (
+                    f"{source} is in .dockerignore"
+                )
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
+def test_final_layers_have_a_user_a_health_check_and_labels(file: Path):
+    finals: list[list[tuple[str, str]]] = []
+    for kind, arguments in instructions(file):
+        if kind == "FROM":
+            finals.append([])
+        if finals:
+            finals[-1].append((kind, arguments))
+    ends = [stage for stage in finals if any(kind == "HEALTHCHECK" for kind, _ in stage)]
+    assert ends and ends[-1] is finals[-1]
+    for stage in ends:
+        kinds = [kind for kind, _ in stage]
+        assert "LABEL" in kinds and [a for kind, a in stage if kind == "USER"] == ["10001"]
+        commands = " ".join(a for kind, a in stage if kind == "RUN")
+        assert "apt-get" not in commands or "! command -v cc gcc" in commands  # it would fail with a compiler
+
+
+@pytest.mark.parametrize("name", ["cpu", "trainer", "sglang", "vllm"])
+def test_a_build_gets_the_versions_of_the_one_file(name: str):
+    command = subprocess.run(
+        ["docker/build.sh", name],
+        cwd=ROOT,
+        env={"BUILDER": "echo", "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+    ).stdout
+    cuda = Version(REFERENCE["cuda-toolkit"])
+    expected = {
+        "cpu": f"BASE_IMAGE=python:{sys.version_info[0]}.{sys.version_info[1]}-slim",
+        "trainer": f"CUDA_VERSION={cuda} ",
+        "sglang": f"SGLANG_VERSION={REFERENCE['sglang']} ",
+        "vllm": f"VLLM_VERSION={REFERENCE['vllm']} ",
+    }
+    assert expected[name] in command and f"--tag megatron_gvpo:{name} " in command
+    assert (f"NCCL_VERSION={REFERENCE['nccl']} " in command) == (name != "cpu")
+    msgpack = re.search(r"^msgpack==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert (f"MSGPACK_VERSION={msgpack[1]} " in command) == (name in ("sglang", "vllm"))
+
+
+@pytest.fixture(scope="module")
+def imported_by_serve() -> set[str]:
+    """Distributions."""
+    imports = (
+        "import sys; known = set(sys.modules); import megatron_gvpo.cli.main, megatron_gvpo.rollout.serve; "
+    )
+    imports += "print(*{name.split('.')[0] for name in set(sys.modules) - known})"
+    modules = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", imports], capture_output=True, text=True, check=True
+    ).stdout.split()
+    owners = packages_distributions()
+    return {canonicalize_name(owner) for module in modules for owner in owners.get(module, ())}
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_an_engines_image_has_what_serve_imports_and_the_one_nccl(engine: str, imported_by_serve: set[str]):
+    """The engine's packages as they resolve, and what docker/rollout.Dockerfile adds.
+
+    A torch may call what an older NCCL than its own lacks; a newer one has all of it. NCCL itself refuses a
+    group of two versions (initTransportsRank in its src/init.cc).
+    """
+    done = subprocess.run(
+        f"{sys.executable} -m uv pip compile - --no-header --no-annotate --prerelease=allow "
+        "--python-platform x86_64-manylinux_2_39 --python-version 3.12".split(),
+        input=f"{engine}=={REFERENCE[engine]}\n",
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    theirs = dict(re.findall(r"^([\w.-]+)==([\w.]+)", done.stdout, re.MULTILINE))
+    pins = (ROOT / "constraints.txt").read_text()
+    ours = re.findall(r"^nvidia-nccl-cu13==([\w.]+)", pins, re.MULTILINE)
+    for needed in (theirs["nvidia-nccl-cu13"], *ours):
+        assert Version(needed) <= Version(REFERENCE["nccl"])
+    assert imported_by_serve - set(theirs) == {"megatron-gvpo", "msgpack"}
+
+
+def test_an_image_without_the_nccl_is_not_built(tmp_path: Path):
+    """docker/packages.sh, with a pip that installs nothing: torch loads what it has, and says so."""
+    pip = tmp_path / "pip"
+    pip.mkdir()
+    (pip / "__main__.py").write_text("")
+    (tmp_path / "torch.py").write_text(
+        "class cuda:\n class nccl:\n  version = staticmethod(lambda: (2, 29, 7))\n__version__ = '2'\n"
+    )
+    path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+    for asked, problem in (("2.29.7", ""), ("2.30.7", "torch 2 loads NCCL 2.29.7, not 2.30.7")):
+        done = subprocess.run(
+            ["sh", ROOT / "docker" / "packages.sh", asked],
+            env={"PATH": path, "PYTHONPATH": str(tmp_path)},
+            capture_output=True,
+            text=True,
+        )
+        assert (done.returncode != 0) == bool(problem) and problem in done.stderr, done.stderr
+
+
+def test_torch_is_built_for_the_images_cuda():
+    """torch itself names the CUDA release that it was built for; a CPU build names none, its pins do."""
+    from importlib.metadata import requires
+
+    asked = [Requirement(r) for r in requires("torch") or ()]
+    cuda = next((r for r in asked if r.name == "cuda-toolkit"), None)
+    assert cuda is None or cuda.specifier.contains(REFERENCE["cuda-toolkit"])
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split() if "==" in line)
+    release = REFERENCE["cuda-toolkit"].split(".")[:2]
+    assert pins["nvidia-cuda-runtime"].split(".")[:2] == release
+
+
+def test_the_trainers_packages_resolve(tmp_path: Path):
+    """All that the trainer's image installs, at its versions, for its Linux and Python."""
+    asked = [f"megatron-gvpo[gpu] @ file://{ROOT}", "megatron-bridge", "setuptools", "wheel", "pybind11"]
+    done = subprocess.run(
+        f"{sys.executable} -m uv pip compile - --constraints constraints.txt --no-header --no-annotate "
+        "--python-platform x86_64-manylinux_2_39 --python-version 3.12".split(),
+        cwd=ROOT,
+        input="\n".join(asked),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    found = dict(re.findall(r"^([\w.-]+)==([\w.]+)", done.stdout, re.MULTILINE))
+    names = "torch megatron-core transformers transformer-engine-cu13 transformer-engine-torch"
+    for name in names.split():
+        assert Version(found[name]) == Version(REFERENCE[name]), name
+    assert "transformer-engine-cu12" not in found and "apex" not in found
+
+
+def test_triton_needs_no_compiler_where_its_cache_is_filled(tmp_path: Path):
+    """docker/compile_triton.py, with a library of empty functions in the driver's place."""
+    pytest.importorskip("triton")
+    driver = tmp_path / "driver"
+    driver.mkdir()
+
+    def make_driver(functions: Iterable[str]) -> None:
+        source = "".join(f"void {name}(void) {{}}\n" for name in functions)
+        (tmp_path / "driver.c").write_text(source)
+        command = ["gcc", "-shared", tmp_path / "driver.c", "-o", driver / "libcuda.so.1"]
+        subprocess.run(command, check=True)
+
+    def python(*arguments: str, cache: str = "cache", **environment: str) -> subprocess.CompletedProcess[str]:
+        kept = {name: value for name, value in os.environ.items() if name not in ("CC", "PYTHONPATH")}
+        places = {"TRITON_LIBCUDA_PATH": str(driver), "LD_LIBRARY_PATH": str(driver)}
+        kept |= places | {"TRITON_CACHE_DIR": str(tmp_path / cache)} | environment
+        return subprocess.run([sys.executable, *arguments], env=kept, capture_output=True, text=True)
+
+    make_driver(set(re.findall(r"\bcu[A-Z]\w+", _driver_source())))
+    filled = python(str(ROOT / "docker" / "compile_triton.py"))
+    assert filled.returncode == 0, filled.stderr[-2000:]
+
+    use = "from triton.backends.nvidia.driver import CudaUtils; CudaUtils()"
+    with_file = tmp_path / "bin"
+    with_file.mkdir()
+    (with_file / "file").write_text("#!/bin/sh\necho ELF 64-bit\n")
+    (with_file / "file").chmod(0o755)
+    for path in ("/nonexistent", str(with_file)):
+        used = python("-c", use, PATH=path)
+        assert used.returncode == 0, used.stderr[-2000:]
+    assert "Failed to find C compiler" in python("-c", use, cache="empty", PATH="/nonexistent").stderr
+
+
+def _driver_source() -> str:
+    package = importlib.util.find_spec("triton")
+    assert package is not None and package.origin is not None
+    return (Path(package.origin).parent / "backends" / "nvidia" / "driver.c").read_text()
+
+
+def test_no_version_is_stated_twice():
+    """versions.txt alone pins what it names; ranges are pyproject.toml's, and test_doctor compares them."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    here = "megatron_gvpo/versions.txt"
+    pin = re.compile(rf"(?<![\w-])({'|'.join(map(re.escape, REFERENCE))})(?:\[[\w,-]+\])?\s*==\s*v?\d")
+    written_out = re.compile("|".join(rf"(?<![\d.]){re.escape(v)}(?![\d.]*\d)" for v in REFERENCE.values()))
+    for name in listed.split():
+        if name == here or name.startswith("benchmarks/results/") or not (ROOT / name).is_file():
+            continue
+        if name.endswith(".png"):
+            continue
+        text = (ROOT / name).read_text()
+        assert not (again := pin.search(text)), f"{name} pins {again[0]}: say it in {here}"
+        if name.startswith(("docker/", "tools/", "Makefile", ".ci/")):
+            assert not (again := written_out.search(text)), f"{name} states {again[0]}: say it in {here}"
+    assert "apex @ git+" in (ROOT / here).read_text(), "what PyPI calls apex is not NVIDIA's"
+
+
+def test_the_cpu_image_runs_the_quickstart(tmp_path: Path):
+    """Built from nothing but Debian, Python and the package index, as the unprivileged user of the image."""
+    with images.store(tmp_path) as built:
+        built.build("cpu", tmp_path)
+        details = json.loads(built("inspect", "--type", "image", "megatron_gvpo:cpu"))["Docker"]["config"]
+        assert details["User"] == "10001" and details["Cmd"] == ["python", QUICKSTART]
+        assert details["Healthcheck"]["Test"] == ["CMD", "megatron-gvpo", "doctor"]
+        assert details["Labels"]["org.opencontainers.image.licenses"] == "Apache-2.0"
+
+        box = built("from", "megatron_gvpo:cpu").strip()
+        assert "Ready: the main job can run here." in built("run", box, "--", "megatron-gvpo", "doctor")
+        compilers = built(
+            "run", box, "--", "sh", "-c", "command -v cc gcc g++ clang nvcc; id -u; ls /root 2>&1 || true"
+        )
+        assert compilers.splitlines()[0] == "10001" and "Permission denied" in compilers
+        whole = os.environ.get("IMAGE_QUICKSTART") == "whole"
+        said = built(
+            "run", "--env", "OMP_NUM_THREADS=2", box, "--", "python", QUICKSTART, *([] if whole else LIGHT)
+        )
+        assert "held-out pass@1:" in said and f"after {100 if whole else 2} steps" in said
+        if whole:
+            after = float(re.search(r"([\d.]+)% after", said)[1])
+            assert after > 60, said[-500:]

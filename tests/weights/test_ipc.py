@@ -1,0 +1,166 @@
+"""Buckets in a GPU's memory, as far as a machine without one can tell: handles, choices, the receiver.
+
+The mapping itself is benchmarks/device_ipc.py's matter, which needs a GPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import HashStore
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+from megatron_gvpo.rollout.http import ServerRefused
+from megatron_gvpo.rollout.pool import Member
+from megatron_gvpo.rollout.server import PLUGINS, ServerInfo, SharedPlace, TensorSpec
+from megatron_gvpo.weights import node
+from megatron_gvpo.weights.bucket import Bucket
+from megatron_gvpo.weights.ipc import FIELDS, plain, seen_by_all, shared_storage
+from megatron_gvpo.weights.relay import Relays
+from megatron_gvpo.weights.shared import Shared
+from megatron_gvpo.weights.transport import PushFailed
+
+sys.path.insert(0, str(PLUGINS))
+
+import megatron_gvpo_ipc
+import megatron_gvpo_sglang
+
+# As torch makes them: an allocation of 64 bytes, counters in a file whose name they give, an event.
+VALUES = [bytes(range(64)), 268435456, 2097152, b"/torch_1234_567_8", 24, bytes(range(64, 128)), True]
+UUID = "9d3c1f5a-0000-1111-2222-333344445555"
+
+
+def test_a_handle_goes_as_json_and_comes_back_bit_for_bit():
+    sent = json.loads(json.dumps(plain(UUID, VALUES)))
+    assert sent["uuid"] == UUID and {"uuid", *FIELDS} == sent.keys()
+    assert megatron_gvpo_ipc.arguments(sent) == VALUES
+
+
+def test_handles_have_the_fields_that_torch_takes():
+    """In the order in which torch itself hands them on."""
+    names = list(inspect.signature(rebuild_cuda_tensor).parameters)
+    theirs = [name for name in names[names.index("storage_device") + 1 :] if name != "requires_grad"]
+    assert theirs == [
+        "storage_handle",
+        "storage_size_bytes",
+        "storage_offset_bytes",
+        "ref_counter_handle",
+        "ref_counter_offset",
+        "event_handle",
+        "event_sync_required",
+    ]
+    assert len(theirs) == len(FIELDS) == len(VALUES)
+
+
+def test_host_memory_has_no_handle():
+    with pytest.raises(ValueError, match="CUDA IPC shares memory of a GPU, and this bucket is on the cpu"):
+        shared_storage(torch.zeros(4, dtype=torch.uint8))
+
+
+def test_a_server_sees_a_gpu_when_all_its_ranks_do():
+    assert seen_by_all([[UUID, "other", "b"], ["other", UUID]]) == [UUID, "other"]
+    assert seen_by_all([[UUID], ["other"]]) == []
+    assert seen_by_all([[UUID]]) == [UUID]
+    assert seen_by_all([[], []]) == []
+
+
+class OnGpus:
+    """Stands for a server on a machine with GPUs, for the part of the dialect that a shared push uses."""
+
+    def __init__(self, name: str, *seen_by_ranks: list[str], maps: bool = True) -> None:
+        self.url, self._seen, self._maps = f"http://{name}", seen_by_ranks, maps
+        self.places: list[SharedPlace] = []
+
+    async def facts(self, timeout: float) -> ServerInfo:
+        return ServerInfo("0", "model", 256, len(self._seen))
+
+    async def begin_update(self, timeout: float) -> None:
+        self.places.clear()
+
+    async def tell_gpus(self, file: Path, timeout: float) -> None:
+        for rank, seen in enumerate(self._seen):
+            Path(f"{file}.{rank}").write_text(json.dumps(seen))
+
+    async def receive_shared(self, specs: object, place: SharedPlace, timeout: float) -> None:
+        if not isinstance(place, Path) and not self._maps:
+            raise ServerRefused(f"{self.url}: cannot map it", 500)
+        self.places.append(place.read_bytes() if isinstance(place, Path) else place)
+
+
+def test_each_server_of_a_push_maps_what_it_can_see(monkeypatch: pytest.MonkeyPatch):
+    """One handle for every rank of a server that sees the GPU, the machine's memory for the others, and for
+    one that could not map the GPU's after all."""
+    monkeypatch.setattr(node, "gpu_uuid", lambda device: UUID)
+    monkeypatch.setattr(node, "shared_storage", lambda flat: plain(UUID, VALUES))
+    two, away = OnGpus("two", [UUID, "b"], ["b", UUID]), OnGpus("away", ["c"])
+    other = OnGpus("other", [UUID], maps=False)
+    memory = node.NodeMemory(f"megatron_gvpo-test-{os.getpid()}", torch.device("cuda", 0))
+    transport = Shared(5.0, memory, Relays(HashStore(), [], 5.0))
+    bucket = Bucket([TensorSpec("weight", "uint8", (6,))], torch.arange(6, dtype=torch.uint8))
+
+    async def pushed(*servers: OnGpus) -> None:
+        await transport.begin([Member(server) for server in servers], 1)  # type: ignore[arg-type]
+        await transport.send(bucket)
+
+    asyncio.run(pushed(two, away))
+    assert two.places == [[plain(UUID, VALUES)] * 2]
+    assert away.places == [bytes(range(6))]
+    assert transport.metrics == {"sync/ipc": 0.5}
+    with pytest.raises(PushFailed, match="cannot map it") as failure:
+        asyncio.run(pushed(two, other))
+    assert [member.server for member in failure.value.members] == [other]
+    asyncio.run(pushed(two, other))
+    assert two.places == [[plain(UUID, VALUES)] * 2] and other.places == [bytes(range(6))]
+    asyncio.run(transport.close())
+
+
+class Model(nn.Module):
+    """What a receiver needs of an engine's model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3, 2))
+        self.bias = nn.Parameter(torch.zeros(5, dtype=torch.bfloat16))
+
+    def load_weights(self, named: list[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in named:
+            self.get_parameter(name).data.copy_(tensor)
+
+
+def test_a_mapped_bucket_is_loaded_whatever_it_is_mapped_from(tmp_path: Path, monkeypatch):
+    """The receiver's code with host memory as the storage that a handle opens."""
+    weight, bias = torch.randn(3, 2), torch.randn(5).bfloat16()
+    flat = torch.cat([t.flatten().view(torch.uint8) for t in (weight, bias)])
+    file = tmp_path / "bucket"
+    file.write_bytes(flat.numpy().tobytes() + b"the rest of a larger buffer")
+    specs = [TensorSpec("weight", "float32", (3, 2)), TensorSpec("bias", "bfloat16", (5,))]
+    assert [name for name, _ in Bucket(specs, flat).tensors()] == ["weight", "bias"]
+
+    def opened(handle: dict[str, object], size: int) -> torch.Tensor:
+        assert megatron_gvpo_ipc.arguments(handle) == VALUES
+        return torch.from_file(str(file), shared=True, size=size, dtype=torch.uint8)
+
+    monkeypatch.setattr(megatron_gvpo_sglang, "opened", opened)
+    listed = [[spec.name, spec.dtype, list(spec.shape)] for spec in specs]
+    for place in ({"file": str(file)}, {"handle": plain(UUID, VALUES)}):
+        model, order = Model(), {"op": "load", "tensors": listed, **place}
+        text = torch.tensor(list(json.dumps(order).encode()), dtype=torch.uint8)
+        megatron_gvpo_sglang.receive(model, [("order", text)])
+        assert torch.equal(model.weight, weight) and torch.equal(model.bias, bias)
+
+
+def test_the_check_for_a_gpu_says_when_there_is_none():
+    script = Path(__file__).parents[2] / "benchmarks" / "device_ipc.py"
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    if not torch.cuda.is_available():
+        assert done.stdout == "no GPU: CUDA IPC maps memory of one\n"

@@ -1,0 +1,124 @@
+"""What failed pushes cost, and what they leave alone."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_gvpo.config.schema import Config, ServersConfig, load_config
+from megatron_gvpo.config.servers import WeightSyncConfig
+from megatron_gvpo.rollout.background_loop import BackgroundLoop
+from megatron_gvpo.rollout.http import ServerRefused
+from megatron_gvpo.rollout.pool import ServerPool
+from megatron_gvpo.rollout.server import ServerInfo, TensorSpec
+from megatron_gvpo.weights import push
+from megatron_gvpo.weights.bucket import Bucket
+from megatron_gvpo.weights.disk import Disk, run_directory
+from megatron_gvpo.weights.push import Publisher
+
+
+class Refusing:
+    """Stands for a server that answers, and takes no weights."""
+
+    url = "http://server"
+
+    async def facts(self, timeout: float) -> ServerInfo:
+        return ServerInfo("1", "model", 0, 1)
+
+    async def weight_version(self, timeout: float) -> str:
+        return "default"
+
+    async def pause(self, timeout: float) -> None:
+        raise ServerRefused(f"{self.url}: no", 400)
+
+
+class Replaced:
+    """Stands for the supervisor of its process."""
+
+    failed = None
+
+    def __init__(self) -> None:
+        self.urls: list[str] = []
+
+    def restart(self, url: str) -> None:
+        self.urls.append(url)
+
+
+def test_a_server_that_was_started_anew_has_all_its_attempts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """One more failure costs no third start: there are few of them, and they take minutes."""
+    monkeypatch.setattr(push, "RETRY_AFTER", 0.0)
+    loop, supervisor = BackgroundLoop("test"), Replaced()
+    fleet = ServerPool([Refusing()], ServersConfig(), [], print, supervisor)  # type: ignore[list-item, arg-type]
+    settings = WeightSyncConfig(attempts=2, transport="disk")
+    publisher = Publisher(
+        fleet,
+        loop,
+        Disk(tmp_path / "weights", 5.0),
+        settings,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        expected={},
+        optional=frozenset(),
+        fp8=None,
+        colocated=False,
+        report=print,
+    )
+
+    async def back() -> None:
+        fleet.retire(fleet.members[0], "back, without the current weights")
+
+    replaced = []
+    while True:
+        loop.run(back())
+        if (word := publisher.next_command(1)) != "push":
+            break
+        publisher.attempt(iter(()), 1)
+        replaced.append(len(supervisor.urls))
+    assert replaced == [0, 1, 1, 2]
+    assert word == "4 weight pushes in a row failed, at last: http://server: no"
+    publisher.close()
+    loop.close()
+
+
+def config_of(good: Path, out: Path, shared: Path | None) -> Config:
+    where = f"rollout.weights.directory={shared or 'null'}"
+    return load_config([good], ["rollout.engine=sglang", f"output_dir={out}", where])
+
+
+def test_a_run_removes_nothing_of_others_from_a_directory_that_they_share(good: Path, tmp_path: Path):
+    """Another run's weights, and files of the user's own with whatever name."""
+    shared = tmp_path / "scratch"
+    (shared / "version_0").mkdir(parents=True)
+    (shared / "version_0" / "mine").write_text("years of work")
+    runs = [Disk(run_directory(config_of(good, tmp_path / name, shared)), 5.0) for name in ("a", "b")]
+    bucket = Bucket([TensorSpec("w", "uint8", (4,))], torch.zeros(4, dtype=torch.uint8))
+
+    async def pushed(run: Disk, version: int) -> None:
+        await run.begin([], version)
+        await run.send(bucket)
+        await run.end()
+
+    for version in range(2):
+        for run in runs:
+            asyncio.run(pushed(run, version))
+    found = {str(file.relative_to(shared)) for file in shared.rglob("*.safetensors")}
+    assert len(found) == 2 and all("version_1/" in file for file in found)
+    asyncio.run(runs[0].close())
+    assert len(list(shared.rglob("*.safetensors"))) == 1
+    asyncio.run(runs[1].close())
+    assert [file.read_text() for file in shared.rglob("*") if file.is_file()] == ["years of work"]
+
+
+def test_the_weights_of_a_run_that_goes_on_are_where_they_were(
+    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    config = config_of(good, tmp_path / "run", tmp_path / "scratch")
+    assert run_directory(config) == run_directory(config) != tmp_path / "scratch"
+    monkeypatch.chdir(tmp_path)  # a server need not have been started there
+    assert run_directory(config_of(good, Path("run"), None)) == tmp_path / "run" / "weights"
+    assert run_directory(config_of(good, Path("run"), Path("scratch"))) == run_directory(config)

@@ -1,0 +1,267 @@
+"""Orders of rank 0 and what the first ranks of other nodes make of them, in threads, over a store."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from megatron_gvpo.config.schema import ServersConfig
+from megatron_gvpo.config.servers import WeightSyncConfig
+from megatron_gvpo.rollout.background_loop import BackgroundLoop
+from megatron_gvpo.rollout.pool import Member, ServerPool
+from megatron_gvpo.rollout.server import ServerInfo, SharedPlace, TensorSpec
+from megatron_gvpo.weights import node
+from megatron_gvpo.weights.bucket import Bucket
+from megatron_gvpo.weights.node import NodeMemory
+from megatron_gvpo.weights.push import Publisher
+from megatron_gvpo.weights.relay import Relay, Relays
+from megatron_gvpo.weights.shared import Shared
+from megatron_gvpo.weights.transport import PushFailed
+
+OFFER = {"do": "offer", "handles": 0, "file": True}
+NOTHING = {"do": "offer", "handles": 0, "file": False}
+CPU = torch.device("cpu")
+
+
+def stream(count: int) -> Iterator[Bucket]:
+    """Buckets of growing sizes; bucket i holds i everywhere."""
+    for i in range(count):
+        flat = torch.full((4 + i,), i, dtype=torch.uint8)
+        yield Bucket([TensorSpec("weight", "uint8", (4 + i,))], flat)
+
+
+@contextmanager
+def relays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: list[int]) -> Iterator[tuple]:
+    """Rank 0's side and the others', whose nodes have shared memory of their own."""
+    store, others = HashStore(), []
+    for rank in ranks:
+        (tmp_path / str(rank)).mkdir()
+        monkeypatch.setattr(node, "SHARED_MEMORY", tmp_path / str(rank))
+        others.append(Relay(store, rank, NodeMemory("memory", CPU), 5.0))
+    yield Relays(store, ranks, 5.0), others
+    for other in others:
+        other._memory.close()
+    assert not list(tmp_path.glob("*/*"))
+
+
+@contextmanager
+def following(others: list[Relay], streams: list[Iterator[Bucket]]) -> Iterator[None]:
+    threads = [
+        threading.Thread(target=o.follow, args=(s,), daemon=True)
+        for o, s in zip(others, streams, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    yield
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive(), "a relay did not hear that the push was over"
+
+
+def test_two_pushes_to_two_other_nodes(tmp_path, monkeypatch):
+    with relays(tmp_path, monkeypatch, [8, 16]) as (mine, others):
+        for push in range(2):
+            with following(others, [stream(3), stream(3)]):
+                (tmp_path / "16" / "memory" / f"{push}.told.123").write_text('["gpu"]')
+                found = mine.ask([{"do": "look"}] * 2, "to look")
+                assert found == [{"told": {}, "gpu": ""}, {"told": {str(push): [["gpu"]]}, "gpu": ""}]
+                mine.tell({"do": "stream"})
+                for i in range(3):
+                    nothing, offer = mine.ask([NOTHING, OFFER], "to offer")
+                    assert nothing == {"handles": [], "file": ""}
+                    file = Path(offer["file"])
+                    assert file == tmp_path / "16" / "memory" / "bucket"
+                    assert file.read_bytes()[: 4 + i] == bytes([i] * (4 + i))
+                mine.tell({"do": "over"})
+
+
+def test_a_push_that_ends_early_leaves_the_stream_to_the_caller(tmp_path, monkeypatch):
+    with relays(tmp_path, monkeypatch, [1]) as (mine, others):
+        for before in (0, 1, 2):
+            left = stream(4)
+            with following(others, [left]):
+                if before:
+                    mine.tell({"do": "stream"})
+                for _ in range(before - 1):
+                    mine.ask([OFFER], "to offer")
+                mine.tell({"do": "over"})
+            assert len(list(left)) == 4 - before
+
+
+def test_a_node_without_memory_and_one_that_is_silent_are_named(tmp_path, monkeypatch):
+    def no_memory(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with relays(tmp_path, monkeypatch, [1]) as (mine, others):
+        monkeypatch.setattr("os.posix_fallocate", no_memory)
+        with following(others, [stream(2)]):
+            mine.tell({"do": "stream"})
+            wanted = (
+                r"rank 1: .*bucket: no 4 bytes of shared memory \(No space left on device\): lower rollout"
+            )
+            with pytest.raises(PushFailed, match=wanted):
+                mine.ask([OFFER], "to offer")
+            mine.tell({"do": "over"})
+        mine._timeout = 0.05
+        with pytest.raises(PushFailed, match=r"rank\(s\) 1 did not answer in 0\.05 s: to look"):
+            mine.ask([{"do": "look"}], "to look")
+
+
+def test_a_rank_0_that_is_silent_is_a_named_wait(tmp_path, monkeypatch):
+    with relays(tmp_path, monkeypatch, [1]) as (_, [other]):
+        other._timeout = 0.01
+        with pytest.raises(RuntimeError, match=r"rank 1: .* rank 0 has said nothing for 0\.1 s"):
+            other.follow(stream(1))
+
+
+class OnTwoGpus:
+    """Stands for a server whose two ranks see both GPUs of its node."""
+
+    url = "http://server"
+
+    async def facts(self, timeout: float) -> ServerInfo:
+        return ServerInfo("0", "model", 256, 2)
+
+    async def begin_update(self, timeout: float) -> None: ...
+
+    async def tell_gpus(self, file: Path, timeout: float) -> None:
+        for rank in range(2):
+            Path(f"{file}.{rank}").write_text(json.dumps(["gpu 0", "gpu 1"]))
+
+    async def receive_shared(self, specs: object, place: SharedPlace, timeout: float) -> None:
+        self.place = place
+
+
+def test_each_rank_of_a_server_maps_the_bucket_on_a_gpu_of_its_own(tmp_path, monkeypatch):
+    """Rank 0 and a relay of the same node have one each: bytes need not leave them."""
+    monkeypatch.setattr(node, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(node, "gpu_uuid", lambda device: f"gpu {device.index}")
+    monkeypatch.setattr(node, "shared_storage", lambda flat: {"of bytes": flat.tolist()})
+    store, server = HashStore(), OnTwoGpus()
+    theirs = NodeMemory("memory", torch.device("cuda", 1), first=False)
+    mine = Shared(5.0, NodeMemory("memory", torch.device("cuda", 0)), Relays(store, [1], 5.0))
+    zeros, ones = (Bucket([], torch.full((2,), i, dtype=torch.uint8)) for i in range(2))
+
+    async def push() -> None:
+        await mine.begin([Member(server)], 1)
+        assert await mine.send(zeros) == 2
+        mine.over()
+
+    with following([Relay(store, 1, theirs, 5.0)], [iter([ones])]):
+        asyncio.run(push())
+    assert server.place == [{"of bytes": [0, 0]}, {"of bytes": [1, 1]}]
+    assert mine.metrics == {"sync/ipc": 1.0}
+    theirs.close()
+    assert (tmp_path / "memory").exists(), "it is the first rank's"
+    asyncio.run(mine.close())
+    assert not (tmp_path / "memory").exists()
+
+
+def test_a_server_of_another_machine_is_named(tmp_path, monkeypatch):
+    class Elsewhere(OnTwoGpus):
+        async def tell_gpus(self, file: Path, timeout: float) -> None: ...
+
+    monkeypatch.setattr(node, "SHARED_MEMORY", tmp_path)
+    mine = Shared(5.0, NodeMemory("memory", CPU), Relays(HashStore(), [], 5.0))
+    with pytest.raises(
+        PushFailed, match=r"transport=shared: 0 of the 2 rank\(s\) of http://server see .*memory"
+    ):
+        asyncio.run(mine.begin([Member(Elsewhere())], 1))
+    asyncio.run(mine.close())
+
+
+def test_a_relay_goes_on_to_the_next_collective_where_rank_0_has_no_memory(tmp_path, monkeypatch):
+    """Rank 0 may wait there for it, and would never come to say that the push is over."""
+
+    class Without(OnTwoGpus):
+        async def tell_gpus(self, file: Path, timeout: float) -> None:
+            for rank in range(2):
+                Path(f"{file}.{rank}").write_text("[]")
+
+    def no_memory(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    further = threading.Event()
+
+    def stream_of_two() -> Iterator[Bucket]:
+        yield zeros
+        further.set()
+        yield zeros
+
+    monkeypatch.setattr(node, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr("os.posix_fallocate", no_memory)
+    zeros = Bucket([], torch.zeros(2, dtype=torch.uint8))
+    store, memory = HashStore(), NodeMemory("memory", CPU)
+    mine = Shared(5.0, memory, Relays(store, [1], 5.0))
+
+    async def push() -> None:
+        await mine.begin([Member(Without())], 1)
+        with pytest.raises(PushFailed, match="no 2 bytes of shared memory"):
+            await mine.send(zeros)
+
+    with following([Relay(store, 1, NodeMemory("memory", CPU, first=False), 5.0)], [stream_of_two()]):
+        asyncio.run(push())
+        assert further.wait(20)
+        mine.over()
+    memory.close()
+
+
+def test_a_relay_hears_of_the_end_of_a_push_that_never_began(tmp_path, monkeypatch):
+    """Rank 0 fails while it still waits for what is in flight: the relay is in the push by then."""
+
+    class Unstoppable(OnTwoGpus):
+        async def abort(self, timeout: float) -> None:
+            raise RuntimeError("not an answer of a server")
+
+    async def under_way(member: Member) -> None:
+        member.become("pending")
+        member.calls.add(asyncio.create_task(asyncio.sleep(60)))
+
+    monkeypatch.setattr(node, "SHARED_MEMORY", tmp_path)
+    store, loop = HashStore(), BackgroundLoop("test")
+    memory, fleet = NodeMemory("memory", CPU), ServerPool([Unstoppable()], ServersConfig(), [], print)
+    publisher = Publisher(
+        fleet,
+        loop,
+        Shared(5.0, memory, Relays(store, [1], 5.0)),
+        WeightSyncConfig(transport="shared"),
+        dtype=torch.float32,
+        device=CPU,
+        expected={},
+        optional=frozenset(),
+        fp8=None,
+        colocated=False,
+        report=print,
+    )
+    left = stream(2)
+    loop.run(under_way(fleet.members[0]))
+    assert publisher.next_command(1) == "push"
+    with following([Relay(store, 1, NodeMemory("memory", CPU, first=False), 5.0)], [left]):
+        with pytest.raises(ExceptionGroup) as failure:
+            publisher.attempt(iter(()), 1)
+        assert failure.group_contains(RuntimeError, match="not an answer of a server")
+    assert len(list(left)) == 2, "the whole stream is left to the caller"
+    publisher.close()
+    loop.close()
+
+
+def test_what_killed_runs_have_left_in_memory_is_removed_and_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.setattr(node, "SHARED_MEMORY", tmp_path)
+    living = NodeMemory(node.new_name(), CPU)
+    anothers = tmp_path / "megatron_gvpo-main"  # as somebody's checkout may be called
+    for directory in (tmp_path / node.new_name(), anothers):
+        directory.mkdir()
+        (directory / "bucket").write_bytes(bytes(100))
+    mine = NodeMemory(node.new_name(), CPU)
+    assert {*tmp_path.iterdir()} == {anothers, living.directory, mine.directory}
+    living.close()
+    mine.close()
+    assert [*tmp_path.iterdir()] == [anothers] and [*anothers.iterdir()]

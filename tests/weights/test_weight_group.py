@@ -1,0 +1,125 @@
+"""The group that weights are broadcast in, on a backend that does what NCCL would, which needs a GPU."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_gvpo.rollout.http import ServerRefused
+from megatron_gvpo.rollout.pool import Member
+from megatron_gvpo.rollout.server import Rendezvous, ServerInfo, TensorSpec
+from megatron_gvpo.weights.broadcast import Broadcast
+from megatron_gvpo.weights.bucket import Bucket
+from megatron_gvpo.weights.transport import PushFailed
+
+ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+PATIENCE = 10.0  # seconds; a broadcast that waits for what nobody sends is told by it
+
+
+class LikeNccl:
+    """torch's ProcessGroupNCCL connects the ranks in the call that begins the first broadcast
+    (ncclCommInitRank), and returns from it when all of them have begun theirs.
+    """
+
+    class Options:
+        _timeout = timedelta(0)
+
+    made: ClassVar[list[LikeNccl]] = []
+
+    def __init__(self, store: Any, rank: int, world: int, options: Options) -> None:
+        self.options, self.others, self.aborted = options, threading.Event(), False
+        self.error_handling = os.environ.get(ERROR_HANDLING)
+        self.made.append(self)
+
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Done:
+        if not self.others.wait(PATIENCE):
+            raise RuntimeError("the other ranks did not come")
+        return Done()
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+class Done:
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> None: ...
+
+
+class Server:
+    """Begins its broadcast when it is asked to, or refuses."""
+
+    url = "http://server"
+
+    def __init__(self, refuses: bool = False) -> None:
+        self.refuses = refuses
+
+    def group_prefixes(self, meeting: Rendezvous) -> list[str]:
+        return []
+
+    async def facts(self, timeout: float) -> ServerInfo:
+        return ServerInfo("1", "model", 0, 1)
+
+    async def begin_update(self, timeout: float) -> None: ...
+
+    async def join(self, meeting: Rendezvous, rank_offset: int, timeout: float) -> None: ...
+
+    async def leave(self, meeting: Rendezvous, timeout: float) -> None: ...
+
+    async def receive(self, specs: list[TensorSpec], meeting: Rendezvous, timeout: float) -> None:
+        if self.refuses:
+            raise ServerRefused("no such group", 400)
+        LikeNccl.made[-1].others.set()
+
+
+@pytest.fixture(autouse=True)
+def like_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", LikeNccl)
+
+
+def send(server: Server) -> int:
+    async def push() -> int:
+        transport = Broadcast("127.0.0.1", "nccl", PATIENCE)
+        await transport.begin([Member(server)], 1)  # type: ignore[arg-type]
+        return await transport.send(
+            Bucket([TensorSpec("w", "uint8", (4,))], torch.zeros(4, dtype=torch.uint8))
+        )
+
+    return asyncio.run(push())
+
+
+def test_a_server_hears_of_the_first_broadcast_while_its_ranks_are_being_connected():
+    assert send(Server()) == 4
+
+
+def test_a_server_that_refuses_is_heard_while_its_ranks_are_being_connected():
+    with pytest.raises(PushFailed, match=r"^no such group$"):
+        send(Server(refuses=True))
+    group = LikeNccl.made[-1]
+    assert group.aborted and not group.others.is_set()
+
+
+def test_the_watchdog_that_would_end_the_process_waits_longer_than_the_push():
+    send(Server())
+    assert LikeNccl.made[-1].options._timeout > timedelta(seconds=PATIENCE)
+
+
+@pytest.mark.parametrize("before", ["1", None])
+def test_a_server_that_died_in_a_broadcast_does_not_end_the_trainer(
+    before: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    """torch's way with a failed operation is to end the process; it reads the way when a group is made."""
+    if before is None:
+        monkeypatch.delenv(ERROR_HANDLING, raising=False)
+    else:
+        monkeypatch.setenv(ERROR_HANDLING, before)
+    send(Server())
+    assert LikeNccl.made[-1].error_handling == "0" and os.environ.get(ERROR_HANDLING) == before
