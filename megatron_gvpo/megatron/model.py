@@ -48,22 +48,36 @@ class Model:
     before_change: list[Callable[[], None]] = field(default_factory=list)  # what reads weights in background
 
     def about_to_change(self) -> None:
-        """To be called on every rank before weights or optimizer change: a save may be reading them.
+        """To be called on every rank before weights or optimizer change: a save may be reading them, and a
+        gather that no module has waited for may be writing them.
 
         Raises CheckpointError where that save failed.
         """
         while self.before_change:
             self.before_change.pop()()
+        if self.gathers_late:
+            # A gather that outlived the change would be taken for one of the changed weights.
+            with megatron_device(), torch.no_grad():
+                for group in self._bucket_groups():
+                    if group.param_gather_handle is not None:
+                        group.start_param_sync(force_sync=True)  # waits for it, and starts none
 
     def settle(self) -> None:
         """Make this rank's weights the newest: with overlap_param_gather, an update leaves that for later.
 
-        To be called on every rank, before weights are read other than by a forward pass.
+        To be called on every rank, before weights are read other than by a forward pass. A bucket whose
+        gather is under way is waited for, which suffices: `about_to_change` lets none outlive an update.
+        Every other bucket is gathered.
         """
         if self.gathers_late:
             with megatron_device(), torch.no_grad():
                 for chunk in self.chunks:
                     chunk.start_param_sync(force_sync=True)
+
+    def _bucket_groups(self) -> Iterator[Any]:
+        """Those of Megatron's buckets that are communicated together, in all chunks."""
+        for chunk in self.chunks:
+            yield from [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
 
     def export(self, on_host: bool = True) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) of every weight, in a fixed order, on the CPU or where they are.
