@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_gvpo.config import ConfigError, ModelConfig, ParallelConfig, read_json_object
+from megatron_gvpo.config import ConfigError, ModelConfig, ParallelConfig
 from megatron_gvpo.layout import Padding
+from megatron_gvpo.megatron.complete import check_weights
 from megatron_gvpo.megatron.fusions import fuse_weight_gradients, fusions
 from megatron_gvpo.megatron.parallel import megatron_device
 from megatron_gvpo.megatron.replay import Replay
@@ -179,16 +180,17 @@ def build(
     `replays`: its routers heed `Rows.routing`. `before_wrapping` may change the chunks, which have their
     weights, before Megatron wraps them. `key`: where the user gave its directory.
 
-    Raises ConfigError for weights that are not there, and for what Megatron-Bridge does not know, Megatron
-    refuses, or the machine lacks.
+    Raises ConfigError for weights that are not exactly the model's, and for what Megatron-Bridge does not
+    know, Megatron refuses, or the machine lacks.
     """
-    _check_weights(Path(model.path), key)
     # Megatron prints every size, and Megatron-Bridge draws progress bars of its own.
     with megatron_device(), contextlib.redirect_stdout(io.StringIO()):
         bridge = _bridge(model)
         provider = bridge.to_megatron_provider(load_weights=False)
         on_cpu = not torch.cuda.is_available()
         hf_config = bridge.hf_pretrained.config
+        tied = provider.share_embeddings_and_output_weights
+        check_weights(Path(model.path), key, hf_config, tied)
         settings = {} if on_cpu else fusions(provider)
         settings |= model_settings(model, parallel, on_cpu, deterministic) | routing_settings(hf_config)
         for name, value in settings.items():
@@ -263,26 +265,6 @@ def _refuse_on_cpu(model: ModelConfig, parallel: ParallelConfig) -> None:
             f"parallel.recompute_modules={engines}: Megatron recomputes these with Transformer Engine "
             "alone, on a GPU, and there is none here; it accepts the configuration"
         )
-
-
-def _check_weights(directory: Path, key: str) -> None:
-    """Raises ConfigError, on all ranks alike, for files that are missing or cut off. Reads headers only."""
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        names = set(read_json_object(index).get("weight_map", {}).values())
-        files = [directory / name for name in sorted(names)]
-    else:
-        files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(f"{key}={directory}: no weights there (*.safetensors)")
-    for file in files:
-        if not file.is_file():
-            raise ConfigError(f"{key}={directory}: {file.name} is missing there, and {index.name} names it")
-        try:
-            with safe_open(file, "pt"):
-                pass
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"{key}={directory}: {file.name} is not whole: {error}") from None
 
 
 @contextlib.contextmanager
