@@ -120,6 +120,7 @@ class LogprobHead:
             hidden_rh = hidden_states.squeeze(1).index_select(0, batch.response_r)
             hidden_rh = copy_to_tensor_model_parallel_region(hidden_rh)  # backward: all-reduce
         weight_r = batch.rows.weight_r
+        _gathered(output_layer)
         if self.footprint is not None:
             self.footprint.enter_head()
         mine = linear_logprob(
@@ -142,6 +143,19 @@ class LogprobHead:
                     hidden_rh.register_hook(self.footprint.leave_head)
         entropy_r = None if mine.entropy_r is None else of_whole_pack(mine.entropy_r, batch)
         return mine._replace(logp_r=of_whole_pack(mine.logp_r, batch), entropy_r=entropy_r)
+
+
+def _gathered(module: Any) -> None:
+    """Run a module's forward pre-hooks, because its weights are about to be read without calling it.
+
+    With overlap_param_gather, Megatron waits there, and nowhere else, for the other ranks' part of an update.
+    A tied weight of the same stage is the embedding's, for which the embedding's own call has waited.
+    """
+    for number, hook in module._forward_pre_hooks.items():
+        if number in module._forward_pre_hooks_with_kwargs:
+            hook(module, (), {})
+        else:
+            hook(module, ())
 
 
 def of_whole_pack(mine_r: Tensor, batch: PackedBatch) -> Tensor:

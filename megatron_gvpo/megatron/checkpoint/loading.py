@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from megatron.core.dist_checkpointing.validation import (
@@ -15,7 +16,8 @@ from megatron.core.dist_checkpointing.validation import (
     verify_checkpoint,
 )
 
-from megatron_gvpo.megatron.checkpoint.all_ranks import everywhere
+from megatron_gvpo.megatron.checkpoint.all_ranks import CheckpointError, everywhere, on_rank_0
+from megatron_gvpo.megatron.checkpoint.complete_weights import check_names
 
 
 def load_shards(what: str, state: Callable[[], dict[str, Any]], directory: Path) -> dict[str, Any]:
@@ -38,6 +40,13 @@ def load_shards(what: str, state: Callable[[], dict[str, Any]], directory: Path)
     wanted, sharded = made
     _, of_all = determine_global_metadata(sharded)
     everywhere(what, lambda: validate_sharding_integrity(of_all))
+
+    def compare() -> None:  # reading ignores what the checkpoint has and nobody asks for
+        stored = {base.key for base in load_sharded_metadata(str(directory)).values()}
+        if problem := check_names({base.key for of_rank in of_all for base in of_rank}, stored):
+            raise CheckpointError(problem)
+
+    on_rank_0(what, compare)
     loaded: list[dict[str, Any]] = []
 
     def read() -> None:  # without the validation it waits for no other rank

@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_gvpo.config.parallel_layout import Padding
-from megatron_gvpo.config.schema import ConfigError, ModelConfig, ParallelConfig, read_json_object
+from megatron_gvpo.config.schema import ConfigError, ModelConfig, ParallelConfig
+from megatron_gvpo.megatron.checkpoint.complete_weights import check_weights
 from megatron_gvpo.megatron.model.fusions import fuse_weight_gradients, fusions
 from megatron_gvpo.megatron.model.group_limited_router import limit_groups, routing_settings
 from megatron_gvpo.megatron.model.router_replay import Replay
@@ -48,22 +49,36 @@ class Model:
     before_change: list[Callable[[], None]] = field(default_factory=list)  # what reads weights in background
 
     def about_to_change(self) -> None:
-        """To be called on every rank before weights or optimizer change: a save may be reading them.
+        """To be called on every rank before weights or optimizer change: a save may be reading them, and a
+        gather that no module has waited for may be writing them.
 
         Raises CheckpointError where that save failed.
         """
         while self.before_change:
             self.before_change.pop()()
+        if self.gathers_late:
+            # A gather that outlived the change would be taken for one of the changed weights.
+            with megatron_device(), torch.no_grad():
+                for group in self._bucket_groups():
+                    if group.param_gather_handle is not None:
+                        group.start_param_sync(force_sync=True)  # waits for it, and starts none
 
     def settle(self) -> None:
         """Make this rank's weights the newest: with overlap_param_gather, an update leaves that for later.
 
-        To be called on every rank, before weights are read other than by a forward pass.
+        To be called on every rank, before weights are read other than by a forward pass. A bucket whose
+        gather is under way is waited for, which suffices: `about_to_change` lets none outlive an update.
+        Every other bucket is gathered.
         """
         if self.gathers_late:
             with megatron_device(), torch.no_grad():
                 for chunk in self.chunks:
                     chunk.start_param_sync(force_sync=True)
+
+    def _bucket_groups(self) -> Iterator[Any]:
+        """Those of Megatron's buckets that are communicated together, in all chunks."""
+        for chunk in self.chunks:
+            yield from [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
 
     def export(self, on_host: bool = True) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) of every weight, in a fixed order, on the CPU or where they are.
@@ -165,16 +180,17 @@ def build(
     `replays`: its routers heed `TrainBatch.routing`. `before_wrapping` may change the chunks, which have
     their weights, before Megatron wraps them. `key`: where the user gave its directory.
 
-    Raises ConfigError for weights that are not there, and for what Megatron-Bridge does not know, Megatron
-    refuses, or the machine lacks.
+    Raises ConfigError for weights that are not exactly the model's, and for what Megatron-Bridge does not
+    know, Megatron refuses, or the machine lacks.
     """
-    _check_weights(Path(model.path), key)
     # Megatron prints every size, and Megatron-Bridge draws progress bars of its own.
     with megatron_device(), contextlib.redirect_stdout(io.StringIO()):
         bridge = _bridge(model)
         provider = bridge.to_megatron_provider(load_weights=False)
         on_cpu = not torch.cuda.is_available()
         hf_config = bridge.hf_pretrained.config
+        tied = provider.share_embeddings_and_output_weights
+        check_weights(Path(model.path), key, hf_config, tied)
         settings = {} if on_cpu else fusions(provider)
         settings |= model_settings(model, parallel, on_cpu, deterministic) | routing_settings(hf_config)
         for name, value in settings.items():
@@ -249,26 +265,6 @@ def _refuse_on_cpu(model: ModelConfig, parallel: ParallelConfig) -> None:
             f"parallel.recompute_modules={engines}: Megatron recomputes these with Transformer Engine "
             "alone, on a GPU, and there is none here; it accepts the configuration"
         )
-
-
-def _check_weights(directory: Path, key: str) -> None:
-    """Raises ConfigError, on all ranks alike, for files that are missing or cut off. Reads headers only."""
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        names = set(read_json_object(index).get("weight_map", {}).values())
-        files = [directory / name for name in sorted(names)]
-    else:
-        files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(f"{key}={directory}: no weights there (*.safetensors)")
-    for file in files:
-        if not file.is_file():
-            raise ConfigError(f"{key}={directory}: {file.name} is missing there, and {index.name} names it")
-        try:
-            with safe_open(file, "pt"):
-                pass
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"{key}={directory}: {file.name} is not whole: {error}") from None
 
 
 @contextlib.contextmanager

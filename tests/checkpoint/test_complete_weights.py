@@ -1,0 +1,236 @@
+"""Weights that are not exactly the model's are refused by name: of Hugging Face, and in checkpoints."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import gradient_reference as reference
+import pytest
+import torch
+from distributed import forget_layout
+from safetensors.torch import load_file, save_file
+from tiny_run import GVPO, SHORT, configure, fit
+from torch import Tensor
+
+from megatron_gvpo.cli.main import main
+from megatron_gvpo.config.schema import ConfigError, ModelConfig, ParallelConfig
+from megatron_gvpo.megatron.checkpoint import convert
+from megatron_gvpo.megatron.checkpoint import sharded as checkpoint
+from megatron_gvpo.megatron.checkpoint.sharded import CheckpointError
+
+Tensors = dict[str, Tensor]
+FIRST = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models")
+    reference.save_models(directory)
+    return directory
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    from megatron_gvpo.megatron import parallel
+
+    parallel.initialize(ParallelConfig(), seed=0)
+    yield
+    parallel.shut_down()
+
+
+def changed(source: Path, target: Path, change: Callable[[Tensors], object], **config: object) -> Path:
+    """A copy of a model whose tensors `change` changes in place, and these keys of its config.json."""
+    shutil.copytree(source, target)
+    tensors = load_file(target / "model.safetensors")
+    change(tensors)
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    values = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(values | config))
+    return target
+
+
+def without(pattern: str) -> Callable[[Tensors], object]:
+    def change(tensors: Tensors) -> None:
+        doomed = [name for name in tensors if re.search(pattern, name)]
+        assert doomed
+        for name in doomed:
+            del tensors[name]
+
+    return change
+
+
+def with_tensor(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Callable[[Tensors], object]:
+    return lambda tensors: tensors.update({name: torch.ones(shape).to(dtype)})
+
+
+def with_head(tensors: Tensors) -> None:
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+
+def with_other_head(tensors: Tensors) -> None:
+    with_head(tensors)
+    tensors["lm_head.weight"][-1, -1] += 1e-3
+
+
+EXPERT = "model.layers.2.mlp.experts.3.up_proj.weight"
+MTP = {"num_nextn_predict_layers": 1}
+REFUSED = {
+    "up_proj": ("untied", without(f"^{FIRST}$"), rf"it lacks 1 tensor \({FIRST}\): all 51 of config.json"),
+    "bias": ("untied", without("layers.2.*q_proj.bias"), r"lacks 1 tensor \(.*2.self_attn.q_proj.bias\)"),
+    "norm": ("untied", without("^model.norm"), r"it lacks 1 tensor \(model.norm.weight\)"),
+    "layer": (
+        "untied",
+        without(r"layers\.3\."),
+        r"it lacks 12 tensors \(model.layers.3.input.*, ...\): all 51 .*num_hidden_layers=4",
+    ),
+    "embedding": ("tied", without("embed_tokens"), r"it lacks 1 tensor \(model.embed_tokens.weight\)"),
+    "head": (
+        "untied",
+        without("lm_head"),
+        r"it lacks 1 tensor \(lm_head.weight\).*tie_word_embeddings=false",
+    ),
+    "expert": ("qwen3_moe", without(EXPERT), rf"it lacks 1 tensor \({EXPERT}\)"),
+    "router's bias": ("deepseek_v3", without("1.*correction_bias"), r"lacks 1 tensor \(.*correction_bias\)"),
+    "extra": (
+        "untied",
+        with_tensor("model.layers.4.mlp.up_proj.weight", 48, 32),
+        r"has 1 tensor \(model.layers.4.mlp.up_proj.weight \(in model.safetensors\)\) that the model of",
+    ),
+    "extra bias": (
+        "untied",
+        with_tensor("model.layers.0.self_attn.o_proj.bias", 32),
+        r"has 1 tensor \(model.layers.0.self_attn.o_proj.bias .* does not take: remove what is not",
+    ),
+    "quantised": ("untied", with_tensor(FIRST + "_scale_inv", 1, 1), "that cannot be trained: .*quantised"),
+    "integers": ("untied", with_tensor("model.norm.weight", 32, dtype=torch.int8), "norm.* has dtype I8"),
+    "shape": ("untied", with_tensor(FIRST, 47, 32), r"up_proj.* has shape \[47, 32\], .* says \[48, 32\]"),
+    "other head": ("tied", with_other_head, "lm_head.* is not model.embed_tokens.weight, .*tie_word_emb"),
+    "two predictors": (
+        "deepseek_v3",
+        lambda tensors: [with_tensor(f"model.layers.{i}.enorm.weight", 32)(tensors) for i in (4, 5)],
+        r"has 1 tensor \(model.layers.5.enorm.weight",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_exactly_the_models_is_refused(models, tmp_path, group, case):
+    from megatron_gvpo.megatron.model.build import build
+
+    family, change, message = REFUSED[case]
+    model = changed(models / family, tmp_path / "model", change, **(MTP if case == "two predictors" else {}))
+    with pytest.raises(ConfigError) as refused:
+        build(ModelConfig(path=str(model)), ParallelConfig(), trained=False)
+    said = str(refused.value)
+    assert said.startswith(f"model.path={model}: ") and re.search(message, said) and "\n" not in said, said
+
+
+ACCEPTED = {
+    "equal head": ("tied", with_head),
+    "head in another precision": (
+        "tied",
+        lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].double()}),
+    ),
+    "frequencies": ("untied", with_tensor("model.layers.0.self_attn.rotary_emb.inv_freq", 4)),
+    "predictor": ("deepseek_v3", with_tensor("model.layers.4.enorm.weight", 32)),
+}
+
+
+@pytest.mark.parametrize("case", ACCEPTED)
+def test_what_changes_nothing_is_accepted(models, tmp_path, group, case):
+    from megatron_gvpo.megatron.model.build import build
+
+    family, change = ACCEPTED[case]
+    model = changed(models / family, tmp_path / "model", change, **(MTP if case == "predictor" else {}))
+    same = ModelConfig(path=str(model), dtype="float32")
+    built = dict(build(same, ParallelConfig(), trained=False).export())
+    for name, tensor in load_file(models / family / "model.safetensors").items():
+        assert torch.equal(built[name], tensor), name
+
+
+def test_an_index_that_leaves_a_tensor_out(models, tmp_path, group):
+    from megatron_gvpo.megatron.model.build import build
+
+    model = changed(models / "untied", tmp_path / "model", lambda tensors: None)
+    names = load_file(model / "model.safetensors").keys() - {FIRST}
+    index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=rf"\({FIRST}\), or model.*index.json does not name them"):
+        build(ModelConfig(path=str(model)), ParallelConfig(), trained=False)
+
+
+def test_the_command_line_says_it_in_one_line(task, tmp_path, capfd):
+    model = changed(task / "model", tmp_path / "model", without("layers.0.mlp.up_proj"))
+    given = ["algorithm=ppo", f"output_dir={tmp_path / 'run'}", *SHORT]
+    for command, key in ((["train"], "model.path"), (["eval", "data.eval.limit=1"], "model.path")):
+        overrides = [text for text in given if command[0] == "train" or not text.startswith("data.eval")]
+        arguments = [command[0], str(task / "run.yaml"), *overrides, *command[1:], f"model.path={model}"]
+        assert main(arguments) == 2
+        error = capfd.readouterr().err
+        assert error.startswith(f"error: {key}={model}: it lacks 1 tensor (") and error.count("\n") == 1
+    critic = f'algorithm={{"recipe": "ppo", "critic": {{"path": "{model}"}}}}'
+    assert main(["train", str(task / "run.yaml"), *given[1:], critic]) == 2
+    assert capfd.readouterr().err.startswith(f"error: algorithm.critic.path={model}: it lacks 1 tensor (")
+    assert main(["convert", str(model), str(tmp_path / "megatron")]) == 2
+    assert capfd.readouterr().err.startswith(f"error: SOURCE={model}: it lacks 1 tensor (")
+    assert not (tmp_path / "megatron").exists()
+
+
+TIED_CHECKPOINT = (
+    "it lacks 1 tensor (output_layer.weight) of the model: the checkpoint is of a model with tie"
+)
+UNTIED_CHECKPOINT = "it has 1 tensor (output_layer.weight) that the model does not take: the checkpoint is of"
+
+
+def test_convert_like_another_model(models, tmp_path, capsys):
+    shallow = tmp_path / "shallow"
+    changed(models / "untied", shallow, without(r"layers\.3\."), num_hidden_layers=3, layer_types=None)
+    cases = {
+        ("tied", models / "untied"): TIED_CHECKPOINT,
+        ("untied", models / "tied"): UNTIED_CHECKPOINT,
+        ("untied", models / "qwen3"): "self_attention.q_layernorm.weight",
+        ("untied", shallow): "shape",
+    }
+    for (source, like), said in cases.items():
+        there, back = tmp_path / source, tmp_path / "back"
+        if not there.exists():
+            assert main(["convert", str(models / source), str(there)]) == 0
+        capsys.readouterr()
+        assert main(["convert", str(there), str(back), "--like", str(like)]) == 1
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: cannot read {there} as weights of {like}: ") and said in error
+        assert not back.exists()
+
+
+@pytest.fixture(scope="module")
+def tied_task(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The task with a model whose output layer is its embedding."""
+    directory = tmp_path_factory.mktemp("tied") / "task"
+    shutil.copytree(task, directory)
+    shutil.rmtree(directory / "model")
+    changed(task / "model", directory / "model", without("lm_head"), tie_word_embeddings=True)
+    (directory / "run.yaml").write_text((task / "run.yaml").read_text().replace(str(task), str(directory)))
+    return directory
+
+
+@pytest.mark.usefixtures("leave_the_process_group")
+def test_resume_and_export_with_another_tying(task, tied_task, tmp_path):
+    moving = {"tied": tied_task, "untied": task}
+    for name, place in moving.items():
+        fit(configure(place, tmp_path / name, *GVPO, *SHORT, "train.steps=1"))
+    for name, other, said in (("tied", task, TIED_CHECKPOINT), ("untied", tied_task, UNTIED_CHECKPOINT)):
+        config = configure(other, tmp_path / name, *GVPO, *SHORT, "train.steps=2")
+        with pytest.raises(CheckpointError) as refused:
+            fit(config, resume=True)
+        assert re.match("cannot read .*step_00000001: " + re.escape(said), str(refused.value))
+        with pytest.raises(CheckpointError, match="^cannot read .*step_00000001: " + re.escape(said)):
+            convert.newest_to_hugging_face(config, tmp_path / "hf")
+        forget_layout()
+    assert not (tmp_path / "hf").exists()
+    for name, place in moving.items():  # and what fits goes on
+        fit(configure(place, tmp_path / name, *GVPO, *SHORT, "train.steps=2"), resume=True)
+        assert checkpoint.complete(tmp_path / name / "checkpoints")[-1].name == "step_00000002"

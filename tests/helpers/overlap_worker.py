@@ -1,0 +1,97 @@
+"""What every rank does for test_overlap.py: the same run with and without overlapped communication."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from distributed import forget_layout, run_number
+from gradient_worker import config_of
+
+from megatron_gvpo.types import TrainBatch
+
+# Elements; megatron-core closes a bucket at 40 million. The output layer of the tiny models, even one of two
+# shards of it, has more: an untied one fills the first bucket alone, as that of a large model does.
+BUCKET_SIZE = 2000
+
+
+def run(directory: str) -> None:
+    """The case number `run_number()` of work.pt, twice; rank 0 writes {number}.pt."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    place, number = Path(directory), run_number()
+    layout, case = torch.load(place / "work.pt", weights_only=False)[number]
+
+    check = DistributedDataParallelConfig.__post_init__
+
+    def with_small_buckets(self: Any) -> None:
+        self.bucket_size = BUCKET_SIZE
+        check(self)
+
+    found: dict[bool, dict[str, Any]] = {}
+    for overlap in (False, True):
+        config = config_of(case, replace(layout, overlap=overlap), place)
+        # Far from a minimum, where a gradient is a small difference of large terms and shows their rounding.
+        slow = config.optimizer.model_copy(update={"lr": 1e-3})
+        config = config.model_copy(update={"optimizer": slow})
+        with mock.patch.object(DistributedDataParallelConfig, "__post_init__", with_small_buckets):
+            found[overlap] = _updates(config, case.rows, place / f"checkpoint-{number}-{overlap}")
+        forget_layout()
+    if dist.get_rank() == 0:
+        torch.save(found, place / f"{number}.pt")
+
+
+def _updates(config: Any, rows: TrainBatch, root: Path) -> dict[str, Any]:
+    """Updates with everything between them that reads weights; {what it gave: its value}."""
+    from megatron_gvpo.megatron import checkpoint
+    from megatron_gvpo.megatron.policy import Policy
+
+    policy = Policy(config)
+    groups = sum(len(chunk.bucket_groups) for chunk in policy.model.chunks)
+    found: dict[str, Any] = {"bucket groups": groups}
+
+    def update(when: str, of: TrainBatch = rows) -> None:
+        result = policy.update(of, at_step_start=False)
+        found[f"{when}: loss"] = result.metrics["loss"]
+        found[f"{when}: gradient norm"] = result.update.grad_norm
+
+    def score(when: str) -> None:
+        logp_r = policy.score(rows)
+        found[f"{when}: log-prob sum"] = logp_r.sum().item()
+        found[f"{when}: log-probs"] = logp_r
+
+    def export(when: str) -> None:
+        found.update({f"{when}: {name}": tensor.clone() for name, tensor in policy.weights()})
+
+    for i in range(3):
+        update(f"one after the other {i}")
+    score("one after the other")
+    update("after a score")
+    score("after a score")
+    for i in range(2):
+        update(f"before an export {i}")
+        export(f"export {i}")
+    if policy.shadow is not None:
+        for i in range(2):
+            anchor_r = policy.score_reference(rows)
+            found[f"reference {i}"] = anchor_r
+            update(f"with the reference {i}", rows.with_columns(ref_logp_r=anchor_r))
+            policy.end_step()
+    update("before memory is released")
+    policy.memory.release("weights")
+    policy.memory.restore("weights")
+    score("after memory was released")
+    if config.parallel.pp > 1:  # in one case: it takes as long as all the rest
+        update("before a save")
+        checkpoint.save(root, 1, policy, {}, keep=1)
+        update("after a save")
+        checkpoint.load(checkpoint.complete(root)[-1], policy)
+        export("loaded")
+        update("after a load")
+    score("in the end")
+    export("in the end")
+    return found
