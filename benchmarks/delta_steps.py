@@ -62,7 +62,7 @@ def measure(place: Path, steps: int, lr: float) -> dict[str, object]:
         tiny_run.fit(config)
         client = Client("sglang", url)
         pushed = checksum(client.loop, client.server)
-        client("load_directory", out / "hf", "from files")
+        client.receiver("disk", "load_directory", out / "hf", "from files")
         bit_exact = pushed == checksum(client.loop, client.server)
         client.close()
     records = [r for r in tiny_run.records(out) if "sync/bytes" in r]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megatron_gvpo.rollout.server import PLUGINS
 from megatron_gvpo.weights.bucket import Bucket, DoubleBuffer, buckets
-from megatron_gvpo.weights.ipc import shared_storage
+from megatron_gvpo.weights.node import shared_storage
 
 NO_GPU = "no GPU: CUDA IPC maps memory of one"
 
@@ -80,7 +80,7 @@ def check(smoke: bool) -> dict[str, Any]:
 
 
 def order(bucket: Bucket) -> dict[str, Any]:
-    """As the dialect of SGLang sends it."""
+    """As SGLang's receiver sends it."""
     listed = [[spec.name, spec.dtype, spec.shape] for spec in bucket.specs]
     return {"op": "load", "tensors": listed, "handle": shared_storage(bucket.flat)}
 

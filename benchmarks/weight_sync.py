@@ -58,6 +58,7 @@ from megatron_gvpo.weights.disk import Disk
 from megatron_gvpo.weights.in_process import InProcess
 from megatron_gvpo.weights.node import NodeMemory
 from megatron_gvpo.weights.push import Publisher
+from megatron_gvpo.weights.receivers import receiver_class
 from megatron_gvpo.weights.relay import Relays
 from megatron_gvpo.weights.shared import Shared
 
@@ -187,15 +188,17 @@ class Pushing:
         args: argparse.Namespace,
     ) -> None:
         where, backend = device(args), "nccl" if args.device == "cuda" else "gloo"
+        receiver = receiver_class(config.rollout.engine, transport)
+        self._timed: Any
         if transport == "disk":
-            self._timed = Timed(Disk(Path(config.output_dir) / "weights", TIMEOUT))
+            self._timed = Timed(Disk(receiver, Path(config.output_dir) / "weights", TIMEOUT))
             where = CPU
         elif transport == "shared":
             memory = NodeMemory(f"megatron_gvpo-{os.getpid()}", where)
-            self._timed = Timed(Shared(TIMEOUT, memory, Relays(dist.HashStore(), [], TIMEOUT)))
+            self._timed = Timed(Shared(receiver, TIMEOUT, memory, Relays(dist.HashStore(), [], TIMEOUT)))
         else:
             kind = Delta if transport == "delta" else Broadcast
-            self._timed = Timed(kind("127.0.0.1", backend, TIMEOUT))
+            self._timed = Timed(kind(receiver, "127.0.0.1", backend, TIMEOUT))
         self._fleet, self._weights, self._pid = fleet, weights, pid
         self._publisher = Publisher(
             fleet,

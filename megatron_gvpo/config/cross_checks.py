@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megatron_gvpo.weights.transports import transport_class
+
 if TYPE_CHECKING:
     from megatron_gvpo.config.schema import Config
 
@@ -99,7 +101,7 @@ def _engine(config: Config) -> None:
             f"algorithm.members: {asking[0]} asks the policy for log-probs while responses come, "
             "when servers on the trainer's own GPUs (rollout.servers.colocated) have its memory"
         )
-    if rollout.servers.colocated and rollout.weights.transport in ("broadcast", "delta"):
+    if rollout.servers.colocated and not transport_class(rollout.weights.transport).colocated_ok:
         raise ValueError(
             f"rollout.weights.transport={rollout.weights.transport}: NCCL forms no process "
             "group of a trainer and a server on the same GPU (rollout.servers.colocated): set it to "

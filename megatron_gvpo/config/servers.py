@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from megatron_gvpo.config.section import Section
+from megatron_gvpo.weights.transports import known_transport
 
 
 class ServersConfig(Section):
@@ -52,7 +53,7 @@ class WeightSyncConfig(Section):
 
     # broadcast: a process group with all servers; delta: the same, with only what changed; shared: memory of
     # the trainer's nodes, for servers on them; disk: files.
-    transport: Literal["broadcast", "delta", "shared", "disk"] = "broadcast"
+    transport: Annotated[str, AfterValidator(known_transport)] = "broadcast"
     bucket_mb: PositiveInt = 512  # extra memory of a push: one half is sent while the other is filled
     # Of the trainer's first rank, where servers meet it; default: torchrun's MASTER_ADDR, or loopback.
     address: str | None = None

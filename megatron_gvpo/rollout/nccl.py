@@ -6,6 +6,7 @@ import os
 import subprocess
 
 from megatron_gvpo.config.schema import Config, ConfigError
+from megatron_gvpo.weights.transports import transport_class
 
 ASK = "import torch; print('.'.join(map(str, torch.cuda.nccl.version())))"
 TIMEOUT = 300.0  # seconds: a first import of torch over a network file system
@@ -17,7 +18,7 @@ def check_nccl(config: Config, ours: str) -> None:
     What cannot be asked is left for the start of the servers to tell.
     """
     python, transport = config.rollout.servers.python, config.rollout.weights.transport
-    if transport not in ("broadcast", "delta"):
+    if not transport_class(transport).forms_group:
         return
     theirs_alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     try:

@@ -5,30 +5,17 @@ from __future__ import annotations
 import base64
 import json
 import os
-import pickle
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
 from megatron_gvpo.config.schema import Config, ConfigError, SamplingConfig
-from megatron_gvpo.rollout.http import Http, ServerRefused
-from megatron_gvpo.rollout.server import (
-    PLUGINS,
-    Launch,
-    MemoryPart,
-    Patch,
-    Rendezvous,
-    Sample,
-    ServerInfo,
-    SharedPlace,
-    TensorSpec,
-    finish,
-)
+from megatron_gvpo.rollout.http import Http
+from megatron_gvpo.rollout.server import PLUGINS, Launch, MemoryPart, Sample, ServerInfo, finish
 from megatron_gvpo.versions import REFERENCE
 
-RECEIVER = "megatron_gvpo_sglang.receive"
+WEIGHT_LOADER = "megatron_gvpo_sglang.receive"  # a function of the plugin in PLUGINS
 
 
 class SGLang:
@@ -37,17 +24,11 @@ class SGLang:
     tested: ClassVar[Sequence[str]] = (REFERENCE["sglang"],)
 
     def __init__(self, http: Http) -> None:
-        self._http = http
+        self.http = http
 
     @property
     def url(self) -> str:
-        return self._http.url
-
-    @staticmethod
-    def group_prefixes(meeting: Rendezvous) -> list[str]:
-        """SGLang's own group name, then what torch puts before the keys of a new group on its backend."""
-        device = "cuda" if meeting.backend == "nccl" else "cpu"
-        return [meeting.name, f"{meeting.name}/", f"{device}/"]
+        return self.http.url
 
     @staticmethod
     def launch(config: Config, port: int, api_key: str | None, on_gpu: bool) -> Launch:
@@ -55,7 +36,7 @@ class SGLang:
         command = [servers.python, "-m", "sglang.launch_server", "--model-path", config.served_path]
         command += ["--host", servers.host, "--port", str(port), "--dtype", config.model.dtype]
         command += ["--tp-size", str(servers.tp), "--skip-server-warmup"]
-        command += ["--custom-weight-loader", RECEIVER]
+        command += ["--custom-weight-loader", WEIGHT_LOADER]
         if servers.context_length:
             command += ["--context-length", str(servers.context_length)]
         if servers.colocated and on_gpu:
@@ -84,11 +65,11 @@ class SGLang:
         return Launch([*command, "--config"], environment, json.dumps({"api-key": api_key}))
 
     async def healthy(self, timeout: float) -> bool:
-        await self._http.get("/health", timeout=timeout)
+        await self.http.get("/health", timeout=timeout)
         return True
 
     async def facts(self, timeout: float) -> ServerInfo:
-        info = await self._http.get("/server_info", timeout=timeout)
+        info = await self.http.get("/server_info", timeout=timeout)
         return ServerInfo(
             version=info["version"],
             model_path=info["model_path"],
@@ -105,7 +86,7 @@ class SGLang:
         stop_ids: Sequence[int],
         timeout: float,
     ) -> Sample:
-        answer = await self._http.post(
+        answer = await self.http.post(
             "/generate",
             {
                 "input_ids": list(token_ids),
@@ -139,140 +120,29 @@ class SGLang:
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        answer = await self._http.post("/generate", body, timeout=timeout)
+        answer = await self.http.post("/generate", body, timeout=timeout)
         return [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:-1]]
 
     async def abort(self, timeout: float) -> None:
-        await self._http.post("/abort_request", {"abort_all": True}, timeout=timeout)
+        await self.http.post("/abort_request", {"abort_all": True}, timeout=timeout)
 
     async def pause(self, timeout: float) -> None:
-        await self._http.post("/pause_generation", {"mode": "abort"}, timeout=timeout)
+        await self.http.post("/pause_generation", {"mode": "abort"}, timeout=timeout)
 
     async def resume(self, timeout: float) -> None:
-        await self._http.post("/continue_generation", timeout=timeout)
+        await self.http.post("/continue_generation", timeout=timeout)
 
     async def flush_cache(self, timeout: float) -> None:
-        await self._http.post("/flush_cache", timeout=timeout)
+        await self.http.post("/flush_cache", timeout=timeout)
 
     async def weight_version(self, timeout: float) -> str:
-        info = await self._http.get("/model_info", timeout=timeout)
+        info = await self.http.get("/model_info", timeout=timeout)
         return str(info["weight_version"])
 
-    async def join(self, meeting: Rendezvous, rank_offset: int, timeout: float) -> None:
-        body = {
-            "master_address": meeting.address,
-            "master_port": meeting.port,
-            "rank_offset": rank_offset,
-            "world_size": meeting.world_size,
-            "group_name": meeting.name,
-            "backend": meeting.backend,
-        }
-        await self._http.post("/init_weights_update_group", body, timeout=timeout)
-
-    async def leave(self, meeting: Rendezvous, timeout: float) -> None:
-        body = {"group_name": meeting.name}
-        await self._http.post("/destroy_weights_update_group", body, timeout=timeout)
-
-    async def begin_update(self, timeout: float) -> None:
-        try:
-            await self._http.post("/begin_weight_update", timeout=timeout)
-        except ServerRefused as error:
-            if "already open" not in str(error):
-                raise
-            # Of a push that failed half-way: what it left is overwritten now.
-            await self._http.post("/end_weight_update", timeout=timeout)
-            await self._http.post("/begin_weight_update", timeout=timeout)
-
-    async def receive(self, specs: Sequence[TensorSpec], meeting: Rendezvous, timeout: float) -> None:
-        body = {
-            "names": [spec.name for spec in specs],
-            "dtypes": [spec.dtype for spec in specs],
-            "shapes": [list(spec.shape) for spec in specs],
-            "group_name": meeting.name,
-            "flush_cache": False,
-            "load_format": "flattened_bucket",
-        }
-        await self._http.post("/update_weights_from_distributed", body, timeout=timeout)
-
-    async def join_for_patches(self, meeting: Rendezvous, rank_offset: int, timeout: float) -> None:
-        processes = (await self.facts(timeout)).processes
-        order = {
-            "op": "join",
-            "name": meeting.name,
-            "address": meeting.address,
-            "port": meeting.port,
-            "world_size": meeting.world_size,
-            "backend": meeting.backend,
-            "timeout": timeout,
-        }
-        await self.begin_update(timeout)  # SGLang takes no custom loader outside an update
-        await self._order([order | {"rank": rank_offset + i} for i in range(processes)], timeout)
-        await self._http.post("/end_weight_update", timeout=timeout)
-
-    async def leave_patches(self, meeting: Rendezvous, timeout: float) -> None:
-        """Nothing: the receiver forgets a group when it joins the next."""
-
-    async def receive_patches(
-        self, patches: Sequence[Patch], size: int, meeting: Rendezvous, timeout: float
-    ) -> None:
-        listed = [[p.spec.name, p.spec.dtype, p.spec.shape, p.count] for p in patches]
-        await self._order_all(
-            {"op": "apply", "name": meeting.name, "bytes": size, "patches": listed}, timeout
-        )
-
-    async def check_patches(self, timeout: float) -> None:
-        await self._order_all({"op": "check"}, timeout)
-
-    async def _order_all(self, order: dict[str, Any], timeout: float) -> None:
-        """The same order for all ranks."""
-        processes = (await self.facts(timeout)).processes
-        await self._order([order] * processes, timeout)
-
-    async def _order(self, orders: Sequence[dict[str, Any]], timeout: float) -> None:
-        """An order for the receiver plugin in each of the server's ranks."""
-        payloads = [base64.b64encode(_as_tensor(json.dumps(order))).decode() for order in orders]
-        body = {"serialized_named_tensors": payloads, "load_format": RECEIVER, "flush_cache": False}
-        await self._http.post("/update_weights_from_tensor", body, timeout=timeout)
-
-    async def end_update(self, version: str, timeout: float) -> None:
-        await self._http.post("/end_weight_update", timeout=timeout)
-        await self._name_version(version, timeout)
-
-    async def tell_gpus(self, file: Path, timeout: float) -> None:
-        await self._order_all({"op": "tell", "file": str(file)}, timeout)
-
-    async def receive_shared(self, specs: Sequence[TensorSpec], place: SharedPlace, timeout: float) -> None:
-        listed = [[spec.name, spec.dtype, spec.shape] for spec in specs]
-        order = {"op": "load", "tensors": listed}
-        if isinstance(place, Path):
-            await self._order_all(order | {"file": str(place)}, timeout)
-        else:
-            await self._order([order | {"handle": handle} for handle in place], timeout)
-
     async def release_memory(self, timeout: float) -> None:
-        await self._http.post("/release_memory_occupation", timeout=timeout)
+        await self.http.post("/release_memory_occupation", timeout=timeout)
 
     async def reclaim_memory(self, part: MemoryPart, timeout: float) -> None:
         # Nothing runs before the cache is back, so the graphs may come with it.
         tags = {"weights": ["weights"], "cache": ["kv_cache", "cuda_graph"]}[part]
-        await self._http.post("/resume_memory_occupation", {"tags": tags}, timeout=timeout)
-
-    async def load_directory(self, directory: Path, version: str, timeout: float) -> None:
-        # SGLang keeps the directory as its model path, and reads config.json there only at its start.
-        body = {"model_path": str(directory), "flush_cache": False, "keep_pause": True}
-        await self._http.post("/update_weights_from_disk", body, timeout=timeout)
-        await self._name_version(version, timeout)
-
-    async def _name_version(self, version: str, timeout: float) -> None:
-        body = {"new_version": version, "abort_all_requests": False}
-        await self._http.post("/update_weight_version", body, timeout=timeout)
-
-
-def _as_tensor(text: str) -> bytes:
-    """A pickle, such as SGLang's safe unpickler takes, of [("order", torch.ByteTensor([byte, ...]))].
-
-    By hand, because torch would pickle a tensor as a handle of this machine's shared memory.
-    """
-    numbers = pickle.dumps(list(text.encode()), protocol=2)[2:-1]
-    name = b"X" + len(b"order").to_bytes(4, "little") + b"order"
-    return b"\x80\x02]" + name + b"ctorch\nByteTensor\n" + numbers + b"\x85R\x86a."
+        await self.http.post("/resume_memory_occupation", {"tags": tags}, timeout=timeout)

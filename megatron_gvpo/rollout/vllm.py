@@ -5,25 +5,13 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 from megatron_gvpo.config.schema import Config, SamplingConfig
-from megatron_gvpo.rollout.http import Http, ServerRefused
-from megatron_gvpo.rollout.server import (
-    PLUGINS,
-    Launch,
-    MemoryPart,
-    Patch,
-    Rendezvous,
-    Sample,
-    ServerInfo,
-    SharedPlace,
-    TensorSpec,
-    finish,
-)
+from megatron_gvpo.rollout.http import Http
+from megatron_gvpo.rollout.server import PLUGINS, Launch, MemoryPart, Sample, ServerInfo, finish
 from megatron_gvpo.versions import REFERENCE
 
 MODEL = "policy"  # the name that requests give
@@ -35,16 +23,11 @@ class VLLM:
     tested: ClassVar[Sequence[str]] = (REFERENCE["vllm"],)
 
     def __init__(self, http: Http) -> None:
-        self._http = http
+        self.http = http
 
     @property
     def url(self) -> str:
-        return self._http.url
-
-    @staticmethod
-    def group_prefixes(meeting: Rendezvous) -> list[str]:
-        """None: our plugin joins with the bare store."""
-        return []
+        return self.http.url
 
     @staticmethod
     def launch(config: Config, port: int, api_key: str | None, on_gpu: bool) -> Launch:
@@ -74,13 +57,13 @@ class VLLM:
         return Launch([*command, *servers.args], environment)
 
     async def healthy(self, timeout: float) -> bool:
-        await self._http.get("/health", timeout=timeout)
+        await self.http.get("/health", timeout=timeout)
         return True
 
     async def facts(self, timeout: float) -> ServerInfo:
-        version = await self._http.get("/version", timeout=timeout)
-        models = await self._http.get("/v1/models", timeout=timeout)
-        world = await self._http.get("/get_world_size", timeout=timeout)
+        version = await self.http.get("/version", timeout=timeout)
+        models = await self.http.get("/v1/models", timeout=timeout)
+        world = await self.http.get("/get_world_size", timeout=timeout)
         served = models["data"][0]
         return ServerInfo(
             version=version["version"],
@@ -110,7 +93,7 @@ class VLLM:
             "return_token_ids": True,
             "skip_special_tokens": False,
         }
-        answer = await self._http.post("/v1/completions", body, timeout=timeout)
+        answer = await self.http.post("/v1/completions", body, timeout=timeout)
         choice = answer["choices"][0]
         logprobs = choice["logprobs"]["token_logprobs"] if choice["logprobs"] else []
         experts = choice.get("routed_experts") if sampling.wants_routing else None
@@ -129,98 +112,30 @@ class VLLM:
             "temperature": 1.0,
             "prompt_logprobs": 0,
         }
-        answer = await self._http.post("/v1/completions", body, timeout=timeout)
+        answer = await self.http.post("/v1/completions", body, timeout=timeout)
         given = answer["choices"][0]["prompt_logprobs"][1:]
         pairs = zip(given, token_ids[1:], strict=True)
         return [entry[str(token)]["logprob"] for entry, token in pairs]
 
     async def abort(self, timeout: float) -> None:
-        await self._http.post("/abort_requests", {"request_ids": []}, timeout=timeout)
+        await self.http.post("/abort_requests", {"request_ids": []}, timeout=timeout)
 
     async def pause(self, timeout: float) -> None:
-        await self._http.post("/pause", params={"mode": "abort"}, timeout=timeout)
+        await self.http.post("/pause", params={"mode": "abort"}, timeout=timeout)
 
     async def resume(self, timeout: float) -> None:
-        await self._http.post("/resume", timeout=timeout)
+        await self.http.post("/resume", timeout=timeout)
 
     async def flush_cache(self, timeout: float) -> None:
-        await self._http.post("/reset_prefix_cache", timeout=timeout)
+        await self.http.post("/reset_prefix_cache", timeout=timeout)
 
     async def weight_version(self, timeout: float) -> str:
-        info = await self._http.get("/weight_info", timeout=timeout)
+        info = await self.http.get("/weight_info", timeout=timeout)
         return str(info["weight_version"])
 
-    async def join(self, meeting: Rendezvous, rank_offset: int, timeout: float) -> None:
-        info = {
-            "master_address": meeting.address,
-            "master_port": meeting.port,
-            "rank_offset": rank_offset,
-            "world_size": meeting.world_size,
-            "backend": meeting.backend,
-            "timeout": timeout,
-        }
-        await self._http.post("/init_weight_transfer_engine", {"init_info": info}, timeout=timeout)
-
-    async def leave(self, meeting: Rendezvous, timeout: float) -> None:
-        await self._http.post("/shutdown_weight_transfer_engine", timeout=timeout)
-
-    async def begin_update(self, timeout: float) -> None:
-        try:
-            await self._http.post("/start_weight_update", timeout=timeout)
-        except ServerRefused as error:
-            if "already active" not in str(error):
-                raise
-            # Of a push that failed half-way: what it left is overwritten now.
-            await self._http.post("/finish_weight_update", timeout=timeout)
-            await self._http.post("/start_weight_update", timeout=timeout)
-
-    async def receive(self, specs: Sequence[TensorSpec], meeting: Rendezvous, timeout: float) -> None:
-        await self._http.post("/update_weights", {"update_info": _listed(specs)}, timeout=timeout)
-
-    async def join_for_patches(self, meeting: Rendezvous, rank_offset: int, timeout: float) -> None:
-        await self.join(meeting, rank_offset, timeout)
-
-    async def leave_patches(self, meeting: Rendezvous, timeout: float) -> None:
-        await self.leave(meeting, timeout)
-
-    async def receive_patches(
-        self, patches: Sequence[Patch], size: int, meeting: Rendezvous, timeout: float
-    ) -> None:
-        info = _listed([p.spec for p in patches]) | {"counts": [p.count for p in patches], "size": size}
-        await self._http.post("/update_weights", {"update_info": info}, timeout=timeout)
-
-    async def check_patches(self, timeout: float) -> None:
-        """Nothing: the plugin does so at the end of the update."""
-
-    async def end_update(self, version: str, timeout: float) -> None:
-        await self._http.post("/finish_weight_update", {"weight_version": version}, timeout=timeout)
-
-    async def tell_gpus(self, file: Path, timeout: float) -> None:
-        await self._http.post(
-            "/update_weights", {"update_info": _listed([]) | {"tell": str(file)}}, timeout=timeout
-        )
-
-    async def receive_shared(self, specs: Sequence[TensorSpec], place: SharedPlace, timeout: float) -> None:
-        info = _listed(specs) | ({"file": str(place)} if isinstance(place, Path) else {"handles": place})
-        await self._http.post("/update_weights", {"update_info": info}, timeout=timeout)
-
     async def release_memory(self, timeout: float) -> None:
-        await self._http.post("/sleep", timeout=timeout, params={"level": "2", "mode": "abort"})
+        await self.http.post("/sleep", timeout=timeout, params={"level": "2", "mode": "abort"})
 
     async def reclaim_memory(self, part: MemoryPart, timeout: float) -> None:
         tag = {"weights": "weights", "cache": "kv_cache"}[part]
-        await self._http.post("/wake_up", timeout=timeout, params={"tags": tag})
-
-    async def load_directory(self, directory: Path, version: str, timeout: float) -> None:
-        await self.begin_update(timeout)
-        info = {"names": [], "dtypes": [], "shapes": [], "directory": str(directory)}
-        await self._http.post("/update_weights", {"update_info": info}, timeout=timeout)
-        await self.end_update(version, timeout)
-
-
-def _listed(specs: Sequence[TensorSpec]) -> dict[str, Any]:
-    return {
-        "names": [spec.name for spec in specs],
-        "dtypes": [spec.dtype for spec in specs],
-        "shapes": [list(spec.shape) for spec in specs],
-    }
+        await self.http.post("/wake_up", timeout=timeout, params={"tags": tag})

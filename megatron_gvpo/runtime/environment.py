@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from megatron_gvpo.weights.transports import transport_class
+
 if TYPE_CHECKING:
     from megatron_gvpo.config.schema import Config
 
@@ -22,7 +24,7 @@ def prepare(config: Config) -> None:
         # Megatron launches a communication before the product that is to hide it, and up to Hopper the GPU
         # keeps that order with one queue only. Megatron-LM refuses to run without it.
         wanted[MEGATRONS] = "1"
-    if rollout.engine == "sglang" and rollout.weights.transport in ("broadcast", "delta"):
+    if rollout.engine == "sglang" and transport_class(rollout.weights.transport).forms_group:
         # As SGLang does in its own processes (0.5.23, engine.py): ranks of a group that differ in it exchange
         # handles of GPU memory that the other side cannot open.
         wanted["NCCL_CUMEM_ENABLE"] = "0"

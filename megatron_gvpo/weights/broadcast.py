@@ -5,37 +5,81 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, ClassVar, Protocol, Self
 
+import torch
 from torch import Tensor
 
+from megatron_gvpo.config.schema import Config
 from megatron_gvpo.rollout.http import ServerGone, ServerRefused
 from megatron_gvpo.rollout.pool import Member
-from megatron_gvpo.rollout.server import Rendezvous
-from megatron_gvpo.weights.bucket import Bucket
-from megatron_gvpo.weights.group import WeightGroup
-from megatron_gvpo.weights.transport import PushFailed
+from megatron_gvpo.rollout.server import Server
+from megatron_gvpo.weights.bucket import Bucket, TensorSpec
+from megatron_gvpo.weights.group import Rendezvous, WeightGroup, group_address
+from megatron_gvpo.weights.transport import PushFailed, Transport, WeightReceiver
 
 POLL = 0.001  # seconds between looks at a broadcast
+LEAVE = 5.0  # seconds that a server has to leave a group
 
 
-class Broadcast:
-    """Keeps the group between pushes while the same servers are there; after any failure it makes a new one.
+class GroupReceiver(WeightReceiver, Protocol):
+    """The calls to a server that form a process group with it."""
 
-    A small broadcast that a server refused completes at the sender all the same, and would become the next
-    one's data: so a group in which anything went wrong is never used again.
+    @abstractmethod
+    def group_prefixes(self, meeting: Rendezvous) -> Sequence[str]:
+        """The prefixes of the server ranks' keys in the group's store, outermost first."""
+
+    @abstractmethod
+    async def join(self, meeting: Rendezvous, rank_offset: int, timeout: float) -> None:
+        """Form the process group, in which the server's first rank is `rank_offset`.
+
+        Returns when all ranks of the group are there.
+        """
+
+    @abstractmethod
+    async def leave(self, meeting: Rendezvous, timeout: float) -> None: ...
+
+
+class BroadcastReceiver(GroupReceiver, Protocol):
+    """The calls to a server that a broadcast of whole tensors needs."""
+
+    @abstractmethod
+    async def receive(self, specs: Sequence[TensorSpec], meeting: Rendezvous, timeout: float) -> None:
+        """Take the broadcast of one bucket; returns when its tensors are loaded."""
+
+
+class Broadcast(Transport):
+    """Keeps the group from push to push while the servers are the same; forms a new one after any failure.
+
+    A group in which anything failed is never used again: a small broadcast that a server refused completes
+    at the sender all the same, and the server would take it for the next one's data.
     """
 
-    def __init__(self, address: str, backend: str, timeout: float) -> None:
+    forms_group: ClassVar[bool] = True
+    colocated_ok: ClassVar[bool] = False  # NCCL forms no group of two processes on the same GPU
+
+    def __init__(self, receiver: Callable[[Server], Any], address: str, backend: str, timeout: float) -> None:
+        self._receiver = receiver
         self._address, self._backend, self._timeout = address, backend, timeout
         self._group: WeightGroup | None = None
         self._members: list[Member] = []
         self._version = -1
         self._wire_s = 0.0
 
+    @classmethod
+    def check(cls, config: Config) -> None:
+        group_address(config)
+
+    @classmethod
+    def create(cls, config: Config, receiver: Callable[[Server], Any], device: torch.device) -> Self:
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        return cls(receiver, group_address(config), backend, config.rollout.weights.timeout)
+
     @property
     def metrics(self) -> dict[str, float]:
-        """Seconds until the servers had the bytes, of all buckets; they load them after that."""
+        """`sync/wire_s`: seconds until the servers had the bytes of all buckets, before they load them."""
         return {"sync/wire_s": self._wire_s}
 
     async def begin(self, members: Sequence[Member], version: int) -> None:
@@ -44,16 +88,18 @@ class Broadcast:
             if self._group is None or list(members) != self._members or any(m.regroup for m in members):
                 await self._discard()
                 await self._meet(members)
-            await self._all(lambda m: m.server.begin_update(self._timeout))
+            await self._all(lambda m: self._group_receiver(m).begin_update(self._timeout))
 
     async def send(self, bucket: Bucket) -> int:
-        await self._deliver(
-            bucket.flat, lambda m, meeting: m.server.receive(bucket.specs, meeting, self._timeout)
-        )
+        async def post(member: Member, meeting: Rendezvous) -> None:
+            receiver: BroadcastReceiver = self._receiver(member.server)
+            await receiver.receive(bucket.specs, meeting, self._timeout)
+
+        await self._deliver(bucket.flat, post)
         return bucket.flat.nbytes
 
     async def _deliver(self, wire: Tensor, post: Callable[[Member, Rendezvous], Awaitable[None]]) -> None:
-        """Broadcast `wire` while every server's answer to `post` is awaited."""
+        """Broadcast `wire` and wait for every server's answer to `post`, both at once."""
         assert self._group is not None, "begin first"
         group, begin = self._group, time.monotonic()
         async with self._whole_or_discarded():
@@ -61,8 +107,7 @@ class Broadcast:
             try:
                 work = group.broadcast(wire)
                 while not work.is_completed():
-                    # A server that refused never receives: without this look the broadcast would wait for
-                    # ever.
+                    # A server that refused never receives, so the broadcast would never complete.
                     self._raise_failed(posts)
                     if time.monotonic() > begin + self._timeout:
                         raise PushFailed(f"a broadcast took over {self._timeout:g} s", self._members)
@@ -70,7 +115,7 @@ class Broadcast:
                 work.wait()
                 self._wire_s += time.monotonic() - begin
                 await asyncio.wait(posts)
-            except RuntimeError as error:  # torch's, of a rank that went away in the middle
+            except RuntimeError as error:  # from torch, when a rank dies in the middle
                 await asyncio.wait(posts, timeout=5.0)
                 self._raise_failed(posts)
                 raise PushFailed(f"the broadcast failed: {error}", self._members) from None
@@ -81,23 +126,14 @@ class Broadcast:
 
     async def end(self) -> None:
         async with self._whole_or_discarded():
-            await self._all(lambda m: m.server.end_update(str(self._version), self._timeout))
-
-    def over(self) -> None:
-        """Nothing to do."""
+            await self._all(lambda m: self._group_receiver(m).end_update(str(self._version), self._timeout))
 
     async def close(self) -> None:
         await self._discard()
 
-    def prefixes(self, member: Member, meeting: Rendezvous) -> Sequence[str]:
-        """What a server's ranks put before their keys in the store."""
-        return member.server.group_prefixes(meeting)
-
-    async def join(self, member: Member, meeting: Rendezvous, rank_offset: int) -> None:
-        await member.server.join(meeting, rank_offset, self._timeout)
-
-    async def leave(self, member: Member, meeting: Rendezvous) -> None:
-        await member.server.leave(meeting, 5.0)
+    def _group_receiver(self, member: Member) -> GroupReceiver:
+        made: GroupReceiver = self._receiver(member.server)
+        return made
 
     async def _meet(self, members: Sequence[Member]) -> None:
         self._members = list(members)
@@ -105,14 +141,19 @@ class Broadcast:
         for member in members:
             try:
                 processes.append((await member.server.facts(self._timeout)).processes)
-            except (ServerGone, ServerRefused) as error:  # it died since it was last looked at
+            except (ServerGone, ServerRefused) as error:  # it died after its last health check
                 raise PushFailed(str(error), [member]) from None
         offsets = [1 + sum(processes[:i]) for i in range(len(processes))]
         self._group = group = WeightGroup(
             self._address, 1 + sum(processes), self._backend, min(60.0, self._timeout), self._timeout
         )
-        joins = self._start(lambda m: self.join(m, group.meeting, offsets[self._members.index(m)]))
-        prefixes = self.prefixes(members[0], group.meeting)
+
+        async def join(member: Member) -> None:
+            offset = offsets[self._members.index(member)]
+            await self._group_receiver(member).join(group.meeting, offset, self._timeout)
+
+        joins = self._start(join)
+        prefixes = self._group_receiver(members[0]).group_prefixes(group.meeting)
         connected = asyncio.create_task(asyncio.to_thread(group.connect, prefixes))
         await asyncio.wait([connected, *joins], return_when=asyncio.FIRST_EXCEPTION)
         self._raise_failed(joins)
@@ -137,9 +178,9 @@ class Broadcast:
         group, self._group = self._group, None
         if group is None:
             return
-        leaves = self._start(lambda m: self.leave(m, group.meeting))
+        leaves = self._start(lambda m: self._group_receiver(m).leave(group.meeting, LEAVE))
         group.close()
-        await asyncio.gather(*leaves, return_exceptions=True)  # a server that has gone need not leave
+        await asyncio.gather(*leaves, return_exceptions=True)  # a dead server need not leave
 
     def _start(self, call: Callable[[Member], Awaitable[None]]) -> dict[asyncio.Task[None], Member]:
         async def one(member: Member) -> None:

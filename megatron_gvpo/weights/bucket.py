@@ -8,8 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_gvpo.rollout.server import TensorSpec
 from megatron_gvpo.weights.fp8 import SCALE
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of a weight push, by its Hugging Face name."""
+
+    name: str
+    dtype: str  # "bfloat16", "float32", ...
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)

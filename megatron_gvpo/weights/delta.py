@@ -1,37 +1,65 @@
-"""Weights by their changes: positions and values of the elements that differ from the last push, bit for bit.
+"""Weights by their changes: positions and values of the elements that differ in a bit from the last push.
 
-At the learning rates of post-training most bf16 weights do not change in a step: the update is below half a
-unit in their last place. Rank 0 keeps a copy of what it sent, on the host.
+At the learning rates of post-training most bf16 weights do not change in a step, because the update is below
+half a unit in their last place. Rank 0 keeps a copy of the weights that it sent, on the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_gvpo.rollout.pool import Member
-from megatron_gvpo.rollout.server import Patch, Rendezvous
-from megatron_gvpo.weights.broadcast import Broadcast
-from megatron_gvpo.weights.bucket import Bucket
+from megatron_gvpo.rollout.server import Server
+from megatron_gvpo.weights.broadcast import Broadcast, GroupReceiver
+from megatron_gvpo.weights.bucket import Bucket, TensorSpec
+from megatron_gvpo.weights.group import Rendezvous
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Delta(Broadcast):
-    """Broadcasts patches, or whole tensors where they are smaller or a server lacks what was sent last."""
+@dataclass(frozen=True)
+class Patch:
+    """The changes of one tensor: positions and values of `count` elements; -1: the values of all."""
 
-    def __init__(self, address: str, backend: str, timeout: float) -> None:
-        super().__init__(address, backend, timeout)
+    spec: TensorSpec
+    count: int
+
+
+class DeltaReceiver(GroupReceiver, Protocol):
+    """The calls to a server that a broadcast of patches needs."""
+
+    @abstractmethod
+    async def receive_patches(
+        self, patches: Sequence[Patch], size: int, meeting: Rendezvous, timeout: float
+    ) -> None:
+        """Take a broadcast of `size` bytes: the int32 positions of all patches, then their values."""
+
+    @abstractmethod
+    async def check_patches(self, timeout: float) -> None:
+        """After all patches of a push: refuse them if they changed more than the elements they name."""
+
+
+class Delta(Broadcast):
+    """Broadcasts patches; whole tensors if those are smaller, or if a server lacks the last push."""
+
+    fp8_ok: ClassVar[bool] = False  # the engines keep FP8 weights in another arrangement than they load
+
+    def __init__(self, receiver: Callable[[Server], Any], address: str, backend: str, timeout: float) -> None:
+        super().__init__(receiver, address, backend, timeout)
         self._sent: dict[str, Tensor] = {}  # on the host
-        self._sent_version = -1  # -1: not every server is known to have `_sent`
+        self._sent_version = -1  # -1: some server may lack `_sent`
         self._changed = self._elements = 0
         self._sparse = False
 
     @property
     def metrics(self) -> dict[str, float]:
-        """With the share of the elements that changed since the push before, unless it was a whole push."""
+        """Adds `sync/changed`, the share of elements that changed, unless the push was of whole tensors."""
         sparse = self._sparse and self._elements
         return super().metrics | ({"sync/changed": self._changed / self._elements} if sparse else {})
 
@@ -54,30 +82,30 @@ class Delta(Broadcast):
             values.append(flat)
         parts = [part.contiguous().view(torch.uint8) for part in (*positions, *values)]
         wire = torch.cat(parts)
-        await self._deliver(
-            wire, lambda m, meeting: m.server.receive_patches(patches, len(wire), meeting, self._timeout)
-        )
+
+        async def post(member: Member, meeting: Rendezvous) -> None:
+            receiver: DeltaReceiver = self._receiver(member.server)
+            await receiver.receive_patches(patches, len(wire), meeting, self._timeout)
+
+        await self._deliver(wire, post)
         return len(wire)
 
     async def end(self) -> None:
         if self._sparse:
             async with self._whole_or_discarded():
-                await self._all(lambda m: m.server.check_patches(self._timeout))
+                await self._all(self._check)
         await super().end()
         self._sent_version = self._version
 
-    def prefixes(self, member: Member, meeting: Rendezvous) -> Sequence[str]:
-        """None: the receivers of patches are our own, and join with the bare store."""
-        return []
-
-    async def join(self, member: Member, meeting: Rendezvous, rank_offset: int) -> None:
-        await member.server.join_for_patches(meeting, rank_offset, self._timeout)
-
-    async def leave(self, member: Member, meeting: Rendezvous) -> None:
-        await member.server.leave_patches(meeting, 5.0)
+    async def _check(self, member: Member) -> None:
+        receiver: DeltaReceiver = self._receiver(member.server)
+        await receiver.check_patches(self._timeout)
 
     def _difference(self, name: str, flat: Tensor) -> Tensor | None:
-        """Positions (int64) where it differs from what was sent last, which it becomes; None: send it all."""
+        """Positions, int64, where `flat` differs from the tensor sent last; None: send all of it.
+
+        `flat` becomes the tensor sent last. Raises ValueError for NaN.
+        """
         if torch.isnan(flat).any():
             raise ValueError(f"weight {name} is not a number: training diverged")
         old = self._sent.get(name)

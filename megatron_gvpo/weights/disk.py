@@ -1,4 +1,4 @@
-"""Weights by files that every server can read: slow, and free of any process group."""
+"""Weights by files that every server can read: slow, but without a process group."""
 
 from __future__ import annotations
 
@@ -6,22 +6,34 @@ import asyncio
 import contextlib
 import hashlib
 import shutil
-from collections.abc import Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, ClassVar, Protocol, Self
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from megatron_gvpo.config.schema import Config
 from megatron_gvpo.rollout.pool import Member
+from megatron_gvpo.rollout.server import Server
 from megatron_gvpo.weights.bucket import Bucket
-from megatron_gvpo.weights.transport import PushFailed, each
+from megatron_gvpo.weights.transport import PushFailed, Transport, WeightReceiver, each
+
+
+class DiskReceiver(WeightReceiver, Protocol):
+    """The call to a server that a push by files needs."""
+
+    @abstractmethod
+    async def load_directory(self, directory: Path, version: str, timeout: float) -> None:
+        """Load the safetensors files of the directory, as a whole update with this version."""
 
 
 def run_directory(config: Config) -> Path:
-    """One of this run's alone: `rollout.weights.directory` may be other runs', too, and hold other things.
+    """A directory of this run alone, because other runs may share `rollout.weights.directory`.
 
-    Absolute, as servers may have been started elsewhere.
+    The path is absolute, because servers may have been started in another directory.
     """
     out, shared = Path(config.output_dir).absolute(), config.rollout.weights.directory
     if shared is None:
@@ -30,20 +42,22 @@ def run_directory(config: Config) -> Path:
     return Path(shared).absolute() / f"{out.name}-{digest}"
 
 
-class Disk:
-    """A directory of safetensors files a push, complete or absent; the one before is removed after it.
+class Disk(Transport):
+    """Writes one directory of safetensors files per push, complete or absent, then removes the one before.
 
-    Everything in `directory` is the transport's.
+    Everything in `directory` belongs to the transport.
     """
 
-    def __init__(self, directory: Path, timeout: float) -> None:
-        self._root, self._timeout = directory, timeout
+    host_buckets: ClassVar[bool] = True
+
+    def __init__(self, receiver: Callable[[Server], Any], directory: Path, timeout: float) -> None:
+        self._receiver, self._root, self._timeout = receiver, directory, timeout
         self._members: list[Member] = []
         self._version, self._files = -1, 0
 
-    @property
-    def metrics(self) -> dict[str, float]:
-        return {}
+    @classmethod
+    def create(cls, config: Config, receiver: Callable[[Server], Any], device: torch.device) -> Self:
+        return cls(receiver, run_directory(config), config.rollout.weights.timeout)
 
     async def begin(self, members: Sequence[Member], version: int) -> None:
         self._members, self._version, self._files = list(members), version, 0
@@ -63,16 +77,17 @@ class Disk:
         with _named(final):
             shutil.rmtree(final, ignore_errors=True)
             self._aside.rename(final)
-        await each(self._members, lambda m: m.server.load_directory(final, str(self._version), self._timeout))
+        await each(self._members, lambda m: self._load(m, final))
         for old in self._root.glob("version_*"):
             if old != final:
                 shutil.rmtree(old, ignore_errors=True)
 
-    def over(self) -> None:
-        """Nothing to do."""
-
     async def close(self) -> None:
         shutil.rmtree(self._root, ignore_errors=True)
+
+    async def _load(self, member: Member, directory: Path) -> None:
+        receiver: DiskReceiver = self._receiver(member.server)
+        await receiver.load_directory(directory, str(self._version), self._timeout)
 
     @property
     def _aside(self) -> Path:
@@ -81,7 +96,7 @@ class Disk:
 
 @contextlib.contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """A full or unwritable disk as a failed push: the servers keep waiting, and the run says why."""
+    """Turn a full or unwritable disk into a failed push, which is tried again and says the path."""
     try:
         yield
     except (OSError, SafetensorError) as error:

@@ -10,16 +10,32 @@ import contextlib
 import datetime
 import itertools
 import os
+import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_gvpo.rollout.server import Rendezvous
+from megatron_gvpo.config.schema import Config, ConfigError
 
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the trainer (rank 0) and the ranks of the servers form a process group for the weights."""
+
+    address: str
+    port: int
+    world_size: int
+    # Never used twice in a run: a broadcast that a server refused would become the next one's data.
+    name: str
+    backend: str  # "gloo" or "nccl"
 
 
 class Sending:
@@ -116,3 +132,33 @@ def _failures_are_ours() -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
+
+
+def group_address(config: Config) -> str:
+    """The address where servers meet rank 0: from the configuration, or from torchrun.
+
+    Raises ConfigError if a server on another machine cannot reach it.
+    """
+    servers = config.rollout.servers
+    address = config.rollout.weights.address or os.environ.get("MASTER_ADDR", "127.0.0.1")
+    for url in servers.urls if address in LOOPBACK else ():
+        if not is_this_machine(urlsplit(url).hostname or ""):
+            raise ConfigError(
+                f"rollout.weights.address: rollout server {url} cannot meet the trainer at {address}"
+                f"{'' if config.rollout.weights.address else ' (the default here)'}: give an address of the "
+                "trainer's first node that the server's node reaches"
+            )
+    return address
+
+
+def is_this_machine(host: str) -> bool:
+    """True if `host` is one of this machine's addresses, or a name that cannot be resolved."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return True
+    for family, kind, protocol, _, address in found:
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as own:
+            own.bind((address[0], 0))  # only one of this machine's addresses can be bound
+            return True
+    return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import fcntl
 import json
@@ -9,13 +10,13 @@ import os
 import secrets
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_gvpo.weights.ipc import gpu_uuid, shared_storage
 from megatron_gvpo.weights.transport import PushFailed
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -111,3 +112,40 @@ def _remove_if_left(directory: Path) -> None:
             shutil.rmtree(directory, ignore_errors=True)
         finally:
             os.close(lock)
+
+
+# What torch.UntypedStorage._share_cuda_ returns after the device's number, and _new_shared_cuda takes.
+FIELDS = ("allocation", "bytes", "offset", "counter", "counter_offset", "event", "event_sync")
+
+
+def shared_storage(flat: Tensor) -> dict[str, Any]:
+    """What `megatron_gvpo_ipc.opened` needs to map the storage that `flat` begins: JSON values.
+
+    Good for one mapping. The storage must stay as it is until the other process has let go of it; where that
+    never mapped it, its memory is held until this process ends. Raises ValueError for a tensor on the host.
+    """
+    if not flat.is_cuda:
+        raise ValueError(
+            f"CUDA IPC shares memory of a GPU, and this bucket is on the {flat.device.type}: "
+            "processes without a GPU share host memory instead"
+        )
+    torch.cuda.synchronize(flat.device)  # its bytes are there
+    _, *values = flat.untyped_storage()._share_cuda_()
+    return plain(gpu_uuid(flat.device), values)
+
+
+def plain(uuid: str, values: Sequence[bytes | int | bool]) -> dict[str, Any]:
+    """The values of FIELDS on the GPU of this UUID, as JSON has them: bytes in base64."""
+    named = zip(FIELDS, values, strict=True)
+    texts = {name: base64.b64encode(v).decode() if isinstance(v, bytes) else v for name, v in named}
+    return {"uuid": uuid, **texts}
+
+
+def gpu_uuid(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def seen_by_all(seen_by_ranks: Sequence[Sequence[str]]) -> list[str]:
+    """The GPUs, by UUID and in the order of their numbers, that all ranks of a server see."""
+    first, *others = seen_by_ranks
+    return [uuid for uuid in first if all(uuid in seen for seen in others)]

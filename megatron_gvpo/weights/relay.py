@@ -89,6 +89,9 @@ class Relay:
                 except PushFailed as failure:
                     self._answer({"problem": str(failure)})
 
+    def close(self) -> None:
+        self._memory.close()
+
     def _next(self) -> Order:
         key, limit = f"order.{self._number}", PATIENCE * self._timeout
         try:

@@ -1,56 +1,93 @@
-"""Weights through memory that trainer and servers share, for servers on the trainer's own nodes.
+"""Weights through memory that the trainer shares with servers on its own nodes.
 
-It takes no process group, so it serves where trainer and server share a GPU, which NCCL refuses. A rank of a
-server maps the bucket of a trainer's rank whose GPU it sees (CUDA IPC); a server not all of whose ranks see
-one maps the same bytes in the node's shared memory. All but rank 0's own are offered by relays.
+This needs no process group, so it works for a trainer and a server on the same GPU, where NCCL does not. Each
+rank of a server maps (CUDA IPC) the bucket of a trainer rank whose GPU it sees. If some rank of a server sees
+no GPU of the trainer's, all its ranks map the same bytes in the node's shared memory. Rank 0 offers its own
+memory, and relays (megatron_gvpo.weights.relay) offer that of the other ranks.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+import os
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
+import torch.distributed as dist
 
+from megatron_gvpo.config.schema import Config
 from megatron_gvpo.rollout.pool import Member
-from megatron_gvpo.rollout.server import SharedPlace
-from megatron_gvpo.weights.bucket import Bucket
-from megatron_gvpo.weights.ipc import seen_by_all
-from megatron_gvpo.weights.node import NodeMemory
-from megatron_gvpo.weights.relay import Relays
-from megatron_gvpo.weights.transport import PushFailed, each
+from megatron_gvpo.rollout.server import Server
+from megatron_gvpo.runtime.collectives import all_gather_msgpack, broadcast_msgpack
+from megatron_gvpo.weights.bucket import Bucket, TensorSpec
+from megatron_gvpo.weights.node import NodeMemory, new_name, seen_by_all
+from megatron_gvpo.weights.relay import Relay, Relays
+from megatron_gvpo.weights.transport import Follower, PushFailed, Transport, WeightReceiver, each
+
+# Where the bytes of a bucket are: a file in shared memory; or the memory of GPUs, with a handle for each rank
+# of the server (megatron_gvpo.weights.node.shared_storage).
+SharedPlace = Path | list[dict[str, Any]]
+
+
+class SharedReceiver(WeightReceiver, Protocol):
+    """The calls to a server that a push through shared memory needs."""
+
+    @abstractmethod
+    async def tell_gpus(self, file: Path, timeout: float) -> None:
+        """Each rank of the server writes the UUIDs of the GPUs that it sees, as JSON, to `file`.SUFFIX."""
+
+    @abstractmethod
+    async def receive_shared(self, specs: Sequence[TensorSpec], place: SharedPlace, timeout: float) -> None:
+        """Load one bucket of tensors, whose bytes are at `place` one after another."""
 
 
 class Home(NamedTuple):
-    """What a server maps, by number: 0 is rank 0, the others are the relays in their order."""
+    """Whose memory a server maps, by number: 0 is rank 0, the others are the relays in order."""
 
-    file: int  # who has the file of its node
-    gpus: tuple[int, ...]  # whose GPU each of its ranks maps; empty: they map the file
+    file: int  # who has the file of the server's node
+    gpus: tuple[int, ...]  # whose GPU each rank of the server maps; empty: they map the file
 
 
-class Shared:
-    """`memory` is what rank 0 offers itself."""
+class Shared(Transport):
+    """Offers rank 0's own `memory`, and that of the `relays`."""
 
-    def __init__(self, timeout: float, memory: NodeMemory, relays: Relays) -> None:
-        self._timeout, self._memory, self._relays = timeout, memory, relays
+    def __init__(
+        self, receiver: Callable[[Server], Any], timeout: float, memory: NodeMemory, relays: Relays
+    ) -> None:
+        self._receiver, self._timeout = receiver, timeout
+        self._memory, self._relays = memory, relays
         self._members: list[Member] = []
         self._homes: dict[str, Home] = {}  # by url
         self._numbers = itertools.count()
         self._version = -1
 
+    @classmethod
+    def create(cls, config: Config, receiver: Callable[[Server], Any], device: torch.device) -> Self:
+        timeout, (memory, store, relays) = config.rollout.weights.timeout, _meet(device)
+        assert memory is not None, "rank 0 is the first of its node"
+        return cls(receiver, timeout, memory, Relays(store, relays, timeout))
+
+    @classmethod
+    def follower(cls, config: Config, device: torch.device) -> Follower | None:
+        memory, store, _ = _meet(device)
+        if memory is None:
+            return None
+        return Relay(store, dist.get_rank(), memory, config.rollout.weights.timeout)
+
     @property
     def metrics(self) -> dict[str, float]:
-        """The share of the servers that mapped a GPU's memory."""
+        """`sync/ipc`: the share of servers that mapped a GPU's memory; nothing without GPUs."""
         homes = [self._homes[m.server.url] for m in self._members if m.server.url in self._homes]
         mapped = [len(home.gpus) > 0 for home in homes]
         return {"sync/ipc": sum(mapped) / len(mapped)} if mapped and self._memory.on_gpu else {}
 
     async def begin(self, members: Sequence[Member], version: int) -> None:
         self._members, self._version = list(members), version
-        await each(self._members, lambda m: m.server.begin_update(self._timeout))
+        await each(self._members, lambda m: self._of(m).begin_update(self._timeout))
         if unknown := [m for m in self._members if m.server.url not in self._homes]:
             await self._find(unknown)
         self._relays.tell({"do": "stream"})
@@ -64,8 +101,8 @@ class Shared:
             for number in home.gpus:
                 wanted[number]["handles"] += 1
         mine = wanted[0]
-        # The relays hear of the bucket whatever rank 0 can offer: until they do they are not in the stream's
-        # next collective, in which rank 0 may be waiting for them.
+        # The relays are told of the bucket even if rank 0 has no memory for it: only then do they take part
+        # in the stream's next collective, where rank 0 may be waiting for them.
         own, theirs = await asyncio.gather(
             asyncio.to_thread(self._memory.offer, bucket.flat, mine["handles"], mine["file"]),
             asyncio.to_thread(self._relays.ask, wanted[1:], "to offer a bucket"),
@@ -79,20 +116,20 @@ class Shared:
         async def post(member: Member) -> None:
             home = self._homes[member.server.url]
             place: SharedPlace = [offers[number]["handles"].pop() for number in home.gpus]
-            await member.server.receive_shared(
+            await self._of(member).receive_shared(
                 bucket.specs, place or Path(offers[home.file]["file"]), self._timeout
             )
 
         try:
             await each(self._members, post)
-        except PushFailed as failure:  # the next attempt goes by host memory
+        except PushFailed as failure:  # the next attempt uses host memory
             for url in (m.server.url for m in failure.members):
                 self._homes[url] = self._homes[url]._replace(gpus=())
             raise
         return bucket.flat.nbytes
 
     async def end(self) -> None:
-        await each(self._members, lambda m: m.server.end_update(str(self._version), self._timeout))
+        await each(self._members, lambda m: self._of(m).end_update(str(self._version), self._timeout))
         if self._memory.on_gpu:
             torch.cuda.ipc_collect()
 
@@ -102,13 +139,17 @@ class Shared:
     async def close(self) -> None:
         self._memory.close()
 
+    def _of(self, member: Member) -> SharedReceiver:
+        made: SharedReceiver = self._receiver(member.server)
+        return made
+
     async def _find(self, members: Sequence[Member]) -> None:
-        """Which node each server is on, and whose GPUs it sees: it says so in files in that node's memory."""
+        """Find each server's home. Its ranks write the GPUs that they see to files in their node's memory."""
         numbers = {member.server.url: str(next(self._numbers)) for member in members}
         directory = self._memory.directory
 
         async def ask(member: Member) -> None:
-            await member.server.tell_gpus(directory / f"{numbers[member.server.url]}.told", self._timeout)
+            await self._of(member).tell_gpus(directory / f"{numbers[member.server.url]}.told", self._timeout)
 
         await each(members, ask)
         look = [{"do": "look"}] * len(self._relays)
@@ -128,3 +169,17 @@ class Shared:
             ours = [by_gpu[uuid] for uuid in seen_by_all(told[file]) if uuid in by_gpu]
             gpus = [ours[rank % len(ours)] for rank in range(processes)] if ours else []
             self._homes[member.server.url] = Home(file, tuple(gpus))
+
+
+def _meet(device: torch.device) -> tuple[NodeMemory | None, dist.Store, list[int]]:
+    """Every rank opens the memory that it offers; a collective.
+
+    Memory is offered by every rank with a GPU, or without GPUs by the first rank of every node. Returns this
+    rank's memory, if it offers any, the store for the orders, and the ranks that are relays.
+    """
+    rank, name = dist.get_rank(), broadcast_msgpack(new_name())
+    local_ranks = all_gather_msgpack(int(os.environ.get("LOCAL_RANK", "0")))
+    offering = [r for r, local in enumerate(local_ranks) if local == 0 or torch.cuda.is_available()]
+    memory = NodeMemory(name, device, first=local_ranks[rank] == 0) if rank in offering else None
+    store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+    return memory, store, [r for r in offering if r != 0]

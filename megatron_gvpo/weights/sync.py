@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -13,21 +12,16 @@ from torch import Tensor
 from megatron_gvpo.config.schema import Config, ConfigError, read_model_config
 from megatron_gvpo.rollout.http import ServerGone, ServerRefused
 from megatron_gvpo.rollout.pool import Member, RolloutError, ServerPool
-from megatron_gvpo.runtime.collectives import all_gather_msgpack, broadcast_msgpack
+from megatron_gvpo.runtime.collectives import broadcast_msgpack
 from megatron_gvpo.sampling.served import ServedRollouts, report
 from megatron_gvpo.types import Prompt, TrainBatch
-from megatron_gvpo.weights.address import group_address
-from megatron_gvpo.weights.broadcast import Broadcast
 from megatron_gvpo.weights.bucket import DoubleBuffer, buckets
-from megatron_gvpo.weights.delta import Delta
-from megatron_gvpo.weights.disk import Disk, run_directory
 from megatron_gvpo.weights.fp8 import fp8_layout
-from megatron_gvpo.weights.node import NodeMemory, new_name
 from megatron_gvpo.weights.push import Publisher, push
-from megatron_gvpo.weights.relay import Relay, Relays
-from megatron_gvpo.weights.shared import Shared
+from megatron_gvpo.weights.receivers import receiver_class
 from megatron_gvpo.weights.stored_tensors import stored_tensors
-from megatron_gvpo.weights.transport import Transport
+from megatron_gvpo.weights.transport import Follower
+from megatron_gvpo.weights.transports import transport_class
 
 PROBE_TOKENS = 48
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05, "fp8": 0.2}  # mean absolute difference, nats a token
@@ -59,16 +53,19 @@ class ServedWeights:
                 f"model.dtype={config.model.dtype}: {key}={config.served_path} is in FP8, which the engines "
                 "compute with in bfloat16: set model.dtype=bfloat16"
             )
-        if self._fp8 is not None and config.rollout.weights.transport == "delta":
+        name = config.rollout.weights.transport
+        self._kind = transport_class(name)
+        self._receiver = receiver_class(config.rollout.engine, name)
+        self._kind.check(config)
+        if self._fp8 is not None and not self._kind.fp8_ok:
             raise ConfigError(
-                f"rollout.weights.transport=delta cannot change a model in FP8 ({key}={config.served_path}): "
-                "engines keep it in other arrangements than they load; use broadcast"
+                f"rollout.weights.transport={name} cannot change a model in FP8 "
+                f"({key}={config.served_path}): engines keep it in another arrangement than they load; use "
+                "broadcast"
             )
-        self._address = group_address(config)
         self._probe = _probe(prompts)
         self._publisher: Publisher | None = None
-        self._memory: NodeMemory | None = None  # that this rank offers; with transport=shared
-        self._relay: Relay | None = None
+        self._follower: Follower | None = None  # of another rank than 0
         self._halves = DoubleBuffer(config.rollout.weights.bucket_mb * 2**20, _device())
         self._proved = 0
         self._version = -1
@@ -85,9 +82,10 @@ class ServedWeights:
 
     def push(self, version: int) -> None:
         """Give all healthy servers the present weights. Raises RolloutError."""
-        if self._version < 0:
-            relays = self._meet() if self._config.rollout.weights.transport == "shared" else None
-            self._publisher = self._publish(relays) if dist.get_rank() == 0 else None
+        if self._version < 0 and dist.get_rank() == 0:
+            self._publisher = self._publish()
+        elif self._version < 0:
+            self._follower = self._kind.follower(self._config, _device())
         proves = self._proved < PROOFS and len(self._probe) > 1
         own = self._score(_rows(self._probe)) if proves else None
         self._rollouts.push = lambda: self._push(version)
@@ -98,7 +96,7 @@ class ServedWeights:
 
     def _push(self, version: int) -> None:
         """Push, with the trainer's memory where colocated servers need it before and after."""
-        memory, follow = self._rollouts.memory, self._follow if self._relay is not None else None
+        memory, follow = self._rollouts.memory, self._follow if self._follower is not None else None
         if memory is None:
             push(self._publisher, self._weights, version, follow)
             return
@@ -121,31 +119,16 @@ class ServedWeights:
         if self._publisher is not None:
             self._publisher.close()
             self._publisher = None
-        if self._memory is not None:
-            self._memory.close()
-
-    def _meet(self) -> Relays | None:
-        """Ranks that have memory for servers beside them open it. A collective; rank 0 gets the relays."""
-        rank, timeout = dist.get_rank(), self._config.rollout.weights.timeout
-        name = broadcast_msgpack(new_name())
-        local_ranks = all_gather_msgpack(int(os.environ.get("LOCAL_RANK", "0")))
-        offering = [r for r, local in enumerate(local_ranks) if local == 0 or torch.cuda.is_available()]
-        if rank not in offering:
-            return None
-        self._memory = NodeMemory(name, _device(), first=local_ranks[rank] == 0)
-        store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
-        if rank == 0:
-            return Relays(store, offering[1:], timeout)
-        self._relay = Relay(store, rank, self._memory, timeout)
-        return None
+        if self._follower is not None:
+            self._follower.close()
 
     def _follow(self, stream: Iterator[tuple[str, Tensor]]) -> None:
-        """A relay's part in a push: the stream in the same buckets as rank 0's."""
-        assert self._relay is not None
+        """The follower's part in a push: the stream in the same buckets as rank 0's."""
+        assert self._follower is not None
         if self._fp8 is not None:
             stream = self._fp8.quantised(stream)
         try:
-            self._relay.follow(buckets(stream, self._halves, getattr(torch, self._config.model.dtype)))
+            self._follower.follow(buckets(stream, self._halves, getattr(torch, self._config.model.dtype)))
         finally:
             self._halves.rest()
             if torch.cuda.is_available():
@@ -188,29 +171,18 @@ class ServedWeights:
     def _precision(self) -> str:
         return "fp8" if self._fp8 is not None else self._config.model.dtype
 
-    def _publish(self, relays: Relays | None) -> Publisher:
+    def _publish(self) -> Publisher:
         fleet, loop = self._rollouts.fleet, self._rollouts.loop
         assert fleet is not None and loop is not None, "rank 0 has them while the rollouts are open"
-        settings, config = self._config.rollout.weights, self._config
-        device = _device()
-        transport: Transport
-        if settings.transport == "shared":
-            assert self._memory is not None and relays is not None
-            transport = Shared(settings.timeout, self._memory, relays)
-        elif settings.transport == "disk":
-            transport = Disk(run_directory(config), settings.timeout)
-            device = torch.device("cpu")
-        else:
-            kind = Delta if settings.transport == "delta" else Broadcast
-            backend = "nccl" if device.type == "cuda" else "gloo"
-            transport = kind(self._address, backend, settings.timeout)
+        config, device = self._config, _device()
+        transport = self._kind.create(config, self._receiver, device)
         return Publisher(
             fleet,
             loop,
             transport,
-            settings,
+            config.rollout.weights,
             dtype=getattr(torch, config.model.dtype),
-            device=device,
+            device=torch.device("cpu") if transport.host_buckets else device,
             expected={name: tensor.shape for name, tensor in self._stored.items()},
             optional=frozenset(["lm_head.weight"] if self._served.get("tie_word_embeddings") else []),
             fp8=self._fp8,

@@ -1,18 +1,23 @@
-"""What moves buckets of weights to servers, once nothing is in flight there."""
+"""The `Transport` protocol: a way to move buckets of weights to servers that have nothing in flight."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+from abc import abstractmethod
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any, ClassVar, Protocol, Self
 
+import torch
+
+from megatron_gvpo.config.schema import Config
 from megatron_gvpo.rollout.http import ServerGone, ServerRefused
 from megatron_gvpo.rollout.pool import Member
+from megatron_gvpo.rollout.server import Server
 from megatron_gvpo.weights.bucket import Bucket
 
 
 class PushFailed(Exception):  # noqa: N818 - an outcome that the pusher deals with
-    """The weights did not reach these servers whole: none of their updates counts."""
+    """The weights did not reach `members` whole, so none of their updates counts."""
 
     def __init__(self, message: str, members: Sequence[Member]) -> None:
         super().__init__(message)
@@ -20,7 +25,7 @@ class PushFailed(Exception):  # noqa: N818 - an outcome that the pusher deals wi
 
 
 async def each(members: Sequence[Member], call: Callable[[Member], Awaitable[None]]) -> None:
-    """Call all servers at once. Raises PushFailed, when all have answered, for those that failed."""
+    """Call all servers at once and wait for all. Raises PushFailed that names those that failed."""
     results = await asyncio.gather(*(call(member) for member in members), return_exceptions=True)
     failed = [(m, r) for m, r in zip(members, results, strict=True) if isinstance(r, BaseException)]
     for _, error in failed:
@@ -30,22 +35,85 @@ async def each(members: Sequence[Member], call: Callable[[Member], Awaitable[Non
         raise PushFailed("; ".join(str(error) for _, error in failed), [m for m, _ in failed])
 
 
+class WeightReceiver(Protocol):
+    """The server's side of a push, in the dialect of one engine.
+
+    Each transport extends this protocol with the calls that it needs, in its own module;
+    megatron_gvpo.weights.receivers has a class per engine and transport. Every `timeout` is in seconds. The
+    methods raise ServerRefused and ServerGone.
+    """
+
+    def __init__(self, server: Server) -> None: ...
+
+    async def begin_update(self, timeout: float) -> None:
+        """Announce a push. One that was begun and never ended is abandoned."""
+
+    async def end_update(self, version: str, timeout: float) -> None:
+        """The weights are complete: the server gives them this version."""
+
+
+class Follower(Protocol):
+    """The part that another rank than 0 has in a push, besides the weight stream's collectives."""
+
+    def follow(self, buckets: Iterator[Bucket]) -> None:
+        """Take part in one push. `buckets` are rank 0's; the caller iterates what is left of them."""
+
+    def close(self) -> None: ...
+
+
 class Transport(Protocol):
-    """A push is `begin`, `send` for every bucket, `end`. Raises PushFailed; then `begin` starts anew."""
+    """Rank 0's side of a push: `begin`, `send` for each bucket, `end`; in any case `over`.
+
+    The methods raise PushFailed, after which the next `begin` starts anew. Subclasses say what they need and
+    where they work; the checks of a configuration ask them.
+    """
+
+    forms_group: ClassVar[bool] = False  # it forms a process group with the servers, over NCCL on GPUs
+    colocated_ok: ClassVar[bool] = True  # it reaches servers on the trainer's own GPUs
+    fp8_ok: ClassVar[bool] = True  # it can change a model that the servers keep in FP8
+    host_buckets: ClassVar[bool] = False  # it reads its buckets on the host, so they are filled there
+
+    @classmethod
+    def check(cls, config: Config) -> None:
+        """Every rank calls it at the start of a run. Raises ConfigError for settings that cannot work."""
+        return None
+
+    @classmethod
+    @abstractmethod
+    def create(cls, config: Config, receiver: Callable[[Server], Any], device: torch.device) -> Self:
+        """Rank 0's transport. `receiver` makes a server's receiver; the buckets are on `device`.
+
+        The other ranks call `follower` meanwhile, so both may use collectives.
+        """
+
+    @classmethod
+    def follower(cls, config: Config, device: torch.device) -> Follower | None:
+        """Another rank's part in each push, if it has one."""
+        return None
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Of the last push."""
+        """Metrics of the last push."""
+        return {}
 
+    @abstractmethod
     async def begin(self, members: Sequence[Member], version: int) -> None: ...
 
+    @abstractmethod
     async def send(self, bucket: Bucket) -> int:
-        """Bytes sent, to each server. The bucket's buffer is overwritten some time after this returns."""
+        """Send a bucket; returns the bytes that went to each server.
 
+        The buffer of the bucket is overwritten some time after this returns.
+        """
+
+    @abstractmethod
     async def end(self) -> None:
-        """All servers have all weights, and call them `version`."""
+        """Return when all servers have all weights, under the version given to `begin`."""
 
     def over(self) -> None:
-        """The push has ended, well or not; also where it never began."""
+        """The push has ended, successful or not, and also if it failed before `begin`."""
+        return None
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """The run ends: release everything."""
+        return None

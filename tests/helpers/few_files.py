@@ -8,7 +8,7 @@ from __future__ import annotations
 import resource
 import sys
 
-from servers import Client
+from servers import Client, admit
 
 from megatron_gvpo.config.schema import SamplingConfig, ServersConfig
 from megatron_gvpo.rollout.pool import ServerPool
@@ -27,10 +27,7 @@ def main(engine: str, url: str) -> None:
 
 async def ask(fleet: ServerPool) -> list[list[object]]:
     await fleet.start()
-    [member] = fleet.members
-    await member.server.begin_update(30)
-    await member.server.end_update("0", 30)
-    fleet.admit(member, 0)
+    await admit(fleet, 0)
     requests = [Request((5, 6, 7, 8 + i), 100, seed=i) for i in range(4)]
     rows = await fleet.generate(requests, SamplingConfig(max_tokens=2))
     await fleet.stop()

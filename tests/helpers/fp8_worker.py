@@ -12,7 +12,7 @@ import torch.distributed as dist
 from push_worker import end
 from rows import make_rows
 from safetensors.torch import load_file, save_file
-from servers import checksum
+from servers import checksum, receiver
 from test_engines import PROMPTS
 from tiny_run import configure
 
@@ -72,7 +72,7 @@ def run(engine: str, url: str, task: str, served: str, out: str) -> None:
         policy.model.save_hf(directory / f"export-{step}")
         quantise_checkpoint(directory / f"export-{step}", directory / f"fp8-{step}")
         call(member.server.pause(30))
-        call(member.server.load_directory(directory / f"fp8-{step}", str(step), 60))
+        call(receiver(member.server, "disk").load_directory(directory / f"fp8-{step}", str(step), 60))
         call(member.server.flush_cache(30))
         call(member.server.resume(30))
         answers["from files"] = checksum(rollouts.loop, member.server)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from rows import make_rows
-from servers import checksum
+from servers import checksum, receiver
 from test_engines import PROMPTS, TRANSPORTS
 from tiny_run import configure
 
@@ -94,7 +94,7 @@ def _compare(rollouts: ServedRollouts, member: Member, export: Path, directory: 
     assert member.has(step) and call(server.weight_version(10)) == str(step)
     pushed = checksum(rollouts.loop, server)
     call(server.pause(30))
-    call(server.load_directory(export, str(step), 60))
+    call(receiver(server, "disk").load_directory(export, str(step), 60))
     call(server.flush_cache(30))
     call(server.resume(30))
     (directory / f"checksum-{step}").write_text(json.dumps(pushed, indent=1))

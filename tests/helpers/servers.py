@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from real_parts import used
@@ -26,6 +27,7 @@ from megatron_gvpo.rollout.pool import ServerPool
 from megatron_gvpo.rollout.server import Server
 from megatron_gvpo.rollout.supervise import Supervisor, is_healthy
 from megatron_gvpo.sampling.served import DIALECTS, start_servers
+from megatron_gvpo.weights.receivers import receiver_class
 
 ENGINES = ("sglang", "vllm")
 BUILD_SECONDS = 1200.0
@@ -90,8 +92,12 @@ class Client:
     def __call__(self, name: str, *arguments: object, timeout: float = 120.0) -> object:
         return self.loop.run(getattr(self.server, name)(*arguments, timeout))
 
+    def receiver(self, transport: str, name: str, *arguments: object, timeout: float = 120.0) -> object:
+        """A call of the server's receiver for a transport."""
+        return self.loop.run(getattr(receiver(self.server, transport), name)(*arguments, timeout))
+
     def http(self, path: str, body: object = None, timeout: float = 60.0) -> object:
-        return self.loop.run(self.server._http.post(path, body, timeout=timeout))
+        return self.loop.run(self.server.http.post(path, body, timeout=timeout))
 
     def close(self) -> None:
         self.loop.run(self._session.close())
@@ -113,9 +119,16 @@ def fleet_of(client: Client, stop_ids: list[int]) -> ServerPool:
 async def admit(fleet: ServerPool, version: int) -> None:
     """As after a push of this version, with the weights that its only server has."""
     [member] = fleet.members
-    await member.server.begin_update(30)
-    await member.server.end_update(str(version), 30)
+    weights = receiver(member.server, "broadcast")
+    await weights.begin_update(30)
+    await weights.end_update(str(version), 30)
     fleet.admit(member, version)
+
+
+def receiver(server: Server, transport: str) -> Any:
+    """The receiver that a push over the transport has for the server."""
+    engine = next(name for name, dialect in DIALECTS.items() if isinstance(server, dialect))
+    return receiver_class(engine, transport)(server)
 
 
 def logprobs(model: Path, prompt: list[int], response: list[int], temperature: float = 1.0) -> torch.Tensor:
@@ -131,5 +144,5 @@ def checksum(loop: BackgroundLoop, server: Server) -> dict[str, str]:
     """The server's own checksums of the tensors that it computes with."""
     sglang = isinstance(server, DIALECTS["sglang"])
     path = "/weights_checker" if sglang else "/weight_checker"
-    answer = loop.run(server._http.post(path, {"action": "checksum"}, timeout=60))
+    answer = loop.run(server.http.post(path, {"action": "checksum"}, timeout=60))
     return {str(i): rank["checksums"] for i, rank in enumerate(answer["ranks"])} if sglang else answer

@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import moe_task
@@ -21,7 +22,17 @@ import torch
 from distributed import launch
 from groups import make_group
 from safetensors.torch import load_file, save_file
-from servers import ENGINES, Client, checksum, engine_python, fleet_of, logprobs, running, served_config
+from servers import (
+    ENGINES,
+    Client,
+    checksum,
+    engine_python,
+    fleet_of,
+    logprobs,
+    receiver,
+    running,
+    served_config,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_gvpo import teacher
@@ -84,9 +95,9 @@ def test_scores_are_those_of_transformers(served: Running, task: Path):
 
 
 def test_a_servers_ranks_tell_which_gpus_they_see(served: Running, tmp_path: Path):
-    served.client("begin_update")
-    served.client("tell_gpus", tmp_path / "gpus")
-    served.client("end_update", "0")
+    served.client.receiver("shared", "begin_update")
+    served.client.receiver("shared", "tell_gpus", tmp_path / "gpus")
+    served.client.receiver("shared", "end_update", "0")
     [told] = tmp_path.glob("gpus.*")
     seen = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
     assert json.loads(told.read_text()) == seen
@@ -310,7 +321,7 @@ def test_a_server_of_another_engine_is_said_to_be_one(served: Running, task: Pat
     config = served_config(other, task, tmp_path, f"rollout.servers.urls=[{served.url}]")
     model = read_model_config(config.model.path)
     with pytest.raises(ConfigError, match=f"{served.url} does not speak as rollout.engine={other} does"):
-        served.client.loop.run(check_server(DIALECTS[other](served.client.server._http), config, model))
+        served.client.loop.run(check_server(DIALECTS[other](served.client.server.http), config, model))
 
 
 def test_the_probe_tells_other_weights(served: Running, task: Path, tmp_path: Path):
@@ -323,12 +334,12 @@ def test_a_push_that_failed_half_way_does_not_hinder_the_next(served: Running, t
     """Its update was begun, got half of a layer, and was never ended."""
     tensors = list(load_file(task / "model" / "model.safetensors").items())
     half = next(i for i, (name, _) in enumerate(tensors) if "k_proj" in name)
-    assert served.client("begin_update") is None
+    assert served.client.receiver("broadcast", "begin_update") is None
     served.client.loop.run(_push(served, tensors[:half], 4, ends=False))
     served.client.loop.run(_push(served, tensors, 5))
     assert served.client("weight_version") == "5"
     pushed = checksum(served.client.loop, served.client.server)
-    served.client("load_directory", task / "model", "6")
+    served.client.receiver("disk", "load_directory", task / "model", "6")
     assert pushed == checksum(served.client.loop, served.client.server)
 
 
@@ -337,7 +348,8 @@ def test_what_changed_is_enough_for_a_server_that_is_in_another_group(
 ):
     """As when another server came back: the group is a new one, what this one has is what was sent last."""
     tensors = load_file(task / "model" / "model.safetensors")
-    member, transport = Member(served.client.server), Delta("127.0.0.1", "gloo", 60.0)
+    member = Member(served.client.server)
+    transport = Delta(partial(receiver, transport="delta"), "127.0.0.1", "gloo", 60.0)
 
     async def pushed(version: int) -> None:
         await served.client.server.pause(30)
@@ -358,13 +370,13 @@ def test_what_changed_is_enough_for_a_server_that_is_in_another_group(
     served.client.loop.run(transport.close())
     shutil.copytree(task / "model", tmp_path / "model")
     save_file(tensors, tmp_path / "model" / "model.safetensors", {"format": "pt"})
-    served.client("load_directory", tmp_path / "model", "9")
+    served.client.receiver("disk", "load_directory", tmp_path / "model", "9")
     assert arrived == checksum(served.client.loop, served.client.server)
-    served.client("load_directory", task / "model", "10")
+    served.client.receiver("disk", "load_directory", task / "model", "10")
 
 
 async def _push(served: Running, tensors: list, version: int, ends: bool = True) -> None:
-    transport = Broadcast("127.0.0.1", "gloo", 60.0)
+    transport = Broadcast(partial(receiver, transport="broadcast"), "127.0.0.1", "gloo", 60.0)
     await served.client.server.pause(30)
     await transport.begin([Member(served.client.server)], version)
     for bucket in buckets(tensors, DoubleBuffer(1 << 20, torch.device("cpu")), torch.float32):

@@ -24,7 +24,9 @@ from megatron_gvpo.rollout.server import Launch
 from megatron_gvpo.rollout.sglang import SGLang
 from megatron_gvpo.rollout.supervise import ServerProcess, Supervisor, free_ports, is_healthy
 from megatron_gvpo.sampling import served
-from megatron_gvpo.weights.address import group_address
+from megatron_gvpo.weights.broadcast import Broadcast
+from megatron_gvpo.weights.disk import Disk
+from megatron_gvpo.weights.group import group_address
 
 SOON = 60.0  # seconds
 
@@ -247,9 +249,9 @@ def test_remote_servers_cannot_meet_the_trainer_on_loopback(good: Path, monkeypa
     with pytest.raises(
         ConfigError, match=r"weights\.address: .*192\.0\.2\.1:30000 cannot meet .* localhost \(the"
     ):
-        group_address(config_of(good, remote))
+        Broadcast.check(config_of(good, remote))
     assert group_address(config_of(good, remote, "rollout.weights.address=10.0.0.1")) == "10.0.0.1"
-    assert group_address(config_of(good, remote, "rollout.weights.transport=disk")) == "localhost"
+    Disk.check(config_of(good, remote, "rollout.weights.transport=disk"))
     assert group_address(config_of(good, "rollout.servers.urls=[http://127.0.0.2:30000]")) == "localhost"
     monkeypatch.setenv("MASTER_ADDR", "node1")
     assert group_address(config_of(good, remote)) == "node1"

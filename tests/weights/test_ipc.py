@@ -15,18 +15,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from fake_servers import itself
 from torch import nn
 from torch.distributed import HashStore
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from megatron_gvpo.rollout.http import ServerRefused
 from megatron_gvpo.rollout.pool import Member
-from megatron_gvpo.rollout.server import PLUGINS, ServerInfo, SharedPlace, TensorSpec
+from megatron_gvpo.rollout.server import PLUGINS, ServerInfo
 from megatron_gvpo.weights import node
-from megatron_gvpo.weights.bucket import Bucket
-from megatron_gvpo.weights.ipc import FIELDS, plain, seen_by_all, shared_storage
+from megatron_gvpo.weights.bucket import Bucket, TensorSpec
+from megatron_gvpo.weights.node import FIELDS, plain, seen_by_all, shared_storage
 from megatron_gvpo.weights.relay import Relays
-from megatron_gvpo.weights.shared import Shared
+from megatron_gvpo.weights.shared import Shared, SharedPlace
 from megatron_gvpo.weights.transport import PushFailed
 
 sys.path.insert(0, str(PLUGINS))
@@ -104,7 +105,7 @@ def test_each_server_of_a_push_maps_what_it_can_see(monkeypatch: pytest.MonkeyPa
     two, away = OnGpus("two", [UUID, "b"], ["b", UUID]), OnGpus("away", ["c"])
     other = OnGpus("other", [UUID], maps=False)
     memory = node.NodeMemory(f"megatron_gvpo-test-{os.getpid()}", torch.device("cuda", 0))
-    transport = Shared(5.0, memory, Relays(HashStore(), [], 5.0))
+    transport = Shared(itself, 5.0, memory, Relays(HashStore(), [], 5.0))
     bucket = Bucket([TensorSpec("weight", "uint8", (6,))], torch.arange(6, dtype=torch.uint8))
 
     async def pushed(*servers: OnGpus) -> None:

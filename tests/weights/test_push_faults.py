@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from fake_servers import itself
 
 from megatron_gvpo.config.schema import Config, ServersConfig, load_config
 from megatron_gvpo.config.servers import WeightSyncConfig
 from megatron_gvpo.rollout.background_loop import BackgroundLoop
 from megatron_gvpo.rollout.http import ServerRefused
 from megatron_gvpo.rollout.pool import ServerPool
-from megatron_gvpo.rollout.server import ServerInfo, TensorSpec
+from megatron_gvpo.rollout.server import ServerInfo
 from megatron_gvpo.weights import push
-from megatron_gvpo.weights.bucket import Bucket
+from megatron_gvpo.weights.bucket import Bucket, TensorSpec
 from megatron_gvpo.weights.disk import Disk, run_directory
 from megatron_gvpo.weights.push import Publisher
 
@@ -58,7 +59,7 @@ def test_a_server_that_was_started_anew_has_all_its_attempts_again(
     publisher = Publisher(
         fleet,
         loop,
-        Disk(tmp_path / "weights", 5.0),
+        Disk(itself, tmp_path / "weights", 5.0),
         settings,
         dtype=torch.float32,
         device=torch.device("cpu"),
@@ -95,7 +96,7 @@ def test_a_run_removes_nothing_of_others_from_a_directory_that_they_share(good: 
     shared = tmp_path / "scratch"
     (shared / "version_0").mkdir(parents=True)
     (shared / "version_0" / "mine").write_text("years of work")
-    runs = [Disk(run_directory(config_of(good, tmp_path / name, shared)), 5.0) for name in ("a", "b")]
+    runs = [Disk(itself, run_directory(config_of(good, tmp_path / name, shared)), 5.0) for name in ("a", "b")]
     bucket = Bucket([TensorSpec("w", "uint8", (4,))], torch.zeros(4, dtype=torch.uint8))
 
     async def pushed(run: Disk, version: int) -> None:

@@ -11,19 +11,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from fake_servers import itself
 from torch.distributed import HashStore
 
 from megatron_gvpo.config.schema import ServersConfig
 from megatron_gvpo.config.servers import WeightSyncConfig
 from megatron_gvpo.rollout.background_loop import BackgroundLoop
 from megatron_gvpo.rollout.pool import Member, ServerPool
-from megatron_gvpo.rollout.server import ServerInfo, SharedPlace, TensorSpec
+from megatron_gvpo.rollout.server import ServerInfo
 from megatron_gvpo.weights import node
-from megatron_gvpo.weights.bucket import Bucket
+from megatron_gvpo.weights.bucket import Bucket, TensorSpec
 from megatron_gvpo.weights.node import NodeMemory
 from megatron_gvpo.weights.push import Publisher
 from megatron_gvpo.weights.relay import Relay, Relays
-from megatron_gvpo.weights.shared import Shared
+from megatron_gvpo.weights.shared import Shared, SharedPlace
 from megatron_gvpo.weights.transport import PushFailed
 
 OFFER = {"do": "offer", "handles": 0, "file": True}
@@ -147,7 +148,7 @@ def test_each_rank_of_a_server_maps_the_bucket_on_a_gpu_of_its_own(tmp_path, mon
     monkeypatch.setattr(node, "shared_storage", lambda flat: {"of bytes": flat.tolist()})
     store, server = HashStore(), OnTwoGpus()
     theirs = NodeMemory("memory", torch.device("cuda", 1), first=False)
-    mine = Shared(5.0, NodeMemory("memory", torch.device("cuda", 0)), Relays(store, [1], 5.0))
+    mine = Shared(itself, 5.0, NodeMemory("memory", torch.device("cuda", 0)), Relays(store, [1], 5.0))
     zeros, ones = (Bucket([], torch.full((2,), i, dtype=torch.uint8)) for i in range(2))
 
     async def push() -> None:
@@ -170,7 +171,7 @@ def test_a_server_of_another_machine_is_named(tmp_path, monkeypatch):
         async def tell_gpus(self, file: Path, timeout: float) -> None: ...
 
     monkeypatch.setattr(node, "SHARED_MEMORY", tmp_path)
-    mine = Shared(5.0, NodeMemory("memory", CPU), Relays(HashStore(), [], 5.0))
+    mine = Shared(itself, 5.0, NodeMemory("memory", CPU), Relays(HashStore(), [], 5.0))
     with pytest.raises(
         PushFailed, match=r"transport=shared: 0 of the 2 rank\(s\) of http://server see .*memory"
     ):
@@ -200,7 +201,7 @@ def test_a_relay_goes_on_to_the_next_collective_where_rank_0_has_no_memory(tmp_p
     monkeypatch.setattr("os.posix_fallocate", no_memory)
     zeros = Bucket([], torch.zeros(2, dtype=torch.uint8))
     store, memory = HashStore(), NodeMemory("memory", CPU)
-    mine = Shared(5.0, memory, Relays(store, [1], 5.0))
+    mine = Shared(itself, 5.0, memory, Relays(store, [1], 5.0))
 
     async def push() -> None:
         await mine.begin([Member(Without())], 1)
@@ -231,7 +232,7 @@ def test_a_relay_hears_of_the_end_of_a_push_that_never_began(tmp_path, monkeypat
     publisher = Publisher(
         fleet,
         loop,
-        Shared(5.0, memory, Relays(store, [1], 5.0)),
+        Shared(itself, 5.0, memory, Relays(store, [1], 5.0)),
         WeightSyncConfig(transport="shared"),
         dtype=torch.float32,
         device=CPU,

@@ -11,12 +11,14 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as dist
+from fake_servers import itself
 
 from megatron_gvpo.rollout.http import ServerRefused
 from megatron_gvpo.rollout.pool import Member
-from megatron_gvpo.rollout.server import Rendezvous, ServerInfo, TensorSpec
+from megatron_gvpo.rollout.server import ServerInfo
 from megatron_gvpo.weights.broadcast import Broadcast
-from megatron_gvpo.weights.bucket import Bucket
+from megatron_gvpo.weights.bucket import Bucket, TensorSpec
+from megatron_gvpo.weights.group import Rendezvous
 from megatron_gvpo.weights.transport import PushFailed
 
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -87,7 +89,7 @@ def like_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def send(server: Server) -> int:
     async def push() -> int:
-        transport = Broadcast("127.0.0.1", "nccl", PATIENCE)
+        transport = Broadcast(itself, "127.0.0.1", "nccl", PATIENCE)
         await transport.begin([Member(server)], 1)  # type: ignore[arg-type]
         return await transport.send(
             Bucket([TensorSpec("w", "uint8", (4,))], torch.zeros(4, dtype=torch.uint8))

@@ -8,12 +8,13 @@ from itertools import pairwise
 
 import pytest
 import torch
+from fake_servers import itself
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_gvpo.rollout.pool import Member
-from megatron_gvpo.rollout.server import PLUGINS, TensorSpec
-from megatron_gvpo.weights.bucket import Bucket, DoubleBuffer, buckets
+from megatron_gvpo.rollout.server import PLUGINS
+from megatron_gvpo.weights.bucket import Bucket, DoubleBuffer, TensorSpec, buckets
 from megatron_gvpo.weights.delta import Delta
 
 sys.path.insert(0, str(PLUGINS))
@@ -78,7 +79,7 @@ class _Recorder:
 
 def test_patches_change_the_changed_elements_alone_through_a_fused_sharded_loader():
     torch.manual_seed(0)
-    delta, model = Wire("127.0.0.1", "gloo", 1.0), Fused()
+    delta, model = Wire(itself, "127.0.0.1", "gloo", 1.0), Fused()
     full = {"q": torch.randn(4, 6), "v": torch.randn(4, 6)}
 
     def push(sparse: bool) -> None:
@@ -115,7 +116,7 @@ def test_a_loader_that_patches_cannot_go_through_is_refused():
 
 
 def test_a_weight_that_is_not_a_number_is_not_sent():
-    delta = Wire("127.0.0.1", "gloo", 1.0)
+    delta = Wire(itself, "127.0.0.1", "gloo", 1.0)
     bucket = Bucket([TensorSpec("w", "float32", (1,))], torch.tensor([torch.nan]).view(torch.uint8))
     with pytest.raises(ValueError, match="weight w is not a number"):
         asyncio.run(delta.send(bucket))
@@ -125,7 +126,7 @@ def test_a_weight_that_is_not_a_number_is_not_sent():
 @settings(max_examples=30, deadline=None)
 def test_unpacking_undoes_packing_in_bf16(seed):
     generator = torch.Generator().manual_seed(seed)
-    delta = Wire("127.0.0.1", "gloo", 1.0)
+    delta = Wire(itself, "127.0.0.1", "gloo", 1.0)
     before = torch.randn(300, generator=generator).bfloat16()
     changed = torch.rand(300, generator=generator) < 0.2
     after = torch.where(changed, torch.randn(300, generator=generator).bfloat16(), before)

@@ -1,0 +1,181 @@
+"""Weight receivers of SGLang servers (its native HTTP interface, read from 0.5.23).
+
+SGLang receives whole tensors itself. Patches and shared memory go through the project's plugin
+(megatron_gvpo_sglang), which SGLang calls as a custom weight loader.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_gvpo.rollout.http import ServerRefused
+from megatron_gvpo.rollout.server import Server
+from megatron_gvpo.rollout.sglang import WEIGHT_LOADER
+from megatron_gvpo.weights.broadcast import BroadcastReceiver
+from megatron_gvpo.weights.bucket import TensorSpec
+from megatron_gvpo.weights.delta import DeltaReceiver, Patch
+from megatron_gvpo.weights.disk import DiskReceiver
+from megatron_gvpo.weights.group import Rendezvous
+from megatron_gvpo.weights.shared import SharedPlace, SharedReceiver
+from megatron_gvpo.weights.transport import WeightReceiver
+
+
+class SGLangReceiver(WeightReceiver):
+    """Begins and ends an update of one SGLang server."""
+
+    def __init__(self, server: Server) -> None:
+        self._server, self._http = server, server.http
+
+    async def begin_update(self, timeout: float) -> None:
+        try:
+            await self._http.post("/begin_weight_update", timeout=timeout)
+        except ServerRefused as error:
+            if "already open" not in str(error):
+                raise
+            # A push that failed half-way left its update open. This push overwrites what that one loaded.
+            await self._http.post("/end_weight_update", timeout=timeout)
+            await self._http.post("/begin_weight_update", timeout=timeout)
+
+    async def end_update(self, version: str, timeout: float) -> None:
+        await self._http.post("/end_weight_update", timeout=timeout)
+        await self._name_version(version, timeout)
+
+    async def _name_version(self, version: str, timeout: float) -> None:
+        body = {"new_version": version, "abort_all_requests": False}
+        await self._http.post("/update_weight_version", body, timeout=timeout)
+
+
+class SGLangBroadcast(SGLangReceiver, BroadcastReceiver):
+    """Whole tensors, through SGLang's own process group."""
+
+    def group_prefixes(self, meeting: Rendezvous) -> list[str]:
+        """SGLang's own group name, then the prefix that torch gives to a new group on its backend."""
+        device = "cuda" if meeting.backend == "nccl" else "cpu"
+        return [meeting.name, f"{meeting.name}/", f"{device}/"]
+
+    async def join(self, meeting: Rendezvous, rank_offset: int, timeout: float) -> None:
+        body = {
+            "master_address": meeting.address,
+            "master_port": meeting.port,
+            "rank_offset": rank_offset,
+            "world_size": meeting.world_size,
+            "group_name": meeting.name,
+            "backend": meeting.backend,
+        }
+        await self._http.post("/init_weights_update_group", body, timeout=timeout)
+
+    async def leave(self, meeting: Rendezvous, timeout: float) -> None:
+        body = {"group_name": meeting.name}
+        await self._http.post("/destroy_weights_update_group", body, timeout=timeout)
+
+    async def receive(self, specs: Sequence[TensorSpec], meeting: Rendezvous, timeout: float) -> None:
+        body = {
+            "names": [spec.name for spec in specs],
+            "dtypes": [spec.dtype for spec in specs],
+            "shapes": [list(spec.shape) for spec in specs],
+            "group_name": meeting.name,
+            "flush_cache": False,
+            "load_format": "flattened_bucket",
+        }
+        await self._http.post("/update_weights_from_distributed", body, timeout=timeout)
+
+
+class PluginReceiver(SGLangReceiver):
+    """Sends orders to the project's plugin in the server's ranks."""
+
+    async def order_all(self, order: dict[str, Any], timeout: float) -> None:
+        """Send the same order to all ranks."""
+        processes = (await self._server.facts(timeout)).processes
+        await self.order([order] * processes, timeout)
+
+    async def order(self, orders: Sequence[dict[str, Any]], timeout: float) -> None:
+        """Send each rank its order."""
+        payloads = [base64.b64encode(pickled_tensor(json.dumps(order))).decode() for order in orders]
+        body = {"serialized_named_tensors": payloads, "load_format": WEIGHT_LOADER, "flush_cache": False}
+        await self._http.post("/update_weights_from_tensor", body, timeout=timeout)
+
+
+class SGLangDelta(PluginReceiver, DeltaReceiver):
+    """Patches, through a process group of the plugin's."""
+
+    def group_prefixes(self, meeting: Rendezvous) -> list[str]:
+        """None: the plugin joins with the bare store."""
+        return []
+
+    async def join(self, meeting: Rendezvous, rank_offset: int, timeout: float) -> None:
+        processes = (await self._server.facts(timeout)).processes
+        order = {
+            "op": "join",
+            "name": meeting.name,
+            "address": meeting.address,
+            "port": meeting.port,
+            "world_size": meeting.world_size,
+            "backend": meeting.backend,
+            "timeout": timeout,
+        }
+        await self.begin_update(timeout)  # SGLang calls a custom loader only inside an update
+        await self.order([order | {"rank": rank_offset + i} for i in range(processes)], timeout)
+        await self._http.post("/end_weight_update", timeout=timeout)
+
+    async def leave(self, meeting: Rendezvous, timeout: float) -> None:
+        """Nothing to do: the plugin forgets a group when it joins the next."""
+
+    async def receive_patches(
+        self, patches: Sequence[Patch], size: int, meeting: Rendezvous, timeout: float
+    ) -> None:
+        listed = [[p.spec.name, p.spec.dtype, p.spec.shape, p.count] for p in patches]
+        order = {"op": "apply", "name": meeting.name, "bytes": size, "patches": listed}
+        await self.order_all(order, timeout)
+
+    async def check_patches(self, timeout: float) -> None:
+        await self.order_all({"op": "check"}, timeout)
+
+
+class SGLangShared(PluginReceiver, SharedReceiver):
+    """Buckets in memory that the plugin maps."""
+
+    async def tell_gpus(self, file: Path, timeout: float) -> None:
+        await self.order_all({"op": "tell", "file": str(file)}, timeout)
+
+    async def receive_shared(self, specs: Sequence[TensorSpec], place: SharedPlace, timeout: float) -> None:
+        listed = [[spec.name, spec.dtype, spec.shape] for spec in specs]
+        order = {"op": "load", "tensors": listed}
+        if isinstance(place, Path):
+            await self.order_all(order | {"file": str(place)}, timeout)
+        else:
+            await self.order([order | {"handle": handle} for handle in place], timeout)
+
+
+class SGLangDisk(SGLangReceiver, DiskReceiver):
+    """Safetensors files, which SGLang reads itself."""
+
+    async def load_directory(self, directory: Path, version: str, timeout: float) -> None:
+        # SGLang keeps the directory as its model path, but reads config.json there only when it starts.
+        body = {"model_path": str(directory), "flush_cache": False, "keep_pause": True}
+        await self._http.post("/update_weights_from_disk", body, timeout=timeout)
+        await self._name_version(version, timeout)
+
+
+RECEIVERS: dict[str, type[WeightReceiver]] = {
+    "broadcast": SGLangBroadcast,
+    "delta": SGLangDelta,
+    "shared": SGLangShared,
+    "disk": SGLangDisk,
+}
+
+
+def pickled_tensor(text: str) -> bytes:
+    """A pickle of [("order", torch.ByteTensor([byte, ...]))], the bytes of `text` in UTF-8.
+
+    /update_weights_from_tensor takes nothing but a pickle, which SGLang's safe unpickler reads. It is written
+    by hand because torch would pickle the tensor as a handle of this machine's shared memory, which a server
+    on another node cannot open. The project itself never unpickles anything.
+    """
+    numbers = pickle.dumps(list(text.encode()), protocol=2)[2:-1]
+    name = b"X" + len(b"order").to_bytes(4, "little") + b"order"
+    return b"\x80\x02]" + name + b"ctorch\nByteTensor\n" + numbers + b"\x85R\x86a."

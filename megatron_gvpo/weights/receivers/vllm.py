@@ -1,0 +1,113 @@
+"""Weight receivers of vLLM servers (RL interface of 0.32.0), all through the project's plugin
+megatron_gvpo_vllm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_gvpo.rollout.http import ServerRefused
+from megatron_gvpo.rollout.server import Server
+from megatron_gvpo.weights.broadcast import BroadcastReceiver
+from megatron_gvpo.weights.bucket import TensorSpec
+from megatron_gvpo.weights.delta import DeltaReceiver, Patch
+from megatron_gvpo.weights.disk import DiskReceiver
+from megatron_gvpo.weights.group import Rendezvous
+from megatron_gvpo.weights.shared import SharedPlace, SharedReceiver
+from megatron_gvpo.weights.transport import WeightReceiver
+
+
+class VLLMReceiver(WeightReceiver):
+    """Begins and ends an update of one vLLM server, and hands the plugin what is to be loaded."""
+
+    def __init__(self, server: Server) -> None:
+        self._http = server.http
+
+    async def begin_update(self, timeout: float) -> None:
+        try:
+            await self._http.post("/start_weight_update", timeout=timeout)
+        except ServerRefused as error:
+            if "already active" not in str(error):
+                raise
+            # A push that failed half-way left its update open. This push overwrites what that one loaded.
+            await self._http.post("/finish_weight_update", timeout=timeout)
+            await self._http.post("/start_weight_update", timeout=timeout)
+
+    async def end_update(self, version: str, timeout: float) -> None:
+        await self._http.post("/finish_weight_update", {"weight_version": version}, timeout=timeout)
+
+    async def update(self, specs: Sequence[TensorSpec], timeout: float, **more: Any) -> None:
+        """Send the plugin the tensors' names, dtypes and shapes, and more fields of its `Bucket`."""
+        info = {
+            "names": [spec.name for spec in specs],
+            "dtypes": [spec.dtype for spec in specs],
+            "shapes": [list(spec.shape) for spec in specs],
+        }
+        await self._http.post("/update_weights", {"update_info": info | more}, timeout=timeout)
+
+
+class VLLMBroadcast(VLLMReceiver, BroadcastReceiver):
+    """Whole tensors, through a process group of the plugin's."""
+
+    def group_prefixes(self, meeting: Rendezvous) -> list[str]:
+        """None: the plugin joins with the bare store."""
+        return []
+
+    async def join(self, meeting: Rendezvous, rank_offset: int, timeout: float) -> None:
+        info = {
+            "master_address": meeting.address,
+            "master_port": meeting.port,
+            "rank_offset": rank_offset,
+            "world_size": meeting.world_size,
+            "backend": meeting.backend,
+            "timeout": timeout,
+        }
+        await self._http.post("/init_weight_transfer_engine", {"init_info": info}, timeout=timeout)
+
+    async def leave(self, meeting: Rendezvous, timeout: float) -> None:
+        await self._http.post("/shutdown_weight_transfer_engine", timeout=timeout)
+
+    async def receive(self, specs: Sequence[TensorSpec], meeting: Rendezvous, timeout: float) -> None:
+        await self.update(specs, timeout)
+
+
+class VLLMDelta(VLLMBroadcast, DeltaReceiver):
+    """Patches, through the same process group."""
+
+    async def receive_patches(
+        self, patches: Sequence[Patch], size: int, meeting: Rendezvous, timeout: float
+    ) -> None:
+        await self.update([p.spec for p in patches], timeout, counts=[p.count for p in patches], size=size)
+
+    async def check_patches(self, timeout: float) -> None:
+        """Nothing to do: the plugin checks at the end of the update."""
+
+
+class VLLMShared(VLLMReceiver, SharedReceiver):
+    """Buckets in memory that the plugin maps."""
+
+    async def tell_gpus(self, file: Path, timeout: float) -> None:
+        await self.update([], timeout, tell=str(file))
+
+    async def receive_shared(self, specs: Sequence[TensorSpec], place: SharedPlace, timeout: float) -> None:
+        where = {"file": str(place)} if isinstance(place, Path) else {"handles": place}
+        await self.update(specs, timeout, **where)
+
+
+class VLLMDisk(VLLMReceiver, DiskReceiver):
+    """Safetensors files, which the plugin reads."""
+
+    async def load_directory(self, directory: Path, version: str, timeout: float) -> None:
+        await self.begin_update(timeout)
+        await self.update([], timeout, directory=str(directory))
+        await self.end_update(version, timeout)
+
+
+RECEIVERS: dict[str, type[WeightReceiver]] = {
+    "broadcast": VLLMBroadcast,
+    "delta": VLLMDelta,
+    "shared": VLLMShared,
+    "disk": VLLMDisk,
+}

@@ -1,0 +1,35 @@
+"""The transports by name, as "module:class". Nothing here loads torch, so the configuration may ask.
+
+A new transport needs its module, an entry here, and a class for each engine in
+megatron_gvpo.weights.receivers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_gvpo.weights.transport import Transport
+
+TRANSPORTS: dict[str, str] = {
+    "broadcast": "megatron_gvpo.weights.broadcast:Broadcast",
+    "delta": "megatron_gvpo.weights.delta:Delta",
+    "shared": "megatron_gvpo.weights.shared:Shared",
+    "disk": "megatron_gvpo.weights.disk:Disk",
+}
+
+
+def transport_class(name: str) -> type[Transport]:
+    """The transport of this name, a key of TRANSPORTS. Imports its module, which loads torch."""
+    module, _, attribute = TRANSPORTS[name].partition(":")
+    found: type[Transport] = getattr(importlib.import_module(module), attribute)
+    return found
+
+
+def known_transport(name: str) -> str:
+    """The name itself, if a transport has it. Raises ValueError, which lists the names that one has."""
+    if name not in TRANSPORTS:
+        *others, last = map(repr, TRANSPORTS)
+        raise ValueError(f"Input should be {', '.join(others)} or {last}")  # as pydantic's for a Literal
+    return name
