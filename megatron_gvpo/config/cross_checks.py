@@ -103,9 +103,9 @@ def _engine(config: Config) -> None:
         )
     if rollout.servers.colocated and not transport_class(rollout.weights.transport).colocated_ok:
         raise ValueError(
-            f"rollout.weights.transport={rollout.weights.transport}: NCCL forms no process "
-            "group of a trainer and a server on the same GPU (rollout.servers.colocated): set it to "
-            "shared"
+            f"rollout.weights.transport={rollout.weights.transport} does not reach servers on the trainer's "
+            "own GPUs (rollout.servers.colocated): NCCL, for one, forms no process group of two processes on "
+            "the same GPU. Set it to shared"
         )
 
 

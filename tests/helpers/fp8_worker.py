@@ -12,8 +12,7 @@ import torch.distributed as dist
 from push_worker import end
 from rows import make_rows
 from safetensors.torch import load_file, save_file
-from servers import checksum, receiver
-from test_engines import PROMPTS
+from servers import PROMPTS, checksum, receiver
 from tiny_run import configure
 
 from megatron_gvpo.config.schema import read_model_config

@@ -12,8 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from rows import make_rows
-from servers import checksum, receiver
-from test_engines import PROMPTS, TRANSPORTS
+from servers import PROMPTS, checksum, receiver
 from tiny_run import configure
 
 from megatron_gvpo.config.schema import SamplingConfig, read_model_config
@@ -25,6 +24,7 @@ from megatron_gvpo.sampling.served import ServedRollouts
 from megatron_gvpo.types import Prompt
 from megatron_gvpo.weights.sync import ServedWeights
 
+PUSHES = ("broadcast", "broadcast", "disk", "delta", "delta", "shared")  # the transport of each push
 LAYOUTS = {"single": (), "tp2": ("parallel.tp=2",), "pp2": ("parallel.pp=2",), "dp2": ()}
 GREEDY = SamplingConfig(top_p=1e-6, max_tokens=12)
 
@@ -38,8 +38,8 @@ def run(engine: str, url: str, task: str, out: str, layout: str) -> None:
     directory = Path(out)
     overrides = [f"rollout.engine={engine}", f"rollout.servers.urls=[{url}]", "algorithm=grpo"]
     overrides += ["rollout.weights.bucket_mb=1", "optimizer.lr=1.0e-2"]
-    for step, transport in enumerate(TRANSPORTS):
-        if step == 0 or transport != TRANSPORTS[step - 1]:
+    for step, transport in enumerate(PUSHES):
+        if step == 0 or transport != PUSHES[step - 1]:
             if step:
                 end(weights, rollouts)  # noqa: F821 - of the step before
             config = configure(

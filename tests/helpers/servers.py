@@ -30,6 +30,7 @@ from megatron_gvpo.sampling.served import DIALECTS, start_servers
 from megatron_gvpo.weights.receivers import receiver_class
 
 ENGINES = ("sglang", "vllm")
+PROMPTS = [[9, 16, 10, 17, 8, 16, 7, 19], [5, 5, 5], [12, 3, 4, 14, 9, 10]]
 BUILD_SECONDS = 1200.0
 START_SECONDS = 300.0
 

@@ -21,9 +21,11 @@ import pytest
 import torch
 from distributed import launch
 from groups import make_group
+from push_worker import PUSHES
 from safetensors.torch import load_file, save_file
 from servers import (
     ENGINES,
+    PROMPTS,
     Client,
     checksum,
     engine_python,
@@ -45,9 +47,6 @@ from megatron_gvpo.sampling.served import DIALECTS
 from megatron_gvpo.weights.broadcast import Broadcast
 from megatron_gvpo.weights.bucket import DoubleBuffer, buckets
 from megatron_gvpo.weights.delta import Delta
-
-TRANSPORTS = ("broadcast", "broadcast", "disk", "delta", "delta", "shared")  # of the pushes, in turn
-PROMPTS = [[9, 16, 10, 17, 8, 16, 7, 19], [5, 5, 5], [12, 3, 4, 14, 9, 10]]
 
 
 @dataclass
@@ -254,7 +253,7 @@ def another_node() -> Iterator[tuple[int, str]]:
 
 def assert_exported(directory: Path) -> None:
     """What push_worker wrote after each push: the server had the export, and other weights before."""
-    for step in range(len(TRANSPORTS)):
+    for step in range(len(PUSHES)):
         export = directory / f"export-{step}"
         pushed = (directory / f"checksum-{step}").read_text()
         assert pushed == (directory / f"checksum-{step}-from-files").read_text()

@@ -14,8 +14,7 @@ from distributed import launch
 from fp8_worker import quantise_checkpoint
 from paths import HELPERS
 from safetensors.torch import load_file, save_file
-from servers import ENGINES, engine_python, engine_with, running
-from test_engines import PROMPTS, logprobs
+from servers import ENGINES, PROMPTS, engine_python, engine_with, logprobs, running
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_gvpo.config.schema import ConfigError

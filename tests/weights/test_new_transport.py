@@ -1,0 +1,137 @@
+"""A transport that the package does not have: this file adds it, and a run uses it by its name."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Self
+
+import pytest
+import tiny_run
+import torch
+from servers import PROMPTS, Client, logprobs, running, served_config
+
+from megatron_gvpo.config.schema import Config, ConfigError, load_config
+from megatron_gvpo.rollout.pool import Member
+from megatron_gvpo.rollout.server import Server
+from megatron_gvpo.weights.bucket import Bucket, TensorSpec
+from megatron_gvpo.weights.receivers import RECEIVERS
+from megatron_gvpo.weights.receivers.sglang import PluginReceiver
+from megatron_gvpo.weights.receivers.vllm import VLLMReceiver
+from megatron_gvpo.weights.transport import Transport, each
+from megatron_gvpo.weights.transports import TRANSPORTS
+
+pytestmark = pytest.mark.usefixtures("leave_the_process_group")
+
+
+class RawFiles(Transport):
+    """Writes the bytes of each bucket to a file, which the servers load before the next bucket."""
+
+    colocated_ok = False  # it could be: the test of the checks wants one that is not
+
+    def __init__(self, receiver: Callable[[Server], Any], directory: Path, timeout: float) -> None:
+        self._receiver, self._file, self._timeout = receiver, directory / "bucket.raw", timeout
+        self._buckets = 0
+
+    @classmethod
+    def create(cls, config: Config, receiver: Callable[[Server], Any], device: torch.device) -> Self:
+        return cls(receiver, Path(config.output_dir).absolute(), config.rollout.weights.timeout)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return {"sync/buckets": float(self._buckets)}
+
+    async def begin(self, members: Sequence[Member], version: int) -> None:
+        self._members, self._version, self._buckets = list(members), version, 0
+        await each(self._members, lambda m: self._receiver(m.server).begin_update(self._timeout))
+
+    async def send(self, bucket: Bucket) -> int:
+        await asyncio.to_thread(self._file.write_bytes, bucket.flat.cpu().numpy().tobytes())
+        self._buckets += 1
+        await each(
+            self._members,
+            lambda m: self._receiver(m.server).load_raw(bucket.specs, self._file, self._timeout),
+        )
+        return bucket.flat.nbytes
+
+    async def end(self) -> None:
+        version = str(self._version)
+        await each(self._members, lambda m: self._receiver(m.server).end_update(version, self._timeout))
+
+
+class SGLangRawFiles(PluginReceiver):
+    async def load_raw(self, specs: Sequence[TensorSpec], file: Path, timeout: float) -> None:
+        tensors = [[spec.name, spec.dtype, spec.shape] for spec in specs]
+        await self.order_all({"op": "load", "tensors": tensors, "file": str(file)}, timeout)
+
+
+class VLLMRawFiles(VLLMReceiver):
+    async def load_raw(self, specs: Sequence[TensorSpec], file: Path, timeout: float) -> None:
+        await self.update(specs, timeout, file=str(file))
+
+
+@pytest.fixture
+def raw_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything that a new transport needs."""
+    monkeypatch.setitem(TRANSPORTS, "raw_files", f"{__name__}:RawFiles")
+    monkeypatch.setitem(RECEIVERS["sglang"], "raw_files", SGLangRawFiles)
+    monkeypatch.setitem(RECEIVERS["vllm"], "raw_files", VLLMRawFiles)
+
+
+@pytest.fixture(scope="module")
+def served(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A vLLM server and its client."""
+    with running("vllm", task, tmp_path_factory.mktemp("vllm")) as supervisor:
+        client = Client("vllm", supervisor.processes[0].url)
+        yield SimpleNamespace(engine="vllm", url=client.server.url, client=client)
+        client.close()
+
+
+def scores(served: Any) -> torch.Tensor:
+    """The server's log-probs of all tokens of PROMPTS but each first."""
+    return torch.tensor([logp for prompt in PROMPTS for logp in served.client("score", prompt)])
+
+
+def test_a_run_trains_with_a_transport_that_the_package_does_not_have(
+    served: Any, raw_files: None, task: Path, tmp_path: Path
+):
+    """After each step the server has the policy's weights: at the end its log-probs are the export's."""
+    out = tmp_path / "run"
+    config = served_config(
+        served.engine,
+        task,
+        out,
+        f"rollout.servers.urls=[{served.url}]",
+        "rollout.weights.transport=raw_files",
+        "rollout.weights.bucket_mb=1",
+        "algorithm=gvpo",
+        "train.mini_batches=2",
+        "train.steps=2",
+        "data.eval=null",
+        "optimizer={lr: 1.0e-2, warmup_steps: 0}",
+    )
+    before = scores(served)
+    tiny_run.fit(config)
+    found = scores(served)
+    served.client.receiver("disk", "load_directory", task / "model", "as before")
+    expected = torch.cat([logprobs(out / "hf", prompt[:1], prompt[1:]) for prompt in PROMPTS])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)
+    assert (found - before).abs().mean() > 0.01, "training changed the weights"
+    buckets = [record["sync/buckets"] for record in tiny_run.records(out) if "sync/buckets" in record]
+    assert len(buckets) == 2 and min(buckets) > 1
+
+
+def test_a_new_transports_name_and_limits_are_those_of_its_class(
+    good: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+):
+    """The name is unknown until it is registered; then the checks ask the class."""
+    chosen = ["rollout.engine=sglang", "rollout.weights.transport=raw_files"]
+    unknown = r"transport: Input should be 'broadcast', 'delta', 'shared' or 'disk' \(given: 'raw_files'\)"
+    with pytest.raises(ConfigError, match=unknown):
+        load_config([good], chosen)
+    request.getfixturevalue("raw_files")
+    assert load_config([good], chosen).rollout.weights.transport == "raw_files"
+    with pytest.raises(ConfigError, match=r"transport=raw_files.*\(rollout\.servers\.colocated\)"):
+        load_config([good], [*chosen, "rollout.servers.colocated=true"])
