@@ -109,8 +109,8 @@ def update(
     x_r = torch.tensor([ids[0] for ids in rows.prompt_ids])
     v_r = torch.tensor([ids[0] for ids in rows.response_ids])
     columns: dict[str, Any] = {
-        f"{anchor}_logp_r": (of["old"] if reference == STEP_START else of["first"])[x_r, v_r]
-        for anchor, reference in algorithm.loss.anchors.items()
+        f"{column}_logp_r": (of["old"] if reference == STEP_START else of["first"])[x_r, v_r]
+        for column, reference in algorithm.loss.reference_policies.items()
     }
     rows = rows.with_columns(**columns)
     if algorithm.estimator is not None:

@@ -11,10 +11,9 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
+from megatron_gvpo.algorithms.base import Stateful
 from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.algorithms.curriculum.batch_policy import BatchPolicy
-from megatron_gvpo.algorithms.curriculum.blocks import FunctionPrior, SuccessRate
-from megatron_gvpo.algorithms.members.base import Stateful
 from megatron_gvpo.config.schema import Config
 from megatron_gvpo.data.order import PromptOrder
 from megatron_gvpo.data.prompts import PromptWriter
@@ -53,7 +52,7 @@ class Components:
         self.prompts = task.prompts
         self.tracker = SuccessTracker(algorithm.tracker) if algorithm.needs_tracker else None
         self.order: Order = PromptOrder(len(self.prompts), config.train.seed, config.data.shuffle)
-        if self.tracker is not None and isinstance(algorithm.prompts, SuccessRate):
+        if self.tracker is not None and algorithm.prompts.weighted:
             self.order = WeightedOrder(self.prompts, config.train.seed, algorithm.prompts, self.tracker)
         self.members = [member.build() for member in algorithm.members]
         self.shapers = Shapers(algorithm.shapers, config.train.max_empty_batches)
@@ -83,7 +82,7 @@ class Components:
                 shares = responses_of(algorithm.allocation, tracker, config.rollout.n)
             answers = generation.sampler
             base = answers(config.rollout.n, shares=shares)
-            if algorithm.prior.name == "greedy":
+            if algorithm.prior.greedy:
                 greedy = answers(1, config.rollout.model_copy(update={"top_p": GREEDY}))
         writer = PromptWriter(config.data.train, config.data, task.tokenizer)
         return ComposedSampler(
@@ -91,7 +90,7 @@ class Components:
             answers=answers,
             greedy=greedy,
             tracker=tracker,
-            expected=algorithm.prior.expected if isinstance(algorithm.prior, FunctionPrior) else None,
+            expected=algorithm.prior.function_of_prompt,
             policy=self.policy.score,
         )
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
 Source = Literal["policy", "replay", "exit", "demonstration", "file"]
@@ -85,3 +86,32 @@ class Group:
     @property
     def rewards(self) -> list[float]:
         return [rollout.reward for rollout in self.rollouts]
+
+
+def group_fields(group: Group) -> dict[str, Any]:
+    """The group as JSON values."""
+    values = asdict(group)
+    for rollout in values["rollouts"]:
+        if rollout["routing"] is not None:
+            *shape, ids = rollout["routing"]
+            rollout["routing"] = [*shape, base64.b64encode(ids).decode()]
+    return values
+
+
+def group_of(values: Mapping[str, Any]) -> Group:
+    """The inverse of `group_fields`, after JSON has turned tuples into lists."""
+    prompt = dict(values["prompt"])
+    for key in ("token_ids", "demonstration"):
+        prompt[key] = None if prompt[key] is None else tuple(prompt[key])
+    prompt["responses"] = tuple(Scored(tuple(ids), text, r) for ids, text, r in prompt["responses"])
+    rollouts = [rollout_of(fields) for fields in values["rollouts"]]
+    return Group(Prompt(**prompt), rollouts, values["prior"])
+
+
+def rollout_of(fields: Mapping[str, Any]) -> Rollout:
+    """A rollout from its fields as JSON values."""
+    routing = fields.get("routing")
+    if routing is not None:
+        layers, per_token, width, ids = routing
+        routing = Routing(layers, per_token, width, base64.b64decode(ids))
+    return Rollout(**{**fields, "spans": [tuple(span) for span in fields["spans"]], "routing": routing})

@@ -109,7 +109,7 @@ class Trainer:
         groups = self._draw_groups(interrupt)
         mini_batches, metrics = self._mini_batches(groups)
         with timer.phase("scoring"):
-            mini_batches = [self._freeze_anchors(rows, i == 0) for i, rows in enumerate(mini_batches)]
+            mini_batches = [self._freeze_references(rows, i == 0) for i, rows in enumerate(mini_batches)]
         with timer.phase("training"):
             results = self._updates(mini_batches)
             parts.policy.end_step()
@@ -183,25 +183,25 @@ class Trainer:
         with self.parts.timer.phase("scoring"):
             if policy.critic is not None:
                 columns["value_r"] = policy.critic.values(rows)
-            for anchor, reference in ({} if estimator is None else estimator.anchors).items():
+            for column, reference in ({} if estimator is None else estimator.reference_policies).items():
                 now = reference == STEP_START
-                columns[f"{anchor}_logp_r"] = policy.score(rows) if now else policy.score_reference(rows)
+                columns[f"{column}_logp_r"] = policy.score(rows) if now else policy.score_reference(rows)
         return rows.with_columns(**columns)
 
-    def _freeze_anchors(self, rows: TrainBatch, first: bool) -> TrainBatch:
+    def _freeze_references(self, rows: TrainBatch, first: bool) -> TrainBatch:
         """Log-probs of the policies that the loss compares with, before the step's first update.
 
         Taken later, the policy at step start would be gone, and GVPO silently become REINFORCE. The
         first mini-batch needs no scoring for it: there the policy at step start is the one that trains.
         """
-        anchors, policy = self.config.algorithm.loss.anchors, self.parts.policy
+        references, policy = self.config.algorithm.loss.reference_policies, self.parts.policy
         columns: dict[str, Tensor | None] = {"old_logp_r": None, "ref_logp_r": None}  # but the estimator's
         now_r = None
-        if not (first or self._engine_reference) and STEP_START in anchors.values():
+        if not (first or self._engine_reference) and STEP_START in references.values():
             now_r = policy.score(rows) if rows.old_logp_r is None else rows.old_logp_r
             self.parts.mismatch.compare(rows, now_r, self.step)
-        for anchor, reference in anchors.items():
-            columns[f"{anchor}_logp_r"] = now_r if reference == STEP_START else policy.score_reference(rows)
+        for column, reference in references.items():
+            columns[f"{column}_logp_r"] = now_r if reference == STEP_START else policy.score_reference(rows)
         return rows.with_columns(**columns)
 
     def _updates(self, mini_batches: list[TrainBatch]) -> list[UpdateResult]:
@@ -215,8 +215,8 @@ class Trainer:
             for i, rows in enumerate(mini_batches):
                 results.append(result := self._update(rows, first=not results))
                 if len(results) == 1:
-                    anchors = self.config.algorithm.loss.anchors.items()
-                    at_start = [f"{anchor}_logp_r" for anchor, policy in anchors if policy == STEP_START]
+                    references = self.config.algorithm.loss.reference_policies.items()
+                    at_start = [f"{column}_logp_r" for column, policy in references if policy == STEP_START]
                     mini_batches[i] = rows.with_columns(**dict.fromkeys(at_start, result.logp_r))
         return results
 

@@ -1,9 +1,9 @@
-"""What a block of an algorithm is: a frozen set of options that is also the function it configures."""
+"""The blocks that a method is composed of, and the kinds that losses and advantages share."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Protocol, Self
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, runtime_checkable
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
@@ -12,18 +12,30 @@ from torch import Tensor
 from megatron_gvpo.types import BatchTotals, LossInputs, TrainBatch
 
 Metrics = dict[str, Tensor]
-# Of the reward: its name, or its number; 0 is the verifier's by convention.
+# A component of the reward, by its name or its number; by convention 0 is the verifier's.
 Component = str | NonNegativeInt
 
 
 class Block(BaseModel):
-    """Options of one block; its fields are the keys a user writes in YAML.
+    """Options of one block of a method; its fields are the keys that a user writes in YAML.
 
-    Where there are several to choose from, `name` says which; `reference: fixed` is short for
-    `reference: {name: fixed}`.
+    Where there are several blocks to choose from, `name` says which; `reference: fixed` is short for
+    `reference: {name: fixed}`. A block also declares what it needs of the run, and configurations that lack
+    it are refused before anything is loaded.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    # It asks the rollout engine for responses.
+    needs_engine: ClassVar[bool] = False
+    # It reads the log-probs that the rollout engine gave with its responses.
+    needs_engine_logprobs: ClassVar[bool] = False
+    # It asks for log-probs of the policy at step start while responses are still being sampled.
+    needs_policy_logprobs: ClassVar[bool] = False
+    # It reads `prompt.demonstration`.
+    needs_demonstrations: ClassVar[bool] = False
+    # It works on rewards and has no meaning where there are none.
+    needs_rewards: ClassVar[bool] = False
 
     @model_validator(mode="before")
     @classmethod
@@ -31,13 +43,73 @@ class Block(BaseModel):
         return {"name": values} if isinstance(values, str) and "name" in cls.model_fields else values
 
     @property
+    def needs_tracker(self) -> bool:
+        """True if it reads the success rates of prompts (`algorithm.tracker`)."""
+        return False
+
+    @property
+    def needs_prior(self) -> bool:
+        """True if it reads the expected reward of a prompt (`algorithm.prior`)."""
+        return False
+
+    @property
     def components_read(self) -> tuple[Component, ...]:
         """The components of the reward that it cannot do without."""
         return ()
 
+    @property
+    def unset_length(self) -> str | None:
+        """The option that is null and that the longest possible response must fill in, else None."""
+        return None
+
+    def sized(self, max_tokens: int) -> Self:
+        """The block, and the blocks inside it, for responses of at most `max_tokens` tokens."""
+        changes: dict[str, Any] = {} if self.unset_length is None else {self.unset_length: max_tokens}
+        for field in type(self).model_fields:
+            value = getattr(self, field)
+            if isinstance(value, Block):
+                changes[field] = value.sized(max_tokens)
+            elif isinstance(value, tuple):
+                changes[field] = tuple(v.sized(max_tokens) if isinstance(v, Block) else v for v in value)
+        return self.model_copy(update=changes)
+
+    def problem(self) -> str | None:
+        """The reason why a sized block cannot work, beginning with its option; None where it can."""
+        return None
+
+    def blocks_inside(self, above: str = "") -> Iterator[Placed]:
+        """The blocks among the options of this one, and inside these, in the order of the options."""
+        for field in type(self).model_fields:
+            value = getattr(self, field)
+            listed = isinstance(value, tuple)
+            for i, block in enumerate(value if listed else (value,)):
+                if isinstance(block, Block):
+                    key = f"{above}{field}.{i}" if listed else f"{above}{field}"
+                    yield Placed(key, _label(f"{above}{field}", block, listed), block)
+                    yield from block.blocks_inside(f"{key}.")
+
+
+class Placed(NamedTuple):
+    """A block inside another: its key there (`shapers.0`) and how errors call it (`shapers: overlong`)."""
+
+    key: str
+    label: str
+    block: Block
+
+    def option(self, name: str) -> str:
+        """An option of the block, as errors call it."""
+        return f"{self.label}: {name}" if ": " in self.label else f"{self.key}.{name}"
+
+
+def _label(place: str, block: Block, listed: bool) -> str:
+    name = getattr(block, "name", None)
+    if name is None:
+        return place
+    return f"{place}: {name}" if listed else f"{place}={name}"
+
 
 class Reference(Block):
-    """Another policy that a loss compares with; the trainer keeps it and fills in its log-probs.
+    """Another policy that a loss or an advantage compares with; the trainer keeps it and gives its log-probs.
 
     `step_start` is the policy that the step began with, `fixed` the one that the run began with, `ema`
     an exponential moving average of the weights (`ema <- decay * ema + (1 - decay) * weights` after
@@ -57,55 +129,66 @@ class Reference(Block):
 
 
 STEP_START = Reference()
+# The policies that a block compares with, by the column of log-probs (`old_logp_r`, `ref_logp_r`) of each.
+References = Mapping[Literal["old", "ref"], Reference]
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A member or an advantage of a run that remembers something between steps, for checkpoints.
+
+    The state consists of JSON values.
+    """
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class FilledBy(Protocol):
-    """An estimator at work."""
+    """An advantage at work in a run."""
 
     def fill(self, rows: TrainBatch) -> tuple[TrainBatch, Metrics]: ...
 
 
 class Advantage(Block):
-    """Rewards to advantages, of all rows of one optimizer step at once.
+    """Advantages from rewards, for all rows of one optimizer step at once.
 
     Calling it returns (advantages, metrics): fp32 [n], one a response, or [r], one a token, where
     `per_token`. Rows that are not trained have advantages too, which nobody reads.
     """
 
-    @property
-    def per_token(self) -> bool:
-        """Whether the tokens of a response have advantages of their own."""
-        return False
+    name: str
 
-    @property
-    def needs_prior(self) -> bool:
-        """Whether it reads `rows.prior_n`."""
-        return False
+    # The tokens of a response have advantages of their own.
+    per_token: ClassVar[bool] = False
+    # It numbers the items of responses (`rows.item_r`).
+    finds_items: ClassVar[bool] = False
 
     @property
     def needs_group(self) -> bool:
-        """Whether it compares the responses of a prompt with each other."""
+        """True if it compares the responses of a prompt with each other."""
         return True
 
     @property
     def needs_values(self) -> bool:
-        """Whether it reads `rows.value_r`, a critic's."""
+        """True if it reads `rows.value_r`, the critic's values."""
         return False
 
     @property
-    def anchors(self) -> Mapping[Literal["old", "ref"], Reference]:
-        """The policies whose log-probs it reads, as `Loss.anchors`."""
+    def reference_policies(self) -> References:
+        """The policies whose log-probs it reads, as `Loss.reference_policies`."""
         return {}
 
     def build(self) -> FilledBy:
-        """What fills a run's rows: itself, unless it remembers something from step to step."""
+        """The advantage at work in a run: itself, unless it remembers something between steps."""
         return self
 
     def __call__(self, rows: TrainBatch) -> tuple[Tensor, Metrics]:
         raise NotImplementedError
 
     def fill(self, rows: TrainBatch) -> tuple[TrainBatch, Metrics]:
-        """The rows with their advantages."""
+        """Returns the batch with its advantages, and metrics."""
         advantage, metrics = self(rows)
         column = "advantage_r" if self.per_token else "advantage_n"
         return rows.with_columns(**{column: advantage}), metrics
@@ -118,51 +201,51 @@ class Loss(Block):
     scalar) and detached shares of metrics, which add up over micro-batches and ranks like the loss.
     """
 
+    name: str
     # Bonus on the policy's entropy: the trainer subtracts entropy_coef times its mean over response tokens.
     entropy_coef: float = Field(0.0, ge=0)
 
-    # What weighs the log-probs: `rows.reward_n`, `rows.advantage_n`, or nothing.
+    # The column that weighs the log-probs: `rows.reward_n`, the advantages, or none.
     signal: ClassVar[Literal["reward", "advantage", "none"]]
-    # The weight of a sequence depends on the other sequences of its group, which therefore must all be
-    # among the rows of one call.
+    # The weight of a sequence depends on the other sequences of its group, which must all be among the rows
+    # of one call.
     couples_groups: ClassVar[bool] = False
     # Advantages may differ between the tokens of a response.
     token_advantages: ClassVar[bool] = True
     # The weight of a sequence depends on all sequences of the optimizer step.
     couples_step: ClassVar[bool] = False
-    # Anchors enter as sums of log-probs and are never exponentiated, so that small errors in them stay small.
-    sums_anchors: ClassVar[bool] = False
+    # It reads log-probs of reference policies only as sums over a response and never exponentiates them, so
+    # that small errors in them stay small.
+    reference_sums_only: ClassVar[bool] = False
 
     @property
-    def anchors(self) -> Mapping[Literal["old", "ref"], Reference]:
+    def reference_policies(self) -> References:
         """The policies that it compares with, by the column of log-probs that each must fill."""
         return {}
 
     @property
+    def needs_items(self) -> bool:
+        """True if it reads the items of responses (`rows.item_r`)."""
+        return False
+
+    @property
     def linear(self) -> bool:
-        """dL/dlogp depends on no policy's log-probs: the weights are known before any forward."""
+        """True if dL/dlogp depends on no policy's log-probs: the weights are known before any forward."""
         return False
 
     @property
     def known_at_step_start(self) -> bool:
-        """On the first mini-batch of a step the weights are known before the forward.
+        """True if the weights of a step's first mini-batch are known before the forward.
 
-        There every `step_start` anchor equals the current policy, so a loss that sees log-probs only
-        as differences from such anchors may be given zeros for all of them.
+        There every `step_start` reference equals the current policy, so a loss that sees log-probs only
+        as differences from such references may be given zeros for all of them.
         """
         return self.linear
 
     @property
     def wants_entropy(self) -> bool:
-        """Whether the head must compute entropies (it costs time)."""
+        """True if the head must compute entropies (it costs time)."""
         return self.entropy_coef > 0
-
-    def sized(self, max_tokens: int) -> Self:
-        """For responses of at most `max_tokens` tokens, which an aggregation may divide by."""
-        aggregation = getattr(self, "aggregation", None)
-        if aggregation is None:
-            return self
-        return self.model_copy(update={"aggregation": aggregation.sized(max_tokens)})
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, Metrics]:
         raise NotImplementedError
@@ -173,8 +256,8 @@ def token_weights(
 ) -> tuple[Tensor, Metrics]:
     """Weights w = dL/dlogp at `logp_r`, fp32 [r], and the loss and metrics there.
 
-    This is what lets a group be split over micro-batches or ranks: with w fixed, the surrogate
-    sum(w * logp) has the same gradient as the loss, whatever the packing (design law 2).
+    They let a group be split over micro-batches or ranks: with w fixed, the surrogate sum(w * logp) has the
+    same gradient as the loss, whatever the packing (design law 2).
     """
     logp_r = logp_r.detach().clone().requires_grad_()
     with torch.enable_grad():

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from megatron_gvpo.algorithms.base import STEP_START, Advantage, Loss, Metrics, Reference
+from megatron_gvpo.algorithms.base import STEP_START, Advantage, Loss, Metrics, Reference, References
 from megatron_gvpo.algorithms.shapers.base import Shaper, rewarded
 from megatron_gvpo.runtime.user_functions import check_call, load_function
 from megatron_gvpo.types import Group, LossInputs, TrainBatch
@@ -43,13 +43,9 @@ class CustomLoss(Loss):
         return self.groups
 
     @property
-    def anchors(self) -> Mapping[Literal["old", "ref"], Reference]:
-        anchors: dict[Literal["old", "ref"], Reference] = {}
-        if "old" in self.reads:
-            anchors["old"] = STEP_START
-        if "ref" in self.reads:
-            anchors["ref"] = self.reference
-        return anchors
+    def reference_policies(self) -> References:
+        policies: dict[Literal["old", "ref"], Reference] = {"old": STEP_START, "ref": self.reference}
+        return {column: policy for column, policy in policies.items() if column in self.reads}
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, Metrics]:
         result = load_function(self.function)(inputs, **self.options)

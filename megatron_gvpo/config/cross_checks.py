@@ -34,7 +34,7 @@ def advice(config: Config) -> str | None:
     train, algorithm, loss = config.train, config.algorithm, config.algorithm.loss
     once = train.mini_batches * train.batch_epochs == 1
     older = config.rollout.async_steps and algorithm.reference_logprobs == "engine"
-    if once and not older and loss.sums_anchors and loss.known_at_step_start and not loss.linear:
+    if once and not older and loss.reference_sums_only and loss.known_at_step_start and not loss.linear:
         return (
             f"train.mini_batches=1: a step's only update is its own reference, which makes {loss.name} "
             "a plain policy gradient, its Var and Cov 0; use 2 or more, or train.batch_epochs=2, or another "
@@ -50,13 +50,9 @@ def _batch(config: Config) -> None:
             f"train.mini_batches={train.mini_batches} does not divide "
             f"train.prompts_per_step={train.prompts_per_step}: every optimizer update takes whole groups"
         )
-    for i, shaper in enumerate(algorithm.shapers):
-        longest = config.rollout.max_tokens
-        if shaper.name == "overlong" and (shaper.buffer or 0) > (shaper.max_tokens or longest):
-            raise ValueError(
-                f"algorithm.shapers.{i}.buffer={shaper.buffer} exceeds the longest response, "
-                f"{shaper.max_tokens or longest} tokens: every response would be punished; null is a fifth"
-            )
+    for place in algorithm.sized(config.rollout.max_tokens).blocks_inside():
+        if (problem := place.block.problem()) is not None:
+            raise ValueError(f"algorithm.{place.key}.{problem}")
     alone = algorithm.sampler == "engine" and not algorithm.members
     if algorithm.needs_group and alone and n < 2:
         raise ValueError(
@@ -95,12 +91,12 @@ def _engine(config: Config) -> None:
             f"rollout.async_steps={rollout.async_steps}: servers that have the trainer's own "
             "GPUs (rollout.servers.colocated) cannot generate while it trains: set it to 0"
         )
-    asking = [m.name for m in config.algorithm.members if m.name in ("learned_hint", "skills")]
-    if rollout.servers.colocated and asking:
-        raise ValueError(
-            f"algorithm.members: {asking[0]} asks the policy for log-probs while responses come, "
-            "when servers on the trainer's own GPUs (rollout.servers.colocated) have its memory"
-        )
+    for place in config.algorithm.blocks_inside():
+        if rollout.servers.colocated and place.block.needs_policy_logprobs:
+            raise ValueError(
+                f"algorithm.{place.label} asks the policy for log-probs while responses come, "
+                "when servers on the trainer's own GPUs (rollout.servers.colocated) have its memory"
+            )
     if rollout.servers.colocated and not transport_class(rollout.weights.transport).colocated_ok:
         raise ValueError(
             f"rollout.weights.transport={rollout.weights.transport} does not reach servers on the trainer's "
@@ -129,11 +125,11 @@ def _router_replay(config: Config) -> None:
 def _data(config: Config) -> None:
     """The fields of a record that the sampler, the members and the rewards read."""
     algorithm, fields = config.algorithm, config.data.train
-    given = [member.name for member in algorithm.members if member.name == "demonstration"]
-    if (algorithm.sampler == "dataset" or given) and fields.demonstration_key is None:
-        who = f"algorithm.members: {given[0]}" if given else "algorithm.sampler=dataset"
+    readers = [f"algorithm.{p.label}" for p in algorithm.blocks_inside() if p.block.needs_demonstrations]
+    readers += ["algorithm.sampler=dataset"] if algorithm.sampler == "dataset" else []
+    if readers and fields.demonstration_key is None:
         raise ValueError(
-            f"data.train.demonstration_key is missing: {who} trains on worked "
+            f"data.train.demonstration_key is missing: {readers[0]} trains on worked "
             "solutions, so name the field that holds them"
         )
     if algorithm.sampler == "file" and fields.responses_key is None:
@@ -141,26 +137,30 @@ def _data(config: Config) -> None:
             "data.train.responses_key is missing: algorithm.sampler=file trains on scored responses, so "
             "name the field that holds them"
         )
-    compares = any(c.name == "math" and c.function is None for c in config.rewards.components)
+    compares = [component.name for component in config.rewards.components if component.needs_answer]
     if algorithm.sampler == "engine" and compares and fields.answer_key is None:
-        raise ValueError("data.train.answer_key is null, but the reward 'math' compares with an answer")
+        raise ValueError(
+            f"data.train.answer_key is null, but the reward {compares[0]!r} compares with an answer"
+        )
 
 
 def _components(config: Config) -> None:
     """The components of the reward that blocks read by name."""
     algorithm, known = config.algorithm, [component.name for component in config.rewards.components]
-    for key, block in algorithm.blocks_on_components():
+    without = [member.name for member in algorithm.members if not member.gives_components]
+    for place in algorithm.blocks_on_components():
+        key = f"algorithm.{place.key}"
         if algorithm.sampler != "engine":
             raise ValueError(
                 f"{key} reads components of the reward, and sampler={algorithm.sampler} gives one reward a "
                 "response: use sampler=engine"
             )
-        if any(member.name == "demonstration" for member in algorithm.members):
+        if without:
             raise ValueError(
-                f"{key} reads components of the reward, and algorithm.members: demonstration joins with a "
+                f"{key} reads components of the reward, and algorithm.members: {without[0]} joins with a "
                 "reward and no components: leave one of them out"
             )
-        for component in block.components_read:
+        for component in place.block.components_read:
             there = component < len(known) if isinstance(component, int) else component in known
             if not there:
                 raise ValueError(

@@ -122,6 +122,11 @@ class RewardConfig(Section):
     function: str | None = None  # "module:function" or "file.py:function" of the user's own
     options: dict[str, Any] = Field(default_factory=dict)  # keyword arguments of the function
 
+    @property
+    def needs_answer(self) -> bool:
+        """True if it compares with the answers of the data."""
+        return self.function is None and BUILT_IN[self.name].needs_answer
+
 
 class RewardsConfig(Section):
     components: tuple[RewardConfig, ...] = (RewardConfig(name="math"),)

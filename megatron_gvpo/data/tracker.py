@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_gvpo.algorithms.curriculum.blocks import Counts, Record, SuccessRate, Tracker
+from megatron_gvpo.algorithms.curriculum.prompts import PromptChoice
+from megatron_gvpo.algorithms.curriculum.tracker import Counts, Record, Tracker
 from megatron_gvpo.data.sources import DataError
 from megatron_gvpo.types import Group, Prompt
 
@@ -53,7 +54,7 @@ class WeightedOrder:
     """
 
     def __init__(
-        self, prompts: Sequence[Prompt], seed: int, by: SuccessRate, tracker: SuccessTracker
+        self, prompts: Sequence[Prompt], seed: int, by: PromptChoice, tracker: SuccessTracker
     ) -> None:
         self._prompts, self._seed, self._by, self._tracker = prompts, seed, by, tracker
         self._draws = 0
@@ -66,7 +67,8 @@ class WeightedOrder:
         return taken
 
     def _draw(self, k: int) -> list[int]:
-        weight = np.array([self._by.weight(self._tracker.known(p, self._by.field)) for p in self._prompts])
+        known = [self._tracker.known(prompt, self._by.stated_in) for prompt in self._prompts]
+        weight = np.array([self._by.weight(record) for record in known])
         generator = np.random.default_rng((self._seed, self._draws))
         self._draws += 1
         # The k smallest of exponential times with these rates: prompts of weight 0 come last.

@@ -64,7 +64,7 @@ class Policy(Scorer):
         self._stash_bytes = config.train.head_stash_mb << 20
         self._measured = False
         self._aside: dist.ProcessGroup | None = None
-        other = next((r for r in config.algorithm.anchors if r != STEP_START), None)
+        other = next((r for r in config.algorithm.reference_policies if r != STEP_START), None)
         self.shadow = None if other is None else ReferenceWeights(self.model, other.decay)
 
     def score_reference(self, rows: TrainBatch) -> Tensor:
@@ -76,8 +76,8 @@ class Policy(Scorer):
     def update(self, rows: TrainBatch, *, at_step_start: bool, keep_logp: bool = False) -> UpdateResult:
         """One optimizer update on `rows`, which hold whole groups.
 
-        `at_step_start`: no update has been taken since the step began, so that an anchor at step start is
-        the present policy; the rows' columns of such anchors need not be filled. `keep_logp`: return the
+        `at_step_start`: no update has been taken since the step began, so that a reference at step start is
+        the present policy; the batch's columns of such references need not be filled. `keep_logp`: return the
         log-probs that the update's own forward found.
         """
         loss, totals = self._loss, BatchTotals.of(rows)
@@ -99,8 +99,7 @@ class Policy(Scorer):
                     assert rows.weight_r is not None, "a split group needs its weights before the forward"
                     surrogate = (rows.weight_r * output.logp_r).sum()
                 return surrogate + bonus, (logp_r, detached(besides))
-            anchored = _anchored(rows, logp_r)
-            value, metrics = loss(LossInputs(anchored, output.logp_r, totals))
+            value, metrics = loss(LossInputs(_with_references(rows, logp_r), output.logp_r, totals))
             trained = value if output.surrogate is None else output.surrogate
             return trained + bonus, (logp_r, detached({"loss": value + bonus, **metrics} | besides))
 
@@ -115,7 +114,7 @@ class Policy(Scorer):
         logp_r = gather(rows, mine, [found for found, _ in results]) if split or keep_logp else None
         if split:  # the loss and its metrics, too, are defined on whole groups only
             assert logp_r is not None
-            value, shares = loss(LossInputs(_anchored(rows, logp_r), logp_r, totals))
+            value, shares = loss(LossInputs(_with_references(rows, logp_r), logp_r, totals))
             besides = sum_over_ranks([floats(share) for _, share in results])
             metrics = floats({"loss": value, **shares}) | besides
             if loss.wants_entropy:
@@ -142,15 +141,15 @@ class Policy(Scorer):
         the present weights finds them.
         """
         loss = self._loss
-        anchored = rows.old_logp_r is not None or rows.ref_logp_r is not None  # with others than the present
-        if loss.linear or (at_step_start and loss.known_at_step_start and not anchored):
-            # Only differences from anchors enter, and these are 0: zeros serve for all log-probs.
+        others = rows.old_logp_r is not None or rows.ref_logp_r is not None  # than the present policy
+        if loss.linear or (at_step_start and loss.known_at_step_start and not others):
+            # Only differences from references enter, and these are 0: zeros serve for all log-probs.
             logp_r = torch.zeros(int(rows.length_n.sum()))
         elif split:
             logp_r = self.score(rows)
         else:
             return rows
-        weight_r, _ = token_weights(loss, _anchored(rows, logp_r), logp_r, totals)
+        weight_r, _ = token_weights(loss, _with_references(rows, logp_r), logp_r, totals)
         return rows.with_columns(weight_r=weight_r)
 
     def end_step(self) -> None:
@@ -170,7 +169,7 @@ class Policy(Scorer):
         return [self.model] if self.critic is None else [self.model, self.critic.model]
 
 
-def _anchored(rows: TrainBatch, logp_r: Tensor) -> TrainBatch:
+def _with_references(rows: TrainBatch, logp_r: Tensor) -> TrainBatch:
     """Rows whose missing old and reference log-probs are the present ones."""
     old = logp_r if rows.old_logp_r is None else rows.old_logp_r
     reference = old if rows.ref_logp_r is None else rows.ref_logp_r

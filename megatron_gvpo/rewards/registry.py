@@ -9,10 +9,17 @@ from typing import Any, NamedTuple
 from megatron_gvpo.groups import Prompt, Rollout
 from megatron_gvpo.runtime.user_functions import check_call, load_function
 
-# Named like a user's own, so that only what a run uses is imported.
+
+class BuiltIn(NamedTuple):
+    """A reward that comes with the package; `function` names it, so that it is imported only where used."""
+
+    function: str
+    needs_answer: bool = False  # it compares with `prompt.answer`
+
+
 BUILT_IN = {
-    "math": "megatron_gvpo.rewards.math_answer:verify_math",
-    "format": "megatron_gvpo.rewards.boxed:verify_format",
+    "math": BuiltIn("megatron_gvpo.rewards.math_answer:verify_math", needs_answer=True),
+    "format": BuiltIn("megatron_gvpo.rewards.boxed:verify_format"),
 }
 
 
@@ -34,6 +41,6 @@ class Job(NamedTuple):
 
 def load_reward(component: Component) -> Callable[..., Any]:
     """The component's function with its options bound. Raises ValueError that says what is missing."""
-    function = load_function(component.function or BUILT_IN[component.name])
-    check_call(function, "f(prompt, response, **options)", 2, dict(component.options))
+    function = load_function(component.function or BUILT_IN[component.name].function)
+    check_call(function, "f(prompt, rollout, **options)", 2, dict(component.options))
     return partial(function, **component.options)

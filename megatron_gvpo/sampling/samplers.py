@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_gvpo.algorithms.curriculum.blocks import Equal, Knapsack
-from megatron_gvpo.algorithms.members.base import Member
+from megatron_gvpo.algorithms.curriculum.allocation import Allocation
+from megatron_gvpo.algorithms.members.base import JoinGroups
 from megatron_gvpo.algorithms.shapers.base import Shaper, rewarded
 from megatron_gvpo.config.schema import ConfigError, SamplingConfig
 from megatron_gvpo.data.prompts import PromptWriter
@@ -217,7 +217,7 @@ class ComposedSampler:
         self,
         base: Sampler,
         writer: PromptWriter,
-        members: Sequence[Member],
+        members: Sequence[JoinGroups],
         end_token_id: int,
         *,
         answers: Callable[[int], EngineSampler] | None = None,
@@ -261,7 +261,7 @@ def shaped(shaper: Shaper, groups: list[Group], step: int) -> list[Group]:
     """`shaper(groups, step)` on every rank; what it asks outside is asked once. A collective."""
     if not shaper.outside:
         return shaper(groups, step)
-    where = f"algorithm.shapers: {getattr(shaper, 'name', '')}"
+    where = f"algorithm.shapers: {shaper.name}"
     rewards = _asked_once(where, lambda: [group.rewards for group in shaper(groups, step)])
     return [rewarded(group, mine) for group, mine in zip(groups, rewards, strict=True)]
 
@@ -284,7 +284,7 @@ class Shapers:
         left = groups
         for i, shaper in enumerate(self._shapers):
             before, left = len(left), shaped(shaper, left, step)
-            self._dropped[f"algorithm.shapers.{i} ({getattr(shaper, 'name', '')})"] += before - len(left)
+            self._dropped[f"algorithm.shapers.{i} ({shaper.name})"] += before - len(left)
         if left:
             self._forget()
             return left
@@ -329,7 +329,7 @@ def _checked(texts: Any, groups: int, n: int) -> list[list[str]]:
     return [[str(text) for text in given] for given in listed]
 
 
-def responses_of(allocation: Equal | Knapsack, tracker: SuccessTracker, n: int) -> Callable[..., list[int]]:
+def responses_of(allocation: Allocation, tracker: SuccessTracker, n: int) -> Callable[..., list[int]]:
     """How many responses each prompt of a batch gets."""
 
     def shares(prompts: Sequence[Prompt]) -> list[int]:

@@ -16,7 +16,7 @@ from megatron_gvpo.algorithms.advantages.estimator import Estimator
 from megatron_gvpo.algorithms.advantages.fgrpo import LagrangianEstimator
 from megatron_gvpo.algorithms.base import token_weights
 from megatron_gvpo.algorithms.config import AlgorithmConfig
-from megatron_gvpo.algorithms.curriculum.blocks import FunctionPrior
+from megatron_gvpo.algorithms.curriculum.prior import FunctionPrior
 from megatron_gvpo.algorithms.losses.ppo import PPO
 from megatron_gvpo.algorithms.members.osla import OneMore, expected_drop
 from megatron_gvpo.algorithms.shapers.consistency import InformationConsistency
@@ -87,7 +87,7 @@ def test_care_needs_accuracy_not_below_the_groups_mean():
     rows = make_rows([[1, 0.2, 1]], lengths=[1, 1, 1]).with_columns(ref_logp_r=torch.zeros(3))
     assert ConfidenceEstimator().bonus(rows).tolist() == [0.5, 0.0, 0.5]
     config = AlgorithmConfig.model_validate("grpo_care")
-    assert [reference.name for reference in config.anchors] == ["step_start", "ema"]
+    assert [reference.name for reference in config.reference_policies] == ["step_start", "ema"]
 
 
 def test_paraphrases_should_carry_as_much_information():

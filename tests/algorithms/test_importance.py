@@ -91,4 +91,4 @@ def test_an_engine_without_log_probs_is_named():
 def test_weights_are_known_only_where_the_old_policy_is():
     assert PolicyGradient().linear and not PolicyGradient(importance=CAP).linear
     assert PPO().known_at_step_start and not PPO(importance=CAP).known_at_step_start
-    assert set(PolicyGradient(importance=CAP).anchors) == {"old"}
+    assert set(PolicyGradient(importance=CAP).reference_policies) == {"old"}

@@ -115,7 +115,7 @@ def test_known_at_step_start_means_that_zeros_serve_for_all_log_probs(loss):
     shortcut, _ = token_weights(loss, frozen, zeros_r, totals)
     logp_r = make_logp(rows)
     at_start = {"old_logp_r": logp_r}  # what a step's first mini-batch really has
-    if loss.anchors.get("ref", None) == PPO(kl_coef=1, reference="step_start").reference:
+    if loss.reference_policies.get("ref", None) == PPO(kl_coef=1, reference="step_start").reference:
         at_start["ref_logp_r"] = logp_r
     exact, _ = token_weights(loss, rows.with_columns(**at_start), logp_r, totals)
     assert loss.known_at_step_start == torch.allclose(shortcut, exact, atol=1e-7)
@@ -148,12 +148,12 @@ def test_no_reward_in_a_pair_of_equals():
 
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
-def test_losses_read_only_the_anchors_that_they_declare(loss):
+def test_losses_read_only_the_reference_policies_that_they_declare(loss):
     rows = make_rows([[1, 0, 0, 1]])
     expected, _ = token_weights(loss, rows, make_logp(rows), BatchTotals.of(rows))
     bare = rows.with_columns(
-        old_logp_r=rows.old_logp_r if "old" in loss.anchors else None,
-        ref_logp_r=rows.ref_logp_r if "ref" in loss.anchors else None,
+        old_logp_r=rows.old_logp_r if "old" in loss.reference_policies else None,
+        ref_logp_r=rows.ref_logp_r if "ref" in loss.reference_policies else None,
         advantage_n=rows.advantage_n if loss.signal == "advantage" else None,
     )
     torch.testing.assert_close(token_weights(loss, bare, make_logp(rows), BatchTotals.of(rows))[0], expected)

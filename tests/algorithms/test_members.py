@@ -15,8 +15,11 @@ from groups import make_group, rewards_of
 from megatron_gvpo import teacher
 from megatron_gvpo.algorithms.advantages.estimator import Estimator
 from megatron_gvpo.algorithms.losses.importance import TruncatedImportance
-from megatron_gvpo.algorithms.members.base import Demonstration, Hinted, Replay
-from megatron_gvpo.algorithms.members.guests import Exits, Teacher, before
+from megatron_gvpo.algorithms.members.demonstration import Demonstration
+from megatron_gvpo.algorithms.members.early_exit import Exits, before
+from megatron_gvpo.algorithms.members.hinted import Hinted
+from megatron_gvpo.algorithms.members.replay import Replay
+from megatron_gvpo.algorithms.members.teacher_member import Teacher
 from megatron_gvpo.runtime.user_functions import load_function
 from megatron_gvpo.types import BatchTotals, Group, Prompt, Rollout, TrainBatch
 

@@ -120,7 +120,7 @@ def test_the_example_is_the_loss_that_it_says():
     weight_r, _ = token_weights(loss, rows, logp_r, BatchTotals.of(rows))
     ratio_r = (logp_r - rows.old_logp_r).exp().clamp(max=2.0)
     torch.testing.assert_close(weight_r, -ratio_r * rows.advantage_n[rows.seq_r] / len(logp_r))
-    assert loss.signal == "advantage" and set(loss.anchors) == {"old"} and not loss.couples_groups
+    assert loss.signal == "advantage" and set(loss.reference_policies) == {"old"} and not loss.couples_groups
     assert len((OWN / "method.py").read_text().splitlines()) <= 20
 
 

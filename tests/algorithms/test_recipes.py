@@ -15,7 +15,7 @@ from megatron_gvpo.algorithms.losses.gvpo import GVPO
 from megatron_gvpo.algorithms.losses.nll import NLL
 from megatron_gvpo.algorithms.recipe import read_recipe, recipe_names
 from megatron_gvpo.algorithms.shapers.filters import Keep
-from megatron_gvpo.algorithms.shapers.rewards import Overlong
+from megatron_gvpo.algorithms.shapers.length import Overlong
 from megatron_gvpo.types import TrainBatch
 
 

@@ -9,30 +9,14 @@ from groups import make_group, rewards_of
 
 from megatron_gvpo.algorithms.advantages.estimator import Estimator
 from megatron_gvpo.algorithms.config import AlgorithmConfig
-from megatron_gvpo.algorithms.curriculum.blocks import (
-    Counts,
-    Equal,
-    Knapsack,
-    Record,
-    SuccessRate,
-    Tracker,
-    knapsack_value,
-)
+from megatron_gvpo.algorithms.curriculum.allocation import Equal, Knapsack, knapsack_value
+from megatron_gvpo.algorithms.curriculum.prompts import SuccessRate
+from megatron_gvpo.algorithms.curriculum.tracker import Counts, Record, Tracker
 from megatron_gvpo.algorithms.custom import CustomShaper
 from megatron_gvpo.algorithms.shapers.filters import Drop, Keep, MaskTruncated
 from megatron_gvpo.algorithms.shapers.judged import GroupSimilarity, WinRate, unigram_overlap
-from megatron_gvpo.algorithms.shapers.rewards import (
-    Affine,
-    FormatLength,
-    Gate,
-    LengthCurriculum,
-    Overlong,
-    SerialDecay,
-    ShortRight,
-    SoftLog,
-    Staged,
-    Unlikeliness,
-)
+from megatron_gvpo.algorithms.shapers.length import FormatLength, LengthCurriculum, Overlong, ShortRight
+from megatron_gvpo.algorithms.shapers.rewards import Affine, Gate, SerialDecay, SoftLog, Staged, Unlikeliness
 from megatron_gvpo.rollout.pool import RolloutError
 from megatron_gvpo.sampling import samplers as sampling
 from megatron_gvpo.types import TrainBatch

@@ -95,7 +95,7 @@ def test_a_config_survives_being_written_and_read(good, recipe):
 
 def test_an_ema_reference(good):
     config = load_config([good], ["algorithm.loss.reference={name: ema, decay: 0.9}"])
-    assert config.algorithm.loss.anchors["ref"].decay == 0.9
+    assert config.algorithm.loss.reference_policies["ref"].decay == 0.9
 
 
 # --- what does not, and what is said ------------------------------------------------------------------

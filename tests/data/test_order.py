@@ -8,7 +8,8 @@ from collections import Counter
 import pytest
 from groups import make_group
 
-from megatron_gvpo.algorithms.curriculum.blocks import SuccessRate, Tracker
+from megatron_gvpo.algorithms.curriculum.prompts import SuccessRate
+from megatron_gvpo.algorithms.curriculum.tracker import Tracker
 from megatron_gvpo.data.sources import DataError
 from megatron_gvpo.data.tracker import SuccessTracker, WeightedOrder
 from megatron_gvpo.types import Prompt

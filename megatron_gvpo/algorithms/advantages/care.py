@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from megatron_gvpo.algorithms.advantages.estimator import component, normalised
-from megatron_gvpo.algorithms.base import Advantage, Component, Metrics, Reference
+from megatron_gvpo.algorithms.base import Advantage, Component, Metrics, Reference, References
 from megatron_gvpo.types import TrainBatch
 
 
@@ -41,7 +41,7 @@ class ConfidenceEstimator(Advantage):
         return () if self.accuracy is None else (self.accuracy,)
 
     @property
-    def anchors(self) -> Mapping[Literal["old", "ref"], Reference]:
+    def reference_policies(self) -> References:
         return {"ref": self.reference}
 
     def __call__(self, rows: TrainBatch) -> tuple[Tensor, Metrics]:
@@ -64,7 +64,7 @@ class ConfidenceEstimator(Advantage):
 
     def confidence(self, rows: TrainBatch) -> Tensor:
         """p of every response, fp64 [n]; of one whose answer is empty 1, capped."""
-        assert rows.ref_logp_r is not None, "see Advantage.anchors"
+        assert rows.ref_logp_r is not None, "see Advantage.reference_policies"
         ended = (~rows.truncated_n).tolist()
         answers = [self._in_answer(ids, end) for ids, end in zip(rows.response_ids, ended, strict=True)]
         answer_r = torch.tensor([inside for answer in answers for inside in answer], dtype=torch.bool)

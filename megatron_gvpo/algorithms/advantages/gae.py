@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Sequence
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field, NonNegativeInt
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from megatron_gvpo.algorithms.base import STEP_START, Advantage, Block, Metrics, Reference
+from megatron_gvpo.algorithms.base import STEP_START, Advantage, Block, Metrics, Reference, References
 from megatron_gvpo.types import BatchTotals, TrainBatch
 
 
@@ -27,6 +27,9 @@ class GAE(Advantage):
             zero    none: with gamma and lam 1 the return, as in REINFORCE++ (arXiv 2501.03262)
     """
 
+    per_token: ClassVar[bool] = True
+    needs_group: ClassVar[bool] = False
+
     name: Literal["gae"] = "gae"
     values: Literal["critic", "zero"] = "critic"
     gamma: float = Field(1.0, ge=0, le=1)
@@ -37,19 +40,11 @@ class GAE(Advantage):
     eps: float = Field(1e-8, ge=0)
 
     @property
-    def per_token(self) -> bool:
-        return True
-
-    @property
-    def needs_group(self) -> bool:
-        return False
-
-    @property
     def needs_values(self) -> bool:
         return self.values == "critic"
 
     @property
-    def anchors(self) -> Mapping[Literal["old", "ref"], Reference]:
+    def reference_policies(self) -> References:
         return {"old": STEP_START, "ref": self.reference} if self.kl_coef else {}
 
     def __call__(self, rows: TrainBatch) -> tuple[Tensor, Metrics]:
@@ -69,7 +64,9 @@ class GAE(Advantage):
         reward_r = torch.zeros(len(rows.seq_r), dtype=torch.float64)
         value_r, metrics = torch.zeros_like(reward_r), {}
         if self.kl_coef:
-            assert rows.old_logp_r is not None and rows.ref_logp_r is not None, "see Advantage.anchors"
+            assert rows.old_logp_r is not None and rows.ref_logp_r is not None, (
+                "see Advantage.reference_policies"
+            )
             log_ratio_r = rows.old_logp_r.double() - rows.ref_logp_r.double()
             reward_r -= self.kl_coef * log_ratio_r
             metrics["kl_in_reward"] = log_ratio_r.mean()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field, PositiveInt, model_validator
@@ -28,6 +28,8 @@ class RoleEstimator(Advantage):
     beyond has advantage 0. Inspired by the abstract.
     """
 
+    per_token: ClassVar[bool] = True
+
     name: Literal["roles"] = "roles"
     open_ids: tuple[int, ...] = Field(min_length=1)
     close_ids: tuple[int, ...] = Field(min_length=1)
@@ -46,10 +48,6 @@ class RoleEstimator(Advantage):
     @property
     def components_read(self) -> tuple[Component, ...]:
         return (self.local,)
-
-    @property
-    def per_token(self) -> bool:
-        return True
 
     def __call__(self, rows: TrainBatch) -> tuple[Tensor, Metrics]:
         local_n = component(rows, self.local, "local")

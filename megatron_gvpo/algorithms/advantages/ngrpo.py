@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, PositiveInt
 from torch import Tensor
@@ -17,15 +17,13 @@ class VirtualEstimator(Advantage):
     A group that failed altogether has negative advantages. One that is all right at `reward` has none.
     """
 
+    needs_group: ClassVar[bool] = False  # a response can be compared with the virtual ones
+
     name: Literal["virtual"] = "virtual"
     reward: float = 1.0
     count: PositiveInt = 1
     ddof: Literal[0, 1] = 1
     eps: float = Field(1e-6, ge=0)
-
-    @property
-    def needs_group(self) -> bool:
-        return False  # the virtual ones are company
 
     def __call__(self, rows: TrainBatch) -> tuple[Tensor, Metrics]:
         reward_n = rows.reward_n.double()

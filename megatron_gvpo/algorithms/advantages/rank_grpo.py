@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field, PositiveInt
@@ -22,6 +22,9 @@ class RankEstimator(Advantage):
     before. Also numbers the items of every token, for the loss ppo with `ratio: item`.
     """
 
+    per_token: ClassVar[bool] = True
+    finds_items: ClassVar[bool] = True
+
     name: Literal["rank"] = "rank"
     items: PositiveInt
     separator_ids: tuple[int, ...] = Field(min_length=1)
@@ -39,10 +42,6 @@ class RankEstimator(Advantage):
     @property
     def _names(self) -> tuple[str, ...]:
         return tuple(f"{self.component}_{p}" for p in range(1, self.items + 1))
-
-    @property
-    def per_token(self) -> bool:
-        return True
 
     def __call__(self, rows: TrainBatch) -> tuple[Tensor, Metrics]:
         values = [component(rows, name, "component") for name in self._names]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -23,13 +23,11 @@ class PrefixTreeEstimator(Advantage):
     where responses part. Division by the std is second-hand knowledge.
     """
 
+    per_token: ClassVar[bool] = True
+
     name: Literal["prefix_tree"] = "prefix_tree"
     ddof: Literal[0, 1] = 1
     eps: float = Field(1e-6, ge=0)
-
-    @property
-    def per_token(self) -> bool:
-        return True
 
     def __call__(self, rows: TrainBatch) -> tuple[Tensor, Metrics]:
         reward_n = rows.reward_n.double()

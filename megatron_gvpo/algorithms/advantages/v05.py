@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -19,11 +19,9 @@ class ShrunkEstimator(Advantage):
     paper reports divergence at k <= 2.
     """
 
-    name: Literal["shrunk"] = "shrunk"
+    needs_prior: ClassVar[bool] = True
 
-    @property
-    def needs_prior(self) -> bool:
-        return True
+    name: Literal["shrunk"] = "shrunk"
 
     def __call__(self, rows: TrainBatch) -> tuple[Tensor, Metrics]:
         reward_n, prior_n = rows.reward_n.double(), prior(rows)

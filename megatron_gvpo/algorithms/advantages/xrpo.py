@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 from torch import Tensor
@@ -19,6 +19,8 @@ class NoveltyEstimator(Advantage):
     mean over the group's responses that one sampled; others have no bonus. The defaults of bonus and cap are
     a third party's. On A < 0 the formula, read literally, would punish more.
     """
+
+    needs_engine_logprobs: ClassVar[bool] = True
 
     name: Literal["novelty"] = "novelty"
     bonus: float = Field(1.0, ge=0)

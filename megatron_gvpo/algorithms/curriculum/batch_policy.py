@@ -1,18 +1,16 @@
-"""Which sampled groups make up a training batch: every one of them, or GPG's accumulation."""
+"""The choice of the sampled groups that make up a training batch: all of them, or GPG's accumulation."""
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from pydantic import Field, PositiveInt
 
 from megatron_gvpo.algorithms.base import Block, Component
 from megatron_gvpo.algorithms.shapers.base import value_of
-from megatron_gvpo.types import Group, Prompt, Rollout, Routing, Scored
+from megatron_gvpo.groups import Group, group_fields, group_of
 
 
 class BatchPolicy(Protocol):
@@ -31,7 +29,17 @@ class BatchPolicy(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
-class KeepAll(Block):
+class BatchRule(Block):
+    """A rule by which sampled groups become a training batch."""
+
+    name: str
+
+    def build(self, batch_groups: int) -> BatchPolicy:
+        """The rule at work in a run whose batches have nominally `batch_groups` groups."""
+        raise NotImplementedError
+
+
+class KeepAll(BatchRule):
     """Train on every batch as it was sampled."""
 
     name: Literal["keep_all"] = "keep_all"
@@ -40,7 +48,7 @@ class KeepAll(Block):
         return Everything()
 
 
-class Accumulate(Block):
+class Accumulate(BatchRule):
     """GPG's thresholding (arXiv 2504.02546, section 2.2): enough groups whose rewards differ.
 
     With threshold 1 it is DAPO's dynamic sampling (arXiv 2503.14476 eq. 11): refilled until all of them do.
@@ -49,6 +57,8 @@ class Accumulate(Block):
     number of groups are valid, the valid ones are kept and another batch is sampled, up to `max_rounds`
     batches (20 in the paper's code). See `Accumulator` for what the batch then holds.
     """
+
+    needs_rewards: ClassVar[bool] = True
 
     name: Literal["accumulate"] = "accumulate"
     threshold: float = Field(0.6, gt=0, le=1)
@@ -124,11 +134,11 @@ class Accumulator:
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        pending = [_fields(group) for group in self._pending]
+        pending = [group_fields(group) for group in self._pending]
         return {"pending": pending, "rounds": self._rounds, "offered": self._offered}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._pending = [_group(values) for values in state["pending"]]
+        self._pending = [group_of(values) for values in state["pending"]]
         self._rounds, self._offered = state["rounds"], state["offered"]
 
 
@@ -136,32 +146,3 @@ def is_valid(group: Group, by: Component | None = None) -> bool:
     """Whether the rewards of a group (or the component `by`) differ, in fp32 as training sees them."""
     values = [value_of(rollout, by) for rollout in group.rollouts]
     return len(torch.tensor(values, dtype=torch.float32).unique()) > 1
-
-
-def _fields(group: Group) -> dict[str, Any]:
-    """The group as JSON values."""
-    values = asdict(group)
-    for rollout in values["rollouts"]:
-        if rollout["routing"] is not None:
-            *shape, ids = rollout["routing"]
-            rollout["routing"] = [*shape, base64.b64encode(ids).decode()]
-    return values
-
-
-def _group(values: Mapping[str, Any]) -> Group:
-    """The inverse of `_fields`, after JSON has turned tuples into lists."""
-    prompt = dict(values["prompt"])
-    for key in ("token_ids", "demonstration"):
-        prompt[key] = None if prompt[key] is None else tuple(prompt[key])
-    prompt["responses"] = tuple(Scored(tuple(ids), text, r) for ids, text, r in prompt["responses"])
-    rollouts = [rollout_of(fields) for fields in values["rollouts"]]
-    return Group(Prompt(**prompt), rollouts, values["prior"])
-
-
-def rollout_of(fields: Mapping[str, Any]) -> Rollout:
-    """A rollout from its fields as JSON values."""
-    routing = fields.get("routing")
-    if routing is not None:
-        layers, per_token, width, ids = routing
-        routing = Routing(layers, per_token, width, base64.b64decode(ids))
-    return Rollout(**{**fields, "spans": [tuple(span) for span in fields["spans"]], "routing": routing})

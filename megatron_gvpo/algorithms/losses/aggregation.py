@@ -37,10 +37,9 @@ class Aggregation(Block):
             raise ValueError(f"constant={self.constant} goes with name=sequence_sum, not {self.name}")
         return self
 
-    def sized(self, max_tokens: int) -> Self:
-        """With `max_tokens`, the longest response that sampling allows, where that is the constant."""
-        missing = self.name == "sequence_sum" and self.constant is None
-        return self.model_copy(update={"constant": max_tokens}) if missing else self
+    @property
+    def unset_length(self) -> str | None:
+        return "constant" if self.name == "sequence_sum" and self.constant is None else None
 
     def __call__(self, rows: TrainBatch, totals: BatchTotals) -> Tensor:
         match self.name:
@@ -49,7 +48,7 @@ class Aggregation(Block):
             case "sequence_mean":
                 coef_n = 1 / (totals.sequences * rows.length_n.to(rows.reward_n.dtype))
             case "sequence_sum":
-                assert self.constant is not None, "the longest response is not known here (Aggregation.sized)"
+                assert self.constant is not None, "the longest response is not known here (Block.sized)"
                 coef_n = rows.reward_n.new_full((len(rows),), 1 / (totals.sequences * self.constant))
         return coef_n[rows.seq_r]
 

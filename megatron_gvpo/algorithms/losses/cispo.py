@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from pydantic import Field
 from torch import Tensor
 
-from megatron_gvpo.algorithms.base import STEP_START, Loss, Metrics, Reference
+from megatron_gvpo.algorithms.base import STEP_START, Loss, Metrics, References
 from megatron_gvpo.algorithms.losses.aggregation import Aggregation
 from megatron_gvpo.types import LossInputs
 
@@ -27,7 +26,7 @@ class CISPO(Loss):
     signal: ClassVar[Literal["advantage"]] = "advantage"
 
     @property
-    def anchors(self) -> Mapping[Literal["old", "ref"], Reference]:
+    def reference_policies(self) -> References:
         return {"old": STEP_START}
 
     @property
@@ -36,7 +35,7 @@ class CISPO(Loss):
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, Metrics]:
         rows, totals = inputs.rows, inputs.totals
-        assert rows.old_logp_r is not None, "CISPO needs the log-probs at step start (Loss.anchors)"
+        assert rows.old_logp_r is not None, "CISPO needs the log-probs at step start (reference_policies)"
         log_ratio_r = (inputs.logp_r - rows.old_logp_r).detach()
         ratio_r = log_ratio_r.exp()
         weight_r = ratio_r.clamp(max=1 + self.clip_high) * rows.token_advantages()

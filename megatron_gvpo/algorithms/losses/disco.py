@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from megatron_gvpo.algorithms.base import STEP_START, Loss, Metrics, Reference
+from megatron_gvpo.algorithms.base import STEP_START, Loss, Metrics, References
 from megatron_gvpo.types import LossInputs, TrainBatch
 
 
@@ -43,7 +42,7 @@ class DisCO(Loss):
     couples_step: ClassVar[bool] = True  # by the hinge on the step's KL
 
     @property
-    def anchors(self) -> Mapping[Literal["old", "ref"], Reference]:
+    def reference_policies(self) -> References:
         return {"old": STEP_START}
 
     @property
@@ -51,13 +50,13 @@ class DisCO(Loss):
         # log_likelihood's softmax sees log-probs by themselves.
         return self.score == "ratio" or self.tau is None
 
-    def sized(self, max_tokens: int) -> DisCO:
-        missing = self.length_temperature is not None and self.max_tokens is None
-        return self.model_copy(update={"max_tokens": max_tokens}) if missing else self
+    @property
+    def unset_length(self) -> str | None:
+        return "max_tokens" if self.length_temperature is not None and self.max_tokens is None else None
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, Metrics]:
         rows, totals = inputs.rows, inputs.totals
-        assert rows.old_logp_r is not None, "DisCO needs the log-probs at step start (Loss.anchors)"
+        assert rows.old_logp_r is not None, "DisCO needs the log-probs at step start (reference_policies)"
         log_ratio_r = inputs.logp_r - rows.old_logp_r
         score_n = rows.sequence_mean(inputs.logp_r if self.score == "log_likelihood" else log_ratio_r.exp())
         gap = score_n.new_zeros(())
@@ -77,7 +76,7 @@ class DisCO(Loss):
         length_p = rows.length_n[right_n].to(torch.float32)
         if self.length_temperature is None:
             return torch.ones_like(length_p) / len(length_p)
-        assert self.max_tokens is not None, "the longest response is not known here (Loss.sized)"
+        assert self.max_tokens is not None, "the longest response is not known here (Block.sized)"
         return torch.softmax((1 - length_p / self.max_tokens) / self.length_temperature, 0)
 
     def _pooled(self, score_q: Tensor) -> Tensor:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from megatron_gvpo.algorithms.base import Loss, Metrics, Reference
+from megatron_gvpo.algorithms.base import Loss, Metrics, Reference, References
 from megatron_gvpo.types import LossInputs, TrainBatch
 
 
@@ -29,12 +28,12 @@ class DPO(Loss):
     couples_groups: ClassVar[bool] = True
 
     @property
-    def anchors(self) -> Mapping[Literal["old", "ref"], Reference]:
+    def reference_policies(self) -> References:
         return {"ref": self.reference}
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, Metrics]:
         rows, totals = inputs.rows, inputs.totals
-        assert rows.ref_logp_r is not None, "DPO needs the reference's log-probs (Loss.anchors)"
+        assert rows.ref_logp_r is not None, "DPO needs the reference's log-probs (reference_policies)"
         drift_n = rows.sequence_sum(inputs.logp_r - rows.ref_logp_r)
         better_p, worse_p, coef_p = self._pairs(rows)
         coef_p = coef_p / totals.groups

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from megatron_gvpo.algorithms.base import STEP_START, Loss, Metrics, Reference
+from megatron_gvpo.algorithms.base import STEP_START, Loss, Metrics, Reference, References
 from megatron_gvpo.algorithms.losses.aggregation import GroupNorm, group_coefficients
 from megatron_gvpo.types import LossInputs
 
@@ -46,10 +45,10 @@ class GVPO(Loss):
 
     signal: ClassVar[Literal["reward"]] = "reward"
     couples_groups: ClassVar[bool] = True
-    sums_anchors: ClassVar[bool] = True
+    reference_sums_only: ClassVar[bool] = True
 
     @property
-    def anchors(self) -> Mapping[Literal["old", "ref"], Reference]:
+    def reference_policies(self) -> References:
         return {"ref": self.reference} if "cov" in self.terms else {}
 
     @property
@@ -94,7 +93,7 @@ class GVPO(Loss):
         rows, logp_r = inputs.rows, inputs.logp_r
         ratio_r = logp_r if "var" in self.terms else torch.zeros_like(logp_r)
         if "cov" in self.terms:
-            assert rows.ref_logp_r is not None, "GVPO needs the reference's log-probs (Loss.anchors)"
+            assert rows.ref_logp_r is not None, "GVPO needs the reference's log-probs (reference_policies)"
             ratio_r = ratio_r - rows.ref_logp_r
         # Token differences first: sums of thousands of log-probs would cancel badly in fp32.
         return rows.sequence_sum(ratio_r)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from pydantic import Field
 from torch import Tensor
 
@@ -21,11 +23,13 @@ class TruncatedImportance(Block):
     With rollout.top_p < 1 an engine that renormalises (vLLM) makes every ratio smaller by the kept mass.
     """
 
+    needs_engine_logprobs: ClassVar[bool] = True
+
     cap: float = Field(2.0, ge=1)
 
     def __call__(self, rows: TrainBatch, totals: BatchTotals) -> tuple[Tensor, Metrics]:
         """Weights, and shares of metrics: their mean, and the share of tokens above the cap."""
-        assert rows.old_logp_r is not None, "importance needs the log-probs at step start (Loss.anchors)"
+        assert rows.old_logp_r is not None, "importance needs old log-probs (reference_policies)"
         if rows.engine_logp_r is None:
             raise ValueError("algorithm.loss.importance: the rollout engine gave no log-probs of its tokens")
         ratio_r = (rows.old_logp_r - rows.engine_logp_r).detach().exp()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from megatron_gvpo.algorithms.base import STEP_START, Loss, Metrics, Reference
+from megatron_gvpo.algorithms.base import STEP_START, Loss, Metrics, References
 from megatron_gvpo.algorithms.losses.aggregation import Aggregation
 from megatron_gvpo.algorithms.losses.importance import TruncatedImportance
 from megatron_gvpo.types import LossInputs
@@ -27,7 +26,7 @@ class PolicyGradient(Loss):
     signal: ClassVar[Literal["advantage"]] = "advantage"
 
     @property
-    def anchors(self) -> Mapping[Literal["old", "ref"], Reference]:
+    def reference_policies(self) -> References:
         return {"old": STEP_START} if self.importance else {}
 
     @property

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from megatron_gvpo.algorithms.base import STEP_START, Loss, Metrics, Reference
+from megatron_gvpo.algorithms.base import STEP_START, Loss, Metrics, Reference, References
 from megatron_gvpo.algorithms.losses.aggregation import Aggregation
 from megatron_gvpo.algorithms.losses.importance import TruncatedImportance
 from megatron_gvpo.types import LossInputs, TrainBatch
@@ -52,8 +51,12 @@ class PPO(Loss):
     signal: ClassVar[Literal["advantage"]] = "advantage"
 
     @property
-    def anchors(self) -> Mapping[Literal["old", "ref"], Reference]:
+    def reference_policies(self) -> References:
         return {"old": STEP_START, "ref": self.reference} if self.kl_coef else {"old": STEP_START}
+
+    @property
+    def needs_items(self) -> bool:
+        return self.ratio == "item"
 
     @property
     def known_at_step_start(self) -> bool:
@@ -63,7 +66,7 @@ class PPO(Loss):
             self.importance is None
             and not self.cross_context
             and self.demonstrations in ("ratio", "unclipped", "likelihood")
-            and all(anchor == STEP_START for anchor in self.anchors.values())
+            and all(policy == STEP_START for policy in self.reference_policies.values())
         )
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, Metrics]:
@@ -90,7 +93,7 @@ class PPO(Loss):
             loss_r = importance_r * loss_r
             metrics |= shares
         if self.kl_coef:
-            assert rows.ref_logp_r is not None, "kl_coef needs the reference's log-probs (Loss.anchors)"
+            assert rows.ref_logp_r is not None, "kl_coef needs the reference's log-probs (reference_policies)"
             ref_ratio_r = rows.ref_logp_r - logp_r
             k3_r = ref_ratio_r.exp() - 1 - ref_ratio_r
             loss_r = loss_r + self.kl_coef * k3_r
@@ -135,5 +138,5 @@ def _item_mean(rows: TrainBatch, value_r: Tensor) -> Tensor:
 
 
 def _old(rows: TrainBatch) -> Tensor:
-    assert rows.old_logp_r is not None, "clipping needs the log-probs at step start (Loss.anchors)"
+    assert rows.old_logp_r is not None, "clipping needs the log-probs at step start (reference_policies)"
     return rows.old_logp_r

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from pydantic import Field
 from torch import Tensor
 
-from megatron_gvpo.algorithms.base import STEP_START, Loss, Metrics, Reference
+from megatron_gvpo.algorithms.base import STEP_START, Loss, Metrics, Reference, References
 from megatron_gvpo.types import LossInputs
 
 
@@ -31,17 +30,17 @@ class RegGRPO(Loss):
     token_advantages: ClassVar[bool] = False
 
     @property
-    def anchors(self) -> Mapping[Literal["old", "ref"], Reference]:
+    def reference_policies(self) -> References:
         return {"old": STEP_START, "ref": self.reference} if self.kl_coef else {"old": STEP_START}
 
     @property
     def known_at_step_start(self) -> bool:
-        return all(anchor == STEP_START for anchor in self.anchors.values())
+        return all(policy == STEP_START for policy in self.reference_policies.values())
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, Metrics]:
         rows, totals = inputs.rows, inputs.totals
         assert rows.advantage_n is not None, "Reg-GRPO needs an advantage a response (Loss.signal)"
-        assert rows.old_logp_r is not None, "Reg-GRPO needs the log-probs at step start (Loss.anchors)"
+        assert rows.old_logp_r is not None, "Reg-GRPO needs the log-probs at step start (reference_policies)"
         index_n, size_g = rows.groups
         k_n = size_g[index_n]
         drift_n = rows.sequence_sum(inputs.logp_r - rows.old_logp_r)
@@ -52,7 +51,7 @@ class RegGRPO(Loss):
         loss = (error_n**2).sum() / totals.groups
         metrics = {"residual": (error_n.detach() ** 2).sum() / totals.sequences}
         if self.kl_coef:
-            assert rows.ref_logp_r is not None, "kl_coef needs the reference's log-probs (Loss.anchors)"
+            assert rows.ref_logp_r is not None, "kl_coef needs the reference's log-probs (reference_policies)"
             log_ratio_r = rows.ref_logp_r - inputs.logp_r
             k3 = (log_ratio_r.exp() - 1 - log_ratio_r).sum() / totals.tokens
             loss, metrics["kl_ref"] = loss + self.kl_coef * k3, k3.detach()

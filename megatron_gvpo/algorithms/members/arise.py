@@ -6,12 +6,11 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from megatron_gvpo.algorithms.base import Block
-from megatron_gvpo.algorithms.members.base import Sampling
+from megatron_gvpo.algorithms.members.base import Member, Sampling
 from megatron_gvpo.types import Group, Prompt
 
 
@@ -23,7 +22,7 @@ class Skill(NamedTuple):
     utility: float
 
 
-class Skills(Block):
+class Skills(Member):
     """Beside every group, `n` responses to its prompt with a skill from a library that grows as it trains.
 
     The skill is the one whose text has the highest mean log-prob behind the prompt, or, with probability
@@ -34,6 +33,8 @@ class Skills(Block):
     of more than `size` skills the least useful goes. Up to step `after_step` skills are only collected. The
     library goes into checkpoints.
     """
+
+    needs_policy_logprobs: ClassVar[bool] = True
 
     name: Literal["skills"] = "skills"
     n: PositiveInt = 4

@@ -9,13 +9,12 @@ from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import PositiveInt, model_validator
 
-from megatron_gvpo.algorithms.base import Block
-from megatron_gvpo.algorithms.members.base import Sampling, taught
+from megatron_gvpo.algorithms.members.base import Member, Sampling, taught
 from megatron_gvpo.runtime.template import filled
 from megatron_gvpo.types import Group, Prompt
 
 
-class Exemplars(Block):
+class Exemplars(Member):
     """Where every response fails, `n` more join, to the prompt with `count` solved problems in front of it.
 
     These are the problems most like it (shared words over all words of the two) of which the run has seen a

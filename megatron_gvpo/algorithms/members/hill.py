@@ -7,18 +7,17 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, PositiveInt, model_validator
 
-from megatron_gvpo.algorithms.base import Block
 from megatron_gvpo.algorithms.members.base import Member, Sampling
 from megatron_gvpo.runtime.template import filled
 from megatron_gvpo.runtime.user_functions import check_call, load_function
 from megatron_gvpo.types import Group, Prompt, Rollout
 
 
-class LearnedHint(Block):
+class LearnedHint(Member):
     """Where every response fails, the policy writes `hints` hints and answers `n` times with each of them.
 
     The hints are a group of their own, and the hint with the best reward gives the reasoner's group, in the
@@ -36,6 +35,8 @@ class LearnedHint(Block):
     With `function(groups, n, **options)` -> n texts for each failed group, as a `teacher`'s, the hints are
     another model's: the best is chosen alike, and none is trained. What it is asked is then its own matter.
     """
+
+    needs_policy_logprobs: ClassVar[bool] = True
 
     name: Literal["learned_hint"] = "learned_hint"
     hints: PositiveInt = 4
@@ -59,9 +60,6 @@ class LearnedHint(Block):
             raise ValueError("solution, the field of the data record, goes with {solution} in the template")
         if self.function is not None:
             check_call(load_function(self.function), "f(groups, n, **options)", 2, self.options)
-        return self
-
-    def build(self) -> Member:
         return self
 
     def __call__(self, groups: Sequence[Group], sampling: Sampling) -> list[Group]:

@@ -11,12 +11,11 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveInt
 
-from megatron_gvpo.algorithms.base import Block
 from megatron_gvpo.algorithms.members.base import Member, Sampling
 from megatron_gvpo.types import Group, Rollout
 
 
-class Foresight(Block):
+class Foresight(Member):
     """Beside every group one of `n` predictions about it, trained on how well they foresaw it.
 
     The prompt with `template` behind it asks for a JSON object with pass_rate, length (in tokens) and notions
@@ -39,9 +38,6 @@ class Foresight(Block):
         '{"pass_rate": 0 to 1, "length": tokens, "notions": ["..."]}'
     )
     right: float = Field(0.0)
-
-    def build(self) -> Member:
-        return self
 
     def __call__(self, groups: Sequence[Group], sampling: Sampling) -> list[Group]:
         prompts = {g: sampling.extended(group.prompt, self.template) for g, group in enumerate(groups)}

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from megatron_gvpo.algorithms.base import Block
 from megatron_gvpo.algorithms.members.base import Member, Sampling
 from megatron_gvpo.types import Group
 
 
-class OneMore(Block):
+class OneMore(Member):
     """rollout.n responses to every prompt, then one at a time, up to `high`, while one more is worth `cost`.
 
     The rule looks one step ahead. With rewards on a scale of -1 to 1 (`low_reward` to `high_reward`), group
@@ -22,6 +21,8 @@ class OneMore(Block):
     D / (k D + 1); it is worth going on while that falls by more than `cost` from k to k + 1. That this
     is the error is our reading; 0.0039 is about 1/256, so that 15 or 16 responses are the most.
     """
+
+    needs_prior: ClassVar[bool] = True
 
     name: Literal["one_more"] = "one_more"
     high: PositiveInt = 16
@@ -36,9 +37,6 @@ class OneMore(Block):
                 f"low_reward={self.low_reward} must be below high_reward={self.high_reward}: rewards are "
                 "measured between them"
             )
-        return self
-
-    def build(self) -> Member:
         return self
 
     def __call__(self, groups: Sequence[Group], sampling: Sampling) -> list[Group]:

@@ -12,12 +12,11 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt
 
-from megatron_gvpo.algorithms.base import Block
 from megatron_gvpo.algorithms.members.base import Member, Sampling
 from megatron_gvpo.types import Group
 
 
-class Rounds(Block):
+class Rounds(Member):
     """After rollout.n responses to every prompt, `rounds` times `extra` a prompt more, on average.
 
     In a round each goes to the prompt with the largest
@@ -35,9 +34,6 @@ class Rounds(Block):
     extra: PositiveInt = 4
     explore: float = Field(0.1, ge=0)
     alpha: float = Field(0.05, gt=0, lt=1)
-
-    def build(self) -> Member:
-        return self
 
     def __call__(self, groups: Sequence[Group], sampling: Sampling) -> list[Group]:
         grown = list(groups)

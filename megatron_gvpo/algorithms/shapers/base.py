@@ -1,28 +1,27 @@
-"""What a shaper is: a function of scored groups that changes rewards, masks responses or drops them."""
+"""Shapers: functions of scored groups that change rewards, mask responses or drop them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from megatron_gvpo.algorithms.base import Block, Component
 from megatron_gvpo.types import Group, Rollout
 
 
 class Shaper(Block):
-    """Scored groups in, groups out, before the batch policy sees them; what came in is left as it was.
+    """Scored groups in, groups out, before the batch policy sees them; it leaves its input unchanged.
 
-    `step` counts from 1. Shapers run in the order of the list `algorithm.shapers`, on every rank alike but
+    `step` counts from 1. Shapers run in the order of the list `algorithm.shapers`, on every rank alike except
     for those that ask `outside`.
     """
 
-    # It changes rewards only, by a function of the user's, which may ask a model: called on one rank.
+    needs_rewards: ClassVar[bool] = True
+    # It changes rewards only, by a user's function, which may ask a model: it is called on one rank.
     outside: ClassVar[bool] = False
 
-    def sized(self, max_tokens: int) -> Self:
-        """For responses of at most `max_tokens` tokens."""
-        return self
+    name: str
 
     def __call__(self, groups: Sequence[Group], step: int) -> list[Group]:
         raise NotImplementedError
@@ -33,12 +32,13 @@ class SizedShaper(Shaper):
 
     max_tokens: int | None = None  # null: rollout.max_tokens
 
-    def sized(self, max_tokens: int) -> Self:
-        return self if self.max_tokens is not None else self.model_copy(update={"max_tokens": max_tokens})
+    @property
+    def unset_length(self) -> str | None:
+        return "max_tokens" if self.max_tokens is None else None
 
     @property
     def limit(self) -> int:
-        assert self.max_tokens is not None, "the longest response is not known here (Shaper.sized)"
+        assert self.max_tokens is not None, "the longest response is not known here (Block.sized)"
         return self.max_tokens
 
 

@@ -18,7 +18,7 @@ class Method:
 
 
 def method(recipe: str, mini_batches: int) -> Method:
-    """Of a recipe with so many updates a step: what `Trainer._judged` and `_freeze_anchors` do.
+    """Of a recipe with so many updates a step: what `Trainer._judged` and `_freeze_references` do.
 
     Raises ConfigError for one that does not exist, or whose responses the policy does not sample.
     """
@@ -32,8 +32,8 @@ def method(recipe: str, mini_batches: int) -> Method:
             f"--recipe {recipe}: plans are for methods whose responses are sampled; its come from a "
             f"{algorithm.sampler}"
         )
-    of_estimator = {} if algorithm.estimator is None else algorithm.estimator.anchors
-    of_loss = algorithm.loss.anchors.values()
+    of_estimator = {} if algorithm.estimator is None else algorithm.estimator.reference_policies
+    of_loss = algorithm.loss.reference_policies.values()
     scoring = float(len(of_estimator)) + sum(reference != STEP_START for reference in of_loss)
     if STEP_START in of_loss and "old" not in of_estimator and algorithm.reference_logprobs == "trainer":
         # The first mini-batch is trained by the policy at step start itself.

@@ -1,21 +1,19 @@
-"""Members of a group that take more than the engine's plain answer: early exits, other models."""
+"""S-GRPO's early exits: a response whose thinking is cut off, and answered from there (arXiv 2505.07686)."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, Self
+from typing import Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt
 
-from megatron_gvpo.algorithms.base import Block
 from megatron_gvpo.algorithms.members.base import Member, Sampling
-from megatron_gvpo.runtime.user_functions import check_call, load_function
 from megatron_gvpo.types import Group, Prompt, Rollout
 
 
-class Exits(Block):
+class Exits(Member):
     """S-GRPO's serial group (arXiv 2505.07686): the first response, left early at `count` random places.
 
     The places lie in the thinking, which is what comes before `end`, or all of a response without it. At each
@@ -29,9 +27,6 @@ class Exits(Block):
     count: PositiveInt = 4
     inducer: str = "\n\nTime is limited, so here is the answer.\n</think>\n\n"
     end: str = Field("</think>", min_length=1)
-
-    def build(self) -> Member:
-        return self
 
     def __call__(self, groups: Sequence[Group], sampling: Sampling) -> list[Group]:
         inducer, end = sampling.encode(self.inducer), sampling.encode(self.end)
@@ -73,57 +68,3 @@ def before(token_ids: list[int], end: list[int]) -> list[int]:
     """What comes before the first `end`; all of it without one."""
     places = (t for t in range(len(token_ids)) if end and token_ids[t : t + len(end)] == end)
     return token_ids[: next(places, None)]
-
-
-class Teacher(Block):
-    """Responses of another model, or of whatever gives texts; scored by the run's rewards.
-
-    `function(groups, n, **options)` -> n texts for each group, a list of lists; it is called on one rank. It
-    sees the prompts and the policy's own responses with their rewards, so it may continue or correct one. For
-    a model behind an OpenAI-compatible URL: "megatron_gvpo.teacher:chat", options {url, model}.
-
-    `share`: of the groups, drawn at random, that get a teacher; `when`: all of these, or where all failed.
-    """
-
-    name: Literal["teacher"] = "teacher"
-    function: str
-    options: dict[str, Any] = Field(default_factory=dict)
-    n: PositiveInt = 1
-    share: float = Field(1.0, gt=0, le=1)
-    when: Literal["always", "all_wrong"] = "always"
-    right: float = 0.0
-
-    @model_validator(mode="after")
-    def _callable(self) -> Self:
-        check_call(load_function(self.function), "f(groups, n, **options)", 2, self.options)
-        return self
-
-    def build(self) -> Member:
-        return self
-
-    def __call__(self, groups: Sequence[Group], sampling: Sampling) -> list[Group]:
-        rng = random.Random(sampling.seed)
-        chosen = [
-            g
-            for g, group in enumerate(groups)
-            if rng.random() < self.share
-            and (self.when == "always" or all(reward <= self.right for reward in group.rewards))
-        ]
-        if not chosen:
-            return list(groups)
-        texts = sampling.texts(self.function, [groups[g] for g in chosen], self.n, self.options)
-        guests = [
-            Group(
-                groups[g].prompt,
-                [
-                    Rollout(sampling.encode_response(t), [], t, "stop", -1, source="demonstration")
-                    for t in given
-                ],
-            )
-            for g, given in zip(chosen, texts, strict=True)
-        ]
-        sampling.score(guests)
-        joined = list(groups)
-        for g, guest in zip(chosen, guests, strict=True):
-            joined[g] = replace(groups[g], rollouts=[*groups[g].rollouts, *guest.rollouts])
-        return joined

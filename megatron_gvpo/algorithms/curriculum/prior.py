@@ -1,0 +1,77 @@
+"""The reward that is expected of a prompt before its responses are seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from megatron_gvpo.algorithms.base import Block
+from megatron_gvpo.runtime.user_functions import check_call, load_function
+from megatron_gvpo.types import Prompt
+
+
+class Prior(Block):
+    """A source of the reward that is expected of a prompt."""
+
+    # It gives an expected reward.
+    gives_prior: ClassVar[bool] = True
+    # The engine samples the most likely response of every prompt, and its reward is the prior.
+    greedy: ClassVar[bool] = False
+
+    name: str
+
+    @property
+    def function_of_prompt(self) -> Callable[[Prompt], float] | None:
+        """The function that gives the expected reward of a prompt, where the prompt alone decides it."""
+        return None
+
+
+class NoPrior(Prior):
+    """No reward is expected."""
+
+    gives_prior: ClassVar[bool] = False
+
+    name: Literal["none"] = "none"
+
+
+class GreedyPrior(Prior):
+    """The reward of the policy's most likely response, which is not trained (ReMax, arXiv 2310.10505)."""
+
+    needs_engine: ClassVar[bool] = True
+    greedy: ClassVar[bool] = True
+
+    name: Literal["greedy"] = "greedy"
+
+
+class FunctionPrior(Prior):
+    """A user's function: `function(prompt, **options)` -> the expected reward.
+
+    This is the interface for a learned prior such as V_0 (arXiv 2602.03584). Every rank calls the function,
+    so it must give every rank the same.
+    """
+
+    name: Literal["function"] = "function"
+    function: str
+    options: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _callable(self) -> Self:
+        check_call(load_function(self.function), "f(prompt, **options)", 1, self.options)
+        return self
+
+    @property
+    def function_of_prompt(self) -> Callable[[Prompt], float]:
+        return self.expected
+
+    def expected(self, prompt: Prompt) -> float:
+        return float(load_function(self.function)(prompt, **self.options))
+
+
+class TrackedPrior(Prior):
+    """The expected reward that earlier responses to the prompt tell (`algorithm.tracker`)."""
+
+    needs_tracker: ClassVar[bool] = True
+
+    name: Literal["tracker"] = "tracker"

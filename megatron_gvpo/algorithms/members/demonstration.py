@@ -1,0 +1,65 @@
+"""The data set's own solution as a member of the group (arXiv 2504.19599, section 4.1)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar, Literal
+
+from pydantic import PositiveInt
+
+from megatron_gvpo.algorithms.members.base import Member, Sampling
+from megatron_gvpo.types import Group, Rollout
+
+
+class Demonstration(Member):
+    """The data set's own solution joins the group with `reward`, or takes the place of a response.
+
+    when   always, or all_wrong: where no response is better than `right` (GCPO, arXiv 2510.07790)
+    place  add, or replace, which leaves the group its size, the response at `slot`: a random one, the
+           longest, or the first truncated one (a random one without any)
+    A solution longer than `max_tokens` (null: rollout.max_tokens) stays out.
+    """
+
+    needs_engine: ClassVar[bool] = False
+    needs_demonstrations: ClassVar[bool] = True
+    gives_components: ClassVar[bool] = False
+
+    name: Literal["demonstration"] = "demonstration"
+    when: Literal["always", "all_wrong"] = "always"
+    place: Literal["add", "replace"] = "add"
+    slot: Literal["random", "longest", "truncated"] = "random"
+    reward: float = 1.0
+    right: float = 0.0
+    max_tokens: PositiveInt | None = None
+
+    @property
+    def unset_length(self) -> str | None:
+        return "max_tokens" if self.max_tokens is None else None
+
+    def __call__(self, groups: Sequence[Group], sampling: Sampling) -> list[Group]:
+        return [self._joined(group, sampling.seed + i) for i, group in enumerate(groups)]
+
+    def _joined(self, group: Group, seed: int) -> Group:
+        solution = group.prompt.demonstration
+        too_long = solution is not None and self.max_tokens is not None and len(solution) > self.max_tokens
+        needless = self.when == "all_wrong" and any(r > self.right for r in group.rewards)
+        if solution is None or too_long or needless:
+            return group
+        given = Rollout(
+            list(solution), [], "", "stop", -1, reward=self.reward, source="demonstration"
+        )  # of no weight version
+        rollouts = list(group.rollouts)
+        if self.place == "add":
+            return replace(group, rollouts=[*rollouts, given])
+        rollouts[self._slot(rollouts, seed)] = given
+        return replace(group, rollouts=rollouts)
+
+    def _slot(self, rollouts: Sequence[Rollout], seed: int) -> int:
+        if self.slot == "longest":
+            return max(range(len(rollouts)), key=lambda i: len(rollouts[i].token_ids))
+        truncated = [i for i, r in enumerate(rollouts) if r.finish_reason == "length"]
+        if self.slot == "truncated" and truncated:
+            return truncated[0]
+        return random.Random(seed).randrange(len(rollouts))

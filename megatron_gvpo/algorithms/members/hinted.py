@@ -1,0 +1,100 @@
+"""Responses to a prompt with a hint, from the data or from the group's best draft."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal, Self
+
+from pydantic import Field, PositiveInt, model_validator
+
+from megatron_gvpo.algorithms.members.base import Member, Sampling, taught
+from megatron_gvpo.types import Group, Prompt
+
+
+class Hinted(Member):
+    """`n` responses to the prompt with a hint join the group, where it failed or always.
+
+    `fields` of the data record hold the hints, from the weakest to the strongest; each is tried where the
+    ones before it brought no right response, and the first that brings one (or the last) stays. With
+    `best_draft` the hint is the group's own best response (iGRPO). `template` wraps a hint, `{hint}` in it; a
+    prompt that is longer with it than data.max_prompt_tokens goes without.
+
+    prompt  own     responses are trained as if to the prompt without the hint (Guide, arXiv 2506.13923)
+            hinted  as to the prompt they answered: a group of its own (iGRPO); the group it came from is
+                    trained only where `keep_group`
+    place   add, or replace: each takes the place of a wrong response (Scaf-GRPO, arXiv 2510.19807)
+    source  policy, or demonstration, where the loss treats responses to hints as given solutions
+    keep    all of the hinted responses, or only the right ones
+    """
+
+    name: Literal["hinted"] = "hinted"
+    fields: tuple[str, ...] = ()
+    best_draft: bool = False
+    when: Literal["always", "all_wrong"] = "all_wrong"
+    n: PositiveInt = 4
+    template: str = "\n\nHint: {hint}"
+    prompt: Literal["own", "hinted"] = "own"
+    place: Literal["add", "replace"] = "add"
+    source: Literal["policy", "demonstration"] = "policy"
+    keep: Literal["all", "right"] = "all"
+    keep_group: bool = True
+    after_step: int = Field(0, ge=0)  # no hints up to it
+    right: float = 0.0
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if bool(self.fields) == self.best_draft:
+            raise ValueError(
+                "hinted needs `fields`, the hints in the data record, or `best_draft`: one of both"
+            )
+        if "{hint}" not in self.template:
+            raise ValueError("template has no {hint} in it")
+        if self.prompt == "hinted" and (self.place == "replace" or self.keep == "right"):
+            raise ValueError("prompt=hinted makes a group of its own: place=add and keep=all go with it")
+        return self
+
+    def __call__(self, groups: Sequence[Group], sampling: Sampling) -> list[Group]:
+        if sampling.step <= self.after_step:
+            return list(groups)
+        found: dict[int, Group] = {}
+        for level in range(1 if self.best_draft else len(self.fields)):
+            open_ = [g for g, group in enumerate(groups) if self._wants(group, found.get(g))]
+            prompts: dict[int, Prompt] = {}
+            for g in open_:
+                hint = self._hint(groups[g], level)
+                text = None if hint is None else self.template.replace("{hint}", hint)
+                if text is not None and (prompt := sampling.extended(groups[g].prompt, text)) is not None:
+                    prompts[g] = prompt
+            if prompts:
+                found |= dict(zip(prompts, sampling.ask(list(prompts.values()), self.n), strict=True))
+        joined: list[Group] = []
+        for g, group in enumerate(groups):
+            joined += self._joined(group, found[g]) if g in found else [group]
+        return joined
+
+    def _wants(self, group: Group, found: Group | None) -> bool:
+        if found is not None:
+            return not self._any_right(found)
+        return self.when == "always" or not self._any_right(group)
+
+    def _any_right(self, group: Group) -> bool:
+        return any(reward > self.right for reward in group.rewards)
+
+    def _hint(self, group: Group, level: int) -> str | None:
+        if self.best_draft:
+            return max(group.rollouts, key=lambda rollout: rollout.reward).text or None
+        hint = group.prompt.record.get(self.fields[level])
+        return None if hint is None else str(hint)
+
+    def _joined(self, group: Group, hinted: Group) -> list[Group]:
+        if self.prompt == "hinted":
+            return [group, hinted] if self.keep_group else [hinted]
+        mine = [r for r in hinted.rollouts if self.keep == "all" or r.reward > self.right]
+        rollouts = list(group.rollouts)
+        if self.place == "replace":
+            wrong = [i for i, rollout in enumerate(rollouts) if rollout.reward <= self.right]
+            mine = mine[: len(wrong)]
+            taken = set(wrong[: len(mine)])
+            rollouts = [rollout for i, rollout in enumerate(rollouts) if i not in taken]
+        return [replace(group, rollouts=[*rollouts, *taught(mine, self.source)])]

@@ -1,0 +1,65 @@
+"""Responses of another model that join a group."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal, Self
+
+from pydantic import Field, PositiveInt, model_validator
+
+from megatron_gvpo.algorithms.members.base import Member, Sampling
+from megatron_gvpo.runtime.user_functions import check_call, load_function
+from megatron_gvpo.types import Group, Rollout
+
+
+class Teacher(Member):
+    """Responses of another model, or of whatever gives texts; scored by the run's rewards.
+
+    `function(groups, n, **options)` -> n texts for each group, a list of lists; it is called on one rank. It
+    sees the prompts and the policy's own responses with their rewards, so it may continue or correct one. For
+    a model behind an OpenAI-compatible URL: "megatron_gvpo.teacher:chat", options {url, model}.
+
+    `share`: of the groups, drawn at random, that get a teacher; `when`: all of these, or where all failed.
+    """
+
+    name: Literal["teacher"] = "teacher"
+    function: str
+    options: dict[str, Any] = Field(default_factory=dict)
+    n: PositiveInt = 1
+    share: float = Field(1.0, gt=0, le=1)
+    when: Literal["always", "all_wrong"] = "always"
+    right: float = 0.0
+
+    @model_validator(mode="after")
+    def _callable(self) -> Self:
+        check_call(load_function(self.function), "f(groups, n, **options)", 2, self.options)
+        return self
+
+    def __call__(self, groups: Sequence[Group], sampling: Sampling) -> list[Group]:
+        rng = random.Random(sampling.seed)
+        chosen = [
+            g
+            for g, group in enumerate(groups)
+            if rng.random() < self.share
+            and (self.when == "always" or all(reward <= self.right for reward in group.rewards))
+        ]
+        if not chosen:
+            return list(groups)
+        texts = sampling.texts(self.function, [groups[g] for g in chosen], self.n, self.options)
+        guests = [
+            Group(
+                groups[g].prompt,
+                [
+                    Rollout(sampling.encode_response(t), [], t, "stop", -1, source="demonstration")
+                    for t in given
+                ],
+            )
+            for g, given in zip(chosen, texts, strict=True)
+        ]
+        sampling.score(guests)
+        joined = list(groups)
+        for g, guest in zip(chosen, guests, strict=True):
+            joined[g] = replace(groups[g], rollouts=[*groups[g].rollouts, *guest.rollouts])
+        return joined
