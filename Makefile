@@ -7,7 +7,7 @@ PYTHON := $(VENV)/bin/python
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: quickstart test slow lint format venv clean
+.PHONY: quickstart test slow docs lint format venv clean
 
 quickstart: venv  ## GVPO on a small model, from nothing to a better policy, in minutes
 	OMP_NUM_THREADS=2 $(PYTHON) examples/quickstart/run.py
@@ -20,6 +20,9 @@ slow: venv  ## longer proofs on real servers, with their results under benchmark
 	$(PYTHON) benchmarks/rollout_faults.py --engine vllm --schedules 20 --out benchmarks/results/rollout_faults_vllm.json
 	$(PYTHON) benchmarks/delta_steps.py --out benchmarks/results/delta_steps_cpu.json
 	IMAGE_QUICKSTART=whole $(PYTHON) -m pytest tests/shipping/test_images.py
+
+docs: venv  ## the documentation site, in site/; fails on any broken link
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
 
 lint: venv
 	$(VENV)/bin/ruff check .

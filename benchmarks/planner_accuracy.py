@@ -1,7 +1,7 @@
 """The planner against published step times, and parts of it against published parts, with its misses.
 
     python benchmarks/planner_accuracy.py            # the table, and benchmarks/results/planner_accuracy.json
-    python benchmarks/planner_accuracy.py --check    # fails unless that file and docs/planner.md say the same
+    python benchmarks/planner_accuracy.py --check    # fails unless that file and the page agree
 
 Steps: NeMo-RL's performance summaries (docs/about/performance-summary.md of its releases 0.4, 0.5 and 0.6;
 DGX-H100, GRPO in bf16 on megatron-core with vLLM). Its recipes (examples/configs/recipes/llm/performance)
@@ -32,7 +32,8 @@ from megatron_gvpo.cluster.planner.time import DecodeStep, seconds
 from megatron_gvpo.cluster.planner.workload import Layout, Lengths, Workload
 
 ROOT = Path(__file__).parents[1]
-RESULT, PAGE = ROOT / "benchmarks" / "results" / "planner_accuracy.json", ROOT / "docs" / "planner.md"
+RESULT = ROOT / "benchmarks" / "results" / "planner_accuracy.json"
+PAGE = ROOT / "docs" / "explanation" / "planner.md"
 PROMPT = 160
 WITHIN = 0.25
 LLAMA, DENSE = "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-32B"

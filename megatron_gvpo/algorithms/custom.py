@@ -1,4 +1,4 @@
-"""A loss, an estimator or a shaper of the user's own: docs/bring_your_own.md."""
+"""A loss, an estimator or a shaper of the user's own: docs/howto/own_method.md."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def _add_plan(commands: Any) -> None:
     plan = commands.add_parser(
         "plan",
         help="predicted memory and step time for every layout of some GPUs",
-        description="Predicts; measures nothing. docs/planner.md says how well.",
+        description="Predicts; measures nothing. docs/explanation/planner.md says how well.",
     )
     number = {"type": int, "metavar": "N"}
     plan.add_argument("--model", required=True, metavar="NAME|DIR|config.json")

@@ -311,7 +311,7 @@ def _parser() -> argparse.ArgumentParser:
     recipes = commands.add_parser("recipes", help="the methods: list them, or show one's composition")
     form = recipes.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true")
-    form.add_argument("--markdown", action="store_true", help="as docs/methods.md")
+    form.add_argument("--markdown", action="store_true", help="as a page of Markdown, with every block")
     one = recipes.add_subparsers(dest="show", metavar="show NAME")
     one.add_parser("show", help="a recipe with every effective value").add_argument("name", metavar="NAME")
     cluster_commands.add(commands, configured)

@@ -1,7 +1,7 @@
 """Which parallel layouts are possible, told from the configuration and the model's config.json alone.
 
 Nothing heavy is loaded here: what cannot run is refused in the first second, with the reason and what would
-run. docs/layouts.md is the table of what is proven.
+run. docs/reference/layouts.md is the table of what is proven.
 """
 
 from __future__ import annotations

@@ -155,7 +155,9 @@ class TrainConfig(Section):
     max_tokens_per_micro_batch: PositiveInt = 8192
     max_empty_batches: PositiveInt = 20  # in a row, of which algorithm.shapers leave nothing, before it ends
     share_prompts: bool = False  # compute the prompt of a group's responses once; CPU's attention only
-    head_stash_mb: NonNegativeInt = 1024  # of a rank, for the output layer's exponentials: docs/head.md
+    # MiB that a rank may keep between a micro-batch's forward and backward for the output layer's gradient;
+    # 0: nothing. More saves recomputation (docs/explanation/head.md).
+    head_stash_mb: NonNegativeInt = 1024
     seed: int = Field(0, ge=0)
     deterministic: bool = False  # bit-equal metrics on repetition under the same layout; slower on GPU
 

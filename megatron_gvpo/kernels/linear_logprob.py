@@ -12,7 +12,7 @@ The logits exist one tile at a time, in fp32. How the gradient comes about depen
                6 r h v flops, and r v bf16 numbers (late.py)
     recompute  g comes with the backward, which computes the logits again: 8 r h v flops, no memory (late.py)
 
-docs/head.md has the mathematics, what each mode needs, and how one is chosen.
+docs/explanation/head.md has the mathematics, what each mode needs, and how one is chosen.
 """
 
 from __future__ import annotations

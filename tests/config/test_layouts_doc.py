@@ -1,4 +1,4 @@
-"""docs/layouts.md says what the tests prove and the code refuses: its tables are written from both.
+"""docs/reference/layouts.md says what the tests prove and the code refuses: its tables are written from both.
 
 `python tests/config/test_layouts_doc.py` writes them anew.
 """
@@ -17,7 +17,7 @@ from gradient_cases import FAMILIES, RUNS, STEPS
 from megatron_gvpo.config.parallel_layout import check_layout
 from megatron_gvpo.config.schema import ConfigError, build_config
 
-FILE = Path(__file__).parents[2] / "docs" / "layouts.md"
+FILE = Path(__file__).parents[2] / "docs" / "reference" / "layouts.md"
 FAMILY_NAMES = {
     "untied": "Qwen2",
     "tied": "Qwen2 (tied)",

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Build the environment of a rollout engine for CPU, once, outside the repository; print its Python.
 #   usage: tools/engines/make_env.sh sglang|vllm
-# On a GPU cluster use the engines' own releases or images instead (docs/engines.md).
+# On a GPU cluster use the engines' own releases or images instead (docs/howto/rollout_servers.md).
 # The CPU build of torch must be what pip finds for the version in megatron_gvpo/versions.txt; where it is not, name
 # its index with PIP_EXTRA_INDEX_URL. ENGINE_PYTHON names the interpreter to build with (default: python3.11).
 set -euo pipefail

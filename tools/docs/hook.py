@@ -1,0 +1,50 @@
+"""MkDocs hook: adds the reference pages generated from the code, and checks links into the repository.
+
+Pages link to files of the repository, such as `../../slurm/split.sbatch`, so that the links work where the
+pages are read as files. The site has no such files: there the link becomes plain text. With `repo_url` in
+mkdocs.yml it becomes a link to the file in the repository.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tools" / "docs")]
+
+import reference  # noqa: E402
+
+_LINK = re.compile(r"\[([^\]]+)\]\(([^)#\s]+)(#[^)\s]*)?\)")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    for uri, write in reference.PAGES.items():
+        files.append(File.generated(config, f"reference/{uri}", content=write()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Replaces links out of docs/. Raises PluginError for one that leads to no file of the repository."""
+    docs, here = Path(config.docs_dir), Path(config.docs_dir, page.file.src_uri).parent
+
+    def replaced(link: re.Match[str]) -> str:
+        text, target = link[1], link[2]
+        if "://" in target or target.startswith("mailto:"):
+            return link[0]
+        file = Path(os.path.normpath(here / target))
+        if file.is_relative_to(docs):
+            return link[0]
+        if not file.exists():
+            raise PluginError(f"{page.file.src_uri}: the link to {target} leads to no file of the repository")
+        if config.repo_url:
+            return f"[{text}]({config.repo_url.rstrip('/')}/blob/main/{file.relative_to(ROOT)})"
+        return text
+
+    return _LINK.sub(replaced, markdown)
