@@ -1,4 +1,4 @@
-"""An asyncio loop in a thread of its own, for a program that is not asynchronous."""
+"""An asyncio event loop in its own thread, for callers that are not asynchronous."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class BackgroundLoop:
-    """Runs coroutines beside the caller's thread; `close` cancels what still runs."""
+    """Runs coroutines in a thread beside the caller's; `close` cancels those that still run."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -18,11 +18,11 @@ class BackgroundLoop:
         self._thread.start()
 
     def submit[T](self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Start it; the future gives its result or raises its error."""
+        """Start the coroutine; the future gives its result or raises its error."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def run[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Start it and wait for its end; an interrupted wait cancels it."""
+        """Run the coroutine to its end and return its result; an interrupted wait cancels it."""
         future = self.submit(coroutine)
         try:
             return future.result()
@@ -31,7 +31,7 @@ class BackgroundLoop:
             raise
 
     def cancel_all(self) -> None:
-        """Cancel what runs, and wait for its end."""
+        """Cancel all coroutines and wait until they have ended."""
         self.run(_cancel_others())
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Does a server fit the run? Asked before step 1, answered in the user's terms."""
+"""Checks before the first step that a rollout server fits the run."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from megatron_gvpo.rollout.http import ServerRefused
 from megatron_gvpo.rollout.routed_experts import Routers
 from megatron_gvpo.rollout.server import Server
 
-TIMEOUT = 60.0
-# What makes two config.json the same model, whatever else they say.
+TIMEOUT = 60.0  # seconds for one answer
+# Keys of config.json; models that differ in one of them are different models.
 SHAPE = (
     "architectures",
     "vocab_size",
@@ -27,14 +27,12 @@ SHAPE = (
 
 
 async def check_server(server: Server, config: Config, model: dict[str, Any]) -> None:
-    """Compare what a server says of itself with what the run needs. Raises ConfigError."""
+    """Compare the server's release, model and tokenizer with the run's. Raises ConfigError if they differ."""
     where = f"rollout server {server.url}"
     try:
         facts = await server.facts(TIMEOUT)
     except (ServerRefused, LookupError, TypeError) as error:
-        said = (
-            error if isinstance(error, ServerRefused) else "its answer lacks what that engine says of itself"
-        )
+        said = error if isinstance(error, ServerRefused) else "its answer lacks fields that the engine's has"
         raise ConfigError(
             f"{where} does not speak as rollout.engine={config.rollout.engine} does: {said}. Is it another "
             "engine, or does it want another key (rollout.servers.api_key_env)?"
@@ -42,8 +40,7 @@ async def check_server(server: Server, config: Config, model: dict[str, Any]) ->
     if facts.version not in server.tested and not config.rollout.servers.allow_untested_version:
         raise ConfigError(
             f"{where} runs {config.rollout.engine} {facts.version}; tested: {', '.join(server.tested)}. "
-            f"Their "
-            "interfaces change between releases: use a tested one, or set "
+            "The interface changes between releases: use a tested one, or set "
             "rollout.servers.allow_untested_version=true and watch the mismatch metrics"
         )
     needed = config.data.max_prompt_tokens + config.rollout.max_tokens
@@ -56,7 +53,7 @@ async def check_server(server: Server, config: Config, model: dict[str, Any]) ->
     if config.rollout.router_replay:
         await _check_routing(server, config, model)
     served = Path(facts.model_path)
-    if not (served / "config.json").is_file():  # on another machine: the probe of the first push compares
+    if not (served / "config.json").is_file():  # on another machine; the first push compares log-probs
         return
     theirs = json.loads((served / "config.json").read_text())
     for key in SHAPE:
@@ -64,14 +61,14 @@ async def check_server(server: Server, config: Config, model: dict[str, Any]) ->
             raise ConfigError(
                 f"{where} serves {facts.model_path} with {key}={theirs.get(key)!r}, but "
                 f"model.path={config.model.path} has {key}={model.get(key)!r}: start it with the "
-                f"trainer's model"
+                "trainer's model"
             )
     expected = read_model_config(config.served_path).get("quantization_config")
     if theirs.get("quantization_config") != expected:
         raise ConfigError(
             f"{where} serves {facts.model_path} with quantization_config="
             f"{theirs.get('quantization_config')}, but {config.served_path} has {expected}: set "
-            "rollout.servers.model_path to what the server serves"
+            "rollout.servers.model_path to the model that the server serves"
         )
     ours, other = _vocabulary(Path(config.model.path)), _vocabulary(served)
     if ours and other and ours != other:
@@ -83,7 +80,7 @@ async def check_server(server: Server, config: Config, model: dict[str, Any]) ->
 
 
 async def _check_routing(server: Server, config: Config, model: dict[str, Any]) -> None:
-    """Let it sample a token, and see whether it tells the experts."""
+    """Sample one token, and check that the server returns the experts it was routed to."""
     try:
         sample = await server.sample([0], 1, 0, config.rollout, (), TIMEOUT)
         if sample.experts is None:
@@ -96,12 +93,12 @@ async def _check_routing(server: Server, config: Config, model: dict[str, Any]) 
 
 
 def _vocabulary(directory: Path) -> dict[str, int]:
-    """Token -> id of a tokenizer.json, special tokens included; empty where there is none to compare."""
+    """Token to id, special tokens included, from tokenizer.json; empty if the file does not exist."""
     file = directory / "tokenizer.json"
     if not file.is_file():
         return {}
     tokenizer = json.loads(file.read_text())
     vocabulary = tokenizer.get("model", {}).get("vocab", {})
-    if not isinstance(vocabulary, dict):  # unigram models list (token, score)
+    if not isinstance(vocabulary, dict):  # unigram models have a list of (token, score)
         vocabulary = {token: i for i, (token, _) in enumerate(vocabulary)}
     return vocabulary | {token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}

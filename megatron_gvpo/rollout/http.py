@@ -1,4 +1,7 @@
-"""A server's HTTP interface: every status is checked, every wait ends, its own words reach the user."""
+"""JSON calls to a server over HTTP.
+
+Every status is checked, every wait has a limit, and the server's own error message reaches the user.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,15 @@ from typing import Any
 
 import aiohttp
 
-SHOWN = 600  # characters of a server's answer in an error
-CONNECT = 10.0  # seconds until a connection is there
-FILES = 2**16  # open files, of which each connection is one, that are enough
+SHOWN = 600  # characters of a server's answer that an error quotes
+CONNECT = 10.0  # seconds that a connection may take
+FILES = 2**16  # open files to ask for; each connection is one
 
 
 def spare_connections() -> int:
-    """How many connections there may be at once: three quarters of the files that this process may open.
+    """The number of connections to allow at once: three quarters of the files that this process may open.
 
-    Raises its limit first, as the engines do: the usual one is 1,024, and a step has more responses.
+    Raises the process's limit first, as the engines do: it is usually 1,024, and a step has more responses.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < FILES:
@@ -27,16 +30,16 @@ def spare_connections() -> int:
 
 
 async def open_session() -> aiohttp.ClientSession:
-    """The session that all calls to a run's servers share."""
-    # No limit of connections: the engines queue requests better than a client does. None is used twice: a
-    # server may close an idle one at the moment when a request takes it, which would look like the server's
-    # end.
+    """Open the session that all calls to a run's servers share."""
+    # The number of connections has no limit, because the engines queue requests better than a client does.
+    # No connection is used twice: a server may close an idle one just when a request takes it, and that would
+    # look as if the server had died.
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     return aiohttp.ClientSession(connector=connector, trust_env=False)
 
 
 class ServerRefused(Exception):  # noqa: N818 - the server's answer, which the caller may expect
-    """The server answered, and said no. `status` is its HTTP status."""
+    """The server answered with an error. `status` is the HTTP status."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -44,18 +47,18 @@ class ServerRefused(Exception):  # noqa: N818 - the server's answer, which the c
 
     @property
     def is_request(self) -> bool:
-        """Whether the request itself was wrong: it would be refused everywhere."""
+        """True if the request itself was wrong, so that every server would refuse it."""
         return 400 <= self.status < 500 and self.status not in (408, 425, 429)
 
 
 class ServerGone(Exception):  # noqa: N818 - a state of the server
-    """No answer: refused connection, broken connection, or nothing within the time given."""
+    """No answer: the connection was refused or broke, or the time limit passed."""
 
-    refused = False  # nobody listens at the address
+    refused = False  # True: nothing listens at the address
 
 
 class Http:
-    """JSON calls to the server at `url`, over a session that many of them share."""
+    """JSON calls to the server at `url`, over a session that calls to other servers share."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, api_key: str | None = None) -> None:
         self.url = url.rstrip("/")
@@ -65,7 +68,7 @@ class Http:
     async def post(
         self, path: str, body: Any = None, *, timeout: float, params: dict[str, str] | None = None
     ) -> Any:
-        """The decoded JSON answer (text where it is not JSON). Raises ServerRefused, ServerGone."""
+        """Return the decoded JSON answer, or its text if it is not JSON. Raises ServerRefused, ServerGone."""
         return await self._call("POST", path, timeout, json={} if body is None else body, params=params)
 
     async def get(self, path: str, *, timeout: float) -> Any:
@@ -95,7 +98,7 @@ class Http:
             answer = json.loads(text)
         except json.JSONDecodeError:
             answer = text
-        # SGLang reports some refusals with status 200 and success: false.
+        # SGLang reports some errors with status 200 and success: false.
         refused = isinstance(answer, dict) and answer.get("success") is False
         if status >= 400 or refused:
             raise ServerRefused(
@@ -105,7 +108,7 @@ class Http:
 
 
 def _words(answer: Any) -> str:
-    """The message inside an error answer, in the shapes that the servers use."""
+    """The message inside an error answer, in any of the shapes that the servers use."""
     while isinstance(answer, dict):
         inner = next((answer[key] for key in ("error", "message", "detail") if answer.get(key)), None)
         if inner is None:

@@ -1,4 +1,4 @@
-"""Does the engine load the trainer's NCCL? NCCL refuses a process group of two versions."""
+"""Checks that the engine loads the trainer's NCCL, which refuses a process group of two versions."""
 
 from __future__ import annotations
 
@@ -6,25 +6,26 @@ import os
 import subprocess
 
 from megatron_gvpo.config.schema import Config, ConfigError
-from megatron_gvpo.weights.transports import transport_class
+from megatron_gvpo.weights.transports import TRANSPORTS, transport_class
 
 ASK = "import torch; print('.'.join(map(str, torch.cuda.nccl.version())))"
-TIMEOUT = 300.0  # seconds: a first import of torch over a network file system
+TIMEOUT = 300.0  # seconds; the first import of torch may be from a network file system
 
 
 def check_nccl(config: Config, ours: str) -> None:
-    """Ask the engine's interpreter, before servers start. Raises ConfigError for another version than `ours`.
+    """Ask the engine's interpreter for its NCCL, before servers start.
 
-    What cannot be asked is left for the start of the servers to tell.
+    Raises ConfigError for another version than `ours`. If the interpreter does not answer, nothing is raised:
+    the start of the servers will show why.
     """
     python, transport = config.rollout.servers.python, config.rollout.weights.transport
     if not transport_class(transport).forms_group:
         return
-    theirs_alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    their_environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     try:
         asked = subprocess.run(
             [python, "-c", ASK],
-            env=theirs_alone,
+            env=their_environment,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -34,9 +35,10 @@ def check_nccl(config: Config, ours: str) -> None:
         return
     theirs = asked.stdout.strip()
     if asked.returncode == 0 and theirs and theirs != ours:
+        others = [name for name in TRANSPORTS if not transport_class(name).forms_group]
         raise ConfigError(
             f"rollout.servers.python={python} has a torch with NCCL {theirs}, the trainer's has {ours}, and "
             f"NCCL refuses the process group of rollout.weights.transport={transport} between two versions: "
-            "install one in both environments (pip install --no-deps nvidia-nccl-cu13==...), or choose the "
-            "transport shared or disk"
+            "install one in both environments (pip install --no-deps nvidia-nccl-cu13==...), or choose a "
+            f"transport that needs no group: {' or '.join(others)}"
         )

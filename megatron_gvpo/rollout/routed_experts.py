@@ -1,4 +1,4 @@
-"""The experts that servers sent tokens through, checked and packed for the trainer's router replay."""
+"""Checks and packs the experts that servers routed tokens to, for the trainer's router replay."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megatron_gvpo.types import Routing
 
 @dataclass(frozen=True)
 class Routers:
-    """A model's routers, as its config.json describes them."""
+    """The routers of a model, from its config.json."""
 
     layers: int  # decoder layers, dense ones included
-    sparse: tuple[int, ...]  # the layers with experts
-    per_token: int
+    sparse: tuple[int, ...]  # numbers of the layers with experts
+    per_token: int  # experts of one token in one layer
     experts: int
 
     @staticmethod
@@ -28,9 +28,10 @@ class Routers:
         return Routers(layers, sparse, model["num_experts_per_tok"], experts(model))
 
     def pack(self, given: np.ndarray, tokens: int) -> Routing:
-        """`given`: integers, [tokens - 1, layers, per_token] in any shape, of a sequence of so many tokens.
+        """Pack the experts of a sequence of `tokens` tokens.
 
-        Raises ValueError for what cannot be this model's.
+        `given` holds integers [tokens - 1, layers, per_token], in any shape. Raises ValueError if their
+        number or one of them does not fit the model, and for a token without recorded experts.
         """
         shape = (tokens - 1, self.layers, self.per_token)
         if given.size != np.prod(shape):
@@ -43,7 +44,8 @@ class Routers:
         routed = chosen[:, self.sparse]
         if routed.size and not 0 <= routed.min() <= routed.max() < self.experts:
             raise ValueError(f"an expert {routed.max()} of a model with {self.experts}")
-        # What a server never recorded is zeros; to look at all pairs would take seconds a step.
+        # A server leaves zeros for a token that it did not record. Comparing all pairs of a token's experts
+        # would take seconds a step.
         if self.per_token > 1 and (routed[..., 0] == routed[..., 1]).any():
             raise ValueError("some token has the same expert twice: the server recorded none for it")
         return Routing(self.layers, self.per_token, width, chosen.astype(kind).tobytes())

@@ -1,4 +1,4 @@
-"""The dialect of SGLang servers (its native HTTP interface, read from 0.5.23)."""
+"""Client of SGLang servers (its native HTTP interface, read from 0.5.23)."""
 
 from __future__ import annotations
 
@@ -46,22 +46,22 @@ class SGLang:
         environment = {"PYTHONPATH": str(PLUGINS)}
         if not on_gpu:
             environment["SGLANG_USE_CPU_ENGINE"] = "1"
-            if servers.tp > 1:  # else it wants a NUMA node for each rank
+            if servers.tp > 1:  # otherwise SGLang wants a NUMA node for each rank
                 cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
                 environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join([cores] * servers.tp)
             command += ["--device", "cpu", "--attention-backend", "torch_native"]
             command += ["--sampling-backend", "pytorch", "--disable-cuda-graph", "--disable-overlap-schedule"]
-            command += ["--sleep-on-idle"]  # else an idle scheduler keeps a core busy
+            command += ["--sleep-on-idle"]  # otherwise an idle scheduler keeps a core busy
             command += ["--mem-fraction-static", "0.2", "--max-total-tokens", "65536"]
         command += servers.args
         if not api_key:
             return Launch(command, environment)
         if "--config" in servers.args:
             raise ConfigError(
-                "rollout.servers.args: SGLang takes one --config, and has the API key from it: give the "
-                "options of yours as arguments"
+                "rollout.servers.args: SGLang takes one --config, which passes it the API key: give your "
+                "options as arguments"
             )
-        # A command line is everybody's to read, and SGLang asks no environment variable.
+        # Every user of the machine can read command lines, and SGLang takes no key from the environment.
         return Launch([*command, "--config"], environment, json.dumps({"api-key": api_key}))
 
     async def healthy(self, timeout: float) -> bool:
@@ -95,7 +95,7 @@ class SGLang:
                     "top_p": sampling.top_p,
                     "max_new_tokens": max_tokens,
                     "stop_token_ids": list(stop_ids),
-                    "sampling_seed": seed % 2**31,  # heeded under --enable-deterministic-inference
+                    "sampling_seed": seed % 2**31,  # has an effect with --enable-deterministic-inference
                 },
                 "return_logprob": True,
                 "return_routed_experts": sampling.wants_routing,
@@ -103,7 +103,7 @@ class SGLang:
             timeout=timeout,
         )
         meta = answer["meta_info"]
-        experts = meta.get("routed_experts")  # of prompt and response but the last token, in all layers
+        experts = meta.get("routed_experts")  # of all tokens but the last, in all layers
         return Sample(
             token_ids=answer["output_ids"],
             logprobs=[entry[0] for entry in meta["output_token_logprobs"]],
@@ -113,7 +113,7 @@ class SGLang:
         )
 
     async def score(self, token_ids: Sequence[int], timeout: float) -> list[float]:
-        # The last input token's entry is that of token 0 (0.5.23), so one more token is given and left out.
+        # SGLang 0.5.23 gives the last input token the entry of token 0: one more token is sent, and dropped.
         body: dict[str, Any] = {
             "input_ids": [*token_ids, token_ids[-1]],
             "sampling_params": {"temperature": 1.0, "max_new_tokens": 1},
@@ -143,6 +143,6 @@ class SGLang:
         await self.http.post("/release_memory_occupation", timeout=timeout)
 
     async def reclaim_memory(self, part: MemoryPart, timeout: float) -> None:
-        # Nothing runs before the cache is back, so the graphs may come with it.
+        # Nothing runs before the cache is back, so the CUDA graphs come with it.
         tags = {"weights": ["weights"], "cache": ["kv_cache", "cuda_graph"]}[part]
         await self.http.post("/resume_memory_occupation", {"tags": tags}, timeout=timeout)

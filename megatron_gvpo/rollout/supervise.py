@@ -1,4 +1,4 @@
-"""Server processes of our own: started, watched, restarted, and ended by their process groups."""
+"""Starts the run's own server processes, watches and restarts them, and ends their process groups."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from megatron_gvpo.runtime.environment import MEGATRONS
 
 POLL = 1.0  # seconds between looks at a process
 GRACE = 15.0  # seconds between asking a server to end and ending it
-LOG_LINES = 20  # of a server's log, shown when it fails
-LOG_BYTES = 2**16  # of which they are sought
+LOG_LINES = 20  # lines of a server's log to show when it fails
+LOG_BYTES = 2**16  # the end of the log, in which they are sought
 
-Wait = tuple[float, str]  # for a healthy answer: since when (time.monotonic), and the setting that limits it
+# A wait for a healthy answer: when it began (time.monotonic), and the setting that limits it.
+Wait = tuple[float, str]
 
 
 class ServerProcess:
-    """One server as a process group, its output in a log file of this user's alone: SGLang prints its key."""
+    """One server, as a process group. Only this user can read its log: SGLang prints its key there."""
 
     def __init__(self, launch: Launch, url: str, log: Path) -> None:
         self.url, self.log = url, log
@@ -38,7 +39,7 @@ class ServerProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Raises OSError where the command does not exist."""
+        """Start the command. Raises OSError if it does not exist."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         environment = _servers_part(os.environ) | self._launch.environment
         command = [*_dying_with_us(), *self._launch.command]
@@ -53,7 +54,7 @@ class ServerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # a process group of its own, which ends as one
+                start_new_session=True,  # a new process group, which ends as a whole
             )
 
     @property
@@ -61,11 +62,11 @@ class ServerProcess:
         return self._process.pid if self._process else None
 
     def exit_status(self) -> int | None:
-        """None while it runs."""
+        """The exit status of the process; None while it runs."""
         return self._process.poll() if self._process else None
 
     def stop(self, grace: float = GRACE) -> None:
-        """Ask the whole group to end, then end it."""
+        """Send SIGTERM to the process group; after `grace` seconds, SIGKILL."""
         if self._secret is not None:
             self._secret.unlink(missing_ok=True)
             self._secret = None
@@ -80,7 +81,7 @@ class ServerProcess:
         self._process = None
 
     def tail(self) -> str:
-        """The end of its log."""
+        """The last LOG_LINES lines of the log."""
         with contextlib.suppress(OSError), self.log.open("rb") as log:
             log.seek(max(0, os.fstat(log.fileno()).st_size - LOG_BYTES))
             lines = log.read().decode(errors="replace").splitlines()[-LOG_LINES:]
@@ -89,10 +90,11 @@ class ServerProcess:
 
 
 class Supervisor:
-    """Keeps server processes running until it is closed. A thread of its own watches them.
+    """Keeps server processes running until it is closed; watches them from its own thread.
 
-    A process that ends, or does not answer /health within `start_timeout` seconds, or for `hang_timeout`
-    seconds once it has, is started anew, `restarts` times. `failed` then says which, and why.
+    A process is started again if it ends, if it does not answer /health within `start_timeout` seconds of its
+    start, or if it later is silent for `hang_timeout` seconds. After `restarts` restarts of one server
+    `failed` names it and the reason.
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class Supervisor:
         self.processes = list(processes)
         self.failed: str | None = None
         self._settings, self._report = settings, report
-        self._unusable: set[str] = set()  # urls to start anew
+        self._unusable: set[str] = set()  # URLs of servers to start again
         self._held, self._starting = False, threading.Lock()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch_all, name="server supervisor", daemon=True)
@@ -113,13 +115,13 @@ class Supervisor:
         self._thread.start()
 
     def restart(self, url: str) -> None:
-        """Start the server anew, soon."""
+        """Have the server started again soon."""
         self._unusable.add(url)
 
     def hold(self, unhealthy: Sequence[str]) -> None:
-        """Start no server and look at none until `go_on`: their memory is somebody else's.
+        """Start and check no server until `go_on`, because the trainer has their memory.
 
-        The processes of the `unhealthy` ones, which may be starting, are ended until then.
+        The processes of the `unhealthy` servers, which may still be starting, are ended until then.
         """
         with self._starting:
             self._held = True
@@ -147,7 +149,7 @@ class Supervisor:
         while not self._closing.wait(POLL):
             for process in self.processes:
                 if self._held:
-                    waits.clear()  # it may be silent for as long as it rests
+                    waits.clear()  # a server that rests may be silent
                     continue
                 why = self._trouble(process, waits)
                 if why is None or self._closing.is_set():
@@ -173,7 +175,7 @@ class Supervisor:
     def _start_again(self, process: ServerProcess) -> None:
         try:
             process.start()
-        except OSError as error:  # such as no memory, or a file system that has gone
+        except OSError as error:  # no memory, for example, or a lost file system
             self._report(f"rollout server {process.url} cannot be started: {error}")
             self._unusable.add(process.url)
 
@@ -195,7 +197,7 @@ class Supervisor:
 
 
 def _private_file(content: str, directory: Path) -> Path:
-    """A new YAML file there, which only this user can read."""
+    """Write a new YAML file in `directory` that only this user can read."""
     descriptor, name = tempfile.mkstemp(suffix=".yaml", dir=directory)
     with open(descriptor, "w") as file:
         file.write(content)
@@ -203,13 +205,13 @@ def _private_file(content: str, directory: Path) -> Path:
 
 
 def _dying_with_us() -> list[str]:
-    """A prefix that ends a server whose starter was killed and could not end it (util-linux, on Linux)."""
+    """A command prefix that ends a server when its parent is killed (setpriv, of util-linux)."""
     setpriv = shutil.which("setpriv")
     return [setpriv, "--pdeathsig", "TERM"] if setpriv else []
 
 
 def free_ports(count: int, host: str) -> list[int]:
-    """Ports that nobody listens on at the moment."""
+    """Find ports of `host` that are free at the moment."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for each in sockets:
@@ -221,17 +223,17 @@ def free_ports(count: int, host: str) -> list[int]:
 
 
 def is_healthy(url: str, timeout: float) -> bool:
-    """Whether the server at `url` says so within `timeout` seconds. No proxy is asked, as by all of ours."""
+    """True if the server's /health answers 200 within `timeout` seconds. No HTTP proxy is used."""
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with direct.open(f"{url}/health", timeout=timeout) as answer:
             return bool(answer.status == 200)
-    except (OSError, HTTPException, ValueError):  # no answer; one that is not HTTP's; no address
+    except (OSError, HTTPException, ValueError):  # no answer, not an HTTP answer, not an address
         return False
 
 
 def _group_lives(process: subprocess.Popen[bytes]) -> bool:
-    process.poll()  # reap the leader: a zombie would count as alive
+    process.poll()  # reap the leader, because a zombie counts as alive
     try:
         os.killpg(process.pid, 0)
     except (ProcessLookupError, PermissionError):
@@ -240,7 +242,7 @@ def _group_lives(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _servers_part(environment: os._Environ[str]) -> dict[str, str]:
-    """The environment without what is Megatron's, or makes a server believe that it is a rank of ours."""
+    """The environment without variables of Megatron and torchrun, which make a process act as a rank."""
     ours = (
         MEGATRONS,
         "RANK",

@@ -1,4 +1,4 @@
-"""The dialect of vLLM servers (OpenAI and RL interfaces of 0.32.0) with the project's receiver plugin."""
+"""Client of vLLM servers (OpenAI and RL interfaces of 0.32.0)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_gvpo.rollout.http import Http
 from megatron_gvpo.rollout.server import PLUGINS, Launch, MemoryPart, Sample, ServerInfo, finish
 from megatron_gvpo.versions import REFERENCE
 
-MODEL = "policy"  # the name that requests give
+MODEL = "policy"  # the served model's name, which requests must give
 
 
 class VLLM:
@@ -32,11 +32,11 @@ class VLLM:
     @staticmethod
     def launch(config: Config, port: int, api_key: str | None, on_gpu: bool) -> Launch:
         servers = config.rollout.servers
-        # Not `vllm serve`: it asks for a distribution of the name vllm, and the CPU build has another one.
+        # Not `vllm serve`, which needs a distribution called vllm: the CPU build's has another name.
         command = [servers.python, "-m", "vllm.entrypoints.openai.api_server", "--model", config.served_path]
         command += ["--served-model-name", MODEL, "--host", servers.host, "--port", str(port)]
         command += ["--dtype", config.model.dtype, "--tensor-parallel-size", str(servers.tp)]
-        # Log-probs at the sampling temperature, as training takes them.
+        # Log-probs at the sampling temperature, which training compares with its own.
         command += ["--logprobs-mode", "processed_logprobs"]
         command += ["--weight-transfer-config", '{"backend": "megatron_gvpo"}']
         if servers.context_length:
@@ -48,12 +48,12 @@ class VLLM:
             command += ["--enable-sleep-mode"]
         if config.rollout.router_replay:
             command += ["--enable-return-routed-experts"]
-            environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the older one does not tell
+            environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the older runner does not return experts
         if not on_gpu:
             command += ["--enforce-eager"]
             environment["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB
-            environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # else a NUMA node for each rank
-            environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # else its first request starts dozens
+            environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # otherwise each rank wants a NUMA node
+            environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # otherwise the first request starts dozens
         return Launch([*command, *servers.args], environment)
 
     async def healthy(self, timeout: float) -> bool:
@@ -89,7 +89,7 @@ class VLLM:
             "top_p": sampling.top_p,
             "seed": seed,
             "stop_token_ids": list(stop_ids),
-            "logprobs": 0,  # of the sampled token alone
+            "logprobs": 0,  # only those of the sampled tokens
             "return_token_ids": True,
             "skip_special_tokens": False,
         }

@@ -1,4 +1,4 @@
-"""The weight stream cut into buckets: the bytes of some tensors, one after another, in one buffer."""
+"""Cuts the weight stream into buckets: the bytes of some tensors, one after another, in one buffer."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Bucket:
-    """`flat` uint8 [bytes] holds the tensors of `specs` in order. The next bucket but one overwrites it."""
+    """The tensors of `specs`, in order, in `flat`, uint8 [bytes]. The bucket after the next overwrites it."""
 
     specs: list[TensorSpec]
     flat: Tensor
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) views into the buffer."""
+        """(name, tensor) pairs; the tensors are views into `flat`."""
         offset = 0
         for spec in self.specs:
             dtype = getattr(torch, spec.dtype)
@@ -38,18 +38,18 @@ class Bucket:
 
 
 class DoubleBuffer:
-    """Two buffers for buckets, `limit` bytes together, used in turn: one is filled while the other is sent.
+    """Two buffers for buckets, together of `limit` bytes: one is filled while the other is sent.
 
-    On a CPU they are kept from push to push, because fresh pages cost several times what filling them does.
+    On a CPU they are kept from push to push, because fresh pages cost several times as much as filling them.
     """
 
     def __init__(self, limit: int, device: torch.device) -> None:
-        self.limit = max(1, limit // 2)  # bytes of one
+        self.limit = max(1, limit // 2)  # bytes of one buffer
         self._device = device
         self._buffers: list[Tensor] = []
 
     def next(self, size: int) -> Tensor:
-        """The buffer whose turn it is, uint8, of at least `limit` and `size` bytes."""
+        """The next buffer in turn, uint8, of at least `limit` and at least `size` bytes."""
         buffer = self._buffers.pop(0) if len(self._buffers) == 2 else None
         if buffer is None or len(buffer) < size:
             buffer = torch.empty(max(size, self.limit), dtype=torch.uint8, device=self._device)
@@ -57,7 +57,7 @@ class DoubleBuffer:
         return buffer
 
     def rest(self) -> None:
-        """Give an accelerator's memory back until the next push."""
+        """Free the buffers until the next push, if they are on an accelerator."""
         if self._device.type != "cpu":
             self._buffers.clear()
 
@@ -65,12 +65,12 @@ class DoubleBuffer:
 def buckets(
     stream: Iterable[tuple[str, Tensor]], halves: DoubleBuffer, dtype: torch.dtype
 ) -> Iterator[Bucket]:
-    """Cut (Hugging Face name, tensor) into buckets of at most `halves.limit` bytes, in `dtype`.
+    """Cut a stream of (Hugging Face name, tensor) into buckets of at most `halves.limit` bytes, in `dtype`.
 
-    A bucket may be used until the next but one is asked for. A tensor larger than the limit is a bucket of
-    its own, in a buffer that grows for it. What is not floating point, or quantised, or the scale of
-    something quantised keeps its type. Every tensor's offset is a multiple of its element size: one whose
-    offset would not be starts a new bucket.
+    A bucket is valid until the one after the next is requested. A tensor larger than the limit gets a bucket
+    of its own, for which a buffer grows. Tensors keep their dtype if they are not of floating point, or are
+    quantised (one byte an element), or are the scales of a quantised tensor. Every tensor's offset is a
+    multiple of its element size; a tensor whose offset would not be starts a new bucket.
     """
     specs: list[TensorSpec] = []
     buffer, filled = torch.empty(0, dtype=torch.uint8), 0

@@ -1,7 +1,7 @@
-"""A process group of the trainer's first rank and the servers' ranks, beside all others.
+"""The process group of the trainer's rank 0 and the servers' ranks, and where they meet to form it.
 
-It is made from a TCPStore and a backend's process group alone: the default group, torch's table of groups and
-torchrun's own store are not touched (a server that dies must not take the trainer's groups with it).
+It is made from a TCPStore and a backend's process group alone. The default group, torch's table of groups and
+torchrun's store are not involved, so that a server that dies does not take the trainer's groups with it.
 """
 
 from __future__ import annotations
@@ -39,43 +39,44 @@ class Rendezvous:
 
 
 class Sending:
-    """A broadcast under way.
+    """A broadcast in progress.
 
-    NCCL connects the ranks in the call that begins a group's first broadcast, which returns when all of them
-    have begun theirs: so a thread of its own makes that call, and whoever has to tell the others goes on.
+    In the call that begins a group's first broadcast NCCL connects the ranks, so that call returns only when
+    all ranks have begun theirs. It is made in its own thread, because the caller still has to tell the
+    servers.
     """
 
     def __init__(self, begin: Callable[[], dist.Work]) -> None:
         self._begin = begin
         self._work: dist.Work | None = None
         self._problem: Exception | None = None
-        # A daemon: where a rank never comes, NCCL (2.30) lets nobody out of that call.
+        # A daemon, because NCCL (2.30) never returns from that call if a rank does not come.
         threading.Thread(target=self._run, name="broadcast", daemon=True).start()
 
     def is_completed(self) -> bool:
-        """Raises what the call raised."""
+        """True when the broadcast is done. Raises the error of the call that began it, if any."""
         if self._problem is not None:
             raise self._problem
         return self._work is not None and self._work.is_completed()
 
     def wait(self) -> None:
-        """To be called when it is completed. Raises RuntimeError (torch's) where a rank has gone."""
+        """Call it after `is_completed`. Raises torch's RuntimeError if a rank has died."""
         assert self._work is not None
         self._work.wait()
 
     def _run(self) -> None:
         try:
             self._work = self._begin()
-        except Exception as error:  # for the thread that asks
+        except Exception as error:  # raised in the thread that calls is_completed
             self._problem = error
 
 
 class WeightGroup:
-    """Rank 0 of the group. `port` 0 of the store: the system chooses one."""
+    """Rank 0's side of the process group."""
 
     def __init__(self, address: str, world_size: int, backend: str, timeout: float, patience: float) -> None:
-        """In seconds, `timeout` to meet, and `patience`: how long a broadcast may take before the caller
-        closes the group."""
+        """`timeout` limits the meeting, and after `patience` the caller closes the group of a broadcast that
+        is not done; both in seconds."""
         self._timeout = datetime.timedelta(seconds=timeout)
         self._patience = patience
         self._tcp = dist.TCPStore(
@@ -83,12 +84,12 @@ class WeightGroup:
         )
         name = f"weights-{os.getpid()}-{next(_numbers)}"
         self.meeting = Rendezvous(address, self._tcp.port, world_size, name, backend)
-        self._group: Any = None  # torch's stubs do not make backends process groups
+        self._group: Any = None  # in torch's stubs a backend is no process group
 
     def connect(self, prefixes: Sequence[str]) -> None:
-        """Blocks until all ranks are there. Raises RuntimeError (torch's) after the timeout.
+        """Block until all ranks are there. Raises torch's RuntimeError after the timeout.
 
-        `prefixes`: what the other ranks put before their keys in the store, outermost first.
+        `prefixes` are those of the other ranks' keys in the store, outermost first.
         """
         store: dist.Store = self._tcp
         for prefix in prefixes:
@@ -96,8 +97,8 @@ class WeightGroup:
         world = self.meeting.world_size
         if self.meeting.backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
-            # When an operation takes longer, torch's watchdog ends the whole process: the caller's patience
-            # ends first, and costs one push.
+            # After this time torch's watchdog ends the whole process. The caller's patience ends earlier, and
+            # costs only one push.
             options._timeout = datetime.timedelta(seconds=2 * self._patience + 60)
             with _failures_are_ours():
                 self._group = dist.ProcessGroupNCCL(store, 0, world, options)
@@ -105,24 +106,24 @@ class WeightGroup:
             self._group = dist.ProcessGroupGloo(store, 0, world, self._timeout)
 
     def broadcast(self, tensor: Tensor) -> Sending:
-        """From this rank to all others; returns at once."""
+        """Begin a broadcast from this rank to all others; returns at once."""
         assert self._group is not None, "connect first"
         group = self._group
         return Sending(lambda: group.broadcast([tensor], dist.BroadcastOptions()))
 
     def close(self) -> None:
         group, self._group = self._group, None
-        if group is not None and hasattr(group, "abort"):
+        if group is not None:
             group.abort()
 
 
 @contextlib.contextmanager
 def _failures_are_ours() -> Iterator[None]:
-    """NCCL groups made inside leave a broadcast that failed to whoever asked for it.
+    """NCCL groups made in this context report a failed broadcast to the caller.
 
-    Without this torch ends the whole process as soon as it sees one: the trainer, with a server that died.
+    Without it torch would end the whole process, which is the trainer, when a server dies in a broadcast.
     """
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # read by each group as it is made
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # each group reads it when it is made
     before = os.environ.get(name)
     os.environ[name] = "0"
     try:

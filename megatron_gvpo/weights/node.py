@@ -1,4 +1,9 @@
-"""Memory that rollout servers of the same node can map: a rank's GPU, and a file of the node's first rank."""
+"""Memory that rollout servers of the same node can map: a rank's GPU, and a file of the node's first rank.
+
+A GPU's memory is mapped by CUDA IPC. PyTorch would pickle its handles; here they are JSON, so that nothing
+that came over the network is unpickled. Trainer and server need the same PID and IPC namespaces: those of one
+machine, or of one container.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +29,19 @@ _PREFIX = "megatron_gvpo-"
 
 
 def new_name() -> str:
-    """A name for a run's directories in its nodes' shared memory, which no other run has."""
+    """A name, unique to a run, for its directories in its nodes' shared memory."""
     return _PREFIX + secrets.token_hex(8)
 
 
-_NAMES = _PREFIX + "[0-9a-f]" * 16  # as a pattern
+_NAMES = _PREFIX + "[0-9a-f]" * 16  # a pattern of all such names
 
 
 class NodeMemory:
-    """What one rank can offer. `device`: where its buckets are.
+    """The memory that one rank offers to servers; its buckets are on `device`.
 
-    The first rank of a node has a directory in the node's shared memory, this user's alone, and in it one
-    file as large as the largest bucket. `name`: of the directory, a `new_name()`, the same on all nodes. What
-    runs that were killed have left there it removes.
+    The first rank of a node has a directory called `name` (a `new_name()`, the same on all nodes) in the
+    node's shared memory, which only this user can read, and in it one file as large as the largest bucket. It
+    removes the directories of runs that were killed.
     """
 
     def __init__(self, name: str, device: torch.device, first: bool = True) -> None:
@@ -52,8 +57,11 @@ class NodeMemory:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def seen(self) -> dict[str, Any]:
-        """What is here: "gpu", the UUID of the buckets' own, empty where they are on the host; and, for a
-        node's first rank, "told": the GPUs that each rank of a server sees, by the server's number."""
+        """The servers that were seen here, and this rank's GPU.
+
+        "gpu" is the UUID of the GPU that has the buckets, "" for buckets on the host. "told" has, on a node's
+        first rank, the GPUs that each rank of a server sees, by the server's number.
+        """
         told: dict[str, list[list[str]]] = {}
         for file in self.directory.glob("*.told.*") if self._first else ():
             if not file.name.endswith(".tmp"):
@@ -62,8 +70,11 @@ class NodeMemory:
         return {"told": told, "gpu": gpu_uuid(self._device) if self.on_gpu else ""}
 
     def offer(self, flat: Tensor, handles: int, file: bool) -> dict[str, Any]:
-        """Where servers find the bytes: "handles", so many of the GPU's memory, each good for one mapping,
-        and "file". Raises PushFailed where there is no memory for the file."""
+        """Offer a bucket to servers.
+
+        Returns "handles", as many as asked for, each for one mapping of the GPU's memory, and "file", the
+        path of a copy if one is wanted, else "". Raises PushFailed if there is no memory for the file.
+        """
         found: dict[str, Any] = {"handles": [shared_storage(flat) for _ in range(handles)]}
         return found | {"file": str(self._write(flat)) if file else ""}
 
@@ -78,7 +89,7 @@ class NodeMemory:
         file = self.directory / "bucket"
         if len(self._buffer) < len(flat):
             try:
-                with file.open("ab") as stream:  # reserved: writing where no memory is would end the process
+                with file.open("ab") as stream:  # reserves memory: a write without would kill the process
                     os.posix_fallocate(stream.fileno(), 0, len(flat))
             except OSError as error:
                 raise PushFailed(
@@ -92,10 +103,10 @@ class NodeMemory:
 
 
 def _made(directory: Path) -> int:
-    """Make it, and lock it for as long as this process lives. Returns the descriptor that holds the lock."""
+    """Make the directory and lock it while this process lives. Returns the descriptor that holds the lock."""
     while True:
         directory.mkdir(mode=0o700, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):  # removed as left over, before the lock was there
+        with contextlib.suppress(FileNotFoundError):  # another run removed it before it was locked
             lock = os.open(directory, os.O_RDONLY)
             fcntl.flock(lock, fcntl.LOCK_SH)
             if os.path.samestat(os.fstat(lock), directory.stat()):
@@ -104,7 +115,7 @@ def _made(directory: Path) -> int:
 
 
 def _remove_if_left(directory: Path) -> None:
-    """Remove it, unless a process lives that has locked it, or it is another user's."""
+    """Remove the directory, unless a living process has locked it or it belongs to another user."""
     with contextlib.suppress(OSError):
         lock = os.open(directory, os.O_RDONLY)
         try:
@@ -114,28 +125,30 @@ def _remove_if_left(directory: Path) -> None:
             os.close(lock)
 
 
-# What torch.UntypedStorage._share_cuda_ returns after the device's number, and _new_shared_cuda takes.
+# The values that torch.UntypedStorage._share_cuda_ returns, and _new_shared_cuda takes, after the device
+# number.
 FIELDS = ("allocation", "bytes", "offset", "counter", "counter_offset", "event", "event_sync")
 
 
 def shared_storage(flat: Tensor) -> dict[str, Any]:
-    """What `megatron_gvpo_ipc.opened` needs to map the storage that `flat` begins: JSON values.
+    """A handle, in JSON values, with which `megatron_gvpo_ipc.opened` maps the storage that `flat` begins.
 
-    Good for one mapping. The storage must stay as it is until the other process has let go of it; where that
-    never mapped it, its memory is held until this process ends. Raises ValueError for a tensor on the host.
+    It is good for one mapping. The storage must not change until the other process has released it. If that
+    process never maps it, its memory is held until this process ends. Raises ValueError for a tensor on the
+    host.
     """
     if not flat.is_cuda:
         raise ValueError(
             f"CUDA IPC shares memory of a GPU, and this bucket is on the {flat.device.type}: "
             "processes without a GPU share host memory instead"
         )
-    torch.cuda.synchronize(flat.device)  # its bytes are there
+    torch.cuda.synchronize(flat.device)  # until its bytes are written
     _, *values = flat.untyped_storage()._share_cuda_()
     return plain(gpu_uuid(flat.device), values)
 
 
 def plain(uuid: str, values: Sequence[bytes | int | bool]) -> dict[str, Any]:
-    """The values of FIELDS on the GPU of this UUID, as JSON has them: bytes in base64."""
+    """The values of FIELDS on the GPU with this UUID as JSON values, bytes in base64."""
     named = zip(FIELDS, values, strict=True)
     texts = {name: base64.b64encode(v).decode() if isinstance(v, bytes) else v for name, v in named}
     return {"uuid": uuid, **texts}
@@ -146,6 +159,6 @@ def gpu_uuid(device: torch.device) -> str:
 
 
 def seen_by_all(seen_by_ranks: Sequence[Sequence[str]]) -> list[str]:
-    """The GPUs, by UUID and in the order of their numbers, that all ranks of a server see."""
+    """The UUIDs of the GPUs that all ranks of a server see, in the order of the first rank's devices."""
     first, *others = seen_by_ranks
     return [uuid for uuid in first if all(uuid in seen for seen in others)]

@@ -1,9 +1,9 @@
-"""Buckets for the rollout servers that share no memory with rank 0: on other GPUs, on other nodes.
+"""Relays offer buckets to rollout servers that share no memory with rank 0: on other GPUs, on other nodes.
 
-Rank 0 speaks to all servers. The other ranks take part in the weight stream's collectives anyway. Those of
-them that are relays (every rank with a GPU; without GPUs the first rank of every node) cut the same stream
-into the same buckets, and offer each of them to the servers beside them when rank 0 says so. They speak
-through the store at which the ranks have met.
+Rank 0 speaks to all servers. The other ranks take part in the weight stream's collectives anyway. Relays are
+every other rank with a GPU; without GPUs, the first rank of every other node. They cut the same stream into
+the same buckets, and offer each bucket to the servers beside them when rank 0 orders it. Orders and answers
+go through the store where the ranks have met.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from megatron_gvpo.weights.bucket import Bucket
 from megatron_gvpo.weights.node import NodeMemory
 from megatron_gvpo.weights.transport import PushFailed
 
-PATIENCE = 10  # a relay waits so many timeouts of a push's steps for the next order
+PATIENCE = 10  # a relay waits for an order for this many times `rollout.weights.timeout`
 
 Order = dict[str, Any]
 
 
 class Relays:
-    """Rank 0's side: orders to the relays, whose ranks these are, and their answers."""
+    """Rank 0's side: sends orders to the relays, which are `ranks`, and waits for their answers."""
 
     def __init__(self, store: dist.Store, ranks: Sequence[int], timeout: float) -> None:
         self._store: dist.Store = store.clone()  # type: ignore[attr-defined] # torch's stubs lack it
@@ -36,12 +36,13 @@ class Relays:
         return len(self._ranks)
 
     def tell(self, order: Order) -> None:
+        """Give all relays an order that they do not answer."""
         if self._ranks:
             self._store.set(f"order.{self._number}", json.dumps(order))
             self._number += 1
 
     def ask(self, orders: Sequence[Order], doing: str) -> list[dict[str, Any]]:
-        """Each relay's answer to its own order. Raises PushFailed for what one could not do."""
+        """Give each relay its own order; returns the answers. Raises PushFailed for an error or no answer."""
         if not self._ranks:
             return []
         asked = self._number
@@ -64,24 +65,24 @@ class Relays:
 
 
 class Relay:
-    """The side of a relay, which is `rank`."""
+    """A relay's side, on `rank`."""
 
     def __init__(self, store: dist.Store, rank: int, memory: NodeMemory, timeout: float) -> None:
-        # A connection of its own: one that waits is closed to all other threads.
+        # A connection of its own, because one that waits blocks all other threads that use it.
         self._store: dist.Store = store.clone()  # type: ignore[attr-defined] # torch's stubs lack it
         self._rank, self._memory, self._timeout = rank, memory, timeout
         self._number = 0
 
     def follow(self, buckets: Iterator[Bucket]) -> None:
-        """Carry out the orders of one push, to its end. Raises RuntimeError where none comes any more.
+        """Carry out the orders of one push, to its end. Raises RuntimeError if rank 0 falls silent.
 
-        What is left of the stream then is for the caller to take part in.
+        The caller must iterate what is then left of the stream.
         """
         while (order := self._next())["do"] != "over":
             if order["do"] == "look":
                 self._answer(self._memory.seen())
                 continue
-            for bucket in buckets:  # from here on rank 0, too, takes part in the stream
+            for bucket in buckets:  # rank 0 takes part in the stream from here on
                 if (order := self._next())["do"] == "over":
                     return
                 try:
@@ -101,7 +102,7 @@ class Relay:
                 f"rank {self._rank}: in a weight push, rank 0 has said nothing for {limit:g} s ({error})"
             ) from None
         order: Order = json.loads(self._store.get(key))
-        self._store.delete_key(self._answer_key())  # it has been read
+        self._store.delete_key(self._answer_key())  # rank 0 has read it
         self._number += 1
         found: Order = order["each"][str(self._rank)] if "each" in order else order
         return found

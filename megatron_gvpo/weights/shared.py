@@ -67,7 +67,8 @@ class Shared(Transport):
 
     @classmethod
     def create(cls, config: Config, receiver: Callable[[Server], Any], device: torch.device) -> Self:
-        timeout, (memory, store, relays) = config.rollout.weights.timeout, _meet(device)
+        memory, store, relays = _meet(device)
+        timeout = config.rollout.weights.timeout
         assert memory is not None, "rank 0 is the first of its node"
         return cls(receiver, timeout, memory, Relays(store, relays, timeout))
 

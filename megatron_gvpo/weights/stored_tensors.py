@@ -1,4 +1,4 @@
-"""What a Hugging Face checkpoint holds, read from the headers of its files."""
+"""Lists the tensors of a Hugging Face checkpoint, from the headers of its safetensors files."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of a safetensors file; `dtype` in the file's terms: BF16, F32, F8_E4M3."""
+    """A tensor of a safetensors file; `dtype` as the file names it: BF16, F32, F8_E4M3."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
 def stored_tensors(directory: Path) -> dict[str, Stored]:
-    """By name; empty where there are no safetensors files."""
+    """The tensors in `directory` by name; empty if it has no safetensors files."""
     tensors: dict[str, Stored] = {}
     for file in sorted(directory.glob("*.safetensors")):
         with file.open("rb") as stream:

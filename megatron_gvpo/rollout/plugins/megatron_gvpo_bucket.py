@@ -1,4 +1,4 @@
-"""Buckets of weights, for the receivers in both engines: tensors, their bytes one after another."""
+"""The layout of weight buckets, for the plugins in both engines: the bytes of tensors, one after another."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Layout:
         return sum(self._sizes)
 
     def views(self, flat: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        """(name, tensor), views into `flat`, uint8 [nbytes]."""
+        """(name, tensor) pairs; the tensors are views into `flat`, uint8 [nbytes]."""
         parts = zip(self._names, self._dtypes, self._shapes, flat.split(self._sizes), strict=True)
         return [(name, part.view(dtype).view(shape)) for name, dtype, shape, part in parts]
 
     def mapped(self, file: str) -> torch.Tensor:
-        """The bucket's bytes in a file of shared memory, uint8 [nbytes], not copied."""
+        """The bucket's bytes in a file in shared memory, uint8 [nbytes], mapped without a copy."""
         return torch.from_file(file, shared=True, size=self.nbytes, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Memory of a GPU that the trainer shares with this server's ranks, for the receivers in both engines."""
+"""Maps GPU memory that the trainer shares with this server's ranks, for the plugins in both engines."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from typing import Any
 
 import torch
 
-BYTES = ("allocation", "counter", "event")  # what comes in base64
+BYTES = ("allocation", "counter", "event")  # fields of a handle in base64
 NUMBERS = ("bytes", "offset", "counter_offset", "event_sync")
 
 
 def tell_gpus(file: str) -> None:
-    """Write the UUIDs of the GPUs that this rank sees into a file of its own: `file`.PID.
+    """Write the UUIDs of the GPUs that this rank sees, as JSON, to `file`.PID.
 
-    The folder is in the memory of the trainer's nodes: where it is not, this is none of them.
+    The folder is in the shared memory of the trainer's nodes. If it does not exist, this rank is on another
+    node, and writes nothing.
     """
     if not Path(file).parent.is_dir():
         return
@@ -27,21 +28,21 @@ def tell_gpus(file: str) -> None:
 
 
 def gpus() -> list[str]:
-    """UUIDs in the order of the devices' numbers."""
+    """The UUIDs of the visible GPUs, in the order of their device numbers."""
     return [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
 
 
 def arguments(handle: dict[str, Any]) -> list[Any]:
-    """Of torch.UntypedStorage._new_shared_cuda, after the device's number."""
+    """The arguments of torch.UntypedStorage._new_shared_cuda, after the device number."""
     found = {name: base64.b64decode(handle[name]) for name in BYTES} | {n: handle[n] for n in NUMBERS}
     order = ("allocation", "bytes", "offset", "counter", "counter_offset", "event", "event_sync")
     return [found[name] for name in order]
 
 
 def opened(handle: dict[str, Any], size: int) -> torch.Tensor:
-    """The first `size` bytes of the trainer's bucket, uint8, not copied, on the GPU where they are.
+    """The first `size` bytes of the trainer's bucket, uint8, mapped without a copy on the GPU that has them.
 
-    The trainer may write there again when every tensor on this memory is gone and the GPU has done its work.
+    The trainer may overwrite them once every tensor on this memory is gone and the GPU has finished its work.
     """
     if handle["uuid"] not in gpus():
         raise RuntimeError(f"this rank does not see the GPU {handle['uuid']} that the weights are on")

@@ -1,4 +1,4 @@
-"""Patches of weights, for the receivers in both engines: single elements by position, or whole tensors."""
+"""Applies patches of weights, for the plugins in both engines: single elements, or whole tensors."""
 
 from __future__ import annotations
 
@@ -9,24 +9,23 @@ from torch.overrides import TorchFunctionMode
 
 
 def apply_patches(model: Any, wire: torch.Tensor, patches: list[list[Any]]) -> None:
-    """Write the patches into the model through its own checkpoint loader, which knows about fusion and
-    shards."""
+    """Write the patches into the model through its own checkpoint loader, which handles fusion and shards."""
     with KeepWhereNaN():
         model.load_weights(unpack(wire, patches))
 
 
 def check_patched(model: Any) -> None:
-    """Once a push, which has many buckets: raises RuntimeError where a loader wrote what no patch names."""
+    """Raise RuntimeError if a loader wrote elements that no patch names. Called at the end of a push."""
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and torch.isnan(parameter).any():
             raise RuntimeError(f"a weight patch left NaN in {name}: its loader does not copy in place")
 
 
 def unpack(wire: torch.Tensor, patches: list[list[Any]]) -> list[tuple[str, torch.Tensor]]:
-    """(name, tensor) of each [name, dtype, shape, count]; NaN where an element keeps its value.
+    """(name, tensor) for each patch [name, dtype, shape, count]; NaN for elements that keep their value.
 
-    `wire` uint8: the int32 positions of all patches, then their values. Count -1 is a whole tensor, without
-    positions.
+    `wire`, uint8, holds the int32 positions of all patches, then their values. Count -1 is a whole tensor,
+    which has no positions.
     """
     counts = [count for _, _, _, count in patches]
     cut = 4 * sum(count for count in counts if count > 0)
@@ -48,7 +47,7 @@ def unpack(wire: torch.Tensor, patches: list[list[Any]]) -> list[tuple[str, torc
 
 
 class KeepWhereNaN(TorchFunctionMode):
-    """Inside, `target.copy_(source)` leaves the elements alone where the source is NaN."""
+    """In this context `target.copy_(source)` keeps the target's elements where the source is NaN."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         if func is torch.Tensor.copy_ and args[1].is_floating_point():

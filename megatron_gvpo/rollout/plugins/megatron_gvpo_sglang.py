@@ -1,9 +1,9 @@
-"""Runs inside SGLang's schedulers: weights from shared memory, and patches over a torch process group.
+"""Runs inside SGLang's schedulers: loads weights from shared memory, and patches from a process group.
 
 SGLang calls `receive` as a custom weight loader (`--custom-weight-loader megatron_gvpo_sglang.receive`, with
-this folder on the server's PYTHONPATH) for each `/update_weights_from_tensor` that names it. The one tensor
-that comes with the call holds an order in JSON; the weights themselves come by broadcast from the trainer's
-rank 0.
+this folder on the server's PYTHONPATH) for each request to /update_weights_from_tensor that names it. The one
+tensor of the request holds an order in JSON. The weights themselves are in shared memory, or come by
+broadcast from the trainer's rank 0.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ from megatron_gvpo_bucket import Layout
 from megatron_gvpo_ipc import opened, tell_gpus
 from megatron_gvpo_patches import apply_patches, check_patched
 
-_groups: dict[str, tuple[Any, Any]] = {}  # by name: process group and its store, which must live as long
+_groups: dict[str, tuple[Any, Any]] = {}  # by name: a process group, and its store, which it needs
 
 
 def receive(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """Carry out the order: "join" a group, "apply" the patches of its next broadcast, "check" them when all
-    have come, "load" a bucket of shared memory, or "tell" which GPUs this rank sees."""
+    """Carry out an order.
+
+    "join" joins a process group, "apply" applies the patches of its next broadcast, "check" checks them after
+    the last, "load" loads a bucket from shared memory, "tell" writes which GPUs this rank sees.
+    """
     order = json.loads(bytes(named_tensors[0][1].cpu().numpy()))
     if order["op"] == "join":
         _join(order)
@@ -47,7 +50,7 @@ def _join(order: dict[str, Any]) -> None:
         group: Any = dist.ProcessGroupNCCL(store, order["rank"], world, options)
     else:
         group = dist.ProcessGroupGloo(store, order["rank"], world, timeout)
-    _groups.clear()  # of groups that were never left: the trainer uses one at a time
+    _groups.clear()  # the trainer uses one group at a time, and may never have left the last
     _groups[order["name"]] = (group, store)
 
 
@@ -58,9 +61,9 @@ def _apply(model: torch.nn.Module, order: dict[str, Any]) -> None:
 
 
 def _load(model: Any, order: dict[str, Any]) -> None:
-    """Tensors, their bytes one after another, from a file in memory, or from a GPU's memory."""
+    """Load a bucket from a file in shared memory, or from a GPU's memory."""
     layout = Layout(*zip(*order["tensors"], strict=True))
     mapped = opened(order["handle"], layout.nbytes) if "handle" in order else layout.mapped(order["file"])
     model.load_weights(layout.views(mapped.to(next(model.parameters()).device)))
-    if mapped.is_cuda:  # the trainer overwrites it after the answer
+    if mapped.is_cuda:  # after the answer the trainer overwrites it
         torch.cuda.synchronize()

@@ -1,8 +1,8 @@
-"""Runs inside vLLM's workers: receives weights over a torch process group (gloo or NCCL), or from files.
+"""Runs inside vLLM's workers: loads weights from a torch process group (gloo or NCCL), memory or files.
 
 vLLM finds it as a general plugin because this folder, with its entry points, is on the server's PYTHONPATH.
-Its own NCCL backend has a bootstrap of its own and knows no CPU; this one speaks what torch.distributed
-speaks, so that one trainer code serves both engines on both kinds of machine.
+vLLM's own NCCL backend has a bootstrap of its own and does not run on CPUs. This one uses torch.distributed,
+so that the trainer's code is the same for both engines, on CPUs and GPUs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NAME = "megatron_gvpo"
 
 @dataclass
 class Rendezvous(WeightTransferInitInfo):
-    """Where the process group forms; this server's first rank in it is `rank_offset`."""
+    """Where the process group forms; `rank_offset` is the rank of this server's first process in it."""
 
     master_address: str
     master_port: int
@@ -46,11 +46,12 @@ class Rendezvous(WeightTransferInitInfo):
 
 @dataclass
 class Bucket(WeightTransferUpdateInfo):
-    """Tensors of one broadcast, or of a file in memory, or of a GPU's memory (one of `handles` a rank), their
-    bytes one after another; or all of a directory.
+    """The tensors of one update, their bytes one after another, and where they are.
 
-    With `counts` it is a broadcast of `size` bytes of patches (see megatron_gvpo_patches). With `tell`
-    nothing comes: the ranks say which GPUs they see (see megatron_gvpo_ipc).
+    They come by broadcast, or are in `file` in shared memory, or in a GPU's memory (one of `handles` for each
+    rank), or are all files of `directory`. With `counts` they are `size` bytes of patches, by broadcast (see
+    megatron_gvpo_patches). With `tell` there are none: the ranks write which GPUs they see (see
+    megatron_gvpo_ipc).
     """
 
     names: list[str]
@@ -73,7 +74,7 @@ class Receiver(WeightTransferEngine):
     _group: Any = None
     _reloading = False
     _patched = False
-    # On CPU, of the tensors that patches belong to. It outlives a group, as what was patched does.
+    # On CPU, a copy of each tensor that was patched. It outlives a process group, as the patched weights do.
     _copy: dict[str, torch.Tensor]
     _store: Any = None
 
@@ -97,13 +98,13 @@ class Receiver(WeightTransferEngine):
 
     @property
     def _rank(self) -> int:
-        """Among the server's ranks."""
+        """This worker's number among the server's ranks."""
         parallel = self.parallel_config
         return int(parallel.data_parallel_index * parallel.world_size + parallel.rank)
 
     def start_weight_update(self) -> None:
         self._patched = False
-        self.finish_weight_update()  # vLLM itself ends an update in which a bucket failed, without this
+        self.finish_weight_update()  # vLLM does not call it for an update in which a bucket failed
 
     def finish_weight_update(self) -> None:
         if self._patched:
@@ -131,8 +132,8 @@ class Receiver(WeightTransferEngine):
             self.model.load_weights(_tensors_in(update_info.directory))
             return
         layout = Layout(update_info.names, update_info.dtypes, update_info.shapes)
-        # vLLM keeps the tensors of a layer until the whole layer has come, and the bucket with them: so views
-        # of a buffer of its own, never of shared memory, which the next bucket overwrites.
+        # vLLM keeps the tensors of a layer until the whole layer has come. So they are views of a new buffer,
+        # never of shared memory, which the next bucket overwrites.
         if update_info.handles is not None:
             flat = opened(update_info.handles[self._rank], layout.nbytes).to(self.device, copy=True)
             torch.accelerator.synchronize()
@@ -150,17 +151,18 @@ class Receiver(WeightTransferEngine):
             self._patched = True
             apply_patches(self.model, wire, patches)
             return
-        # On CPU vLLM repacks its parameters, which then have no loader: whole tensors, from a copy of them.
+        # On a CPU vLLM repacks its parameters, which then have no loader: it is given whole tensors, patched
+        # in a copy.
         for name, tensor in unpack(wire, patches):
             old, kept = self._copy.get(name), tensor.isnan()
             if old is None and kept.any():
-                raise RuntimeError(f"a patch of {name} came before all of it")
+                raise RuntimeError(f"a patch of {name} came before the whole tensor")
             self._copy[name] = tensor.clone() if old is None else tensor.where(~kept, old)
         self._reload()
         self.model.load_weights([(name, self._copy[name].clone()) for name in bucket.names])
 
     def _reload(self) -> None:
-        """Begin vLLM's reloading of whole layers, unless it has begun."""
+        """Begin vLLM's reloading of whole layers, if it has not begun."""
         if not self._reloading:
             if self.device.type == "cpu":
                 forget_expert_kernels(self.model)
@@ -178,10 +180,10 @@ class Receiver(WeightTransferEngine):
 
 
 def forget_expert_kernels(model: torch.nn.Module) -> None:
-    """Let vLLM set the experts' kernels up anew when their weights have come.
+    """Make vLLM set up the experts' kernels again when their weights have come.
 
-    It does so once (0.32.0), and on a CPU that is where it packs the weights: later ones would be copied, as
-    they come, over packed ones.
+    vLLM 0.32.0 does so only once, and on a CPU it packs the weights there: later weights would be copied
+    unpacked over packed ones.
     """
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
