@@ -128,7 +128,7 @@ def test_a_served_model_teaches_grades_and_judges(served: Running, task: Path):
 
 
 def greedy(directory: Path, text: str, max_tokens: int) -> str:
-    """What transformers says."""
+    """The greedy response of transformers."""
     tokenizer = AutoTokenizer.from_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     ids = tokenizer([text], return_tensors="pt", add_special_tokens=False)["input_ids"]
@@ -161,7 +161,7 @@ def test_a_servers_key_is_wanted_and_nobody_else_can_read_it(engine: str, task: 
 
 
 def command_lines(group: int | None) -> list[str]:
-    """Of the processes of a process group."""
+    """The command lines of a process group's processes."""
     found = []
     for place in Path("/proc").glob("[0-9]*"):
         with suppress(ProcessLookupError, FileNotFoundError):  # it has ended
@@ -252,7 +252,7 @@ def another_node() -> Iterator[tuple[int, str]]:
 
 
 def assert_exported(directory: Path) -> None:
-    """What push_worker wrote after each push: the server had the export, and other weights before."""
+    """Check the files of push_worker: each push gave the server the export, and changed its weights."""
     for step in range(len(PUSHES)):
         export = directory / f"export-{step}"
         pushed = (directory / f"checksum-{step}").read_text()
@@ -345,7 +345,7 @@ def test_a_push_that_failed_half_way_does_not_hinder_the_next(served: Running, t
 def test_what_changed_is_enough_for_a_server_that_is_in_another_group(
     served: Running, task: Path, tmp_path: Path
 ):
-    """As when another server came back: the group is a new one, what this one has is what was sent last."""
+    """A new group, as after the return of another server, still sends only the changes to this server."""
     tensors = load_file(task / "model" / "model.safetensors")
     member = Member(served.client.server)
     transport = Delta(partial(receiver, transport="delta"), "127.0.0.1", "gloo", 60.0)

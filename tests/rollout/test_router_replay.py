@@ -1,6 +1,6 @@
-"""Router replay: what real servers say of their experts, and the trainer's log-probs through these.
+"""Router replay: real servers return their experts, and the trainer computes log-probs through them.
 
-That the gradient is right, on every layout, is test_gradient_invariance.py's matter.
+test_gradient_invariance.py tests the gradient, on every layout.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def unpacked(routing: Routing) -> np.ndarray:
 
 
 class OwnChoice(Callback):
-    """Notes how far the trainer would be from the engine if its routers chose; asks for the last step's
-    responses once more, when their prompts are in the server's cache."""
+    """Records the mismatch that the trainer would have if its own routers chose, and samples the last step's
+    responses once more, when the server has their prompts in its cache."""
 
     def __init__(self) -> None:
         self.found: list[dict[str, float]] = []
@@ -84,11 +84,12 @@ class OwnChoice(Callback):
 def test_a_trainer_that_replays_agrees_with_the_server(
     moe: Path, tmp_path: Path, engine: str, plugin: str, cached: bool
 ):
-    """In every step of a run, at a learning rate that rounds away: the pushed weights keep the pairs.
+    """In every step of a run, whose learning rate is too small to change weights, log-probs agree.
 
-    So does transformers with the same experts forced: they are those of the right tokens and layers, of
-    prompts from the cache, too. With SGLang's cache a response's first token may have gone through others: it
-    computes a prompt that many requests bring at once for each, then keeps one copy, and tells its experts.
+    transformers agrees, too, if the same experts are forced: so they belong to the right tokens and layers,
+    also for cached prompts. With SGLang's cache a response's first token may have had other experts: SGLang
+    computes a prompt that many requests bring at once for each of them, keeps one copy, and returns the
+    experts of that copy.
     """
     own = OwnChoice()
     short = ("train.steps=2", "eval.every=0", "optimizer.lr=1e-30", "optimizer.warmup_steps=0")

@@ -1,4 +1,4 @@
-"""How servers are started, watched and judged, on machines with proxies, GPUs and NCCLs of all kinds."""
+"""Servers are started, watched and checked on machines with proxies and all kinds of GPUs and NCCLs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SOON = 60.0  # seconds
 
 @contextmanager
 def listening(answer: bytes | None) -> Iterator[str]:
-    """The URL of a socket that says `answer` to whoever connects, and hangs up; None: it accepts nobody."""
+    """The URL of a socket that sends `answer` to every client and hangs up; None: it accepts no client."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen(0 if answer is None else 16)
@@ -62,7 +62,7 @@ def config_of(good: Path, *overrides: str) -> Config:
 
 
 def test_health_is_asked_past_a_proxy(monkeypatch: pytest.MonkeyPatch):
-    """Clusters have http_proxy in their environment; it knows nothing of servers on their nodes."""
+    """Many clusters set http_proxy, but the proxy does not reach servers on the nodes."""
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("NO_PROXY", raising=False)
@@ -72,7 +72,7 @@ def test_health_is_asked_past_a_proxy(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("answer", [b"\x00\x01garbage\r\n", b""])
 def test_what_is_no_web_server_is_not_healthy(answer: bytes):
-    """Such as a port that something else took first."""
+    """For example, when another program took the port first."""
     with listening(answer) as url:
         assert not is_healthy(url, SOON)
 
@@ -102,7 +102,7 @@ def test_a_server_that_never_becomes_healthy_is_started_again(tmp_path: Path):
 
 
 def test_a_server_that_cannot_be_started_again_is_a_failure(tmp_path: Path):
-    """The supervisor outlives what the system says to a restart."""
+    """The supervisor goes on after an OSError of a restart."""
     supervisor = supervised(tmp_path, ["sleep", "0.1"], restarts=2)
     with closing(supervisor):
         supervisor.start()
@@ -141,7 +141,7 @@ def test_sglangs_key_is_not_on_its_command_line(good: Path):
 
 @pytest.mark.parametrize("lent", [(), ("cache",)])
 def test_a_server_that_keeps_a_colocated_trainers_memory_is_ended(tmp_path: Path, lent: tuple):
-    """It answers no order to give it, or has taken a part in a push that failed; the trainer takes it now."""
+    """The server does not answer the order to release it, or reclaimed a part in a push that failed."""
     supervisor = supervised(tmp_path, ["sleep", "1000"])
     [process] = supervisor.processes
     process.start()
@@ -171,7 +171,7 @@ def test_a_server_that_ended_has_all_of_its_memory_when_it_is_back():
 
 @contextmanager
 def a_fleet(url: str, supervisor: Supervisor | None = None) -> Iterator[tuple[BackgroundLoop, ServerPool]]:
-    """Of the server at `url` alone; nobody watches it."""
+    """A pool of the server at `url`, whose health nobody watches."""
     loop = BackgroundLoop("test client")
     session = loop.run(open_session())
     yield loop, ServerPool([SGLang(Http(session, url))], ServersConfig(), [], print, supervisor)
@@ -188,7 +188,7 @@ def test_logs_that_cannot_be_written_are_said_to_be_the_reason(good: Path, tmp_p
 
 
 def test_an_interrupted_start_leaves_no_server(good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Such as by Ctrl-C in a Python session, which lives on."""
+    """For example, by Ctrl-C in a Python session, which goes on."""
     started = tmp_path / "pid"
 
     def interrupt(word: object) -> None:
@@ -208,7 +208,7 @@ def test_an_interrupted_start_leaves_no_server(good: Path, tmp_path: Path, monke
 
 
 def test_the_end_of_a_long_log_is_read_alone(tmp_path: Path):
-    """A server writes for weeks."""
+    """The log of a server that ran for weeks is too large to read whole."""
     log = tmp_path / "log"
     log.write_bytes(b"old\n")
     os.truncate(log, 2**28)
@@ -226,7 +226,7 @@ def test_the_end_of_a_long_log_is_read_alone(tmp_path: Path):
 
 
 def interpreter(directory: Path, says: str) -> str:
-    """An interpreter whose torch has this NCCL: a CPU's has none."""
+    """An interpreter that says it has this NCCL, because torch on a CPU has none."""
     python = directory / "python"
     python.write_text(f"#!/bin/sh\n{says}\n")
     python.chmod(0o755)

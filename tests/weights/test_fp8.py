@@ -1,4 +1,4 @@
-"""FP8 on the way to the servers: bit for bit the engines' own quantisers, and what they load."""
+"""FP8 weights equal those of the engines' own quantisers bit for bit, and real servers load them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def cases() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(("engine", "power_of_two"), [("vllm", False), ("sglang", True)])
 def test_it_is_the_engines_own_quantiser_bit_for_bit(engine: str, power_of_two: bool, tmp_path: Path):
-    """vLLM has the rule with scales of any value, SGLang that with powers of two (scale_fmt ue8m0)."""
+    """vLLM's quantiser has scales of any value, SGLang's has powers of two (scale_fmt ue8m0)."""
     weights, reference = cases(), HELPERS.joinpath("fp8_reference.py")
     save_file(weights, tmp_path / "in.safetensors")
     command = [engine_python(engine), reference, engine, tmp_path / "in.safetensors", tmp_path / "out"]
@@ -60,7 +60,7 @@ def test_it_is_the_engines_own_quantiser_bit_for_bit(engine: str, power_of_two: 
 
 
 def test_a_bucket_keeps_what_is_quantised_and_every_offset_aligned():
-    """Of a stream of odd sizes: FP8, its scales in fp32, the rest in the wire's type, whole."""
+    """In a stream of odd sizes FP8 stays FP8, scales stay fp32, and the rest becomes the wire's dtype."""
     torch.manual_seed(0)
     linear, odd = torch.randn(130, 131), torch.randn(3, 5)
     layout = Fp8Layout(frozenset(["a.weight", "odd.weight"]), (128, 128), False)
@@ -106,7 +106,7 @@ def test_the_layout_is_what_the_served_checkpoint_holds():
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_server_in_fp8_gets_what_its_checkpoint_would_hold_byte_for_byte(engine: str, tmp_path: Path):
-    """A real server, whose FP8 matrix products alone are stand-ins (tests/fp8_on_cpu), and a bf16 trainer."""
+    """A bf16 trainer and a real server, of which only the FP8 matrix products are stand-ins."""
     task, served = make_task_in_fp8(tmp_path)
     python = engine_with("fp8_on_cpu", engine, tmp_path)
     own = (python, f"rollout.servers.model_path={served}", "model.dtype=bfloat16")

@@ -1,6 +1,6 @@
-"""Buckets in a GPU's memory, as far as a machine without one can tell: handles, choices, the receiver.
+"""Buckets in a GPU's memory, as far as a machine without a GPU can test: handles, choices, the receiver.
 
-The mapping itself is benchmarks/device_ipc.py's matter, which needs a GPU.
+benchmarks/device_ipc.py tests the mapping itself, on a GPU.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ sys.path.insert(0, str(PLUGINS))
 import megatron_gvpo_ipc
 import megatron_gvpo_sglang
 
-# As torch makes them: an allocation of 64 bytes, counters in a file whose name they give, an event.
+# Values as torch makes them: the handle of an allocation, a file with counters, the handle of an event.
 VALUES = [bytes(range(64)), 268435456, 2097152, b"/torch_1234_567_8", 24, bytes(range(64, 128)), True]
 UUID = "9d3c1f5a-0000-1111-2222-333344445555"
 
@@ -75,7 +75,7 @@ def test_a_server_sees_a_gpu_when_all_its_ranks_do():
 
 
 class OnGpus:
-    """Stands for a server on a machine with GPUs, for the part of the dialect that a shared push uses."""
+    """Stands for a server on a machine with GPUs, and for its receiver of shared buckets."""
 
     def __init__(self, name: str, *seen_by_ranks: list[str], maps: bool = True) -> None:
         self.url, self._seen, self._maps = f"http://{name}", seen_by_ranks, maps
@@ -98,8 +98,8 @@ class OnGpus:
 
 
 def test_each_server_of_a_push_maps_what_it_can_see(monkeypatch: pytest.MonkeyPatch):
-    """One handle for every rank of a server that sees the GPU, the machine's memory for the others, and for
-    one that could not map the GPU's after all."""
+    """Every rank of a server that sees the GPU gets a handle. The other servers map the machine's memory, and
+    so does, in the next push, a server that failed to map the GPU's."""
     monkeypatch.setattr(node, "gpu_uuid", lambda device: UUID)
     monkeypatch.setattr(node, "shared_storage", lambda flat: plain(UUID, VALUES))
     two, away = OnGpus("two", [UUID, "b"], ["b", UUID]), OnGpus("away", ["c"])
@@ -125,7 +125,7 @@ def test_each_server_of_a_push_maps_what_it_can_see(monkeypatch: pytest.MonkeyPa
 
 
 class Model(nn.Module):
-    """What a receiver needs of an engine's model."""
+    """The part of an engine's model that a receiver uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class Model(nn.Module):
 
 
 def test_a_mapped_bucket_is_loaded_whatever_it_is_mapped_from(tmp_path: Path, monkeypatch):
-    """The receiver's code with host memory as the storage that a handle opens."""
+    """Runs the receiver's code, where a handle opens host memory instead of a GPU's."""
     weight, bias = torch.randn(3, 2), torch.randn(5).bfloat16()
     flat = torch.cat([t.flatten().view(torch.uint8) for t in (weight, bias)])
     file = tmp_path / "bucket"

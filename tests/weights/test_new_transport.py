@@ -74,7 +74,7 @@ class VLLMRawFiles(VLLMReceiver):
 
 @pytest.fixture
 def raw_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything that a new transport needs."""
+    """Register the transport and its receivers: nothing else is needed."""
     monkeypatch.setitem(TRANSPORTS, "raw_files", f"{__name__}:RawFiles")
     monkeypatch.setitem(RECEIVERS["sglang"], "raw_files", SGLangRawFiles)
     monkeypatch.setitem(RECEIVERS["vllm"], "raw_files", VLLMRawFiles)

@@ -1,4 +1,4 @@
-"""What failed pushes cost, and what they leave alone."""
+"""Failed pushes: how often they are tried, and which files they leave alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron_gvpo.weights.push import Publisher
 
 
 class Refusing:
-    """Stands for a server that answers, and takes no weights."""
+    """Stands for a server that answers, but refuses weights."""
 
     url = "http://server"
 
@@ -37,7 +37,7 @@ class Refusing:
 
 
 class Replaced:
-    """Stands for the supervisor of its process."""
+    """Stands for the supervisor of the server's process, and counts its restarts."""
 
     failed = None
 
@@ -51,7 +51,7 @@ class Replaced:
 def test_a_server_that_was_started_anew_has_all_its_attempts_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """One more failure costs no third start: there are few of them, and they take minutes."""
+    """One more failure does not cost a third start: starts take minutes, and their number is limited."""
     monkeypatch.setattr(push, "RETRY_AFTER", 0.0)
     loop, supervisor = BackgroundLoop("test"), Replaced()
     fleet = ServerPool([Refusing()], ServersConfig(), [], print, supervisor)  # type: ignore[list-item, arg-type]
@@ -92,7 +92,7 @@ def config_of(good: Path, out: Path, shared: Path | None) -> Config:
 
 
 def test_a_run_removes_nothing_of_others_from_a_directory_that_they_share(good: Path, tmp_path: Path):
-    """Another run's weights, and files of the user's own with whatever name."""
+    """Another run's weights stay, and so do the user's own files, whatever their names."""
     shared = tmp_path / "scratch"
     (shared / "version_0").mkdir(parents=True)
     (shared / "version_0" / "mine").write_text("years of work")

@@ -1,4 +1,4 @@
-"""Orders of rank 0 and what the first ranks of other nodes make of them, in threads, over a store."""
+"""Relays carry out the orders of rank 0: here in threads, over a store."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 
 
 def stream(count: int) -> Iterator[Bucket]:
-    """Buckets of growing sizes; bucket i holds i everywhere."""
+    """`count` buckets of growing sizes; all bytes of bucket i are i."""
     for i in range(count):
         flat = torch.full((4 + i,), i, dtype=torch.uint8)
         yield Bucket([TensorSpec("weight", "uint8", (4 + i,))], flat)
@@ -41,7 +41,7 @@ def stream(count: int) -> Iterator[Bucket]:
 
 @contextmanager
 def relays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: list[int]) -> Iterator[tuple]:
-    """Rank 0's side and the others', whose nodes have shared memory of their own."""
+    """Rank 0's side and the relays on `ranks`, each with its own node's shared memory."""
     store, others = HashStore(), []
     for rank in ranks:
         (tmp_path / str(rank)).mkdir()
@@ -142,7 +142,7 @@ class OnTwoGpus:
 
 
 def test_each_rank_of_a_server_maps_the_bucket_on_a_gpu_of_its_own(tmp_path, monkeypatch):
-    """Rank 0 and a relay of the same node have one each: bytes need not leave them."""
+    """Rank 0 and a relay of the same node have a GPU each, and no byte leaves its GPU."""
     monkeypatch.setattr(node, "SHARED_MEMORY", tmp_path)
     monkeypatch.setattr(node, "gpu_uuid", lambda device: f"gpu {device.index}")
     monkeypatch.setattr(node, "shared_storage", lambda flat: {"of bytes": flat.tolist()})
@@ -180,7 +180,7 @@ def test_a_server_of_another_machine_is_named(tmp_path, monkeypatch):
 
 
 def test_a_relay_goes_on_to_the_next_collective_where_rank_0_has_no_memory(tmp_path, monkeypatch):
-    """Rank 0 may wait there for it, and would never come to say that the push is over."""
+    """Otherwise rank 0 could wait for it there, and never say that the push is over."""
 
     class Without(OnTwoGpus):
         async def tell_gpus(self, file: Path, timeout: float) -> None:
@@ -216,7 +216,7 @@ def test_a_relay_goes_on_to_the_next_collective_where_rank_0_has_no_memory(tmp_p
 
 
 def test_a_relay_hears_of_the_end_of_a_push_that_never_began(tmp_path, monkeypatch):
-    """Rank 0 fails while it still waits for what is in flight: the relay is in the push by then."""
+    """Rank 0 fails while it waits for requests in flight, when the relay is already in the push."""
 
     class Unstoppable(OnTwoGpus):
         async def abort(self, timeout: float) -> None:

@@ -1,4 +1,4 @@
-"""The group that weights are broadcast in, on a backend that does what NCCL would, which needs a GPU."""
+"""The process group of weight broadcasts, on a stand-in for NCCL, which would need a GPU."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from megatron_gvpo.weights.group import Rendezvous
 from megatron_gvpo.weights.transport import PushFailed
 
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-PATIENCE = 10.0  # seconds; a broadcast that waits for what nobody sends is told by it
+PATIENCE = 10.0  # seconds until a broadcast that nobody else joins fails
 
 
 class LikeNccl:
-    """torch's ProcessGroupNCCL connects the ranks in the call that begins the first broadcast
-    (ncclCommInitRank), and returns from it when all of them have begun theirs.
+    """Stands for torch's ProcessGroupNCCL, which connects the ranks (ncclCommInitRank) at its first use.
+
+    The call that begins that broadcast returns when all ranks have begun theirs.
     """
 
     class Options:
@@ -57,7 +58,7 @@ class Done:
 
 
 class Server:
-    """Begins its broadcast when it is asked to, or refuses."""
+    """Stands for a server that begins its broadcast when asked to, or refuses."""
 
     url = "http://server"
 
@@ -118,7 +119,7 @@ def test_the_watchdog_that_would_end_the_process_waits_longer_than_the_push():
 def test_a_server_that_died_in_a_broadcast_does_not_end_the_trainer(
     before: str | None, monkeypatch: pytest.MonkeyPatch
 ):
-    """torch's way with a failed operation is to end the process; it reads the way when a group is made."""
+    """By default torch ends the process after a failed operation. A group reads the setting once."""
     if before is None:
         monkeypatch.delenv(ERROR_HANDLING, raising=False)
     else:

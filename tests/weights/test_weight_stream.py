@@ -1,4 +1,4 @@
-"""Buckets and patches of the weight stream, without a server: every byte arrives, in order."""
+"""Every byte of the weight stream arrives in order, in buckets and in patches; without a server."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_two_buffers_serve_all_buckets_in_turn():
 
 
 class Fused(torch.nn.Module):
-    """As in the engines: q and v of a checkpoint are one parameter, of which the model holds a shard."""
+    """A model as the engines have it: q and v are one parameter, of which this rank holds a shard."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Fused(torch.nn.Module):
 
 
 class Wire(Delta):
-    """What the delta transport would send."""
+    """A delta transport that keeps what it would send."""
 
     async def _deliver(self, wire, post):
         self.wire = wire.clone()
