@@ -55,8 +55,8 @@ def fp8_layout(path: str, config: Mapping[str, Any], stored: Mapping[str, Stored
     if how.get("quant_method") != "fp8" or not block or how.get("activation_scheme") != "dynamic":
         shown = {key: how.get(key) for key in ("quant_method", "weight_block_size", "activation_scheme")}
         raise ConfigError(
-            f"{path}/config.json: quantization_config has {shown}; of quantised models, only those in "
-            "block-wise FP8 can receive weights: quant_method fp8, weight_block_size such as [128, 128], "
+            f"{path}/config.json: quantization_config has {shown}; quantised models can be sent weights "
+            "if they are in block-wise FP8 alone: quant_method fp8, weight_block_size such as [128, 128], "
             "activation_scheme dynamic"
         )
     weights = frozenset(name for name, tensor in stored.items() if tensor.dtype == "F8_E4M3")
