@@ -4,7 +4,7 @@ import os
 import sys
 import traceback
 
-from megatron_gvpo.cli.main import main
+from megatron_gvpo.cli import main
 
 try:
     code = main()

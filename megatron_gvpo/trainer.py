@@ -17,8 +17,8 @@ from megatron_gvpo.algorithms.base import STEP_START
 from megatron_gvpo.callbacks import Callback
 from megatron_gvpo.components import Components
 from megatron_gvpo.config.cross_checks import advice
-from megatron_gvpo.config.output_dir import check_output_dir, refuse_earlier_run, remove_earlier_run
-from megatron_gvpo.config.parallel_layout import check_layout
+from megatron_gvpo.config.output_dir import remove_earlier_run
+from megatron_gvpo.config.preflight import preflight
 from megatron_gvpo.config.schema import Config
 from megatron_gvpo.megatron.policy import UpdateResult
 from megatron_gvpo.observe.rollout_metrics import rollout_statistics, trained_tokens
@@ -35,9 +35,9 @@ class Trainer:
     """Post-trains a policy. Every rank builds one with the same configuration and calls `fit`.
 
     `resume`: continue from the newest complete checkpoint in the output directory, if there is one.
-    `overwrite`: remove what an earlier run left there. Raises ConfigError, before anything is loaded, for
-    an earlier run and neither of them, an output directory that cannot be written or holds what is to be
-    read, and a layout that the model or the processes cannot hold;
+    `overwrite`: remove what an earlier run left there. `checked`: the caller has called `preflight`, as the
+    command line does before it loads torch. Raises ConfigError for what `preflight` refuses, before anything
+    is loaded, such as an earlier run in the output directory and neither `resume` nor `overwrite`;
     DataError for data that cannot be used; CheckpointError for a checkpoint that cannot be read.
     """
 
@@ -48,11 +48,11 @@ class Trainer:
         *,
         resume: bool = False,
         overwrite: bool = False,
+        checked: bool = False,
     ) -> None:
-        check_layout(config, int(os.environ.get("WORLD_SIZE", "1")))
-        check_output_dir(config)
-        if not (resume or overwrite):
-            refuse_earlier_run(config.output_dir)
+        if not checked:
+            world_size = int(os.environ.get("WORLD_SIZE", "1"))
+            preflight(config, "train", world_size, fresh=not (resume or overwrite))
         self.config = config
         self.callbacks = list(callbacks)
         self._samples_from_policy = config.algorithm.sampler == "engine"

@@ -1,3 +1,59 @@
-"""The command line. `megatron-gvpo --help` lists the commands; `main` runs one."""
+"""The command line: one module a command; they share `terminal`, `configured` and `with_model`.
 
-from megatron_gvpo.cli.main import main as main
+A command module has `add_parser(commands)`, which imports nothing heavy, and `run(options)`, which returns
+the exit code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from megatron_gvpo import __version__
+from megatron_gvpo.cli import convert, doctor, export, plan, recipes, serve, slurm, train
+from megatron_gvpo.cli import eval as evaluate
+from megatron_gvpo.cli.terminal import refuse
+from megatron_gvpo.config.errors import ConfigError
+
+COMMANDS = (train, evaluate, export, serve, recipes, slurm, plan, convert, doctor)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code.
+
+    0: done, or stopped by SIGTERM after a checkpoint was saved; 1: a checkpoint or the records could not be
+    written, a checkpoint could not be read, or no rollouts could be had; 2: wrong input; 143: stopped by
+    SIGTERM before training began, with nothing written.
+    """
+    options = parse(list(sys.argv[1:] if arguments is None else arguments))
+    try:
+        code: int = options.run(options)
+    except ConfigError as error:
+        return refuse(error)
+    return code
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The options of a command line; `given` among them holds the arguments themselves.
+
+    Overrides may also follow options, although argparse takes only one unbroken run of positional arguments.
+    """
+    parser = build_parser()
+    options, rest = parser.parse_known_args(arguments, argparse.Namespace(given=arguments))
+    if rest and ("config" not in options or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        options.config += rest
+    return options
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megatron-gvpo", description="RL post-training of Megatron models with GVPO, GPG and relatives."
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        command.add_parser(commands)
+    return parser

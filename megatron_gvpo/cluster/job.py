@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatron_gvpo.config.output_dir import refuse_earlier_run
-from megatron_gvpo.config.parallel_layout import check_layout
-from megatron_gvpo.config.schema import Config, ConfigError
+from megatron_gvpo.config.errors import ConfigError
+from megatron_gvpo.config.preflight import preflight
+from megatron_gvpo.config.schema import Config
 
 SHORTEST_NOTICE = 120  # seconds; Slurm may be a minute early with its signal
 # What the script says itself, and what a user may want by it.
@@ -55,7 +55,7 @@ def check(config: Config, job: Job) -> None:
             f"output_dir={config.output_dir!r}: Slurm replaces what follows a % in the names of a job's "
             "outputs, and takes no line breaks; choose a name without"
         )
-    check_layout(config, job.nodes * job.ranks_per_node)
+    preflight(config, "slurm", job.nodes * job.ranks_per_node, fresh=not job.how)
     servers = config.rollout.servers
     if config.rollout.engine == "local":
         if job.rollout_nodes:
@@ -81,8 +81,6 @@ def check(config: Config, job: Job) -> None:
             "which cannot hold both at once. Let them take turns, rollout.servers.colocated=true with "
             "rollout.weights.transport=shared, or give them nodes"
         )
-    if job.how == "":
-        refuse_earlier_run(config.output_dir)
 
 
 def _check_options(job: Job) -> None:

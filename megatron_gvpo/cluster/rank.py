@@ -39,7 +39,7 @@ def main() -> int:
 
 
 def _command() -> int:
-    from megatron_gvpo.cli.main import main as command_line
+    from megatron_gvpo.cli import main as command_line
 
     return command_line()
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megatron_gvpo.config.schema import Config, ConfigError
+from megatron_gvpo.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron_gvpo.config.schema import Config
 
 # Named one by one: the directory may hold what is not the run's, as the quickstart's holds its data.
 OWN = (
@@ -50,6 +54,12 @@ def refuse_earlier_run(output_dir: str) -> None:
             f"output_dir={output_dir} holds an earlier run: continue it with --resume, replace it with "
             f"--overwrite, or give another output_dir (there is {', '.join(found)})"
         )
+
+
+def check_empty(directory: Path, name: str) -> None:
+    """Raise ConfigError, which begins with `name`, if a directory that is to be written has files in it."""
+    if directory.exists() and any(directory.iterdir()):
+        raise ConfigError(f"{name}: this directory is not empty")
 
 
 def remove_earlier_run(output_dir: str) -> None:

@@ -10,7 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_gvpo.config.schema import Config, ConfigError, ModelConfig, ParallelConfig, read_model_config
+from megatron_gvpo.config.errors import ConfigError
+from megatron_gvpo.config.schema import Config, ModelConfig, ParallelConfig, read_model_config
 from megatron_gvpo.config.supported_models import check_family, experts
 
 

@@ -17,17 +17,14 @@ from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, model_
 from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.algorithms.recipe import merge
 from megatron_gvpo.config.cross_checks import check_combinations
-from megatron_gvpo.config.errors import explain
+from megatron_gvpo.config.errors import ConfigError as ConfigError
+from megatron_gvpo.config.explain import explain
 from megatron_gvpo.config.section import LocalPath
 from megatron_gvpo.config.section import Section as Section
 from megatron_gvpo.config.servers import ServersConfig as ServersConfig
 from megatron_gvpo.config.servers import WeightSyncConfig as WeightSyncConfig
 from megatron_gvpo.config.yaml import Loader
 from megatron_gvpo.rewards.registry import BUILT_IN
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot run, said in the user's terms."""
 
 
 class FP8Config(Section):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_gvpo.config.schema import ConfigError
+from megatron_gvpo.config.errors import ConfigError
 
 # Architectures whose log-probs, gradients and round trip are compared with transformers
 # (tests/megatron/test_gradient_invariance.py), each with what Megatron-Bridge (0.6.2) assumes, which is the

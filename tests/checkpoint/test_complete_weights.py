@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tiny_run import GVPO, SHORT, configure, fit
 from torch import Tensor
 
-from megatron_gvpo.cli.main import main
+from megatron_gvpo.cli import main
 from megatron_gvpo.config.schema import ConfigError, ModelConfig, ParallelConfig
 from megatron_gvpo.megatron.checkpoint import convert
 from megatron_gvpo.megatron.checkpoint import sharded as checkpoint

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_gvpo.cli.main import main
+from megatron_gvpo.cli import main
 
 
 @pytest.fixture(scope="module")

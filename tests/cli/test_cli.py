@@ -19,7 +19,7 @@ import pytest
 from real_parts import used
 from tiny_run import records, reward_options
 
-from megatron_gvpo.cli.main import main
+from megatron_gvpo.cli import main
 from megatron_gvpo.megatron import policy
 
 STEP = re.compile(r"step +\d+/\d+  ")

@@ -27,7 +27,7 @@ def visit(*paths, code="sys.exit(doctor.main(True))"):
     """Run the doctor in a Python that sees the standard library, this repository and `paths` alone."""
     standard = [sysconfig.get_path("stdlib"), f"{sysconfig.get_path('stdlib')}/lib-dynload"]
     path = [str(p) for p in (ROOT, *paths)] + standard
-    program = f"import sys; sys.path = {path}; from megatron_gvpo import doctor; {code}"
+    program = f"import sys; sys.path = {path}; from megatron_gvpo.cluster import doctor; {code}"
     return subprocess.run([sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True)
 
 

@@ -15,7 +15,7 @@ import pytest
 from distributed import launch
 from real_parts import used
 
-from megatron_gvpo.cli.main import main
+from megatron_gvpo.cli import main
 from megatron_gvpo.cluster.checkup import _rounds
 from megatron_gvpo.rollout.supervise import is_healthy
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_gvpo.cli.main import main
+from megatron_gvpo.cli import main
 from megatron_gvpo.config.schema import load_config
 
 KNOWN = json.loads(resources.files("megatron_gvpo.cluster.planner").joinpath("models.json").read_text())

@@ -17,7 +17,7 @@ from servers import engine_python
 from tiny_run import records
 
 import slurm as real
-from megatron_gvpo.cli.main import main
+from megatron_gvpo.cli import main
 from slurm import NODES, Slurm
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_gvpo.cli.main import main
+from megatron_gvpo.cli import main
 from megatron_gvpo.cluster.job import _seconds
 
 ROOT = Path(__file__).parents[2]
@@ -94,12 +94,21 @@ def test_time_limits_are_read_as_sbatch_reads_them(limit: str, seconds: int | No
 
 
 def test_a_directory_that_cannot_be_written_is_said(task: Path, tmp_path: Path, capsys):
-    (tmp_path / "file").touch()
-    given = [str(task / "run.yaml"), f"output_dir={tmp_path / 'file' / 'run'}", "--nodes", "1"]
-    assert main(["slurm", *given]) == 2
-    said = capsys.readouterr()
-    assert re.search("error: output_dir=.*: cannot write .*job.sbatch: Not a directory", said.err)
-    assert not said.out
+    (tmp_path / "slurm").touch()
+    for output_dir, words in (
+        (tmp_path / "slurm" / "run", "slurm is no directory"),
+        (tmp_path, "cannot write .*job.sbatch: (Not a directory|File exists)"),
+    ):
+        assert main(["slurm", str(task / "run.yaml"), f"output_dir={output_dir}", "--nodes", "1"]) == 2
+        said = capsys.readouterr()
+        assert re.search(f"error: output_dir=.*: .*{words}", said.err)
+        assert not said.out
+
+
+def test_a_job_without_its_reward_is_refused_before_it_waits(task: Path, tmp_path: Path, capsys):
+    reward = f'rewards.components=[{{"name": "mine", "function": "{tmp_path}/none.py:mine"}}]'
+    assert main(["slurm", str(task / "run.yaml"), f"output_dir={tmp_path}", "--nodes=1", reward]) == 2
+    assert "error: rewards.components.0.function=" in capsys.readouterr().err
 
 
 def test_without_slurm_the_script_is_written_and_it_says_where_to_submit_it(

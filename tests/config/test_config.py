@@ -378,10 +378,10 @@ def test_values_do_not_change_after_loading(good):
 
 
 def test_overrides_may_follow_options():
-    from megatron_gvpo.cli.main import _parse
+    from megatron_gvpo.cli import parse
 
-    options = _parse(["train", "a.yaml", "--nproc", "2", "parallel.tp=2", "train.steps=2"])
+    options = parse(["train", "a.yaml", "--nproc", "2", "parallel.tp=2", "train.steps=2"])
     assert (options.config, options.nproc) == (["a.yaml", "parallel.tp=2", "train.steps=2"], 2)
     for wrong in ("train a.yaml --nprocs 2", "train a.yaml --nproc -2", "doctor x=1"):
         with pytest.raises(SystemExit):
-            _parse(wrong.split())
+            parse(wrong.split())

@@ -39,8 +39,13 @@ def test_a_papers_configuration_loads_with_its_numbers_beside_it(name):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_papers_servers_and_trainer_fit_on_a_node_of_eight_gpus(name: str, task: Path, tmp_path: Path):
+def test_a_papers_servers_and_trainer_fit_on_a_node_of_eight_gpus(
+    name: str, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """The same eight. With a small model, which has room for as many tokens as the paper's."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "rewards.py").touch()  # the paper's own rewards; a job without them is refused
     model = json.loads((task / "model" / "config.json").read_text()) | {"max_position_embeddings": 131072}
     (tmp_path / "config.json").write_text(json.dumps(model))
     check(load(name, f"model.path={tmp_path}", f"output_dir={tmp_path / 'run'}"), Job(nodes=1))

@@ -108,9 +108,7 @@ def test_a_build_gets_the_versions_of_the_one_file(name: str):
 @pytest.fixture(scope="module")
 def imported_by_serve() -> set[str]:
     """Distributions."""
-    imports = (
-        "import sys; known = set(sys.modules); import megatron_gvpo.cli.main, megatron_gvpo.rollout.serve; "
-    )
+    imports = "import sys; known = set(sys.modules); import megatron_gvpo.cli, megatron_gvpo.rollout.serve; "
     imports += "print(*{name.split('.')[0] for name in set(sys.modules) - known})"
     modules = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", imports], capture_output=True, text=True, check=True

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator
 from unittest.mock import patch
 
-from megatron_gvpo.cli.main import _parser
+from megatron_gvpo.cli import build_parser
 
 
 def commands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
@@ -20,7 +20,7 @@ def commands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParse
 
 def page() -> str:
     with patch.dict("os.environ", {"COLUMNS": "100", "NO_COLOR": "1"}):
-        parser = _parser()
+        parser = build_parser()
         parts = [_HEAD, _text(parser)]
         for command in commands(parser):
             parts += [f"## {command.prog}", _text(command)]

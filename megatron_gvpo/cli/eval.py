@@ -1,0 +1,39 @@
+"""`megatron-gvpo eval`: pass@k of a policy on the held-out prompts, as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from megatron_gvpo.cli import configured
+from megatron_gvpo.cli.terminal import loading, say
+from megatron_gvpo.cli.with_model import run_with_model
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("eval", help="pass@k on the held-out prompts")
+    configured.add_arguments(parser)
+    parser.add_argument("--resume", action="store_true", help="of the newest checkpoint, not of model.path")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the metrics of `model.path`, or of the newest checkpoint. Raises ConfigError."""
+    from megatron_gvpo.config.preflight import preflight
+    from megatron_gvpo.runtime.environment import prepare
+
+    config = configured.load(options)
+    preflight(config, "eval", configured.world_size(options))
+    if configured.is_launcher(options):
+        from megatron_gvpo.runtime.launch import launch
+
+        return launch(options.nproc, options.given)
+    prepare(config)
+
+    def evaluate() -> None:
+        with loading("the engine"):
+            from megatron_gvpo.sampling.generation import evaluate
+        say(json.dumps(evaluate(config, options.resume), indent=2))
+
+    return run_with_model(evaluate)

@@ -1,0 +1,42 @@
+"""`megatron-gvpo export`: a run's newest checkpoint as a Hugging Face directory."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from megatron_gvpo.cli import configured
+from megatron_gvpo.cli.terminal import say
+from megatron_gvpo.cli.with_model import run_with_model
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("export", help="write the newest checkpoint as a Hugging Face one")
+    configured.add_arguments(parser)
+    parser.add_argument("--out", required=True, metavar="DIR")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write the newest checkpoint to --out, which must be empty or not exist. Raises ConfigError."""
+    from megatron_gvpo.config.output_dir import check_empty
+    from megatron_gvpo.config.preflight import preflight
+    from megatron_gvpo.runtime.environment import prepare
+
+    config = configured.load(options)
+    preflight(config, "export", configured.world_size(options))
+    check_empty(Path(options.out), f"--out {options.out}")
+    if configured.is_launcher(options):
+        from megatron_gvpo.runtime.launch import launch
+
+        return launch(options.nproc, options.given)
+    prepare(config)
+
+    def export() -> None:
+        from megatron_gvpo.megatron.checkpoint.convert import newest_to_hugging_face
+
+        written = newest_to_hugging_face(config, Path(options.out))
+        say(f"step {written} written to {options.out}")
+
+    return run_with_model(export)

@@ -1,0 +1,47 @@
+"""`megatron-gvpo recipes`: list the methods, or show one's composition."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import Any
+
+from megatron_gvpo.cli.terminal import loading
+from megatron_gvpo.config.errors import ConfigError
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("recipes", help="the methods: list them, or show one's composition")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true")
+    form.add_argument("--markdown", action="store_true", help="as a page of Markdown, with every block")
+    one = parser.add_subparsers(dest="show", metavar="show NAME")
+    one.add_parser("show", help="a recipe with every effective value").add_argument("name", metavar="NAME")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the list in one of its forms, or one recipe as YAML. Raises ConfigError."""
+    try:
+        print(_text(options), end="", flush=True)
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _text(options: argparse.Namespace) -> str:
+    from megatron_gvpo.algorithms import catalog
+
+    if options.show:
+        if options.json or options.markdown:
+            raise ConfigError("--json and --markdown are forms of the list; show NAME prints YAML")
+        try:
+            with loading("the methods"):
+                return catalog.show(options.name)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+    if options.markdown:
+        with loading("the methods"):
+            return catalog.markdown()
+    return (catalog.as_json() if options.json else catalog.as_text()) + "\n"

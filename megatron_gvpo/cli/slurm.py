@@ -1,0 +1,105 @@
+"""`megatron-gvpo slurm`: the Slurm job that trains a configuration."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from typing import Any
+
+from megatron_gvpo.cli import configured
+from megatron_gvpo.config.errors import ConfigError
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "slurm",
+        help="a Slurm job for a configuration",
+        description="Write OUTPUT_DIR/slurm/job.sbatch: the job that trains this configuration.",
+    )
+    configured.add_arguments(parser)
+    number = {"type": int, "metavar": "N"}
+    parser.add_argument("--nodes", required=True, help="for the trainer", **number)
+    parser.add_argument("--rollout-nodes", default=0, help="more nodes, for the rollout servers", **number)
+    parser.add_argument("--ranks-per-node", default=8, help="GPUs of a node (default: 8)", **number)
+    parser.add_argument("--no-gpus", action="store_true", help="on CPUs, over gloo")
+    parser.add_argument(
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="=--OPTION",
+        help="an option of sbatch, such as --sbatch=--partition=h800 or --sbatch=--time=12:00:00; repeatable",
+    )
+    parser.add_argument(
+        "--save-before",
+        default=600,
+        type=int,
+        metavar="SECONDS",
+        help="save and requeue so long before the time limit (default: 600)",
+    )
+    parser.add_argument(
+        "--container", metavar="IMAGE", help="run in this image: FILE.sif by Apptainer, others by pyxis"
+    )
+    parser.add_argument("--rollout-container", metavar="IMAGE", help="another image for the servers")
+    parser.add_argument(
+        "--mount", action="append", default=[], metavar="DIR", help="a directory that the containers see"
+    )
+    earlier = parser.add_mutually_exclusive_group()
+    earlier.add_argument("--resume", dest="how", action="store_const", const="--resume", default="")
+    earlier.add_argument("--overwrite", dest="how", action="store_const", const="--overwrite")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--dry-run", action="store_true", help="show the script and do nothing")
+    what.add_argument("--submit", action="store_true", help="submit it too")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """0: written, shown or submitted; 1: Slurm refused the job. Raises ConfigError."""
+    from megatron_gvpo.cluster import slurm
+    from megatron_gvpo.cluster.job import Job, check
+
+    config = configured.load(options)
+    if options.nproc:
+        raise ConfigError(
+            f"--nproc {options.nproc}: a job has --nodes times --ranks-per-node processes; leave it out"
+        )
+    job = Job(
+        nodes=options.nodes,
+        rollout_nodes=options.rollout_nodes,
+        ranks_per_node=options.ranks_per_node,
+        gpus=not options.no_gpus,
+        sbatch=tuple(options.sbatch),
+        save_before=options.save_before,
+        container=options.container,
+        rollout_container=options.rollout_container,
+        mounts=tuple(options.mount),
+        how=options.how,
+    )
+    check(config, job)
+    script = slurm.render(config, options.config, job)
+    if unseen := slurm.unseen(config, options.config, job):
+        print(
+            f"note: containers see {os.getcwd()} and what --mount names, and these are elsewhere: "
+            f"{', '.join(unseen)}",
+            file=sys.stderr,
+        )
+    if options.dry_run:
+        print(script, end="")
+        return 0
+    file = slurm.write(config, script)
+    if not config.checkpoint.every:
+        print("note: checkpoint.every=0, so a failed node would cost all steps so far", file=sys.stderr)
+    if not options.submit:
+        print(f"{file}\nsubmit it from here: sbatch {shlex.quote(str(file))}")
+        return 0
+    try:
+        number = slurm.submit(file)
+    except slurm.SlurmError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"job {number}; its output: {config.output_dir}/slurm/{number}.out")
+    if reason := slurm.never_starts(number):
+        print(f"error: the job waits, and will not start: {reason} (scancel {number})", file=sys.stderr)
+        return 1
+    return 0

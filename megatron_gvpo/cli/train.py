@@ -1,0 +1,71 @@
+"""`megatron-gvpo train`: post-train a policy."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+from typing import Any
+
+from megatron_gvpo.cli import configured
+from megatron_gvpo.cli.terminal import loading, say
+from megatron_gvpo.cli.with_model import run_with_model
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("train", help="post-train a policy")
+    configured.add_arguments(parser)
+    earlier = parser.add_mutually_exclusive_group()
+    earlier.add_argument("--resume", action="store_true", help="continue from the newest complete checkpoint")
+    earlier.add_argument("--overwrite", action="store_true", help="replace an earlier run in output_dir")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Check the configuration, then train: here, or in the ranks that it starts. Raises ConfigError."""
+    with ExitStack() as starting:
+        starting.enter_context(_ends_at_once())
+        from megatron_gvpo.config.preflight import preflight
+        from megatron_gvpo.runtime.environment import prepare
+
+        config = configured.load(options)
+        fresh = not (options.resume or options.overwrite)
+        preflight(config, "train", configured.world_size(options), fresh=fresh)
+        if configured.is_launcher(options):
+            from megatron_gvpo.runtime.launch import launch
+
+            return launch(options.nproc, options.given)
+        prepare(config)
+
+        def train() -> None:
+            with loading("the trainer"):
+                from megatron_gvpo.callbacks import Recorder
+                from megatron_gvpo.trainer import Trainer
+            with loading(f"the model {config.model.path}"):
+                trainer = Trainer(
+                    config, [Recorder()], resume=options.resume, overwrite=options.overwrite, checked=True
+                )
+            starting.close()
+            trainer.fit()
+
+        return run_with_model(train)
+
+
+@contextmanager
+def _ends_at_once() -> Iterator[None]:
+    """Until training begins, SIGTERM and SIGUSR1 end the process with a message, even during an import."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        say("stopped on request before training began; nothing was written", sys.stderr)
+        os._exit(128 + number)
+
+    previous = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
