@@ -49,20 +49,26 @@ class AlgorithmConfig(Block):
     replaces the recipe's list. With `recipe: null` the blocks' own defaults hold.
     """
 
+    # The recipe whose blocks hold where no other is given; null: the blocks' own defaults.
     recipe: str | None = "gvpo"
-    # Responses come from the policy, are the data set's demonstrations, or its scored responses.
+    # Where responses come from: the policy (`engine`), the data's demonstrations (`dataset`), or its scored
+    # responses (`file`).
     sampler: Literal["engine", "dataset", "file"] = "engine"
-    prompts: AnyPrompts = prompts.InOrder()  # which are drawn
-    allocation: AnyAllocation = allocation.Equal()  # of responses to the prompts of a batch
-    tracker: Tracker = Tracker()  # of prompts' success, for the blocks that want it
-    prior: AnyPrior = prior.NoPrior()  # the reward that is expected of a prompt
-    members: tuple[AnyMember, ...] = ()  # what joins the groups, in this order
-    shapers: tuple[AnyShaper, ...] = ()  # what changes rewards, masks and drops, in this order
+    prompts: AnyPrompts = prompts.InOrder()  # How the prompts of a step are drawn.
+    allocation: AnyAllocation = allocation.Equal()  # How many responses each prompt of a batch gets.
+    # What the run remembers of each prompt's success, for the blocks that read it.
+    tracker: Tracker = Tracker()
+    prior: AnyPrior = prior.NoPrior()  # The reward that is expected of a prompt, for the blocks that read it.
+    # What joins the groups besides the policy's own responses, in this order.
+    members: tuple[AnyMember, ...] = ()
+    shapers: tuple[AnyShaper, ...] = ()  # What changes rewards and masks or drops responses, in this order.
+    # Which groups make a batch, and when another one is sampled first.
     batch_policy: AnyBatchPolicy = batch_policy.KeepAll()
-    estimator: AnyEstimator | None = None  # for losses that are weighed by advantages
-    critic: Critic | None = None  # for the estimator gae
-    loss: AnyLoss = GVPO()
-    # Who computes the log-probs of the policy at step start that the loss compares with: "engine" takes those
+    # How rewards become advantages, for losses that are weighted by advantages.
+    estimator: AnyEstimator | None = None
+    critic: Critic | None = None  # The value model of the estimator `gae`.
+    loss: AnyLoss = GVPO()  # The loss.
+    # Who computes the log-probs of the policy at step start that the loss compares with. `engine` takes those
     # that came with the responses, corrected by their mean gap a token, and saves the scoring pass.
     reference_logprobs: Literal["trainer", "engine"] = "trainer"
 

@@ -30,9 +30,10 @@ from megatron_gvpo.rewards.registry import BUILT_IN
 class FP8Config(Section):
     """Matrix products in FP8, by Transformer Engine; everything else stays in bfloat16."""
 
-    recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"]  # mxfp8: Blackwell's
-    bf16_layers: NonNegativeInt = 0  # so many first and so many last layers stay in bfloat16
-    weights: bool = False  # keep the weights in FP8 too, and gather them so
+    # How values are scaled before they are rounded. `mxfp8` needs a Blackwell GPU.
+    recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
+    bf16_layers: NonNegativeInt = 0  # This many first layers and this many last layers stay in bfloat16.
+    weights: bool = False  # Keep and gather the weights in FP8 too.
 
     @property
     def tokens(self) -> int:
@@ -52,8 +53,8 @@ class FP8Config(Section):
 
 
 class ModelConfig(Section):
-    path: LocalPath  # Hugging Face checkpoint directory: config.json, safetensors, tokenizer
-    # bfloat16: weights and activations; masters, gradients, log-probs and sums are float32 all the same.
+    path: LocalPath  # A Hugging Face checkpoint directory: config.json, safetensors files, tokenizer.
+    # Type of weights and activations; master weights, gradient sums and log-probs are always float32.
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     fp8: FP8Config | None = None
 
@@ -65,30 +66,37 @@ class ModelConfig(Section):
 
 
 class DatasetConfig(Section):
-    path: str  # .jsonl, .parquet, a directory of them, or the name of a hub data set
-    split: str = "train"  # for hub data sets
-    prompt_key: str = "prompt"  # a string, or a list of chat messages
-    answer_key: str | None = "answer"  # null where no reward needs one
-    demonstration_key: str | None = None  # a worked solution: for SFT, or as a member of the group
-    responses_key: str | None = None  # [{"response": ..., "reward": ...}, ...], for algorithm.sampler=file
-    limit: PositiveInt | None = None  # the first `limit` records only
+    path: str  # A .jsonl or .parquet file, a directory of such files, or the name of a hub data set.
+    split: str = "train"  # The split of a hub data set.
+    prompt_key: str = "prompt"  # The field with the prompt: a string, or a list of chat messages.
+    # The field with the answer that rewards compare with; null where no reward needs one.
+    answer_key: str | None = "answer"
+    # The field with a worked solution, for SFT or as a member of the group.
+    demonstration_key: str | None = None
+    # The field with scored responses, `[{"response": ..., "reward": ...}, ...]`, for algorithm.sampler=file.
+    responses_key: str | None = None
+    limit: PositiveInt | None = None  # Read only this many records, the first.
 
 
 class DataConfig(Section):
     train: DatasetConfig
     eval: DatasetConfig | None = None
-    chat_template: bool = True  # apply the tokenizer's chat template where it has one
-    system_prompt: str | None = None
-    max_prompt_tokens: PositiveInt = 1024
+    chat_template: bool = True  # Apply the tokenizer's chat template where it has one.
+    system_prompt: str | None = None  # System message for prompts that have none; needs a chat template.
+    max_prompt_tokens: PositiveInt = 1024  # The longest prompt, in tokens, chat template included.
+    # What to do with a longer prompt: stop with an error, or drop it.
     prompt_too_long: Literal["error", "drop"] = "error"
+    # Draw the prompts of every epoch in a new random order; false keeps the order of the file.
     shuffle: bool = True
 
 
 class SamplingConfig(Section):
-    temperature: float = Field(1.0, gt=0)  # part of the policy: training divides logits by it too
+    # Sampling temperature. It is part of the policy: training divides logits by it too.
+    temperature: float = Field(1.0, gt=0)
+    # Sample from the likeliest tokens that have this probability together.
     top_p: float = Field(1.0, gt=0, le=1)
-    max_tokens: PositiveInt = 1024
-    stop_token_ids: tuple[int, ...] = ()  # besides the tokenizer's end token
+    max_tokens: PositiveInt = 1024  # The longest response, in tokens; a longer one is cut off.
+    stop_token_ids: tuple[int, ...] = ()  # Tokens that end a response, besides the tokenizer's end token.
 
     @property
     def wants_routing(self) -> bool:
@@ -97,15 +105,16 @@ class SamplingConfig(Section):
 
 
 class RolloutConfig(SamplingConfig):
-    engine: Literal["local", "sglang", "vllm"] = "local"  # local: embedded, in the trainer's processes
-    n: PositiveInt = 8  # responses a prompt (the group size k)
-    batch_size: PositiveInt = 256  # sequences generated at once by the embedded engine
-    async_steps: NonNegativeInt = 0  # batches generated ahead while the trainer trains; 0: strictly on-policy
-    router_replay: bool = False  # train every token through the experts that it was sampled through
+    # `local` runs inside the trainer's processes; the others are servers.
+    engine: Literal["local", "sglang", "vllm"] = "local"
+    n: PositiveInt = 8  # Responses to a prompt: the group size k.
+    batch_size: PositiveInt = 256  # Sequences that the engine `local` generates at once.
+    async_steps: NonNegativeInt = 0  # Batches generated ahead while the trainer trains; 0: on-policy.
+    router_replay: bool = False  # Train every token through the experts that it was sampled through.
     servers: ServersConfig = ServersConfig()  # of the engines sglang and vllm
     weights: WeightSyncConfig = WeightSyncConfig()
-    # Warn where the policy that samples is further from the trained one (KL, nats a token); default: 1e-6 in
-    # float32, 1e-3 in bfloat16.
+    # Warn above this KL between the policy that samples and the trained one, in nats a token. Default: 1e-6
+    # in float32, 1e-3 in bfloat16.
     mismatch_threshold: float | None = Field(None, gt=0)
 
     @property
@@ -114,10 +123,10 @@ class RolloutConfig(SamplingConfig):
 
 
 class RewardConfig(Section):
-    name: str  # what metrics call it; "math" and "format" are built in
-    weight: float = 1.0
-    function: str | None = None  # "module:function" or "file.py:function" of the user's own
-    options: dict[str, Any] = Field(default_factory=dict)  # keyword arguments of the function
+    name: str  # The name in the metrics (`reward/NAME`). `math` and `format` are built in.
+    weight: float = 1.0  # Factor of this component in the reward, which is the weighted sum.
+    function: str | None = None  # Your own function: `module:function` or `path/file.py:function`.
+    options: dict[str, Any] = Field(default_factory=dict)  # Keyword arguments of the function.
 
     @property
     def needs_answer(self) -> bool:
@@ -127,8 +136,8 @@ class RewardConfig(Section):
 
 class RewardsConfig(Section):
     components: tuple[RewardConfig, ...] = (RewardConfig(name="math"),)
-    timeout: float = Field(10.0, gt=0)  # seconds a rollout; later it counts as 0
-    workers: PositiveInt = 1  # processes of every rank
+    timeout: float = Field(10.0, gt=0)  # Seconds for the rewards of one response; then it counts as 0.
+    workers: PositiveInt = 1  # Reward processes of every rank.
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
@@ -145,18 +154,20 @@ class RewardsConfig(Section):
 
 
 class TrainConfig(Section):
-    steps: PositiveInt
-    prompts_per_step: PositiveInt
-    mini_batches: PositiveInt = 1  # optimizer updates a step
-    batch_epochs: PositiveInt = 1  # passes over them (PPO's epochs, GRPO's mu)
+    steps: PositiveInt  # Steps of the run. A step samples one batch of prompts and trains on it.
+    prompts_per_step: PositiveInt  # Prompts of a step, over all ranks.
+    mini_batches: PositiveInt = 1  # Optimizer updates of a step, a part of its groups each.
+    batch_epochs: PositiveInt = 1  # Passes over the mini-batches of a step (PPO's epochs, GRPO's mu).
+    # Prompt and response tokens that a rank computes at once: memory, which gradients do not depend on.
     max_tokens_per_micro_batch: PositiveInt = 8192
-    max_empty_batches: PositiveInt = 20  # in a row, of which algorithm.shapers leave nothing, before it ends
-    share_prompts: bool = False  # compute the prompt of a group's responses once; CPU's attention only
-    # MiB that a rank may keep between a micro-batch's forward and backward for the output layer's gradient;
-    # 0: nothing. More saves recomputation (docs/explanation/head.md).
+    # End the run when algorithm.shapers drop every group of this many batches in a row.
+    max_empty_batches: PositiveInt = 20
+    share_prompts: bool = False  # Compute the prompt of a group's responses once; on CPUs only.
+    # MiB that a rank may keep between a micro-batch's forward and backward for the output layer's gradient; 0
+    # keeps nothing and recomputes (docs/explanation/head.md).
     head_stash_mb: NonNegativeInt = 1024
-    seed: int = Field(0, ge=0)
-    deterministic: bool = False  # bit-equal metrics on repetition under the same layout; slower on GPU
+    seed: int = Field(0, ge=0)  # Seed of sampling, order and initialisation.
+    deterministic: bool = False  # Repeat the metrics bit for bit under the same layout; slower on a GPU.
 
     @property
     def updates(self) -> int:
@@ -168,15 +179,17 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerConfig(Section):
-    lr: float = Field(gt=0)
-    min_lr: float = Field(0.0, ge=0)
-    warmup_steps: int = Field(0, ge=0)  # in optimizer updates
+    lr: float = Field(gt=0)  # Learning rate of AdamW after the warm-up.
+    min_lr: float = Field(0.0, ge=0)  # Learning rate at the end of the decay.
+    warmup_steps: int = Field(0, ge=0)  # Optimizer updates over which the rate rises linearly from 0.
+    # How the learning rate falls from lr to min_lr until the last update.
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    betas: tuple[Decay, Decay] = (0.9, 0.95)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
-    clip_grad: float = Field(1.0, ge=0)  # 0: off
-    offload_fraction: float = Field(0.0, ge=0, le=1)  # of masters and moments, in host memory, updated there
+    betas: tuple[Decay, Decay] = (0.9, 0.95)  # AdamW's decay rates of the first and second moments.
+    eps: float = Field(1e-8, gt=0)  # AdamW's epsilon.
+    weight_decay: float = Field(0.0, ge=0)  # AdamW's weight decay.
+    clip_grad: float = Field(1.0, ge=0)  # Clip the gradient's global norm to this; 0 does not clip.
+    # Share of the fp32 master weights and moments that is kept in host memory and updated there.
+    offload_fraction: float = Field(0.0, ge=0, le=1)
 
 
 OffloadedModule = Literal[
@@ -186,23 +199,31 @@ RecomputedModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "s
 
 
 class ParallelConfig(Section):
-    tp: PositiveInt = 1  # tensor parallel
-    pp: PositiveInt = 1  # pipeline parallel
-    vpp: PositiveInt = 1  # interleaved pipeline: stages of a pipeline rank
-    stage_layers: tuple[PositiveInt, ...] | None = None  # of the pp x vpp stages in order; default: equal
-    cp: PositiveInt = 1  # context parallel: ranks that share a sequence
-    cp_exchange: Literal["p2p", "all_gather", "a2a"] = "p2p"  # on GPU: keys in a ring, all keys, heads
-    ep: PositiveInt = 1  # expert parallel
-    etp: PositiveInt = 1  # tensor parallel of the experts
-    sequence_parallel: bool = False
-    overlap_grad_reduce: bool = False  # sum gradients over data-parallel ranks during the backward
-    overlap_param_gather: bool = False  # gather updated weights during the next forward
-    recompute: Literal["none", "selective", "full"] = "none"  # activations, in the backward
-    recompute_layers: PositiveInt | None = None  # with full: of so many layers of each stage; default: all
-    recompute_modules: tuple[RecomputedModule, ...] = ("core_attn",)  # with selective: parts of all layers
-    offload_layers: NonNegativeInt = 0  # activations of so many layers wait in host memory; on GPU
-    offload_modules: tuple[OffloadedModule, ...] = ()  # or the inputs of these parts of all layers; on GPU
-    timeout_seconds: PositiveInt = 1800  # of a collective
+    tp: PositiveInt = 1  # Tensor-parallel ranks.
+    pp: PositiveInt = 1  # Pipeline-parallel ranks.
+    vpp: PositiveInt = 1  # Interleaved pipeline: stages of each pipeline rank.
+    # Layers of each of the pp x vpp stages; default: equal.
+    stage_layers: tuple[PositiveInt, ...] | None = None
+    cp: PositiveInt = 1  # Context-parallel ranks, which share every sequence.
+    # What context-parallel ranks on GPUs exchange: keys in a ring, all keys at once, or heads.
+    cp_exchange: Literal["p2p", "all_gather", "a2a"] = "p2p"
+    ep: PositiveInt = 1  # Expert-parallel ranks.
+    etp: PositiveInt = 1  # Tensor-parallel ranks of the experts.
+    sequence_parallel: bool = False  # Divide the tokens between tensor-parallel layers; needs tp >= 2.
+    overlap_grad_reduce: bool = False  # Sum gradients over the ranks during the backward.
+    # Gather updated weights during the next forward; needs overlap_grad_reduce.
+    overlap_param_gather: bool = False
+    # Compute activations again in the backward: none, parts of every layer, or whole layers.
+    recompute: Literal["none", "selective", "full"] = "none"
+    # With recompute=full: how many layers of each stage; default: all.
+    recompute_layers: PositiveInt | None = None
+    # With recompute=selective: which parts of every layer.
+    recompute_modules: tuple[RecomputedModule, ...] = ("core_attn",)
+    # Layers whose activations wait in host memory for the backward. On GPUs only.
+    offload_layers: NonNegativeInt = 0
+    # Parts of all layers whose inputs wait in host memory for the backward. On GPUs only.
+    offload_modules: tuple[OffloadedModule, ...] = ()
+    timeout_seconds: PositiveInt = 1800  # Seconds after which a collective that hangs ends the run.
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
@@ -251,25 +272,27 @@ class ParallelConfig(Section):
 
 
 class EvalConfig(Section):
-    every: int = Field(0, ge=0)  # steps; 0: only before the first and after the last
-    n: PositiveInt = 4  # samples a prompt
-    k: tuple[PositiveInt, ...] = (1,)  # pass@k for these k (unbiased)
+    every: int = Field(0, ge=0)  # Evaluate every so many steps; 0: before the first and after the last.
+    n: PositiveInt = 4  # Samples of each held-out prompt.
+    k: tuple[PositiveInt, ...] = (1,)  # Report pass@k for these k, without bias.
     sampling: SamplingConfig = SamplingConfig()
-    seed: int = 1234
+    seed: int = 1234  # Seed of the evaluation's samples, the same at every step.
 
 
 class CheckpointConfig(Section):
-    every: int = Field(0, ge=0)  # steps; 0: only after the last
-    keep: PositiveInt = 2  # newest complete checkpoints on disk
-    asynchronous: bool = False  # write while the next step generates and scores
-    export_hf: bool = True  # write a Hugging Face checkpoint after the last step
+    every: int = Field(0, ge=0)  # Write a checkpoint every so many steps; 0: after the last.
+    keep: PositiveInt = 2  # Complete checkpoints that stay on disk, the newest.
+    asynchronous: bool = False  # Write while the next step generates and scores.
+    export_hf: bool = True  # Write a Hugging Face checkpoint, OUTPUT_DIR/hf, after the last step.
 
 
 class LoggingConfig(Section):
-    tensorboard: bool = True
-    wandb_project: str | None = None
+    tensorboard: bool = True  # Write TensorBoard events to OUTPUT_DIR/tensorboard.
+    wandb_project: str | None = None  # Log to this Weights & Biases project too.
+    # How the terminal shows progress: a live display, a line a step, nothing; auto looks at the terminal.
     progress: Literal["auto", "live", "lines", "off"] = "auto"
-    profile_steps: tuple[PositiveInt, PositiveInt] | None = None  # torch profiler over [first, last] steps
+    # Run torch's profiler over the steps [first, last].
+    profile_steps: tuple[PositiveInt, PositiveInt] | None = None
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
@@ -281,7 +304,7 @@ class LoggingConfig(Section):
 
 
 class Config(Section):
-    output_dir: LocalPath
+    output_dir: LocalPath  # The directory that the run writes: metrics, checkpoints, the exported model.
     model: ModelConfig
     data: DataConfig
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
