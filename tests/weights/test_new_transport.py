@@ -17,7 +17,7 @@ from megatron_gvpo.config.schema import Config, ConfigError, load_config
 from megatron_gvpo.rollout.pool import Member
 from megatron_gvpo.rollout.server import Server
 from megatron_gvpo.weights.bucket import Bucket, TensorSpec
-from megatron_gvpo.weights.receivers import RECEIVERS
+from megatron_gvpo.weights.receivers import RECEIVERS, receiver_class
 from megatron_gvpo.weights.receivers.sglang import PluginReceiver
 from megatron_gvpo.weights.receivers.vllm import VLLMReceiver
 from megatron_gvpo.weights.transport import Transport, each
@@ -135,3 +135,6 @@ def test_a_new_transports_name_and_limits_are_those_of_its_class(
     assert load_config([good], chosen).rollout.weights.transport == "raw_files"
     with pytest.raises(ConfigError, match=r"transport=raw_files.*\(rollout\.servers\.colocated\)"):
         load_config([good], [*chosen, "rollout.servers.colocated=true"])
+    monkeypatch.delitem(RECEIVERS["vllm"], "raw_files")
+    with pytest.raises(ConfigError, match=r"raw_files does not reach servers of rollout\.engine=vllm"):
+        receiver_class("vllm", "raw_files")
