@@ -7,19 +7,26 @@ PYTHON := $(VENV)/bin/python
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: quickstart test slow docs lint format venv clean
+# Two workers of pytest, each of which runs whole groups of tests (tests/helpers/work_groups.py).
+WORKERS ?= 2
+PYTEST := $(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
+
+.PHONY: quickstart test proof engines docs lint format venv clean
 
 quickstart: venv  ## GVPO on a small model, from nothing to a better policy, in minutes
 	OMP_NUM_THREADS=2 $(PYTHON) examples/quickstart/run.py
 
-test: venv  ## the whole test suite, with real megatron-core under gloo
-	$(PYTHON) -m pytest $(OPTIONS)
+test: venv engines  ## the test suite: every real part at least once, in at most 20 minutes on two cores
+	$(PYTEST) $(OPTIONS)
 
-slow: venv  ## longer proofs on real servers, with their results under benchmarks/results/
+proof: venv engines  ## all tests and long proofs, for hours; outcomes and times go to benchmarks/results/
+	$(PYTEST) -m "proof or not proof" --every-part -rs --write-times benchmarks/results/proof.json $(OPTIONS)
 	$(PYTHON) benchmarks/rollout_faults.py --engine sglang --schedules 20 --out benchmarks/results/rollout_faults_sglang.json
 	$(PYTHON) benchmarks/rollout_faults.py --engine vllm --schedules 20 --out benchmarks/results/rollout_faults_vllm.json
 	$(PYTHON) benchmarks/delta_steps.py --out benchmarks/results/delta_steps_cpu.json
-	IMAGE_QUICKSTART=whole $(PYTHON) -m pytest tests/shipping/test_images.py
+
+engines:  # the environments of SGLang and vLLM: built in the background where missing; tests wait for them
+	@for engine in sglang vllm; do nohup tools/engines/make_env.sh $$engine >/dev/null 2>&1 & done
 
 docs: venv  ## the documentation site, in site/; fails on any broken link
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet

@@ -1,8 +1,11 @@
-"""Settings of every test: few threads (the machine has few cores), nothing from the network."""
+"""Settings and fixtures of all tests: few threads (the machine has few cores), nothing from the network."""
+
+from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -11,13 +14,16 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
+if TYPE_CHECKING:
+    from servers import SharedServer
+
 torch.set_num_threads(1)
-pytest_plugins = ["real_parts", "second_runs"]
+pytest_plugins = ["real_parts", "time_budget", "work_groups"]
 
 
 @pytest.fixture(scope="session")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model, its problems, a reward and a configuration: what whole runs are tested on."""
+    """A directory with a tiny model, its problems, a reward and a configuration, for tests of whole runs."""
     import tiny_run
 
     directory = tmp_path_factory.mktemp("task")
@@ -27,7 +33,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def finished(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A GVPO run of four steps, with a checkpoint after every step, of which three are kept."""
+    """The output of a GVPO run of four steps, with a checkpoint after every step, of which three are kept."""
     from tiny_run import GVPO, configure, fit
 
     out = tmp_path_factory.mktemp("finished")
@@ -36,9 +42,24 @@ def finished(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.fixture(scope="session", params=["sglang", "vllm"])
+def served(
+    request: pytest.FixtureRequest, task: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SharedServer]:
+    """One server of each engine on the tiny model, for all tests that leave it as they found it."""
+    from servers import Client, SharedServer, running
+
+    with running(request.param, task, tmp_path_factory.mktemp(request.param)) as supervisor:
+        [process] = supervisor.processes
+        assert process.pid is not None
+        client = Client(request.param, process.url)
+        yield SharedServer(request.param, process.url, process.pid, client)
+        client.close()
+
+
 @pytest.fixture(scope="module")
 def leave_the_process_group() -> Iterator[None]:
-    """Whole runs leave theirs up: the next one takes it."""
+    """Shut the process group down after the module: whole runs leave theirs for the next run to use."""
     yield
     from megatron_gvpo.megatron import parallel
 
@@ -47,7 +68,7 @@ def leave_the_process_group() -> Iterator[None]:
 
 @pytest.fixture
 def good(tmp_path: Path) -> Path:
-    """A file with a configuration in which nothing is wrong, for tests that change something in it."""
+    """A configuration file without any error, for tests that change something in it."""
     from good_config import GOOD
 
     file = tmp_path / "good.yaml"

@@ -131,6 +131,7 @@ def test_a_job_that_is_told_to_stop_and_loses_a_node_ends_as_if_nothing_had_been
     assert records(out) == records(uninterrupted / "run")
 
 
+@pytest.mark.proof
 def test_a_step_that_is_longer_than_the_time_limit_ends_the_job(slurm: Slurm, task: Path, tmp_path: Path):
     """It is never done, and every start ends with the same checkpoint: requeued once, and not for ever."""
     out = tmp_path / "run"
@@ -145,7 +146,7 @@ def test_a_step_that_is_longer_than_the_time_limit_ends_the_job(slurm: Slurm, ta
     assert "--sbatch=--time" in said and records(out)[-1]["step"] == 2
 
 
-@pytest.mark.parametrize("how", ["killed", "raises"])
+@pytest.mark.parametrize("how", ["raises", pytest.param("killed", marks=pytest.mark.proof)])
 def test_a_rank_that_fails_ends_the_job_in_seconds_and_is_named(
     slurm: Slurm, task: Path, tmp_path: Path, how: str
 ):
@@ -197,6 +198,7 @@ def test_names_with_spaces_and_an_environment_of_its_own(slurm: Slurm, task: Pat
     assert "Comment=two words # and more" in details and "JobName=my run" in details
 
 
+@pytest.mark.proof
 def test_servers_on_nodes_of_their_own(slurm: Slurm, task: Path, uninterrupted: Path, tmp_path: Path):
     """Told to stop in the middle of a step: afterwards no group is missing, doubled or stale."""
     out = tmp_path / "run"
@@ -218,6 +220,7 @@ def test_servers_on_nodes_of_their_own(slurm: Slurm, task: Path, uninterrupted: 
     assert asked(tmp_path) == asked(uninterrupted)
 
 
+@pytest.mark.proof
 def test_a_scaling_benchmark_measures_its_points_in_jobs(slurm: Slurm, task: Path, tmp_path: Path):
     """benchmarks/scaling.py: a point on two nodes, one that fails, and the report."""
 

@@ -298,10 +298,24 @@ RUNS += [
     if step.model == model
 ]
 RUNS += [(layout, "qwen3_moe, gvpo, replayed") for layout in COMPUTED_AGAIN]
-LAYOUTS = list(dict.fromkeys(layout for layout, _ in RUNS))
 MODELS = {"untied": "gvpo, groups split"}  # every model's step of its update
 MODELS |= {model: f"{model}, gvpo, groups split" for model in ("tied", *FAMILIES)}
 PROBES = list(dict.fromkeys((layout, STEPS[name].model) for layout, name in RUNS))
+# `make test` runs every layout and every family, with few steps; `make proof` runs all of RUNS.
+FEW = ["gvpo, groups split", "gpg, age by token, ranks without signal, accumulated"]
+
+
+def in_make_test(layout: Layout, name: str) -> bool:
+    model = STEPS[name].model
+    if model not in FAMILIES:
+        return name in (CORE if layout in THOROUGH else FEW)
+    if name.endswith(", replayed"):
+        return layout in (Layout(1), *COMPUTED_AGAIN)
+    layouts = FAMILY_LAYOUTS[model]
+    return name == MODELS[model] and layout in (layouts[:3] if layouts is DENSE else layouts)
+
+
+QUICK = [run for run in RUNS if in_make_test(*run)]
 
 
 @cache

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from debian import install
 from real_parts import used
 
 ROOT = Path(__file__).parents[2]
@@ -71,7 +72,7 @@ class Images:
 @contextmanager
 def store(directory: Path) -> Iterator[Images]:
     """A store with the base image, removed in the end."""
-    _install()
+    install(TOOLS, TOOLS)
     images = Images(directory)
     try:
         _make_base(images, directory / "base")
@@ -127,18 +128,6 @@ def _pip_settings() -> dict[str, str]:
     local = ("file:", "/opt", "/home", "/root")
     wanted = {key: known[key] for key in ("index-url", "extra-index-url", "cert", "proxy") if key in known}
     return {key: value for key, value in wanted.items() if not value.startswith(local)}
-
-
-def _install() -> None:
-    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
-    if not missing:
-        return
-    assert os.geteuid() == 0 and shutil.which("apt-get"), (
-        f"images cannot be built: {' and '.join(missing)} missing, and only root with apt-get could help"
-    )
-    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    _run(["apt-get", "-q", "update"], 600, environment)
-    _run(["apt-get", "-q", "install", "-y", "--no-install-recommends", *missing], 600, environment)
 
 
 def _run(command: list[str], timeout: float, environment: Mapping[str, str] | None = None) -> str:

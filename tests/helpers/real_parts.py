@@ -1,7 +1,8 @@
-"""Which parts of the outside world the tests really ran, recorded where they run.
+"""Counts the real parts (servers, ranks, Slurm, ...) that passing tests have used.
 
-A helper that has brought a real part up calls `used("its name")`. It counts for every test that passes and
-used it, itself or by its fixtures. `pytest --every-part`, which is what CI runs, fails where one never ran.
+A helper that has brought up a real part calls `used("its name")`. The part counts for every test that
+passes and used it, directly or through a fixture. `pytest --every-part`, which CI runs, fails where a part
+never ran. Under pytest-xdist each worker sends its counts to the controller, which adds them up.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ PARTS = (
 )
 
 _passed: Counter[str] = Counter()
-_of: dict[str, set[str]] = {}  # the parts that a fixture of this name, or the test "", has used
+_used_by: dict[str, set[str]] = {}  # parts used by the fixture of this name; by the running test under ""
 _running: list[str] = []
 
 
 def used(part: str) -> None:
-    """Note that the running test or fixture has used one of PARTS; without effect in processes of its own."""
+    """Record that the running test or fixture uses `part`, one of PARTS; does nothing in child processes."""
     assert part in PARTS, f"{part!r} is none of PARTS in {__file__}"
     if _running:
-        _of[_running[-1]].add(part)
+        _used_by[_running[-1]].add(part)
 
 
 @contextmanager
 def _recording(name: str) -> Generator[None]:
-    _of[name] = set()
+    _used_by[name] = set()
     _running.append(name)
     try:
         yield
@@ -59,15 +60,23 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Generator[None, 
 def pytest_runtest_call(item: pytest.Function) -> Generator[None]:
     with _recording(""):
         yield
-    _passed.update(set().union(*(_of.get(name, ()) for name in ("", *item.fixturenames))))
+    _passed.update(set().union(*(_used_by.get(name, ()) for name in ("", *item.fixturenames))))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every-part", action="store_true", help="fail unless every real part ran")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """On the controller: add the counts of a worker that has ended; one that crashed has sent none."""
+    _passed.update(getattr(node, "workeroutput", {}).get("real_parts", {}))
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if session.config.getoption("every_part") and not set(PARTS) <= set(_passed):
+    if (output := getattr(session.config, "workeroutput", None)) is not None:  # this process is a worker
+        output["real_parts"] = dict(_passed)
+    elif session.config.getoption("every_part") and not set(PARTS) <= set(_passed):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 

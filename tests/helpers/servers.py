@@ -12,9 +12,11 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from real_parts import used
 from tiny_run import configure
@@ -31,6 +33,10 @@ from megatron_gvpo.weights.receivers import receiver_class
 
 ENGINES = ("sglang", "vllm")
 PROMPTS = [[9, 16, 10, 17, 8, 16, 7, 19], [5, 5, 5], [12, 3, 4, 14, 9, 10]]
+# Parameters for tests that need servers of their own, which take half a minute to start: one engine in
+# `make test`, the other one in `make proof`.
+SGLANG_FIRST = ["sglang", pytest.param("vllm", marks=pytest.mark.proof)]
+VLLM_FIRST = ["vllm", pytest.param("sglang", marks=pytest.mark.proof)]
 BUILD_SECONDS = 1200.0
 START_SECONDS = 300.0
 
@@ -103,6 +109,16 @@ class Client:
     def close(self) -> None:
         self.loop.run(self._session.close())
         self.loop.close()
+
+
+@dataclass
+class SharedServer:
+    """A server that the fixture `served` has started, and a client of it."""
+
+    engine: str
+    url: str
+    pid: int  # the leader of its process group
+    client: Client
 
 
 def fleet_of(client: Client, stop_ids: list[int]) -> ServerPool:

@@ -16,11 +16,13 @@ from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
+from debian import install
 from real_parts import used
 
 from megatron_gvpo.rollout.supervise import free_ports
 
 NODES = ("gvpo-node1", "gvpo-node2", "gvpo-node3")
+PROGRAMS = ("slurmctld", "slurmd", "srun", "munged")
 PACKAGES = ("slurm-wlm", "slurm-wlm-basic-plugins", "munge")
 PATIENCE = 600.0  # seconds for whatever a job is to do next
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "BOOT_FAIL", "OUT_OF_MEMORY")
@@ -127,7 +129,7 @@ class Slurm:
 
 @contextmanager
 def running(base: Path) -> Iterator[Slurm]:
-    _install()
+    install(PROGRAMS, PACKAGES)
     _resolvable()
     _start_munge()
     host = socket.gethostname().split(".")[0]
@@ -168,23 +170,6 @@ def _states(slurm: Slurm) -> set[str]:
         return set(slurm("sinfo", "--noheader", "--Node", "--format=%T").split())
     except AssertionError:  # it is still starting
         return set()
-
-
-def _install() -> None:
-    if all(shutil.which(program) for program in ("slurmctld", "slurmd", "srun", "munged")):
-        return
-    assert os.geteuid() == 0 and shutil.which("apt-get"), (
-        f"Slurm is not here, and only root with apt-get could install it: {' '.join(PACKAGES)}"
-    )
-    for arguments in (["update"], ["install", "-y", "--no-install-recommends", *PACKAGES]):
-        done = subprocess.run(
-            ["apt-get", "-q", *arguments],
-            capture_output=True,
-            text=True,
-            timeout=600,
-            env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
-        )
-    assert done.returncode == 0, f"Slurm cannot be installed: apt-get {' '.join(arguments)}: {done.stderr}"
 
 
 def _resolvable() -> None:

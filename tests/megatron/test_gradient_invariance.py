@@ -29,6 +29,7 @@ context parallelism gathers keys and values); dropout and MoE auxiliary losses, 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from gradient_cases import (
     MODELS,
     ONE_BY_ONE,
     PROBES,
+    QUICK,
     ROWS,
     RUNS,
     SPLIT,
@@ -58,17 +60,36 @@ from safetensors.torch import load_file
 
 from megatron_gvpo.megatron.batch import plan
 
-each_run = pytest.mark.parametrize(
-    ("layout", "name"), [pytest.param(*run, id=f"{run[0]}: {run[1]}") for run in RUNS]
-)
-each_probe = pytest.mark.parametrize(
-    ("layout", "model"), [pytest.param(*probe, id=f"{probe[0]}: {probe[1]}") for probe in PROBES]
-)
+_QUICK_PROBES = {(layout, STEPS[name].model) for layout, name in QUICK}
+
+
+def _cases(runs: list[tuple[Layout, str]], quick: Collection[tuple[Layout, str]]) -> list[Any]:
+    """Parameters, of which those that are not `quick` are proofs."""
+    marks = [() if run in quick else pytest.mark.proof for run in runs]
+    return [
+        pytest.param(*run, id=f"{run[0]}: {run[1]}", marks=mark)
+        for run, mark in zip(runs, marks, strict=True)
+    ]
+
+
+each_run = pytest.mark.parametrize(("layout", "name"), _cases(RUNS, QUICK))
+each_probe = pytest.mark.parametrize(("layout", "model"), _cases(PROBES, _QUICK_PROBES))
+
+
+def selected(request: pytest.FixtureRequest) -> set[tuple[Layout, str]]:
+    """The runs that the selected tests of this file need; the single rank's, too, which they compare with."""
+    items = [item for item in request.session.items if item.path == request.path]
+    params = [item.callspec.params for item in items if hasattr(item, "callspec")]
+    runs = {(p["layout"], p["name"]) for p in params if "name" in p}
+    for p in (p for p in params if "model" in p):
+        runs.add(next(run for run in RUNS if (run[0], STEPS[run[1]].model) == (p["layout"], p["model"])))
+    runs |= {(Layout(1), MODELS[STEPS[name].model]) for _, name in runs}
+    return runs | {(Layout(1), name) for _, name in runs}
 
 
 @pytest.fixture(scope="module")
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints, and what the ranks found: in one launch, all layouts that selected tests ask for."""
+    """Checkpoints and the ranks' results: one launch runs all layouts that the selected tests need."""
     path = tmp_path_factory.mktemp("invariance")
     reference.save_models(path)
     cases = {}
@@ -81,9 +102,8 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
             rows = rows.with_columns(engine_logp_r=rows.ref_logp_r - step.engine_gap, ref_logp_r=None)
         cases[name] = Case(name, step.algorithm, rows, step.budget, step.at_step_start, step.model, first)
     probes = {model: cases[name] for model, name in MODELS.items()}
-    tests = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    wanted = {params.get("layout") for params in tests} | {Layout(1)}
-    runs = [(layout, cases[name]) for layout, name in RUNS if layout in wanted]
+    wanted = selected(request)
+    runs = [(layout, cases[name]) for layout, name in RUNS if (layout, name) in wanted]
     torch.save((runs, probes), path / "work.pt")
     ranks = [layout.ranks for layout in dict.fromkeys(layout for layout, _ in runs)]
     launch("gradient_worker:run", ranks, str(path), timeout=900)

@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from servers import ENGINES, served_config
+from servers import VLLM_FIRST, served_config
 from tiny_run import configure, fit, records
 
 from megatron_gvpo.callbacks import Callback
@@ -101,7 +101,7 @@ class KillWhileTraining(Callback):
             os.killpg(process.pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", VLLM_FIRST)
 def test_a_run_with_a_colocated_server(engine: str, task: Path, tmp_path: Path):
     """Each holds memory only in its turn, the server has every step's weights, and one that dies while the
     trainer trains comes back in its own turn."""

@@ -12,7 +12,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +25,9 @@ from safetensors.torch import load_file, save_file
 from servers import (
     ENGINES,
     PROMPTS,
-    Client,
+    SGLANG_FIRST,
+    VLLM_FIRST,
+    SharedServer,
     checksum,
     engine_python,
     fleet_of,
@@ -49,26 +50,7 @@ from megatron_gvpo.weights.bucket import DoubleBuffer, buckets
 from megatron_gvpo.weights.delta import Delta
 
 
-@dataclass
-class Running:
-    engine: str
-    url: str
-    pid: int  # leads its process group
-    client: Client
-
-
-@pytest.fixture(scope="module", params=ENGINES)
-def served(request, task: Path, tmp_path_factory) -> Iterator[Running]:
-    """One server for all tests of this file."""
-    with running(request.param, task, tmp_path_factory.mktemp(request.param)) as supervisor:
-        [process] = supervisor.processes
-        assert process.pid is not None
-        client = Client(request.param, process.url)
-        yield Running(request.param, process.url, process.pid, client)
-        client.close()
-
-
-def test_samples_are_complete_and_their_logprobs_are_those_of_transformers(served: Running, task: Path):
+def test_samples_are_complete_and_their_logprobs_are_those_of_transformers(served: SharedServer, task: Path):
     """Token ids in and out; log-probs at the sampling temperature; the stop token is the last one."""
     sampling = SamplingConfig(temperature=0.7, max_tokens=40)
     fleet = fleet_of(served.client, [1])
@@ -85,7 +67,7 @@ def test_samples_are_complete_and_their_logprobs_are_those_of_transformers(serve
             assert torch.allclose(torch.tensor(rollout.logprobs), expected, atol=2e-4)
 
 
-def test_scores_are_those_of_transformers(served: Running, task: Path):
+def test_scores_are_those_of_transformers(served: SharedServer, task: Path):
     for prompt in PROMPTS:
         score = served.client("score", prompt)
         assert torch.allclose(
@@ -93,7 +75,7 @@ def test_scores_are_those_of_transformers(served: Running, task: Path):
         )
 
 
-def test_a_servers_ranks_tell_which_gpus_they_see(served: Running, tmp_path: Path):
+def test_a_servers_ranks_tell_which_gpus_they_see(served: SharedServer, tmp_path: Path):
     served.client.receiver("shared", "begin_update")
     served.client.receiver("shared", "tell_gpus", tmp_path / "gpus")
     served.client.receiver("shared", "end_update", "0")
@@ -102,14 +84,14 @@ def test_a_servers_ranks_tell_which_gpus_they_see(served: Running, tmp_path: Pat
     assert json.loads(told.read_text()) == seen
 
 
-def test_a_server_that_tells_no_experts_is_refused(served: Running, task: Path, tmp_path: Path):
+def test_a_server_that_tells_no_experts_is_refused(served: SharedServer, task: Path, tmp_path: Path):
     config = served_config(served.engine, task, tmp_path, "rollout.router_replay=true")
     model = read_model_config(config.model.path)
     with pytest.raises(ConfigError, match="no experts: start it with --enable-return-routed-experts"):
         served.client.loop.run(check_server(served.client.server, config, model))
 
 
-def test_a_served_model_teaches_grades_and_judges(served: Running, task: Path):
+def test_a_served_model_teaches_grades_and_judges(served: SharedServer, task: Path):
     """Over its OpenAI-compatible URL, without a chat template, which the tiny tokenizer has not."""
     problems = [f"{a}+{b}=" for a in (1, 12, 305) for b in (2, 47)]
     groups = [make_group([0, 1], p, texts=["1", "2"], record={"prompt": p}) for p in problems]
@@ -141,7 +123,7 @@ def served_model(url: str) -> str:
         return str(json.load(answer)["data"][0]["id"])
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", SGLANG_FIRST)
 def test_a_servers_key_is_wanted_and_nobody_else_can_read_it(engine: str, task: Path, tmp_path: Path):
     """Not in its processes' command lines (ps), nor in what its directory shows to others."""
     key = "0x1f00ff00"  # which YAML would take for a number
@@ -170,13 +152,13 @@ def command_lines(group: int | None) -> list[str]:
     return found
 
 
-def test_the_servers_own_words_reach_the_user(served: Running):
+def test_the_servers_own_words_reach_the_user(served: SharedServer):
     with pytest.raises(ServerRefused, match=r"(?s)400.*256") as refused:
         served.client("sample", [5] * 8, 1000, 0, SamplingConfig(), [1])
     assert refused.value.is_request
 
 
-def test_a_silent_server_is_a_named_wait(served: Running):
+def test_a_silent_server_is_a_named_wait(served: SharedServer):
     os.killpg(served.pid, signal.SIGSTOP)
     try:
         with pytest.raises(ServerGone, match=r"(/v1/completions|/generate).*no answer within 0\.5 s"):
@@ -185,9 +167,11 @@ def test_a_silent_server_is_a_named_wait(served: Running):
         os.killpg(served.pid, signal.SIGCONT)
 
 
-@pytest.mark.parametrize("layout", ["single", "tp2", "pp2", "dp2"])
+@pytest.mark.parametrize(
+    "layout", ["tp2", *(pytest.param(name, marks=pytest.mark.proof) for name in ("single", "pp2", "dp2"))]
+)
 def test_what_arrives_is_what_was_exported_byte_for_byte(
-    served: Running, task: Path, tmp_path: Path, layout: str
+    served: SharedServer, task: Path, tmp_path: Path, layout: str
 ):
     """A push from the sharded trainer, then the same weights from its export: every checksum of the server
     agrees.
@@ -200,7 +184,7 @@ def test_what_arrives_is_what_was_exported_byte_for_byte(
     assert_exported(tmp_path)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", SGLANG_FIRST)
 def test_a_server_of_two_ranks_gets_its_shards(engine: str, task: Path, tmp_path: Path):
     """The same, where both ranks of a tensor-parallel server are in the group."""
     with running(engine, task, tmp_path, "rollout.servers.tp=2") as supervisor:
@@ -209,7 +193,7 @@ def test_a_server_of_two_ranks_gets_its_shards(engine: str, task: Path, tmp_path
     assert_exported(tmp_path)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", VLLM_FIRST)
 def test_a_mixture_of_experts_gets_its_weights(engine: str, task: Path, tmp_path: Path):
     """The same, where a server keeps weights in another arrangement than they come in: vLLM's experts."""
     moe = moe_task.make(task, tmp_path / "task")
@@ -219,8 +203,9 @@ def test_a_mixture_of_experts_gets_its_weights(engine: str, task: Path, tmp_path
     assert_exported(tmp_path)
 
 
+@pytest.mark.parametrize("served", SGLANG_FIRST, indirect=True)
 def test_a_server_of_another_node_has_the_weights_from_the_rank_beside_it(
-    served: Running, task: Path, tmp_path: Path
+    served: SharedServer, task: Path, tmp_path: Path
 ):
     """Two ranks and two servers, of which one each has shared memory of its own, as nodes have."""
     with another_node() as (pid, inside):
@@ -270,23 +255,23 @@ def assert_exported(directory: Path) -> None:
             assert response == greedy[0, len(prompt) :].tolist()
 
 
-def check(served: Running, config: Config) -> None:
+def check(served: SharedServer, config: Config) -> None:
     model = read_model_config(config.model.path)
     served.client.loop.run(check_server(served.client.server, config, model))
 
 
-def test_a_fitting_server_is_accepted(served: Running, task: Path, tmp_path: Path):
+def test_a_fitting_server_is_accepted(served: SharedServer, task: Path, tmp_path: Path):
     check(served, served_config(served.engine, task, tmp_path))
 
 
-def test_a_context_that_is_too_short_is_refused(served: Running, task: Path, tmp_path: Path):
+def test_a_context_that_is_too_short_is_refused(served: SharedServer, task: Path, tmp_path: Path):
     config = served_config(served.engine, task, tmp_path, "rollout.max_tokens=250")
     with pytest.raises(ConfigError, match=r"context length of 256.*max_tokens=250 need 282"):
         check(served, config)
 
 
 def test_an_untested_release_is_refused_unless_allowed(
-    served: Running, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    served: SharedServer, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(type(served.client.server), "tested", ("9.9",))
     with pytest.raises(ConfigError, match=r"runs (sglang 0\.5|vllm 0\.32).*tested: 9\.9"):
@@ -304,7 +289,7 @@ def test_an_untested_release_is_refused_unless_allowed(
     ],
 )
 def test_another_model_or_tokenizer_is_refused(
-    served: Running, task: Path, tmp_path: Path, file: str, old: str, new: str, message: str
+    served: SharedServer, task: Path, tmp_path: Path, file: str, old: str, new: str, message: str
 ):
     other = tmp_path / "model"
     shutil.copytree(task / "model", other)
@@ -315,7 +300,7 @@ def test_another_model_or_tokenizer_is_refused(
         check(served, served_config(served.engine, task, tmp_path, f"model.path={other}"))
 
 
-def test_a_server_of_another_engine_is_said_to_be_one(served: Running, task: Path, tmp_path: Path):
+def test_a_server_of_another_engine_is_said_to_be_one(served: SharedServer, task: Path, tmp_path: Path):
     other = next(engine for engine in ENGINES if engine != served.engine)
     config = served_config(other, task, tmp_path, f"rollout.servers.urls=[{served.url}]")
     model = read_model_config(config.model.path)
@@ -323,13 +308,14 @@ def test_a_server_of_another_engine_is_said_to_be_one(served: Running, task: Pat
         served.client.loop.run(check_server(DIALECTS[other](served.client.server.http), config, model))
 
 
-def test_the_probe_tells_other_weights(served: Running, task: Path, tmp_path: Path):
+@pytest.mark.parametrize("served", SGLANG_FIRST, indirect=True)
+def test_the_probe_tells_other_weights(served: SharedServer, task: Path, tmp_path: Path):
     """A server that has not taken the push is found out, and the run refuses to go on."""
     launch("push_worker:unheard", [1], served.engine, served.url, str(task), str(tmp_path))
     assert "does not have the weights that were sent" in (tmp_path / "error").read_text()
 
 
-def test_a_push_that_failed_half_way_does_not_hinder_the_next(served: Running, task: Path):
+def test_a_push_that_failed_half_way_does_not_hinder_the_next(served: SharedServer, task: Path):
     """Its update was begun, got half of a layer, and was never ended."""
     tensors = list(load_file(task / "model" / "model.safetensors").items())
     half = next(i for i, (name, _) in enumerate(tensors) if "k_proj" in name)
@@ -343,7 +329,7 @@ def test_a_push_that_failed_half_way_does_not_hinder_the_next(served: Running, t
 
 
 def test_what_changed_is_enough_for_a_server_that_is_in_another_group(
-    served: Running, task: Path, tmp_path: Path
+    served: SharedServer, task: Path, tmp_path: Path
 ):
     """A new group, as after the return of another server, still sends only the changes to this server."""
     tensors = load_file(task / "model" / "model.safetensors")
@@ -374,7 +360,7 @@ def test_what_changed_is_enough_for_a_server_that_is_in_another_group(
     served.client.receiver("disk", "load_directory", task / "model", "10")
 
 
-async def _push(served: Running, tensors: list, version: int, ends: bool = True) -> None:
+async def _push(served: SharedServer, tensors: list, version: int, ends: bool = True) -> None:
     transport = Broadcast(partial(receiver, transport="broadcast"), "127.0.0.1", "gloo", 60.0)
     await served.client.server.pause(30)
     await transport.begin([Member(served.client.server)], version)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from servers import ENGINES, Client, admit, fleet_of, logprobs, running
+from servers import SGLANG_FIRST, Client, admit, fleet_of, logprobs, running
 
 from megatron_gvpo.config.schema import SamplingConfig
 from megatron_gvpo.sampling.engine import Request
@@ -36,7 +36,7 @@ def endless(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", SGLANG_FIRST)
 def test_a_response_stopped_for_new_weights_goes_on_where_it_was(engine: str, endless: Path, tmp_path: Path):
     """The spans say which weights sampled what; the log-probs are those of one uninterrupted response."""
     sampling = SamplingConfig(max_tokens=240)

@@ -77,7 +77,7 @@ class OwnChoice(Callback):
     ("engine", "plugin", "cached"),
     [
         ("sglang", "pinning_on_cpu", False),
-        ("sglang", "pinning_on_cpu", True),
+        pytest.param("sglang", "pinning_on_cpu", True, marks=pytest.mark.proof),
         ("vllm", "triton_on_cpu", True),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from distributed import launch
 from paths import HELPERS
 from safetensors.torch import load_file
-from servers import Client, running
+from servers import Client, SharedServer, running
 
 from megatron_gvpo.config.schema import SamplingConfig, ServersConfig
 from megatron_gvpo.config.servers import WeightSyncConfig
@@ -28,12 +28,12 @@ from megatron_gvpo.weights.push import Publisher
 TIMEOUT = 60.0  # seconds
 
 
-@pytest.fixture(scope="module")
-def client(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    with running("sglang", task, tmp_path_factory.mktemp("sglang")) as supervisor:
-        client = Client("sglang", supervisor.processes[0].url)
-        yield client
-        client.close()
+on_sglang = pytest.mark.parametrize("served", ["sglang"], indirect=True)
+
+
+@pytest.fixture
+def client(served: SharedServer) -> Client:
+    return served.client
 
 
 def pushing(client: Client, task: Path, **settings: object) -> tuple[ServerPool, Publisher, list]:
@@ -80,6 +80,7 @@ class Waiting(WeightGroup):
         self._group = SimpleNamespace(broadcast=broadcast)
 
 
+@on_sglang
 def test_a_broadcast_that_waits_for_servers_does_not_keep_them_from_coming(
     client: Client, task: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -93,6 +94,7 @@ def test_a_broadcast_that_waits_for_servers_does_not_keep_them_from_coming(
     client.loop.run(fleet.stop())
 
 
+@on_sglang
 def test_the_other_ranks_wait_on_the_cpu_while_responses_are_finished(
     client: Client, task: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -115,6 +117,7 @@ def test_the_other_ranks_wait_on_the_cpu_while_responses_are_finished(
     client.loop.run(fleet.stop())
 
 
+@on_sglang
 def test_there_may_be_more_responses_than_open_files(client: Client):
     """Each is a connection: a step of a cluster has more of them than a process may usually open."""
     worker = HELPERS.joinpath("few_files.py")
@@ -124,6 +127,7 @@ def test_there_may_be_more_responses_than_open_files(client: Client):
     assert done.stdout.split()[-2:] == ["400", "responses"]
 
 
+@pytest.mark.proof  # test_faults.py kills a server while weights are pushed
 def test_a_server_that_ends_before_a_push_is_proved_is_lost_and_comes_back(task: Path, tmp_path: Path):
     with running("sglang", task, tmp_path) as supervisor:
         [process] = supervisor.processes

@@ -1,0 +1,38 @@
+"""Installs Debian packages that tests of real parts need and this machine lacks."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+SECONDS = 600.0
+
+
+def install(programs: Sequence[str], packages: Sequence[str]) -> None:
+    """Install `packages` unless all `programs` are there. One process at a time: apt-get waits for no other.
+
+    Raises AssertionError, with the reason, where they cannot be installed: a real part that silently did not
+    run is a defect.
+    """
+    with open(Path(tempfile.gettempdir()) / "megatron_gvpo-tests-apt.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        missing = [program for program in programs if shutil.which(program) is None]
+        if not missing:
+            return
+        assert os.geteuid() == 0 and shutil.which("apt-get"), (
+            f"{' and '.join(missing)} missing, and only root with apt-get could install {' '.join(packages)}"
+        )
+        for arguments in (["update"], ["install", "-y", "--no-install-recommends", *packages]):
+            done = subprocess.run(
+                ["apt-get", "-q", *arguments],
+                capture_output=True,
+                text=True,
+                timeout=SECONDS,
+                env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
+            )
+            assert done.returncode == 0, f"apt-get {' '.join(arguments)}: {done.stderr[-4000:]}"

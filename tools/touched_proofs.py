@@ -1,0 +1,111 @@
+#!/usr/bin/env python
+"""Run the long proofs (tests marked `proof`) of the rooms that a change touches, within a time limit.
+
+usage: tools/touched_proofs.py [--since COMMIT] [--seconds N] [--list]
+
+The change is everything since COMMIT: by default since the branch left origin/main or main, or, on main
+itself, since the last release tag or else the commit before. Where git has no such history, all rooms count
+as touched. The output names the proofs that ran and those for which no time was left. Exit status: pytest's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TESTS = ROOT / "tests"
+RUNS = ("runs", "checkpoint")
+# Rooms of tests for a path, by its longest prefix here; a path of a package's room also means the room of
+# tests with the same name. Pages and results touch nothing.
+ROOMS: dict[str, tuple[str, ...]] = {
+    "megatron_gvpo": (*RUNS, "rollout"),  # the trainer, its components and types
+    "megatron_gvpo/algorithms": ("algorithms", "megatron", "runs"),
+    "megatron_gvpo/cli": ("cli",),
+    "megatron_gvpo/cluster": ("cluster",),
+    "megatron_gvpo/config": ("config", "cluster"),
+    "megatron_gvpo/data": ("data", "checkpoint"),
+    "megatron_gvpo/kernels": ("kernels", "megatron"),
+    "megatron_gvpo/megatron": ("megatron", "checkpoint", "cpu"),
+    "megatron_gvpo/observe": ("observe",),
+    "megatron_gvpo/rewards": ("rewards", "runs"),
+    "megatron_gvpo/rollout": ("rollout", "weights"),
+    "megatron_gvpo/runtime": ("cli", "cluster", *RUNS),
+    "megatron_gvpo/sampling": ("sampling", "rollout", *RUNS),
+    "megatron_gvpo/versions.txt": ("shipping", "rollout", "weights"),
+    "megatron_gvpo/weights": ("weights", "rollout"),
+    "slurm": ("cluster",),
+    "docker": ("shipping",),
+    "constraints.txt": ("shipping",),
+    "pyproject.toml": ("shipping",),
+    "examples": ("runs",),
+    "tools/engines": ("rollout", "weights"),
+}
+
+
+def git(*arguments: str) -> str | None:
+    """The output of a git command, or None where it fails."""
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def start_of_change() -> str | None:
+    """The commit before the change, or None where git does not know one."""
+    head = git("rev-parse", "HEAD")
+    for branch in ("origin/main", "main"):
+        base = git("merge-base", "HEAD", branch)
+        if base and base != head:
+            return base
+    return git("describe", "--tags", "--abbrev=0", "HEAD^") or git("rev-parse", "--verify", "HEAD^")
+
+
+def changed_paths(since: str) -> list[str] | None:
+    changed = git("diff", "--name-only", since)
+    return None if changed is None else changed.splitlines()
+
+
+def all_rooms() -> set[str]:
+    return {path.parent.name for path in TESTS.glob("*/test_*.py")}
+
+
+def rooms_of(path: str) -> set[str]:
+    """The rooms of tests that a changed file touches."""
+    parts = Path(path).parts
+    if parts[0] == "tests":
+        return {parts[1]} if len(parts) > 2 and parts[1] != "helpers" else users_of(Path(path).stem)
+    prefixes = ("/".join(parts[:n]) for n in range(len(parts), 0, -1))
+    return set(next((ROOMS[prefix] for prefix in prefixes if prefix in ROOMS), ()))
+
+
+def users_of(helper: str) -> set[str]:
+    """The rooms whose tests name a module of tests/helpers; all rooms for conftest.py."""
+    if helper == "conftest":
+        return all_rooms()
+    return {test.parent.name for test in TESTS.glob("*/test_*.py") if helper in test.read_text()}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Run the long proofs of the rooms that a change touches.")
+    parser.add_argument("--since", help="the commit before the change")
+    parser.add_argument("--seconds", type=float, default=1800.0, help="the time limit")
+    parser.add_argument("--list", action="store_true", help="print the rooms, and run nothing")
+    args = parser.parse_args()
+    since = args.since or start_of_change()
+    changed = None if since is None else changed_paths(since)
+    touched = all_rooms() if changed is None else {room for path in changed for room in rooms_of(path)}
+    rooms = sorted(touched & all_rooms())
+    print(f"changed since {since or 'the beginning'}: {'all' if changed is None else len(changed)} files")
+    print("rooms with proofs to run:", " ".join(rooms) or "none", flush=True)
+    if args.list or not rooms:
+        return 0
+    workers = ["-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder", "--max-worker-restart", "0"]
+    options = ["-m", "proof", "-rA", "--no-summary", "-v", "--seconds", str(max(args.seconds, 0.0))]
+    command = [sys.executable, "-m", "pytest", *workers, *options, *(f"tests/{room}" for room in rooms)]
+    code = subprocess.run(command, cwd=ROOT).returncode
+    return 0 if code == 5 else code  # 5: these rooms have no proofs
+
+
+if __name__ == "__main__":
+    sys.exit(main())
