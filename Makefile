@@ -9,7 +9,7 @@ export TOKENIZERS_PARALLELISM := false
 
 # Two workers of pytest, each of which runs whole groups of tests (tests/helpers/work_groups.py).
 WORKERS ?= 2
-PYTEST := $(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
+PYTEST := $(PYTHON) -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder --max-worker-restart 0
 
 .PHONY: quickstart test proof engines docs lint format venv clean
 

@@ -100,7 +100,7 @@ def main() -> int:
     print("rooms with proofs to run:", " ".join(rooms) or "none", flush=True)
     if args.list or not rooms:
         return 0
-    workers = ["-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder", "--max-worker-restart", "0"]
+    workers = ["-n", "2", "--dist", "loadscope", "--no-loadscope-reorder", "--max-worker-restart", "0"]
     options = ["-m", "proof", "-rA", "--no-summary", "-v", "--seconds", str(max(args.seconds, 0.0))]
     command = [sys.executable, "-m", "pytest", *workers, *options, *(f"tests/{room}" for room in rooms)]
     code = subprocess.run(command, cwd=ROOT).returncode

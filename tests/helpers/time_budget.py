@@ -30,11 +30,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-times", type=Path, metavar="FILE", help="write outcomes and seconds as JSON")
 
 
-def name_of(nodeid: str) -> str:
-    """The test's name without the group that pytest-xdist appends to it."""
-    return nodeid.rsplit("@", 1)[0] if nodeid.rfind("@") > nodeid.rfind("]") else nodeid
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """Let every worker count from the start of the controller."""
     global _started
@@ -54,15 +49,12 @@ def known_times() -> dict[str, float]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     limit = item.config.getoption("seconds")
-    if (
-        limit is not None
-        and time.time() - _started + known_times().get(name_of(item.nodeid), UNKNOWN) > limit
-    ):
+    if limit is not None and time.time() - _started + known_times().get(item.nodeid, UNKNOWN) > limit:
         pytest.skip(REASON)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    name = name_of(report.nodeid)
+    name = report.nodeid
     _seconds[name] += report.duration
     if report.when == "call" or report.outcome != "passed":
         _outcomes[name] = report.outcome
@@ -87,4 +79,4 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     if left_out:
         terminalreporter.section(f"did not run, for want of time: {len(left_out)}", yellow=True)
         for report in left_out:
-            terminalreporter.line(name_of(report.nodeid))
+            terminalreporter.line(report.nodeid)
