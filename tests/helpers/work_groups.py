@@ -1,8 +1,8 @@
 """Divides the tests over the workers of pytest-xdist (`-n 2 --dist loadscope --no-loadscope-reorder`).
 
-One worker runs a group's tests one after the other. A group is a file, so that its fixtures are made once; the
-tests of an engine's shared server are a group, too. The longest groups begin first, so that all workers end at
-about the same time.
+One worker runs a group's tests one after the other. A group is a file, so that its fixtures are made once;
+the tests of an engine's shared server are a group, too. The longest groups begin first, so that all workers
+end at about the same time.
 """
 
 from __future__ import annotations
