@@ -202,8 +202,8 @@ def train(shape: dict[str, Any], smoke: bool, fp8: str | None = None) -> dict[st
         with clock(seconds, "update"):
             policy.update(rows, at_step_start=True)
     of_head = device_head.head_seconds(policy, rows, dtype)
-    seconds["head"] = rounds * of_head["known"]  # as the update above has it, at a step's start
-    updates = {"known": seconds["update"] / rounds}
+    seconds["head"] = rounds * of_head["weights_first"]  # as the update above has it, at a step's start
+    updates = {"weights_first": seconds["update"] / rounds}
     policy.optimizer.apply = apply  # type: ignore[method-assign]
     for mode, stash in (("stash", policy._stash_bytes), ("recompute", 0)):  # weights that come late
         policy._stash_bytes = stash

@@ -18,7 +18,7 @@ EVERYTHING = 1 << 40  # bytes of stash
 
 def ways(weight_r: Tensor) -> Iterator[tuple[str, dict[str, Any]]]:
     """(name, arguments of linear_logprob) of each."""
-    yield "known", {"weight_r": weight_r}
+    yield "weights_first", {"weight_r": weight_r}
     yield "stash", {"stash_bytes": EVERYTHING}
     yield "recompute", {}
     if weight_r.is_cuda:

@@ -13,7 +13,7 @@ from megatron_gvpo.kernels.linear_logprob import linear_logprob
 
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # (hidden_th, weight_vh, labels_t, g_t) -> scalar
 
-OURS = ("late", "known", "stash", "stash_2gb", "stash_10gb", "late_triton")
+OURS = ("recompute", "weights_first", "stash", "stash_2gb", "stash_10gb", "recompute_triton")
 PEERS = ("compiled", "torch_linear_ce", "liger", "quack", "cce", "cce_exact")
 NOTES = {
     "naive": "full logits, log_softmax, gather, autograd",
@@ -23,9 +23,9 @@ NOTES = {
     "quack": "QuACK's linear_cross_entropy_func, reduction none: all logits in bf16 (its chunked head sums)",
     "cce": "cut-cross-entropy, reduction none; drops small gradients",
     "cce_exact": "cut-cross-entropy, nothing dropped",
-    "late": "linear_logprob, weights with the backward, recomputed",
-    "late_triton": "late, its forward in one Triton kernel",
-    "known": "linear_logprob, weights with the forward",
+    "recompute": "linear_logprob, weights with the backward, recomputed",
+    "recompute_triton": "recompute, its forward in one Triton kernel",
+    "weights_first": "linear_logprob, weights with the forward",
     "stash": "linear_logprob, weights with the backward, exponentials kept (--stash-mib at most)",
     "stash_2gb": "stash, 2 GB at most",
     "stash_10gb": "stash, 10 GB at most",
@@ -34,24 +34,24 @@ NOTES = {
 
 def head(name: str, stash_bytes: int, logits_bytes: int | None) -> Loss:
     """Raises ImportError where a peer is not installed."""
-    late = partial(_late, logits_bytes=logits_bytes)
+    weights_last = partial(_weights_last, logits_bytes=logits_bytes)
     match name:
         case "naive":
             return _naive
         case "compiled":
             return torch.compile(_naive, dynamic=False)
-        case "late":
-            return late
-        case "late_triton":
-            return partial(late, backend="triton")
+        case "recompute":
+            return weights_last
+        case "recompute_triton":
+            return partial(weights_last, backend="triton")
         case "stash":
-            return partial(late, stash_bytes=stash_bytes)
+            return partial(weights_last, stash_bytes=stash_bytes)
         case "stash_2gb":
-            return partial(late, stash_bytes=2 * 10**9)
+            return partial(weights_last, stash_bytes=2 * 10**9)
         case "stash_10gb":
-            return partial(late, stash_bytes=10 * 10**9)
-        case "known":
-            return partial(_known, logits_bytes=logits_bytes)
+            return partial(weights_last, stash_bytes=10 * 10**9)
+        case "weights_first":
+            return partial(_weights_first, logits_bytes=logits_bytes)
         case "torch_linear_ce":
             return _torch_linear_ce
         case "liger":
@@ -68,11 +68,11 @@ def _naive(x: Tensor, w: Tensor, labels_t: Tensor, g_t: Tensor) -> Tensor:
     return (g_t * logp_tv.gather(1, labels_t[:, None])[:, 0]).sum()
 
 
-def _late(x: Tensor, w: Tensor, labels_t: Tensor, g_t: Tensor, **options: Any) -> Tensor:
+def _weights_last(x: Tensor, w: Tensor, labels_t: Tensor, g_t: Tensor, **options: Any) -> Tensor:
     return (g_t * linear_logprob(x, w, labels_t, **options).logp_r).sum()
 
 
-def _known(x: Tensor, w: Tensor, labels_t: Tensor, g_t: Tensor, **options: Any) -> Tensor:
+def _weights_first(x: Tensor, w: Tensor, labels_t: Tensor, g_t: Tensor, **options: Any) -> Tensor:
     surrogate = linear_logprob(x, w, labels_t, weight_r=g_t, **options).surrogate
     assert surrogate is not None
     return surrogate

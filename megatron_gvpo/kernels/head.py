@@ -1,4 +1,4 @@
-"""What the modes of the head share: its settings, its tiles of logits, and what a backend does to them."""
+"""The parts that all modes of the head share: settings, tiles of logits, and a backend's operations."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from megatron_gvpo.kernels.products import accumulator, addmm_, operand
 
 
 class Tiles(ABC):
-    """What is done to a tile of logits z_rv [rows, columns], in the accumulator's dtype; rows are contiguous.
+    """A backend's operations on a tile of logits z_rv [rows, columns], in the accumulator's dtype.
 
-    `labels_r` are columns of the tile; one that is not means that another tile has the label. `stats_sr` as
-    in softmax.py. What z_rv holds after `statistics_` is the backend's own, for its `known_gradient_`.
+    The rows of z_rv are contiguous. `labels_r` are column numbers of the tile; a number outside the tile
+    means that another tile has the label. softmax.py defines `stats_sr`. The content of z_rv after
+    `statistics_` is private to the backend: only its `weights_first_gradient_` reads it.
     """
 
     @abstractmethod
     def statistics_(self, z_rv: Tensor, labels_r: Tensor, entropy: bool) -> Tensor:
-        """The statistics of the tile's columns."""
+        """Return the statistics of the tile's columns."""
 
     @abstractmethod
     def stash_(self, z_rv: Tensor, labels_r: Tensor, out_rv: Tensor) -> Tensor:
-        """out_rv <- e^(z - its row maximum); it may be z_rv itself. Returns the statistics."""
+        """out_rv <- e^(z - row maximum); returns the statistics. out_rv may be z_rv itself."""
 
     @abstractmethod
-    def known_gradient_(
+    def weights_first_gradient_(
         self,
         z_rv: Tensor,
         piece_sr: Tensor,
@@ -38,10 +39,10 @@ class Tiles(ABC):
         g_r: Tensor,
         dtype: torch.dtype,
     ) -> Tensor:
-        """g (1[label] - p) in `dtype`, of a tile that went through `statistics_`, which found `piece_sr`."""
+        """g (1[label] - p) in `dtype`, for a tile after `statistics_`, which returned `piece_sr`."""
 
     @abstractmethod
-    def late_gradient_(
+    def weights_last_gradient_(
         self,
         z_rv: Tensor,
         max_r: Tensor,
@@ -51,12 +52,12 @@ class Tiles(ABC):
         g_r: Tensor,
         dtype: torch.dtype,
     ) -> Tensor:
-        """e^(z - max) (offset + slope (z - max)) + 1[label] g in `dtype`, of a tile of logits."""
+        """e^(z - max) (offset + slope (z - max)) + 1[label] g in `dtype`, for a tile of logits."""
 
     def scan(self, head: Head, x_rh: Tensor, weight_vh: Tensor, labels_r: Tensor, rows: slice) -> Tensor:
-        """The statistics of all the shard's columns; `rows`: which of the head's rows x_rh are.
+        """Return the statistics of all columns of the shard; `rows`: the head's rows that x_rh holds.
 
-        Here tile by tile: every row of W is visited once, for all tokens.
+        This default goes tile by tile and reads every row of W once, for all tokens.
         """
         dtype = accumulator(weight_vh.dtype)
         slices = head.slices(head.columns, len(x_rh), dtype.itemsize)
@@ -82,30 +83,30 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Head:
-    """What all modes need besides the tensors."""
+    """The settings of one call of `linear_logprob`, for all modes."""
 
-    columns: int  # rows of the shard that are tokens; the padding after them is never touched
-    temperature: float | Tensor  # one for all rows, or [r] in the accumulator's dtype
+    columns: int  # rows of W's shard that are tokens; the padding after them is never touched
+    temperature: float | Tensor  # one number for all rows, or [r] in the accumulator's dtype
     entropy: bool
     tp_group: dist.ProcessGroup | None
-    logits_bytes: int  # of one tile
-    stash_rows: int  # rows whose exponentials are kept for the backward
+    logits_bytes: int  # most bytes of one tile
+    stash_rows: int  # the first rows: their exponentials are kept for the backward
     stash_dtype: torch.dtype
     tiles: Tiles
 
     def slices(self, total: int, across: int, itemsize: int) -> list[slice]:
-        """Slices of `total` such that a tile, one slice by `across` numbers, keeps to logits_bytes."""
+        """Cut `total` into slices such that a tile, one slice by `across` numbers, fits logits_bytes."""
         step = max(1, self.logits_bytes // (itemsize * max(across, 1)))
         if step > 16:
-            step -= step % 16  # matrix products want aligned rows
+            step -= step % 16  # matrix products are faster with aligned rows
         return [slice(start, min(start + step, total)) for start in range(0, total, step)]
 
     def temperature_of(self, rows: slice) -> float | Tensor:
         return self.temperature[rows] if isinstance(self.temperature, Tensor) else self.temperature
 
     def logits(self, tile_rv: Tensor, x_rh: Tensor, w_vh: Tensor, rows: slice) -> Tensor:
-        """tile_rv <- x_rh w_vh^T / T; `rows`: which of the head's rows x_rh are."""
-        if isinstance(self.temperature, Tensor):  # divided here in fp32, not in the operands' bf16
+        """tile_rv <- x_rh w_vh^T / T; `rows`: the head's rows that x_rh holds."""
+        if isinstance(self.temperature, Tensor):  # divide the fp32 result, not the bf16 operands
             return addmm_(tile_rv, x_rh, w_vh.T, beta=0).div_(self.temperature[rows, None])
         return addmm_(tile_rv, x_rh, w_vh.T, beta=0, alpha=1 / self.temperature)
 

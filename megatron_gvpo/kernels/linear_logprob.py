@@ -1,18 +1,20 @@
-"""Log-probs of given tokens straight from hidden states: the output layer without its logits.
+"""The log-probs of given tokens, computed from hidden states without storing the logits.
 
 With z = X W^T / T, logp = z[label] - logsumexp(z) and p = softmax(z), the gradient is (g, e: upstream
 gradients of logp and entropy H)
 
     dL/dz_j = g (1[j = label] - p_j) - e p_j (log p_j + H),   dX = dZ W / T,   dW = dZ^T X / T.
 
-The logits exist one tile at a time, in fp32. How the gradient comes about depends on when g is known:
+The logits exist one tile at a time, in fp32. There are three modes to compute the gradient. They differ in
+when the weights g are known:
 
-    known      g is given to the forward, which does everything: 6 r h v flops (known.py)
-    stash      g comes with the backward; the forward has kept e^(z - max), in bf16 where the operands are:
-               6 r h v flops, and r v bf16 numbers (late.py)
-    recompute  g comes with the backward, which computes the logits again: 8 r h v flops, no memory (late.py)
+    weights_first  The forward gets g and computes the gradients: 6 r h v flops (weights_first.py).
+    stash          The backward gets g. The forward keeps e^(z - max), in bf16 if the operands are bf16:
+                   6 r h v flops and r v bf16 numbers of memory (weights_last.py).
+    recompute      The backward gets g and computes the logits again: 8 r h v flops, no memory
+                   (weights_last.py).
 
-docs/explanation/head.md has the mathematics, what each mode needs, and how one is chosen.
+docs/explanation/head.md has the mathematics, the cost of each mode, and how one is chosen.
 """
 
 from __future__ import annotations
@@ -28,25 +30,25 @@ from torch import Tensor
 from megatron_gvpo.kernels.head import Head, Tiles
 from megatron_gvpo.kernels.products import accumulator, operand_dtype
 from megatron_gvpo.kernels.reference import reference
-from megatron_gvpo.kernels.weights_first import WeightsKnown
-from megatron_gvpo.kernels.weights_last import WeightsLate
+from megatron_gvpo.kernels.weights_first import WeightsFirst
+from megatron_gvpo.kernels.weights_last import WeightsLast
 
 Backend = Literal["auto", "reference", "chunked", "triton"]
-Mode = Literal["known", "stash", "recompute", "forward", "reference"]
+Mode = Literal["weights_first", "stash", "recompute", "forward", "reference"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64)
-_CPU_LOGITS, _CUDA_LOGITS = 288 << 20, 512 << 20  # bytes of one tile; a GPU's products want more rows
+_CPU_LOGITS, _CUDA_LOGITS = 288 << 20, 512 << 20  # bytes of one tile; a GPU needs more rows a product
 
 
 class LinearLogprob(NamedTuple):
-    """What `linear_logprob` returns; tensors are fp32 (fp64 where the inputs are fp64)."""
+    """The result of `linear_logprob`; tensors are fp32, or fp64 if the inputs are fp64."""
 
-    logp_r: Tensor  # detached where the weights were given
-    entropy_r: Tensor | None = None  # where asked for; detached where the weights were given
-    surrogate: Tensor | None = None  # scalar sum(weight_r * logp_r), where the weights were given
-    mode: Mode = "forward"  # how the gradient comes about; "forward": none is wanted
-    stash_bytes: int = 0  # kept on this rank until the backward
-    stash_share: float = 0.0  # of the rows
+    logp_r: Tensor  # detached if the caller gave weights
+    entropy_r: Tensor | None = None  # None unless asked for; detached if the caller gave weights
+    surrogate: Tensor | None = None  # scalar sum(weight_r * logp_r); None unless the caller gave weights
+    mode: Mode = "forward"  # how the gradient is computed; "forward": no gradient is wanted
+    stash_bytes: int = 0  # bytes that this rank keeps until the backward
+    stash_share: float = 0.0  # share of the rows whose exponentials are kept
 
 
 def linear_logprob(
@@ -64,35 +66,35 @@ def linear_logprob(
     logits_bytes: int | None = None,
     backend: Backend = "auto",
 ) -> LinearLogprob:
-    """log softmax(hidden_rh @ weight_vh^T / temperature)[labels_r], forward and backward without the logits.
+    """Compute log softmax(hidden_rh @ weight_vh^T / temperature)[labels_r] without storing the logits.
 
     Without `weight_r`, `logp_r` (and `entropy_r`) are differentiable in `hidden_rh` and `weight_vh`.
-    With `weight_r` = dL/dlogp, both gradients are computed in the forward, for 3/4 of the flops, and
-    only `surrogate` carries them: add it to what you call backward on. It backpropagates once.
-    Where no gradient is wanted (no_grad, frozen inputs) none is computed.
+    With `weight_r` = dL/dlogp, the forward computes both gradients, for 3/4 of the flops, and only
+    `surrogate` carries them: add it to the scalar that you call backward on. It backpropagates once.
+    If no gradient is wanted (no_grad, frozen inputs), none is computed.
 
     The gradient of `hidden_rh` is this rank's part: the sum over `tp_group` is the gradient. The caller
     reduces it (Megatron: copy_to_tensor_model_parallel_region, or the sequence-parallel gather). The
-    gradient of `weight_vh` is added to its `main_grad`, where Megatron's data parallelism gave it one.
+    gradient of `weight_vh` is added to its `main_grad` if Megatron's data parallelism gave it one.
 
     Args:
-        hidden_rh: [r, h] fp32, bf16 or fp64, of the positions that predict the labels; equal on all
-            ranks of `tp_group`. r = 0 is allowed.
+        hidden_rh: [r, h] fp32, bf16 or fp64, hidden states of the positions that predict the labels; equal
+            on all ranks of `tp_group`. r = 0 is allowed.
         weight_vh: [v, h], same dtype. Rank i of `tp_group` holds rows i * v ... (i + 1) * v - 1.
         labels_r: int64 [r], global token ids. A label outside the vocabulary has logp -inf.
-        temperature: divides the logits; a number, or [r], one a row (a sequence's, repeated).
+        temperature: divides the logits; one number, or [r], one number a row.
         weight_r: [r] fp32, dL/dlogp.
-        entropy: whether to compute the entropy of every row, in nats. Nothing is stashed then.
+        entropy: compute the entropy of every row, in nats. Nothing is stashed then.
         tp_group: the tensor-parallel group; it exchanges 12 bytes a token (16 with entropy).
         vocab_size: rows of the whole vocabulary from here on are padding, and not part of the softmax.
-        stash_bytes: the most that this rank keeps from the forward to the backward, beyond two numbers a
-            token; rows that do not fit are computed again. Equal on all ranks of `tp_group`.
-        stash_dtype: default: of the products' operands, which is bf16 on a GPU where the inputs are.
-        logits_bytes: the most that one tile of logits takes (one row or column at least); default 288 MiB,
-            512 MiB on a GPU.
-        backend: `reference`: all logits, under autograd. `chunked`: PyTorch's products, and small kernels
-            between them, in Triton on a GPU. `triton`: the forward's product and softmax in one kernel, too.
-            `auto`: chunked.
+        stash_bytes: the most bytes that this rank keeps from the forward to the backward, beyond two numbers
+            a token; rows that do not fit are computed again. Equal on all ranks of `tp_group`.
+        stash_dtype: default: the dtype of the products' operands (bf16 on a GPU with bf16 inputs).
+        logits_bytes: the most bytes of one tile of logits (a tile has at least one row or column);
+            default 288 MiB, 512 MiB on a GPU.
+        backend: `reference`: all logits, under autograd. `chunked`: PyTorch's products, with small kernels
+            between them, in Triton on a GPU. `triton`: like chunked, but one kernel computes the forward's
+            product and softmax. `auto`: chunked.
 
     Raises:
         ValueError: shapes, dtypes, sizes or backends that do not fit together.
@@ -102,7 +104,10 @@ def linear_logprob(
     vocab_size = shard * tp_size if vocab_size is None else vocab_size
     _check(hidden_rh, weight_vh, labels_r, temperature, weight_r)
     if not 0 < vocab_size <= shard * tp_size:
-        raise ValueError(f"vocab_size {vocab_size}: weight_vh has {tp_size} x {shard} rows over its group")
+        raise ValueError(
+            f"vocab_size {vocab_size}: weight_vh has {tp_size} x {shard} rows on the ranks of tp_group; want "
+            f"1 to {tp_size * shard}"
+        )
     if isinstance(temperature, Tensor):
         temperature = temperature.detach().to(dtype)
     differentiable = torch.is_grad_enabled() and (hidden_rh.requires_grad or weight_vh.requires_grad)
@@ -118,9 +123,9 @@ def linear_logprob(
 
     if stash_dtype is None:
         stash_dtype = operand_dtype(weight_vh.dtype, weight_vh.device)
-    late = differentiable and weight_r is None and not entropy
-    row_bytes = shard * stash_dtype.itemsize  # by the whole shard: every rank stashes as many rows
-    stash_rows = min(len(hidden_rh), stash_bytes // row_bytes) if late else 0
+    can_stash = differentiable and weight_r is None and not entropy
+    row_bytes = shard * stash_dtype.itemsize  # count the padding too: every rank stashes equally many rows
+    stash_rows = min(len(hidden_rh), stash_bytes // row_bytes) if can_stash else 0
     if logits_bytes is None:
         logits_bytes = _CUDA_LOGITS if hidden_rh.is_cuda else _CPU_LOGITS
     head = Head(
@@ -135,9 +140,9 @@ def linear_logprob(
     )
     labels_r = labels_r - tp_rank * shard
     if weight_r is not None and differentiable:
-        logp_r, entropy_r, surrogate = WeightsKnown.apply(hidden_rh, weight_vh, labels_r, weight_r, head)
-        return LinearLogprob(logp_r, entropy_r, surrogate, "known")
-    logp_r, entropy_r = WeightsLate.apply(hidden_rh, weight_vh, labels_r, head)
+        logp_r, entropy_r, surrogate = WeightsFirst.apply(hidden_rh, weight_vh, labels_r, weight_r, head)
+        return LinearLogprob(logp_r, entropy_r, surrogate, "weights_first")
+    logp_r, entropy_r = WeightsLast.apply(hidden_rh, weight_vh, labels_r, head)
     surrogate = None if weight_r is None else (weight_r * logp_r).sum()
     mode: Mode = "stash" if stash_rows else "recompute" if differentiable else "forward"
     share = stash_rows / max(len(hidden_rh), 1)

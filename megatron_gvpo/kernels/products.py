@@ -1,6 +1,7 @@
-"""Matrix products: operands in the parameters' dtype on CUDA (tensor cores), results always in fp32.
+"""Matrix products whose results are always fp32; on CUDA the operands keep the parameters' dtype.
 
-A CPU has no bf16 product with an fp32 result, so there the operands are converted.
+So bf16 operands use the tensor cores. A CPU has no bf16 product with an fp32 result: there the operands are
+converted first.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from torch import Tensor
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that products of operands of `dtype` are summed in."""
+    """Return the dtype in which products of operands of `dtype` are summed."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -19,7 +20,7 @@ def operand_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
 
 def operand(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """`x` as a factor beside others of `dtype`, by default its own."""
+    """Convert `x` for a product with operands of `dtype` (default: its own dtype)."""
     return x.to(operand_dtype(x.dtype if dtype is None else dtype, x.device))
 
 

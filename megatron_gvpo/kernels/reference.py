@@ -1,4 +1,4 @@
-"""The head as one would write it down: all logits, and autograd. What the others are compared with."""
+"""The head in its plainest form, all logits under autograd: the tests' and benchmarks' reference."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def reference(
     entropy: bool,
     vocab_size: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """(logp, entropy or None), both [r]; a label outside the vocabulary has logp -inf."""
+    """Return (logp, entropy or None), both [r]; a label outside the vocabulary has logp -inf."""
     dtype = accumulator(hidden_rh.dtype)
     z_rv = hidden_rh.to(dtype) @ weight_vh[:vocab_size].to(dtype).T
     z_rv = z_rv / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)

@@ -1,4 +1,4 @@
-"""Tiles of logits in PyTorch's own operations, in place; any device, any floating dtype."""
+"""The tile operations in PyTorch, in place; any device, any floating dtype."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_gvpo.kernels.head import Tiles
 
 
 class TorchTiles(Tiles):
-    """Each operation passes over the tile once."""
+    """Tiles in PyTorch: each operation passes over the tile once."""
 
     def statistics_(self, z_rv: Tensor, labels_r: Tensor, entropy: bool) -> Tensor:
         """Leaves e^(z - its row maximum) in z_rv."""
@@ -31,7 +31,7 @@ class TorchTiles(Tiles):
             out_rv.copy_(z_rv)
         return stats_sr
 
-    def known_gradient_(
+    def weights_first_gradient_(
         self,
         z_rv: Tensor,
         piece_sr: Tensor,
@@ -43,7 +43,7 @@ class TorchTiles(Tiles):
         z_rv.mul_((-g_r * (piece_sr[0] - merged_sr[0]).exp() / merged_sr[1])[:, None])
         return _add_at_labels_(z_rv, labels_r, g_r).to(dtype)
 
-    def late_gradient_(
+    def weights_last_gradient_(
         self,
         z_rv: Tensor,
         max_r: Tensor,
@@ -63,7 +63,7 @@ class TorchTiles(Tiles):
 
 
 def _add_at_labels_(d_rv: Tensor, labels_r: Tensor, value_r: Tensor) -> Tensor:
-    """d_rv[i, labels_r[i]] += value_r[i] where the label lies in this tile; no host synchronisation."""
+    """d_rv[i, labels_r[i]] += value_r[i] if the label lies in this tile; without host synchronisation."""
     if d_rv.shape[1] > 0:
         index_r, owned_r = softmax.locate(d_rv.shape[1], labels_r)
         d_rv.scatter_add_(1, index_r[:, None], value_r.masked_fill(~owned_r, 0)[:, None])

@@ -1,12 +1,12 @@
-"""Tiles of logits in Triton: one pass over a tile where PyTorch needs five, and a forward without tiles.
+"""The tile operations in Triton: one pass over a tile where PyTorch needs five, and a forward without tiles.
 
-A tile is in memory in fp32 (a product wrote it), and what follows is bound by memory traffic: a row's
-statistics are read off in one pass (the online softmax), and the gradient is written in the next product's
-dtype in another. `scan_kernel` computes the product itself, block by block, and keeps the statistics only.
+A product writes a tile to memory in fp32. The work after it is bound by memory traffic. So one pass reads a
+row's statistics (the online softmax), and another writes the gradient in the next product's dtype.
+`scan_kernel` computes the product itself, block by block, and keeps only the statistics.
 
-No atomics: equal inputs give equal bits. Addresses are 64-bit. A column beyond the tile's is masked before
-anything is made of it, and a label is looked up by its own address, never by comparison with columns that
-may be padding. Runs on a CPU under TRITON_INTERPRET=1, which has to be set before this module is imported.
+The kernels use no atomics: equal inputs give equal bits. Addresses are 64-bit. Columns beyond the tile are
+masked before use. A label is looked up by its own address, never by comparison with columns that may be
+padding. The kernels run on a CPU if TRITON_INTERPRET=1 is set before this module is imported.
 """
 
 # ruff: noqa: N803 - constants are in capitals, as in Triton's own kernels
@@ -28,7 +28,7 @@ def row_kernel(
     z, labels, stats, out, columns, z_stride, out_stride, rows,
     ENTROPY: tl.constexpr, STASH: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Statistics of one row of z, and with STASH, out <- e^(z - its maximum)."""
+    """Write the statistics of one row of z; with STASH also out <- e^(z - its maximum)."""
     row = tl.program_id(0).to(tl.int64)
     z += row * z_stride
     column = tl.arange(0, BLOCK)
@@ -68,7 +68,7 @@ def gradient_kernel(
     z, shift, offset, slope, labels, g, out, columns, z_stride, out_stride,
     SLOPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out <- e^(z - shift) (offset + slope (z - shift)) + 1[label] g, for one row's block of columns."""
+    """out <- e^(z - shift) (offset + slope (z - shift)) + 1[label] g, for a block of columns of one row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
@@ -87,9 +87,9 @@ def scan_kernel(
     ENTROPY: tl.constexpr, PER_ROW: tl.constexpr, LEAST: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, HIDDEN: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Statistics [split, s, row] of x w^T / temperature: a block of rows by one split of the vocabulary.
+    """Write the statistics [split, s, row] of x w^T / temperature for a block of rows and a split.
 
-    Programs that run together share GROUP blocks of rows of x, and the splits of w, in the L2 cache.
+    Programs that run at the same time share GROUP blocks of rows of x, and the splits of w, in the L2 cache.
     """
     blocks = tl.cdiv(rows, ROWS)
     first = tl.program_id(0) // (GROUP * splits) * GROUP
@@ -141,18 +141,19 @@ def scan_kernel(
 
 
 LEAST = torch.finfo(torch.float32).min
-ROW_BLOCK = 4096  # columns that one program has in registers
-SPLITS, PROGRAMS = 8, 528  # of the vocabulary, at least; to keep a GPU of 132 multiprocessors busy
+ROW_BLOCK = 4096  # columns that one program holds in registers
+SPLITS = 8  # least number of splits of the vocabulary
+PROGRAMS = 528  # least number of programs, to keep a GPU with 132 multiprocessors busy
 
 
 class TritonTiles(Tiles):
-    """`fused`: the forward's product and its statistics are one kernel, and no logits exist in it."""
+    """Tiles in Triton; `fused`: one kernel computes the forward's product and statistics, without logits."""
 
     def __init__(self, fused: bool) -> None:
         self._fused = fused
 
     def statistics_(self, z_rv: Tensor, labels_r: Tensor, entropy: bool) -> Tensor:
-        """Leaves z_rv as it is."""
+        """Leaves z_rv unchanged."""
         return self._rows(z_rv, labels_r, entropy, None)
 
     def stash_(self, z_rv: Tensor, labels_r: Tensor, out_rv: Tensor) -> Tensor:
@@ -172,7 +173,7 @@ class TritonTiles(Tiles):
         )  # fmt: skip
         return stats_sr
 
-    def known_gradient_(
+    def weights_first_gradient_(
         self,
         z_rv: Tensor,
         piece_sr: Tensor,
@@ -181,9 +182,11 @@ class TritonTiles(Tiles):
         g_r: Tensor,
         dtype: torch.dtype,
     ) -> Tensor:
-        return self.late_gradient_(z_rv, merged_sr[0], -g_r / merged_sr[1], None, labels_r, g_r, dtype)
+        return self.weights_last_gradient_(
+            z_rv, merged_sr[0], -g_r / merged_sr[1], None, labels_r, g_r, dtype
+        )
 
-    def late_gradient_(
+    def weights_last_gradient_(
         self,
         z_rv: Tensor,
         max_r: Tensor,
@@ -210,7 +213,7 @@ class TritonTiles(Tiles):
         if not self._fused or not len(x_rh) or not head.columns:
             return super().scan(head, x_rh, weight_vh, labels_r, rows)
         _check(x_rh)
-        w_vh = operand(weight_vh)  # as x_rh is already: on a CPU, Triton has no bf16 product
+        w_vh = operand(weight_vh)  # x_rh is converted already; on a CPU, Triton has no bf16 product
         tile = scan_tile(weight_vh.dtype, len(x_rh), head.columns, x_rh.shape[1])
         blocks = triton.cdiv(len(x_rh), tile["ROWS"])
         tiles = triton.cdiv(head.columns, tile["COLUMNS"])
@@ -229,7 +232,7 @@ class TritonTiles(Tiles):
 
 
 def scan_tile(dtype: torch.dtype, rows: int, columns: int, hidden: int) -> dict[str, int]:
-    """The blocks of `scan_kernel` and how they run: the largest whose registers do not spill on Hopper."""
+    """Return `scan_kernel`'s block sizes: the largest whose registers do not spill on Hopper."""
     bf16 = dtype == torch.bfloat16
     most = {"ROWS": 128, "COLUMNS": 128, "HIDDEN": 64} if bf16 else {"ROWS": 64, "COLUMNS": 64, "HIDDEN": 32}
     size = {"ROWS": rows, "COLUMNS": columns, "HIDDEN": hidden}
@@ -240,6 +243,6 @@ def scan_tile(dtype: torch.dtype, rows: int, columns: int, hidden: int) -> dict[
 def _check(x: Tensor) -> None:
     if not x.is_cuda and isinstance(row_kernel, triton.JITFunction):
         raise ValueError(
-            "backend='triton' on a CPU needs TRITON_INTERPRET=1 in the environment from the start (slow: for "
-            "tests); use 'chunked'"
+            "backend='triton' on a CPU needs TRITON_INTERPRET=1 in the environment when Python starts (slow, "
+            "for tests): use 'chunked'"
         )

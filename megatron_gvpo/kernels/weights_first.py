@@ -1,6 +1,6 @@
-"""Weights known before the forward: both gradients in one pass, 6 r h v flops, nothing kept but them.
+"""The head for token weights that are known before the forward: both gradients in one pass, 6 r h v flops.
 
-That needs whole softmax rows, so a tile is some tokens by all columns.
+It keeps nothing but the gradients. It needs whole softmax rows, so a tile is some tokens by all columns.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from megatron_gvpo.kernels.products import accumulator, addmm_, operand, operand
 from megatron_gvpo.kernels.weight_gradient import added, main_grad
 
 
-class WeightsKnown(torch.autograd.Function):
-    """Computes the gradients of sum(weight_r * logp_r) in the forward; the backward scales them."""
+class WeightsFirst(torch.autograd.Function):
+    """Computes the gradients of sum(weight_r * logp_r) in the forward; the backward only scales them."""
 
     @staticmethod
     def forward(
@@ -27,7 +27,7 @@ class WeightsKnown(torch.autograd.Function):
         dtype = accumulator(hidden_rh.dtype)
         factors = operand_dtype(weight_vh.dtype, weight_vh.device)
         x_rh, w_vh = operand(hidden_rh), operand(weight_vh[: head.columns])
-        # By the whole shard, padding too: the ranks of a group must agree on the number of exchanges.
+        # Count the padding too: all ranks need the same number of slices, because each has an exchange.
         slices = head.slices(len(hidden_rh), len(weight_vh), dtype.itemsize)
         buffer = Buffer(hidden_rh, longest(slices) * head.columns)
         dx_rh = torch.zeros_like(hidden_rh, dtype=dtype) if ctx.needs_input_grad[0] else None
@@ -38,7 +38,7 @@ class WeightsKnown(torch.autograd.Function):
             piece_sr = head.tiles.statistics_(z_rv, labels_r[rows], head.entropy)
             stats_sr[:, rows] = merged_sr = head.merge_over_tp(piece_sr)
             g_r = weight_r[rows].to(dtype) / head.temperature_of(rows)
-            d_rv = head.tiles.known_gradient_(z_rv, piece_sr, merged_sr, labels_r[rows], g_r, factors)
+            d_rv = head.tiles.weights_first_gradient_(z_rv, piece_sr, merged_sr, labels_r[rows], g_r, factors)
             if dx_rh is not None:
                 addmm_(dx_rh[rows], d_rv, w_vh, beta=0)
             if dw_vh is not None:

@@ -1,15 +1,15 @@
-"""Weights that come after the forward: some rows keep their exponentials, the others' logits come again.
+"""The head for token weights that are known only after the forward: it stashes exponentials or recomputes.
 
-With D = softmax - onehot and g_i = dL/dlogp_i, dX_i = -g_i D_i W / T_i and dW = -D^T diag(g / T) X: D never
-needs the weights, which scale rows behind the first product and before the second. So the forward stashes
-E = e^(z - k), k the row's largest logit on this rank, in bf16 where the operands are, and
+With D = softmax - onehot and g_i = dL/dlogp_i, dX_i = -g_i D_i W / T_i and dW = -D^T diag(g / T) X. D does
+not contain the weights g: they scale rows after the first product and before the second. So the forward
+stashes E = e^(z - k), k the row's largest logit on this rank, in bf16 if the operands are bf16. Then
 
     D_ij = u_i E_ij,  u_i = e^(k_i - m_i) / S_i   (m and S: maximum and sum over the whole vocabulary)
 
-but for the label's column, where it is 1 less: the stash gets expm1(logp_i) / u_i there, from fp32, so that
-nothing cancels near p = 1. Both products then run over the stash as it is: 6 r h v flops in all.
+except in the label's column, where D is 1 less. The stash holds expm1(logp_i) / u_i there, computed in fp32,
+so that nothing cancels near p = 1. Both products run over the stash as it is: 6 r h v flops in all.
 
-Rows beyond the stash keep their statistics only, and their logits are computed again (8 r h v).
+Rows beyond the stash keep only their statistics, and their logits are computed again (8 r h v).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from megatron_gvpo.kernels.head import Buffer, Head, length, longest
 from megatron_gvpo.kernels.products import accumulator, addmm_, operand, operand_dtype
 from megatron_gvpo.kernels.weight_gradient import WeightGradient
 
-# The least u_i. Below it, this rank has no probability to speak of: every p_ij of the row that is stashed is
-# overstated, to at most this, and a label of such a row fits into the stash.
-LEAST_SHARE = 1e-15
+# The least u_i. Below it, this rank's shard has practically no probability in the row. Its stashed p_ij are
+# then too large, but at most this, and the label's entry still fits into the stash's dtype.
+LEAST_SCALE = 1e-15
 
 
-class WeightsLate(torch.autograd.Function):
-    """logp and entropy, differentiable in hidden_rh and weight_vh."""
+class WeightsLast(torch.autograd.Function):
+    """Computes logp and entropy, differentiable in hidden_rh and weight_vh."""
 
     @staticmethod
     def forward(
@@ -43,9 +43,9 @@ class WeightsLate(torch.autograd.Function):
         rest_sr = head.tiles.scan(head, x_rh[rest], weight_vh, labels_r[rest], rest)
         stats_sr = head.merge_over_tp(torch.cat((stashed_sr, rest_sr), 1))
         logp_r = softmax.logp(stats_sr)
-        share_r = _share(stashed_sr[0], stats_sr[:, stashed])
-        _put_at_labels_(stash_rv, labels_r[stashed], logp_r[stashed].expm1() / share_r)
-        ctx.save_for_backward(hidden_rh, weight_vh, labels_r, stats_sr, stash_rv, share_r)
+        u_r = _stash_scale(stashed_sr[0], stats_sr[:, stashed])
+        _put_at_labels_(stash_rv, labels_r[stashed], logp_r[stashed].expm1() / u_r)
+        ctx.save_for_backward(hidden_rh, weight_vh, labels_r, stats_sr, stash_rv, u_r)
         ctx.head = head
         ctx.set_materialize_grads(False)
         return logp_r, softmax.entropy(stats_sr) if head.entropy else None
@@ -53,15 +53,15 @@ class WeightsLate(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g_r: Tensor | None, e_r: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden_rh, weight_vh, labels_r, stats_sr, stash_rv, share_r = ctx.saved_tensors
+        hidden_rh, weight_vh, labels_r, stats_sr, stash_rv, u_r = ctx.saved_tensors
         head: Head = ctx.head
         stashed, rest = slice(0, head.stash_rows), slice(head.stash_rows, len(hidden_rh))
         if g_r is None:
             g_r = torch.zeros_like(stats_sr[0])
         g_r = g_r / head.temperature_of(slice(None))
-        kept = _Kept(head, stash_rv, operand(hidden_rh[stashed]), -g_r[stashed] * share_r)
+        kept = _StashedRows(head, stash_rv, operand(hidden_rh[stashed]), -g_r[stashed] * u_r)
         x_rh = operand(hidden_rh[rest])
-        again = _Again(head, x_rh, labels_r[rest], stats_sr[:, rest], g_r[rest], e_r, rest)
+        recomputed = _RecomputedRows(head, x_rh, labels_r[rest], stats_sr[:, rest], g_r[rest], e_r, rest)
 
         dx_rh = torch.empty_like(hidden_rh) if ctx.needs_input_grad[0] else None
         rest_rh = None if dx_rh is None else dx_rh[rest].to(stats_sr.dtype).zero_()  # summed in fp32
@@ -73,16 +73,16 @@ class WeightsLate(torch.autograd.Function):
             if dw_vh is not None:
                 kept.add_dw(columns, dw_vh)
             if len(x_rh):
-                again.add_products(columns, operand(weight_vh[columns]), rest_rh, dw_vh)
+                recomputed.add_products(columns, operand(weight_vh[columns]), rest_rh, dw_vh)
             if dw is not None and dw_vh is not None:
                 dw.end(columns, dw_vh)
         if dx_rh is not None and rest_rh is not None:
-            dx_rh[rest] = rest_rh  # itself, where dX is in fp32 anyway
+            dx_rh[rest] = rest_rh  # rounds to dX's dtype; a copy onto itself if dX is fp32
         return dx_rh, None if dw is None else dw.result(), None, None
 
 
 def _stash(head: Head, x_rh: Tensor, weight_vh: Tensor, labels_r: Tensor) -> tuple[Tensor, Tensor]:
-    """(E [rows, columns], the rows' statistics on this rank)."""
+    """Return (E [rows, columns], the rows' statistics on this rank)."""
     dtype = accumulator(weight_vh.dtype)
     stash_rv = x_rh.new_empty(len(x_rh), head.columns, dtype=head.stash_dtype)
     stats_sr = softmax.no_columns(labels_r, dtype, head.entropy)
@@ -99,9 +99,9 @@ def _stash(head: Head, x_rh: Tensor, weight_vh: Tensor, labels_r: Tensor) -> tup
     return stash_rv, stats_sr
 
 
-def _share(max_r: Tensor, stats_sr: Tensor) -> Tensor:
-    """u of rows whose largest logit on this rank is max_r."""
-    return ((max_r - stats_sr[0]).exp() / stats_sr[1]).clamp(min=LEAST_SHARE)
+def _stash_scale(max_r: Tensor, stats_sr: Tensor) -> Tensor:
+    """Return u [r] of rows whose largest logit on this rank is max_r."""
+    return ((max_r - stats_sr[0]).exp() / stats_sr[1]).clamp(min=LEAST_SCALE)
 
 
 def _put_at_labels_(stash_rv: Tensor, labels_r: Tensor, value_r: Tensor) -> None:
@@ -112,15 +112,15 @@ def _put_at_labels_(stash_rv: Tensor, labels_r: Tensor, value_r: Tensor) -> None
         stash_rv.scatter_(1, index_r[:, None], value_r[:, None])
 
 
-class _Kept:
-    """The rows whose exponentials were stashed."""
+class _StashedRows:
+    """Gradients of the rows whose exponentials were stashed."""
 
     def __init__(self, head: Head, stash_rv: Tensor, x_rh: Tensor, scale_r: Tensor) -> None:
         self.head, self.stash_rv, self.scale_r = head, stash_rv, scale_r
         self.scaled_rh = torch.mul(x_rh, scale_r[:, None], out=torch.empty_like(x_rh))
 
     def write_dx(self, dx_rh: Tensor, weight_vh: Tensor) -> None:
-        """Some rows by the whole vocabulary at a time, so that little of dX is ever in fp32."""
+        """Write dX a slice of rows at a time, so that only one slice is ever in fp32."""
         if not len(self.stash_rv):
             return
         w_vh = operand(weight_vh[: self.head.columns])
@@ -135,8 +135,8 @@ class _Kept:
             addmm_(dw_vh, operand(self.stash_rv[:, columns], self.scaled_rh.dtype).T, self.scaled_rh)
 
 
-class _Again:
-    """The rows whose logits are computed again."""
+class _RecomputedRows:
+    """Gradients of the rows whose logits are computed again."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class _Again:
         self.head, self.x_rh, self.labels_r, self.g_r, self.rows = head, x_rh, labels_r, g_r, rows
         self.buffer: Buffer | None = None
         self.max_r, sum_r = stats_sr[0], stats_sr[1]
-        # dZ = e^(z - max) (offset + slope (z - max)), but for the label's own g.
+        # dZ = e^(z - max) (offset + slope (z - max)), plus g at the label.
         self.offset_r, self.slope_r = -g_r / sum_r, None
         if e_r is not None:
             self.slope_r = -e_r[rows] / head.temperature_of(rows) / sum_r
@@ -163,7 +163,7 @@ class _Again:
         tile_rv = self.buffer.tile(len(self.x_rh), length(columns))
         z_rv = self.head.logits(tile_rv, self.x_rh, w_vh, self.rows)
         labels_r = self.labels_r - columns.start
-        d_rv = self.head.tiles.late_gradient_(
+        d_rv = self.head.tiles.weights_last_gradient_(
             z_rv, self.max_r, self.offset_r, self.slope_r, labels_r, self.g_r, w_vh.dtype
         )
         if dx_rh is not None:
@@ -175,7 +175,7 @@ class _Again:
 def _column_slices(
     head: Head, hidden_rh: Tensor, weight_vh: Tensor, dw: WeightGradient | None
 ) -> list[slice]:
-    """How the backward goes through the vocabulary: what it needs for a slice keeps to logits_bytes."""
+    """Cut the vocabulary for the backward, such that the memory for one slice fits logits_bytes."""
     itemsize = accumulator(weight_vh.dtype).itemsize
     converted = head.stash_dtype != operand_dtype(weight_vh.dtype, weight_vh.device)
     numbers = [len(hidden_rh) - (0 if converted else head.stash_rows)]

@@ -181,7 +181,7 @@ def _head_metrics(rows: TrainBatch, output: LinearLogprob, totals: BatchTotals) 
     of what a rank kept for them."""
     share = rows.offsets[-1] / totals.tokens
     return {
-        "head/known": share * (output.mode == "known"),
+        "head/known": share * (output.mode == "weights_first"),
         "head/stash": share * output.stash_share,
         "head/stash_mb": share * output.stash_bytes / 2**20,
     }

@@ -1,4 +1,4 @@
-"""Watching a run: phase times, metric files, progress display, profiler, device monitor, report."""
+"""Tools to watch a run: phase times, metric files, progress display, profiler, GPU monitor, report."""
 
 from megatron_gvpo.observe.jsonl import read_metrics
 from megatron_gvpo.observe.loggers import MetricLogger

@@ -1,4 +1,4 @@
-"""What the machine's GPUs are and use, through NVIDIA's management library (nvidia-ml-py)."""
+"""The GPUs of this machine and their sensors, through NVIDIA's management library (nvidia-ml-py)."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU of this machine, as the driver numbers them (CUDA_VISIBLE_DEVICES hides none)."""
+    """A GPU of this machine, with the driver's index (CUDA_VISIBLE_DEVICES hides none)."""
 
     index: int
     name: str
     memory_gib: float
     compute_capability: tuple[int, int] | None
-    nvlinks: int  # active ones
+    nvlinks: int  # active links only
 
 
 def read_gpus() -> tuple[dict[int, dict[str, float]], dict[int, str]]:
-    """What every GPU's sensors say, by its index, and what is wrong with a GPU that is broken.
+    """Read every GPU's sensors. Returns ({index: {sensor: value}}, {index: problem of a broken GPU}).
 
-    `utilization` is a share of time, `ecc_errors` counts uncorrected ones since the driver was loaded, and
-    `slowed_by_power`, `slowed_by_heat` and `slowed_by_hardware` are 1 while the clocks are held down by that.
+    `utilization` is a share of time. `ecc_errors` counts uncorrected errors since the driver was loaded.
+    `slowed_by_power`, `slowed_by_heat` and `slowed_by_hardware` are 1 while the driver lowers the clocks for
+    that reason, else 0.
     """
     nvml = _nvml()
     readings: dict[int, dict[str, float]] = {}
@@ -73,7 +74,7 @@ def _sensors(nvml: Any) -> dict[str, Callable[[Any], float]]:
 
 
 def list_gpus() -> list[Gpu]:
-    """The GPUs of this machine; none without a driver or nvidia-ml-py."""
+    """Return the GPUs of this machine; an empty list without a driver or nvidia-ml-py."""
     nvml = _nvml()
     if nvml is None:
         return []
@@ -81,14 +82,14 @@ def list_gpus() -> list[Gpu]:
 
 
 def driver_version() -> str | None:
-    """Version of the NVIDIA driver, None without one."""
+    """Return the version of the NVIDIA driver, or None without one."""
     nvml = _nvml()
     return None if nvml is None else str(nvml.nvmlSystemGetDriverVersion())
 
 
 @cache
 def _nvml() -> Any | None:
-    """The initialised pynvml module, or None where there is nothing to ask."""
+    """Return the initialised pynvml module, or None without the package or a driver."""
     try:
         import pynvml
     except ImportError:
@@ -101,7 +102,7 @@ def _nvml() -> Any | None:
 
 
 def _gpus(nvml: Any) -> Iterator[tuple[int, Any | None, str]]:
-    """Index and handle of every GPU; None, and why, for one that the driver has lost."""
+    """Yield (index, handle, "") of every GPU, and (index, None, problem) of one that the driver has lost."""
     for index in range(nvml.nvmlDeviceGetCount()):
         try:
             gpu, problem = nvml.nvmlDeviceGetHandleByIndex(index), ""
@@ -111,7 +112,7 @@ def _gpus(nvml: Any) -> Iterator[tuple[int, Any | None, str]]:
 
 
 def _broken_errors(nvml: Any) -> tuple[int, ...]:
-    """Those that no healthy GPU gives; one that lacks a sensor says NOT_SUPPORTED."""
+    """Return the error codes that only a broken GPU gives; a GPU that lacks a sensor gives NOT_SUPPORTED."""
     return nvml.NVML_ERROR_GPU_IS_LOST, nvml.NVML_ERROR_RESET_REQUIRED, nvml.NVML_ERROR_IRQ_ISSUE
 
 
@@ -132,7 +133,7 @@ def _describe(nvml: Any, index: int, gpu: Any) -> Gpu:
 
 
 def _try(nvml: Any, read: Callable[..., Any], *arguments: Any) -> Any | None:
-    """One reading, or None where this GPU does not support it (MIG slices, some cloud machines)."""
+    """Return one reading, or None if this GPU does not support it (MIG slices, some cloud machines)."""
     try:
         return read(*arguments)
     except nvml.NVMLError:

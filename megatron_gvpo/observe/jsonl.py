@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object a line, `{"step": 3, "reward/mean": 0.41, ...}`, complete or absent."""
+"""Reads and writes metrics.jsonl: a JSON object a line, such as `{"step": 3, "reward/mean": 0.41}`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl in file order; a value that was not finite is None.
+    """Return the records of a metrics.jsonl in file order; a value that was not finite is None.
 
-    A torn last line (the writer was killed inside it) is left out. Raises ValueError, with file and
-    line number, for any other line that is not an object with a "step".
+    An incomplete last line (the writer was killed while writing it) is left out. Raises ValueError, with
+    file and line number, for any other line that is not an object with a "step".
     """
     records: list[dict[str, Any]] = []
     with open(path, encoding="utf-8", errors="replace") as file:
@@ -33,9 +33,9 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
 
 
 class JsonlWriter:
-    """Appends to metrics.jsonl, line by line and without a buffer: what failed is not tried again at the end.
+    """Appends to metrics.jsonl, line by line. It has no buffer, so a failed write is not repeated at exit.
 
-    `keep_until` is the last step whose line stays of what an earlier run left there; -1 keeps nothing.
+    Of the lines of an earlier run, those up to step `keep_until` stay; -1 keeps none.
     """
 
     def __init__(self, path: Path, keep_until: int) -> None:
@@ -47,10 +47,10 @@ class JsonlWriter:
         self._file = path.open("ab", buffering=0)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        # JSON has no NaN and no infinity; null keeps every reader working.
+        # JSON has no NaN and no infinity; every reader understands null.
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         line = (json.dumps({"step": step, **finite}) + "\n").encode()
-        while line:  # a disk that fills takes a part first
+        while line:  # a disk that is almost full accepts a part of the line first
             line = line[self._file.write(line) :]
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The live display of a run: a panel that stays at the bottom of the terminal."""
+"""The live display of a run: a panel at the bottom of the terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from megatron_gvpo.observe.progress import Status, clock, show
+from megatron_gvpo.observe.status import Status, clock, show
 
 MAX_WIDTH = 100
 FRAMES_PER_SECOND = 2
@@ -45,7 +45,7 @@ CELLS = (
 
 
 class LiveDisplay:
-    """Draws a Status in place, twice a second, whatever else the program prints meanwhile."""
+    """Draws a Status in place, twice a second; text that the program prints goes above it."""
 
     def __init__(self, status: Status, stream: TextIO, title: str) -> None:
         self._status = status
@@ -55,14 +55,14 @@ class LiveDisplay:
             console=self._console,
             get_renderable=self._draw,
             refresh_per_second=FRAMES_PER_SECOND,
-            # Only what would land on the same terminal: a redirected stream keeps its text.
+            # Redirect only streams that write to this terminal; text for a file still goes to the file.
             redirect_stdout=sys.stdout.isatty(),
             redirect_stderr=sys.stderr.isatty(),
         )
         out, err = sys.stdout, sys.stderr
         self._live.start()
         self._handlers = _reroute_logging({out: sys.stdout, err: sys.stderr})
-        atexit.register(self.close)  # a run that dies leaves a usable terminal
+        atexit.register(self.close)  # restore the terminal if the run dies
 
     def update(self, status: Status) -> None:
         self._status = status
@@ -81,7 +81,7 @@ class LiveDisplay:
 
 
 def draw(status: Status, title: str, width: int) -> RenderableType:
-    """The panel, `width` columns wide."""
+    """Return the panel, `width` columns wide."""
     inside = width - 4
     body = Group(
         _bar(status),
@@ -133,17 +133,17 @@ def _value(status: Status, name: str) -> Text:
 
 
 def _course(status: Status, width: int) -> RenderableType:
-    """The reward over all steps so far, as a line of blocks between its lowest and highest value."""
+    """Return the reward over all steps so far, as a line of blocks between its lowest and highest value."""
     label = "reward  "
     history = list(status.reward_history)
     return Text.assemble((label, "bright_black"), (sparkline(history, width - len(label)), "bright_blue"))
 
 
 def _time(status: Status, width: int) -> tuple[RenderableType, RenderableType]:
-    """Where the time of the steps went: one bar in the phases' colours, and its legend."""
+    """Return the time of the steps by phase: one bar in the phases' colours, and its legend."""
     bar, legend = Text(no_wrap=True), Text(no_wrap=True, overflow="ellipsis")
     filled, before = 0, 0.0
-    for phase, share in status.shares.items():
+    for phase, share in status.phase_shares.items():
         style = PHASE_STYLES.get(phase, "white")
         before += share
         bar.append("█" * (round(before * width) - filled), style)
@@ -155,7 +155,7 @@ def _time(status: Status, width: int) -> tuple[RenderableType, RenderableType]:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """At most `width` blocks; more values than that are averaged in equal stretches."""
+    """Draw values as at most `width` blocks; more values than that are averaged in equal stretches."""
     if not values:
         return ""
     count = min(len(values), width)
@@ -167,14 +167,14 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def _reroute_logging(replaced: Mapping[TextIO, TextIO]) -> list[tuple[logging.StreamHandler[TextIO], TextIO]]:
-    """Point log handlers at what Live put in the place of their stream; returns how they were.
+    """Point log handlers at the streams that Live put in the place of theirs; returns (handler, old stream).
 
-    A handler keeps the stream it was made with, so Live's own redirection does not reach it.
+    A handler keeps the stream that it was created with, so Live's own redirection does not reach it.
     """
     loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
     before = []
     for logger in loggers:
-        for handler in getattr(logger, "handlers", []):
+        for handler in getattr(logger, "handlers", []):  # logging's PlaceHolders have no handlers
             if isinstance(handler, logging.StreamHandler) and handler.stream in replaced:
                 before.append((handler, handler.stream))
                 handler.setStream(replaced[handler.stream])

@@ -1,7 +1,7 @@
-"""Where metrics go: metrics.jsonl always, TensorBoard and Weights & Biases as configured.
+"""Writes metrics to metrics.jsonl, and to TensorBoard and Weights & Biases if configured.
 
-Every backend is told the last step that counts. What an interrupted run logged after it is dropped, so
-that the records of an interrupted-and-resumed run equal those of an uninterrupted one.
+Every backend gets the last step that counts, and drops what an interrupted run logged after it. So the
+records of an interrupted and resumed run equal those of an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Backend(Protocol):
 class MetricLogger:
     """Writes the flat metrics of a step, `{"reward/mean": 0.4, ...}`, to every configured backend.
 
-    For rank 0 only. `resume_step` is the step of the checkpoint that the run continues from; None starts
-    afresh. Log a step before its checkpoint is saved: then no line can be missing after a crash.
-    `run_config` is shown beside the curves by TensorBoard and Weights & Biases.
+    Use it on rank 0 only. `resume_step` is the step of the checkpoint that the run continues from; None
+    starts a new record. Log a step before you save its checkpoint: then no line can be missing after a
+    crash. TensorBoard and Weights & Biases show `run_config` beside the curves.
 
-    Raises ImportError where `logging.wandb_project` is set and wandb is not installed.
+    Raises ImportError if `logging.wandb_project` is set and wandb is not installed.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class MetricLogger:
 
 
 class TensorBoardWriter:
-    """TensorBoard event files; a purge mark hides what came after `keep_until`."""
+    """Writes TensorBoard event files; a purge mark hides the steps after `keep_until`."""
 
     def __init__(self, directory: Path, keep_until: int, run_config: Mapping[str, Any] | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -86,15 +86,15 @@ class TensorBoardWriter:
 def _report_thread(
     report: Callable[[threading.ExceptHookArgs], object], died: threading.ExceptHookArgs
 ) -> None:
-    """TensorBoard's thread, when it dies of a full disk, is silent: the next `log` raises what it died of."""
+    """Stay silent if TensorBoard's writer thread dies (of a full disk): the next `log` raises its error."""
     if not type(died.thread).__module__.startswith("tensorboard."):
         report(died)
 
 
 class WandbWriter:
-    """Weights & Biases, online or (WANDB_MODE=offline) offline; a resumed run continues its old page.
+    """Writes to Weights & Biases, online or (WANDB_MODE=offline) offline; a resumed run continues its page.
 
-    Weights & Biases ignores a step that it already has; a resumed run repeats such steps exactly.
+    Weights & Biases ignores a step that it already has. A resumed run repeats such steps exactly.
     """
 
     def __init__(

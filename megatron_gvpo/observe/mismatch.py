@@ -1,8 +1,8 @@
-"""Mismatch watch: whether the rollout engine computes the same policy as the trainer.
+"""Checks that the rollout engine computes the same policy as the trainer, by their log-probs.
 
-Both know the log-prob of every sampled token. They differ by rounding where weights, temperature and model
-are the same, and by more where something is wrong; then responses come from another policy than the one
-that is trained. The trainer's log-probs are those that training needs anyway, never an extra forward pass.
+Both compute the log-prob of every sampled token. With the same weights, temperature and model, the two
+differ by rounding only. A larger difference means that the responses come from another policy than the one
+that is trained. The check uses log-probs that training needs anyway, never an extra forward pass.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from torch import Tensor
 
 from megatron_gvpo.types import TrainBatch
 
-# KL in nats a token, by the trainer's dtype. On the quickstart's policies rounding alone gave 2e-13 in fp32
-# and 4e-5 in bf16; a temperature of 0.8 for 1.0 gave 3e-3 to 6e-3, the weights of another stage 0.1 to 0.4.
-# The mean absolute difference tells them apart less well: 0.002 in bf16, 0.007 to 0.03 at that temperature.
+# KL in nats a token, by the trainer's dtype. On the quickstart's policies, rounding alone gave 2e-13 in fp32
+# and 4e-5 in bf16. A temperature of 0.8 instead of 1.0 gave 3e-3 to 6e-3, and the weights of another training
+# stage gave 0.1 to 0.4. The mean absolute difference separates the cases less well: 0.002 for rounding in
+# bf16, 0.007 to 0.03 for that temperature.
 THRESHOLDS = {"float32": 1e-6, "bfloat16": 1e-3}
 
 CAUSES = (
@@ -34,23 +35,23 @@ TOP_P = (
 
 
 class MismatchWatch:
-    """Gathers comparisons of a step; gives its metrics, and a warning where they are too large.
+    """Collects the comparisons of a step; returns metrics, and a warning if the KL exceeds `threshold`.
 
-    `threshold` is of the KL, in nats a token. A run is warned once, and again only where the KL has grown
-    tenfold since. `top_p` is the sampling's: below 1, vLLM renormalises its log-probs (SGLang and the
-    embedded engine do not), and the warning says that this may be all.
+    `threshold` is in nats a token. The first warning is followed by another only if the KL has grown tenfold
+    since. `top_p` is the sampling's: below 1, vLLM renormalises its log-probs (SGLang and the embedded engine
+    do not), and the warning names this as a possible cause.
     """
 
     def __init__(self, threshold: float, top_p: float = 1.0) -> None:
-        self.gap = 0.0  # mean of trainer - engine a token, in nats, of the rows that were compared last
+        self.gap = 0.0  # mean of (trainer - engine) a token, in nats, over the rows compared last
         self._threshold = self._bar = threshold
         self._top_p = top_p
         self._differences: list[tuple[Tensor, Tensor]] = []
 
     def compare(self, rows: TrainBatch, logp_r: Tensor, version: int) -> None:
-        """Take in the trainer's `logp_r` [r] of `rows`, under the weights of `version`.
+        """Compare the trainer's `logp_r` [r] of `rows`, under the weights of `version`, with the engine's.
 
-        Tokens that other weights sampled are left out: their difference is the policy's own change. Rows
+        Tokens sampled by other weights are left out: their difference includes the policy's own change. Rows
         without the engine's log-probs are ignored.
         """
         if rows.engine_logp_r is None:
@@ -60,30 +61,30 @@ class MismatchWatch:
         if len(difference_r):
             length_n = torch.bincount(rows.seq_r[current_r], minlength=len(rows))
             self._differences.append((difference_r, length_n[length_n > 0]))
-            # A token that cannot be measured counts with the gap that was known: few new ones are noisy.
-            known = (len(current_r) - len(difference_r)) * self.gap
-            gap = (float(difference_r.sum()) + known) / len(current_r)
+            # A token that is left out counts with the previous gap: a mean over a few new tokens is noisy.
+            previous = (len(current_r) - len(difference_r)) * self.gap
+            gap = (float(difference_r.sum()) + previous) / len(current_r)
             self.gap = gap if math.isfinite(gap) else self.gap
 
     def corrected(self, rows: TrainBatch) -> Tensor:
-        """The engine's log-probs plus `gap`, fp32 [r]: what stands for the trainer's own in a reference.
+        """Return the engine's log-probs plus `gap`, fp32 [r], as an estimate of the trainer's own.
 
-        Without it, sums over a sequence would be off by its length times the gap, a bonus on length. Raises
-        ValueError where the engine gave none.
+        Without the gap, sums over a sequence would be off by its length times the gap: a bonus on length.
+        Raises ValueError if the engine gave no log-probs.
         """
         if rows.engine_logp_r is None:
             raise ValueError("algorithm.reference_logprobs=engine: the rollout engine gave no log-probs")
         return rows.engine_logp_r + self.gap
 
     def state_dict(self) -> dict[str, float]:
-        """What the next step's corrections begin with, as JSON values."""
+        """Return the state for a checkpoint, as JSON values: the gap that `corrected` adds."""
         return {"gap": self.gap}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         self.gap = state.get("gap", 0.0)
 
     def take(self) -> dict[str, float]:
-        """Metrics of what was compared since the last take; empty where nothing was."""
+        """Return the metrics of the comparisons since the last take; empty without any."""
         if not self._differences:
             return {}
         parts_r, parts_n = zip(*self._differences, strict=True)
@@ -92,7 +93,7 @@ class MismatchWatch:
         return {f"mismatch/{name}": value for name, value in values.items()}
 
     def warning(self, step: int, metrics: dict[str, float]) -> str | None:
-        """What to tell the user about these metrics of `take`; usually nothing."""
+        """Return a warning for the user about these metrics of `take`, or None (the usual case)."""
         value = metrics.get("mismatch/kl", 0.0)
         value = math.inf if math.isnan(value) else value
         if value <= self._bar:
@@ -109,18 +110,18 @@ class MismatchWatch:
 
 
 def mismatch(difference_r: Tensor, length_n: Tensor) -> dict[str, float]:
-    """How far two policies' log-probs of the same tokens are apart.
+    """Measure the distance between two policies' log-probs of the same tokens.
 
-    `difference_r` fp64 [r]: trainer minus engine, of sequences with `length_n` tokens one after the other.
+    `difference_r` fp64 [r] is D = trainer - engine, for sequences of `length_n` tokens one after the other.
 
-        abs_mean, abs_max  per token
+        abs_mean, abs_max  of D, per token
         kl              mean of exp(D) - 1 - D, the k3 estimate of KL(engine || trainer) per token
                         (http://joschu.net/blog/kl-approx.html): the samples are the engine's
-        gap             mean of D per token; its expectation is -KL, so it is not 0 under mere noise
-        slope           least-squares slope of the sums of D over a sequence against its length: a bonus on
-                        length, in nats a token, where sums are compared; absent where all lengths are equal
-        residual_slope  what is left of it when `gap` is subtracted from every token
-        tokens          how many were compared
+        gap             mean of D per token; its expectation is -KL, so noise alone makes it negative
+        slope           least-squares slope of a sequence's sum of D against its length, in nats a token: a
+                        method that compares sums gives this bonus on length; absent if all lengths are equal
+        residual_slope  the slope after `gap` is subtracted from every token
+        tokens          number of compared tokens
     """
     metrics = {
         "abs_mean": float(difference_r.abs().mean()),

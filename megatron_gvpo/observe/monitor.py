@@ -1,4 +1,4 @@
-"""The GPUs of a run's machines between two steps, sampled by a thread: means, or extremes."""
+"""Samples the sensors of a machine's GPUs in a thread; returns their means or maxima at every step."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from megatron_gvpo.observe.gpus import read_gpus
 log = logging.getLogger(__name__)
 
 INTERVAL = 5.0  # seconds between samples
-_HIGHEST = ("memory_gib", "temperature_c", "ecc_errors")  # of the samples; of the others the mean
+_HIGHEST = ("memory_gib", "temperature_c", "ecc_errors")  # the maximum of the samples; others: the mean
 
 
 class DeviceMonitor:
-    """Samples this machine's GPUs while it is entered. Without any, it does nothing and says nothing.
+    """Context manager that samples this machine's GPUs. Without GPUs it does nothing.
 
-    A GPU that breaks is named once in a warning; the others are sampled on.
+    A warning names a GPU that breaks, once; sampling of the others goes on.
     """
 
     def __init__(self, interval: float = INTERVAL) -> None:
@@ -42,7 +42,7 @@ class DeviceMonitor:
             self._thread.join()
 
     def take(self) -> dict[str, float]:
-        """`gpu<i>/<sensor>` since the last time; see `device.read_gpus`."""
+        """Return metrics `gpu<i>/<sensor>` since the last take; see `gpus.read_gpus`."""
         with self._lock:
             samples, self._samples = self._samples, {}
         return {
@@ -51,7 +51,7 @@ class DeviceMonitor:
         }
 
     def sample(self) -> bool:
-        """Take one sample; whether there is any GPU."""
+        """Take one sample; returns True if the machine has a GPU."""
         readings, broken = read_gpus()
         for index in broken.keys() - self._warned:
             log.warning("%s; see `nvidia-smi`", broken[index])
@@ -68,9 +68,9 @@ class DeviceMonitor:
 
 
 def by_machine(taken: list[dict[str, float] | None]) -> dict[str, float]:
-    """Metrics of all ranks' `take`, None for those that sample nothing: one rank of each machine does.
+    """Merge the results of all ranks' `take`; only one rank of each machine samples, the others give None.
 
-    `device/gpu<i>/...`, with several machines `device/node<j>/gpu<i>/...`.
+    The names are `device/gpu<i>/...`, with several machines `device/node<j>/gpu<i>/...`.
     """
     machines = [metrics for metrics in taken if metrics is not None]
     return {

@@ -1,4 +1,4 @@
-"""A torch-profiler window over the steps of `logging.profile_steps`."""
+"""Profiles the steps of `logging.profile_steps` with torch.profiler."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ if TYPE_CHECKING:
 
 
 def profile_window(profile_steps: tuple[int, int] | None, output_dir: Path, rank: int) -> ProfileWindow:
-    """The window over steps [first, last], both included; None never profiles and costs nothing.
+    """Return the window over steps [first, last], both included; None never profiles and costs nothing.
 
-    It leaves `profile/rank<r>_steps<first>-<last>.json.gz`, a Chrome trace, and the same as `.txt`, the
-    operators by their own time, in `output_dir`.
+    It writes two files to `output_dir`: `profile/rank<r>_steps<first>-<last>.json.gz`, a Chrome trace, and
+    the same name with `.txt`, a table of the operators by their own time.
     """
     return ProfileWindow(profile_steps, output_dir / "profile", rank)
 
 
 class ProfileWindow:
-    """`window.step(n)` at the start of every step n, inside `with window:`.
+    """Call `window.step(n)` at the start of every step n, inside `with window:`.
 
-    A run that ends, or fails, inside the window still leaves its trace.
+    A run that ends or fails inside the window still writes its trace.
     """
 
     def __init__(self, profile_steps: tuple[int, int] | None, directory: Path, rank: int) -> None:

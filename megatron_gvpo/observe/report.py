@@ -1,4 +1,4 @@
-"""After a run: the curve of reward and pass@1 as a picture, and where the time went as a table."""
+"""Reports after a run: the curves of reward and pass@1 as a picture, time and memory as tables."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ STYLE = {
 def plot_curve(metrics_jsonl: Path | str, png: Path | str, title: str | None = None) -> None:
     """Draw the mean reward (in a run without rewards: the loss) and pass@1 over the steps, side by side.
 
-    Raises ValueError where the file has none of them.
+    Raises ValueError if the file has none of them.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -66,7 +66,7 @@ def plot_curve(metrics_jsonl: Path | str, png: Path | str, title: str | None = N
 
 
 def time_report(totals: Mapping[str, float], wall: float) -> str:
-    """A table of seconds and percent of the `wall` seconds by phase, the longest first, "other" last."""
+    """Return a table of the phases' seconds and percent of `wall` seconds, longest first, "other" last."""
     rows = sorted(totals.items(), key=lambda item: -item[1])
     rows += [("other", max(0.0, wall - sum(totals.values()))), ("total", wall)]
     width = max(len(name) for name, _ in rows)
@@ -75,7 +75,7 @@ def time_report(totals: Mapping[str, float], wall: float) -> str:
 
 
 def memory_report(metrics: Mapping[str, float]) -> str:
-    """The metrics memory/*_gib, of a run's first step, as a table; empty where there are none."""
+    """Return a table of the metrics memory/*_gib of a run's first step; empty without such metrics."""
     sizes = {n: v for n, v in metrics.items() if n.startswith("memory/") and n.endswith("_gib")}
     rows = [(n.removeprefix("memory/").removesuffix("_gib"), size) for n, size in sizes.items()]
     if not rows:
@@ -86,7 +86,7 @@ def memory_report(metrics: Mapping[str, float]) -> str:
 
 
 def smooth(values: Sequence[float], width: float) -> list[float]:
-    """Gaussian average over neighbours, `width` (standard deviation) in points, renormalised at the ends."""
+    """Smooth with a Gaussian of `width` points (standard deviation), renormalised at the ends."""
     import numpy as np
 
     reach = min(math.ceil(3 * width), len(values) - 1)

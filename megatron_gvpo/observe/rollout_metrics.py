@@ -1,4 +1,4 @@
-"""What a step's responses looked like, as metrics."""
+"""Metrics of a step's responses: rewards, lengths, staleness."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from megatron_gvpo.types import Group
 
 
 def rollout_statistics(groups: Sequence[Group], version: int) -> dict[str, float]:
-    """Means over all responses of the batch; `version` is that of the policy they are to train.
+    """Return means over all responses of the batch; `version` is the policy's that they will train.
 
-    Staleness is counted in steps, from the oldest weights that took part in a response.
+    Staleness is the number of steps since the oldest weights that sampled a part of the response.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     sampled = [rollout for rollout in rollouts if rollout.source == "policy" and rollout.weight_version >= 0]
@@ -36,7 +36,7 @@ def rollout_statistics(groups: Sequence[Group], version: int) -> dict[str, float
 
 
 def trained_tokens(groups: Sequence[Group]) -> int:
-    """Prompt and response tokens that go through the model in training."""
+    """Return the number of prompt and response tokens that go through the model in training."""
     return sum(
         len(group.prompt.token_ids) + len(rollout.token_ids) for group in groups for rollout in group.rollouts
     )

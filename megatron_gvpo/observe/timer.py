@@ -1,4 +1,4 @@
-"""Seconds by phase of a step: `with timer.phase("rollout"): ...`, then `timer.take()` once a step."""
+"""Times the phases of a step: `with timer.phase("rollout"): ...`, then `timer.take()` once a step."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from contextlib import contextmanager
 
 
 class PhaseTimer:
-    """Wall-clock seconds by phase; `totals` runs on, `take` starts over.
+    """Wall-clock seconds by phase: `totals` over the whole run, `take` since the last take.
 
-    A phase may be entered many times a step; phases are not nested. With `synchronize`, a phase waits
-    for the GPU before its clock starts and stops, so that queued kernels count where they were
-    launched; without it nothing ever waits.
+    A phase may be entered many times a step. Phases must not be nested. With `synchronize`, a phase waits
+    for the GPU before its clock starts and stops, so that a kernel counts in the phase that launched it.
     """
 
     def __init__(self, *, synchronize: bool = False) -> None:
@@ -23,7 +22,7 @@ class PhaseTimer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the time inside, also where it ends in an exception."""
+        """Count the time inside the block, also if the block raises."""
         start = self._now()
         try:
             yield
@@ -33,7 +32,7 @@ class PhaseTimer:
             self.totals[name] = self.totals.get(name, 0.0) + seconds
 
     def take(self) -> dict[str, float]:
-        """Seconds by phase since the last take."""
+        """Return seconds by phase since the last take."""
         taken = dict(self._since_take)
         self._since_take.clear()
         return taken

@@ -1,12 +1,12 @@
-"""Counts what the ranks send to one another: every operation of torch.distributed, by group, exactly.
+"""Counts the communication between ranks: every operation of torch.distributed, by group, exactly.
 
     with Traffic() as traffic:
         policy.update(rows, at_step_start=True)
     traffic.volumes  # {("all_reduce", "tp"): Volume(calls=..., bytes=...), ...}
 
-It sits below torch.distributed's Python functions, at the operators that all of them dispatch to, so that
-functions imported by name, coalesced and asynchronous operations are seen too. It slows every
-operation of the block down: count in one step and measure time in another.
+It counts at the operators below torch.distributed's Python functions. So it also sees functions that were
+imported by name, and coalesced and asynchronous operations. It slows down every operation in the block:
+count in one step and measure time in another.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# Operator -> (name, which arguments hold the whole message). Gathered are outputs, scattered are inputs.
+# Operator -> (name, index of the argument that holds the whole message: a gather's output, a scatter's input)
 _OPERATORS = {
     "allreduce_": ("all_reduce", 0),
     "allreduce_coalesced_": ("all_reduce", 0),
@@ -50,18 +50,19 @@ _SILENT = {"check_for_nan"}  # sends nothing
 
 @dataclass
 class Volume:
-    """`bytes` of whole messages: the tensor that is reduced, gathered or scattered, once, whatever the
-    algorithm under it sends."""
+    """Calls, and bytes of whole messages: the reduced, gathered or scattered tensor counts once, whatever the
+    algorithm below sends.
+    """
 
     calls: int = 0
     bytes: int = 0
 
 
 class Traffic(TorchDispatchMode):
-    """This rank's messages in groups of more than one rank, as long as the context lasts.
+    """Context that counts this rank's messages in groups of more than one rank.
 
-    `names`: of the groups, by torch's names of them (`megatron.parallel.group_names`); others are called
-    after their ranks. Raises RuntimeError for an operator that a newer torch has added.
+    `names` maps torch's group names to readable ones (`megatron.parallel.group_names`); other groups are
+    named after their ranks. Raises RuntimeError for an operator that a newer torch has added.
     """
 
     def __init__(self, names: Mapping[str, str] | None = None) -> None:
@@ -79,7 +80,8 @@ class Traffic(TorchDispatchMode):
     def _note(self, operator: str, args: tuple[Any, ...]) -> None:
         if operator not in _OPERATORS:
             raise RuntimeError(
-                f"torch.ops.c10d.{operator} is not in {__name__}._OPERATORS: say what it sends"
+                f"torch.ops.c10d.{operator} is not in {__name__}._OPERATORS: add it, and say which argument "
+                "holds its message"
             )
         operation, message = _OPERATORS[operator]
         boxed = next(arg for arg in args if isinstance(arg, torch.ScriptObject) and _is_group(arg))

@@ -48,7 +48,7 @@ def naive(
     return logp_r.detach(), entropy_r.detach(), *torch.autograd.grad(loss, (x, w))
 
 
-def fused_late(
+def fused_weights_last(
     hidden_rh: Tensor, weight_vh: Tensor, labels_r: Tensor, g_r: Tensor, e_r: Tensor | None = None, **options
 ) -> tuple[LinearLogprob, Tensor, Tensor]:
     x, w = (t.detach().requires_grad_() for t in (hidden_rh, weight_vh))
@@ -57,7 +57,7 @@ def fused_late(
     return out, *torch.autograd.grad(loss, (x, w))
 
 
-def fused_known(
+def fused_weights_first(
     hidden_rh: Tensor, weight_vh: Tensor, labels_r: Tensor, g_r: Tensor, **options
 ) -> tuple[LinearLogprob, Tensor, Tensor]:
     x, w = (t.detach().requires_grad_() for t in (hidden_rh, weight_vh))
@@ -66,8 +66,8 @@ def fused_known(
 
 
 def fused_stash(*inputs: Tensor, **options) -> tuple[LinearLogprob, Tensor, Tensor]:
-    """`fused_late` with room for all exponentials."""
-    return fused_late(*inputs, stash_bytes=1 << 30, **options)
+    """`fused_weights_last` with room for all exponentials."""
+    return fused_weights_last(*inputs, stash_bytes=1 << 30, **options)
 
 
 def error(got: Tensor, want: Tensor) -> float:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from head_reference import error, fused_known, fused_late, fused_stash, naive, problem
+from head_reference import error, fused_stash, fused_weights_first, fused_weights_last, naive, problem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -41,14 +41,17 @@ def test_every_mode_matches_fp64(r: int, vocab_size: int | None, scale: float):
     options = {"temperature": 0.6, "vocab_size": vocab_size}
     triton = {**options, **TRITON, "logits_bytes": 4 * 101 * 10}
     logp, entropy, dx, dw = naive(hidden, weight, labels, g, e, **options)
-    out, dx_, dw_ = fused_late(hidden, weight, labels, g, e, **triton)
+    out, dx_, dw_ = fused_weights_last(hidden, weight, labels, g, e, **triton)
     assert max(error(out.logp_r, logp), error(dx_, dx), error(dw_, dw)) < 1e-5
     assert float((out.entropy_r - entropy).abs().max()) < 1e-5
 
     *_, dx, dw = naive(hidden, weight, labels, g, **options)
     partly = {"stash_bytes": 20 * 101 * 4}
-    found = [fused(hidden, weight, labels, g, **triton) for fused in (fused_late, fused_known, fused_stash)]
-    for out, dx_, dw_ in (*found, fused_late(hidden, weight, labels, g, **partly, **triton)):
+    found = [
+        fused(hidden, weight, labels, g, **triton)
+        for fused in (fused_weights_last, fused_weights_first, fused_stash)
+    ]
+    for out, dx_, dw_ in (*found, fused_weights_last(hidden, weight, labels, g, **partly, **triton)):
         assert max(error(out.logp_r, logp), error(dx_, dx), error(dw_, dw)) < 1e-5
     out, dx_, dw_ = fused_stash(hidden, weight, labels, g, stash_dtype=torch.bfloat16, **triton)
     assert error(out.logp_r, logp) < 1e-5
@@ -69,19 +72,19 @@ def test_any_shape(r: int, h: int, v: int, padding: int, stash_rows: int, per_ro
     hidden, weight, labels, g, e = problem(r, h, v, 2.0, vocab_size=vocab_size)
     options = {"temperature": 0.5 + torch.arange(r) / 20 if per_row else 0.7, "vocab_size": vocab_size}
     logp, entropy, dx, dw = naive(hidden, weight, labels, g, e, **options)
-    out, dx_, dw_ = fused_late(hidden, weight, labels, g, e, **options, **TRITON)
+    out, dx_, dw_ = fused_weights_last(hidden, weight, labels, g, e, **options, **TRITON)
     for got, want in ((out.logp_r, logp), (out.entropy_r, entropy), (dx_, dx), (dw_, dw)):
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=3e-5)
     *_, dx, dw = naive(hidden, weight, labels, g, **options)
-    stash = fused_late(hidden, weight, labels, g, stash_bytes=stash_rows * v * 4, **options, **TRITON)
-    known = fused_known(hidden, weight, labels, g, **options, **TRITON)
-    for out, dx_, dw_ in (stash, known):
+    stash = fused_weights_last(hidden, weight, labels, g, stash_bytes=stash_rows * v * 4, **options, **TRITON)
+    first = fused_weights_first(hidden, weight, labels, g, **options, **TRITON)
+    for out, dx_, dw_ in (stash, first):
         for got, want in ((out.logp_r, logp), (dx_, dx), (dw_, dw)):
             torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=3e-5)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("fused", [fused_late, fused_known, fused_stash])
+@pytest.mark.parametrize("fused", [fused_weights_last, fused_weights_first, fused_stash])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter
 def test_non_finite_hidden_states_show(fused, bad: float):
     hidden, weight, labels, g, _ = problem(6, 4, 11)
@@ -129,14 +132,16 @@ def _check_tensor_parallel(group: dist.ProcessGroup, vocab_size: int) -> None:
     mine = weight[rank * shard : (rank + 1) * shard]
     options = {"temperature": 0.8, "vocab_size": vocab_size}
     parallel = {**options, **TRITON, "tp_group": group, "logits_bytes": 4 * 5 * shard}
-    for mode in ("late", "stash", "partly stashed", "known"):
-        e_r = e if mode == "late" else None
+    for mode in ("recompute", "stash", "partly stashed", "weights_first"):
+        e_r = e if mode == "recompute" else None
         logp, _, dx, dw = naive(hidden, weight, labels, g, e_r, **options)
-        stash = {"late": 0, "stash": 1 << 20, "partly stashed": 4 * shard * 3}
-        if mode == "known":
-            out, dx_, dw_ = fused_known(hidden, mine, labels, g, **parallel)
+        stash = {"recompute": 0, "stash": 1 << 20, "partly stashed": 4 * shard * 3}
+        if mode == "weights_first":
+            out, dx_, dw_ = fused_weights_first(hidden, mine, labels, g, **parallel)
         else:
-            out, dx_, dw_ = fused_late(hidden, mine, labels, g, e_r, stash_bytes=stash[mode], **parallel)
+            out, dx_, dw_ = fused_weights_last(
+                hidden, mine, labels, g, e_r, stash_bytes=stash[mode], **parallel
+            )
         dist.all_reduce(dx_, group=group)
         for got, want in ((out.logp_r, logp), (dx_, dx), (dw_, dw[rank * shard : (rank + 1) * shard])):
             torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from head_reference import error, fused_known, fused_late, fused_stash, naive, problem
+from head_reference import error, fused_stash, fused_weights_first, fused_weights_last, naive, problem
 from torch import Tensor
 from torch.nn.functional import embedding
 
@@ -20,7 +20,7 @@ def test_what_is_kept_fits_the_cap_and_is_reported():
         stash_rv = out.logp_r.grad_fn.saved_tensors[4]
         assert stash_rv.nbytes == out.stash_bytes <= cap
     assert linear_logprob(hidden, weight, labels, stash_bytes=9999, entropy=True).mode == "recompute"
-    assert linear_logprob(hidden, weight, labels, stash_bytes=9999, weight_r=g).mode == "known"
+    assert linear_logprob(hidden, weight, labels, stash_bytes=9999, weight_r=g).mode == "weights_first"
     assert linear_logprob(hidden.detach(), weight, labels, stash_bytes=9999).mode == "forward"
 
 
@@ -46,7 +46,7 @@ def test_bf16_stash_beside_recomputed_rows():
     hidden, weight, labels, g, _ = problem(40, 32, 97, 3.0, torch.bfloat16)
     logp, _, dx, dw = naive(hidden, weight, labels, g)
     options = {"stash_dtype": torch.bfloat16, "stash_bytes": 97 * 2 * 25, "logits_bytes": 4 * 97 * 8}
-    out, dx_, dw_ = fused_late(hidden, weight, labels, g, **options)
+    out, dx_, dw_ = fused_weights_last(hidden, weight, labels, g, **options)
     assert out.stash_share == 25 / 40
     assert error(out.logp_r, logp) < 3e-6
     assert max(error(dx_, dx), error(dw_, dw)) < 2**-7
@@ -94,14 +94,14 @@ class Megatron(torch.nn.Parameter):
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("mode", ["known", "stash", "partly", "recompute"])
+@pytest.mark.parametrize("mode", ["weights_first", "stash", "partly", "recompute"])
 def test_main_grad_gets_dw_in_fp32(mode: str, dtype: torch.dtype, tied: bool):
     """Two micro-batches onto what is there already: neither lost, nor counted twice, nor rounded to bf16."""
     hidden, weight, labels, g, _ = problem(20, 8, 30, 1.0, dtype)
     parameter = Megatron(weight)
     parameter.prepare(tied)
     want = torch.full((30, 8), 0.5, dtype=torch.float64)
-    stash = {"known": 0, "stash": 1 << 20, "partly": 7 * 30 * 4, "recompute": 0}[mode]
+    stash = {"weights_first": 0, "stash": 1 << 20, "partly": 7 * 30 * 4, "recompute": 0}[mode]
     for rows, factor in ((slice(0, 12), 1.0), (slice(12, 20), -0.25)):
         x_rh = hidden[rows]
         if tied:  # the embedding's use, whose gradient is 1 a token
@@ -109,9 +109,9 @@ def test_main_grad_gets_dw_in_fp32(mode: str, dtype: torch.dtype, tied: bool):
             want.index_add_(0, labels[rows], torch.ones(len(x_rh), 8, dtype=torch.float64))
         else:
             used = torch.zeros(())
-        options = {"weight_r": factor * g[rows]} if mode == "known" else {"stash_bytes": stash}
+        options = {"weight_r": factor * g[rows]} if mode == "weights_first" else {"stash_bytes": stash}
         out = linear_logprob(x_rh.clone().requires_grad_(), parameter, labels[rows], **options)
-        loss = out.surrogate if mode == "known" else (factor * g[rows] * out.logp_r).sum()
+        loss = out.surrogate if mode == "weights_first" else (factor * g[rows] * out.logp_r).sum()
         (loss + used).backward()
         want += naive(x_rh, weight, labels[rows], factor * g[rows])[3]
     assert parameter.grad_added_to_main_grad
@@ -123,10 +123,10 @@ def test_a_main_grad_in_the_wrong_dtype_is_left_to_megatron():
     parameter = Megatron(weight)
     parameter.prepare(tied=False)
     parameter.main_grad = torch.zeros(30, 8, dtype=torch.bfloat16)
-    for fused in (fused_known, fused_stash):
+    for fused in (fused_weights_first, fused_stash):
         *_, dw = naive(hidden, weight, labels, g)
         assert error(fused(hidden, weight, labels, g)[2], dw) < 2**-8
-        options = {"weight_r": g} if fused is fused_known else {}
+        options = {"weight_r": g} if fused is fused_weights_first else {}
         out = linear_logprob(hidden, parameter, labels, **options)
         (out.surrogate if options else (g * out.logp_r).sum()).backward()
         assert error(parameter.main_grad, dw) < 2**-7
@@ -139,7 +139,7 @@ def test_backend_reference_is_autograd_itself():
     labels[3] = 5
     labels.clamp_(max=11)
     logp, entropy, dx, dw = naive(hidden, weight, labels, g, e, **options)
-    out, dx_, dw_ = fused_late(hidden, weight, labels, g, e, backend="reference", **options)
+    out, dx_, dw_ = fused_weights_last(hidden, weight, labels, g, e, backend="reference", **options)
     assert out.mode == "reference"
     for got, want in ((out.logp_r, logp), (out.entropy_r, entropy), (dx_, dx), (dw_, dw)):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)

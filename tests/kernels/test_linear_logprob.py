@@ -6,7 +6,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from head_reference import SMALL_TILE, error, fused_known, fused_late, fused_stash, naive, problem
+from head_reference import (
+    SMALL_TILE,
+    error,
+    fused_stash,
+    fused_weights_first,
+    fused_weights_last,
+    naive,
+    problem,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -21,13 +29,13 @@ from megatron_gvpo.kernels.linear_logprob import linear_logprob
     ("r", "vocab_size"), [(1, None), (37, None), (37, 290)], ids=["one", "all", "padded"]
 )
 @pytest.mark.parametrize("logits_bytes", [1, SMALL_TILE, 1 << 20])
-def test_late_matches_fp64(
+def test_weights_last_matches_fp64(
     r: int, vocab_size: int | None, scale: float, temperature: float, logits_bytes: int
 ):
     hidden, weight, labels, g, e = problem(r, 16, 301, scale, vocab_size=vocab_size)
     options = {"temperature": temperature, "vocab_size": vocab_size}
     logp, entropy, dx, dw = naive(hidden, weight, labels, g, e, **options)
-    out, dx_, dw_ = fused_late(hidden, weight, labels, g, e, logits_bytes=logits_bytes, **options)
+    out, dx_, dw_ = fused_weights_last(hidden, weight, labels, g, e, logits_bytes=logits_bytes, **options)
     assert out.logp_r.dtype == dx_.dtype == dw_.dtype == torch.float32
     assert max(error(out.logp_r, logp), error(dx_, dx), error(dw_, dw)) < 3e-6
     assert float((out.entropy_r - entropy).abs().max()) < 1e-5
@@ -36,11 +44,13 @@ def test_late_matches_fp64(
 
 @pytest.mark.parametrize("scale", [0.01, 1.0, 8.0], ids=["flat", "normal", "peaked"])
 @pytest.mark.parametrize("logits_bytes", [1, SMALL_TILE * 5, 1 << 20])
-def test_known_matches_fp64(scale: float, logits_bytes: int):
+def test_weights_first_matches_fp64(scale: float, logits_bytes: int):
     hidden, weight, labels, g, _ = problem(37, 16, 301, scale, vocab_size=290)
     options = {"temperature": 0.6, "vocab_size": 290}
     logp, entropy, dx, dw = naive(hidden, weight, labels, g, **options)
-    out, dx_, dw_ = fused_known(hidden, weight, labels, g, entropy=True, logits_bytes=logits_bytes, **options)
+    out, dx_, dw_ = fused_weights_first(
+        hidden, weight, labels, g, entropy=True, logits_bytes=logits_bytes, **options
+    )
     assert max(error(out.logp_r, logp), error(dx_, dx), error(dw_, dw)) < 3e-6
     assert float((out.entropy_r - entropy).abs().max()) < 1e-5
     assert error(out.surrogate, (g.double() * logp).sum()) < 1e-5
@@ -54,13 +64,13 @@ def test_confident_policy_keeps_relative_accuracy():
     labels, g = torch.arange(8), torch.ones(8)
     logp, _, dx, dw = naive(hidden, weight, labels, g)
     assert -1e-3 < float(logp.mean()) < -1e-4
-    for fused in (fused_late, fused_known, fused_stash):
+    for fused in (fused_weights_last, fused_weights_first, fused_stash):
         out, dx_, dw_ = fused(hidden, weight, labels, g)
         assert error(out.logp_r, logp) < 1e-3
         assert max(error(dx_, dx), error(dw_, dw)) < 5e-3
 
 
-@pytest.mark.parametrize("fused", [fused_late, fused_known, fused_stash])
+@pytest.mark.parametrize("fused", [fused_weights_last, fused_weights_first, fused_stash])
 @pytest.mark.parametrize("scale", [0.01, 1.0, 8.0], ids=["flat", "normal", "peaked"])
 def test_bf16_inputs_are_computed_in_fp32(fused, scale: float):
     hidden, weight, labels, g, _ = problem(50, 32, 301, scale, torch.bfloat16)
@@ -78,20 +88,20 @@ def test_many_accumulations_in_bf16_do_not_lose_the_small_ones():
     hidden, weight = torch.ones(r, 4, dtype=torch.bfloat16), torch.zeros(5, 4, dtype=torch.bfloat16)
     labels, g = torch.zeros(r, dtype=torch.int64), torch.full((r,), 1.0)
     *_, dw = naive(hidden, weight, labels, g)
-    assert error(fused_known(hidden, weight, labels, g, logits_bytes=1)[2], dw) < 2**-8
-    assert error(fused_late(hidden, weight, labels, g, logits_bytes=1)[2], dw) < 2**-8
+    assert error(fused_weights_first(hidden, weight, labels, g, logits_bytes=1)[2], dw) < 2**-8
+    assert error(fused_weights_last(hidden, weight, labels, g, logits_bytes=1)[2], dw) < 2**-8
 
 
 def test_gradcheck_in_fp64():
     hidden, weight, labels, *_ = problem(5, 4, 11, dtype=torch.float64, vocab_size=10)
     hidden.requires_grad_(), weight.requires_grad_()
 
-    def late(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor | None]:
+    def weights_last(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor | None]:
         return linear_logprob(x, w, labels, temperature=0.7, entropy=True, vocab_size=10, logits_bytes=200)[
             :2
         ]
 
-    assert torch.autograd.gradcheck(late, (hidden, weight))
+    assert torch.autograd.gradcheck(weights_last, (hidden, weight))
 
 
 @settings(max_examples=60, deadline=None)
@@ -121,19 +131,19 @@ def test_any_shape(
         temperature = temperature * (1 + torch.arange(r) / 7)
     options = {"temperature": temperature, "vocab_size": vocab_size}
     logp, entropy, dx, dw = naive(hidden, weight, labels, g, e, **options)
-    out, dx_, dw_ = fused_late(hidden, weight, labels, g, e, logits_bytes=logits_bytes, **options)
+    out, dx_, dw_ = fused_weights_last(hidden, weight, labels, g, e, logits_bytes=logits_bytes, **options)
     for got, want in ((out.logp_r, logp), (out.entropy_r, entropy), (dx_, dx), (dw_, dw)):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
     *_, dx, dw = naive(hidden, weight, labels, g, **options)
     options["logits_bytes"] = logits_bytes
-    known = fused_known(hidden, weight, labels, g, **options)
-    stash = fused_late(hidden, weight, labels, g, stash_bytes=stash_bytes, **options)
-    for out, dx_, dw_ in (known, stash):
+    first = fused_weights_first(hidden, weight, labels, g, **options)
+    stash = fused_weights_last(hidden, weight, labels, g, stash_bytes=stash_bytes, **options)
+    for out, dx_, dw_ in (first, stash):
         for got, want in ((out.logp_r, logp), (dx_, dx), (dw_, dw)):
             torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("fused", [fused_late, fused_known, fused_stash])
+@pytest.mark.parametrize("fused", [fused_weights_last, fused_weights_first, fused_stash])
 def test_no_tokens_gives_connected_zero_gradients(fused):
     hidden, weight, labels, g, _ = problem(0, 4, 11)
     out, dx, dw = fused(hidden, weight, labels, g)
@@ -175,7 +185,7 @@ def test_entropy_alone_and_logp_alone_backpropagate():
         assert max(error(x.grad, dx), error(w.grad, dw)) < 1e-6
 
 
-def test_surrogate_is_the_only_way_back_when_weights_are_known():
+def test_surrogate_is_the_only_way_back_with_weights_first():
     hidden, weight, labels, g, _ = problem(6, 4, 11)
     x, w = hidden.requires_grad_(), weight.requires_grad_()
     out = linear_logprob(x, w, labels, weight_r=g, entropy=True)
@@ -189,7 +199,7 @@ def test_surrogate_is_the_only_way_back_when_weights_are_known():
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("fused", [fused_late, fused_known, fused_stash])
+@pytest.mark.parametrize("fused", [fused_weights_last, fused_weights_first, fused_stash])
 def test_non_finite_hidden_states_show(fused, bad: float):
     hidden, weight, labels, g, _ = problem(6, 4, 11)
     hidden[2, 1] = bad
@@ -223,11 +233,11 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("fused", [fused_late, fused_known])
+@pytest.mark.parametrize("fused", [fused_weights_last, fused_weights_first])
 def test_full_logits_never_exist(fused):
     r, h, v = 600, 8, 500
     hidden, weight, labels, g, e = problem(r, h, v)
-    entropy = {"e_r": e} if fused is fused_late else {"entropy": True}
+    entropy = {"e_r": e} if fused is fused_weights_last else {"entropy": True}
     with LargestTensor() as largest:
         fused(hidden, weight, labels, g, logits_bytes=4 * v * 20, **entropy)
     assert largest.numel <= v * 20
@@ -288,22 +298,22 @@ def _check_tensor_parallel(group: dist.ProcessGroup, vocab_size: int) -> None:
 
     options = {"temperature": 0.8, "vocab_size": vocab_size}
     parallel = {**options, "tp_group": group, "logits_bytes": 8 * 3 * shard}
-    for mode in ("late", "stash", "partly stashed", "known"):
-        e_r = e if mode == "late" else None
+    for mode in ("recompute", "stash", "partly stashed", "weights_first"):
+        e_r = e if mode == "recompute" else None
         logp, entropy, dx, dw = naive(hidden, weight, labels, g, e_r, **options)
-        if mode == "known":
-            out, dx_, dw_ = fused_known(hidden, mine, labels, g, entropy=True, **parallel)
+        if mode == "weights_first":
+            out, dx_, dw_ = fused_weights_first(hidden, mine, labels, g, entropy=True, **parallel)
         else:
-            stash = {"late": 0, "stash": 1 << 20, "partly stashed": 8 * shard * 3}[mode]
-            out, dx_, dw_ = fused_late(hidden, mine, labels, g, e_r, stash_bytes=stash, **parallel)
-            assert out.mode == ("recompute" if mode == "late" else "stash")
+            stash = {"recompute": 0, "stash": 1 << 20, "partly stashed": 8 * shard * 3}[mode]
+            out, dx_, dw_ = fused_weights_last(hidden, mine, labels, g, e_r, stash_bytes=stash, **parallel)
+            assert out.mode == ("recompute" if mode == "recompute" else "stash")
         dist.all_reduce(dx_, group=group)
         expected = [(out.logp_r, logp), (dx_, dx), (dw_, dw[rank * shard : (rank + 1) * shard])]
         if out.entropy_r is not None:
             expected.append((out.entropy_r, entropy))
         for got, want in expected:
             torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
-        nothing = (fused_known if mode == "known" else fused_stash)(
+        nothing = (fused_weights_first if mode == "weights_first" else fused_stash)(
             hidden[:0], mine, labels[:0], g[:0], **parallel
         )
         assert torch.equal(nothing[2], torch.zeros_like(mine))

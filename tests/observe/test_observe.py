@@ -25,8 +25,8 @@ from megatron_gvpo.observe import (
     time_report,
 )
 from megatron_gvpo.observe.live import sparkline
-from megatron_gvpo.observe.progress import Status, clock
 from megatron_gvpo.observe.report import smooth
+from megatron_gvpo.observe.status import Status, clock
 
 QUIET = LoggingConfig(tensorboard=False)
 
@@ -200,7 +200,7 @@ def test_status_keeps_the_latest_value_and_estimates_the_rest(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     status = Status(10)
-    assert status.remaining is None and status.shares == {}
+    assert status.remaining is None and status.phase_shares == {}
     now[0] = 130.0  # a slow start does not count
     status.update(4, STEP | {"eval/pass@1": 0.25})
     now[0] = 136.0

@@ -25,7 +25,7 @@ def test_the_smoke_form_runs_what_there_is_and_names_what_is_missing(tmp_path: P
     trained = ["qwen2.5-1.5b", "7b, 8 layers"]
     assert {"head", "layers", *trained} <= results.keys()
     assert all(part["right"] for part in results.values())
-    assert {"float32 stash", "bfloat16 known", "bfloat16 recompute"} <= results["head"].keys()
+    assert {"float32 stash", "bfloat16 weights_first", "bfloat16 recompute"} <= results["head"].keys()
     assert results["layers"]["float32"]["gradient"] < 1e-3
     memory = {name: part["memory_gib"] for name, part in results["offload"].items() if name != "right"}
     assert memory["optimizer"]["optimizer"] == 0 < memory["optimizer"]["host_optimizer"]
@@ -34,9 +34,11 @@ def test_the_smoke_form_runs_what_there_is_and_names_what_is_missing(tmp_path: P
         part = results[name]
         assert part["tokens_per_s"] > 0 and part["memory_gib"]["peak"] > part["memory_gib"]["weights"] > 0
         assert {"update", "head", "body", "optimizer", "export"} == part["seconds"].keys()
-        assert {"known", "stash", "recompute"} <= part["head_seconds"].keys()
-        assert {"known", "stash", "recompute", "naive"} == part["update_seconds"].keys()
-        assert {"known", "stash", "recompute"} == part["times_naive"].keys() and 0 < part["head_share"] < 1
+        assert {"weights_first", "stash", "recompute"} <= part["head_seconds"].keys()
+        assert {"weights_first", "stash", "recompute", "naive"} == part["update_seconds"].keys()
+        assert {"weights_first", "stash", "recompute"} == part["times_naive"].keys() and 0 < part[
+            "head_share"
+        ] < 1
     if not torch.cuda.is_available():
         assert found["missing"].keys() == {"gpu", "fp8", "ipc"}
         assert results["layers"]["float32"] == {"logp": 0.0, "gradient": 0.0}, "the same layers, twice"
