@@ -58,7 +58,7 @@ from gradient_cases import (
 from gradient_worker import TEMPERATURE, UPDATE, Case, Layout, Outcome, Probe
 from safetensors.torch import load_file
 
-from megatron_gvpo.megatron.batch import plan
+from megatron_gvpo.megatron.microbatch_plan import plan
 
 _QUICK_PROBES = {(layout, STEPS[name].model) for layout, name in QUICK}
 

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from megatron_gvpo.config.parallel_layout import Padding, check_layout
 from megatron_gvpo.config.schema import ConfigError, build_config
-from megatron_gvpo.megatron.batch import PackedBatch, plan
+from megatron_gvpo.megatron.batch import PackedBatch
+from megatron_gvpo.megatron.microbatch_plan import plan
 from megatron_gvpo.types import TrainBatch
 
 BUDGETS = {"groups split": 24, "groups whole": 400}  # tokens a micro-batch

@@ -1,6 +1,6 @@
-"""Stand-ins that let unmodified megatron-core run on CPU with gloo. Never loaded where there is CUDA.
+"""Replacements that let unmodified megatron-core run on CPU with gloo; never loaded on a machine with CUDA.
 
-`device.install()` answers the device questions that megatron-core asks of CUDA, `spec`, `attention` and
-`norm` hold the local layers that replace Transformer Engine's, `collectives` has what gloo lacks, `bridge`
-lets Megatron-Bridge be imported without Transformer Engine.
+`device.install()` replaces the `torch.cuda` functions that megatron-core calls. `spec`, `packed_attention`
+and `norm` hold the local layers that replace Transformer Engine's. `uneven_collectives` has the collectives
+that gloo lacks. `bridge` imports Megatron-Bridge without Transformer Engine.
 """

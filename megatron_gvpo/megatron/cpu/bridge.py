@@ -1,8 +1,8 @@
-"""Import Megatron-Bridge on a machine without Transformer Engine.
+"""Imports Megatron-Bridge on a machine without Transformer Engine.
 
-One of the bridge's files imports transformer_engine at its top. `import_bridge()` lends it empty
-modules for the time of the import and takes them away again: left in place, they would tell every other
-library that Transformer Engine exists.
+One of the bridge's files imports transformer_engine at its top. `import_bridge()` provides empty modules
+during the import and removes them afterwards: if they stayed, other libraries would find a Transformer
+Engine.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def import_bridge() -> types.ModuleType:
-    """Import megatron.bridge. megatron.core must have been imported before, without the stand-in."""
+    """Import and return megatron.bridge, after megatron.core, which must not see the empty modules."""
     if "megatron.bridge" in sys.modules:
         return sys.modules["megatron.bridge"]
-    import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401 - decides here that there is no TE
+    import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401 - it looks for TE now, and finds none
 
     finder = _Finder()
     sys.meta_path.insert(0, finder)
-    logging.disable(logging.INFO)  # it reports each name that the empty modules lack
+    logging.disable(logging.INFO)  # the bridge logs each name that the empty modules lack
     try:
         return importlib.import_module("megatron.bridge")
     finally:

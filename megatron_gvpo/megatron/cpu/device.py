@@ -1,9 +1,9 @@
-"""A device shim: unmodified megatron-core on CPU and gloo.
+"""Makes unmodified megatron-core run on CPU and gloo.
 
-Two parts. `install()` replaces, once, the `torch.cuda` functions that megatron-core calls for streams,
-events, random states and the current device. `cuda_means_cpu()` is a context in which every explicit
-CUDA device argument (`device="cuda"`, `.cuda()`, `.to("cuda")`) means the CPU; it is per thread and
-costs a little on every torch call, so only the code that runs Megatron enters it.
+`install()` replaces, once, the `torch.cuda` functions that megatron-core calls for streams, events, random
+states and the current device. Inside the context `cuda_means_cpu()`, every explicit CUDA device argument
+(`device="cuda"`, `.cuda()`, `.to("cuda")`) means the CPU. The context is per thread and costs a little on
+every torch call, so only code that runs Megatron enters it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch.distributed import distributed_c10d
 from torch.overrides import TorchFunctionMode
 
 from megatron_gvpo.megatron.cpu import heap
-from megatron_gvpo.megatron.cpu.collectives import STAND_INS
 from megatron_gvpo.megatron.cpu.process_groups import OneDeviceGroup
+from megatron_gvpo.megatron.cpu.uneven_collectives import REPLACEMENTS
 
 _CPU = torch.device("cpu")
 _installed = False
@@ -34,7 +34,7 @@ class _CudaMeansCpu(TorchFunctionMode):
         if func is torch.Tensor.cuda:
             return args[0]
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            # The optimizers choose buffers by comparing with 'torch.cuda.FloatTensor' and the like.
+            # Megatron's optimizers compare the type's name with 'torch.cuda.FloatTensor' and the like.
             return func(args[0]).replace("torch.", "torch.cuda.", 1)
         if func is torch.Tensor.record_stream:
             return None
@@ -44,7 +44,7 @@ class _CudaMeansCpu(TorchFunctionMode):
             kwargs = {**kwargs, "pin_memory": False}
         if func is torch.Tensor.to and len(args) > 1 and _names_cuda(args[1]):
             args = (args[0], _CPU, *args[2:])
-        return STAND_INS.get(func, func)(*args, **kwargs)
+        return REPLACEMENTS.get(func, func)(*args, **kwargs)
 
 
 def _names_cuda(device: object) -> bool:
@@ -54,7 +54,7 @@ def _names_cuda(device: object) -> bool:
 
 
 class _Stream:
-    """Stands in for torch.cuda.Stream and Event: everything on a CPU is synchronous."""
+    """Replaces torch.cuda.Stream and Event; it does nothing, because a CPU is synchronous."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -85,27 +85,27 @@ def cuda_means_cpu() -> Iterator[None]:
 
 
 def install() -> None:
-    """Answer megatron-core's questions about CUDA. Call before megatron.core is imported.
+    """Replace the CUDA functions that megatron-core calls. Call this before megatron.core is imported.
 
-    Raises RuntimeError where there is CUDA: the stand-ins must never replace the real thing.
+    Raises RuntimeError on a machine with CUDA.
     """
     global _installed
     if torch.cuda.is_available():
-        raise RuntimeError("the CPU stand-ins must not be installed on a machine with CUDA")
+        raise RuntimeError("the CPU replacements must not be installed on a machine with CUDA")
     if _installed:
         return
     _installed = True
-    # megatron-core's jit_fuser is torch.compile, whose cache asks the GPU for its name; the variable is for
-    # processes that are started from here.
+    # megatron-core's jit_fuser is torch.compile, whose cache asks for the GPU's name. The environment
+    # variable is for child processes.
     os.environ["TORCH_COMPILE_DISABLE"] = "1"
     torch._dynamo.config.disable = True
     cuda: Any = torch.cuda
     cuda.current_device = lambda: _CPU
-    # Each name gets an object of its own: dynamo refuses one function under two names.
+    # Each name gets its own object: dynamo refuses one function under two names.
     for name in ("set_device", "synchronize", "_lazy_init"):
         setattr(cuda, name, _nothing())
     heap.keep_freed()
-    cuda.empty_cache = lambda: heap.give_back()
+    cuda.empty_cache = lambda: heap.trim()
     cuda._lazy_call = lambda call, **kwargs: call()
     cuda.manual_seed = lambda seed: torch.manual_seed(seed)
     cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
@@ -118,11 +118,11 @@ def install() -> None:
     c10d.ProcessGroupGloo = OneDeviceGroup
     cuda.nvtx.range_push, cuda.nvtx.range_pop = _nothing(), _nothing()
     with cuda_means_cpu():
-        _answer_megatron()
+        _patch_megatron()
 
 
-def _answer_megatron() -> None:
-    """The few answers that live in megatron-core's own modules."""
+def _patch_megatron() -> None:
+    """Replace the few functions that are bound in megatron-core's own modules."""
     import megatron.core.tensor_parallel.random as random
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
@@ -130,10 +130,10 @@ def _answer_megatron() -> None:
     random._lazy_init = _nothing()
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
-    # Bound only when Transformer Engine imports; megatron-core reads it all the same.
+    # megatron-core binds this name only with Transformer Engine, but reads it in any case.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
-    # Split sizes become host arrays only when they are on a GPU; here they always are on the host.
+    # megatron-core converts split sizes to host arrays only from a GPU; here they are on the host already.
     token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
         tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
     )

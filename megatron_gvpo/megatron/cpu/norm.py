@@ -10,10 +10,10 @@ from torch.autograd.function import once_differentiable
 
 
 class LocalRMSNorm(torch.nn.Module):
-    """RMSNorm computed in fp32, under the call contract of megatron-core's norm modules.
+    """RMSNorm computed in fp32, with the interface of megatron-core's norm modules.
 
-    megatron-core's own torch norm refuses sequence parallelism; this one marks its weight so that
-    `finalize_model_grads` sums its gradient over the tensor-parallel group.
+    megatron-core's own torch norm refuses sequence parallelism. This one marks its weight, so that
+    `finalize_model_grads` sums the weight's gradient over the tensor-parallel group.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
@@ -28,7 +28,7 @@ class LocalRMSNorm(torch.nn.Module):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """x [..., h], weight [h], both fp32 -> x / rms(x) * weight, in half of autograd's passes over memory."""
+    """x [..., h], weight [h], both fp32 -> x / rms(x) * weight, with half of autograd's memory traffic."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_h: Tensor, eps: float) -> Tensor:

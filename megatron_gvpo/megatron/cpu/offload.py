@@ -1,7 +1,7 @@
-"""Host and device told apart where both are the same memory, for Megatron's optimizer that works on both.
+"""Lets Megatron's host-and-device optimizer (HybridDeviceOptimizer) run where both are the same memory.
 
-It asks every weight whether it is on the GPU, and copies those that it will update on the host by
-`Tensor.cpu()`. Here every tensor is on the GPU, but for those copies and what is made of them.
+The optimizer asks every weight if it is on the GPU, and copies the weights that it updates on the host by
+`Tensor.cpu()`. Here every tensor claims to be on the GPU, except those copies and tensors made from them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
 
 
 class HostCopies(TorchFunctionMode):
-    """To be entered while the optimizer is built; inside `cuda_means_cpu`."""
+    """Enter this context to build the optimizer, inside `cuda_means_cpu`."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

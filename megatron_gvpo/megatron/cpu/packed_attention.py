@@ -1,13 +1,13 @@
-"""Causal attention over a pack on CPU, at the cost of the sum of squares of the sequences.
+"""Causal attention over a pack on CPU; the cost is the sum of the sequences' squared lengths.
 
-PyTorch has no variable-length attention for CPUs, so its flash kernel gets the pack sequence by sequence,
-neighbours of one length together, as views: no padding, no copies of the inputs, and a sequence's keys stay
-in the cache. One autograd function spans the whole pack, because the kernel's own would cost more than short
-sequences do; it also lets several query heads share a key head, as the kernel can and its public face does
-not.
+PyTorch has no variable-length attention for CPUs. So its flash kernel gets the pack sequence by sequence, as
+views: no padding, no copies of the inputs, and a sequence's keys stay in the cache. Neighbours of equal
+length go together. One autograd function spans the whole pack, because a function a sequence would cost more
+than short sequences do. It also lets several query heads share a key head, which the kernel supports and its
+public function does not.
 
-RoPE is applied here too, to the whole pack at once: megatron-core's unfused rotary embedding for
-packs loops over the sequences. `defer_rotary` takes it out of the model's own path.
+RoPE is applied here too, to the whole pack at once, because megatron-core's unfused rotary embedding loops
+over the sequences of a pack. `defer_rotary` removes it from the model's own path.
 
 Under context parallelism a rank has two chunks of every sequence's queries, and gathers all keys and values.
 """
@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
-from megatron_gvpo.megatron.batch import context_cut
+from megatron_gvpo.megatron.batch import context_parallel_indices
 from megatron_gvpo.megatron.cpu.rotary import rotate
 from megatron_gvpo.megatron.cpu.shared_prompts import SharedAttention
 
@@ -41,15 +41,15 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 @dataclass
 class LocalPackedSeqParams(PackedSeqParams):
-    """PackedSeqParams plus what the local attention needs; computed once a micro-batch."""
+    """PackedSeqParams with the inputs of the local attention, computed once a micro-batch."""
 
-    angles_t: tuple[Tensor, Tensor] | None = None  # of every token's position; see rotary.py
+    angles_t: tuple[Tensor, Tensor] | None = None  # cosine and sine of every token's position; see rotary.py
     lengths: tuple[int, ...] = ()  # of the sequences, in tokens
-    followers: tuple[int, ...] = ()  # see TokenBatch; empty where no prompt is shared
+    followers: tuple[int, ...] = ()  # see PackedBatch; empty if no prompt is shared
 
 
 class _NoRotary(torch.nn.Module):
-    """Returns no frequencies, so that megatron-core's attention leaves queries and keys as they are."""
+    """Returns no frequencies, so that megatron-core's attention does not rotate queries and keys."""
 
     def forward(self, *args: Any, **kwargs: Any) -> None:
         return None
@@ -60,13 +60,13 @@ class _NoRotary(torch.nn.Module):
 
 
 def defer_rotary(model: Any) -> Any:
-    """Take the rotary module out of a GPTModel; the caller puts its frequencies into the pack."""
+    """Remove the rotary module from a GPTModel and return it; the caller puts its angles into the pack."""
     rotary, model.rotary_pos_emb = model.rotary_pos_emb, _NoRotary()
     return rotary
 
 
 class LocalAttention(MegatronModule):
-    """Under the call contract of megatron-core's core attention, for `thd` packs, without dropout.
+    """Attention with the interface of megatron-core's core attention, for `thd` packs, without dropout.
 
     query [t, n, d], key and value [t, n_kv, d] of this rank -> [t, n * d].
     """
@@ -102,9 +102,9 @@ class LocalAttention(MegatronModule):
         **_: Any,
     ) -> Tensor:
         pack = packed_seq_params
-        assert pack is not None and pack.lengths, "local attention takes packs only"
+        assert pack is not None and pack.lengths, "LocalAttention needs packed sequences"
         if self.positions:
-            key = self._one_for_all_ranks(key)
+            key = self._sum_positional_gradient(key)
         if pack.angles_t is not None:
             interleaved = self.config.rotary_interleaved
             query, key = (rotate(x, pack.angles_t, interleaved) for x in (query, key))
@@ -121,9 +121,9 @@ class LocalAttention(MegatronModule):
         return out_tnd.flatten(1)
 
     def _across_ranks(self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...]) -> Tensor:
-        """The rank's queries [t / cp, n, d] against the keys of the whole pack up to each of them."""
+        """Attend from this rank's queries [t / cp, n, d] to the keys of the whole pack up to each query."""
         parts, part = self.cp_group.size(), self.cp_group.rank()
-        held = torch.cat([context_cut(list(lengths), parts, i) for i in range(parts)])
+        held = torch.cat([context_parallel_indices(list(lengths), parts, i) for i in range(parts)])
         order = torch.argsort(held)
         key, value = (
             gather_from_sequence_parallel_region(x.contiguous(), group=self.cp_group)[order]
@@ -141,7 +141,7 @@ class LocalAttention(MegatronModule):
         return torch.cat(out)
 
     def _masked(self, query: Tensor, key: Tensor, value: Tensor, begin: int) -> Tensor:
-        """One sequence's queries [q, n, d], the first of which is at position `begin`, against its keys."""
+        """Attend from a sequence's queries [q, n, d], the first at position `begin`, to its keys."""
         seen = torch.ones(len(query), len(key), dtype=torch.bool).tril(begin)
         if self.window is not None:
             seen = seen.triu(begin - self.window[0])
@@ -149,10 +149,11 @@ class LocalAttention(MegatronModule):
         out = scaled_dot_product_attention(q, k, v, seen, scale=self.scale, enable_gqa=True)
         return out[0].transpose(0, 1)
 
-    def _one_for_all_ranks(self, key: Tensor) -> Tensor:
-        """MLA's heads share the part of their keys that holds positions, across tensor-parallel ranks too.
+    def _sum_positional_gradient(self, key: Tensor) -> Tensor:
+        """Sum the gradient of the positional part of MLA's keys over the tensor-parallel ranks.
 
-        megatron-core's local layers gather it and leave every rank with the gradient of its own heads only.
+        All heads share that part. megatron-core's local layers gather it, but leave every rank with the
+        gradient of its own heads only.
         """
         own, shared = key.split([key.shape[-1] - self.positions, self.positions], dim=-1)
         shared = copy_to_tensor_model_parallel_region(shared)  # backward: all-reduce
@@ -160,7 +161,7 @@ class LocalAttention(MegatronModule):
 
 
 class _PackedAttention(torch.autograd.Function):
-    """query [t, n, d], key and value [t, n_kv, d] -> [t, n, d], each sequence by itself."""
+    """query [t, n, d], key and value [t, n_kv, d] -> [t, n, d], causal within each sequence."""
 
     @staticmethod
     def forward(
@@ -185,7 +186,7 @@ class _PackedAttention(torch.autograd.Function):
 
 
 def _sequences(x_tnd: Tensor, lengths: tuple[int, ...]) -> list[Tensor]:
-    """Views [b, n, length, d], each of the b next sequences, which have this length."""
+    """Return views [b, n, length, d], one for each run of b neighbours of equal length."""
     views, begin = [], 0
     for length, run in groupby(lengths):
         end = begin + length * len(list(run))
@@ -195,6 +196,6 @@ def _sequences(x_tnd: Tensor, lengths: tuple[int, ...]) -> list[Tensor]:
 
 
 def _pack(sequences: Sequence[Tensor]) -> Tensor:
-    """[b, n, length, d] each -> [t, n, d]"""
+    """The inverse of `_sequences`: a list of [b, n, length, d] -> [t, n, d]."""
     pieces = [x.transpose(1, 2).flatten(0, 1) for x in sequences]
     return torch.cat(pieces) if len(pieces) > 1 else pieces[0]

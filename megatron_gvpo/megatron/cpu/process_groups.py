@@ -1,11 +1,11 @@
-"""Gloo groups that leave the cores to the threads that compute.
+"""Gloo process groups that leave the cores to the threads that compute.
 
-megatron-core makes some two dozen groups a process. Each would bring a gloo device of its own, whose thread
-wakes a hundred times a second: together 3% of a core for nothing. Here they share one.
+megatron-core creates some two dozen groups a process. Each would have a gloo device of its own, whose thread
+wakes a hundred times a second: together 3% of a core for nothing. Here all groups share one device.
 
-A group's working thread copies what it gathers by PyTorch, which would start an OpenMP team for it. Of a
-process with more OpenMP threads than cores, libgomp puts every thread to sleep as soon as it has nothing to
-do, the computing ones included, thousands of times a step. So these threads copy alone.
+A group's worker thread copies gathered data with PyTorch, which would start an OpenMP team for it. If a
+process has more OpenMP threads than cores, libgomp puts every idle thread to sleep at once, the computing
+ones included, thousands of times a step. So the worker threads copy without a team.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch.distributed import HashStore, ProcessGroupGloo
 
 _PARALLEL = 2**15  # elements from which on PyTorch shares an operation between threads
 
-_devices: list[Any] = []  # of a first group, which chose them by the environment
-os.register_at_fork(after_in_child=_devices.clear)  # their threads are not in the child
+_devices: list[Any] = []  # the devices of a first group, which gloo chose by the environment
+os.register_at_fork(after_in_child=_devices.clear)  # a forked child does not have their threads
 
 
 class OneDeviceGroup(ProcessGroupGloo):
-    """A gloo group with one working thread, on the devices that all groups of the process share."""
+    """A gloo group with one worker thread, on the devices that all groups of the process share."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         gloo: Any = ProcessGroupGloo
@@ -33,12 +33,12 @@ class OneDeviceGroup(ProcessGroupGloo):
         options = gloo._Options()
         options._timeout, options._devices, options._threads = timeout, _devices, 1
         super().__init__(store, rank, size, options)
-        self._work_alone()
+        self._limit_worker_threads()
 
-    def _work_alone(self) -> None:
-        """Let the working thread meet its first shared operation while there is nobody to share it with.
+    def _limit_worker_threads(self) -> None:
+        """Run one operation large enough for a team, with PyTorch limited to one thread.
 
-        A thread takes over PyTorch's number of threads at that moment, and keeps it.
+        The worker thread takes over PyTorch's number of threads at its first such operation, and keeps it.
         """
         threads = torch.get_num_threads()
         torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Rotary position embedding of a whole pack at once, in half the passes over memory that autograd needs."""
+"""Rotary position embedding of a whole pack at once, with half of autograd's memory traffic."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def angles(freqs_t: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x_tnd: Tensor, angles_t: tuple[Tensor, Tensor], interleaved: bool) -> Tensor:
-    """Turn the pairs of channels by the token's angles; channels beyond them stay as they are.
+    """Rotate the pairs of channels of x [t, n, d] by the token's angles; channels beyond them stay unchanged.
 
-    A pair is (i, i + d / 2), or (2i, 2i + 1) where `interleaved`.
+    A pair is (i, i + d / 2), or (2i, 2i + 1) if `interleaved`.
     """
     cos_t, sin_t = (angle.to(x_tnd.dtype) for angle in angles_t)
     rotated: Tensor = _Rotate.apply(x_tnd, cos_t, sin_t, interleaved)
@@ -50,7 +50,7 @@ def _rotated(x_tnd: Tensor, cos_t: Tensor, sin_t: Tensor, interleaved: bool) -> 
 
 
 def _pairs(x: Tensor, width: int, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """The first and the second channels of the pairs, as views."""
+    """Return the first and the second channels of the pairs, as views."""
     if interleaved:
         return x[..., 0:width:2], x[..., 1:width:2]
     return x[..., : width // 2], x[..., width // 2 : width]

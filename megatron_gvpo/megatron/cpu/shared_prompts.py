@@ -1,9 +1,9 @@
 """Causal attention over a pack in which responses share the keys and values of their prompt.
 
-A response's queries see the whole prompt, and their own tokens causally. The two parts are attended to
+A response's queries attend to the whole prompt, and causally to their own tokens. The two parts are computed
 separately and merged by their softmax statistics (Milakov and Gimelshein, 2018; as flash attention merges
-tiles, arXiv 2205.14135). Given the merged output and statistics, the kernel's backward returns each part's
-exact share of the gradient, so the prompt's keys get the sum over its responses.
+tiles, arXiv 2205.14135). With the merged output and statistics, the kernel's backward returns each part's
+exact share of the gradient. So the prompt's keys get the sum over its responses.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 class SharedAttention(torch.autograd.Function):
     """query [t, n, d], key and value [t, n_kv, d] -> [t, n, d].
 
-    `lengths`: of the sequences; `followers`: of every sequence, how many of the next ones follow it.
+    `lengths`: tokens of each sequence; `followers`: for each sequence, how many of the next attend to it.
     """
 
     @staticmethod
@@ -73,7 +73,7 @@ class SharedAttention(torch.autograd.Function):
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, rows: slice, columns: slice, causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """The output [1, n, rows, d] of some queries over some keys, and the log of its denominators."""
+    """Return the output [1, n, rows, d] of these queries over these keys, and its logsumexp [1, n, rows]."""
     out, lse = _flash(q[:, :, rows], k[:, :, columns], v[:, :, columns], 0.0, causal, scale=scale)
     return out, lse
 
@@ -88,7 +88,7 @@ def _spans(lengths: tuple[int, ...]) -> list[slice]:
 
 
 def _after(lengths: tuple[int, ...], followers: tuple[int, ...]) -> list[tuple[slice, slice]]:
-    """(a prompt, all of its responses together), where there are any."""
+    """Return (span of a prompt, span of all its responses) for every prompt that has followers."""
     spans = _spans(lengths)
     return [
         (spans[i], slice(spans[i + 1].start, spans[i + count].stop))

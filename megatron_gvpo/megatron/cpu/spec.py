@@ -1,4 +1,4 @@
-"""The layer spec of CPU runs: megatron-core's local layers with our norm and attention in TE's places."""
+"""The layer spec for CPU runs: megatron-core's local layers with this package's norm and attention."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_gvpo.megatron.cpu.packed_attention import LocalAttention
 
 
 def local_block_spec(config: Any, vp_stage: int | None = None) -> Any:
-    """Of the decoder layers that this pipeline stage holds: dense, MoE and MLA ones."""
+    """Return the spec of this pipeline stage's decoder layers: dense, MoE or MLA."""
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
     )
@@ -23,6 +23,7 @@ def local_block_spec(config: Any, vp_stage: int | None = None) -> Any:
         attention = layer.self_attention.submodules
         attention.core_attention = LocalAttention
         for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
+            # Megatron's submodules differ between attention classes: not all have these norms.
             if getattr(attention, name, IdentityOp) not in (IdentityOp, None):
                 setattr(attention, name, LocalRMSNorm)
     return block

@@ -1,4 +1,4 @@
-"""Collectives of unequal pieces, which NCCL has and gloo has not; tensor-parallel experts use them."""
+"""Collectives of pieces of unequal size for gloo, which lacks them; tensor-parallel experts need them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def all_gather(pieces: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
-    """As dist.all_gather; `pieces` may differ in size."""
+    """Like dist.all_gather, but `pieces` may differ in size."""
     if len({piece.shape for piece in pieces}) == 1:
         return dist.all_gather(pieces, tensor, group, async_op)
     ranks = dist.get_process_group_ranks(group)
@@ -26,7 +26,7 @@ def reduce_scatter(
     group: Any = None,
     async_op: bool = False,
 ) -> Any:
-    """As dist.reduce_scatter; `pieces` may differ in size."""
+    """Like dist.reduce_scatter, but `pieces` may differ in size."""
     if len({piece.shape for piece in pieces}) == 1:
         return dist.reduce_scatter(output, pieces, op, group, async_op)
     for number, piece in enumerate(pieces):
@@ -36,7 +36,7 @@ def reduce_scatter(
             output.copy_(total)
 
 
-STAND_INS: dict[Callable[..., Any], Callable[..., Any]] = {
+REPLACEMENTS: dict[Callable[..., Any], Callable[..., Any]] = {
     dist.all_gather: all_gather,
     dist.reduce_scatter: reduce_scatter,
 }
