@@ -164,7 +164,7 @@ class Components:
         """Wait for a checkpoint that is still being written. Raises CheckpointError where it cannot be."""
         with self.timer.phase("checkpoint"):
             for model in self.policy.models:
-                model.about_to_change()
+                model.finish_background_work()
 
     def export_hf(self, directory: Path) -> None:
         """Write a Hugging Face checkpoint: weights, configuration, tokenizer. A collective.

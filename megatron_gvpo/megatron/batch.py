@@ -44,7 +44,7 @@ class PackedBatch:
         padding: Padding = Padding(1, 1),  # noqa: B008 - frozen
         share_prompts: bool = False,
     ) -> PackedBatch:
-        """Pack `rows`; with `share_prompts`, neighbours with the same prompt have it once (no padding then)."""
+        """Pack `rows`; with `share_prompts`, neighbours with equal prompts have one copy."""
         if share_prompts:
             assert padding.sequence == 1, "share_prompts: a shared prompt cannot be cut over context ranks"
             assert rows.routing is None, (

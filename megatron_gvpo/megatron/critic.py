@@ -1,7 +1,7 @@
-"""PPO's critic: a second model of the policy's architecture and layout whose head gives one number a token.
+"""PPO's critic: a second model with the policy's architecture and layout, whose head gives a number a token.
 
-It shares the process groups with the policy and nothing else: weights, gradients and optimizer states are its
-own, so that it takes as much memory as the policy does.
+It shares the process groups with the policy and nothing else. Its weights, gradients and optimizer states are
+its own, so it takes as much memory as the policy.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from megatron_gvpo.types import BatchTotals, TrainBatch
 
 
 class ValueHead(torch.nn.Module):
-    """V = hidden . weight + bias, in fp32; whole on every tensor-parallel rank, and 0 at first."""
+    """V = hidden . weight + bias, in fp32. Every tensor-parallel rank has all of it; it starts at 0."""
 
     def __init__(self, width: int, like: Tensor, sequence_parallel: bool) -> None:
-        """In the dtype and on the device of `like`."""
+        """`like` gives dtype and device."""
         super().__init__()
         self.weight = torch.nn.Parameter(like.new_zeros(1, width))
         self.bias = torch.nn.Parameter(like.new_zeros(1))
@@ -39,12 +39,12 @@ class ValueHead(torch.nn.Module):
 
 
 def without_output_layer(chunks: list[Any]) -> list[Any]:
-    """The loaded, unwrapped chunks of a GPTModel with a value head where the output layer was."""
+    """Replace the output layer of a GPTModel, given as its loaded, unwrapped chunks, by a value head."""
     for chunk in chunks:
-        # Where embeddings are tied, a pipeline would go on summing the gradients of both ends.
+        # With tied embeddings, a pipeline would still sum the gradients of its first and last stage.
         chunk.share_embeddings_and_output_weights = False
         for parameter in chunk.parameters():
-            if hasattr(parameter, "shared_embedding"):
+            if hasattr(parameter, "shared_embedding"):  # Megatron's mark on the tied weights
                 del parameter.shared_embedding
         if chunk.post_process:
             like = next(chunk.decoder.parameters())
@@ -58,20 +58,18 @@ def value_head(
 ) -> Tensor:
     """hidden_states [t, 1, h] (t / tp under sequence parallelism) -> values of the pack's tokens, fp32 [r].
 
-    The value of a token is that of what came before it, prompt and response: of the hidden state that
-    predicts it. All tensor-parallel ranks compute the same, so that, unlike after the policy's head, whose
-    vocabulary they share, none has a part of the hidden states' gradient only.
+    A token's value is the value of the text before it, read from the hidden state that predicts the token.
+    All tensor-parallel ranks compute the same values. So each has the hidden states' whole gradient, unlike
+    with the policy's head, whose vocabulary is divided among them.
     """
     if output_layer.sequence_parallel:
         hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
     mine_r = output_layer(hidden_states.squeeze(1).index_select(0, batch.response_r))
-    return forward.of_whole_pack(mine_r, batch)
+    return forward.gather_context_parallel(mine_r, batch)
 
 
 class Critic:
-    """Values of response tokens, and updates towards their returns. Every rank calls every method alike."""
-
-    shadow = None
+    """Computes response tokens' values, and trains towards their returns. Every rank calls every method."""
 
     def __init__(self, config: Config, options: CriticOptions) -> None:
         own = config.model.model_copy(update={"path": options.path or config.model.path})
@@ -84,11 +82,11 @@ class Critic:
             key="model.path" if options.path is None else "algorithm.critic.path",
         )
         self.model.config.finalize_model_grads_func = finalize_model_grads
-        policys = config.optimizer
-        settings = policys.model_copy(
+        of_policy = config.optimizer
+        settings = of_policy.model_copy(
             update={
                 "lr": options.lr,
-                "min_lr": policys.min_lr * options.lr / policys.lr,
+                "min_lr": of_policy.min_lr * options.lr / of_policy.lr,
                 "warmup_steps": options.warmup_steps,
             }
         )
@@ -97,7 +95,7 @@ class Critic:
         self._budget = train.max_tokens_per_micro_batch * parallel.cp
 
     def values(self, rows: TrainBatch) -> Tensor:
-        """V of what came before every response token, without gradient, fp32 [r] on the CPU of every rank."""
+        """Return V before every response token, without gradient, fp32 [r] on the CPU of every rank."""
         mine, _ = my_micro_batches(self.model, rows, self._budget, keep_groups=False)
 
         def keep(_: TrainBatch, value_r: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,14 +109,14 @@ class Critic:
         totals = BatchTotals.of(rows)
         mine, _ = my_micro_batches(self.model, rows, self._budget, keep_groups=False)
 
-        def share(rows: TrainBatch, value_r: Tensor) -> tuple[Tensor, Any]:
+        def loss(rows: TrainBatch, value_r: Tensor) -> tuple[Tensor, Any]:
             value, metrics = self._options.loss(rows, value_r, totals)
             return value, detached(metrics)
 
         self.optimizer.zero_grad()
         packs = [rows.select(index) for index in mine]
-        shares = forward.run(self.model, packs, share, head=value_head)
-        metrics = sum_over_ranks([floats(share) for share in shares])
-        self.model.about_to_change()
+        results = forward.run(self.model, packs, loss, head=value_head)
+        metrics = sum_over_ranks([floats(result) for result in results])
+        self.model.finish_background_work()
         update = self.optimizer.apply()
         return metrics | {"value_grad_norm": update.grad_norm, "value_skipped": float(update.skipped)}

@@ -1,4 +1,4 @@
-"""The policy's device memory, lent to a rollout engine on the same GPUs while it generates."""
+"""Offloads the policy's device memory to the host while a rollout engine on the same GPUs generates."""
 
 from __future__ import annotations
 
@@ -14,44 +14,44 @@ from megatron_gvpo.megatron.optimizer import Optimizer
 Part = Literal["weights", "training"]
 
 
-class Memory:
-    """Frees and restores "weights", and "training": optimizer states and gradients. Of this rank's models.
+class DeviceMemory:
+    """Frees and restores two parts of this rank's models: "weights" and "training" (optimizer, gradients).
 
-    What is freed is kept on the host, but for the gradients: they are zero between updates. Optimizer states
-    that are on the host anyway stay there. While the weights are freed the model can neither score nor be
-    exported; while "training" is, it cannot be updated or saved.
+    Weights and optimizer states are kept on the host. Gradients are not: they are zero between updates.
+    Optimizer states that are on the host anyway stay there. While "weights" is released, the model cannot
+    score or be exported. While "training" is released, it cannot be updated or saved.
     """
 
     def __init__(self, *models: tuple[Model, Optimizer | None]) -> None:
         self._models = [model for model, _ in models]
         self._trained = [(model, optimizer) for model, optimizer in models if optimizer is not None]
-        self._freed: dict[Part, list[_Freed]] = {}
-        # Pinned where there is CUDA, and kept, because pinning is slow; by part and place in it.
+        self._released: dict[Part, list[_Released]] = {}
+        # Host buffers by part and index, pinned if there is CUDA. They are kept, because pinning is slow.
         self._host: dict[tuple[Part, int], Tensor] = {}
 
     def release(self, part: Part) -> None:
-        """Give the device's memory back; nothing where that was done."""
-        if part in self._freed:
+        """Offload a part and free its device memory; does nothing if the part is released already."""
+        if part in self._released:
             return
         for model in self._models:
-            model.about_to_change()
+            model.finish_background_work()
         weights = storages(w for model in self._models for w in model.weights())
         gradients = storages(g for model, _ in self._trained for g in model.gradient_buffers())
         kept = weights
-        if part == "training":  # in fp32 the optimizer's weights are the model's own
+        if part == "training":  # in fp32 the optimizer's master weights are the model's own weights
             states = storages(s for _, optimizer in self._trained for s in optimizer.tensors())
-            kept = {place: storage for place, storage in states.items() if place not in weights}
-        freed = [_Freed(s, self._copy(s, (part, i))) for i, s in enumerate(kept.values())]
+            kept = {address: storage for address, storage in states.items() if address not in weights}
+        released = [_Released(s, self._copy(s, (part, i))) for i, s in enumerate(kept.values())]
         if part == "training":
-            freed += [_Freed(storage, None) for storage in gradients.values()]
-        for each in freed:
+            released += [_Released(storage, None) for storage in gradients.values()]
+        for each in released:
             each.storage.resize_(0)
-        self._freed[part] = freed
+        self._released[part] = released
         torch.cuda.empty_cache()
 
     def restore(self, part: Part) -> None:
-        """Take the memory again, with what was in it; nothing where it was not released."""
-        for each in self._freed.pop(part, []):
+        """Bring a part back to the device; does nothing if the part was not released."""
+        for each in self._released.pop(part, []):
             each.storage.resize_(each.nbytes)
             whole = _bytes(each.storage)
             if each.host is None:
@@ -62,7 +62,7 @@ class Memory:
             torch.cuda.synchronize()
 
     def _copy(self, storage: torch.UntypedStorage, key: tuple[Part, int]) -> Tensor:
-        """The bytes of a storage on the host, in a buffer that is used again."""
+        """Copy a storage's bytes to a host buffer, which is reused."""
         host = self._host.get(key)
         if host is None or len(host) != storage.nbytes():
             pin = torch.cuda.is_available()
@@ -71,15 +71,15 @@ class Memory:
         return host
 
 
-class _Freed:
-    """A storage without memory, its size, and what is to be in it again."""
+class _Released:
+    """A storage without memory, its size in bytes, and its content on the host (None: zeros)."""
 
     def __init__(self, storage: torch.UntypedStorage, host: Tensor | None) -> None:
         self.storage, self.host, self.nbytes = storage, host, storage.nbytes()
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
-    """The distinct storages behind them, by address."""
+    """Return the distinct storages of the tensors, by address."""
     found = (tensor.untyped_storage() for tensor in tensors)
     return {storage.data_ptr(): storage for storage in found if storage.nbytes()}
 

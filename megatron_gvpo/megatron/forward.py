@@ -64,7 +64,7 @@ def run(
         whole = PackedBatch.pack(next(data), model.padding, model.share_prompts)
         batch = whole.cut(cp_group.size(), cp_group.rank()).to(device())
         if model.replay is not None:
-            model.replay.take(chunk, batch.experts_t, sequence_parallel=model.config.sequence_parallel)
+            model.replay.set_experts(chunk, batch.experts_t, sequence_parallel=model.config.sequence_parallel)
         output = chunk(
             input_ids=batch.token_t[None],
             position_ids=batch.position_t[None],
@@ -108,7 +108,7 @@ class LogprobHead:
     vocab_size: int
     entropy: bool = False
     stash_bytes: int = 0
-    footprint: MemoryProfile | None = None  # to measure with
+    memory_profile: MemoryProfile | None = None  # to measure with
 
     def __call__(
         self, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, batch: PackedBatch
@@ -121,8 +121,8 @@ class LogprobHead:
             hidden_rh = copy_to_tensor_model_parallel_region(hidden_rh)  # backward: all-reduce
         weight_r = batch.rows.weight_r
         _gathered(output_layer)
-        if self.footprint is not None:
-            self.footprint.enter_head()
+        if self.memory_profile is not None:
+            self.memory_profile.enter_head()
         mine = linear_logprob(
             hidden_rh,
             output_layer.weight if output_weight is None else output_weight,
@@ -135,14 +135,14 @@ class LogprobHead:
             vocab_size=self.vocab_size,
             stash_bytes=self.stash_bytes,
         )
-        if self.footprint is not None:
-            self.footprint.leave_head()
+        if self.memory_profile is not None:
+            self.memory_profile.leave_head()
             for out in (mine.logp_r, mine.surrogate):
                 if out is not None and out.requires_grad:
-                    out.register_hook(self.footprint.enter_head)
-                    hidden_rh.register_hook(self.footprint.leave_head)
-        entropy_r = None if mine.entropy_r is None else of_whole_pack(mine.entropy_r, batch)
-        return mine._replace(logp_r=of_whole_pack(mine.logp_r, batch), entropy_r=entropy_r)
+                    out.register_hook(self.memory_profile.enter_head)
+                    hidden_rh.register_hook(self.memory_profile.leave_head)
+        entropy_r = None if mine.entropy_r is None else gather_context_parallel(mine.entropy_r, batch)
+        return mine._replace(logp_r=gather_context_parallel(mine.logp_r, batch), entropy_r=entropy_r)
 
 
 def _gathered(module: Any) -> None:
@@ -158,7 +158,7 @@ def _gathered(module: Any) -> None:
             hook(module, ())
 
 
-def of_whole_pack(mine_r: Tensor, batch: PackedBatch) -> Tensor:
+def gather_context_parallel(mine_r: Tensor, batch: PackedBatch) -> Tensor:
     """A context-parallel rank's values -> those of all the pack's response tokens, in row order.
 
     The others' enter as constants: their own ranks differentiate them, once.

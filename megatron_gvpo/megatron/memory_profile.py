@@ -1,8 +1,9 @@
-"""Where a rank's memory goes, measured in one update: what is always there, activations, the head.
+"""Measures a rank's memory by part in one update: weights, gradients, optimizer, activations, the head.
 
-Weights, gradients and optimizer are counted by their storages, exactly; what of the optimizer is in host
-memory, apart. The rest is the highest level above where the update began: PyTorch's allocator tells it on a
-GPU, and on a CPU, whose allocator keeps no account, every operation's outputs are followed until freed.
+Weights, gradients and optimizer are the exact sizes of their storages; the optimizer's states in host memory
+are a part of their own. Activations and head are peaks above the level at the update's start. On a GPU,
+PyTorch's allocator gives the peak. A CPU's allocator does not, so there every operation's outputs are tracked
+until they are freed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ GIB = 2**30
 
 
 class Meter(Protocol):
-    """Bytes above where it was started: now, and the most since `restart`."""
+    """Bytes above the level at its start: `level` is the present value, `peak` the most since `restart`."""
 
     @property
     def level(self) -> int: ...
@@ -56,12 +57,12 @@ class _GPU:
 
 
 class _CPU(TorchDispatchMode):
-    """Counts the storages of all operations' outputs while they live, but for those of `known` tensors."""
+    """Counts the storages of all operations' outputs while they live, except those of `excluded` tensors."""
 
-    def __init__(self, known: Iterable[Tensor]) -> None:
+    def __init__(self, excluded: Iterable[Tensor]) -> None:
         super().__init__()
         self._level = self._peak = 0
-        self._alive = {storage.data_ptr() for storage in storages(known).values()}
+        self._alive = {storage.data_ptr() for storage in storages(excluded).values()}
 
     @property
     def level(self) -> int:
@@ -75,20 +76,20 @@ class _CPU(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor) and tensor.device.type == "cpu":
-                self._follow(tensor.untyped_storage())
+                self._track(tensor.untyped_storage())
         return out
 
-    def _follow(self, storage: torch.UntypedStorage) -> None:
-        place, size = storage.data_ptr(), storage.nbytes()
-        if not size or place in self._alive:
+    def _track(self, storage: torch.UntypedStorage) -> None:
+        address, size = storage.data_ptr(), storage.nbytes()
+        if not size or address in self._alive:
             return
-        self._alive.add(place)
+        self._alive.add(address)
         self._level += size
         self._peak = max(self._peak, self._level)
-        weakref.finalize(storage, self._freed, place, size)
+        weakref.finalize(storage, self._freed, address, size)
 
-    def _freed(self, place: int, size: int) -> None:
-        self._alive.discard(place)
+    def _freed(self, address: int, size: int) -> None:
+        self._alive.discard(address)
         self._level -= size
 
     def restart(self) -> None:
@@ -96,22 +97,22 @@ class _CPU(TorchDispatchMode):
 
 
 class MemoryProfile:
-    """A context for the forward and backward passes of one update; `parts` afterwards."""
+    """Context for the forward and backward passes of one update; call `parts` or `metrics` afterwards."""
 
     def __init__(self, *trained: tuple[Model, Optimizer]) -> None:
         weights = [tensor for model, _ in trained for tensor in model.weights()]
         gradients = [tensor for model, _ in trained for tensor in model.gradient_buffers()]
         states = [tensor for _, optimizer in trained for tensor in optimizer.tensors()]
-        held = {
+        parts = {
             "weights": storages(weights),
             "gradients": storages(gradients),
             "optimizer": storages(states),
         }
-        # In fp32 the optimizer's masters are the weights.
-        held["optimizer"] = {p: s for p, s in held["optimizer"].items() if p not in held["weights"]}
-        self._bytes = {name: sum(s.nbytes() for s in of.values()) for name, of in held.items()}
+        # In fp32 the optimizer's master weights are the model's own weights.
+        parts["optimizer"] = {a: s for a, s in parts["optimizer"].items() if a not in parts["weights"]}
+        self._bytes = {name: sum(s.nbytes() for s in part.values()) for name, part in parts.items()}
         self._host_bytes = sum(optimizer.host_bytes for _, optimizer in trained)
-        self._known = [*weights, *gradients, *states, *(t for _, o in trained for t in o.host_tensors())]
+        self._permanent = [*weights, *gradients, *states, *(t for _, o in trained for t in o.host_tensors())]
         self._outside = self._head = self._entry = self._inside = 0
         self._meter: Meter | None = None
 
@@ -120,7 +121,7 @@ class MemoryProfile:
         if torch.cuda.is_available():
             self._meter = _GPU()
         else:
-            self._meter = self._modes.enter_context(_CPU(self._known))
+            self._meter = self._modes.enter_context(_CPU(self._permanent))
         return self
 
     def __exit__(
@@ -133,38 +134,38 @@ class MemoryProfile:
 
     @contextlib.contextmanager
     def head(self) -> Iterator[None]:
-        """What is in here is the head's."""
+        """Context: memory that is allocated inside belongs to the head."""
         self.enter_head()
         yield
         self.leave_head()
 
     def enter_head(self, _: Tensor | None = None) -> None:
-        """Also a hook on the gradient that arrives at the head."""
+        """The head begins; also used as a hook on the gradient that arrives at the head."""
         if self._meter is not None:
             self._outside = max(self._outside, self._meter.peak)
             self._entry = self._meter.level
             self._meter.restart()
 
     def leave_head(self, _: Tensor | None = None) -> None:
-        """Also a hook on the gradient that leaves it."""
+        """The head ends; also used as a hook on the gradient that leaves the head."""
         if self._meter is not None:
             self._head = max(self._head, self._meter.peak - self._entry)
             self._inside = max(self._inside, self._meter.peak)
             self._meter.restart()
 
     def parts(self) -> dict[str, int]:
-        """Bytes of this rank.
+        """Return this rank's bytes by part.
 
-        "activations" is the highest level outside the head, above what is always there; "head" the head's own
-        peak, above what was there when it began; "peak" the highest level of all. The first two need not
-        coincide, so "peak" may be less than the sum. "host_optimizer" is no part of it.
+        "activations" is the peak outside the head, above weights, gradients and optimizer. "head" is the
+        head's own peak, above the level at its start. "peak" is the peak of all. Activations and head need
+        not reach their peaks together, so "peak" may be less than the sum. "host_optimizer" is not in it.
         """
         highest = max(self._outside, self._inside)
-        own = {"activations": self._outside, "head": self._head}
+        measured = {"activations": self._outside, "head": self._head}
         host = {"host_optimizer": self._host_bytes} if self._host_bytes else {}
-        return {**self._bytes, **own, "peak": sum(self._bytes.values()) + highest, **host}
+        return {**self._bytes, **measured, "peak": sum(self._bytes.values()) + highest, **host}
 
     def metrics(self) -> dict[str, float]:
-        """memory/<part>_gib of the rank with the highest peak. A collective."""
+        """Return memory/<part>_gib of the rank with the highest peak. A collective."""
         fullest = max(all_gather_msgpack(self.parts()), key=lambda parts: parts["peak"])
         return {f"memory/{name}_gib": size / GIB for name, size in fullest.items()}

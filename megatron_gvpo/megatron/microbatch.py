@@ -1,4 +1,4 @@
-"""Dividing an optimizer step's rows among the ranks, and putting together what the ranks found."""
+"""Divides an optimizer step's rows among the ranks, and gathers the ranks' results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_gvpo.types import TrainBatch
 def my_micro_batches(
     model: Model, rows: TrainBatch, max_tokens: int, keep_groups: bool
 ) -> tuple[list[list[int]], bool]:
-    """The row indices of this rank's micro-batches, and whether some group is split."""
+    """Return (row indices of this rank's micro-batches, True if a group is split between micro-batches)."""
     dp_size = parallel_state.get_data_parallel_world_size()
     mcore = model.config
     multiple = mcore.pipeline_model_parallel_size if len(model.chunks) > 1 else 1
@@ -27,28 +27,28 @@ def my_micro_batches(
     return whole.micro_batches[parallel_state.get_data_parallel_rank()], whole.split_groups
 
 
-def gather(rows: TrainBatch, micro_batches: list[list[int]], found: list[Tensor]) -> Tensor:
-    """What ranks found for their micro-batches' tokens -> fp32 [r] of all rows, on the CPU of every rank."""
+def gather(rows: TrainBatch, micro_batches: list[list[int]], results: list[Tensor]) -> Tensor:
+    """Gather the ranks' values of their micro-batches' tokens: fp32 [r] of all rows, on every rank's CPU."""
     value_r = torch.zeros(int(rows.length_n.sum()), dtype=torch.float32)
     if owns_results():
-        for index, values in zip(micro_batches, found, strict=True):
+        for index, values in zip(micro_batches, results, strict=True):
             spans = [torch.arange(rows.offsets[i], rows.offsets[i + 1]) for i in index]
             if spans:
                 value_r[torch.cat(spans)] = values.float().cpu()
-    # Everyone but the owner of a row contributes zeros, so the sum is exact.
+    # All ranks but the owner of a row add zeros, so the sum is exact.
     dist.all_reduce(value_r)
     return value_r
 
 
 def owns_results() -> bool:
-    """Of the ranks that computed the same numbers, the one that speaks for them."""
+    """Return True on one of the ranks that computed the same numbers: the one that reports them."""
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
     first = parallel_state.get_tensor_and_context_parallel_rank() == 0
     return bool(last and first)
 
 
 def detached(metrics: Mapping[str, Tensor | float]) -> dict[str, Tensor | float]:
-    """For the end of a pass: as numbers, every micro-batch's would have to be waited for."""
+    """Detach metrics but keep tensors: to convert each micro-batch's to numbers would wait for the GPU."""
     return {n: value.detach() if isinstance(value, Tensor) else value for n, value in metrics.items()}
 
 
@@ -56,12 +56,12 @@ def floats(metrics: Mapping[str, Tensor | float]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}
 
 
-def sum_over_ranks(shares: list[dict[str, float]]) -> dict[str, float]:
-    """Shares of metrics, one a micro-batch, of all ranks that own results -> the metrics, on every rank."""
+def sum_over_ranks(per_micro_batch: list[dict[str, float]]) -> dict[str, float]:
+    """Sum the metrics of all micro-batches of all ranks; every rank gets the sums."""
     total: dict[str, float] = {}
-    mine: list[Any] = shares if owns_results() else []
-    for of_rank in all_gather_msgpack(mine):
-        for share in of_rank:
-            for name, value in share.items():
+    mine: list[Any] = per_micro_batch if owns_results() else []
+    for from_rank in all_gather_msgpack(mine):
+        for metrics in from_rank:
+            for name, value in metrics.items():
                 total[name] = total.get(name, 0.0) + value
     return total

@@ -1,8 +1,8 @@
 """Megatron's distributed Adam with its learning-rate schedule; a non-finite gradient skips the update.
 
-Where `optimizer.offload_fraction` says so, masters and moments of that share of every rank's elements are in
-host memory: Megatron's HybridDeviceOptimizer copies the gradients there, updates on the CPU, and copies the
-weights back, one parameter after the other, so that copies and updates overlap.
+With `optimizer.offload_fraction`, the master weights and moments of that share of every rank's elements are
+in host memory. Megatron's HybridDeviceOptimizer then copies gradients to the host, updates on the CPU and
+copies weights back, parameter by parameter, so that copies and updates overlap.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megatron_gvpo.runtime.collectives import first_problem
 
 @dataclass(frozen=True)
 class Update:
-    """What one optimizer update did. `grad_norm` is the norm before clipping."""
+    """The result of one optimizer update; `grad_norm` is the norm before clipping."""
 
     grad_norm: float
     lr: float
@@ -39,10 +39,10 @@ class Update:
 
 
 class Optimizer:
-    """Zero, then accumulate gradients into the model's buffers, then apply."""
+    """Use it as: `zero_grad`, accumulate gradients in the model's buffers, `apply`."""
 
     def __init__(self, model: Model, options: OptimizerConfig, precision: ModelConfig, updates: int) -> None:
-        """`updates`: of the whole run; the decay ends there."""
+        """`updates`: their number in the whole run, over which the learning rate decays."""
         self._chunks = model.chunks
         bf16 = precision.dtype == "bfloat16"
         offload = options.offload_fraction > 0
@@ -62,13 +62,13 @@ class Optimizer:
                     bf16=bf16,
                     params_dtype=torch.bfloat16 if bf16 else torch.float32,
                     use_distributed_optimizer=True,
-                    overlap_param_gather=model.gathers_late,
+                    overlap_param_gather=model.overlaps_param_gather,
                     fp8_recipe=None if precision.fp8 is None else precision.fp8.recipe,
                     optimizer_cpu_offload=offload,
                     optimizer_offload_fraction=options.offload_fraction,
                     overlap_cpu_optimizer_d2h_h2d=True,
-                    # Otherwise Megatron keeps masters on the device besides. Not in fp32, where there are
-                    # none, and where weights that stay on the device would silently get no gradients.
+                    # Else Megatron keeps a second set of masters on the device. Not in fp32: there are no
+                    # masters, and weights that stay on the device would silently get no gradients.
                     use_precision_aware_optimizer=offload and bf16,
                 ),
                 model.chunks,
@@ -92,7 +92,7 @@ class Optimizer:
         )
 
     def _inner(self) -> Iterator[tuple[torch.optim.Optimizer, bool]]:
-        """The optimizers inside, and whether their states are in host memory."""
+        """Yield (inner optimizer, True if its states are in host memory)."""
         for optimizer in (o.optimizer for o in self.megatron.chained_optimizers):
             if isinstance(optimizer, HybridDeviceOptimizer):
                 yield from ((part, part is not optimizer.gpu_optimizer) for part in optimizer.sub_optimizers)
@@ -104,35 +104,35 @@ class Optimizer:
         return [optimizer for optimizer in inner if isinstance(optimizer, HybridDeviceOptimizer)]
 
     def _check_offload(self, options: OptimizerConfig, bf16: bool) -> None:
-        """HybridDeviceOptimizer (0.19.2) forgets the gradients of fp32 weights on the device beside bf16."""
+        """Refuse fp32 weights on the device beside bf16 ones: HybridDeviceOptimizer (0.19.2) skips them."""
         for hybrid in self._hybrids() if bf16 else ():
             stay = [p for group in hybrid.gpu_param_groups for p in group["params"]]
             if any(p not in hybrid.fp32_param_to_orig_param for p in stay):
                 raise ConfigError(
-                    f"optimizer.offload_fraction={options.offload_fraction}: this model has weights in "
-                    "float32 beside those in bfloat16, which Megatron updates on the host only: use 1.0, or 0"
+                    f"optimizer.offload_fraction={options.offload_fraction}: this model has float32 weights "
+                    "beside bfloat16 ones, and Megatron updates such a mix on the host only: use 1.0 or 0"
                 )
 
     def tensors(self) -> Iterator[Tensor]:
-        """What it updates and remembers on the device; in fp32 the former are the model's own weights."""
+        """Yield the master weights and moments on the device; in fp32 the masters are the model's weights."""
         for inner, on_host in self._inner():
             if not on_host:
                 yield from _held(inner)
 
     def host_tensors(self) -> Iterator[Tensor]:
-        """The same in host memory."""
+        """Yield the master weights and moments in host memory."""
         for inner, on_host in self._inner():
             if on_host:
                 yield from _held(inner)
 
     @property
     def host_bytes(self) -> int:
-        """Of host memory: masters, moments, and the copies of gradients that an update makes there."""
+        """Bytes of host memory for masters, moments, and the copies of gradients that an update makes."""
         parameters = [p for i, host in self._inner() if host for g in i.param_groups for p in g["params"]]
         return sum(t.nbytes for t in self.host_tensors()) + sum(p.nbytes for p in parameters)
 
     def _allocate_states(self) -> None:
-        """Give PyTorch's Adam its states at once, not at the first step: a checkpoint needs them."""
+        """Create the states of PyTorch's Adam now, not at the first step: a checkpoint needs them."""
         hybrid_parts = [part for hybrid in self._hybrids() for part in hybrid.sub_optimizers]
         for inner, _ in self._inner():
             counts = _counts_by_parameter(inner)
@@ -146,7 +146,7 @@ class Optimizer:
 
     @property
     def steps(self) -> int:
-        """Updates that Adam has taken: its bias corrections depend on it."""
+        """Number of updates that Adam has taken; its bias corrections depend on it."""
         counts = [0.0]
         for inner, _ in self._inner():
             counts += [float(group.get("step", 0)) for group in inner.param_groups]
@@ -164,11 +164,11 @@ class Optimizer:
                     group["step"] = count
 
     def allocate(self) -> None:
-        """Give moments their memory, and 0, where the first update would: a checkpoint holds them."""
+        """Allocate the moments and set them to 0 if no update has done so: a checkpoint holds them."""
         for optimizer in self.megatron.chained_optimizers:
             done = _counts_by_parameter(optimizer.optimizer) or optimizer.optimizer in self._hybrids()
             if not done and not optimizer.optimizer.state:
-                optimizer.load_state_dict(optimizer.state_dict())  # which leaves in them what was there
+                optimizer.load_state_dict(optimizer.state_dict())  # this allocates, but does not initialise
                 for state in optimizer.optimizer.state.values():
                     for name in ("exp_avg", "exp_avg_sq"):
                         state[name].zero_()
@@ -181,8 +181,8 @@ class Optimizer:
     def apply(self) -> Update:
         """Update the weights from the accumulated, reduced gradients and advance the schedule.
 
-        The schedule advances first, so that the first update of a warm-up is not one at rate 0, and on
-        a skipped update too, so that a run's learning rates are known beforehand.
+        The schedule advances first, so that the first update of a warm-up does not have rate 0. It advances
+        on a skipped update too, so that a run's learning rates are known beforehand.
         """
         self.scheduler.step(1)
         lr = float(self.megatron.param_groups[0]["lr"])
@@ -191,29 +191,29 @@ class Optimizer:
             norm = float(self.megatron.get_grad_norm())
             skipped = bool(overflow) or not math.isfinite(norm)
             if not skipped:
-                with _cores() if self._hybrids() else contextlib.nullcontext():
+                with _more_threads() if self._hybrids() else contextlib.nullcontext():
                     self.megatron.step()
         return Update(norm, lr, skipped)
 
 
 def _counts_by_parameter(inner: torch.optim.Optimizer) -> bool:
-    """As PyTorch's Adam counts its steps, in tensors that it advances; the fused ones count by group."""
+    """Return True for PyTorch's Adam, which counts steps by parameter; fused Adams count them by group."""
     return isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
 
 
 def _held(inner: torch.optim.Optimizer) -> Iterator[Tensor]:
     for group in inner.param_groups:
         yield from group["params"]
-    for state in inner.state.values():  # where states are on host and device, it names the master, too
+    for state in inner.state.values():  # HybridDeviceOptimizer lists the master here again
         yield from (t for name, t in state.items() if isinstance(t, Tensor) and name != "master_param")
 
 
 def _check_host_memory(model: Model, fraction: float) -> None:
-    """The kernel would end the process without a word. Raises ConfigError, on all ranks: a collective, so
-    that none takes memory before all have seen what is free.
+    """Raise ConfigError on all ranks if the optimizer does not fit the node's free memory. A collective.
 
-    For every element that is updated there, it has a master, two moments and a gradient. Before, Megatron
-    copies all weights that this rank has, in their own type and in fp32.
+    Otherwise the kernel would kill the process without a message. No rank takes memory before all have read
+    what is free. An element that is updated on the host needs a master, two moments and a gradient, 16 bytes.
+    Before that, Megatron copies all of the rank's weights, in their own dtype and in fp32.
     """
     buffers = [b for chunk in model.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     updated = sum(b.grad_data.numel() / b.data_parallel_group.size() for b in buffers)
@@ -225,16 +225,16 @@ def _check_host_memory(model: Model, fraction: float) -> None:
     if needed > free:
         problem = (
             f"optimizer.offload_fraction={fraction} needs {needed / 2**30:.3g} GiB of the memory of node "
-            f"{platform.node()} for its {ranks} rank(s), and {free / 2**30:.3g} are free: use a smaller "
-            "fraction, or more nodes"
+            f"{platform.node()} for its {ranks} rank(s), and {free / 2**30:.3g} GiB are free: use a smaller "
+            "fraction or more nodes"
         )
     if (said := first_problem(problem)) is not None:
         raise ConfigError(said)
 
 
 @contextlib.contextmanager
-def _cores() -> Iterator[None]:
-    """PyTorch has this rank's share of the node's cores: for a rank on a GPU, torchrun leaves it one."""
+def _more_threads() -> Iterator[None]:
+    """Give PyTorch this rank's share of the node's cores; torchrun gives a rank one thread."""
     before = torch.get_num_threads()
     share = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(max(before, share))
@@ -246,12 +246,12 @@ def _cores() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _host_and_device() -> Iterator[None]:
-    """To build an optimizer in that works on both."""
+    """Context to build an optimizer that works on both host and device."""
     with contextlib.ExitStack() as modes:
         if not torch.cuda.is_available():
             from megatron_gvpo.megatron.cpu.offload import HostCopies
 
             modes.enter_context(HostCopies())
-        # In fp32 Megatron hands views of the weights over, which PyTorch's optimizers take as leaves only.
+        # In fp32 Megatron passes views of the weights, and PyTorch's optimizers accept only leaf tensors.
         modes.enter_context(torch.no_grad())
         yield

@@ -1,4 +1,4 @@
-"""The process group and Megatron's parallel state: set up, asked, torn down in one place."""
+"""Sets up and tears down the process group and Megatron's parallel state; names the groups and the device."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ import torch.distributed as dist
 
 from megatron_gvpo.config.schema import ParallelConfig
 
-# Set before the import: Megatron lists what it cannot import, and later every parameter.
+# Set these before the import: Megatron logs the modules that it cannot import, and later every parameter.
 logging.getLogger("megatron").setLevel(logging.WARNING)
-logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)  # "is deprecated"
-logging.getLogger("megatron.bridge").setLevel(logging.ERROR)  # on every rank, which kernels a machine lacks
+logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)  # it warns of deprecations
+logging.getLogger("megatron.bridge").setLevel(logging.ERROR)  # it warns of missing kernels, on every rank
 
 if not torch.cuda.is_available():
     from megatron_gvpo.megatron.cpu import device as cpu_device
 
     cpu_device.install()
 
-from megatron.core import parallel_state  # noqa: E402 - after the stand-ins above
+from megatron.core import parallel_state  # noqa: E402 - after cpu_device.install() above
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 
 
 def megatron_device() -> contextlib.AbstractContextManager[None]:
-    """The context that Megatron code runs in: on CPU, its CUDA device arguments mean the CPU."""
+    """Return the context to run Megatron code in: on a CPU, its CUDA device arguments mean the CPU."""
     if torch.cuda.is_available():
         return contextlib.nullcontext()
     return cpu_device.cuda_means_cpu()
 
 
 def device() -> torch.device:
-    """This process's device."""
+    """Return this process's device."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
-# What else makes results depend on timing: cuBLAS's workspaces, NCCL's choice of algorithm, TE's atomics.
+# Results also depend on timing through cuBLAS's workspaces, NCCL's choice of algorithm and TE's atomics.
 _DETERMINISTIC = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "NCCL_ALGO": "Ring",
@@ -50,9 +50,9 @@ _DETERMINISTIC = {
 
 
 def initialize(parallel: ParallelConfig, seed: int, deterministic: bool = False) -> None:
-    """Join the process group (torchrun's environment, or a group of one) and lay out the parallelism.
+    """Join the process group (torchrun's environment, or a group of one) and create Megatron's groups.
 
-    `deterministic`: the same numbers, bit for bit, on every repetition under the same layout.
+    `deterministic`: every repetition under the same layout gives the same numbers, bit for bit.
     """
     if deterministic:
         os.environ.update(_DETERMINISTIC)
@@ -81,7 +81,7 @@ def initialize(parallel: ParallelConfig, seed: int, deterministic: bool = False)
 
 
 def group_names() -> dict[str, str]:
-    """What Megatron's process groups are for, by torch's names of them; "norm" sums the gradient's."""
+    """Return {torch's name of a process group: its use}; the group "norm" sums the gradient's norm."""
     world = dist.group.WORLD
     groups: dict[str, Any] = {
         "world": world,
@@ -96,7 +96,7 @@ def group_names() -> dict[str, str]:
 
 
 def shut_down() -> None:
-    """Forget the layout and leave the process group."""
+    """Destroy Megatron's groups and leave the process group."""
     if parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()
     if dist.is_initialized():

@@ -1,6 +1,6 @@
-"""The policy as the trainer sees it: score rows, take an optimizer update, export weights.
+"""The policy: it scores rows, takes optimizer updates and exports weights.
 
-Every rank calls every method with the same rows; the work is shared inside.
+Every rank calls every method with the same rows. The methods divide the work among the ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_gvpo.config.schema import Config, ConfigError
 from megatron_gvpo.kernels.linear_logprob import LinearLogprob
 from megatron_gvpo.megatron import forward
 from megatron_gvpo.megatron.critic import Critic
-from megatron_gvpo.megatron.device_memory import Memory
+from megatron_gvpo.megatron.device_memory import DeviceMemory
 from megatron_gvpo.megatron.forward import LogprobHead
 from megatron_gvpo.megatron.memory_profile import MemoryProfile
 from megatron_gvpo.megatron.microbatch import detached, floats, gather, my_micro_batches, sum_over_ranks
@@ -32,25 +32,24 @@ from megatron_gvpo.types import BatchTotals, LossInputs, TrainBatch
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """An optimizer update and the loss and metrics it was taken on."""
+    """An optimizer update, and the loss and metrics before it."""
 
     update: Update
-    metrics: dict[str, float]  # "loss" among them
-    logp_r: Tensor | None  # before the update, fp32 [r] on the CPU of every rank; where it was asked for
-    head: dict[str, float]  # how the output layer came by its gradient, which depends on the machine
-    memory: dict[str, float] = field(default_factory=dict)  # of a run's first update: see Footprint.metrics
+    metrics: dict[str, float]  # includes "loss"
+    logp_r: Tensor | None  # before the update, fp32 [r] on the CPU of every rank; None unless asked for
+    head: dict[str, float]  # how the head computed its gradient; depends on the machine
+    memory: dict[str, float] = field(default_factory=dict)  # MemoryProfile.metrics of a run's first update
 
 
 class Policy(Scorer):
-    """A Megatron model, its optimizer and, where the method wants them, reference weights and a critic."""
+    """A Megatron model, its optimizer and, if the method needs them, reference weights and a critic."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config, trained=True)
         if config.train.share_prompts and not self.model.local:
             raise ConfigError(
-                "train.share_prompts=true: on a GPU, Transformer Engine's attention over packs has no way to "
-                "attend to two sequences at once, nor returns the softmax statistics to merge two calls by; "
-                "leave it out"
+                "train.share_prompts=true is not possible on a GPU: Transformer Engine's attention over "
+                "packs neither attends to two sequences at once nor returns softmax statistics; use false"
             )
         self.model.share_prompts = config.train.share_prompts
         self.model.config.finalize_model_grads_func = finalize_model_grads
@@ -59,91 +58,92 @@ class Policy(Scorer):
         self.critic = None if options is None else Critic(config, options)
         critics = [] if self.critic is None else [(self.critic.model, self.critic.optimizer)]
         self._trained = [(self.model, self.optimizer), *critics]
-        self.memory = Memory(*self._trained)
+        self.memory = DeviceMemory(*self._trained)
         self._loss: Loss = config.algorithm.loss.sized(config.rollout.max_tokens)
         self._stash_bytes = config.train.head_stash_mb << 20
         self._measured = False
-        self._aside: dist.ProcessGroup | None = None
+        self._background_group: dist.ProcessGroup | None = None
         other = next((r for r in config.algorithm.reference_policies if r != STEP_START), None)
-        self.shadow = None if other is None else ReferenceWeights(self.model, other.decay)
+        self.reference = None if other is None else ReferenceWeights(self.model, other.decay)
 
     def score_reference(self, rows: TrainBatch) -> Tensor:
-        """`score` under the weights of the method's fixed or moving reference, whose routers choose."""
-        assert self.shadow is not None, "the method has no reference of its own"
-        with self.shadow.lent():
-            return self.score(rows.with_columns(routing=None))
+        """`score` under the weights of the method's fixed or moving reference."""
+        assert self.reference is not None, "the method has no reference weights"
+        with self.reference.swapped_in():
+            return self.score(rows.with_columns(routing=None))  # the reference's own routers choose experts
 
     def update(self, rows: TrainBatch, *, at_step_start: bool, keep_logp: bool = False) -> UpdateResult:
-        """One optimizer update on `rows`, which hold whole groups.
+        """Take one optimizer update on `rows`, which hold whole groups.
 
-        `at_step_start`: no update has been taken since the step began, so that a reference at step start is
-        the present policy; the batch's columns of such references need not be filled. `keep_logp`: return the
-        log-probs that the update's own forward found.
+        `at_step_start`: there was no update since the step began. So the policy at the step's start is the
+        present policy, and the rows' columns of its log-probs may be missing. `keep_logp`: return the
+        log-probs of the update's own forward.
         """
         loss, totals = self._loss, BatchTotals.of(rows)
         mine, some_split = my_micro_batches(self.model, rows, self._budget, loss.couples_groups)
         split = (some_split and loss.couples_groups) or loss.couples_step
-        rows = self._known_weights(rows, totals, at_step_start, split)
+        rows = self._with_weights_first(rows, totals, at_step_start, split)
 
-        def share(rows: TrainBatch, values: tuple[Any, ...]) -> tuple[Tensor, Any]:
+        def micro_batch_loss(rows: TrainBatch, values: tuple[Any, ...]) -> tuple[Tensor, Any]:
             output = LinearLogprob(*values)
             logp_r = output.logp_r.detach()
-            besides = _head_metrics(rows, output, totals)
+            extra = _head_metrics(rows, output, totals)
             bonus = output.logp_r.new_zeros(())
             if output.entropy_r is not None:
                 mean = output.entropy_r.sum() / totals.tokens
-                bonus, besides["entropy"] = -loss.entropy_coef * mean, mean
+                bonus, extra["entropy"] = -loss.entropy_coef * mean, mean
             if split:
                 surrogate = output.surrogate
-                if surrogate is None:  # the head, which then differentiates entropies, had no weights
+                if surrogate is None:  # with an entropy bonus the head gets no weights
                     assert rows.weight_r is not None, "a split group needs its weights before the forward"
                     surrogate = (rows.weight_r * output.logp_r).sum()
-                return surrogate + bonus, (logp_r, detached(besides))
-            value, metrics = loss(LossInputs(_with_references(rows, logp_r), output.logp_r, totals))
+                return surrogate + bonus, (logp_r, detached(extra))
+            filled = _with_references(rows, logp_r)
+            value, metrics = loss(LossInputs(filled, output.logp_r, totals))
             trained = value if output.surrogate is None else output.surrogate
-            return trained + bonus, (logp_r, detached({"loss": value + bonus, **metrics} | besides))
+            return trained + bonus, (logp_r, detached({"loss": value + bonus, **metrics} | extra))
 
         self.optimizer.zero_grad()
-        footprint = self._first_footprint()
+        memory_profile = self._first_update_profile()
         head = LogprobHead(
-            self._temperature, self.model.vocab_size, loss.wants_entropy, self._stash_bytes, footprint
+            self._temperature, self.model.vocab_size, loss.wants_entropy, self._stash_bytes, memory_profile
         )
-        with footprint or contextlib.nullcontext():
+        with memory_profile or contextlib.nullcontext():
             packs = [rows.select(index) for index in mine]
-            results = forward.run(self.model, packs, share, head=head)
-        logp_r = gather(rows, mine, [found for found, _ in results]) if split or keep_logp else None
-        if split:  # the loss and its metrics, too, are defined on whole groups only
+            results = forward.run(self.model, packs, micro_batch_loss, head=head)
+        logp_r = gather(rows, mine, [logp for logp, _ in results]) if split or keep_logp else None
+        summed = sum_over_ranks([floats(metrics) for _, metrics in results])
+        if split:  # the loss and its metrics are defined on whole groups only
             assert logp_r is not None
-            value, shares = loss(LossInputs(_with_references(rows, logp_r), logp_r, totals))
-            besides = sum_over_ranks([floats(share) for _, share in results])
-            metrics = floats({"loss": value, **shares}) | besides
+            value, of_loss = loss(LossInputs(_with_references(rows, logp_r), logp_r, totals))
+            metrics = floats({"loss": value, **of_loss}) | summed
             if loss.wants_entropy:
                 metrics["loss"] -= loss.entropy_coef * metrics["entropy"]
         else:
-            metrics = sum_over_ranks([floats(share) for _, share in results])
-        memory = {} if footprint is None else footprint.metrics()
+            metrics = summed
+        memory = {} if memory_profile is None else memory_profile.metrics()
         of_head = {name: metrics.pop(name) for name in list(metrics) if name.startswith("head/")}
-        self.model.about_to_change()
+        self.model.finish_background_work()
         return UpdateResult(self.optimizer.apply(), metrics, logp_r, of_head, memory)
 
-    def _first_footprint(self) -> MemoryProfile | None:
-        """To measure a run's first update with; None afterwards."""
+    def _first_update_profile(self) -> MemoryProfile | None:
+        """Return a profile for a run's first update, then None."""
         first = not self._measured and self.optimizer.steps == 0
         self._measured = True
         return MemoryProfile(*self._trained) if first else None
 
-    def _known_weights(
+    def _with_weights_first(
         self, rows: TrainBatch, totals: BatchTotals, at_step_start: bool, split: bool
     ) -> TrainBatch:
-        """Fill `weight_r` where dL/dlogp can be had before the forward: the head then needs one pass less.
+        """Fill `weight_r` = dL/dlogp if it is known before the forward: the head then needs one pass less.
 
-        Where a coupled group is `split` over micro-batches there is no other way, and a scoring pass at
-        the present weights finds them.
+        If a coupled group is `split` over micro-batches, the weights must be known first: a scoring pass at
+        the present weights computes them.
         """
         loss = self._loss
-        others = rows.old_logp_r is not None or rows.ref_logp_r is not None  # than the present policy
-        if loss.linear or (at_step_start and loss.known_at_step_start and not others):
-            # Only differences from references enter, and these are 0: zeros serve for all log-probs.
+        other_policies = rows.old_logp_r is not None or rows.ref_logp_r is not None
+        if loss.linear or (at_step_start and loss.known_at_step_start and not other_policies):
+            # Only differences between policies' log-probs enter, and all are 0: zeros serve as log-probs.
             logp_r = torch.zeros(int(rows.length_n.sum()))
         elif split:
             logp_r = self.score(rows)
@@ -153,32 +153,35 @@ class Policy(Scorer):
         return rows.with_columns(weight_r=weight_r)
 
     def end_step(self) -> None:
-        """Move a reference that follows the policy."""
-        if self.shadow is not None:
-            self.shadow.follow()
+        """Update a moving reference."""
+        if self.reference is not None:
+            self.reference.update_average()
 
-    def group_aside(self) -> dist.ProcessGroup:
-        """All ranks, in a group for what goes on beside training. A collective."""
-        if self._aside is None:
-            self._aside = dist.new_group(backend="gloo")
-        return self._aside
+    def background_group(self) -> dist.ProcessGroup:
+        """Return a group of all ranks for communication in the background of training. A collective."""
+        if self._background_group is None:
+            self._background_group = dist.new_group(backend="gloo")
+        return self._background_group
 
     @property
     def models(self) -> list[Model]:
-        """The policy's, and the critic's where there is one."""
+        """The policy's model, and the critic's if there is one."""
         return [self.model] if self.critic is None else [self.model, self.critic.model]
 
 
 def _with_references(rows: TrainBatch, logp_r: Tensor) -> TrainBatch:
-    """Rows whose missing old and reference log-probs are the present ones."""
+    """Fill missing old and reference log-probs with the present policy's."""
     old = logp_r if rows.old_logp_r is None else rows.old_logp_r
     reference = old if rows.ref_logp_r is None else rows.ref_logp_r
     return rows.with_columns(old_logp_r=old, ref_logp_r=reference)
 
 
 def _head_metrics(rows: TrainBatch, output: LinearLogprob, totals: BatchTotals) -> dict[str, Tensor | float]:
-    """A micro-batch's part in how the output layer came by its gradient: shares of the tokens, and their mean
-    of what a rank kept for them."""
+    """Return a micro-batch's part of the metrics head/*, which add up over micro-batches.
+
+    `head/known` and `head/stash` are shares of the step's tokens, by the head's mode. `head/stash_mb` is the
+    MiB that a rank stashed, averaged over tokens.
+    """
     share = rows.offsets[-1] / totals.tokens
     return {
         "head/known": share * (output.mode == "weights_first"),

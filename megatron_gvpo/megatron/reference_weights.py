@@ -1,8 +1,8 @@
 """A second set of weights for the same model: a fixed reference policy, or a moving average.
 
-Kept as host copies of this rank's shards and lent to the model for a scoring pass, so that a reference
-costs host memory and a copy, never a second model on the device. One that moves is kept in fp32: bf16 has
-steps of 0.4 %, and rounds a slow average back to where it was.
+The weights are host copies of this rank's shards. They are swapped into the model for a scoring pass. So a
+reference costs host memory and a copy, never a second model on the device. A moving average is kept in fp32:
+bf16 has steps of 0.4 % and would round a slow average back to its old value.
 """
 
 from __future__ import annotations
@@ -20,29 +20,30 @@ from megatron_gvpo.megatron.model.build import Model
 
 
 class ReferenceWeights:
-    """Holds the weights that the model has when this is built; `decay`: of a moving average, None: fixed."""
+    """Holds the model's weights from the time of construction; `decay`: of a moving average, None: fixed."""
 
     def __init__(self, model: Model, decay: float | None) -> None:
-        self._settle = model.settle
-        self._about_to_change = model.about_to_change
+        self._finish_param_gather = model.finish_param_gather
+        self._finish_background_work = model.finish_background_work
         self._decay = decay
         self._parameters = [p for chunk in model.chunks for p in chunk.parameters()]
         self._copies: list[Tensor] = []
-        self._own: list[Tensor] = []  # the model's while a moving average is lent
-        self.capture()
+        self._own: list[Tensor] = []  # the model's own weights while a moving average is swapped in
+        self._capture()
 
     @torch.no_grad()
-    def capture(self) -> None:
-        """Take the model's present weights."""
-        self._settle()
+    def _capture(self) -> None:
+        """Copy the model's present weights."""
+        self._finish_param_gather()
         dtype = None if self._decay is None else torch.float32
         self._copies = [_host(p, dtype or p.dtype).copy_(p) for p in self._parameters]
 
     def sharded(self, weights: dict[str, Any]) -> dict[str, Any]:
-        """The model's sharded state (`checkpoint.weights_state`), these weights in the places of its own."""
+        """Return the model's sharded state (`checkpoint.weights_state`) with these weights in it."""
         copies = {id(p): copy for p, copy in zip(self._parameters, self._copies, strict=True)}
 
         def placed(base: Any) -> Any:
+            # Megatron's sharded objects differ: not all have data, and a factory has no dtype.
             copy = copies.get(id(getattr(base, "data", None)))
             if copy is None:
                 return base
@@ -53,58 +54,61 @@ class ReferenceWeights:
 
     @torch.no_grad()
     def restore(self, weights: dict[str, Any], loaded: dict[str, Any]) -> None:
-        """Take what was loaded for `sharded(weights)` and is in the model already, but for its precision."""
-        self.capture()
-        places = {id(p): i for i, p in enumerate(self._parameters)}
+        """Take the weights `loaded` for `sharded(weights)`.
+
+        The model must have them already, rounded to its dtype. A moving average gets the loaded fp32 values.
+        """
+        self._capture()
+        index = {id(p): i for i, p in enumerate(self._parameters)}
         for chunk, state in weights.items():
             for key, base in state.items():
-                if (i := places.get(id(getattr(base, "data", None)))) is not None:
+                if (i := index.get(id(getattr(base, "data", None)))) is not None:
                     self._copies[i].copy_(loaded[chunk][key])
 
     @torch.no_grad()
-    def follow(self) -> None:
-        """Exponential moving average: copy <- decay * copy + (1 - decay) * weight. A fixed one stays."""
+    def update_average(self) -> None:
+        """Move the average: copy <- decay * copy + (1 - decay) * weight. Fixed weights stay unchanged."""
         if self._decay is None:
             return
-        self._about_to_change()
-        self._settle()
+        self._finish_background_work()
+        self._finish_param_gather()
         for copy, parameter in zip(self._copies, self._parameters, strict=True):
-            moved = copy.to(parameter.device, non_blocking=True)  # where there is CUDA, it is computed there
+            moved = copy.to(parameter.device, non_blocking=True)  # the device computes the average
             copy.copy_(moved.lerp_(parameter.detach().float(), 1.0 - self._decay), non_blocking=True)
         _wait()
 
     @contextlib.contextmanager
-    def lent(self) -> Iterator[None]:
-        """The model has these weights inside the block, and its own again after it."""
+    def swapped_in(self) -> Iterator[None]:
+        """Inside the block the model has these weights; after it, its own again."""
         if not self._own and self._decay is not None:
             self._own = [_host(p, p.dtype) for p in self._parameters]
-        # Fixed ones are what the model gets, bit for bit: they change places with its own meanwhile.
+        # Fixed weights have the model's dtype, so its own weights can stay in their place meanwhile.
         own, back = (self._copies, self._copies) if self._decay is None else (self._own, None)
-        self._exchange(self._copies, own)
+        self._swap(self._copies, own)
         try:
             yield
         finally:
-            self._exchange(own, back)
+            self._swap(own, back)
 
     @torch.no_grad()
-    def _exchange(self, given: list[Tensor], taken: list[Tensor] | None) -> None:
-        """Give the model these weights; those that it had are left in `taken`, which may be the same."""
-        self._about_to_change()
-        self._settle()
+    def _swap(self, new: list[Tensor], old: list[Tensor] | None) -> None:
+        """Copy `new` into the model, and the model's present weights to `old`, which may be the same list."""
+        self._finish_background_work()
+        self._finish_param_gather()
         for i, parameter in enumerate(self._parameters):
-            had = None if taken is None else parameter.detach().clone()
-            parameter.copy_(given[i], non_blocking=True)
-            if taken is not None and had is not None:
-                taken[i].copy_(had, non_blocking=True)
+            present = None if old is None else parameter.detach().clone()
+            parameter.copy_(new[i], non_blocking=True)
+            if old is not None and present is not None:
+                old[i].copy_(present, non_blocking=True)
         _wait()
 
 
 def _host(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Of its shape, on the host: pinned where there is CUDA, where copies are several times as fast then."""
+    """Return an empty host tensor of this shape; with CUDA it is pinned, for several times faster copies."""
     return torch.empty(like.shape, dtype=dtype, pin_memory=torch.cuda.is_available())
 
 
 def _wait() -> None:
-    """Until the host's copies can be read."""
+    """Wait until the copies on the host are complete."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""A model that scores rows and gives its weights to rollout engines: a policy, or one to be evaluated."""
+"""A model that computes log-probs and exports its weights: the policy's base class, and used to evaluate."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_gvpo.config.schema import Config
 from megatron_gvpo.kernels.linear_logprob import LinearLogprob
 from megatron_gvpo.megatron import forward, parallel
-from megatron_gvpo.megatron.device_memory import Memory
+from megatron_gvpo.megatron.device_memory import DeviceMemory
 from megatron_gvpo.megatron.forward import LogprobHead
 from megatron_gvpo.megatron.microbatch import gather, my_micro_batches
 from megatron_gvpo.megatron.model.build import build
@@ -18,19 +18,19 @@ from megatron_gvpo.types import TrainBatch
 
 
 class Scorer:
-    """A Megatron model; unless `trained` it has no room for gradients, and takes a fraction of the memory."""
+    """A Megatron model for scoring; unless `trained`, it has no gradient buffers and takes less memory."""
 
     def __init__(self, config: Config, trained: bool = False) -> None:
         deterministic = config.train.deterministic
         parallel.initialize(config.parallel, config.train.seed, deterministic)
         replays = config.rollout.router_replay
         self.model = build(config.model, config.parallel, deterministic, trained=trained, replays=replays)
-        self.memory = Memory((self.model, None))
+        self.memory = DeviceMemory((self.model, None))
         self._budget = config.train.max_tokens_per_micro_batch * config.parallel.cp
         self._temperature = config.rollout.temperature if config.algorithm.sampler == "engine" else 1.0
 
     def score(self, rows: TrainBatch, temperature: float | None = None) -> Tensor:
-        """Log-probs of the response tokens, without gradient, fp32 [r] on the CPU of every rank.
+        """Return the response tokens' log-probs, without gradient, fp32 [r] on the CPU of every rank.
 
         `temperature`: default the sampling temperature.
         """
@@ -52,8 +52,8 @@ class Scorer:
         return gather(rows, micro_batches, scored)
 
     def weights(self, on_host: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor); a collective, iterate it to the end on every rank.
+        """Yield (Hugging Face name, full tensor). A collective: iterate it to the end on every rank.
 
-        `on_host`: on the CPU; otherwise where the model is.
+        `on_host`: on the CPU; otherwise on the model's device.
         """
         return self.model.export(on_host)

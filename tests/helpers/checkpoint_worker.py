@@ -77,7 +77,7 @@ def _copy(policy: Any) -> dict[str, Tensor]:
 @torch.no_grad()
 def _moments(policy: Any, name: str) -> dict[str, Tensor]:
     """One of the optimizer's tensors under Hugging Face names: in the weights' places, it is exported."""
-    policy.model.settle()
+    policy.model.finish_param_gather()
     parameters = list(policy.model.weights())
     weights = [p.clone() for p in parameters]
     runs = []  # before anything is overwritten: in fp32, masters are the weights
@@ -116,7 +116,7 @@ def killed_while_saving(directory: str) -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))
     checkpoint.save(place / "killed", 2, policy, {}, keep=1, asynchronous=True)
-    policy.model.about_to_change()
+    policy.model.finish_background_work()
     raise AssertionError("a file grew beyond its limit")
 
 
@@ -259,7 +259,7 @@ def peak_of_a_save(directory: str) -> None:
     Path("/proc/self/clear_refs").write_text("5")  # from here on, the peak is what comes
     before = _status("VmRSS")
     checkpoint.save(place / "peak", 2, policy, {}, keep=1, asynchronous=True)
-    policy.model.about_to_change()
+    policy.model.finish_background_work()
     optimizer = sum(t.nbytes for t in policy.optimizer.tensors())
     torch.save({"rise": _status("VmHWM") - before, "optimizer": optimizer}, place / "peak.pt")
 

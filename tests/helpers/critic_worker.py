@@ -81,7 +81,7 @@ def _backbone(critic: Any) -> Iterator[tuple[str, Tensor]]:
     """All but the head, which Megatron-Bridge has no name for."""
     from megatron_gvpo.megatron.checkpoint.sharded import _bare
 
-    critic.model.settle()
+    critic.model.finish_param_gather()
     chunks = [chunk for chunk in _bare(critic.model).values() if chunk.post_process]
     heads = [chunk.output_layer for chunk in chunks]
     for chunk in chunks:

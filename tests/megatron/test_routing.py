@@ -15,8 +15,8 @@ from megatron_gvpo.megatron import parallel  # before megatron.core
 from megatron_gvpo.megatron.model.group_limited_router import (
     GroupLimit,
     limit_groups,
-    limit_of,
     routing_settings,
+    scores_per_group,
 )
 
 TOKENS, HIDDEN, EXPERTS = 512, 8, 16
@@ -73,13 +73,13 @@ def test_experts_and_weights_are_those_of_transformers(
         bias = router.e_score_correction_bias = torch.nn.Buffer(0.3 * torch.randn(EXPERTS))
     logits, weights, indices = router(torch.randn(TOKENS, HIDDEN))
     wanted = torch.zeros(TOKENS, EXPERTS).scatter(1, indices, weights)
-    found, mapped = routed_by_megatron(config, logits, bias, GroupLimit(limit_of(config)))
+    found, mapped = routed_by_megatron(config, logits, bias, GroupLimit(scores_per_group(config)))
     torch.testing.assert_close(found, wanted)
     assert torch.equal(mapped, torch.zeros(TOKENS, EXPERTS).scatter(1, indices, 1).bool())
     own, _ = routed_by_megatron(config, logits, bias, None)
     same = torch.allclose(own, wanted)
     assert same or routing_settings(config) == {"moe_router_fusion": False}, "megatron-core's rule is another"
-    decisive = chosen // best != limit_of(config) and best < groups
+    decisive = chosen // best != scores_per_group(config) and best < groups
     assert same == (not decisive), "and it shows"
 
 
@@ -89,7 +89,7 @@ def test_without_groups_and_with_megatrons_own_rule_nothing_is_replaced() -> Non
 
     for (kind, _, method), numbers in product([V2, V3], [(1, 1, 2), (8, 4, 8), (8, 4, 4)]):
         config = config_of(kind, *numbers, method)
-        own = limit_of(config) in (None, numbers[2] // numbers[1])
+        own = scores_per_group(config) in (None, numbers[2] // numbers[1])
         assert (limit_groups(config, spec) is spec) == own
     greedy = config_of(transformers.DeepseekV2Config, 8, 3, 6, "greedy")
     assert routing_settings(greedy) == {"moe_router_num_groups": None, "moe_router_group_topk": None}

@@ -14,40 +14,42 @@ def model(dtype: torch.dtype) -> SimpleNamespace:
     """What a Shadow knows of a model: its chunks, and who must hear of a change."""
     torch.manual_seed(0)
     chunk = torch.nn.Linear(32, 32).to(dtype)
-    return SimpleNamespace(chunks=[chunk], settle=lambda: None, about_to_change=lambda: None)
+    return SimpleNamespace(
+        chunks=[chunk], finish_param_gather=lambda: None, finish_background_work=lambda: None
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_slow_average_moves_as_in_fp64(dtype):
     policy, decay, steps = model(dtype), 0.9995, 200
-    shadow = ReferenceWeights(policy, decay)
+    reference = ReferenceWeights(policy, decay)
     weight = policy.chunks[0].weight
     exact = start = weight.detach().double().clone()
     with torch.no_grad():
         weight.add_(0.25)
     for _ in range(steps):
-        shadow.follow()
+        reference.update_average()
         exact = decay * exact + (1 - decay) * weight.detach().double()
     own = weight.detach().clone()
-    with shadow.lent():
+    with reference.swapped_in():
         lent = weight.detach().double()
     assert torch.equal(weight, own)
     moved = (exact - start).mean()
     assert moved > 0.02
     torch.testing.assert_close((lent - start).mean(), moved, rtol=1e-2, atol=0)
-    with shadow.lent():
+    with reference.swapped_in():
         assert torch.equal(weight.double(), lent), "lending costs no precision"
 
 
 def test_a_fixed_reference_stays_bit_for_bit():
     policy = model(torch.bfloat16)
-    shadow, weight = ReferenceWeights(policy, None), policy.chunks[0].weight
+    reference, weight = ReferenceWeights(policy, None), policy.chunks[0].weight
     first = weight.detach().clone()
     for _ in range(2):
         with torch.no_grad():
             weight.mul_(1.1)
-        shadow.follow()
+        reference.update_average()
         own = weight.detach().clone()
-        with shadow.lent():
+        with reference.swapped_in():
             assert torch.equal(weight, first)
         assert torch.equal(weight, own)

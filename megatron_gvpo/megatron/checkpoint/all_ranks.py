@@ -1,4 +1,4 @@
-"""What a rank does and all must hear of where it fails, so that none waits for another until the timeout."""
+"""Runs an action on every rank; if it fails on one, raises on all, so that none waits until the timeout."""
 
 from __future__ import annotations
 
@@ -12,32 +12,33 @@ from megatron_gvpo.runtime.collectives import first_problem
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read; what was on disk before is untouched."""
+    """A checkpoint could not be written or read; earlier checkpoints are untouched."""
 
 
-def everywhere(what: str, action: Callable[[], Any], group: dist.ProcessGroup | None = None) -> None:
-    """Run on this rank; if it failed on any, raise CheckpointError on all, with the first such rank's error.
+def run_on_all_ranks(what: str, action: Callable[[], Any], group: dist.ProcessGroup | None = None) -> None:
+    """Run `action` on every rank; if it fails on any, raise CheckpointError on all, with that error.
 
-    `action` must not wait for other ranks after what may fail on one alone. `what` begins the message, as in
-    "cannot write FILE"; empty where the error says that itself.
+    `action` must not wait for other ranks after a point where one rank alone may fail. `what` begins the
+    message, as in "cannot write FILE"; leave it empty if the error says that itself.
     """
     problem = None
     try:
         action()
-    except CheckpointException as error:  # some rank's, with its traceback around it
+    except CheckpointException as error:  # PyTorch wraps the error of a rank in it
         problem = _described(next(cause for cause, _ in error.failures.values()))
-    except Exception as error:  # whatever it is, the other ranks must hear of it
+    except Exception as error:  # the other ranks must learn of any error
         problem = _described(error)
     if (said := first_problem(problem, group)) is not None:
         raise CheckpointError(f"{what}: {said}" if what else said)
 
 
-def on_rank_0(what: str, action: Callable[[], Any], group: dist.ProcessGroup | None = None) -> None:
-    everywhere(what, action if dist.get_rank() == 0 else lambda: None, group)
+def run_on_rank_0(what: str, action: Callable[[], Any], group: dist.ProcessGroup | None = None) -> None:
+    """Like `run_on_all_ranks`, but only rank 0 runs `action`; all ranks raise its error."""
+    run_on_all_ranks(what, action if dist.get_rank() == 0 else lambda: None, group)
 
 
 def _described(error: BaseException) -> str:
-    """Its first cause: PyTorch's writer covers a full disk with a complaint of its own."""
+    """Describe the error's first cause: PyTorch's writer hides a full disk behind an error of its own."""
     if isinstance(error, CheckpointError):
         return str(error)
     while error.__context__ is not None:

@@ -1,7 +1,7 @@
-"""Weights between a Hugging Face directory and a Megatron one, on a CPU too.
+"""Converts weights between a Hugging Face directory and a Megatron directory, on a GPU or CPU.
 
-A Megatron directory is megatron-core's distributed checkpoint of the model alone: any layout loads it. The
-newest `checkpoints/step_*` of a run is one, too, with more in it.
+A Megatron directory is megatron-core's distributed checkpoint of the model alone. Any layout loads it. The
+checkpoints `checkpoints/step_*` of a run can be read as one, too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_gvpo.config.schema import Config, ConfigError, ModelConfig, Parall
 from megatron_gvpo.config.supported_models import check_family
 from megatron_gvpo.data.tokenizer import load_tokenizer
 from megatron_gvpo.megatron import parallel
-from megatron_gvpo.megatron.checkpoint.all_ranks import everywhere
+from megatron_gvpo.megatron.checkpoint.all_ranks import run_on_all_ranks
 from megatron_gvpo.megatron.checkpoint.loading import load_shards
 from megatron_gvpo.megatron.checkpoint.saving import Writer, save_shards
 from megatron_gvpo.megatron.checkpoint.sharded import CheckpointError, load_weights, newest, weights_state
@@ -26,7 +26,10 @@ _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", 
 
 
 def to_megatron(source: Path, target: Path) -> None:
-    """Write the weights of the Hugging Face directory `source`. Raises ConfigError, CheckpointError."""
+    """Write the weights of the Hugging Face directory `source` as a Megatron directory.
+
+    Raises ConfigError, CheckpointError.
+    """
     model = _build(source, "SOURCE")
     target.mkdir(parents=True, exist_ok=True)
 
@@ -35,14 +38,14 @@ def to_megatron(source: Path, target: Path) -> None:
 
 
 def to_hugging_face(source: Path, target: Path, like: Path) -> None:
-    """Write the weights of the Megatron directory `source` as a Hugging Face one.
+    """Write the weights of the Megatron directory `source` as a Hugging Face directory.
 
-    `like`: the Hugging Face directory that the model came from, for its configuration and tokenizer. Raises
-    ConfigError, CheckpointError.
+    `like`: the Hugging Face directory that the model came from, for its configuration and tokenizer.
+    Raises ConfigError, CheckpointError.
     """
     model = _build(like, "--like")
     _read(model, source, f"cannot read {source} as weights of {like}")
-    everywhere(f"cannot write {target}", lambda: model.save_hf(target))
+    run_on_all_ranks(f"cannot write {target}", lambda: model.save_hf(target))
     for pattern in _TOKENIZER:
         for file in like.glob(pattern):
             shutil.copy(file, target)
@@ -51,7 +54,7 @@ def to_hugging_face(source: Path, target: Path, like: Path) -> None:
 def newest_to_hugging_face(config: Config, target: Path) -> int:
     """Write the weights of a run's newest checkpoint as a Hugging Face directory; returns its step.
 
-    A collective. No data, optimizer or engine is needed for it. Raises ConfigError, CheckpointError.
+    A collective. It needs no data, optimizer or engine. Raises ConfigError, CheckpointError.
     """
     parallel.initialize(config.parallel, config.train.seed)
     model = build(config.model, config.parallel, trained=False)
@@ -61,7 +64,7 @@ def newest_to_hugging_face(config: Config, target: Path) -> int:
 
 
 def load_newest(config: Config, model: Model) -> int:
-    """Give the model the weights of a run's newest checkpoint; returns its step. Raises CheckpointError."""
+    """Load a run's newest checkpoint into the model; returns its step. Raises CheckpointError."""
     checkpoints = Path(config.output_dir) / "checkpoints"
     if (found := newest(checkpoints)) is None:
         raise CheckpointError(f"{checkpoints}: there is no complete checkpoint")
@@ -72,24 +75,24 @@ def load_newest(config: Config, model: Model) -> int:
 def write_hugging_face(model: Model, source: str, target: Path) -> None:
     """Write weights and configuration, and the tokenizer of the directory `source`. A collective.
 
-    Raises CheckpointError; what was in `target` is then as it was.
+    Raises CheckpointError and then leaves `target` unchanged.
     """
-    aside = target.with_name(target.name + ".partial")
+    partial = target.with_name(target.name + ".partial")
 
     def write() -> None:
-        model.save_hf(aside)
+        model.save_hf(partial)
         if dist.get_rank() == 0:
-            load_tokenizer(source).save_pretrained(aside)
+            load_tokenizer(source).save_pretrained(partial)
             shutil.rmtree(target, ignore_errors=True)
-            aside.rename(target)
+            partial.rename(target)
 
-    everywhere(f"cannot write {target}", write)
+    run_on_all_ranks(f"cannot write {target}", write)
 
 
 def _read(model: Model, source: Path, problem: str) -> None:
     with parallel.megatron_device(), torch.no_grad():
         loaded = load_shards(problem, lambda: weights_state(model), source)
-        everywhere(problem, lambda: load_weights(model, loaded))
+        run_on_all_ranks(problem, lambda: load_weights(model, loaded))
 
 
 def _build(directory: Path, key: str) -> Model:

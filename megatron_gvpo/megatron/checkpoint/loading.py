@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.validation import (
     verify_checkpoint,
 )
 
-from megatron_gvpo.megatron.checkpoint.all_ranks import CheckpointError, everywhere, on_rank_0
+from megatron_gvpo.megatron.checkpoint.all_ranks import CheckpointError, run_on_all_ranks, run_on_rank_0
 from megatron_gvpo.megatron.checkpoint.complete_weights import check_names
 
 
@@ -36,21 +36,21 @@ def load_shards(what: str, state: Callable[[], dict[str, Any]], directory: Path)
         sharded, _ = extract_sharded_base(prepared)
         made.extend((wanted, sharded))
 
-    everywhere(what, ask)
+    run_on_all_ranks(what, ask)
     wanted, sharded = made
     _, of_all = determine_global_metadata(sharded)
-    everywhere(what, lambda: validate_sharding_integrity(of_all))
+    run_on_all_ranks(what, lambda: validate_sharding_integrity(of_all))
 
     def compare() -> None:  # reading ignores what the checkpoint has and nobody asks for
         stored = {base.key for base in load_sharded_metadata(str(directory)).values()}
         if problem := check_names({base.key for of_rank in of_all for base in of_rank}, stored):
             raise CheckpointError(problem)
 
-    on_rank_0(what, compare)
+    run_on_rank_0(what, compare)
     loaded: list[dict[str, Any]] = []
 
     def read() -> None:  # without the validation it waits for no other rank
         loaded.append(dist_checkpointing.load(wanted, str(directory), validate_access_integrity=False))
 
-    everywhere(what, read)
+    run_on_all_ranks(what, read)
     return loaded[0]

@@ -1,12 +1,12 @@
-"""The distributed optimizer's state as parts of whole, named tensors: what any layout finds again.
+"""Stores the distributed optimizer's state as shards of whole, named tensors, which any layout can load.
 
-Of every parameter a data-parallel rank updates one run of the flattened elements. A run is cut into boxes
-of the parameter, and each box is stored as a view of the optimizer's own memory: nothing is gathered or
-copied to save, and loading writes into the optimizer's memory.
+A data-parallel rank updates one contiguous run of every parameter's flattened elements. A run is cut into
+boxes of the parameter. Each box is stored as a view of the optimizer's own memory: saving gathers and copies
+nothing, and loading writes into the optimizer's memory.
 
-megatron-core's own formats are bound to the layout, or gather. And its `fully_reshardable` (0.19.2) shifts
-what lies behind a padded bucket, because it slices a buffer without padding at offsets with it: a tied
-embedding has a bucket of its own on the last stage of a pipeline, and an overlapped gradient has many.
+megatron-core's own formats depend on the layout, or gather. Its `fully_reshardable` (0.19.2) also shifts the
+elements after a padded bucket, because it slices a buffer without padding at offsets with padding. A tied
+embedding has a bucket of its own on the last stage of a pipeline, and overlapped gradients have many buckets.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:
-    """The boxes, in order, that elements `begin` to `end` of a flattened tensor of `shape` make up.
+    """Yield, in order, the boxes that make up elements `begin` to `end` of a flattened tensor of `shape`.
 
-    Each is contiguous in the flattened tensor.
+    Each box is contiguous in the flattened tensor.
     """
     if begin >= end:
         return
@@ -54,10 +54,11 @@ def boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:
 
 
 def optimizer_shards(megatron: Any, weights: dict[str, Any]) -> dict[str, ShardedTensor]:
-    """What this rank has of masters and moments, for dist_checkpointing to save, or to load in place.
+    """Return this rank's shards of masters and moments, for dist_checkpointing to save or to load in place.
 
-    `megatron`: the (chained) optimizer; `weights`: the model's own sharded state.
+    `megatron`: Megatron's (chained) optimizer; `weights`: the model's own sharded state.
     """
+    # Megatron's ShardedObject, a value that is no tensor, has no `data` that is a parameter.
     of_parameter = {id(base.data): base for base in nested_values(weights) if hasattr(base, "data")}
     shards: dict[str, ShardedTensor] = {}
     for optimizer in megatron.chained_optimizers:
@@ -74,8 +75,8 @@ def optimizer_shards(megatron: Any, weights: dict[str, Any]) -> dict[str, Sharde
 
 
 def _runs(optimizer: Any) -> Iterator[tuple[Tensor, int, int]]:
-    """(parameter, first, last + 1 of its elements) of what this rank updates."""
-    for of_dtypes in getattr(optimizer, "gbuf_ranges", ()):  # a rank without parameters has none
+    """Yield (parameter, first element, last element + 1) of every run that this rank updates."""
+    for of_dtypes in getattr(optimizer, "gbuf_ranges", ()):  # Megatron omits it on a rank without parameters
         for buckets in of_dtypes.values():
             for bucket in buckets:
                 for parameter, ranges in bucket["param_map"].items():
@@ -83,9 +84,9 @@ def _runs(optimizer: Any) -> Iterator[tuple[Tensor, int, int]]:
 
 
 def _states(optimizer: Any, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The master and the moments of this rank's run of a parameter, flat."""
+    """Yield (name, flat tensor) of the master and the moments of this rank's run of a parameter."""
     tensors = optimizer._get_main_param_and_optimizer_states(parameter)
-    if "master_param" in tensors:  # in host memory, beside the fp32 weight that it is copied to
+    if "master_param" in tensors:  # in host memory; "param" is only the fp32 weight that it is copied to
         tensors["param"] = tensors.pop("master_param")
     for name, tensor in tensors.items():
         if name != "step":
@@ -95,20 +96,20 @@ def _states(optimizer: Any, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
 def _parts(
     base: ShardedTensor | ShardedTensorFactory, parameter: Tensor
 ) -> Iterator[tuple[ShardedTensor, int]]:
-    """The stored tensors that a parameter makes up, and where each begins in it: gate and up are two."""
+    """Yield (stored tensor, its first element in the parameter); a fused gate-and-up parameter has two."""
     if isinstance(base, ShardedTensor):
         yield base, 0
         return
-    shape = torch.empty(parameter.shape, device="meta")  # to see what is cut where, and nothing else
+    shape = torch.empty(parameter.shape, device="meta")  # only shows where the factory cuts
     for part in nested_values(replace(base, data=shape).build()):
-        assert part.data.is_contiguous(), f"{part.key} is no run of its parameter's elements"
+        assert part.data.is_contiguous(), f"{part.key}: not a contiguous run of its parameter's elements"
         yield part, part.data.storage_offset()
 
 
 def _shard(name: str, whole: ShardedTensor, box: Box, flat: Tensor) -> ShardedTensor:
-    """A box of one of the optimizer's tensors of `whole`, which belongs to the model's."""
+    """Return the shard for a box of one of the optimizer's tensors; `whole` is the model's stored tensor."""
     (offset, size), ahead = box, whole.prepend_axis_num
-    # Layers are stacked in one tensor, of which the stage knows its places: here, each has a name of its own.
+    # Megatron stacks the layers of a weight in one tensor. Here each layer has a name of its own.
     layer = "".join(f"[{i}]" for i in whole.global_offset[:ahead])
     return ShardedTensor(
         key=f"optimizer.{name}.{whole.key}{layer}",
@@ -118,7 +119,7 @@ def _shard(name: str, whole: ShardedTensor, box: Box, flat: Tensor) -> ShardedTe
         global_shape=tuple(whole.global_shape[ahead:]),
         global_offset=tuple(a + b for a, b in zip(whole.global_offset[ahead:], offset, strict=True)),
         axis_fragmentations=None,  # boxes have no regular grid
-        # The last place counts data-parallel copies of the weight; of this run there is one.
+        # The last number counts data-parallel copies of the weight; there is one copy of this run.
         replica_id=(*whole.replica_id[:-1], 0),
         allow_shape_mismatch=whole.allow_shape_mismatch,
     )

@@ -1,8 +1,8 @@
-"""Writing a checkpoint's tensors: now, or while training goes on, straight from the memory they are in.
+"""Writes a checkpoint's tensors, now or in the background of training, without a copy of them.
 
-Nothing is copied beforehand. A save in the background runs beside generation and scoring, which change no
-weight; whatever changes weights or optimizer first waits for what is left of it (`Model.about_to_change`).
-So the host never holds more than a file's worth of it besides what it had, wherever the optimizer is.
+A background save runs beside generation and scoring, which do not change weights. Code that changes weights
+or optimizer waits for it first (`Model.finish_background_work`). So the save needs host memory for one file
+at a time only, wherever the optimizer is.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from megatron_gvpo.megatron.checkpoint.all_ranks import everywhere, on_rank_0
+from megatron_gvpo.megatron.checkpoint.all_ranks import run_on_all_ranks, run_on_rank_0
 
-FILE_BYTES = 256 << 20  # a file has that much, or a single tensor
+FILE_BYTES = 256 << 20  # most bytes of a file, unless a single tensor is larger
 
 
 class _SmallFiles(torch_checkpoint.FileSystemWriter):
-    """PyTorch's writer holds the copies of all tensors that a file gets until it is complete (2.13): several
-    files, one after the other, where it would write one.
+    """Writes several files, one after the other, where PyTorch's writer would write one.
+
+    PyTorch's writer (2.13) holds copies of all tensors of a file until the file is complete.
     """
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -64,15 +65,15 @@ class _SmallFiles(torch_checkpoint.FileSystemWriter):
 
 
 class Writer(TorchDistSaveShardedStrategy):
-    """Writes with PyTorch's own writer; `later`: not before `write` is called.
+    """Writes with PyTorch's own writer; `deferred`: only when `write` is called.
 
-    megatron-core's asynchronous one, which it uses in every case, copies all tensors to the host and starts
-    a process by `spawn`: that takes seconds, and runs the user's script a second time.
+    megatron-core always uses its asynchronous writer. That one copies all tensors to the host and starts a
+    process by `spawn`, which takes seconds and runs the user's script a second time.
     """
 
-    def __init__(self, later: bool = False) -> None:
+    def __init__(self, deferred: bool = False) -> None:
         super().__init__()
-        self._later = later
+        self._deferred = deferred
         self._waiting: list[tuple[dict[str, Any], Path]] = []
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
@@ -80,11 +81,11 @@ class Writer(TorchDistSaveShardedStrategy):
             sharded_state_dict, keep_only_main_replica=True
         )
         self._waiting.append((mcore_to_pyt_state_dict(renamed, False), checkpoint_dir))
-        if not self._later:
+        if not self._deferred:
             self.write()
 
     def write(self, group: dist.ProcessGroup | None = None) -> None:
-        """Write what waits. A collective over `group`; raises the same on all ranks where one cannot."""
+        """Write what `save` deferred. A collective over `group`; an error of one rank is raised on all."""
         for state, directory in self._waiting:
             torch_checkpoint.save(
                 state,
@@ -96,10 +97,11 @@ class Writer(TorchDistSaveShardedStrategy):
 
 
 def save_shards(what: str, state: Callable[[], dict[str, Any]], directory: Path, writer: Writer) -> None:
-    """What megatron-core's dist_checkpointing.save does to what `state` makes, step by step.
+    """Save the sharded state that `state` returns, with the steps of megatron-core's dist_checkpointing.save.
 
-    In one call (0.19.2), a rank that fails in one of the steps leaves the others in the next one's collective
-    until the timeout. A collective; raises CheckpointError on all ranks, with that rank's error.
+    megatron-core (0.19.2) takes the steps in one call: a rank that fails in one step leaves the others in the
+    next step's collective until the timeout. Here, all ranks raise CheckpointError with that rank's error. A
+    collective.
     """
     made: list[dict[str, Any]] = []
 
@@ -107,34 +109,34 @@ def save_shards(what: str, state: Callable[[], dict[str, Any]], directory: Path,
         sharded, common = save_preprocess(state(), validate_access_integrity=False)
         made.extend((sharded, common))
 
-    everywhere(what, make)
+    run_on_all_ranks(what, make)
     sharded, common = made
-    _, of_all = determine_global_metadata(sharded)
-    everywhere(what, lambda: validate_sharding_integrity(of_all))
+    _, all_metadata = determine_global_metadata(sharded)
+    run_on_all_ranks(what, lambda: validate_sharding_integrity(all_metadata))
     rank = dist.get_rank()
     sharded["common_state"] = ShardedObject("common_state", common, (1,), (0,), replica_id=rank)
-    everywhere(what, lambda: writer.save(sharded, directory))
+    run_on_all_ranks(what, lambda: writer.save(sharded, directory))
     config = CheckpointingConfig(writer.backend, writer.version)
-    on_rank_0(what, lambda: save_config(config, str(directory)))
+    run_on_rank_0(what, lambda: save_config(config, str(directory)))
 
 
-class Background:
-    """`work` in a thread of its own, until `wait` is called."""
+class BackgroundThread:
+    """Runs `work` in a thread; call `wait` for its end."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work = work
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # what is to be read has been written
+            torch.cuda.synchronize()  # all tensors that the thread reads are complete
             self._device: int | None = torch.cuda.current_device()
         else:
             self._device = None
-        # A daemon: a run that fails elsewhere must not wait for ranks that are gone.
+        # A daemon: if the run fails elsewhere, exit must not wait for ranks that are gone.
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self._problem: BaseException | None = None
         self._thread.start()
 
     def wait(self) -> None:
-        """Until it is done. Raises what it raised."""
+        """Wait until the work is done. Raises its error."""
         self._thread.join()
         if (problem := self._problem) is not None:
             self._problem = None
@@ -145,5 +147,5 @@ class Background:
             if self._device is not None:
                 torch.cuda.set_device(self._device)
             self._work()
-        except BaseException as error:  # for the thread that waits
+        except BaseException as error:  # `wait` raises it
             self._problem = error

@@ -1,9 +1,9 @@
-"""Sharded checkpoints by megatron-core's dist_checkpointing: complete or absent, never half.
+"""Saves and loads sharded checkpoints by megatron-core's dist_checkpointing; none is ever incomplete.
 
-A checkpoint is a directory `step_00000042/`: the model, optimizer, schedule and random states, sharded,
-and `state.json`, the trainer's own small state. It is written aside and renamed when all ranks are done,
-so a full disk or a kill leaves the previous checkpoint as it was. Where that is one of the same step, it is
-renamed first, and counts under that name until the new one has its place.
+A checkpoint is a directory `step_00000042/`. It holds the model, optimizer, schedule and random states,
+sharded, and `state.json`, the trainer's own small state. It is written under another name and renamed when
+all ranks are done. So a full disk or a kill leaves the previous checkpoint unchanged. A previous checkpoint
+of the same step is renamed first, and counts under its new name until the new checkpoint has the old name.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,107 +21,110 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megatron_gvpo.megatron.checkpoint.all_ranks import CheckpointError as CheckpointError
-from megatron_gvpo.megatron.checkpoint.all_ranks import everywhere, on_rank_0
+from megatron_gvpo.megatron.checkpoint.all_ranks import run_on_all_ranks, run_on_rank_0
 from megatron_gvpo.megatron.checkpoint.loading import load_shards
 from megatron_gvpo.megatron.checkpoint.optimizer_checkpoint import optimizer_shards
-from megatron_gvpo.megatron.checkpoint.saving import Background, Writer, save_shards
-from megatron_gvpo.megatron.critic import Critic
+from megatron_gvpo.megatron.checkpoint.saving import BackgroundThread, Writer, save_shards
 from megatron_gvpo.megatron.model.build import Model
+from megatron_gvpo.megatron.optimizer import Optimizer
 from megatron_gvpo.megatron.parallel import megatron_device
 from megatron_gvpo.megatron.policy import Policy
+from megatron_gvpo.megatron.reference_weights import ReferenceWeights
 from megatron_gvpo.runtime.collectives import broadcast_msgpack
 
-_FORMAT = 2  # of the optimizer's part
+_FORMAT = 2  # version of the optimizer's format
 _PARTIAL, _REPLACED = ".partial", ".replaced"
 
 
 def save(
     root: Path, step: int, policy: Policy, state: dict[str, Any], keep: int, asynchronous: bool = False
 ) -> Path:
-    """Write `root`/step_<step> and remove all but the newest `keep`. A collective.
+    """Write `root`/step_<step> and remove all but the newest `keep` checkpoints. A collective.
 
-    `state` holds JSON values. `asynchronous`: return before it is written; the directory gets its name when
-    it is complete, which is before the next change of weights or optimizer. Raises CheckpointError on every
-    rank when any rank fails to write; where that is later, from `Model.about_to_change`.
+    `state` holds JSON values. `asynchronous`: return before the write is done. The directory gets its name
+    when it is complete, before the next change of weights or optimizer. If any rank fails to write, every
+    rank raises CheckpointError: here or, if asynchronous, in `Model.finish_background_work`.
     """
-    for model in policy.models:  # one at a time
-        model.about_to_change()
+    for model in policy.models:  # only one save at a time
+        model.finish_background_work()
     final = root / f"step_{step:08d}"
-    aside = final.with_suffix(_PARTIAL)
+    partial = final.with_suffix(_PARTIAL)
     record = {"format": _FORMAT, "step": step, "layout": _layout(policy), **state}
-    # Prompts carry their data record, in which Parquet may have dates: nothing that a run reads again.
+    # Prompts carry their data record. From Parquet it may have dates, which a run does not read back.
     text = json.dumps(record, default=str)
-    writer = Writer(later=True)
-    on_rank_0(f"cannot write {final}", lambda: _fresh_directory(aside))
-    _prepare(f"cannot write {final}", aside, policy, writer)
+    writer = Writer(deferred=True)
+    run_on_rank_0(f"cannot write {final}", lambda: _fresh_directory(partial))
+    for part in _parts(policy, partial):
+        _prepare(f"cannot write {final}", part, writer)
 
     def finish() -> None:
-        with (aside / "state.json").open("w") as file:
+        with (partial / "state.json").open("w") as file:
             file.write(text)
             file.flush()
-            os.fsync(file.fileno())  # as the tensors are: a node that fails leaves no name without content
-        if final.exists():  # saved before, at the end of the step that is now interrupted
+            os.fsync(file.fileno())  # like the tensors: if the node fails, no named file lacks its content
+        if final.exists():  # this step was saved before, and is saved again because the run is interrupted
             replaced = final.with_suffix(_REPLACED)
             shutil.rmtree(replaced, ignore_errors=True)
             os.replace(final, replaced)
-        os.replace(aside, final)
+        os.replace(partial, final)
         found = complete(root)
         unfinished = [path for path in root.glob("step_*") if path.suffix in (_PARTIAL, _REPLACED)]
-        for path in {*found, *unfinished} - {*found[-keep:]}:  # also of runs that were killed while saving
+        for path in {*found, *unfinished} - {*found[-keep:]}:  # also those of runs killed while saving
             _remove(path)
 
     def write(group: dist.ProcessGroup | None = None) -> None:
         try:
-            everywhere(f"cannot write {final}", lambda: writer.write(group), group)
+            run_on_all_ranks(f"cannot write {final}", lambda: writer.write(group), group)
         except CheckpointError as error:
             free = shutil.disk_usage(root).free / (1 << 20)
             raise CheckpointError(f"{error} ({free:.0f} MiB are free there)") from None
-        on_rank_0(f"cannot finish {final}", finish, group)
+        run_on_rank_0(f"cannot finish {final}", finish, group)
 
     if asynchronous:
-        group = policy.group_aside()  # the others are in use meanwhile
-        writing = Background(lambda: write(group))
+        group = policy.background_group()  # scoring uses the other groups meanwhile
+        writing = BackgroundThread(lambda: write(group))
         for model in policy.models:
-            model.before_change.append(writing.wait)
+            model.add_background_work(writing.wait)
     else:
         write()
     return final
 
 
 def load(directory: Path, policy: Policy) -> dict[str, Any]:
-    """Restore the policy from a checkpoint, of whatever layout; returns the trainer's state. A collective.
+    """Restore the policy from a checkpoint of any layout; returns the trainer's state. A collective.
 
-    Raises CheckpointError, on every rank, for anything that cannot be read on one.
+    If any rank cannot read a part of it, every rank raises CheckpointError.
     """
     records: list[dict[str, Any]] = []
-    everywhere("", lambda: records.append(_record(directory)))
+    run_on_all_ranks("", lambda: records.append(_record(directory)))
     [state] = records
-    _read(f"cannot read {directory}", directory, policy, same_layout=state["layout"] == _layout(policy))
+    for part in _parts(policy, directory):
+        _read(f"cannot read {directory}", part, same_layout=state["layout"] == _layout(policy))
     return state
 
 
 def complete(root: Path) -> list[Path]:
-    """The complete checkpoints under `root`, oldest first."""
+    """Return the complete checkpoints under `root`, oldest first."""
     found = [path for path in root.glob("step_*") if (path / "state.json").is_file()]
-    of_step = {path.stem: path for path in found if path.suffix == _REPLACED}
-    of_step |= {path.name: path for path in found if not path.suffix}
-    return [of_step[step] for step in sorted(of_step)]
+    by_step = {path.stem: path for path in found if path.suffix == _REPLACED}
+    by_step |= {path.name: path for path in found if not path.suffix}
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def newest(root: Path) -> Path | None:
-    """The newest complete checkpoint under `root` that rank 0 sees, on every rank. A collective.
+    """Return the newest complete checkpoint under `root` as rank 0 sees it, on every rank. A collective.
 
-    A shared file system may for a while show an older state of itself to other nodes. Raises CheckpointError,
-    on every rank, where one may not look.
+    Rank 0 decides, because a shared file system may show an older state to other nodes for a while. If any
+    rank cannot read `root`, every rank raises CheckpointError.
     """
     found: list[Path] = []
-    everywhere(f"cannot read {root}", lambda: found.extend(complete(root)))
+    run_on_all_ranks(f"cannot read {root}", lambda: found.extend(complete(root)))
     name = broadcast_msgpack(found[-1].name if found else None)
     return None if name is None else root / name
 
 
 def _record(directory: Path) -> dict[str, Any]:
-    """What state.json says, if this version can read what is beside it."""
+    """Read state.json. Raises CheckpointError if this version cannot read the checkpoint."""
     try:
         state: dict[str, Any] = json.loads((directory / "state.json").read_text())
         found = state.get("format", 1) if state["layout"] else None
@@ -131,74 +135,85 @@ def _record(directory: Path) -> dict[str, Any]:
         ) from None
     if found != _FORMAT:
         raise CheckpointError(
-            f"{directory} has format {found}, and this version reads format {_FORMAT}: go on with the "
-            "version that wrote it, or begin with its weights (megatron-gvpo convert)"
+            f"{directory} has format {found}, and this version reads format {_FORMAT}: continue with the "
+            "version that wrote it, or start a new run from its weights (megatron-gvpo convert)"
         )
     return state
 
 
-def _prepare(what: str, directory: Path, policy: Policy | Critic, writer: Writer) -> None:
-    """Write what is small; `writer` has the rest, as views of the weights and the optimizer."""
+@dataclass(frozen=True)
+class _Part:
+    """One trained model of a checkpoint: the policy, or the critic, which has a directory inside."""
+
+    directory: Path
+    model: Model
+    optimizer: Optimizer
+    reference: ReferenceWeights | None = None
+
+
+def _parts(policy: Policy, directory: Path) -> list[_Part]:
+    parts = [_Part(directory, policy.model, policy.optimizer, policy.reference)]
+    if (critic := policy.critic) is not None:
+        parts.append(_Part(directory / "critic", critic.model, critic.optimizer))
+    return parts
+
+
+def _prepare(what: str, part: _Part, writer: Writer) -> None:
+    """Write the small state; `writer` keeps the tensors for later, as views of model and optimizer."""
+    model, optimizer, reference = part.model, part.optimizer, part.reference
 
     def own() -> dict[str, Any]:
-        policy.optimizer.allocate()  # it may be saved before its first update
-        state = _sharded_state(policy, randomness=True)
-        state["optimizer"]["step"] = policy.optimizer.steps
+        optimizer.allocate()  # the save may come before the first update
+        state = _sharded_state(part, randomness=True)
+        state["optimizer"]["step"] = optimizer.steps
         return state
 
-    def reference() -> dict[str, Any]:
-        assert policy.shadow is not None
-        return policy.shadow.sharded(weights_state(policy.model))
-
-    policy.model.settle()
+    model.finish_param_gather()
+    run_on_rank_0(what, lambda: part.directory.mkdir(exist_ok=True))
     with megatron_device():
-        save_shards(what, own, directory, writer)
-        if policy.shadow is not None:
-            on_rank_0(what, (directory / "reference").mkdir)
-            save_shards(what, reference, directory / "reference", writer)
-    if isinstance(policy, Policy) and policy.critic is not None:
-        on_rank_0(what, (directory / "critic").mkdir)
-        _prepare(what, directory / "critic", policy.critic, writer)
+        save_shards(what, own, part.directory, writer)
+        if reference is not None:
+            run_on_rank_0(what, (part.directory / "reference").mkdir)
+            target = part.directory / "reference"
+            save_shards(what, lambda: reference.sharded(weights_state(model)), target, writer)
 
 
-def _read(what: str, directory: Path, policy: Policy | Critic, same_layout: bool) -> None:
-    model, optimizer, shadow = policy.model, policy.optimizer, policy.shadow
+def _read(what: str, part: _Part, same_layout: bool) -> None:
+    model, optimizer, reference = part.model, part.optimizer, part.reference
     with megatron_device(), torch.no_grad():
-        if shadow is not None:
+        if reference is not None:
             weights: dict[str, Any] = {}
 
             def other() -> dict[str, Any]:
                 weights.update(weights_state(model))
-                return shadow.sharded(weights)
+                return reference.sharded(weights)
 
-            reference = load_shards(what, other, directory / "reference")
-            everywhere(what, lambda: load_weights(model, reference))
-            everywhere(what, lambda: shadow.restore(weights, reference))
+            loaded_reference = load_shards(what, other, part.directory / "reference")
+            run_on_all_ranks(what, lambda: load_weights(model, loaded_reference))
+            run_on_all_ranks(what, lambda: reference.restore(weights, loaded_reference))
 
         def own() -> dict[str, Any]:
             optimizer.allocate()
-            return _sharded_state(policy, randomness=same_layout)
+            return _sharded_state(part, randomness=same_layout)
 
-        loaded = load_shards(what, own, directory)
+        loaded = load_shards(what, own, part.directory)
 
         def take() -> None:
             load_weights(model, loaded)  # the optimizer's tensors were loaded in place
             optimizer.steps = loaded["optimizer"]["step"]
             optimizer.scheduler.load_state_dict(loaded["schedule"])
-            if same_layout:  # a rank of another has no generator to go on with; nothing that is trained draws
+            if same_layout:  # other layouts have other ranks' generators; no trained number depends on them
                 _restore_random_state(loaded["random"])
 
-        everywhere(what, take)
-    if isinstance(policy, Policy) and policy.critic is not None:
-        _read(what, directory / "critic", policy.critic, same_layout)
+        run_on_all_ranks(what, take)
 
 
-def _sharded_state(policy: Policy | Critic, randomness: bool) -> dict[str, Any]:
-    weights = weights_state(policy.model)
+def _sharded_state(part: _Part, randomness: bool) -> dict[str, Any]:
+    weights = weights_state(part.model)
     state = {
         **weights,
-        "optimizer": {"tensors": optimizer_shards(policy.optimizer.megatron, weights)},
-        "schedule": policy.optimizer.scheduler.state_dict(),
+        "optimizer": {"tensors": optimizer_shards(part.optimizer.megatron, weights)},
+        "schedule": part.optimizer.scheduler.state_dict(),
     }
     if randomness:
         rank, world = dist.get_rank(), dist.get_world_size()
@@ -220,22 +235,22 @@ def _layout(policy: Policy) -> dict[str, int]:
 
 
 def _bare(model: Model) -> dict[str, Any]:
-    """The model's chunks without the wrappers for data parallelism and mixed precision, by name."""
+    """Return the model's chunks by name, without the wrappers for data parallelism and mixed precision."""
     chunks = {}
     for i, chunk in enumerate(model.chunks):
-        while hasattr(chunk, "module"):
+        while hasattr(chunk, "module"):  # Megatron's wrappers hold the wrapped module
             chunk = chunk.module
         chunks["model" if len(model.chunks) == 1 else f"model{i}"] = chunk
     return chunks
 
 
 def weights_state(model: Model) -> dict[str, Any]:
-    """The model's weights for dist_checkpointing, to save or to be loaded."""
+    """Return the model's weights for dist_checkpointing, to save or to load."""
     return {name: chunk.sharded_state_dict() for name, chunk in _bare(model).items()}
 
 
 def load_weights(model: Model, loaded: dict[str, Any]) -> None:
-    """Take what dist_checkpointing loaded for `weights_state`."""
+    """Load into the model what dist_checkpointing loaded for `weights_state`."""
     for name, chunk in _bare(model).items():
         chunk.load_state_dict(loaded[name])
 
@@ -255,12 +270,12 @@ def _restore_random_state(state: dict[str, Any]) -> None:
 
 
 def _remove(checkpoint: Path) -> None:
-    """It stops being one at once, not when some of its files are gone."""
-    doomed = checkpoint.with_suffix(_PARTIAL)
-    if doomed != checkpoint:
-        shutil.rmtree(doomed, ignore_errors=True)
-        os.replace(checkpoint, doomed)
-    shutil.rmtree(doomed, ignore_errors=True)  # files that another node has open stay until the next save
+    """Remove a checkpoint. It is renamed first, so that no complete name ever lacks files."""
+    partial = checkpoint.with_suffix(_PARTIAL)
+    if partial != checkpoint:
+        shutil.rmtree(partial, ignore_errors=True)
+        os.replace(checkpoint, partial)
+    shutil.rmtree(partial, ignore_errors=True)  # files that another node has open stay until the next save
 
 
 def _fresh_directory(directory: Path) -> None:

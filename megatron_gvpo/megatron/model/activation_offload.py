@@ -1,4 +1,4 @@
-"""Activations of chosen modules that wait in host memory for the backward pass: one pass's lifetime of it."""
+"""Offloads the activations of chosen modules to host memory until the backward pass."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megatron.core.utils import get_model_config
 
 @contextlib.contextmanager
 def offloaded_activations(chunks: list[Any], forward_only: bool) -> Iterator[None]:
-    """Around a pass through the schedule; does nothing where `parallel.offload_modules` is empty.
+    """Context for one pass through the schedule; does nothing if `parallel.offload_modules` is empty.
 
-    Megatron (0.19.2) plans by the first pass: for its number of micro-batches, in the order of their backward
-    passes, with pinned buffers for every shape that it ever met, which it keeps. Ours differ from update to
-    update, and scoring has no backward pass at all. So every training pass is a first one, and none leaves
-    anything but what PyTorch's allocator of pinned memory uses again.
+    Megatron (0.19.2) makes a plan in the first pass, for its number of micro-batches and the order of their
+    backward passes, and keeps a pinned buffer for every shape. Here, micro-batches differ from update to
+    update, and scoring has no backward pass. So every training pass starts a new plan, and leaves nothing but
+    pinned memory that PyTorch's allocator reuses.
     """
     configs = [get_model_config(chunk) for chunk in chunks]
     if not configs[0].offload_modules:
@@ -29,7 +29,7 @@ def offloaded_activations(chunks: list[Any], forward_only: bool) -> Iterator[Non
     for config in configs:
         config.fine_grained_activation_offloading = not forward_only
     try:
-        with contextlib.redirect_stdout(io.StringIO()):  # after a first pass, Megatron prints a table
+        with contextlib.redirect_stdout(io.StringIO()):  # Megatron prints a table after a first pass
             yield
     finally:
         if not forward_only:

@@ -42,35 +42,39 @@ class Model:
     vocab_size: int  # without the padding that tensor parallelism adds
     padding: Padding  # of every pack
     local: bool  # on CPU, with the local layers
-    gathers_late: bool  # an update leaves other ranks' shards of the weights as they were
+    overlaps_param_gather: bool  # an update leaves other ranks' shards of the weights as they were
     rotary: list[Any]  # one a chunk where the local attention applies RoPE; else empty
     share_prompts: bool = False  # a group's prompt is computed once
     replay: Replay | None = None  # rows may say through which experts they go
-    before_change: list[Callable[[], None]] = field(default_factory=list)  # what reads weights in background
+    _background_work: list[Callable[[], None]] = field(default_factory=list)
 
-    def about_to_change(self) -> None:
+    def add_background_work(self, wait: Callable[[], None]) -> None:
+        """Register work that reads the weights in the background; `wait` waits for its end."""
+        self._background_work.append(wait)
+
+    def finish_background_work(self) -> None:
         """To be called on every rank before weights or optimizer change: a save may be reading them, and a
         gather that no module has waited for may be writing them.
 
         Raises CheckpointError where that save failed.
         """
-        while self.before_change:
-            self.before_change.pop()()
-        if self.gathers_late:
+        while self._background_work:
+            self._background_work.pop()()
+        if self.overlaps_param_gather:
             # A gather that outlived the change would be taken for one of the changed weights.
             with megatron_device(), torch.no_grad():
                 for group in self._bucket_groups():
                     if group.param_gather_handle is not None:
                         group.start_param_sync(force_sync=True)  # waits for it, and starts none
 
-    def settle(self) -> None:
+    def finish_param_gather(self) -> None:
         """Make this rank's weights the newest: with overlap_param_gather, an update leaves that for later.
 
         To be called on every rank, before weights are read other than by a forward pass. A bucket whose
-        gather is under way is waited for, which suffices: `about_to_change` lets none outlive an update.
+        gather is under way is waited for, which suffices: `finish_background_work` lets none outlive an update.
         Every other bucket is gathered.
         """
-        if self.gathers_late:
+        if self.overlaps_param_gather:
             with megatron_device(), torch.no_grad():
                 for chunk in self.chunks:
                     chunk.start_param_sync(force_sync=True)
@@ -85,7 +89,7 @@ class Model:
 
         A collective: every rank must iterate it to the end; every rank gets every tensor.
         """
-        self.settle()
+        self.finish_param_gather()
         with megatron_device(), torch.no_grad():
             for name, tensor in self.bridge.export_hf_weights(self.chunks, cpu=on_host, show_progress=False):
                 if name.endswith(("embed_tokens.weight", "lm_head.weight")):

@@ -1,9 +1,8 @@
-"""Router replay: tokens go through the experts that the rollout engine sent them through.
+"""Router replay: the trainer sends tokens through the experts that the rollout engine chose.
 
-A router compares nearly equal numbers: engine and trainer, which round differently, send some tokens through
-different experts, and those tokens' log-probs then differ by far more than rounding. Under the engine's
-choice the trainer still weighs the experts by its own scores, and differentiates these (R3, arXiv
-2510.11370).
+A router compares nearly equal numbers. Engine and trainer round differently, so they send some tokens to
+different experts, and those tokens' log-probs then differ by far more than rounding. With the engine's choice
+the trainer still weighs the experts by its own scores, and differentiates these (R3, arXiv 2510.11370).
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from torch import Tensor
 
-Choose = Callable[..., tuple[Tensor, Tensor]]  # a router's own way from scores to (values, experts)
+Choose = Callable[..., tuple[Tensor, Tensor]]  # a router's own choice: scores -> (values, experts)
 
 
 class TokenReplay(RouterReplay):
-    """Megatron's hook into one router, for packs in which some tokens have experts given and others have not.
+    """Megatron's hook into one router, for packs in which only some tokens have given experts.
 
-    Megatron's own class replays all tokens of a pass, and has to be told from outside which micro-batch a
-    backward computes again. Here a router that runs without gradient in a training pass is one that will be
-    computed again, with gradient; and in all of Megatron's schedules the micro-batches of a chunk go backward
-    in the order in which they went forward.
+    Megatron's own class replays all tokens of a pass, and its caller must say which micro-batch a backward
+    recomputes. This class finds that itself: a router that runs without gradient in a training pass will be
+    recomputed with gradient, and in all of Megatron's schedules the micro-batches of a chunk go backward in
+    the order in which they went forward.
     """
 
     def __init__(self) -> None:
@@ -35,13 +34,13 @@ class TokenReplay(RouterReplay):
         self.begin(training=False)
 
     def begin(self, *, training: bool) -> None:
-        """A new pass over micro-batches; what an interrupted one left is forgotten."""
+        """Start a new pass over micro-batches, and drop the state of an interrupted one."""
         self._training = training
         self._given: Tensor | None = None
-        self._again: deque[Tensor | None] = deque()
+        self._to_recompute: deque[Tensor | None] = deque()
 
-    def take(self, experts_tk: Tensor | None) -> None:
-        """Of the micro-batch that comes next: int16 [t, experts a token], -1 for the router's own choice."""
+    def set_experts(self, experts_tk: Tensor | None) -> None:
+        """Set the next micro-batch's experts: int16 [t, experts a token], -1 for the router's own choice."""
         self._given = experts_tk
 
     def get_replay_topk(
@@ -52,13 +51,13 @@ class TokenReplay(RouterReplay):
         group_topk: int | None = None,
         default_compute_topk: Choose | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(values, experts) [t, topk] of `scores` [t, all experts]: called by Megatron's router."""
-        assert default_compute_topk is not None, "megatron-core's router gives its own choice"
+        """Return (values, experts) [t, topk] of `scores` [t, all experts]. Megatron's router calls this."""
+        assert default_compute_topk is not None, "megatron-core's router passes its own choice"
         given = self._given
         if self._training and not torch.is_grad_enabled():
-            self._again.append(given)
-        elif self._again:
-            given = self._again.popleft()
+            self._to_recompute.append(given)
+        elif self._to_recompute:
+            given = self._to_recompute.popleft()
         values, own = default_compute_topk(scores, topk, num_groups, group_topk)
         if given is None:
             return values, own
@@ -70,7 +69,7 @@ class Replay:
     """The hooks in all routers of a model's chunks on this rank."""
 
     def __init__(self, chunks: Sequence[Any]) -> None:
-        # By chunk: (layer, from 0; its hook).
+        # id of a chunk -> [(layer number from 0, its router's hook)]
         self._hooks: dict[int, list[tuple[int, TokenReplay]]] = {}
         for chunk in chunks:
             routers = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
@@ -79,14 +78,15 @@ class Replay:
             self._hooks[id(chunk)] = [(router.layer_number - 1, router.router_replay) for router in routers]
 
     def begin(self, *, training: bool) -> None:
+        """Start a new pass over micro-batches."""
         for hooks in self._hooks.values():
             for _, hook in hooks:
                 hook.begin(training=training)
 
-    def take(self, chunk: Any, experts_t: Tensor | None, *, sequence_parallel: bool) -> None:
-        """Before `chunk` runs forward: int16 [t, layers, experts a token] of its pack, or None."""
+    def set_experts(self, chunk: Any, experts_t: Tensor | None, *, sequence_parallel: bool) -> None:
+        """Set the experts of the next pack of `chunk`: int16 [t, layers, experts a token], or None."""
         if experts_t is not None and sequence_parallel:
             parts = parallel_state.get_tensor_model_parallel_world_size()
             experts_t = experts_t.chunk(parts)[parallel_state.get_tensor_model_parallel_rank()]
         for layer, hook in self._hooks[id(chunk)]:
-            hook.take(None if experts_t is None else experts_t[:, layer])
+            hook.set_experts(None if experts_t is None else experts_t[:, layer])

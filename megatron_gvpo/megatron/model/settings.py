@@ -1,4 +1,4 @@
-"""Our configuration in megatron-core's words: what is set on the model, and on its data parallelism."""
+"""Translates this package's configuration into megatron-core's settings of model and data parallelism."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def model_settings(
     model: ModelConfig, parallel: ParallelConfig, on_cpu: bool, deterministic: bool
 ) -> dict[str, Any]:
-    """Fields of the TransformerConfig that differ from what the checkpoint's architecture says."""
+    """Return the TransformerConfig's fields that the checkpoint's architecture does not decide."""
     dtype = DTYPES[model.dtype]
     settings: dict[str, Any] = {
         "tensor_model_parallel_size": parallel.tp,
@@ -30,7 +30,7 @@ def model_settings(
         "pipeline_dtype": dtype,
         "bf16": model.dtype == "bfloat16",
         "fp16": False,
-        "attention_dropout": 0.0,  # a scoring pass and a training pass must see the same model
+        "attention_dropout": 0.0,  # scoring and training must run the same model
         "hidden_dropout": 0.0,
         "should_pad_vocab": True,
         "make_vocab_size_divisible_by": 1,
@@ -38,16 +38,16 @@ def model_settings(
         "gradient_accumulation_fusion": False,
         "cross_entropy_loss_fusion": False,
         "deterministic_mode": deterministic,
-        "mtp_num_layers": None,  # layers that predict further tokens are no part of the policy
-        # The router: nothing but the policy's loss moves it, or the gradient would know the machine.
-        "moe_token_dispatcher_type": "alltoall",  # variable_seq_lengths demands it, of dense models too
+        "mtp_num_layers": None,  # layers that predict further tokens are not part of the policy
+        # Only the policy's loss trains the router: balancing terms would depend on the layout.
+        "moe_token_dispatcher_type": "alltoall",  # variable_seq_lengths requires it, even for dense models
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_router_bias_update_rate": 0.0,
     }
     if model.fp8 is not None:
         settings |= _fp8_settings(model.fp8)
-    if parallel.vpp > 1:  # batched exchanges gave wrong gradients, without an error, under gloo
+    if parallel.vpp > 1:  # with gloo, batched communication gave wrong gradients without an error
         settings |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     if parallel.stage_layers is not None:
         settings["pipeline_model_parallel_layout"] = stages(parallel.stage_layers)
@@ -91,7 +91,7 @@ def model_settings(
 
 def _fp8_settings(fp8: FP8Config) -> dict[str, Any]:
     settings: dict[str, Any] = {
-        # One scale a tensor: gradients need e5m2's range. A scale a block: e4m3's precision serves both.
+        # With one scale a tensor, gradients need the range of e5m2. With a scale a block, e4m3 serves all.
         "fp8": "hybrid" if fp8.recipe in ("delayed", "tensorwise") else "e4m3",
         "fp8_recipe": fp8.recipe,
         "fp8_param": fp8.weights,
@@ -108,7 +108,7 @@ def _fp8_settings(fp8: FP8Config) -> dict[str, Any]:
 
 
 def stages(layers: tuple[int, ...]) -> list[list[str]]:
-    """megatron-core's layout of a pipeline whose stages have so many layers, first to last."""
+    """Return megatron-core's pipeline layout for stages with these numbers of layers, first to last."""
     layout = [["decoder"] * count for count in layers]
     layout[0].insert(0, "embedding")
     layout[-1].append("loss")
@@ -116,7 +116,7 @@ def stages(layers: tuple[int, ...]) -> list[list[str]]:
 
 
 def ddp_settings(model: ModelConfig, parallel: ParallelConfig) -> DistributedDataParallelConfig:
-    """Gradients are summed in fp32 and sharded over the data-parallel ranks, with the optimizer."""
+    """Sum gradients in fp32 and shard them, with the optimizer, over the data-parallel ranks."""
     return DistributedDataParallelConfig(
         fp8_param_gather=model.fp8 is not None and model.fp8.weights,
         use_distributed_optimizer=True,
