@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.distributed import finalize_model_grads
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
@@ -18,7 +17,8 @@ from megatron_gvpo.config.schema import Config
 from megatron_gvpo.megatron import forward
 from megatron_gvpo.megatron.batch import PackedBatch
 from megatron_gvpo.megatron.microbatch import detached, floats, gather, my_micro_batches, sum_over_ranks
-from megatron_gvpo.megatron.model.build import Model, build
+from megatron_gvpo.megatron.model.build import build
+from megatron_gvpo.megatron.model.model import Model
 from megatron_gvpo.megatron.optimizer import Optimizer
 from megatron_gvpo.types import BatchTotals, TrainBatch
 
@@ -81,7 +81,6 @@ class Critic:
             before_wrapping=without_output_layer,
             key="model.path" if options.path is None else "algorithm.critic.path",
         )
-        self.model.config.finalize_model_grads_func = finalize_model_grads
         of_policy = config.optimizer
         settings = of_policy.model_copy(
             update={

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_gvpo.megatron.model.build import Model
+from megatron_gvpo.megatron.model.model import Model
 from megatron_gvpo.megatron.optimizer import Optimizer
 
 Part = Literal["weights", "training"]

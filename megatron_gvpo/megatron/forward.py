@@ -1,11 +1,12 @@
-"""Micro-batches through Megatron's pipeline schedule: token log-probs out, gradients in.
+"""Runs micro-batches through Megatron's pipeline schedule: returns token log-probs, accumulates gradients.
 
-The fused head hangs on GPTModel's `output_processor` hook: it gets the hidden states and this rank's
-vocabulary shard, so that full logits never exist. How the loss stays independent of the machine
-(design law 2): every share is normalised by the optimizer step's totals, and multiplied by what
-Megatron's schedule (cp / micro-batches) and its data-parallel average (1 / (cp x ranks)) will divide by.
-Under context parallelism every rank of a group computes the whole loss from all log-probs and sends its own
-tokens' share of the gradient back.
+The fused head runs in GPTModel's `output_processor` hook. It gets the hidden states and this rank's shard of
+the vocabulary, so full logits never exist.
+
+The loss does not depend on the machine (design law 2). Every micro-batch's part is normalised by the
+optimizer step's totals. It is multiplied by the factor by which Megatron's schedule (cp / micro-batches) and
+data-parallel average (1 / (cp x ranks)) will divide it. Under context parallelism every rank of a group
+computes the whole loss from all log-probs, and sends back the gradient of its own tokens only.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from megatron_gvpo.kernels.linear_logprob import LinearLogprob, linear_logprob
 from megatron_gvpo.megatron.batch import PackedBatch
 from megatron_gvpo.megatron.memory_profile import MemoryProfile
 from megatron_gvpo.megatron.model.activation_offload import offloaded_activations
-from megatron_gvpo.megatron.model.build import Model
+from megatron_gvpo.megatron.model.model import Model
 from megatron_gvpo.megatron.parallel import device, megatron_device
 from megatron_gvpo.types import TrainBatch, on_device
 
-# (rows of one micro-batch, the head's output) -> (share of the loss, what to hand back to the caller)
+# (rows of one micro-batch, the head's output) -> (its part of the step's loss, a result for the caller)
 LossFunction = Callable[[TrainBatch, Any], tuple[Tensor, Any]]
-# (hidden states [t, 1, h], GPTModel's output layer, tied weight or None, this rank's tokens) -> its output
+# (hidden states [t, 1, h], GPTModel's output layer, tied weight or None, this rank's tokens) -> any output
 Head = Callable[[Tensor, Any, Tensor | None, PackedBatch], Any]
 
 
@@ -49,16 +50,17 @@ def run(
     head: Head,
     forward_only: bool = False,
 ) -> list[Any]:
-    """Run this rank's micro-batches through model and `head`. Returns what `loss_function` handed back, one a
-    micro-batch, on the last pipeline stage, and an empty list on the others. Gradients are left in the DDP
-    buffers.
+    """Run this rank's micro-batches through model and `head`; gradients accumulate in the DDP buffers.
+
+    Returns the results of `loss_function`, one a micro-batch, on the last pipeline stage, and an empty list
+    on the others.
     """
     scale = float(len(micro_batches) * parallel_state.get_data_parallel_world_size())
     cp_group = parallel_state.get_context_parallel_group()
 
     def loss(rows: TrainBatch, output: Any) -> tuple[Tensor, Any]:
-        share, result = loss_function(rows, output)
-        return share * scale, result
+        part, result = loss_function(rows, output)
+        return part * scale, result
 
     def forward_step(data: Iterator[TrainBatch], chunk: Any) -> tuple[Any, Callable[..., Any]]:
         whole = PackedBatch.pack(next(data), model.padding, model.share_prompts)
@@ -108,7 +110,7 @@ class LogprobHead:
     vocab_size: int
     entropy: bool = False
     stash_bytes: int = 0
-    memory_profile: MemoryProfile | None = None  # to measure with
+    memory_profile: MemoryProfile | None = None  # measures the head's memory
 
     def __call__(
         self, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, batch: PackedBatch
@@ -120,7 +122,7 @@ class LogprobHead:
             hidden_rh = hidden_states.squeeze(1).index_select(0, batch.response_r)
             hidden_rh = copy_to_tensor_model_parallel_region(hidden_rh)  # backward: all-reduce
         weight_r = batch.rows.weight_r
-        _gathered(output_layer)
+        _run_pre_hooks(output_layer)
         if self.memory_profile is not None:
             self.memory_profile.enter_head()
         mine = linear_logprob(
@@ -128,7 +130,7 @@ class LogprobHead:
             output_layer.weight if output_weight is None else output_weight,
             batch.label_r,
             temperature=self.temperature,
-            # With weights known beforehand the head gives no gradient to entropies.
+            # With weights, the head gives entropies no gradient.
             weight_r=None if weight_r is None or self.entropy else weight_r[batch.index_r],
             entropy=self.entropy,
             tp_group=parallel_state.get_tensor_model_parallel_group(),
@@ -145,11 +147,11 @@ class LogprobHead:
         return mine._replace(logp_r=gather_context_parallel(mine.logp_r, batch), entropy_r=entropy_r)
 
 
-def _gathered(module: Any) -> None:
-    """Run a module's forward pre-hooks, because its weights are about to be read without calling it.
+def _run_pre_hooks(module: Any) -> None:
+    """Run a module's forward pre-hooks, because the head reads its weights without calling it.
 
-    With overlap_param_gather, Megatron waits there, and nowhere else, for the other ranks' part of an update.
-    A tied weight of the same stage is the embedding's, for which the embedding's own call has waited.
+    With overlap_param_gather, Megatron waits only in these hooks for the other ranks' part of an update. A
+    tied weight on the same stage belongs to the embedding, and the embedding's own call has waited for it.
     """
     for number, hook in module._forward_pre_hooks.items():
         if number in module._forward_pre_hooks_with_kwargs:
@@ -159,9 +161,9 @@ def _gathered(module: Any) -> None:
 
 
 def gather_context_parallel(mine_r: Tensor, batch: PackedBatch) -> Tensor:
-    """A context-parallel rank's values -> those of all the pack's response tokens, in row order.
+    """Gather context-parallel ranks' values of their tokens: those of the whole pack, in row order.
 
-    The others' enter as constants: their own ranks differentiate them, once.
+    The other ranks' values enter as constants, because their own ranks differentiate them.
     """
     if parallel_state.get_context_parallel_world_size() == 1:
         return mine_r
@@ -172,7 +174,7 @@ def gather_context_parallel(mine_r: Tensor, batch: PackedBatch) -> Tensor:
 
 
 def _packed_params(model: Model, batch: PackedBatch) -> PackedSeqParams:
-    assert model.local or not batch.followers, "no attention of Transformer Engine's shares prompts"
+    assert model.local or not batch.followers, "Transformer Engine's attention cannot share prompts"
     ends = torch.tensor(list(accumulate(batch.lengths, initial=0)), dtype=torch.int32)
     cu_seqlens, longest = on_device(ends, batch.token_t.device), max(batch.lengths)
     common: dict[str, Any] = {
@@ -182,7 +184,7 @@ def _packed_params(model: Model, batch: PackedBatch) -> PackedSeqParams:
         "max_seqlen_q": longest,
         "max_seqlen_kv": longest,
     }
-    if model.config.context_parallel_size > 1:  # every length is already a multiple of what it is cut into
+    if model.config.context_parallel_size > 1:  # the lengths include padding
         common |= {"cu_seqlens_q_padded": cu_seqlens, "cu_seqlens_kv_padded": cu_seqlens}
     if not model.local:
         return PackedSeqParams(**common)

@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_gvpo.megatron.microbatch_plan import plan
-from megatron_gvpo.megatron.model.build import Model
+from megatron_gvpo.megatron.model.model import Model
 from megatron_gvpo.runtime.collectives import all_gather_msgpack
 from megatron_gvpo.types import TrainBatch
 

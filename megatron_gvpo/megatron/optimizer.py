@@ -24,7 +24,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from megatron_gvpo.config.schema import ConfigError, ModelConfig, OptimizerConfig
-from megatron_gvpo.megatron.model.build import Model
+from megatron_gvpo.megatron.model.model import Model
 from megatron_gvpo.megatron.parallel import megatron_device
 from megatron_gvpo.runtime.collectives import first_problem
 

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
 from megatron_gvpo.algorithms.base import STEP_START, Loss, token_weights
-from megatron_gvpo.config.schema import Config, ConfigError
+from megatron_gvpo.config.schema import Config
 from megatron_gvpo.kernels.linear_logprob import LinearLogprob
 from megatron_gvpo.megatron import forward
 from megatron_gvpo.megatron.critic import Critic
@@ -23,7 +22,7 @@ from megatron_gvpo.megatron.device_memory import DeviceMemory
 from megatron_gvpo.megatron.forward import LogprobHead
 from megatron_gvpo.megatron.memory_profile import MemoryProfile
 from megatron_gvpo.megatron.microbatch import detached, floats, gather, my_micro_batches, sum_over_ranks
-from megatron_gvpo.megatron.model.build import Model
+from megatron_gvpo.megatron.model.model import Model
 from megatron_gvpo.megatron.optimizer import Optimizer, Update
 from megatron_gvpo.megatron.reference_weights import ReferenceWeights
 from megatron_gvpo.megatron.scorer import Scorer
@@ -46,13 +45,6 @@ class Policy(Scorer):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config, trained=True)
-        if config.train.share_prompts and not self.model.local:
-            raise ConfigError(
-                "train.share_prompts=true is not possible on a GPU: Transformer Engine's attention over "
-                "packs neither attends to two sequences at once nor returns softmax statistics; use false"
-            )
-        self.model.share_prompts = config.train.share_prompts
-        self.model.config.finalize_model_grads_func = finalize_model_grads
         self.optimizer = Optimizer(self.model, config.optimizer, config.model, config.train.updates)
         options = config.algorithm.critic
         self.critic = None if options is None else Critic(config, options)

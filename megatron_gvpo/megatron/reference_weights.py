@@ -16,7 +16,7 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
 from torch import Tensor
 
-from megatron_gvpo.megatron.model.build import Model
+from megatron_gvpo.megatron.model.model import Model
 
 
 class ReferenceWeights:

@@ -23,8 +23,14 @@ class Scorer:
     def __init__(self, config: Config, trained: bool = False) -> None:
         deterministic = config.train.deterministic
         parallel.initialize(config.parallel, config.train.seed, deterministic)
-        replays = config.rollout.router_replay
-        self.model = build(config.model, config.parallel, deterministic, trained=trained, replays=replays)
+        self.model = build(
+            config.model,
+            config.parallel,
+            deterministic,
+            trained,
+            replays=config.rollout.router_replay,
+            share_prompts=trained and config.train.share_prompts,
+        )
         self.memory = DeviceMemory((self.model, None))
         self._budget = config.train.max_tokens_per_micro_batch * config.parallel.cp
         self._temperature = config.rollout.temperature if config.algorithm.sampler == "engine" else 1.0

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megatron_gvpo.config.schema import ModelConfig, ParallelConfig
-from megatron_gvpo.megatron.model.build import _bridge
 from megatron_gvpo.megatron.model.fusions import fuse_weight_gradients, fusions
+from megatron_gvpo.megatron.model.megatron_bridge import open_bridge
 from megatron_gvpo.megatron.model.settings import model_settings
 
 LATENT = ("deepseek_v2", "deepseek_v3")
@@ -28,7 +28,7 @@ def test_every_familys_rotation_and_activation_are_fused(family: str, directory:
     """megatron-core rotates packs one sequence after the other unless it is told; latent attention it does
     another way."""
     model = ModelConfig(path=str(directory / family))
-    provider = _bridge(model).to_megatron_provider(load_weights=False)
+    provider = open_bridge(model).to_megatron_provider(load_weights=False)
     found = fusions(provider)
     rotation = {} if family in LATENT else {"apply_rope_fusion": True}
     assert found == rotation | {"bias_activation_fusion": True}

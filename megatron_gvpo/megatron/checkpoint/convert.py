@@ -20,7 +20,8 @@ from megatron_gvpo.megatron.checkpoint.all_ranks import run_on_all_ranks
 from megatron_gvpo.megatron.checkpoint.loading import load_shards
 from megatron_gvpo.megatron.checkpoint.saving import Writer, save_shards
 from megatron_gvpo.megatron.checkpoint.sharded import CheckpointError, load_weights, newest, weights_state
-from megatron_gvpo.megatron.model.build import Model, build
+from megatron_gvpo.megatron.model.build import build
+from megatron_gvpo.megatron.model.model import Model
 
 _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.jinja", "generation_*")
 

@@ -1,4 +1,4 @@
-"""Reading a checkpoint's tensors, so that all ranks hear of what one cannot read."""
+"""Reads a checkpoint's tensors; if one rank cannot, all ranks raise its error."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ from megatron.core.dist_checkpointing.validation import (
 )
 
 from megatron_gvpo.megatron.checkpoint.all_ranks import CheckpointError, run_on_all_ranks, run_on_rank_0
-from megatron_gvpo.megatron.checkpoint.complete_weights import check_names
+from megatron_gvpo.megatron.checkpoint.tensor_names import check_names
 
 
 def load_shards(what: str, state: Callable[[], dict[str, Any]], directory: Path) -> dict[str, Any]:
-    """What megatron-core's dist_checkpointing.load reads for what `state` makes, step by step.
+    """Load the sharded state that `state` returns, with the steps of megatron-core's dist_checkpointing.load.
 
-    In one call (0.19.2), a rank that fails before the exchange in the middle leaves the others in it until
-    the timeout, and rank 0, which alone validates what was exchanged, fails alone. A collective; raises
-    CheckpointError on all ranks, with that rank's error.
+    megatron-core (0.19.2) takes the steps in one call: a rank that fails before the exchange of metadata
+    leaves the others in it until the timeout, and only rank 0 validates the metadata, so it fails alone.
+    Here, all ranks raise CheckpointError with that rank's error. A collective.
     """
     made: list[dict[str, Any]] = []
 
-    def ask() -> None:
+    def prepare() -> None:
         verify_checkpoint(str(directory))
         wanted = state()
-        prepared, *_ = load_preprocess(wanted)  # a copy
+        prepared, *_ = load_preprocess(wanted)  # copies `wanted`
         sharded, _ = extract_sharded_base(prepared)
         made.extend((wanted, sharded))
 
-    run_on_all_ranks(what, ask)
+    run_on_all_ranks(what, prepare)
     wanted, sharded = made
-    _, of_all = determine_global_metadata(sharded)
-    run_on_all_ranks(what, lambda: validate_sharding_integrity(of_all))
+    _, all_metadata = determine_global_metadata(sharded)
+    run_on_all_ranks(what, lambda: validate_sharding_integrity(all_metadata))
 
-    def compare() -> None:  # reading ignores what the checkpoint has and nobody asks for
+    def compare() -> None:  # dist_checkpointing.load ignores tensors that nobody asks for
         stored = {base.key for base in load_sharded_metadata(str(directory)).values()}
-        if problem := check_names({base.key for of_rank in of_all for base in of_rank}, stored):
+        if problem := check_names({base.key for metadata in all_metadata for base in metadata}, stored):
             raise CheckpointError(problem)
 
     run_on_rank_0(what, compare)
     loaded: list[dict[str, Any]] = []
 
-    def read() -> None:  # without the validation it waits for no other rank
+    def read() -> None:  # without validation, load does not wait for other ranks
         loaded.append(dist_checkpointing.load(wanted, str(directory), validate_access_integrity=False))
 
     run_on_all_ranks(what, read)

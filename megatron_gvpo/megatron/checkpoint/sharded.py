@@ -25,7 +25,7 @@ from megatron_gvpo.megatron.checkpoint.all_ranks import run_on_all_ranks, run_on
 from megatron_gvpo.megatron.checkpoint.loading import load_shards
 from megatron_gvpo.megatron.checkpoint.optimizer_checkpoint import optimizer_shards
 from megatron_gvpo.megatron.checkpoint.saving import BackgroundThread, Writer, save_shards
-from megatron_gvpo.megatron.model.build import Model
+from megatron_gvpo.megatron.model.model import Model
 from megatron_gvpo.megatron.optimizer import Optimizer
 from megatron_gvpo.megatron.parallel import megatron_device
 from megatron_gvpo.megatron.policy import Policy

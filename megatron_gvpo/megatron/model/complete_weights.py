@@ -1,8 +1,8 @@
-"""Names of tensors, compared both ways: what a model has, and what a directory holds for it.
+"""Checks that the weights of a Hugging Face directory are exactly those of the model.
 
-Megatron-Bridge skips a weight that a Hugging Face directory lacks, which then stays as it was initialised,
-and never looks at one that it does not know; dist_checkpointing never looks at what nobody asks for.
-Here, each is an error that names the tensors, on every rank, before a weight is read.
+If a directory lacks a weight, Megatron-Bridge leaves that weight at its random initial values. It ignores a
+weight that it does not know. Here, both are errors that name the tensors, on every rank, before any weight
+is read.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from torch import Tensor
 from megatron_gvpo.config.schema import ConfigError, read_json_object
 from megatron_gvpo.runtime.collectives import first_problem
 
-_SHOWN = 3
+_SHOWN = 3  # names in an error
 _INDEX = "model.safetensors.index.json"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_ROWS = 4096  # of the vocabulary that are compared at a time
+_ROWS = 4096  # rows of the vocabulary to compare at a time
 
-# Tensors that no model has and that change nothing, by their whole names.
+# Tensors (patterns of whole names) that no model needs, and why.
 _NEEDLESS = {
     r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq": "config.json gives RoPE's frequencies",
 }
-# Parts of the names of tensors that are refused, with what would be right.
+# Tensors (patterns of parts of names) that are refused, and what would be right.
 _REFUSED = {
     r"_scale(_inv|_2)?$|\.(q?scales|q(weight|zeros)|g_idx|weight_packed|absmax|SCB)$|\.quant_(map|state)": (
         "the model is quantised, and training needs its weights in bfloat16 or float32"
@@ -49,12 +49,13 @@ class _Stored:
 
 
 def check_weights(directory: Path, key: str, hf_config: Any, tied: bool) -> None:
-    """Compares the safetensors of a directory with the model of `hf_config`. A collective.
+    """Compare the safetensors of a directory with the model of `hf_config`. A collective.
 
-    Every rank reads headers; of an output layer beside tied embeddings, rank 0 reads the values, too.
+    Every rank reads headers. If there is an output layer beside tied embeddings, rank 0 also reads its
+    values.
 
-    `key`: where the user gave the directory; `tied`: the model has no output layer of its own. Raises
-    ConfigError, on every rank, unless each of the model's tensors is there, whole, and no other.
+    `key`: the user's key or option for the directory; `tied`: the model has no output layer of its own.
+    Raises ConfigError, on every rank, unless the directory has exactly the model's tensors, all complete.
     """
     problem = None
     try:
@@ -68,62 +69,15 @@ def check_weights(directory: Path, key: str, hf_config: Any, tied: bool) -> None
         raise ConfigError(said)
 
 
-def check_names(wanted: Collection[str], stored: Collection[str]) -> str | None:
-    """Compares the keys that all ranks want of a Megatron checkpoint with those it has; returns the problem.
-
-    Where nothing of the optimizer is wanted, the checkpoint may have it.
-    """
-    weights_only = not any(name.startswith("optimizer.") for name in wanted)
-
-    def compared(names: Collection[str]) -> set[str]:
-        return {
-            name
-            for name in names
-            # FP8 scales, which a layer on a CPU has not; values that are no tensors; generators, which only
-            # the same layout asks for.
-            if not name.endswith("_extra_state")
-            and name not in ("common_state", "random")
-            and not (weights_only and name.startswith("optimizer."))
-        }
-
-    ours, theirs = compared(wanted), compared(stored)
-    missing, unexpected = ours - theirs, theirs - ours
-    if not missing and not unexpected:
-        return None
-    if weights := {name for name in missing | unexpected if not name.startswith("optimizer.")}:
-        missing, unexpected = missing & weights, unexpected & weights  # the optimizer's follow from these
-    said = []
-    if missing:
-        said.append(f"it lacks {_some(missing)} of the model")
-    if unexpected:
-        said.append(f"it has {_some(unexpected)} that the model does not take")
-    return f"{', and '.join(said)}: {_cause(missing, unexpected)}"
-
-
-def _cause(missing: set[str], unexpected: set[str]) -> str:
-    def output_layer(names: set[str]) -> bool:
-        return any("output_layer." in name for name in names)
-
-    if output_layer(missing) != output_layer(unexpected):
-        checkpoint, model = ("true", "false") if output_layer(missing) else ("false", "true")
-        return (
-            f"the checkpoint is of a model with tie_word_embeddings={checkpoint}, and this one's config.json "
-            f"says {model}"
-        )
-    if all(name.startswith("optimizer.") for name in missing | unexpected):
-        return "model.dtype and the optimizer must be those of the run that wrote it"
-    return "the model's config.json must be that of the run that wrote it"
-
-
 def _expected(hf_config: Any, tied: bool) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor of the model, by its name in files. Raises ConfigError."""
+    """Return {name in files: shape} of the model's tensors. Raises ConfigError."""
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
     try:
         with torch.device("meta"), no_init_weights():
             named: dict[str, Tensor] = AutoModelForCausalLM.from_config(deepcopy(hf_config)).state_dict()
-    except Exception as error:  # whatever sizes that contradict each other lead to
+    except Exception as error:  # sizes that contradict each other cause errors of any type
         first = str(error).partition("\n")[0]
         raise ConfigError(
             f"transformers builds no model of config.json: {type(error).__name__}: {first}"
@@ -135,7 +89,7 @@ def _expected(hf_config: Any, tied: bool) -> dict[str, tuple[int, ...]]:
 
 
 def _in_files(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """In memory, transformers keeps a layer's experts in two tensors, and in files each weight by itself."""
+    """Yield (name, shape) as in files, where experts are separate tensors; in memory they are stacked."""
     stem, _, kind = name.rpartition(".")
     if not stem.endswith(".experts") or kind not in ("gate_up_proj", "down_proj"):
         yield name, shape
@@ -148,7 +102,7 @@ def _in_files(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[in
 
 
 def _headers(directory: Path) -> tuple[dict[str, _Stored], set[str]]:
-    """(every tensor in the directory's safetensors, the names that are read); the index says which those are.
+    """Return (all tensors in the directory's safetensors, the names that a reader of the index would find).
 
     Raises ConfigError, OSError, SafetensorError.
     """
@@ -168,9 +122,9 @@ def _headers(directory: Path) -> tuple[dict[str, _Stored], set[str]]:
     for file in files:
         try:
             with safe_open(file, "pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                for name in opened.keys():  # noqa: SIM118 - `opened` is not a mapping
                     if listed is not None and listed.get(name, file.name) != file.name:
-                        continue  # the index has another file's in mind
+                        continue  # the index gives this tensor to another file
                     if name in found:
                         raise ConfigError(f"{name} is in {found[name].file} and in {file.name}: remove one")
                     header = opened.get_slice(name)
@@ -187,23 +141,23 @@ def _compare(
     hf_config: Any,
     tied: bool,
 ) -> None:
-    """Raises ConfigError where the model would not get each of its tensors, or leave one that is there."""
+    """Raise ConfigError if a tensor of the model is missing or unfit, or if a tensor is not the model's."""
     ignored = _ignored(hf_config)
     extra = {name for name in found.keys() - expected.keys() if not ignored(name)}
     for pattern, remedy in _REFUSED.items():
         if refused := {name for name in extra if re.search(pattern, name)}:
-            raise ConfigError(f"it has {_some(refused, found)} that cannot be trained: {remedy}")
+            raise ConfigError(f"it has {shown_names(refused, found)} that cannot be trained: {remedy}")
     layers = f"num_hidden_layers={hf_config.num_hidden_layers}"
     if missing := expected.keys() - listed:
         where = f", or {_INDEX} does not name them" if missing & found.keys() else ""
         raise ConfigError(
-            f"it lacks {_some(missing)}{where}: all {len(expected)} of config.json ({layers}, "
+            f"it lacks {shown_names(missing)}{where}: all {len(expected)} of config.json ({layers}, "
             f"tie_word_embeddings={str(tied).lower()}) must be there"
         )
     if extra := extra - ({_HEAD} if tied else set()):
         raise ConfigError(
-            f"it has {_some(extra, found)} that the model of config.json ({layers}) does not take: remove "
-            "what is not the model's, or correct config.json"
+            f"it has {shown_names(extra, found)} that the model of config.json ({layers}) does not take: "
+            "remove what is not the model's, or correct config.json"
         )
     for name, shape in expected.items():
         stored = found[name]
@@ -218,8 +172,10 @@ def _compare(
 
 
 def _ignored(hf_config: Any) -> Callable[[str], bool]:
+    """Return a test for names of tensors that the model does not need."""
     patterns = list(_NEEDLESS)
-    # DeepSeek-V3's layers behind the last predict further tokens, which is no part of the policy.
+    # DeepSeek-V3 has more layers after the last, to predict further tokens; they are not part of the policy.
+    # Other models' configurations lack the key.
     last, further = hf_config.num_hidden_layers, getattr(hf_config, "num_nextn_predict_layers", None) or 0
     patterns += [rf"model\.layers\.{last + i}\..*" for i in range(further)]
     whole = re.compile("|".join(patterns))
@@ -227,7 +183,7 @@ def _ignored(hf_config: Any) -> Callable[[str], bool]:
 
 
 def _check_head(directory: Path, found: dict[str, _Stored]) -> None:
-    """Raises ConfigError for an output layer that is not the embedding: the model would lose it."""
+    """Raise ConfigError if the output layer differs from the embedding, because tying would drop it."""
     head, embedding = found[_HEAD], found[_EMBEDDING]
     same = head.shape == embedding.shape
     with safe_open(directory / head.file, "pt") as one, safe_open(directory / embedding.file, "pt") as other:
@@ -241,8 +197,8 @@ def _check_head(directory: Path, found: dict[str, _Stored]) -> None:
         )
 
 
-def _some(names: Collection[str], found: dict[str, _Stored] | None = None) -> str:
-    """The count and the first few."""
+def shown_names(names: Collection[str], found: dict[str, _Stored] | None = None) -> str:
+    """Return the number of names and the first few, for an error message."""
     first = sorted(names, key=_by_number)[:_SHOWN]
     shown = [name if found is None else f"{name} (in {found[name].file})" for name in first]
     count = f"{len(names)} tensor{'s' * (len(names) > 1)}"

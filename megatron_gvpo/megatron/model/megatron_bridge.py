@@ -1,0 +1,56 @@
+"""Opens Megatron-Bridge, which converts between Hugging Face checkpoints and megatron-core models."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from megatron_gvpo.config.schema import ConfigError, ModelConfig
+from megatron_gvpo.megatron.model.settings import DTYPES
+from megatron_gvpo.versions import REFERENCE
+
+
+@contextlib.contextmanager
+def _keep_root_logger() -> Iterator[None]:
+    """Restore the root logger after the import of Megatron-Bridge.
+
+    Megatron-Bridge (0.6.2) imports megatron.training, which sends all log records from INFO on to the stdout
+    of that moment. This program's warnings would be lost.
+    """
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    try:
+        yield
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+
+
+def open_bridge(model: ModelConfig) -> Any:
+    """Return Megatron-Bridge's AutoBridge for a Hugging Face directory. Raises ConfigError, ImportError."""
+    try:
+        with _keep_root_logger():
+            if torch.cuda.is_available():
+                import megatron.bridge as bridge
+            else:
+                from megatron_gvpo.megatron.cpu.bridge import import_bridge
+
+                bridge = import_bridge()
+    except ImportError as error:
+        raise ImportError(
+            f"Megatron-Bridge cannot be imported ({error}). Install it with "
+            f"`pip install --no-deps megatron-bridge=={REFERENCE['megatron-bridge']}`; its declared "
+            "dependencies conflict with transformers 5, and the rest of them is not needed"
+        ) from error
+    os.environ.setdefault("HF_HUB_OFFLINE", "1" if os.path.isdir(model.path) else "0")
+    try:
+        return bridge.AutoBridge.from_hf_pretrained(model.path, dtype=DTYPES[model.dtype])
+    except ValueError as error:
+        raise ConfigError(
+            f"model.path={model.path}: Megatron-Bridge cannot build this model: {error}"
+        ) from None

@@ -1,0 +1,115 @@
+"""The model on this rank: its weights, their export, and the waits before weights are read or changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import Tensor
+
+from megatron_gvpo.config.parallel_layout import Padding
+from megatron_gvpo.megatron.model.router_replay import Replay
+from megatron_gvpo.megatron.model.safetensors_writer import SafetensorsWriter
+from megatron_gvpo.megatron.parallel import megatron_device
+
+
+@dataclass
+class Model:
+    """The chunks of the model on this rank (one, without virtual pipeline stages)."""
+
+    chunks: list[Any]
+    config: Any  # megatron-core's TransformerConfig
+    bridge: Any  # Megatron-Bridge's AutoBridge
+    vocab_size: int  # without the padding for tensor parallelism
+    padding: Padding  # of every pack
+    local: bool  # on CPU, with the local layers
+    overlaps_param_gather: bool  # after an update, other ranks' shards of the weights are still the old ones
+    rotary: list[Any]  # one module a chunk if the local attention applies RoPE, else empty
+    share_prompts: bool = False  # compute a group's prompt once
+    replay: Replay | None = None  # the hooks for router replay
+    _background_work: list[Callable[[], None]] = field(default_factory=list)
+
+    def add_background_work(self, wait: Callable[[], None]) -> None:
+        """Register work that reads the weights in the background; `wait` waits for its end."""
+        self._background_work.append(wait)
+
+    def finish_background_work(self) -> None:
+        """Call this on every rank before weights or optimizer change.
+
+        It waits for a background save, which reads them, and for parameter gathers that no module has waited
+        for, which write them. Raises CheckpointError if the save failed.
+        """
+        while self._background_work:
+            self._background_work.pop()()
+        if self.overlaps_param_gather:
+            # Megatron would take a gather that is still pending after the change for one of the new weights.
+            with megatron_device(), torch.no_grad():
+                for group in self._bucket_groups():
+                    if group.param_gather_handle is not None:
+                        group.start_param_sync(force_sync=True)  # waits for the gather, and starts none
+
+    def finish_param_gather(self) -> None:
+        """Call this on every rank before weights are read other than by a forward pass.
+
+        With overlap_param_gather, an update leaves the gather of the new weights for later. This waits for
+        buckets whose gather is pending, which must be of the newest weights (`finish_background_work` leaves
+        none pending before an update), and gathers all other buckets.
+        """
+        if self.overlaps_param_gather:
+            with megatron_device(), torch.no_grad():
+                for chunk in self.chunks:
+                    chunk.start_param_sync(force_sync=True)
+
+    def _bucket_groups(self) -> Iterator[Any]:
+        """Yield Megatron's bucket groups (buckets that are communicated together) of all chunks."""
+        for chunk in self.chunks:
+            yield from [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
+
+    def export(self, on_host: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Yield (Hugging Face name, full tensor) of every weight in a fixed order.
+
+        `on_host`: on the CPU; otherwise on the model's device. A collective: every rank must iterate to the
+        end, and every rank gets every tensor.
+        """
+        self.finish_param_gather()
+        with megatron_device(), torch.no_grad():
+            for name, tensor in self.bridge.export_hf_weights(self.chunks, cpu=on_host, show_progress=False):
+                if name.endswith(("embed_tokens.weight", "lm_head.weight")):
+                    tensor = tensor[: self.vocab_size]
+                yield name, tensor
+
+    def weights(self) -> Iterator[Tensor]:
+        """Yield this rank's parameters."""
+        for chunk in self.chunks:
+            yield from chunk.parameters()
+
+    def gradient_buffers(self) -> Iterator[Tensor]:
+        """Yield the buffers in which Megatron's data parallelism sums this rank's gradients."""
+        for chunk in self.chunks:
+            for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
+                yield buffer.grad_data
+
+    def save_hf(self, directory: Path, shard_bytes: int = 5 << 30) -> None:
+        """Write a Hugging Face checkpoint of the present weights: config.json and safetensors.
+
+        A collective. Rank 0 writes, and holds at most `shard_bytes` and one tensor more. If it cannot write,
+        it alone raises, after the last tensor: until then it takes part in the gathers of all ranks.
+        """
+        problem: Exception | None = None
+        writer = SafetensorsWriter(directory, shard_bytes) if dist.get_rank() == 0 else None
+        for name, tensor in self.export():
+            if writer is not None and problem is None:
+                try:
+                    writer.add(name, tensor)
+                except (OSError, SafetensorError) as error:
+                    problem = error
+        if problem is not None:
+            raise problem
+        if writer is not None:
+            writer.close()
+            self.bridge.hf_pretrained.config.save_pretrained(directory)
