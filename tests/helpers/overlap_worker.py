@@ -75,7 +75,7 @@ def _updates(config: Any, rows: TrainBatch, root: Path) -> dict[str, Any]:
     for i in range(2):
         update(f"before an export {i}")
         export(f"export {i}")
-    if policy.shadow is not None:
+    if policy.reference is not None:
         for i in range(2):
             anchor_r = policy.score_reference(rows)
             found[f"reference {i}"] = anchor_r
