@@ -21,7 +21,7 @@ from megatron_gvpo.groups import Rollout as Rollout
 from megatron_gvpo.groups import Routing as Routing
 from megatron_gvpo.groups import Scored as Scored
 
-_DERIVED = ("length_n", "offsets", "seq_r", "groups")  # of Rows, by lengths and groups alone
+_DERIVED = ("length_n", "offsets", "seq_r", "groups")  # by TrainBatch, from lengths and groups alone
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -266,3 +266,8 @@ class LossInputs:
     def logp_n(self) -> Tensor:
         """Per-sequence log-prob sums l_i, fp32 [n]."""
         return self.rows.sequence_sum(self.logp_r)
+
+
+# The former names of these types, which users' own losses and estimators may import for one more release.
+Rows = TrainBatch
+Totals = BatchTotals

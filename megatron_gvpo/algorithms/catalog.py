@@ -19,7 +19,7 @@ from megatron_gvpo.algorithms.base import Block
 from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.algorithms.recipe import read_recipe, recipe_names
 
-SURE = {
+PROVENANCE = {
     "paper": "formulas read in the paper",
     "code": "formulas read in the authors' code",
     "second-hand": "from notes and implementations of others; the shape is reliable, constants may not be",
@@ -41,7 +41,7 @@ PLACES: dict[str, Any] = {  # of a method's blocks: key in `algorithm`, and what
 
 
 def listing() -> list[dict[str, Any]]:
-    """Every recipe: name, title, paper, summary, how sure, what was chosen, what it needs, settings."""
+    """Every recipe: name, title, paper, summary, provenance, what was chosen, what it needs, settings."""
     return [{"name": name, **read_recipe(name)[1].model_dump(mode="json")} for name in recipe_names()]
 
 
@@ -49,7 +49,7 @@ def as_text() -> str:
     """One line a recipe."""
     width = max(map(len, recipe_names()))
     return "\n".join(
-        f"{r['name']:<{width}}  {r['sure']:<11}  {r['summary']}  [{r['paper']}]" for r in listing()
+        f"{r['name']:<{width}}  {r['provenance']:<11}  {r['summary']}  [{r['paper']}]" for r in listing()
     )
 
 
@@ -61,7 +61,7 @@ def show(name: str) -> str:
     """A recipe's composition with every effective value, as YAML. Raises ValueError for an unknown one."""
     _, about = read_recipe(name)
     values = _name_first(AlgorithmConfig.model_validate(name).model_dump(mode="json"))
-    lines = [about.title, f"{about.paper}; {SURE[about.sure]}", about.summary]
+    lines = [about.title, f"{about.paper}; {PROVENANCE[about.provenance]}", about.summary]
     lines += [f"chosen: {about.chosen}"] if about.chosen else []
     lines += [f"needs: {need}" for need in about.needs]
     lines += [f"goes with: {key}={json.dumps(value)}" for key, value in about.settings.items()]
@@ -80,15 +80,15 @@ def _name_first(value: Any) -> Any:
 
 def markdown() -> str:
     """The page docs/reference/recipes.md of the site, which is not committed: `make docs` writes it."""
-    parts = [_HEAD, "| recipe | what it does | paper | how sure |\n|---|---|---|---|"]
+    parts = [_HEAD, "| recipe | what it does | paper | provenance |\n|---|---|---|---|"]
     for recipe in listing():
         notes = [f"chosen: {recipe['chosen']}"] if recipe["chosen"] else []
         notes += [f"needs {need}" for need in recipe["needs"]]
         summary = f"**{recipe['title']}.** {recipe['summary']}" + "".join(f"; {note}" for note in notes)
         parts[-1] += (
-            f"\n| `{recipe['name']}` | {_cell(summary)} | {_cell(recipe['paper'])} | {recipe['sure']} |"
+            f"\n| `{recipe['name']}` | {_cell(summary)} | {_cell(recipe['paper'])} | {recipe['provenance']} |"
         )
-    parts.append("\n".join(f"- *{name}*: {meaning}" for name, meaning in SURE.items()))
+    parts.append("\n".join(f"- *{name}*: {meaning}" for name, meaning in PROVENANCE.items()))
     parts.append("## The blocks")
     for place, annotation in PLACES.items():
         parts.append(f"### `algorithm.{place}`")

@@ -1,4 +1,4 @@
-"""A loss, an estimator or a shaper of the user's own: docs/howto/own_method.md."""
+"""Users' own losses, estimators, members and shapers: docs/howto/own_method.md."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from megatron_gvpo.algorithms.base import STEP_START, Advantage, Loss, Metrics, Reference, References
+from megatron_gvpo.algorithms.members.base import Member, Sampling
 from megatron_gvpo.algorithms.shapers.base import Shaper, rewarded
 from megatron_gvpo.runtime.user_functions import check_call, load_function
 from megatron_gvpo.types import Group, LossInputs, TrainBatch
@@ -18,8 +19,8 @@ from megatron_gvpo.types import Group, LossInputs, TrainBatch
 class CustomLoss(Loss):
     """`function(inputs: LossInputs, **options)` -> share, or (share, metrics).
 
-    `reads` says what the trainer must fill in: reward or advantage, old and ref log-probs. A loss in which a
-    response's weight depends on the others of its group says `groups`: then groups come whole.
+    `reads` names the columns that the trainer must fill in: reward or advantage, old and ref log-probs. Set
+    `groups` where a response's weight depends on the others of its group: then groups come whole.
     """
 
     name: Literal["custom"] = "custom"
@@ -63,9 +64,9 @@ class CustomLoss(Loss):
 
 
 class CustomEstimator(Advantage):
-    """`function(rows: Rows, **options)` -> advantages [n], of all rows of an optimizer step.
+    """`function(rows: TrainBatch, **options)` -> advantages [n], of all rows of an optimizer step.
 
-    `compares`: whether it compares the responses of a prompt (then rollout.n = 1 is refused).
+    `compares`: true if it compares the responses of a prompt; then rollout.n = 1 is refused.
     """
 
     name: Literal["custom"] = "custom"
@@ -90,6 +91,33 @@ class CustomEstimator(Advantage):
                 f"advantage a response; it returned {_shown(value)}"
             )
         return value.float(), {}
+
+
+class CustomMember(Member):
+    """`function(groups, sampling, **options)` -> the groups, with the responses that join them.
+
+    `sampling.ask(prompts, n)` asks the engine for n scored responses to each prompt; `Sampling` in
+    algorithms/members/base.py lists the rest. Every rank calls the function with the same groups, and it must
+    make the same calls and give the same groups on each.
+    """
+
+    name: Literal["custom"] = "custom"
+    function: str
+    options: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _callable(self) -> Self:
+        check_call(load_function(self.function), "f(groups, sampling, **options)", 2, self.options)
+        return self
+
+    def __call__(self, groups: Sequence[Group], sampling: Sampling) -> list[Group]:
+        joined = load_function(self.function)(groups, sampling, **self.options)
+        if not isinstance(joined, Sequence) or not all(isinstance(g, Group) and g.rollouts for g in joined):
+            raise ValueError(
+                f"member function={self.function}: expected a list of groups with one response or more each; "
+                f"it returned {_shown(joined)}"
+            )
+        return list(joined)
 
 
 class CustomShaper(Shaper):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import Field
+from pydantic import AliasChoices, Field
 
 from megatron_gvpo.algorithms.base import Block
 
@@ -22,9 +22,11 @@ class About(Block):
     title: str
     paper: str
     summary: str
-    # How sure its formulas are: read in the paper, or in the authors' code; second-hand notes; textbook;
-    # the abstract alone, and then the method is only inspired by it.
-    sure: Literal["paper", "code", "second-hand", "textbook", "inspired by"]
+    # The source of its formulas: the paper; the authors' code; notes or implementations of others; a
+    # textbook; or the abstract alone, which only inspired the method. `sure` is the key's former name.
+    provenance: Literal["paper", "code", "second-hand", "textbook", "inspired by"] = Field(
+        validation_alias=AliasChoices("provenance", "sure")
+    )
     chosen: str | None = None  # what the source left open, and what was chosen
     needs: tuple[str, ...] = ()  # of the data, the rewards, or other models
     settings: dict[str, Any] = Field(default_factory=dict)  # of the run that the method goes with

@@ -25,12 +25,12 @@ def _last_box(text: str) -> tuple[str | None, str]:
     return None, ""
 
 
-def verify_format(prompt: Prompt, response: Rollout, pattern: str | None = None) -> float:
+def verify_format(prompt: Prompt, rollout: Rollout, pattern: str | None = None) -> float:
     r"""1 if the whole response matches the regular expression `pattern` (dots match newlines), else 0.
 
     Without a pattern: 1 if it has exactly one `\boxed{}`, which is not empty and ends it.
     """
     if pattern is not None:
-        return float(re.fullmatch(pattern, response.text, re.DOTALL) is not None)
-    content, after = _last_box(response.text)
-    return float(bool(content) and not after.strip() and response.text.count(r"\boxed{") == 1)
+        return float(re.fullmatch(pattern, rollout.text, re.DOTALL) is not None)
+    content, after = _last_box(rollout.text)
+    return float(bool(content) and not after.strip() and rollout.text.count(r"\boxed{") == 1)

@@ -20,7 +20,7 @@ _INTEGER = re.compile(r"[+-]?[0-9]{1,100}")
 _LATEX = [LatexExtractionConfig()]
 
 
-def verify_math(prompt: Prompt, response: Rollout) -> float:
+def verify_math(prompt: Prompt, rollout: Rollout) -> float:
     r"""1 if the last `\boxed{}` of the response equals the prompt's answer as mathematics, else 0.
 
     math-verify judges. Where the answer is an integer, the box must state a number: `12+34` equals 46,
@@ -28,7 +28,7 @@ def verify_math(prompt: Prompt, response: Rollout) -> float:
     """
     if prompt.answer is None:
         raise ValueError("the prompt has no answer to compare with")
-    gold, given = boxed(prompt.answer) or prompt.answer.strip(), boxed(response.text)
+    gold, given = boxed(prompt.answer) or prompt.answer.strip(), boxed(rollout.text)
     if not given:
         return 0.0
     if given == gold:

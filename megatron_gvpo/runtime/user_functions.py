@@ -1,4 +1,4 @@
-"""Functions of the user's own, by name: "module:function" or "path/file.py:function"."""
+"""Users' own functions, named as "module:function" or "path/file.py:function"."""
 
 from __future__ import annotations
 
@@ -9,17 +9,25 @@ import inspect
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+# Modules whose functions a configuration may name, by their former names, which work for one more release.
+MOVED = {"megatron_gvpo.algorithms.judged": "megatron_gvpo.algorithms.shapers.judged"}
+
 
 @cache
 def load_function(spec: str) -> Callable[..., Any]:
-    """The function that is meant. Raises ValueError that says what is missing."""
+    """The function that `spec` names. Raises ValueError that says what is missing."""
     source, name = _parts(spec)
+    if source in MOVED:
+        now = f"{MOVED[source]}:{name}"
+        warnings.warn(f"{spec} is now {now}: the old name goes away soon", FutureWarning, stacklevel=2)
+        return load_function(now)
     try:
         module = _load_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
     except Exception as error:
@@ -37,7 +45,7 @@ def load_function(spec: str) -> Callable[..., Any]:
 
 
 def check_source(spec: str) -> None:
-    """What can be told without running it: raises ValueError where a file is missing or is no Python."""
+    """Raises ValueError for a file that is missing or is no Python, without running it."""
     source, _ = _parts(spec)
     if source.endswith(".py"):
         try:
@@ -47,7 +55,7 @@ def check_source(spec: str) -> None:
 
 
 def _parts(spec: str) -> tuple[str, str]:
-    """Module or file, and name. Raises ValueError for no such thing, and for a file that is missing."""
+    """Module or file, and function. Raises ValueError for a spec without both, and for a missing file."""
     source, _, name = spec.rpartition(":")
     if not source or not name:
         raise ValueError("expected module:function or path/file.py:function")
@@ -66,7 +74,7 @@ def check_call(function: Callable[..., Any], shown: str, arguments: int, options
 
 
 def described(error: BaseException) -> str:
-    """What a function raised, and in which line, for those who only read a message."""
+    """The error that a function raised and its line, for readers who see only the message."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {error} ({os.path.basename(frame.filename)}, line {frame.lineno})"
 

@@ -13,7 +13,7 @@ from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.algorithms.curriculum.batch_policy import Accumulate
 from megatron_gvpo.algorithms.losses.gvpo import GVPO
 from megatron_gvpo.algorithms.losses.nll import NLL
-from megatron_gvpo.algorithms.recipe import read_recipe, recipe_names
+from megatron_gvpo.algorithms.recipe import About, read_recipe, recipe_names
 from megatron_gvpo.algorithms.shapers.filters import Keep
 from megatron_gvpo.algorithms.shapers.length import Overlong
 from megatron_gvpo.types import TrainBatch
@@ -25,7 +25,13 @@ def test_recipes_load_name_their_source_and_survive_a_round_trip(recipe):
     assert AlgorithmConfig.model_validate(algorithm.model_dump(mode="json")) == algorithm
     _, about = read_recipe(recipe)
     assert about.title and about.paper and about.summary
-    assert about.sure != "inspired by" or about.chosen, "what was chosen where the source is silent"
+    assert about.provenance != "inspired by" or about.chosen, "what was chosen where the source is silent"
+
+
+@pytest.mark.parametrize("key", ["provenance", "sure"])
+def test_the_provenance_of_formulas_has_a_former_key(key):
+    about = About.model_validate({"title": "T", "paper": "P", "summary": "S", key: "textbook"})
+    assert about.provenance == "textbook"
 
 
 def test_one_item_of_a_recipes_list_can_be_changed():

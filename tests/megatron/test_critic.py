@@ -147,7 +147,7 @@ def test_the_recipe_says_what_the_papers_say():
     ppo = AlgorithmConfig.model_validate("ppo")
     assert ppo.estimator == GAE(gamma=1.0, lam=0.95, kl_coef=0.001)
     assert ppo.critic == Critic(lr=1e-5, clip=CLIP) and not ppo.needs_group
-    assert read_recipe("ppo")[1].sure == "textbook"
+    assert read_recipe("ppo")[1].provenance == "textbook"
 
 
 def step_rows() -> TrainBatch:

@@ -12,8 +12,8 @@ from megatron_gvpo.rewards.pool import RewardPool
 from megatron_gvpo.types import Group, Prompt, Rollout
 
 STRICT = """
-def strict(prompt, response):
-    return {"fine": 1.0, "none": None}[response.text]
+def strict(prompt, rollout):
+    return {"fine": 1.0, "none": None}[rollout.text]
 """
 
 

@@ -131,15 +131,15 @@ from dataclasses import dataclass
 class Settings:  # dataclasses look up the module that they are in
     scale: float = 1.0
 
-def length(prompt, response, scale=1.0):
-    return scale * len(response.text)
+def length(prompt, rollout, scale=1.0):
+    return scale * len(rollout.text)
 
-def level(prompt, response):
+def level(prompt, rollout):
     return prompt.record["level"] + len(prompt.token_ids)
 
-def as_told(prompt, response):
+def as_told(prompt, rollout):
     """Does to its process what the response says."""
-    match response.text:
+    match rollout.text:
         case "raise": raise KeyError("no such thing")
         case "leave": sys.exit(3)
         case "hang": time.sleep(3600)
@@ -150,16 +150,16 @@ def as_told(prompt, response):
         case "text": return "1.0"
         case "none": return None
         case "torch": return "torch" in sys.modules
-        case "recursion": return as_told(prompt, response)
+        case "recursion": return as_told(prompt, rollout)
     return 1.0
 
-def noted(prompt, response):
+def noted(prompt, rollout):
     with open(prompt.record["notes"], "a") as notes:
-        print(os.getpid(), response.text, file=notes)
+        print(os.getpid(), rollout.text, file=notes)
     return 1.0
 
 class Judge:
-    def __call__(self, prompt, response): return 0.25
+    def __call__(self, prompt, rollout): return 0.25
 
 judge = Judge()
 number = 3

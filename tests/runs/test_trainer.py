@@ -202,7 +202,7 @@ def test_callbacks_hear_everything_in_order(task, tmp_path):
 
 def test_a_reward_that_always_fails_is_told_with_its_error(task, tmp_path, caplog):
     """It counts 0, so that the run goes on, and learns nothing."""
-    (tmp_path / "wrong.py").write_text("def wrong(prompt, response):\n    return response['text']\n")
+    (tmp_path / "wrong.py").write_text("def wrong(prompt, rollout):\n    return rollout['text']\n")
     reward = f'rewards.components=[{{"name": "mine", "function": "{tmp_path}/wrong.py:wrong"}}]'
     fit(configure(task, tmp_path / "run", *GVPO, "train.steps=2", "checkpoint.export_hf=false", reward))
     [said] = [r.getMessage() for r in caplog.records if "rewards.components" in r.getMessage()]

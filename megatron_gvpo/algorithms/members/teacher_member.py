@@ -48,7 +48,7 @@ class Teacher(Member):
         if not chosen:
             return list(groups)
         texts = sampling.texts(self.function, [groups[g] for g in chosen], self.n, self.options)
-        guests = [
+        taught = [
             Group(
                 groups[g].prompt,
                 [
@@ -58,8 +58,8 @@ class Teacher(Member):
             )
             for g, given in zip(chosen, texts, strict=True)
         ]
-        sampling.score(guests)
+        sampling.score(taught)
         joined = list(groups)
-        for g, guest in zip(chosen, guests, strict=True):
-            joined[g] = replace(groups[g], rollouts=[*groups[g].rollouts, *guest.rollouts])
+        for g, given in zip(chosen, taught, strict=True):
+            joined[g] = replace(groups[g], rollouts=[*groups[g].rollouts, *given.rollouts])
         return joined
