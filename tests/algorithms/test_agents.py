@@ -22,7 +22,7 @@ from megatron_gvpo.types import Group, Prompt, Rollout
 
 
 class Scripted(Asked):
-    """Answers by the first key that a prompt's text has, one text after the other."""
+    """Engine that answers a prompt by the first key found in its text, and takes that key's texts in turn."""
 
     def __init__(self, script: dict[str, list[tuple[str, float]]], step: int = 1) -> None:
         super().__init__(step)
@@ -49,7 +49,9 @@ def test_hill_vector():
 
 
 def test_hill_rewards_hints_and_trains_the_best_ones_group():
-    """Of four hints one is empty, one gives the answer (2) away, one brings 1 of 4, one none."""
+    """Four hints: one is empty, one gives the answer (2) away, one leads to 1 right response of 4, one to
+    none.
+    """
     script = {
         "Hint: think": [("right", 1.0), ("no", 0.0), ("no", 0.0), ("no", 0.0)],
         "Hint: guess": [("no", 0.0)],
@@ -184,7 +186,7 @@ def test_arise_gates_and_judges():
 
 
 class Scored(Scripted):
-    """Likes skills by their one letter: softmax 0.2, 0.5 and 0.3."""
+    """Engine whose log-probs prefer skills by their one letter: the softmax is 0.2, 0.5 and 0.3."""
 
     def mean_logp(self, prompts, responses):
         return [math.log({"a": 0.2, "b": 0.5, "c": 0.3}[chr(ids[0])]) for ids in responses]
@@ -200,7 +202,7 @@ def test_arise_takes_the_likeliest_skill_or_explores(explore, used):
 
 
 def role_rows():
-    """Tokens 8 and 9 begin and end a sub-agent; the third response has none."""
+    """Rows in which tokens 8 and 9 open and close a sub-agent; the third response has no sub-agent."""
     rows = make_rows([[1, 0, 0, 1]], lengths=[6, 5, 3, 7])
     ids = [(1, 8, 2, 9, 3, 3), (8, 9, 1, 8, 2), (1, 1, 1), (8, 2, 9, 8, 9, 8, 9)]
     return replace(rows, response_ids=ids, component_n={"local": torch.tensor([0.5, 1.0, 0.0, 0.0])})

@@ -1,4 +1,4 @@
-"""When a sampled batch is trained on, and what waits for the next."""
+"""A batch policy decides when a sampled batch is trained on, and which groups wait for the next one."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_validity_is_decided_in_fp32_as_in_training():
 
 
 def test_dapo_looks_for_a_signal_in_accuracy_and_not_in_length():
-    """All are wrong; what differs is the punishment of length, a shaper's."""
+    """All responses are wrong and differ only in a shaper's length penalty, which is no signal."""
     policy = AlgorithmConfig.model_validate("dapo").batch_policy.build(1)
     wrong, mixed = make_group([0.0, -1.0]), make_group([1.0, -1.0])
     for group, accuracy in ((wrong, [0, 0]), (mixed, [1, 0])):

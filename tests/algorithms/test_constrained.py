@@ -30,7 +30,7 @@ def constrained(values: list[list[float]]):
 
 
 def test_fgrpo_multipliers_rise_by_the_rate_times_what_is_missing():
-    """The catalogue's vector: mean c = 0.5, tau = 0.9, rate 0.01: 0.004 a step."""
+    """Values of the catalogue: mean c = 0.5, tau = 0.9, rate 0.01 raise the multiplier by 0.004 a step."""
     block = LagrangianEstimator(constraints={"format": 0.9})
     running = block.build()
     rows = constrained([[1, 1, 0, 0], [0, 1, 0, 1]])
@@ -56,7 +56,9 @@ def test_fgrpo_multipliers_rise_by_the_rate_times_what_is_missing():
 
 
 def test_care_bonus_goes_to_right_answers_that_follow():
-    """p of the answers 0.9, 0.5 and 0.95 (capped), of the wrong one 0.99: mean 0.7833, slack 0.01."""
+    """Answer probabilities are 0.9, 0.5, 0.95 (capped) and 0.99 (wrong): the mean is 0.7833 and the slack
+    0.01.
+    """
     rows = make_rows([[1, 1, 1, 0]], lengths=[3, 3, 3, 3])
     likely = [0.9, 0.5, 0.999, 0.99]
     ref_r = torch.tensor([[-9.0, math.log(p), math.log(p)] for p in likely]).flatten()
@@ -72,7 +74,7 @@ def test_care_bonus_goes_to_right_answers_that_follow():
 
 
 def test_care_asks_how_likely_the_answer_is_and_not_what_closes_it():
-    """8 opens an answer, 9 closes it, 0 ends the response; the last response is cut off."""
+    """Token 8 opens an answer, 9 closes it, 0 ends the response; the last response is cut off."""
     rows = make_rows([[1, 1, 1, 1]], lengths=[4, 3, 4, 2])
     sure, half = math.log(0.99), math.log(0.5)
     ref_r = torch.tensor([-9, half, sure, sure, -9, half, sure, half, half, -9, half, -9, half])
@@ -91,7 +93,7 @@ def test_care_needs_accuracy_not_below_the_groups_mean():
 
 
 def test_paraphrases_should_carry_as_much_information():
-    """Surprisals 1, 2 and 3 for one question, 9 for another: mean 2 for the first."""
+    """The first question has surprisals 1, 2 and 3 (mean 2), the other one 9."""
     a = make_group([1, 0], "a", logprobs=[-1.0, -2.0], record={"topic": 1})
     b = make_group([1], "b", logprobs=[-3.0], record={"topic": 1})
     alone = make_group([1], "c", logprobs=[-9.0])
@@ -103,7 +105,7 @@ def test_paraphrases_should_carry_as_much_information():
 
 
 def test_rankings_are_judged_by_ndcg_alignment_and_format():
-    """Relevance 3, 0, 1: the ideal order is 1, 3, 2."""
+    """The relevances are 3, 0 and 1, so the ideal order is 1, 3, 2."""
     prompt = Prompt("p", (1,), "p", record={"relevance": [3, 0, 1]})
 
     def said(text: str) -> Rollout:
@@ -135,7 +137,9 @@ def test_a_prior_may_be_a_function_of_the_users():
 
 
 def test_v05_draws_one_more_while_it_is_worth_it():
-    """Prior 0.5 (0 of -1..1). All right: D = 1 - 1/k; half right: nothing is apart, and 4 are enough."""
+    """With prior 0.5 (0 of -1..1): all right gives D = 1 - 1/k; half right tells nothing apart, and 4
+    suffice.
+    """
     assert expected_drop(1.0, 4) == pytest.approx(0.75 / 4 - 0.75 / 4.75)
     assert expected_drop(0.2, 4) == 0
     right, even = (
@@ -152,7 +156,7 @@ def test_v05_draws_one_more_while_it_is_worth_it():
 
 
 def test_v05s_prior_is_on_the_scale_of_its_rewards():
-    """Rewards 0 and 1 become -1 and 1, and with them what the tracker expects."""
+    """Rewards 0 and 1 become -1 and 1, and the tracker's expectation is scaled in the same way."""
     algorithm = AlgorithmConfig.model_validate("v05")
     (group,) = algorithm.shapers[0]([replace(make_group([1, 0]), prior=0.75)], 1)
     assert rewards_of(group) == [1, -1] and group.prior == 0.5
@@ -160,7 +164,7 @@ def test_v05s_prior_is_on_the_scale_of_its_rewards():
 
 
 def test_a_golden_answer_may_be_free_of_clipping():
-    """GCPO's open choice: the ratio of given solutions is clipped like any other's, or never."""
+    """GCPO leaves it open: the ratio of a given solution is clipped like any other, or never."""
     rows = make_rows([[1, 0]], lengths=[1, 1]).with_columns(
         advantage_n=torch.tensor([1.0, 1.0]),
         demonstration_n=torch.tensor([True, False]),

@@ -52,7 +52,7 @@ def test_gpg_alpha_of_tokens():
 
 @pytest.mark.parametrize(("age", "alpha"), [("sample", 3 / 2), ("token", 10 / 5)])
 def test_gpg_alpha_counts_only_what_is_trained(age, alpha):
-    """The masked response of the group without signal is in no mean of the loss's."""
+    """The masked response belongs to the group without signal, and no mean of the loss counts it."""
     rows = make_rows([[1, 0], [0, 0]], lengths=[2, 3, 5, 7])
     rows = rows.with_columns(trained_n=torch.tensor([True, True, True, False]))
     _, metrics = Estimator(age=age)(rows)
@@ -63,7 +63,9 @@ def test_gpg_alpha_counts_only_what_is_trained(age, alpha):
 @pytest.mark.parametrize("scale", ["none", "group_std", "batch_std"])
 @pytest.mark.parametrize("baseline", ["mean", "loo"])
 def test_no_signal_gives_exactly_zero(baseline, scale, age):
-    """Also where fp32 means round (0.1 x 7), for a group of one, and where no group at all has a signal."""
+    """The advantage is 0 even where fp32 means round (0.1 x 7), for a group of one, and if no group has a
+    signal.
+    """
     values = advantages([[0.1] * 7, [1 / 3] * 3, [5.0], [1e6] * 3], baseline=baseline, scale=scale, age=age)
     assert values == [0.0] * 14
 

@@ -169,7 +169,9 @@ def test_tempo_vector():
 
 
 def test_tempo_changes_add_up_to_what_a_response_is_worth():
-    """From the root's mean to the reward, where a response ends alone; one inside another ends on a mean."""
+    """Changes go from the root's mean to the reward of a response that ends alone, or to a mean for one
+    inside another.
+    """
     responses = [(1, 2, 3), (1, 2, 4), (1, 2), (7,)]
     rewards = [1.0, 0.0, 0.5, 3.0]
     changes = value_changes(responses, rewards)
@@ -255,7 +257,7 @@ def test_rank_grpo_gives_every_item_its_own_advantage():
 
 
 def test_rank_grpo_judges_the_end_of_a_list_by_its_length():
-    """Of 3 items: 3 with the end in the last, 2, 3 and a line too many, and a truncated one."""
+    """Lists of 3 items: 3 with the end in the last, 2, 3 and a line too many, and a truncated one."""
     rows = make_rows([[0, 0, 0, 0, 0]], lengths=[6, 4, 7, 3, 0])
     rows.response_ids = [(8, 0, 8, 0, 8, 9), (8, 0, 8, 9), (8, 0, 8, 0, 8, 0, 9), (8, 0, 8), ()]
     flat = dict.fromkeys(("rank_1", "rank_2", "rank_3"), torch.zeros(5))
@@ -305,7 +307,7 @@ def filled_rows(groups: list[list[float]]) -> TrainBatch:
 @settings(deadline=None, max_examples=30)
 @given(groups=GROUPS, rng=st.randoms(use_true_random=False))
 def test_estimators_are_finite_and_do_not_know_the_order_of_rows(block, groups, rng):
-    """Ragged groups, groups of one and groups without differences among them."""
+    """Groups are ragged, of one row, or without differences in reward."""
     rows = filled_rows(groups)
     advantage, _ = block(rows)
     assert torch.isfinite(advantage).all()

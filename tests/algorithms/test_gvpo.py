@@ -1,6 +1,6 @@
 """GVPO's forms, norms and ablations against the paper's formulas, without a model.
 
-The minimiser of the loss: test_gvpo_theorem.py. The loss on real ranks: test_gradient_invariance.py.
+test_gvpo_theorem.py tests the minimiser of the loss, test_gradient_invariance.py the loss on real ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_gvpo.types import BatchTotals, TrainBatch
 
 
 def gvpo_vector() -> tuple[TrainBatch, torch.Tensor]:
-    """R, l and l' of the worked example, each sequence of one token."""
+    """R, l and l' of the worked example, in which each sequence has one token."""
     rows = make_rows([[1, 0, 0, 1]], lengths=[1] * 4)
     rows = rows.with_columns(ref_logp_r=torch.tensor([-10.5, -11.5, -11.0, -9.5]))
     return rows, torch.tensor([-10.0, -12.0, -11.0, -9.0])
@@ -93,9 +93,9 @@ def test_gvpo_without_drift_is_reinforce_with_group_baseline():
 
 
 def test_gvpo_keeps_precision_on_long_sequences():
-    """l and l' are sums over 30,000 tokens, their difference is small: difference first, then the sum.
+    """l and l' are sums over 30,000 tokens with a small difference: the code subtracts first, then sums.
 
-    The other way round, these fp32 sums would give a drift of 0.24 for 3.0.
+    In the other order these fp32 sums would give a drift of 0.24 instead of 3.0.
     """
     rows = make_rows([[0, 0]], lengths=[30_000, 30_000])
     ref_r = torch.full((60_000,), -1.0)

@@ -1,8 +1,9 @@
 """GVPO's theorem on a tabular softmax policy: the minimiser is pi_ref * exp(R / beta) / Z.
 
-One prompt, V responses of one token. The population loss of eq. 9 under a sampler pi_s with rational
-probabilities c_v / k is the loss of one group of k rows that holds response v exactly c_v times, under
-norm "k": its group means are expectations under pi_s. So the class that trains models is what is minimised.
+The problem has one prompt and V responses of one token. Under a sampler pi_s with rational probabilities c_v
+/ k, the population loss of eq. 9 equals the loss (norm "k") of one group of k rows that holds response v
+exactly c_v times, because its group means are expectations under pi_s. So the tests minimise the same class
+that trains models.
 """
 
 from collections.abc import Callable
@@ -26,7 +27,7 @@ def distribution(counts: list[int]) -> Tensor:
 
 
 def make_rows(responses: list[list[int]], reward: Tensor, reference: Tensor) -> TrainBatch:
-    """One group per list of responses."""
+    """Rows with one group for each list of responses."""
     flat = torch.tensor([v for group in responses for v in group])
     return TrainBatch(
         prompt_ids=[(0,)] * len(flat),
@@ -39,7 +40,7 @@ def make_rows(responses: list[list[int]], reward: Tensor, reference: Tensor) -> 
 
 
 def minimise(loss: Callable[[Tensor], Tensor], seed: int) -> Tensor:
-    """The policy at the minimum of a function of its log-probs [V], from random logits."""
+    """The policy that minimises a function of its log-probs [V], from random logits."""
     generator = torch.Generator().manual_seed(seed)
     logits = (2 * torch.randn(V, dtype=torch.float64, generator=generator)).requires_grad_()
     optimizer = torch.optim.LBFGS(
@@ -73,7 +74,7 @@ FORGETFUL = (REWARD / BETA).softmax(0)  # the optimum under a uniform reference
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("counts", SAMPLERS.values(), ids=SAMPLERS)
 def test_minimiser_is_the_kl_constrained_optimum_under_any_sampler(counts, seed):
-    """Theorems 3.1 and 3.2."""
+    """Theorems 3.1 and 3.2 of the paper."""
     for form in ("mse", "variance"):
         policy = minimise(population_loss(GVPO(beta=BETA, norm="k", form=form), counts), seed)
         assert kl(policy, OPTIMUM) < 1e-6
@@ -102,7 +103,7 @@ def test_without_var_nothing_holds_the_policy_back():
 
 @pytest.mark.parametrize("counts", SAMPLERS.values(), ids=SAMPLERS)
 def test_uncentred_regression_finds_neither(counts):
-    """(beta d - R)^2 without group means, which would need log Z (section 3.4)."""
+    """The loss (beta d - R)^2 without group means would need log Z (section 3.4)."""
     weights, reference = distribution(counts), distribution(REFERENCE)
     policy = minimise(
         lambda logp_v: (weights * (BETA * (logp_v - reference.log()) - REWARD) ** 2).sum(), seed=0

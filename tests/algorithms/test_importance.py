@@ -1,6 +1,6 @@
 """Truncated importance weights against their formula in fp64, one token at a time.
 
-On real ranks: test_gradient_invariance.py.
+test_gradient_invariance.py tests them on real ranks.
 """
 
 from __future__ import annotations

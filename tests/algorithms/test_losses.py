@@ -1,4 +1,6 @@
-"""What the trainer counts on in every loss: shares that add up, and what each says of itself."""
+"""Every loss keeps the promises that the trainer relies on: its shares add up, and its declarations are
+true.
+"""
 
 from __future__ import annotations
 
@@ -73,8 +75,9 @@ def test_shares_add_up_over_any_split_by_groups(loss):
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 def test_surrogate_of_fixed_weights_has_the_gradient_of_the_loss(loss):
-    """sum(w * logp) over single sequences, groups split, against the loss on whole groups: for parameters
-    behind the log-probs, not only for the log-probs."""
+    """sum(w * logp) over single sequences, with groups split, has the gradient of the loss on whole groups,
+    for the parameters behind the log-probs as well.
+    """
     rows = make_rows([[1, 0, 0, 1], [0.5, 0.5, 0.5], [1, -3]])
     totals = BatchTotals.of(rows)
     theta = torch.randn(7, requires_grad=True, generator=torch.Generator().manual_seed(3))
@@ -131,7 +134,7 @@ def test_dual_clip_bounds_what_a_bad_response_costs():
 
 
 def test_disco_holds_the_policy_by_the_kl_of_the_whole_step():
-    """Not of a micro-batch: so a loss that `couples_step` is only ever called with all rows."""
+    """A loss with `couples_step` is only called with all rows of a step, never with a micro-batch."""
     rows = make_rows([[1, 0, 0, 1], [0.5, 0.5, 0.5]])
     totals = BatchTotals.of(rows)
     logp_r = (rows.old_logp_r - 0.3).requires_grad_()  # KL = 0.3

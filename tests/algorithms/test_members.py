@@ -1,4 +1,4 @@
-"""Who joins a group: replayed responses, demonstrations, responses to hints."""
+"""Members that join a group: replayed responses, demonstrations, responses to hints."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron_gvpo.types import BatchTotals, Group, Prompt, Rollout, TrainBatch
 
 
 class Asked:
-    """An engine that answers by script: a prompt's responses are right if its text holds `answer`."""
+    """Engine that answers by script: responses are right if the prompt's text holds `answer`."""
 
     def __init__(self, step: int = 1, answer: str = "strong") -> None:
         self.step, self.seed, self.answer, self.longest_prompt = step, 5, answer, 6
@@ -53,7 +53,7 @@ class Asked:
         return load_function(function)(groups, n, **options)
 
     def mean_logp(self, prompts, responses):
-        """The longer the prompt's text, the likelier."""
+        """Mean log-probs that rise with the length of the prompt's text."""
         return [-1.0 + 0.01 * len(prompt.text) for prompt in prompts]
 
     def score(self, groups: list[Group]) -> None:
@@ -176,7 +176,9 @@ def test_hints_that_mean_nothing(options, said):
 
 
 def test_a_serial_group_leaves_its_thought_early():
-    """A prompt of 2 tokens, an inducer of 1, room for 6: no exit behind the third token of the thought."""
+    """With a prompt of 2 tokens, an inducer of 1 and room for 6, no exit lies behind the thought's third
+    token.
+    """
     group = make_group([0.5], lengths=[9])
     thought = group.rollouts[0]
     (serial,) = Exits(count=5, inducer="!")([group], asked := Asked())
@@ -199,7 +201,7 @@ def test_a_serial_group_leaves_the_thinking_and_not_the_answer():
 
 
 def append(groups, n, suffix="?"):
-    """A teacher that goes on where the best response ended."""
+    """Teacher that continues the best response."""
     return [[group.rollouts[0].text + suffix] * n for group in groups]
 
 
@@ -216,7 +218,7 @@ def test_a_teacher_joins_scored_like_the_others():
 
 
 def test_a_chat_model_is_asked_over_http():
-    """A server that answers by the model it is asked for; then one that is not there."""
+    """The server answers by the name of the model; the second request meets no server."""
     said, answers = [], {"grader": "7 of 10", "judge": "B, not A", "mute": "?"}
 
     class Handler(BaseHTTPRequestHandler):

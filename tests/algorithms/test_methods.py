@@ -1,4 +1,6 @@
-"""What a user sees of the methods: the list, one composition, the documentation, and methods of their own."""
+"""The methods as users meet them: the list, one recipe in full, the documentation, and methods of their
+own.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Policy gradients with and without clipped ratios, GPG's correction and the likelihood, without a model.
 
-The losses on real ranks: test_gradient_invariance.py.
+test_gradient_invariance.py tests these losses on real ranks.
 """
 
 from __future__ import annotations
@@ -78,11 +78,11 @@ def test_nll_weighs_every_token_alike():
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize(("age", "aggregation"), [("sample", "sequence_mean"), ("token", "token_mean")])
 def test_gpg_correction_is_the_mean_over_valid_samples(age, aggregation, ranks, accumulation):
-    """Appendix A: whatever the ranks and micro-batches hold, the step's gradient is that of valid samples.
+    """Appendix A: however ranks and micro-batches divide the step, its gradient is that of the valid samples.
 
-    Rank 0 has no valid group of its four ranks' 8, the others unequally many. The expected value is the
-    plain mean over valid samples (tokens) alone. The paper's identity, alpha times the average of the
-    ranks' own means, is checked beside it where it holds: for means over samples.
+    Rank 0 of four has no valid group, the others have different numbers of them. The expected value is the
+    plain mean over valid samples (or tokens). The paper's identity, alpha times the average of the ranks' own
+    means, is also checked where it holds: for means over samples.
     """
     rewards = [[0, 0], [1, 1], [1, 0], [0.5, 0.5], [1, 0], [0, 2], [1, 3], [0, 0]]
     rows = make_rows(rewards)

@@ -1,4 +1,4 @@
-"""The recipes that come with the package."""
+"""The recipes of the package."""
 
 from __future__ import annotations
 
@@ -84,7 +84,9 @@ def test_a_member_may_be_all_that_reads_the_prior():
 
 
 def test_weighted_grpo_weighs_what_is_wrong_after_the_normalisation():
-    """One of 8 right, seven of 8 right: std sqrt(1/8). As a reward, -lambda would be normalised away."""
+    """One of 8 right and seven of 8 right have std sqrt(1/8). As a reward, -lambda would be normalised
+    away.
+    """
     recipe = AlgorithmConfig.model_validate("weighted_grpo")
     groups = [make_group([1] + [0] * 7, "hard"), make_group([1] * 7 + [0], "easy")]
     for shaper in recipe.shapers:

@@ -1,4 +1,6 @@
-"""The losses of GRPO's relatives against their papers' formulas; what all losses share: test_losses.py."""
+"""The losses of GRPO's relatives against their papers' formulas. test_losses.py tests what all losses
+share.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,7 @@ def test_dpo_of_all_pairs_is_their_mean():
 
 
 def scored(scores: list[float], rewards: list[float], lengths: list[int]) -> tuple[TrainBatch, torch.Tensor]:
-    """Rows whose mean log-prob a token is `scores`, under the old policy as well."""
+    """Rows whose mean log-prob per token is `scores`, under the old policy as well."""
     rows = make_rows([rewards], lengths=lengths)
     logp_r = torch.tensor(scores)[rows.seq_r]
     return rows.with_columns(old_logp_r=logp_r), logp_r

@@ -50,7 +50,7 @@ def test_unlikeliness_vector():
 
 
 def test_short_right_answers_of_the_best_groups():
-    """sigmoid(1) = 0.731059; the second group is not among the best half."""
+    """sigmoid(1) = 0.731059; the second group is not in the best half."""
     good, poor = make_group([1, 1, 0], lengths=[10, 20, 5]), make_group([1, 0, 0], lengths=[9, 9, 9])
     expected = [pytest.approx([1 - 0.6 * 0.268941, 1 - 0.6 * 0.731059, 0], abs=1e-5), [1, 0, 0]]
     assert shaped(ShortRight(top=0.5), good, poor) == expected
@@ -161,7 +161,7 @@ def test_a_shaper_of_the_users_that_fails_is_named(tmp_path, body, said):
 
 
 def test_shapers_that_leave_nothing_for_long_end_the_run():
-    """Batches in a row: one of which something is left begins the count anew."""
+    """Only empty batches in a row count: a batch that keeps a response resets the count."""
     shapers = sampling.Shapers([Drop(), Keep(right=0.9)], limit=2)
     equal, low, good = make_group([1, 1]), make_group([0, 0.5]), make_group([1, 0])
     assert [shapers([group], 1) for group in (equal, good, low)] == [[], [make_group([1])], []]
@@ -214,7 +214,9 @@ def test_knapsack_vectors_and_budget():
 
 
 def test_knapsack_gives_nobody_more_than_the_most():
-    """What nobody gains from goes to the prompt that never succeeded, up to the limit, then to the others."""
+    """Responses that gain nothing go to the prompt that never succeeded, up to the limit, then to the
+    others.
+    """
     given = Knapsack(low=2, high=12).shares([1.0, 1.0, 1.0, 0.0], 8)
     assert given == [7, 7, 6, 12]
     assert Knapsack(low=2, high=5).shares([1.0, 0.5], 8) == [5, 5], "more than all may have is not sampled"
@@ -232,7 +234,7 @@ def test_knapsack_is_optimal_where_all_can_be_tried():
 
 
 def test_spo_is_unsure_of_what_it_saw_once():
-    """One right response is no certainty: v is the tracker's, and the prompt is drawn again."""
+    """One right response is no certainty: v is the tracker's estimate, and the prompt is drawn again."""
     rule = Tracker(weight=8)
     counts = rule.updated(rule.start, [1.0])
     v, weight = rule.posterior(counts), sum(counts)
@@ -263,7 +265,7 @@ def test_success_rates_weigh_prompts_as_gpgs_code_does():
 
 
 def test_spo_tracker_vector():
-    """alpha = beta = 4 at first, and both are forgotten by half the square root of 2: v = 0.575111."""
+    """alpha and beta start at 4 and decay by half the square root of 2, which gives v = 0.575111."""
     rule = Tracker(decay=2**-0.5, weight=8, expected=0.5)
     counts = rule.updated(rule.start, [1.0])
     assert rule.posterior(counts) == pytest.approx(0.575111, abs=1e-6)

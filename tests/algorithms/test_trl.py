@@ -1,8 +1,8 @@
 """Losses and gradients against TRL's own code, on the same log-probs, advantages, lengths and references.
 
-TRL runs in an environment of its own (benchmarks/step_vs_trl.py makes it, in the user's cache, once), because
-what it needs would change what the package is tested with. Advantages are ours on both sides: TRL takes them
-as inputs; test_estimators.py and test_family.py have their numbers.
+TRL runs in an environment of its own, because its requirements would change the versions that the package is
+tested with; benchmarks/step_vs_trl.py builds it once in the user's cache. TRL takes our advantages as inputs;
+test_estimators.py and test_family.py test those.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def padded(rows: TrainBatch, value_r: torch.Tensor) -> torch.Tensor:
 
 
 def pairs(rows: TrainBatch) -> list[int]:
-    """Best rows, then worst rows, of the groups that have both."""
+    """Indices of the best rows, then of the worst rows, of the groups that have both."""
     chosen, rejected = [], []
     for g in rows.group_n.unique().tolist():
         members = (rows.group_n == g).nonzero().flatten().tolist()
@@ -79,8 +79,8 @@ def pairs(rows: TrainBatch) -> list[int]:
 def given(name: str) -> tuple[TrainBatch, torch.Tensor]:
     """Rows with the advantages of a method, and the policy's log-probs.
 
-    RLOO's policy is the one that sampled: TRL, unlike the paper, clips ratios of whole sequences, whose
-    gradient is REINFORCE's there and only there.
+    For RLOO the policy is the one that sampled: TRL, unlike the paper, clips the ratios of whole sequences,
+    and only there is their gradient that of REINFORCE.
     """
     rows, logp_r = material()
     estimator = OURS[name][1]

@@ -22,7 +22,7 @@ def test_students_quantile_is_scipys(freedom, alpha):
 
 
 def test_a_round_goes_where_it_narrows_the_mean_most():
-    """Each by scipy's quantiles; alike, alternating, rare and lone rewards."""
+    """Scipy's quantiles give the expected order, for equal, alternating, rare and single rewards."""
     rewards = [[0] * 4, [1, 0, 1, 0], [0] * 7 + [1], [1], [0, 1]]
     explore, total = 0.2, sum(map(len, rewards))
 
@@ -51,7 +51,9 @@ def test_without_a_bonus_only_what_is_unsure_is_explored():
 
 
 def test_rounds_look_at_what_the_one_before_found():
-    """The strong prompt's answers are all right, the weak one's all wrong: it is left when it is sure."""
+    """The strong prompt's answers are all right, the weak one's all wrong; a prompt is left once its mean is
+    certain.
+    """
     strong, weak = make_group([1, 0], "strong"), make_group([0, 0], "weak")
     sampling = Asked()
     grown, kept = Rounds(rounds=2, extra=2, explore=0)([strong, weak], sampling)

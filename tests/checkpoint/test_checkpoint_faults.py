@@ -24,7 +24,9 @@ pytestmark = pytest.mark.usefixtures("leave_the_process_group")
 
 
 class FullDisk(Callback):
-    """From a checkpoint on, no file may grow beyond 1 MB: a checkpoint does, metrics do not."""
+    """From some checkpoint on, no file may grow beyond 1 MB: checkpoints are larger than that, metrics are
+    not.
+    """
 
     def __enter__(self):
         self.limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -56,7 +58,7 @@ def test_a_disk_full_while_saving_leaves_the_previous_checkpoint(task, tmp_path,
 
 
 def test_a_disk_full_while_saving_in_the_background_is_reported(task, tmp_path):
-    """Before the next update, and the previous checkpoint stays."""
+    """The error comes before the next update, and the previous checkpoint stays."""
 
     class FullLater(FullDisk):
         def on_step(self, trainer, step, metrics):

@@ -1,4 +1,4 @@
-"""`megatron-gvpo convert`: there and back again, byte for byte; a run's checkpoint; what it refuses."""
+"""`megatron-gvpo convert`: a round trip byte for byte, a run's checkpoint, and refused input."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A run saved under one layout goes on under another as if nothing had happened, on real megatron-core.
+"""A run saved under one layout continues under another as if nothing had happened, on real megatron-core.
 
-Adam's moments, its step, the masters and the schedule must all arrive: with moments lost, or a step that
-is counted once for every parameter, the next updates differ by a good part of the learning rate. What is
-compared bit by bit is gathered by the export to Hugging Face names, not by the code that saves.
+Adam's moments, its step, the master weights and the schedule must all arrive. With lost moments, or a step
+that is counted once for every parameter, the next updates differ by a good part of the learning rate. Tensors
+that are compared bit by bit are gathered by the export to Hugging Face names, not by the code that saves.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(place: Path) -> Path:
-    """One launch of the layouts that save and one of those that go on, for each number of ranks."""
+    """Results of one launch, which runs the layouts that save and those that continue, by number of ranks."""
     cases = {model: case_of(model, place) for model, _ in MOVES}
     saves = [(source, source, cases[model]) for model, source in MOVES]
     moves = [(layout, source, cases[model]) for (model, source), to in MOVES.items() for layout in to]
@@ -116,7 +116,7 @@ def test_a_kill_at_any_instant_of_saving_a_step_again_leaves_one_of_the_two(plac
 
 
 def test_a_rank_that_fails_alone_is_heard_of_by_all(place: Path) -> None:
-    """With its own error, where the others would have waited for it; and what was on disk stays."""
+    """All ranks raise its error where they would have waited for it, and the files on disk stay."""
     ema = {"recipe": "gvpo", "loss": {"reference": {"name": "ema", "decay": 0.9}}}
     torch.save(replace(case_of("untied", place), algorithm=ema), place / "case.pt")
     launch("checkpoint_worker:fails_on_one_rank", [2], str(place))
@@ -135,7 +135,7 @@ def test_a_rank_that_fails_alone_is_heard_of_by_all(place: Path) -> None:
 
 
 def test_saving_in_the_background_holds_no_copy_of_the_optimizer(place: Path) -> None:
-    """The peak rises by some files' worth, of 8 MiB each here. A copy of the optimizer would be 130 MiB."""
+    """Peak memory rises by a few files of 8 MiB. A copy of the optimizer would take 130 MiB."""
     torch.manual_seed(0)
     wide = {"vocab_size": 8192, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8}
     config = transformers.Qwen2Config(**{**reference._COMMON, **wide})

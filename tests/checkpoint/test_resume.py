@@ -1,5 +1,5 @@
-"""A resumed run equals an uninterrupted one exactly: every metric that the clock did not write, and every bit
-of the weights.
+"""A resumed run equals an uninterrupted one exactly, in every bit of the weights and every metric but the
+times.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def test_resume_on_two_ranks(task, tmp_path):
 
 
 def test_an_interrupt_before_the_first_step(task, tmp_path, finished, monkeypatch):
-    """The workers' start is part of start-up: nothing has been trained, and the run can be resumed."""
+    """Starting the workers is part of start-up: nothing has been trained yet, and the run can be resumed."""
     monkeypatch.setenv("SIGNAL_WHILE_LOADING", "1")
     stopped = fit(configure(task, tmp_path, *GVPO))
     assert stopped.step == 0
@@ -95,7 +95,9 @@ def test_an_interrupt_before_the_first_step(task, tmp_path, finished, monkeypatc
 
 
 def test_rewards_that_end_with_the_job_are_not_counted(task, tmp_path):
-    """Slurm ends every process of a job, and what a reward runs with it: that says nothing of a policy."""
+    """Slurm ends every process of a job, reward subprocesses too; their failure says nothing about the
+    policy.
+    """
     whole, parts, every_step = tmp_path / "whole", tmp_path / "parts", ("checkpoint.every=1", "eval.every=0")
     fit(configure(task, whole, *GVPO, *every_step))
     killed = reward_options(task, signal_in=3, killed=True)

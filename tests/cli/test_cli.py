@@ -39,7 +39,7 @@ def overrides(*given: str) -> Callable[[Path, Path], list[str]]:
 
 
 def damaged_model(pattern: str, bytes_left: int | None) -> Callable[[Path, Path], list[str]]:
-    """A copy of the model whose files of such names are cut off, or (None) are not there."""
+    """A copy of the model in which files with these names are cut off, or missing (None)."""
 
     def make(task: Path, place: Path) -> list[str]:
         shutil.copytree(task / "model", place / "model")
@@ -54,7 +54,7 @@ def damaged_model(pattern: str, bytes_left: int | None) -> Callable[[Path, Path]
 
 
 def incomplete_model(task: Path, place: Path) -> list[str]:
-    """A copy of the model whose index names a file that is not there."""
+    """A copy of the model whose index names a file that does not exist."""
     shutil.copytree(task / "model", place / "model")
     index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
     (place / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -62,7 +62,7 @@ def incomplete_model(task: Path, place: Path) -> list[str]:
 
 
 def changed_model(file: str, **changes: object) -> Callable[[Path, Path], list[str]]:
-    """A copy of the model with keys of a JSON file changed, or (None) removed."""
+    """A copy of the model with changed or removed (None) keys of a JSON file."""
 
     def make(task: Path, place: Path) -> list[str]:
         shutil.copytree(task / "model", place / "model")
@@ -158,7 +158,7 @@ def test_wrong_input_is_named_and_destroys_nothing(task, tmp_path, capfd, case):
 
 @pytest.mark.parametrize(("name", "said"), [("none.py", "there is no file"), ("broken.py", "SyntaxError")])
 def test_a_reward_is_looked_for_before_anything_is_loaded(task, tmp_path, capsys, monkeypatch, name, said):
-    """With a large model, its worker, which imports it, would say so minutes later."""
+    """Otherwise a large model would be loaded for minutes before the reward worker fails to import it."""
     monkeypatch.setitem(sys.modules, "megatron_gvpo.trainer", None)
     (tmp_path / "broken.py").write_text("def mine(prompt, response:\n")
     reward = f'rewards.components=[{{"name": "mine", "function": "{tmp_path}/{name}:mine"}}]'
@@ -190,7 +190,9 @@ def test_wrong_use_of_a_command(task, tmp_path, capsys):
 
 
 def test_what_lies_where_a_run_would_write_is_not_removed_unasked(task, tmp_path, capsys):
-    """Neither what may be somebody else's, nor, even when asked, what the run itself reads."""
+    """A run keeps files that may be someone else's, and, even with --overwrite, the files that it reads
+    itself.
+    """
     config, out = str(task / "run.yaml"), f"output_dir={tmp_path}"
     shutil.copytree(task / "model", tmp_path / "hf")
     assert main(["train", config, out]) == 2
@@ -204,7 +206,7 @@ def test_what_lies_where_a_run_would_write_is_not_removed_unasked(task, tmp_path
 
 
 def test_what_one_node_lacks_is_said_by_its_first_rank(task, tmp_path, capsys, monkeypatch):
-    """Of two nodes with 8 ranks: the file systems of two nodes may differ."""
+    """Two nodes with 8 ranks each may have different file systems."""
     given = ["train", str(task / "run.yaml"), f"output_dir={tmp_path}", "model.path=/none"]
     monkeypatch.setenv("WORLD_SIZE", "16")
     for rank, local_rank in ((8, 0), (9, 1)):
@@ -283,7 +285,7 @@ def test_a_disk_full_while_logging_is_said_once_and_costs_no_checkpoint(task, tm
 
 
 def handles_sigterm(process: psutil.Process) -> bool:
-    """Whether it has a handler: it has read its command line, and has still to import nearly everything."""
+    """True once the process has a handler: it has read its command line, and imported almost nothing yet."""
     (caught,) = re.findall(r"SigCgt:\s+(\w+)", Path(f"/proc/{process.pid}/status").read_text())
     return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
 
@@ -312,7 +314,7 @@ def init(**_):
 
 
 def test_a_rank_that_raises_ends_the_others(task, tmp_path):
-    """What a library has left for the end, here a stand-in for a logger's, could wait for them."""
+    """Exit handlers of a library, here a stand-in for a logger, could otherwise wait for the other ranks."""
     (tmp_path / "wandb.py").write_text(FAILS)
     given = [str(task / "run.yaml"), f"output_dir={tmp_path / 'run'}", *SHORT, "logging.wandb_project=p"]
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])

@@ -1,4 +1,4 @@
-"""The doctor on this environment, and in real ones where packages are missing or broken."""
+"""The doctor in this environment, and in real environments where packages are missing or broken."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def visit(*paths, code="sys.exit(doctor.main(True))"):
 
 @pytest.fixture
 def bare(tmp_path):
-    """An environment that holds only what the doctor itself needs."""
+    """An environment that holds only the packages that the doctor itself needs."""
     site = tmp_path / "site"
     site.mkdir()
     for name in ("packaging", "rich", "pygments", "markdown_it", "mdurl"):
@@ -88,7 +88,7 @@ def test_missing_packages_are_problems_with_commands(bare):
 
 
 def install(site, name, version):
-    """The metadata of a distribution, as pip leaves it."""
+    """Write the metadata of a distribution, as pip leaves it."""
     info = site / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")

@@ -52,7 +52,7 @@ def test_the_odd_one_out_is_named(checked: Path, fault: str):
 
 
 def torchrun(*command: str) -> subprocess.CompletedProcess[str]:
-    """On two ranks."""
+    """Run a command on two ranks under torchrun."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run([*launcher, *command], capture_output=True, text=True, timeout=300)
     used("torchrun")
@@ -126,7 +126,7 @@ def test_what_is_no_server_is_not_healthy(answer: bytes, urls: list[str]):
 
 
 def test_ranks_that_do_not_meet_say_so_in_a_line():
-    """Nothing listens at that port; the second rank looks for the first."""
+    """Nothing listens at the port where the second rank looks for the first."""
     program = "from megatron_gvpo.cluster import checkup; checkup.PATIENCE = 2.0; checkup.main('.', [], None)"
     done = subprocess.run(
         [sys.executable, "-c", program],

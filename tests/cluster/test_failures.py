@@ -1,4 +1,4 @@
-"""A rank under `megatron_gvpo.cluster.rank`, and what `megatron_gvpo.cluster.failures` says of it."""
+"""A rank under `megatron_gvpo.cluster.rank`, and the summary that `megatron_gvpo.cluster.failures` prints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_gvpo.cluster import failures
 
 
 def run(program: str, place: Path) -> int:
-    """As rank 3; returns the exit code."""
+    """Run as rank 3; returns the exit code."""
     file = place / "program.py"
     file.write_text(program)
     return run_rank(place, str(file))
@@ -33,7 +33,7 @@ FULL_DISK = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, reso
 
 @pytest.mark.parametrize("disk", ["pass", FULL_DISK], ids=["", "full disk"])
 def test_a_rank_that_raises_ends_at_once_and_is_named(disk: str, tmp_path: Path):
-    """At once: what a library has left for the end could wait for the other ranks."""
+    """It does not wait for exit handlers of libraries, which could wait for the other ranks."""
     waits = "import atexit, time; atexit.register(time.sleep, 1000)"
     assert run(f"{waits}\n{disk}\nraise RuntimeError('an error of this rank')", tmp_path) == 1
     said = failures.describe(tmp_path / "logs")
@@ -43,7 +43,7 @@ def test_a_rank_that_raises_ends_at_once_and_is_named(disk: str, tmp_path: Path)
 
 
 def test_a_rank_that_ends_before_it_has_a_log_is_named(tmp_path: Path):
-    """On a node that lacks a file system, or this package: only its torchrun has heard of it."""
+    """Its node lacks a file system, or this package, so only its torchrun knows of the failure."""
     (tmp_path / "rank_00001.log").write_text("the other node's rank, which waits\n")
     environment = {**os.environ, "MEGATRON_GVPO_LOGS": str(tmp_path / "nowhere")}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
@@ -62,7 +62,7 @@ def test_a_rank_that_ends_well_is_no_failure(tmp_path: Path):
 
 
 def test_what_one_rank_alone_refuses_is_said(tmp_path: Path):
-    """A file that its node does not see."""
+    """One node does not see the file."""
     assert run_rank(tmp_path, "train", str(tmp_path / "nowhere.yaml")) == 2
     said = failures.describe(tmp_path / "logs")
     assert said is not None and said.startswith("first failure: rank 3 on node7 at ")

@@ -1,4 +1,4 @@
-"""The command plan: the configuration that it chooses, what it prints, what it refuses."""
+"""The command `plan`: the configuration that it chooses, its output, and refused input."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_the_chosen_layout_is_a_configuration(task: Path, tmp_path: Path, capsys
 
 
 def test_optimizer_states_in_host_memory_make_room(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
-    """72.7 B weights on 8 GPUs of a node, which has 16 bytes for each."""
+    """72.7 B weights on the 8 GPUs of a node, with 16 bytes for each weight."""
     out = tmp_path / "plan.yaml"
     asked = ("plan", "--model", "Qwen/Qwen2.5-72B", *ASKED, "--gpus", "8", "--offload", "1")
     assert main([*asked, "--write", str(out), "--json"]) == 0
@@ -163,7 +163,7 @@ QWEN = KNOWN["Qwen/Qwen2.5-7B"]
     ],
 )
 def test_a_model_that_cannot_be_trained_is_not_planned(config: object, words: str, tmp_path: Path, capsys):
-    """As the trainer says it; and what is no config.json at all."""
+    """The message is the trainer's; a file that is no config.json is refused, too."""
     file = tmp_path / "config.json"
     file.write_text(config if isinstance(config, str) else json.dumps(config))
     for given in (tmp_path, file):

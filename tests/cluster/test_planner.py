@@ -1,4 +1,4 @@
-"""The planner against what can be counted, measured on a CPU, or read in publications."""
+"""The planner against counts, measurements on a CPU, and published numbers."""
 
 from __future__ import annotations
 
@@ -55,13 +55,14 @@ def test_parameter_counts_are_those_of_transformers(name: str):
     ],
 )
 def test_parameter_counts_are_the_published_ones(name: str, published: int):
-    """Those that the hub shows beside the models' safetensors."""
+    """The hub shows these counts beside the models' safetensors."""
     assert architecture.load(name).parameters == published
 
 
 def test_memory_on_cpu(task: Path, tmp_path: Path):
-    """Parameters, gradients and optimizer state of every rank, of a policy and a critic, within 2 % of the
-    prediction."""
+    """Measured parameters, gradients and optimizer states of every rank, for a policy and a critic, are
+    within 2 % of the prediction.
+    """
     launch("memory_worker:run", [1, 2, 4], str(task), str(tmp_path))
     model = architecture.load(str(task / "model"))
     measured = [json.loads(file.read_text()) for file in tmp_path.glob("*.json")]
@@ -130,7 +131,9 @@ def test_memory_is_what_megatron_reports(name: str, layout: Layout):
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_the_stages_of_a_pipeline_hold_the_model_together(name: str):
-    """In unequal stages, too: all parameters once, or with a critic's head in the output layer's place."""
+    """All stages, unequal ones as well, hold every parameter once, with a critic's head in place of the
+    output layer.
+    """
     model = architecture.load(name)
     for pp in (1, 4, 5, 16):
         layout = Layout(pp, pp=pp)
@@ -170,7 +173,7 @@ def test_a_window_is_not_cut_by_context_parallelism(tmp_path: Path):
 def test_a_method_scores_as_often_as_it_is_planned_to(
     recipe: str, epochs: int, task: Path, tmp_path: Path, monkeypatch
 ):
-    """Responses that a real run scores, and that its critic values, over those that it trains in a pass."""
+    """Responses that a real run scores, and that its critic evaluates, per response trained in one pass."""
     seen = dict.fromkeys(("scored", "valued", "trained", "critic"), 0)
 
     def count(owner: type, method: str, what: str) -> None:
@@ -219,7 +222,7 @@ def test_a_critic_costs_as_much_training_as_the_policys_layers_and_no_rollout():
 
 
 def test_published_step_times():
-    """benchmarks/planner_accuracy.py: what it says is what the committed table says, misses included."""
+    """benchmarks/planner_accuracy.py prints the committed table, misses included."""
     done = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "planner_accuracy.py"), "--check"],
         capture_output=True,
@@ -237,7 +240,7 @@ def test_lengths_have_the_mean_and_the_percentile_that_were_asked_for():
 
 
 def test_rollout_time_is_that_of_every_single_step():
-    """The simulation leaps from one finished response to the next; here every token is a step."""
+    """The simulation leaps from one finished response to the next; this reference simulates every token."""
     model, gpu = architecture.load("Qwen/Qwen2.5-7B"), workload.gpu("h800")
     work = Workload(16, 4, 200, Lengths(60, 150, 200))
     lengths = [math.ceil(n) for n in work.lengths.sample(64)]

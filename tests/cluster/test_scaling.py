@@ -69,7 +69,7 @@ def test_a_slower_point_or_more_bytes_than_before_fail(measured: Path, tmp_path:
 
 
 def test_slurm_jobs(task: Path, tmp_path: Path):
-    """The job of `megatron-gvpo slurm`, with the benchmark in the trainer's place."""
+    """The job is that of `megatron-gvpo slurm`, with the benchmark in place of the trainer."""
     config = tmp_path / "run.yaml"
     config.write_text((task / "run.yaml").read_text())
     arguments = (

@@ -1,4 +1,6 @@
-"""Jobs on a real Slurm: two nodes with a rank each, told to stop, losing nodes and ranks, starting again."""
+"""Jobs on a real Slurm: two nodes with a rank each are told to stop, lose nodes and ranks, and start
+again.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,7 @@ def slurm(tmp_path_factory) -> Iterator[Slurm]:
 
 
 def reward(place: Path, **faults: object) -> str:
-    """An override: the reward above, with `start_<n>=(step, action)` for faults."""
+    """An override that sets the reward above, with `start_<n>=(step, action)` for faults."""
     file = place / "reward.py"
     file.write_text(REWARD)
     component = {"name": "variety", "function": f"{file}:reward", "options": faults}
@@ -94,7 +96,9 @@ def job_of(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def asked(place: Path) -> dict[int, set[str]]:
-    """The prompts of every step, from the start that counts: rewards are asked once for equal responses."""
+    """The prompts of every step in the start that completed it; equal responses ask for a reward only
+    once.
+    """
     rows = [line.split() for file in place.glob("asked.*") for line in file.read_text().splitlines()]
     last = {step: max(start for start, other, _ in rows if other == step) for _, step, _ in rows}
     by_step: dict[int, set[str]] = {}
@@ -118,7 +122,7 @@ def uninterrupted(task: Path, tmp_path_factory) -> Path:
 def test_a_job_that_is_told_to_stop_and_loses_a_node_ends_as_if_nothing_had_been(
     slurm: Slurm, task: Path, uninterrupted: Path, tmp_path: Path
 ):
-    """Slurm's signal before the time limit in the first start, a node set down in the second."""
+    """The first start gets Slurm's signal before the time limit, the second loses a node."""
     out = tmp_path / "run"
     faults = reward(tmp_path, start_0=(3, STOP), start_1=(5, LOSE_A_NODE))
     job = job_of(submit(slurm, str(task / "run.yaml"), *SHORT, f"output_dir={out}", faults, *TWO_NODES))
@@ -133,7 +137,7 @@ def test_a_job_that_is_told_to_stop_and_loses_a_node_ends_as_if_nothing_had_been
 
 @pytest.mark.proof
 def test_a_step_that_is_longer_than_the_time_limit_ends_the_job(slurm: Slurm, task: Path, tmp_path: Path):
-    """It is never done, and every start ends with the same checkpoint: requeued once, and not for ever."""
+    """Every start would end with the same checkpoint: the job is requeued once, not for ever."""
     out = tmp_path / "run"
     stop = (3, STOP_WITHIN_A_STEP % out)
     faults = reward(tmp_path, start_0=stop, start_1=stop)
@@ -172,8 +176,8 @@ def test_a_rank_that_fails_ends_the_job_in_seconds_and_is_named(
 
 
 def test_names_with_spaces_and_an_environment_of_its_own(slurm: Slurm, task: Path, tmp_path: Path):
-    """Python, configuration, output and options have spaces in them. The environment is passed in part, and
-    is that of another job; and nodes have names for themselves that others do not know.
+    """Python, configuration, output and options have spaces in them. Only part of the environment is passed
+    on, it belongs to another job, and nodes have names that other nodes do not know.
     """
     place = tmp_path / "a place"
     place.mkdir()
@@ -200,7 +204,7 @@ def test_names_with_spaces_and_an_environment_of_its_own(slurm: Slurm, task: Pat
 
 @pytest.mark.proof
 def test_servers_on_nodes_of_their_own(slurm: Slurm, task: Path, uninterrupted: Path, tmp_path: Path):
-    """Told to stop in the middle of a step: afterwards no group is missing, doubled or stale."""
+    """The job is told to stop in the middle of a step; afterwards no group is missing, doubled or stale."""
     out = tmp_path / "run"
     given = (
         *SHORT,
@@ -269,7 +273,7 @@ def test_what_slurm_refuses(slurm: Slurm, task: Path, tmp_path: Path, options, w
 
 
 def readme_command(program: str) -> str:
-    """The one of the section for clusters that begins so."""
+    """The command of the README's cluster section that begins with `program`."""
     text = (ROOT / "README.md").read_text()
     section = text.split("## From laptop to cluster")[1].split("## ")[0].replace("\\\n", "")
     lines = [line.split("#")[0].strip() for line in section.splitlines() if line.startswith("    ")]
@@ -277,7 +281,9 @@ def readme_command(program: str) -> str:
 
 
 def test_the_readme_commands_for_a_cluster_are_understood(task: Path, tmp_path: Path, capsys):
-    """`plan` and `slurm` as they stand there, on the tiny run's configuration, and not submitted."""
+    """`plan` and `slurm` run as the README has them, with the tiny run's configuration, and submit
+    nothing.
+    """
     plan = shlex.split(readme_command("megatron-gvpo plan"))
     assert main([*plan[1:-1], str(tmp_path / "plan.yaml")]) == 0
     assert "All numbers are predicted" in capsys.readouterr().out
@@ -290,7 +296,7 @@ def test_the_readme_commands_for_a_cluster_are_understood(task: Path, tmp_path: 
 
 
 def test_the_readmes_doctor_compares_the_nodes(slurm: Slurm):
-    """On two nodes instead of eight, with a rank each and no GPUs."""
+    """The command runs on two nodes instead of eight, with one rank each and no GPUs."""
     command = readme_command("srun")
     sizes = {"--nodes 8": "--nodes 2", "--nnodes 8": "--nnodes 2", "--nproc-per-node 8": "--nproc-per-node 1"}
     for there, here in (sizes | {"--gpus-per-node 8 ": "", " --gpu h800": ""}).items():

@@ -1,4 +1,4 @@
-"""A Slurm job before Slurm has it: what is rendered, and what is refused."""
+"""A Slurm job before it is submitted: the rendered script, and refused input."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_what_a_container_would_not_see_is_said(task: Path, tmp_path: Path, monk
 
 
 def in_container(name: str) -> str:
-    """What the trainer's and the servers' containers do first."""
+    """The commands that the trainer's and the servers' containers run first."""
     script = (ROOT / "slurm" / f"{name}.sbatch").read_text()
     prologue, again = re.findall(r"bash -c '\n((?:  .*\n)+?)  exec", script)
     assert prologue == again
@@ -147,7 +147,9 @@ def in_container(name: str) -> str:
 
 
 def test_a_container_without_a_home_gets_one(tmp_path: Path):
-    """Megatron-Bridge, Hugging Face and the engines write there; what pyxis starts may be read-only."""
+    """Megatron-Bridge, Hugging Face and the engines write to the home directory; pyxis may start a read-only
+    image.
+    """
     (tmp_path / "file").touch()
 
     def home(given: Path, temporary: Path) -> Path:
@@ -164,7 +166,9 @@ def test_a_container_without_a_home_gets_one(tmp_path: Path):
 
 
 def test_a_new_image_brings_its_own_triton_cache(tmp_path: Path):
-    """Into a place that can be written, in a home that knew another image; it has no compiler for it."""
+    """The cache is copied to a writable place although the home knew another image; the image has no
+    compiler.
+    """
     for image in ("first", "second"):
         (tmp_path / image).mkdir()
         (tmp_path / image / f"{image}.so").touch()
@@ -184,7 +188,9 @@ def test_a_new_image_brings_its_own_triton_cache(tmp_path: Path):
 
 
 def test_the_signal_passes_apptainers_own_processes(tmp_path: Path):
-    """They start with it blocked, and stay so; the ranks have it unblocked, and ignored until they listen."""
+    """Apptainer's processes start with the signal blocked; ranks have it unblocked, and ignored until they
+    listen.
+    """
     script = (ROOT / "slurm" / "split.sbatch").read_text()
     outside = re.search(r"env --block-signal=\w+", script)
     inside = re.search(r"exec (env --default-signal=\w+ --ignore-signal=\w+)", script)
@@ -198,7 +204,7 @@ def test_the_signal_passes_apptainers_own_processes(tmp_path: Path):
 
 
 class Starts:
-    """The script's part before it starts anything, run as the starts of job 7."""
+    """Runs the part of the script that precedes the launch, as the starts of job 7."""
 
     def __init__(self, task: Path, out: Path, capsys: pytest.CaptureFixture[str], *how: str) -> None:
         self.out = out
@@ -219,7 +225,7 @@ class Starts:
         )
 
     def save(self, step: int, when: float) -> None:
-        """A complete checkpoint, so many seconds from now."""
+        """Write a complete checkpoint that is `when` seconds older or newer than now."""
         state = self.out / "checkpoints" / f"step_{step:08d}" / "state.json"
         state.parent.mkdir(parents=True, exist_ok=True)
         state.write_text(f'{{"step": {step}}}')
@@ -228,7 +234,9 @@ class Starts:
 
 
 def test_a_job_that_gets_nowhere_is_not_started_for_ever(task: Path, tmp_path: Path, capsys):
-    """Nodes fail, or others come first: after five starts in a row without a newer checkpoint it ends."""
+    """Nodes fail, or other jobs come first: after five starts in a row without a newer checkpoint the job
+    ends.
+    """
     start = Starts(task, tmp_path / "my run", capsys)
     for number in range(3):
         assert start(number).returncode == 0
@@ -243,8 +251,8 @@ def test_a_job_that_gets_nowhere_is_not_started_for_ever(task: Path, tmp_path: P
 
 
 def test_a_job_that_replaces_a_run_never_continues_it(task: Path, tmp_path: Path, capsys):
-    """It lost a node before it had a checkpoint: what is there is still the earlier run's. Later it is its
-    own, though it says the same.
+    """The job lost a node before its first checkpoint, so the files there are still the earlier run's. Later
+    checkpoints are its own, though the command still says --overwrite.
     """
     start = Starts(task, tmp_path / "my run", capsys, "--overwrite")
     start.save(4, when=-60)
@@ -270,7 +278,7 @@ EXAMPLES = {
 def test_the_examples_are_what_is_rendered_and_bash_can_read_them(
     name: str, task: Path, tmp_path, monkeypatch, capsys
 ):
-    """slurm/*.sbatch; written anew with `REWRITE_EXAMPLES=1 pytest tests/cluster/test_slurm_job.py`."""
+    """`REWRITE_EXAMPLES=1 pytest tests/cluster/test_slurm_job.py` writes slurm/*.sbatch anew."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "trainer.sif").touch()
     run = tmp_path / "gvpo.yaml"

@@ -1,4 +1,4 @@
-"""What a user may write, and what they are told when it cannot run."""
+"""Configurations as users write them, and the errors for those that cannot run."""
 
 import json
 from pathlib import Path

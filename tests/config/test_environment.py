@@ -1,4 +1,4 @@
-"""What trainer and servers find in their environments where there are GPUs."""
+"""The environment that trainer and servers get where there are GPUs."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_servers_get_gpus_that_the_trainer_may_see(
     colocated: bool,
     expected: list[str],
 ):
-    """CUDA_VISIBLE_DEVICES counts the machine's GPUs, torch those that it leaves."""
+    """CUDA_VISIBLE_DEVICES counts the machine's GPUs; torch counts those that it leaves visible."""
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

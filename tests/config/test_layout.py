@@ -1,4 +1,4 @@
-"""Whether a layout fits the model and the processes, and what a user is told where it does not."""
+"""Layouts that fit the model and the processes, and the errors for those that do not."""
 
 import json
 from pathlib import Path
@@ -163,7 +163,7 @@ def test_positions_that_megatron_does_not_have(good, overrides, sizes, said):
     ],
 )
 def test_what_megatron_bridge_would_build_otherwise(good, model, said):
-    """Models that a config.json describes, and that would silently be others."""
+    """For these config.json files Megatron-Bridge would silently build another model."""
     with pytest.raises(ConfigError) as error:
         check_layout(with_model(good, **model), 1)
     assert said in str(error.value)

@@ -105,7 +105,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], int]] = [
 
 
 def proven() -> str:
-    """Layout, processes, families, optimizer updates compared with transformers."""
+    """Rows of the table: layout, processes, families, optimizer updates compared with transformers."""
     models: dict[Any, dict[str, int]] = {}
     for layout, name in RUNS:
         counts = models.setdefault(layout, {})
@@ -125,7 +125,7 @@ def resharded() -> str:
 
 
 def refusal(sections: dict[str, Any], model: dict[str, Any], processes: int) -> str:
-    """What the code says to it."""
+    """The error message for a combination."""
     with TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(model))
         values: dict[str, Any] = {

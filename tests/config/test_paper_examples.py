@@ -1,4 +1,4 @@
-"""The full-scale configurations of both papers load, and say what the papers say."""
+"""The full-scale configurations of both papers load, and agree with the papers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_papers_configuration_loads_with_its_numbers_beside_it(name):
 def test_a_papers_servers_and_trainer_fit_on_a_node_of_eight_gpus(
     name: str, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """The same eight. With a small model, which has room for as many tokens as the paper's."""
+    """Servers and trainer share the eight GPUs; a small model has room for as many tokens as the paper's."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "rewards.py").touch()  # the paper's own rewards; a job without them is refused

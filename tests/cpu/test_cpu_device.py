@@ -1,4 +1,4 @@
-"""What the CPU device does so that a step's time goes into arithmetic: threads, memory, the local norm."""
+"""The CPU device spends a step's time on arithmetic: threads, memory, the local norm."""
 
 import subprocess
 import sys
@@ -20,7 +20,7 @@ def alone(script: str, threads: int) -> None:
 
 
 def test_a_group_starts_no_threads_for_its_copies() -> None:
-    """They would be more than there are cores, and libgomp would then put the computing ones to sleep."""
+    """There would be more threads than cores, and libgomp would then put the computing ones to sleep."""
     alone(
         """
         import os

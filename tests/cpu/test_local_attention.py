@@ -1,4 +1,4 @@
-"""The CPU's packed attention against one dense attention under a block-diagonal causal mask, in fp64."""
+"""The CPU's packed attention against dense attention under a block-diagonal causal mask, in fp64."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def packed_params(lengths: list[int]) -> Any:
 
 
 def dense(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], window: int = 10**9) -> Tensor:
-    """Scores of the whole pack with itself, then the mask."""
+    """Attention of the whole pack with itself under the mask."""
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     position = torch.arange(len(sequence))
     distance = position[:, None] - position
@@ -81,7 +81,7 @@ def test_output_and_gradients_are_those_of_dense_masked_attention(attention: Any
 
 
 def test_a_sequence_does_not_see_its_neighbours(attention: Any) -> None:
-    """Not even a neighbour that is not a number."""
+    """Even a neighbour of NaNs changes nothing."""
     lengths = [3, 5, 4, 5]
     query, key, value = (torch.randn(17, heads, CHANNELS) for heads in (HEADS, KV_HEADS, KV_HEADS))
     alone = attention(query[3:8], key[3:8], value[3:8], None, packed_seq_params=packed_params([5]))
@@ -97,7 +97,7 @@ def test_a_sequence_does_not_see_its_neighbours(attention: Any) -> None:
 def test_cost_is_the_sum_of_squares_not_the_square_of_the_sum(
     attention: Any, lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In attention scores of one head, counted where the kernel is called."""
+    """The cost is counted in attention scores of one head, where the kernel is called."""
     from megatron_gvpo.megatron.cpu import packed_attention as module
 
     scores, flash = [], module._flash

@@ -1,4 +1,4 @@
-"""Prompts from files as users have them, right and wrong; and the order in which they are visited."""
+"""Prompts from right and wrong files as users have them, and the order in which they are visited."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def chat_tokenizer(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFas
 
 
 def jsonl(file: Path, *records: Any) -> str:
-    """Write records, or lines that are no records."""
+    """Write records, or lines that are not valid records, to a file."""
     lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
     file.write_text("".join(line + "\n" for line in lines))
     return str(file)
 
 
 def load(path: Any, tokenizer: PreTrainedTokenizerFast, /, **settings: Any) -> list[Prompt]:
-    """load_prompts with its own settings and those of DatasetConfig and DataConfig in one namespace."""
+    """Call load_prompts with its settings and those of DatasetConfig and DataConfig in one namespace."""
     of_dataset = {key: settings.pop(key) for key in list(settings) if key in DatasetConfig.model_fields}
     dataset = DatasetConfig(path=str(path), **of_dataset)
     positions = settings.pop("positions", None)
@@ -202,7 +202,7 @@ def test_a_chat_template_that_refuses(tmp_path: Path, chat_tokenizer: Any) -> No
 def test_a_prompt_with_more_text_is_written_like_the_others(
     tmp_path: Path, tokenizer: Any, chat_tokenizer: Any
 ) -> None:
-    """After what the user says or before it, which is the last user message of a list."""
+    """The text goes before or after the last user message."""
     said = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
     path = jsonl(tmp_path / "a.jsonl", {"prompt": "2+2", "answer": "4"}, {"prompt": said, "answer": "2"})
     data = DataConfig(train=DatasetConfig(path=path), max_prompt_tokens=40)

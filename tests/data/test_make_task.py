@@ -1,4 +1,6 @@
-"""The quickstart's material: what transformers loads, what the reward accepts, the same every time."""
+"""The quickstart's model and data: transformers loads them, the reward accepts them, and they never
+change.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts drawn by what earlier responses came to, and the tracker that remembers it."""
+"""Prompts are drawn by the success of earlier responses, which the tracker remembers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every rank does for test_resharding.py: train and save under one layout, go on under others."""
+"""Rank function of test_resharding.py: train and save under one layout, continue under others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MOMENTS = ("param", "exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Continuation:
-    """What a checkpoint holds under Hugging Face names, and what two updates after it came to."""
+    """Contents of a checkpoint under Hugging Face names, and the results of two updates after it."""
 
     states: dict[str, dict[str, Tensor]]  # "weights", and the optimizer's by MOMENTS
     losses: list[float]
@@ -36,7 +36,8 @@ class Continuation:
 
 
 def run(directory: str) -> None:
-    """One launch of work.pt: [(layout, layout that saves, case), ...]. The layout that saves goes on, too.
+    """Run one part of work.pt: [(layout, layout that saves, case), ...]. The layout that saves continues,
+    too.
 
     Rank 0 writes {layout}-of-{layout that saves}-{model}.pt.
     """
@@ -76,7 +77,7 @@ def _copy(policy: Any) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _moments(policy: Any, name: str) -> dict[str, Tensor]:
-    """One of the optimizer's tensors under Hugging Face names: in the weights' places, it is exported."""
+    """One kind of the optimizer's tensors under Hugging Face names: exported from the weights' places."""
     policy.model.finish_param_gather()
     parameters = list(policy.model.weights())
     weights = [p.clone() for p in parameters]
@@ -121,8 +122,8 @@ def killed_while_saving(directory: str) -> None:
 
 
 def saved_again(directory: str) -> None:
-    """A step is saved a second time. What a kill would leave is copied before every change on disk: what can
-    be loaded from it, and whether saving goes on from there.
+    """Save a step a second time. Before every change on disk, copy what a kill would leave; record what can
+    be loaded from the copy, and whether saving continues from there.
     """
     from megatron_gvpo.megatron.checkpoint import sharded as checkpoint
     from megatron_gvpo.megatron.policy import Policy
@@ -166,7 +167,9 @@ def saved_again(directory: str) -> None:
 
 
 def fails_on_one_rank(directory: str) -> None:
-    """A rank fails alone in each part of a save, then of a load; every rank writes what it heard."""
+    """Let one rank fail in each part of a save, then of a load; every rank writes the error that it
+    raised.
+    """
     from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
 
     from megatron_gvpo.megatron.checkpoint import loading, saving
@@ -209,7 +212,7 @@ def fails_on_one_rank(directory: str) -> None:
 
 
 def _failing(owner: Any, name: str, call: int = 1) -> Any:
-    """Replace a function by one that fails when it is called so often."""
+    """Replace a function by one that fails at a given call."""
     whole, calls, rank = getattr(owner, name), itertools.count(1), dist.get_rank()
 
     def fail(*arguments: Any, **options: Any) -> Any:
@@ -246,7 +249,7 @@ PARTS_OF_A_LOAD = [
 
 
 def peak_of_a_save(directory: str) -> None:
-    """Bytes by which saving in the background raises the process's peak; rank 0 writes peak.pt."""
+    """Measure by how many bytes saving in the background raises the process's peak; rank 0 writes peak.pt."""
     from megatron_gvpo.megatron.checkpoint import saving
     from megatron_gvpo.megatron.checkpoint import sharded as checkpoint
     from megatron_gvpo.megatron.policy import Policy
@@ -265,7 +268,7 @@ def peak_of_a_save(directory: str) -> None:
 
 
 def _status(name: str) -> int:
-    """A line of the process's status, in bytes."""
+    """A value of /proc/self/status, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line for line in lines if line.startswith(name)).split()[1])
 

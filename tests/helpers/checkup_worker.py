@@ -1,4 +1,4 @@
-"""Ranks of which one differs on purpose: for test_checkup."""
+"""Rank function of test_checkup.py: one rank differs on purpose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every rank does for test_critic.py: a critic's values, gradients and updates under each layout."""
+"""Rank function of test_critic.py: a critic's values, gradients and updates under each layout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Found:
-    """Of one layout; gradients and weights are under Hugging Face names, the head's under `head.*`."""
+    """Results of one layout; gradients and weights have Hugging Face names, those of the head begin with
+    `head.`.
+    """
 
     at_first_r: Tensor  # values before anything
     value_r: Tensor
@@ -30,7 +32,7 @@ class Found:
 
 
 def run(directory: str) -> None:
-    """The layout number `run_number()` of work.pt; rank 0 writes run-{number}.pt."""
+    """Run layout number `run_number()` of work.pt; rank 0 writes run-{number}.pt."""
     from megatron_gvpo.megatron.checkpoint import sharded as checkpoint
     from megatron_gvpo.megatron.policy import Policy
 
@@ -71,14 +73,14 @@ def run(directory: str) -> None:
 
 
 def _heads(critic: Any) -> list[Any]:
-    """The value head, on the ranks of the last pipeline stage."""
+    """The value head, which only the ranks of the last pipeline stage have."""
     from megatron_gvpo.megatron.checkpoint.sharded import _bare
 
     return [chunk.output_layer for chunk in _bare(critic.model).values() if chunk.post_process]
 
 
 def _backbone(critic: Any) -> Iterator[tuple[str, Tensor]]:
-    """All but the head, which Megatron-Bridge has no name for."""
+    """All weights but the head's, for which Megatron-Bridge has no name."""
     from megatron_gvpo.megatron.checkpoint.sharded import _bare
 
     critic.model.finish_param_gather()

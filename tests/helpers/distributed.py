@@ -2,11 +2,11 @@
 
     launch("gradient_worker:run", [1, 2, 4], "a directory")
 
-starts one clean process that imports megatron-core and Megatron-Bridge, which takes longer than most
-tests, and then forks the ranks of every size from it, one size after the other. In every rank the default
-process group is up; the function gets the strings that follow, and leaves its results in files. A size may
-come several times, with `run_number()` telling which: new ranks are cheap, and a Megatron layout that is no
-longer wanted is not (its groups stay, with hundreds of threads).
+starts one clean process, which imports megatron-core and Megatron-Bridge (this takes longer than most tests)
+and then forks the ranks of every size, one size after the other. Every rank has a default process group. The
+function gets the remaining strings, and writes its results to files. A size may occur several times, and
+`run_number()` tells which run it is: new ranks are cheap, while a Megatron layout that is no longer used is
+not, because its groups keep hundreds of threads.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ COLLECTIVE_TIMEOUT = timedelta(seconds=120)
 def launch(target: str, sizes: Sequence[int], *arguments: str, timeout: float = 600) -> None:
     """Run `target` ("module:function") once with every number of ranks in `sizes`.
 
-    Raises AssertionError with the end of the output where a rank fails, or is not done in `timeout` seconds.
+    Raises AssertionError with the end of the output if a rank fails, or is not done in `timeout` seconds.
     """
     command = [sys.executable, "-W", "ignore", __file__, target, ",".join(map(str, sizes)), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -53,9 +53,9 @@ def launch(target: str, sizes: Sequence[int], *arguments: str, timeout: float = 
 
 
 def forget_layout() -> None:
-    """Tear a Megatron layout down, so that the next can be built: megatron-core leaves its groups behind.
+    """Tear down a Megatron layout so that the next one can be built; megatron-core leaves its groups behind.
 
-    Every group has threads of its own, and the hundreds that many layouts make would crowd the machine.
+    Every group has its own threads: hundreds for many layouts, which would crowd the machine.
     """
     import torch.distributed as dist
     from megatron.core import parallel_state
@@ -68,12 +68,12 @@ def forget_layout() -> None:
 
 
 def run_number() -> int:
-    """In a rank: the place of this run in the `sizes` of its launch."""
+    """The position of this run in the `sizes` of its launch; called in a rank."""
     return int(os.environ["LAUNCH_RUN"])
 
 
 def _kill_session(process: subprocess.Popen[bytes]) -> None:
-    """End the ranks too: they are in the session of the process that forked them."""
+    """End the process and the ranks, which are in the session of the process that forked them."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

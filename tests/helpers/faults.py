@@ -1,4 +1,6 @@
-"""Runs whose rollout servers are killed, stopped or refused at chosen moments, and what they must show."""
+"""Runs whose rollout servers are killed, stopped or made to refuse at chosen moments, and checks of their
+results.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ Moment = Literal["generating", "pushing", "between"]
 
 @dataclass(frozen=True)
 class Fault:
-    """`action` is done once, when the run is in `step` and at `moment`, after `delay` seconds there."""
+    """An `action` that is done once: in `step`, at `moment`, after `delay` seconds there."""
 
     step: int
     moment: Moment
@@ -36,7 +38,7 @@ class Fault:
 
 @dataclass
 class Saboteur(Callback):
-    """Watches the run from a thread of its own, and keeps the groups that the trainer got."""
+    """Commits the faults from a thread that watches the run, and keeps the groups that the trainer got."""
 
     faults: list[Fault]
     groups: dict[int, list[Group]] = field(default_factory=dict)
@@ -77,12 +79,12 @@ class Saboteur(Callback):
 
 
 def kill(process: ServerProcess) -> Callable[[], None]:
-    """SIGKILL to the server's whole process group, as an out-of-memory kill or a lost node would be."""
+    """Action that sends SIGKILL to the server's process group, like an out-of-memory kill or a lost node."""
     return lambda: _signal(process, signal.SIGKILL)
 
 
 def stop(process: ServerProcess, seconds: float) -> Callable[[], None]:
-    """SIGSTOP, and SIGCONT after `seconds`: a hanging node."""
+    """Action that sends SIGSTOP, and SIGCONT after `seconds`, like a hanging node."""
 
     def act() -> None:
         _signal(process, signal.SIGSTOP)
@@ -100,7 +102,7 @@ def _signal(process: ServerProcess, number: signal.Signals) -> None:
 def faulty_run(
     engine: str, task: Path, out: Path, urls: list[str], faults: list[Fault], *overrides: str
 ) -> tuple[Trainer, Saboteur]:
-    """A run of some steps with large updates, so that old weights give quite other log-probs."""
+    """Train a few steps with updates so large that old weights would give clearly different log-probs."""
     saboteur = Saboteur(faults)
     config = served_config(
         engine,
@@ -124,7 +126,9 @@ def faulty_run(
 
 
 def check(trainer: Trainer, saboteur: Saboteur, records: list[dict[str, Any]]) -> None:
-    """Every fault happened, every group is complete, every response is of its step's weights."""
+    """Assert that every fault happened, every group is complete, and every response has its step's
+    weights.
+    """
     steps, n = trainer.config.train.steps, trainer.config.rollout.n
     assert len(saboteur.done) == len(saboteur.faults), saboteur.done
     assert trainer.step == steps and sorted(saboteur.groups) == list(range(1, steps + 1))

@@ -1,4 +1,4 @@
-"""Runs in an engine's own environment: its own block-wise FP8 quantiser on the tensors of a file.
+"""Runs an engine's own block-wise FP8 quantiser on the tensors of a file, in the engine's environment.
 
 usage: python fp8_reference.py sglang|vllm IN.safetensors OUT.safetensors
 """

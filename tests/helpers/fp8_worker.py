@@ -1,4 +1,4 @@
-"""What a trainer in bf16 does for the tests of weight pushes to a real server whose model is in FP8."""
+"""Rank function of test_fp8.py: a bf16 trainer pushes weights to a real server whose model is in FP8."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ from megatron_gvpo.weights.sync import ServedWeights
 
 
 def quantise_checkpoint(source: Path, target: Path) -> None:
-    """A Hugging Face checkpoint with its projections in FP8, as such models are published."""
+    """Write a Hugging Face checkpoint with its projections in FP8, in the form in which such models are
+    published.
+    """
     target.mkdir()
     tensors = {}
     for name, tensor in load_file(source / "model.safetensors").items():
@@ -40,9 +42,9 @@ def quantise_checkpoint(source: Path, target: Path) -> None:
 
 
 def run(engine: str, url: str, task: str, served: str, out: str) -> None:
-    """Push before and after a step, by either transport; write the server's checksums and log-probs.
+    """Push before and after a step, over either transport; write the server's checksums and log-probs.
 
-    Beside each: what they are after the server has read the trainer's export, made an FP8 checkpoint.
+    Beside each stand those after the server has read the trainer's export, converted to an FP8 checkpoint.
     """
     os.environ["RANK"], os.environ["WORLD_SIZE"] = "0", "1"
     directory = Path(out)

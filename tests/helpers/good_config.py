@@ -1,4 +1,4 @@
-"""A configuration in which nothing is wrong, for tests that change something in it (the fixture `good`)."""
+"""A configuration without any error, for tests that change something in it (the fixture `good`)."""
 
 GOOD = """
 output_dir: runs/x

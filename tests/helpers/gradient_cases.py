@@ -1,6 +1,7 @@
-"""Cases of test_gradient_invariance.py: optimizer steps, layouts, and which run under which; the reference.
+"""Cases of test_gradient_invariance.py: optimizer steps, layouts, the steps of each layout, and the
+reference.
 
-A step is an algorithm of the package, the paper's formula for its loss (gradient_reference.py), and rows.
+A step has an algorithm of the package, the paper's formula for its loss (gradient_reference.py), and rows.
 """
 
 from __future__ import annotations
@@ -135,7 +136,9 @@ def make_rows(groups: Groups) -> TrainBatch:
 
 
 def moved(rows: TrainBatch, logp: list[Tensor]) -> TrainBatch:
-    """The rows as in a later mini-batch of a step: the policy is not the old one, nor the reference."""
+    """The rows as in a later mini-batch of a step: the policy differs from the old one and from the
+    reference.
+    """
     generator = torch.Generator().manual_seed(1)
     logp_r = torch.cat(logp).detach().float()
     old_r, ref_r = (logp_r + scale * torch.randn(logp_r.shape, generator=generator) for scale in (0.2, 0.5))
@@ -167,10 +170,10 @@ def routing_of(rows: TrainBatch, model: Any) -> list[Routing | None]:
 class Step:
     """An optimizer update by the package's `algorithm` and by the paper's `loss`.
 
-    `at_step_start` is a step's first mini-batch: old and reference policy are the present one, their columns
-    empty, and the weights of most methods known before the forward. Otherwise the policy has moved. With
-    `engine_gap` the reference's log-probs are the engine's, too small by that in every token; at step start
-    they are then those of older weights.
+    With `at_step_start` it is a step's first mini-batch: old policy and reference are the present policy,
+    their columns are empty, and most methods know their weights before the forward. Otherwise the policy has
+    moved. With `engine_gap` the reference's log-probs are the engine's, lower by the gap in every token; at
+    step start they then come from older weights.
     """
 
     algorithm: dict[str, Any]
@@ -322,7 +325,7 @@ QUICK = [run for run in RUNS if in_make_test(*run)]
 def sampled(
     directory: Path, model: str, temperature: float, rows: str, replayed: bool = False
 ) -> tuple[TrainBatch, list[Tensor], Params]:
-    """Rows, the reference's log-probs of them (an autograd graph that is used again), its parameters."""
+    """Rows, the reference's log-probs of them (an autograd graph that is reused), and its parameters."""
     policy, made = reference.load(directory / model), make_rows(ROWS[rows])
     if replayed:
         made = replace(made, routing=routing_of(made, reference.CONFIGS[model]()))

@@ -1,7 +1,7 @@
-"""The methods from their papers, in fp64, over `transformers` and plain autograd.
+"""The methods as their papers have them, in fp64, over `transformers` and plain autograd.
 
-Sequence by sequence, without packing, padding, sharding or fused kernels, and without a line of the package's
-losses: for what test_gradient_invariance.py compares Megatron with.
+test_gradient_invariance.py compares Megatron with it. It runs sequence by sequence, without packing, padding,
+sharding or fused kernels, and uses no line of the package's losses.
 """
 
 from __future__ import annotations
@@ -114,7 +114,9 @@ CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
 
 
 def save_models(directory: Path) -> None:
-    """A checkpoint of each of CONFIGS, whose attention, norms, biases and routers are far from trivial."""
+    """Write a checkpoint for each of CONFIGS, with attention, norms, biases and routers that are far from
+    trivial.
+    """
     for name, config in CONFIGS.items():
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(config())
@@ -135,7 +137,7 @@ def load(directory: Path) -> torch.nn.Module:
 
 
 def as_in_file(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The names that checkpoints have: in memory, transformers keeps a layer's experts in two tensors."""
+    """Rename parameters as in checkpoints: in memory, transformers keeps a layer's experts in two tensors."""
     found: dict[str, Tensor] = {}
     for name, tensor in named.items():
         if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
@@ -163,7 +165,9 @@ def log_probs(model: torch.nn.Module, rows: TrainBatch, temperature: float) -> l
 
 @contextlib.contextmanager
 def routed(model: torch.nn.Module, routing: Routing) -> Iterator[None]:
-    """Inside, all tokens of a sequence but its last go through these experts, by the router's own weights."""
+    """Context in which all tokens of a sequence but its last go through these experts, with the router's own
+    weights.
+    """
     shape = (-1, routing.layers, routing.per_token)
     experts = torch.frombuffer(bytearray(routing.ids), dtype=torch.uint8).view(shape).long()
     deepseek = model.config.model_type == "deepseek_v3"
@@ -186,7 +190,7 @@ def routed(model: torch.nn.Module, routing: Routing) -> Iterator[None]:
 
 
 def sample_of(rows: TrainBatch, logp: list[Tensor]) -> Sample:
-    """Absent columns mean the present policy."""
+    """The rows as a Sample; absent columns are those of the present policy."""
     present = [x.detach() for x in logp]
 
     def column(values: Tensor | None) -> list[Tensor]:
@@ -202,10 +206,10 @@ def sample_of(rows: TrainBatch, logp: list[Tensor]) -> Sample:
 def gvpo(beta: float, var: bool = True, cov: bool = True, surrogate: bool = False) -> ReferenceLoss:
     """arXiv 2504.19599, eq. 8 expanded (section 3.3): -beta Cov(R, l) + beta^2/2 Var(l) - beta^2 Cov(l, l').
 
-    Var and Cov are a group's unbiased ones, so a group of one has none; then the mean over all groups. As
-    long as the Var term is in, the terms that do not depend on the policy are added, so that with all terms
-    the value is 1/2 Var(R - beta (l - l')). `surrogate`: the loss -beta Cov(e, l) with the residual e held
-    fixed, which has the same gradient.
+    Var and Cov are a group's unbiased estimates, so a group of one has none; the loss is their mean over all
+    groups. Unless the Var term is left out, the terms that do not depend on the policy are added, so that
+    with all terms the value is 1/2 Var(R - beta (l - l')). With `surrogate` the loss is -beta Cov(e, l) with
+    the residual e held fixed, which has the same gradient.
     """
 
     def covariance(a: Tensor, b: Tensor) -> Tensor:
@@ -229,7 +233,9 @@ def gvpo(beta: float, var: bool = True, cov: bool = True, surrogate: bool = Fals
 
 
 def importance(sample: Sample, i: int, cap: float | None) -> Tensor:
-    """min(pi_old / pi_engine, cap) of row i's tokens (TIS); 1 without a cap."""
+    """min(pi_old / pi_engine, cap) for the tokens of row i (truncated importance sampling); 1 without a
+    cap.
+    """
     if cap is None:
         return torch.ones_like(sample.old[i])
     return torch.exp(sample.old[i] - sample.engine[i]).minimum(torch.tensor(cap))
@@ -238,8 +244,8 @@ def importance(sample: Sample, i: int, cap: float | None) -> Tensor:
 def gpg(age: str, cap: float | None = None) -> ReferenceLoss:
     """arXiv 2504.02546: -1/T sum_it alpha (R_i - mean R) log pi (eq. 5-6, F_norm = 1).
 
-    alpha = B / (B - M) (eq. 7-8), with M of B samples in groups whose rewards are all equal; or the same
-    ratio in tokens, `age="token"`.
+    alpha = B / (B - M) (eq. 7-8), where M of B samples are in groups whose rewards are all equal; with
+    `age="token"` the same ratio counts tokens.
     """
 
     def loss(sample: Sample) -> Tensor:
@@ -258,7 +264,9 @@ def gpg(age: str, cap: float | None = None) -> ReferenceLoss:
 
 
 def grpo(clip: float, kl_coef: float, cap: float | None = None) -> ReferenceLoss:
-    """arXiv 2402.03300, eq. 3-4: the clipped objective minus k3, mean over tokens, then over sequences."""
+    """arXiv 2402.03300, eq. 3-4: the clipped objective minus k3, averaged over tokens, then over
+    sequences.
+    """
 
     def advantage(rewards: Tensor) -> Tensor:
         if len(rewards) == 1 or rewards.min() == rewards.max():
@@ -280,5 +288,5 @@ def grpo(clip: float, kl_coef: float, cap: float | None = None) -> ReferenceLoss
 
 
 def sft() -> ReferenceLoss:
-    """Mean negative log-likelihood of a response token."""
+    """Mean negative log-likelihood per response token."""
     return lambda sample: -torch.cat(sample.logp).mean()

@@ -1,4 +1,4 @@
-"""What every rank does for test_gradient_invariance.py: each case under each layout, on the real Policy."""
+"""Rank function of test_gradient_invariance.py: every case under each layout, on the real Policy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_gvpo.types import TrainBatch
 
 @dataclass(frozen=True)
 class Layout:
-    """A parallel layout; data parallelism takes the ranks that `tp`, `pp` and `cp` leave."""
+    """A parallel layout; data parallelism has the ranks that `tp`, `pp` and `cp` leave."""
 
     ranks: int
     tp: int = 1
@@ -62,10 +62,11 @@ class Layout:
 
 @dataclass(frozen=True)
 class Case:
-    """One optimizer update: these rows, by this algorithm, in micro-batches of `budget` tokens.
+    """One optimizer update on these rows, by this algorithm, in micro-batches of `budget` tokens.
 
-    `rows` come without advantages: the algorithm's estimator computes them, as the trainer does. With `first`
-    the reference is the engine's log-probs, corrected by what a step's first mini-batch, these rows, shows.
+    `rows` come without advantages: the algorithm's estimator computes them, as in the trainer. With `first`
+    the reference is the engine's log-probs, corrected by the gap that these rows, a step's first mini-batch,
+    show.
     """
 
     name: str
@@ -79,7 +80,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one case came to; gradients are under Hugging Face names."""
+    """Results of one case; gradients have Hugging Face names."""
 
     metrics: dict[str, float]
     gradients: dict[str, Tensor]
@@ -87,7 +88,9 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Probe:
-    """What one model came to besides: before any update, and after one real update with `UPDATE`."""
+    """Results of one model: its export before any update, and scores and weights around one update with
+    `UPDATE`.
+    """
 
     exported: dict[str, Tensor]
     logp_r: Tensor
@@ -121,7 +124,7 @@ def config_of(case: Case, layout: Layout, directory: Path) -> Config:
 
 
 def run(directory: str) -> None:
-    """Every case and probe of one layout; rank 0 writes results-{layout}.pt."""
+    """Run every case and probe of one layout; rank 0 writes results-{layout}.pt."""
     from megatron.core import parallel_state
 
     from megatron_gvpo.megatron.policy import Policy
@@ -145,14 +148,16 @@ def run(directory: str) -> None:
 
 
 def _configure(policy: Any, config: Config) -> None:
-    """What Policy.__init__ takes from `config`, but the model, whose building would take most of the time."""
+    """Set what Policy.__init__ takes from `config`, without building the model, which would take most of the
+    time.
+    """
     policy._loss = config.algorithm.loss
     policy._budget = config.train.max_tokens_per_micro_batch * config.parallel.cp
     policy._temperature = config.rollout.temperature if config.algorithm.sampler == "engine" else 1.0
 
 
 def _gradients(policy: Any, case: Case, config: Config) -> Outcome:
-    """Loss and gradients of one case; the weights stay."""
+    """Loss and gradients of one case; the weights do not change."""
     _configure(policy, config)
     rows = case.rows
     if config.algorithm.estimator is not None:
@@ -173,7 +178,7 @@ def _gradients(policy: Any, case: Case, config: Config) -> Outcome:
 
 
 def _own_logp(policy: Any, rows: TrainBatch) -> Tensor:
-    """Log-probs that an update's own forward found; they are those of a scoring pass."""
+    """Log-probs from an update's own forward, which equal those of a scoring pass."""
     found_r: Tensor = policy.update(rows, at_step_start=True, keep_logp=True).logp_r
     torch.testing.assert_close(found_r, policy.score(rows), rtol=0, atol=1e-5)
     return found_r
@@ -189,7 +194,7 @@ def _probe(policy: Any, case: Case, config: Config, exported: dict[str, Tensor])
 
 @torch.no_grad()
 def _export_gradients(policy: Any) -> dict[str, Tensor]:
-    """The accumulated gradients under Hugging Face names: in the parameters' places, they are exported."""
+    """The accumulated gradients under Hugging Face names, exported from the parameters' places."""
     from megatron.core import parallel_state
 
     of_all = parallel_state.get_data_parallel_group(with_context_parallel=True)

@@ -1,4 +1,4 @@
-"""Made-up groups of rollouts, for what works on groups."""
+"""Made-up groups of rollouts, for tests of code that works on groups."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def make_group(
     components: Mapping[str, Sequence[float]] | None = None,
     record: Mapping[str, Any] | None = None,
 ) -> Group:
-    """A group with these rewards; `logprobs` are of each response's every token."""
+    """A group with these rewards; `logprobs` gives the log-prob of each response's every token."""
     lengths = lengths or [2] * len(rewards)
     rollouts = [
         Rollout(
@@ -40,5 +40,5 @@ def rewards_of(group: Group) -> list[float]:
 
 
 def longer(prompt: Prompt, a: Rollout, b: Rollout) -> float:
-    """A judge that prefers length."""
+    """Judge that prefers the longer response."""
     return float(len(a.token_ids) > len(b.token_ids))

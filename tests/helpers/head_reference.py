@@ -1,4 +1,4 @@
-"""The head in fp64 under plain autograd, the fused head in its modes, and problems for both."""
+"""The head in fp64 with plain autograd, the fused head in its modes, and problems for both."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def naive(
     temperature: float | Tensor = 1.0,
     vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """logp, entropy, dX, dW of sum(g * logp + e * entropy), all in fp64, full logits."""
+    """logp, entropy, dX and dW of sum(g * logp + e * entropy), all in fp64 on full logits."""
     x, w = (t.detach().double().requires_grad_() for t in (hidden_rh, weight_vh))
     scale = temperature.double()[:, None] if isinstance(temperature, Tensor) else temperature
     logp_rv = torch.log_softmax((x @ w.T)[:, :vocab_size] / scale, -1)
@@ -71,7 +71,7 @@ def fused_stash(*inputs: Tensor, **options) -> tuple[LinearLogprob, Tensor, Tens
 
 
 def error(got: Tensor, want: Tensor) -> float:
-    """Largest difference over the largest magnitude of what is wanted."""
+    """The largest difference over the largest magnitude of the expected values."""
     assert got.shape == want.shape
     if not want.numel():
         return 0.0

@@ -1,8 +1,8 @@
-"""Images that are really built, by buildah and without a daemon, on a base made here of Debian packages.
+"""Real builds of images, by buildah without a daemon, on a base that is made here from Debian packages.
 
-No registry is needed: the base is this machine's Debian release with its Python under /usr/local, as the
-official images of Python are. Its Debian part is made once and kept in the user's cache. Where buildah cannot
-be had (it takes root and apt-get), the tests fail and say why.
+No registry is needed: the base is this machine's Debian release with its Python under /usr/local, like the
+official Python images. The Debian part is made once and kept in the user's cache. Where buildah cannot be
+installed (this takes root and apt-get), the tests fail and say why.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ BUILD_SECONDS = 1500.0
 
 
 class Images:
-    """A store of images of its own."""
+    """A separate store of images."""
 
     def __init__(self, store: Path) -> None:
         self._command = ["buildah", "--root", str(store / "root"), "--runroot", str(store / "run")]
@@ -59,7 +59,7 @@ class Images:
         return _run([*self._command, *arguments], timeout, self._environment)
 
     def build(self, name: str, secrets: Path) -> str:
-        """`docker/build.sh NAME` on the base; returns what it said."""
+        """Run `docker/build.sh NAME` on the base; returns its output."""
         conf = secrets / "pip.conf"
         conf.write_text("[global]\n" + "".join(f"{k} = {v}\n" for k, v in _pip_settings().items()))
         builder = " ".join([*self._command, "bud --format docker --layers=false --network host"])
@@ -71,7 +71,7 @@ class Images:
 
 @contextmanager
 def store(directory: Path) -> Iterator[Images]:
-    """A store with the base image, removed in the end."""
+    """Context of a store that has the base image, and is removed at the end."""
     install(TOOLS, TOOLS)
     images = Images(directory)
     try:
@@ -121,7 +121,7 @@ def _system() -> Path:
 
 
 def _pip_settings() -> dict[str, str]:
-    """How this machine's pip finds packages, in as far as it means something inside an image too."""
+    """This machine's settings of pip that are valid inside an image, too."""
     listed = _run([sys.executable, "-m", "pip", "config", "list"], 60)
     found = dict(line.split("=", 1) for line in listed.splitlines())
     known = {key.rsplit(".", 1)[1]: value.strip("'") for key, value in found.items()}

@@ -1,4 +1,4 @@
-"""What the ranks of real megatron-core models hold: for test_planner."""
+"""Rank function of test_planner.py: the bytes that real megatron-core models hold."""
 
 from __future__ import annotations
 

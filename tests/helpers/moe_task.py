@@ -12,12 +12,12 @@ LAYERS, EXPERTS, PER_TOKEN = 3, 8, 3
 
 
 def make(task: Path, directory: Path, pairs: bool = False) -> Path:
-    """A copy of `task` in `directory` with a Qwen3-MoE of random weights; returns `directory`.
+    """Copy `task` to `directory` with a Qwen3-MoE of random weights; returns `directory`.
 
-    `pairs`: its experts come in pairs that its routers can hardly tell apart (a token goes through an odd
-    number of experts: of its last pair, one). Which of a pair a token goes through is a matter of rounding,
-    and so differs between engine and trainer. The two differ by 0.2 %: by more, and the proof of the first
-    push would find that a server has other weights.
+    With `pairs` its experts come in pairs that the routers can hardly tell apart, and a token goes through an
+    odd number of experts, so through one of its last pair. Rounding decides which one, and so engine and
+    trainer differ. The two experts of a pair differ by 0.2 %: with more, the proof of the first push would
+    notice other weights.
     """
     shutil.copytree(task, directory)
     dense = transformers.AutoConfig.from_pretrained(directory / "model")

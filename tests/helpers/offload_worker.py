@@ -1,4 +1,4 @@
-"""What every rank does for test_activation_offload.py: updates with and without moved activations."""
+"""Rank function of test_activation_offload.py: updates with and without moved activations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
 
 
 def run(directory: str) -> None:
-    """Rank 0 writes {layout}-kept.pt and {layout}-moved.pt."""
+    """Run one layout; rank 0 writes {layout}-kept.pt and {layout}-moved.pt."""
     place = Path(directory)
     layout, case = torch.load(place / "work.pt", weights_only=False)[run_number()]
     for name, modules in (("kept", ()), ("moved", MODULES)):

@@ -1,4 +1,4 @@
-"""What every rank does for test_overlap.py: the same run with and without overlapped communication."""
+"""Rank function of test_overlap.py: the same run with and without overlapped communication."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BUCKET_SIZE = 2000
 
 
 def run(directory: str) -> None:
-    """The case number `run_number()` of work.pt, twice; rank 0 writes {number}.pt."""
+    """Run case number `run_number()` of work.pt twice; rank 0 writes {number}.pt."""
     from megatron.core.distributed import DistributedDataParallelConfig
 
     place, number = Path(directory), run_number()
@@ -46,7 +46,7 @@ def run(directory: str) -> None:
 
 
 def _updates(config: Any, rows: TrainBatch, root: Path) -> dict[str, Any]:
-    """Updates with everything between them that reads weights; {what it gave: its value}."""
+    """Do updates, and between them everything that reads weights; returns {step: result}."""
     from megatron_gvpo.megatron import checkpoint
     from megatron_gvpo.megatron.policy import Policy
 

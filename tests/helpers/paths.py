@@ -1,4 +1,4 @@
-"""Places in the checkout that tests need."""
+"""Directories of the checkout that tests need."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A small HTTP proxy before a rollout server, which can answer 500, or stop listening, when told."""
+"""A small HTTP proxy in front of a rollout server, which answers 500 or stops listening when told."""
 
 from __future__ import annotations
 

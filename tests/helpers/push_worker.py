@@ -1,4 +1,4 @@
-"""What every rank of a trainer does for the tests of weight pushes to a real server."""
+"""Rank functions of a trainer that pushes weights to a real server."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ GREEDY = SamplingConfig(top_p=1e-6, max_tokens=12)
 
 
 def run(engine: str, url: str, task: str, out: str, layout: str) -> None:
-    """Push before and after training steps, over each transport; write what the server then says.
+    """Push before and after training steps, over each transport; write the server's answers.
 
-    The delta transport sends everything the first time; then a few elements have changed.
+    The delta transport sends everything the first time, and a few changed elements the second time.
     """
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(dist.get_rank()), str(dist.get_world_size())
     directory = Path(out)
@@ -71,7 +71,7 @@ def run(engine: str, url: str, task: str, out: str, layout: str) -> None:
 
 
 def _nudge(policy: Policy) -> None:
-    """Change a few elements of every parameter, on every rank its own."""
+    """Change a few elements of every parameter; each rank changes its own shard."""
     with torch.no_grad():
         for chunk in policy.model.chunks:
             for parameter in chunk.parameters():
@@ -89,7 +89,7 @@ def _ask(engine: str, rollouts: ServedRollouts, directory: Path, step: int) -> N
 
 
 def _compare(rollouts: ServedRollouts, member: Member, export: Path, directory: Path, step: int) -> None:
-    """Write the server's checksums of what was pushed, and of the export after it has loaded that."""
+    """Write the server's checksums after the push, and after it has loaded the export."""
     server, call = member.server, rollouts.loop.run
     assert member.has(step) and call(server.weight_version(10)) == str(step)
     pushed = checksum(rollouts.loop, server)
@@ -109,9 +109,10 @@ def end(weights: ServedWeights, rollouts: ServedRollouts) -> None:
 
 
 def on_two_nodes(engine: str, urls: str, task: str, out: str, elsewhere: str) -> None:
-    """Push before and after an update to a server on each of two nodes; write what they say.
+    """Push before and after an update to a server on each of two nodes; write their checksums.
 
-    `elsewhere`: a process of the second node, which has shared memory of its own. Rank 1 goes there.
+    `elsewhere` is the id of a process of the second node, which has shared memory of its own. Rank 1 goes
+    there.
     """
     os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size()), "LOCAL_RANK": "0"}
     if dist.get_rank() == 1:
@@ -144,7 +145,7 @@ def on_two_nodes(engine: str, urls: str, task: str, out: str, elsewhere: str) ->
 
 
 class Nowhere:
-    """A transport that says it sent everything."""
+    """A transport that claims to have sent everything."""
 
     metrics: dict[str, float] = {}  # noqa: RUF012
 
@@ -161,7 +162,7 @@ class Nowhere:
 
 
 def unheard(engine: str, url: str, task: str, out: str) -> None:
-    """A push that never arrives, after an update; writes the error that the run ends with."""
+    """Make a push after an update that never arrives; write the error that the run ends with."""
     overrides = [f"rollout.engine={engine}", f"rollout.servers.urls=[{url}]", "algorithm=grpo"]
     config = configure(Path(task), Path(out), *overrides, "optimizer.lr=1.0e-2")
     policy, model = Policy(config), read_model_config(config.model.path)
@@ -181,7 +182,7 @@ def unheard(engine: str, url: str, task: str, out: str) -> None:
 
 
 def ended(engine: str, url: str, task: str, out: str, pid: str) -> None:
-    """The server's process ends between a push and its proof; the next push waits until it is back."""
+    """End the server's process between a push and its proof; the next push waits until it is back."""
     overrides = [f"rollout.engine={engine}", f"rollout.servers.urls=[{url}]", "algorithm=grpo"]
     config = configure(Path(task), Path(out), *overrides)
     policy, model = Policy(config), read_model_config(config.model.path)
@@ -205,7 +206,7 @@ def ended(engine: str, url: str, task: str, out: str, pid: str) -> None:
 
 
 def unopened(task: str, out: str) -> None:
-    """Nobody listens at a server's address, for longer than the ranks wait for one another."""
+    """Wait for a server at an address where nobody listens, for longer than a collective's timeout."""
     rank, world = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     meet, timeout = f"file://{out}/meet", timedelta(seconds=5)

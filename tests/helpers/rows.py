@@ -1,6 +1,6 @@
-"""Rows of made-up groups, for what is tested without a model.
+"""Rows of made-up groups, for tests without a model.
 
-A policy is here the table of its token log-probs, so gradients are dL/dlogp.
+Here a policy is the table of its token log-probs, so gradients are dL/dlogp.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def make_logp(rows: TrainBatch, seed: int = 1) -> torch.Tensor:
 
 
 def sequence_weights(loss: Loss, rows: TrainBatch, logp_r: torch.Tensor) -> torch.Tensor:
-    """dL/dl_i of a loss that sees only sequence sums, [n]."""
+    """dL/dl_i [n] of a loss that depends on sequence sums only."""
     weight_r, _ = token_weights(loss, rows, logp_r, BatchTotals.of(rows))
     first = torch.tensor(rows.offsets[:-1])
     torch.testing.assert_close(weight_r, weight_r[first][rows.seq_r], msg="weights differ inside a sequence")

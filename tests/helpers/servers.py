@@ -1,8 +1,8 @@
-"""Real SGLang and vLLM servers for tests: each started once, on the tiny model, and ended with the session.
+"""Real SGLang and vLLM servers on the tiny model, for tests.
 
-Their environments are built once by tools/engines/make_env.sh, which takes minutes and is kept in the user's
-cache. Where one cannot be built the tests that need it fail, and say why: a real part that silently did not
-run is a defect.
+tools/engines/make_env.sh builds their environments once, in minutes, in the user's cache. Where an
+environment cannot be built, the tests that need it fail and say why: a real part that silently did not run is
+a defect.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def engine_python(engine: str) -> str:
 
 
 def engine_with(plugin: str, engine: str, directory: Path) -> str:
-    """An override: the engine's interpreter with a plugin of the tests (tests/PLUGIN), as a file there."""
+    """An override that runs the engine with a plugin of tests/helpers, through a script in `directory`."""
     python, place = directory / "python", Path(__file__).with_name(plugin)
     python.write_text(f'#!/bin/sh\nPYTHONPATH="$PYTHONPATH:{place}" exec {engine_python(engine)} "$@"\n')
     python.chmod(0o755)
@@ -59,7 +59,7 @@ def engine_with(plugin: str, engine: str, directory: Path) -> str:
 
 
 def served_config(engine: str, task: Path, out: Path, *overrides: str) -> Config:
-    """The tiny run with rollouts from `engine`'s servers."""
+    """The tiny run's configuration with rollouts from `engine`'s servers."""
     own = (
         f"rollout.engine={engine}",
         f"rollout.servers.python={engine_python(engine)}",
@@ -72,7 +72,7 @@ def served_config(engine: str, task: Path, out: Path, *overrides: str) -> Config
 def running(
     engine: str, task: Path, out: Path, *overrides: str, key: str | None = None
 ) -> Iterator[Supervisor]:
-    """Healthy servers of `engine` on the tiny model, under a supervisor."""
+    """Context of healthy servers of `engine` on the tiny model, under a supervisor."""
     messages: list[str] = []
     config = served_config(engine, task, out, *overrides)
     supervisor = start_servers(config, key, messages.append)
@@ -89,7 +89,7 @@ def running(
 
 
 class Client:
-    """Calls a server's dialect from a test that is not asynchronous."""
+    """Synchronous client of a server's dialect."""
 
     def __init__(self, engine: str, url: str) -> None:
         self.loop = BackgroundLoop("test client")
@@ -122,7 +122,7 @@ class SharedServer:
 
 
 def fleet_of(client: Client, stop_ids: list[int]) -> ServerPool:
-    """The fleet of the client's server alone, on the client's loop, with weights of version 0."""
+    """A pool of the client's server alone, on the client's loop, with weights of version 0."""
 
     async def make() -> ServerPool:
         fleet = ServerPool([client.server], ServersConfig(start_timeout=60), stop_ids, print)
@@ -134,7 +134,7 @@ def fleet_of(client: Client, stop_ids: list[int]) -> ServerPool:
 
 
 async def admit(fleet: ServerPool, version: int) -> None:
-    """As after a push of this version, with the weights that its only server has."""
+    """Admit the pool's only server as after a push of this version, with the weights that it has."""
     [member] = fleet.members
     weights = receiver(member.server, "broadcast")
     await weights.begin_update(30)

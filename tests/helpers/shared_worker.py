@@ -1,4 +1,4 @@
-"""What every rank does for test_shared_prompts.py: the same update with the prompts shared and not."""
+"""Rank function of test_shared_prompts.py: the same update with shared and with repeated prompts."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from megatron_gvpo.megatron.batch import PackedBatch
 
 
 def run(directory: str) -> None:
-    """This launch's runs of work.pt, [(layout, budget, case), ...]; rank 0 writes a file of each.
+    """Run this launch's part of work.pt, [(layout, budget, case), ...]; rank 0 writes a file for each.
 
-    It holds {shared: (outcome, log-probs of a scoring pass, tokens that this rank's packs had)}.
+    A file holds {shared: (outcome, log-probs of a scoring pass, tokens in this rank's packs)}.
     """
     from megatron_gvpo.megatron.policy import Policy
 

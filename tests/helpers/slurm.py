@@ -1,7 +1,7 @@
-"""A real Slurm on this machine for tests: one slurmctld and three slurmd, ended with the session.
+"""A real Slurm on this machine for tests: one slurmctld and three slurmd, which end with the session.
 
-Debian's packages, which are installed where they are missing (that takes root and seconds). Where Slurm
-cannot be had the tests that need it fail, and say why. The "nodes" share this machine's network and files.
+Debian's packages are installed where they are missing (this takes root and seconds). Where Slurm cannot be
+installed, the tests that need it fail and say why. The "nodes" share this machine's network and files.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Slurm:
         return self("squeue", "--noheader", "--states=all", "--jobs", job, "--format=%T").split("\n")[0]
 
     def wait(self, job: str, condition: Callable[[], object], what: str) -> None:
-        """Until `condition` holds; fails, with the job's output, where it does not in time."""
+        """Wait until `condition` holds; fail with the job's output if it does not in time."""
         deadline = time.monotonic() + PATIENCE
         while not condition():
             assert time.monotonic() < deadline, (
@@ -80,7 +80,7 @@ class Slurm:
             time.sleep(0.2)
 
     def wait_for_start(self, job: str, number: int) -> None:
-        """Until the job has started again so often; Slurm would let two minutes go by before each."""
+        """Wait until the job has made start `number`, without Slurm's two minutes before each start."""
 
         since: dict[str, float] = {}  # when it was first seen as over, or pending
 
@@ -114,14 +114,14 @@ class Slurm:
         return Path(next(line.split("=", 1)[1] for line in details.split() if line.startswith("StdOut=")))
 
     def ended(self, job: str) -> float:
-        """When, in seconds since the epoch."""
+        """The end of the job, in seconds since the epoch."""
         details = dict(
             item.split("=", 1) for item in self("scontrol", "show", "job", job).split() if "=" in item
         )
         return datetime.fromisoformat(details["EndTime"]).timestamp()
 
     def said(self, job: str) -> str:
-        """The job's output, and the ends of all its logs."""
+        """The job's output and the ends of all its logs."""
         file = self.output(job)
         logs = [file, *sorted(file.parent.glob(f"{job}.*/*.log"))]
         return "\n".join(f"== {log}\n{log.read_text()[-3000:]}" for log in logs if log.exists())
@@ -173,7 +173,7 @@ def _states(slurm: Slurm) -> set[str]:
 
 
 def _resolvable() -> None:
-    """Give the nodes, and this machine, an address by name, as any cluster does."""
+    """Give the nodes and this machine an address by name, as every cluster does."""
     for name in (*NODES, socket.gethostname()):
         try:
             socket.gethostbyname(name)

@@ -1,4 +1,4 @@
-"""The quickstart's model and problems in a small edition, and runs on them: for the tests of whole runs."""
+"""A small edition of the quickstart's model and problems, and runs on it, for tests of whole runs."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ if "SIGNAL_WHILE_LOADING" in os.environ:
 
 
 def make(directory: Path) -> None:
-    """directory/{model,data,reward.py,run.yaml}"""
+    """Write directory/{model,data,reward.py,run.yaml}."""
     sizes = {"train": 48, "validation": 4, "test": 8}
     make_task.SIZES, before = sizes, make_task.SIZES
     try:
@@ -99,7 +99,7 @@ def reward_options(task: Path, **options: Any) -> str:
 
 
 class StopAfter(Callback):
-    """SIGTERM to this process at the end of a step."""
+    """Callback that sends SIGTERM to this process at the end of a step."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -110,7 +110,7 @@ class StopAfter(Callback):
 
 
 def fit(config: Config, callbacks: Sequence[Callback] = (), **how: bool) -> Trainer:
-    """Train with the program's own recorder until the end or an interruption; the process group stays."""
+    """Train with the program's own recorder until the end or an interruption; keeps the process group."""
     try:
         trainer = Trainer(config, [Recorder(), *callbacks], **how)
         used("megatron-core and Megatron-Bridge, 1 rank")
@@ -127,7 +127,7 @@ def fit(config: Config, callbacks: Sequence[Callback] = (), **how: bool) -> Trai
 
 
 def records(out: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl without what the clock wrote."""
+    """The records of metrics.jsonl without times, throughput and memory."""
     return [
         {
             name: value
@@ -139,7 +139,7 @@ def records(out: Path) -> list[dict[str, Any]]:
 
 
 def weights(out: Path) -> dict[str, Tensor]:
-    """What the run exported."""
+    """The weights that the run exported."""
     return load_file(out / "hf" / "model.safetensors")
 
 

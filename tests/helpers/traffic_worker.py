@@ -1,4 +1,4 @@
-"""What the ranks of real megatron-core models send in one update: for test_traffic."""
+"""Rank function of test_traffic.py: the bytes that real megatron-core models send in one update."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_gvpo.types import TrainBatch
 
 
 def rows_of(lengths: list[tuple[int, int]]) -> TrainBatch:
-    """Groups of two rows with so many prompt and response tokens."""
+    """Groups of two rows with given numbers of prompt and response tokens."""
     n = len(lengths)
     return TrainBatch(
         prompt_ids=[(3,) * prompt for prompt, _ in lengths],
@@ -33,7 +33,7 @@ def rows_of(lengths: list[tuple[int, int]]) -> TrainBatch:
 
 
 def operations() -> dict[str, int]:
-    """Bytes of one of each operation on two ranks, called in all the ways in which Megatron calls them."""
+    """Bytes of each operation on two ranks, called in all the ways in which Megatron calls it."""
     rank, other = dist.get_rank(), 1 - dist.get_rank()
     one, two = torch.ones(6), torch.ones(12)
     gather: Any = dist.all_gather_into_tensor  # kept under another name, as Megatron does

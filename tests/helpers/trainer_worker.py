@@ -1,4 +1,4 @@
-"""What every rank does for the runs of test_resume.py and test_trainer.py on two ranks."""
+"""Rank functions of test_resume.py and test_trainer.py: runs on two ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_gvpo.config.schema import ConfigError
 
 
 def interrupted_and_not(task: str, runs: str) -> None:
-    """Data- and tensor-parallel: a run, and the same run interrupted in its second step and resumed.
+    """Run whole, and interrupted in the second step and resumed, both data- and tensor-parallel.
 
     The signal reaches one rank only.
     """
@@ -29,7 +29,7 @@ def interrupted_and_not(task: str, runs: str) -> None:
 
 
 def a_reward_that_one_rank_lacks(task: str, out: str) -> None:
-    """As where the file is missing on a node: all ranks must hear of it."""
+    """Let a reward's file be missing on one node; all ranks must raise its error."""
     rank = dist.get_rank()
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(dist.get_world_size())
     file = "reward" if rank == 0 else "missing"

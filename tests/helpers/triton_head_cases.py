@@ -1,7 +1,7 @@
-"""What the head's Triton kernels compute, under Triton's interpreter: run by test_triton_head.py.
+"""Cases of the head's Triton kernels under Triton's interpreter; test_triton_head.py runs them.
 
-The interpreter runs the kernels' own code on a CPU. What that leaves open is speed, and bf16 products: it has
-none, so they are fp32 here.
+The interpreter runs the kernels' own code on a CPU. It says nothing about speed or about products in bf16: it
+has none, so they are fp32 here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TRITON = {"backend": "triton"}
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that small shapes have several blocks of columns, splits of the vocabulary and groups of rows."""
+    """Give small shapes several blocks of columns, splits of the vocabulary and groups of rows."""
     set_small_blocks(monkeypatch.setattr)
 
 
@@ -104,8 +104,9 @@ def test_fp64_is_refused():
 
 
 def test_tensor_parallel_equals_one_process(tmp_path):
-    """Four ranks as one group and as two. Ragged shards: a label of another shard meets columns that are
-    padding here, and must not find one."""
+    """Four ranks are one group and two groups. Shards are ragged: another shard's label meets columns that
+    are padding here, and must not match one.
+    """
     mp.spawn(_tensor_parallel_rank, (str(tmp_path / "store"),), nprocs=4)
 
 

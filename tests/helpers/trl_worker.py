@@ -1,7 +1,7 @@
 """TRL's own losses on given log-probs, in an environment that has TRL: python trl_worker.py IN.pt OUT.pt
 
-The trainers' loss methods are run as they are. Instead of a model there are tables of log-probs, and the
-accelerator is that of one process.
+The trainers' loss methods run unchanged. Tables of log-probs replace the model, and the accelerator has one
+process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ONE_PROCESS = SimpleNamespace(
 
 
 def trainer(kind: type, logp: torch.Tensor, **settings: Any) -> Any:
-    """A trainer without a model: what its loss method reads."""
+    """A trainer without a model, which has the attributes that its loss method reads."""
     self = object.__new__(kind)
     settings = {
         "model": SimpleNamespace(training=True),

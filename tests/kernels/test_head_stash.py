@@ -1,4 +1,4 @@
-"""The head's stash: what is kept, how exactly, and dW in Megatron's own buffer."""
+"""The head's stash: its contents, its precision, and dW in Megatron's own buffer."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def test_what_is_kept_fits_the_cap_and_is_reported():
 
 
 def peaked(bias: float, r: int = 64, v: int = 97) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A policy that favours its samples by `bias` logits, as reinforcement learning makes them."""
+    """A policy that favours its samples by `bias` logits, as reinforcement learning produces."""
     hidden, weight, labels, g, _ = problem(r, 32, v, 1.0)
     return hidden + bias * weight[labels] / weight[labels].square().sum(1, keepdim=True), weight, labels, g
 
 
 @pytest.mark.parametrize(("bias", "mean"), [(5, -1.3), (9, -0.1), (13, -7e-3), (19, -2.4e-4)])
 def test_bf16_stash_of_peaked_policies(bias: float, mean: float):
-    """Errors are those of rounding to bf16 (steps of 0.4 to 0.8 %), however small the label's 1 - p."""
+    """Errors are those of rounding to bf16 (steps of 0.4 to 0.8 %), however small the label's 1 - p is."""
     hidden, weight, labels, g = peaked(bias)
     logp, _, dx, dw = naive(hidden, weight, labels, g)
     assert 0.5 < float(logp.mean()) / mean < 2
@@ -63,7 +63,7 @@ def test_the_stash_serves_more_than_one_backward():
 
 
 def test_a_hopeless_label_does_not_overflow_the_stash():
-    """Its p underflows: this rank's part of the row is one number, the label's -g."""
+    """The label's p underflows, so this rank's part of the row is one number, the label's -g."""
     hidden, weight, labels, g, _ = problem(4, 4, 11)
     weight[labels[0]] = -90 * hidden[0] / hidden[0].square().sum()
     for dtype in (torch.float32, torch.bfloat16):
@@ -75,7 +75,7 @@ def test_a_hopeless_label_does_not_overflow_the_stash():
 
 
 class Megatron(torch.nn.Parameter):
-    """A weight as Megatron's data parallelism prepares it, with what its hook does to `.grad`."""
+    """A weight as Megatron's data parallelism prepares it, with the hook that clears `.grad`."""
 
     def prepare(self, tied: bool) -> None:
         self.main_grad = torch.full(self.shape, 0.5)
@@ -96,7 +96,7 @@ class Megatron(torch.nn.Parameter):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mode", ["weights_first", "stash", "partly", "recompute"])
 def test_main_grad_gets_dw_in_fp32(mode: str, dtype: torch.dtype, tied: bool):
-    """Two micro-batches onto what is there already: neither lost, nor counted twice, nor rounded to bf16."""
+    """Two micro-batches add to an existing gradient: nothing is lost, counted twice, or rounded to bf16."""
     hidden, weight, labels, g, _ = problem(20, 8, 30, 1.0, dtype)
     parameter = Megatron(weight)
     parameter.prepare(tied)

@@ -57,7 +57,9 @@ def test_weights_first_matches_fp64(scale: float, logits_bytes: int):
 
 
 def test_confident_policy_keeps_relative_accuracy():
-    """log p about -3e-4 at logits near 80: a stored fp32 logsumexp, 4e-6 coarse there, would err by 1 %."""
+    """log p is about -3e-4 at logits near 80, where a stored fp32 logsumexp, accurate to 4e-6, would err by 1
+    %.
+    """
     noise = 0.001 * torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
     hidden = torch.cat((torch.eye(8) * 80, torch.full((8, 1), 700.0)), 1)
     weight = torch.cat((torch.eye(8) * 0.125 + noise, torch.full((8, 1), 0.1)), 1)
@@ -83,7 +85,7 @@ def test_bf16_inputs_are_computed_in_fp32(fused, scale: float):
 
 
 def test_many_accumulations_in_bf16_do_not_lose_the_small_ones():
-    """256 equal contributions, one a tile: accumulated in bf16, dW would stall at a fraction of the sum."""
+    """256 tiles contribute equally: accumulated in bf16, dW would stall at a fraction of the sum."""
     r = 256
     hidden, weight = torch.ones(r, 4, dtype=torch.bfloat16), torch.zeros(5, 4, dtype=torch.bfloat16)
     labels, g = torch.zeros(r, dtype=torch.int64), torch.full((r,), 1.0)
@@ -219,7 +221,7 @@ def test_label_in_the_padding_is_impossible_not_wrong():
 
 
 class LargestTensor(TorchDispatchMode):
-    """Records the most numbers that any operation returned."""
+    """Records the largest number of elements that any operation returned."""
 
     def __init__(self):
         super().__init__()
@@ -269,8 +271,9 @@ def test_what_does_not_fit_is_said(change: dict, message: str):
 
 
 def test_tensor_parallel_equals_one_process(tmp_path):
-    """Four ranks as one group (shards of 5 columns) and as two groups (shards of 10), with no padding, part
-    of a shard, and a shard of padding alone. Labels sit on both sides of every shard's edge."""
+    """Four ranks are one group (shards of 5 columns) and two groups (shards of 10): without padding, with
+    part of a shard and with a whole shard of padding. Labels lie on both sides of every shard's edge.
+    """
     mp.spawn(_tensor_parallel_rank, (str(tmp_path / "store"),), nprocs=4)
 
 

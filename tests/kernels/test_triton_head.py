@@ -1,4 +1,4 @@
-"""The head's Triton kernels without a GPU: interpreted, and compiled for a GPU that is not there."""
+"""The head's Triton kernels without a GPU: interpreted, and compiled for a GPU that is absent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paths import HELPERS
 
 
 def python(*arguments: str, interpret: bool = False) -> subprocess.CompletedProcess[str]:
-    """A process of its own: Triton reads TRITON_INTERPRET when it is first imported."""
+    """Run Python in a new process, because Triton reads TRITON_INTERPRET at its first import."""
     environment = {**os.environ, "TRITON_INTERPRET": str(int(interpret))}
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment)
 
@@ -73,7 +73,9 @@ print(json.dumps([[*key, value] for key, value in found.items()]))
 
 
 def test_hopper_can_run_the_kernels():
-    """Compiled to machine code of sm_90: shared memory fits, nothing spills, bf16 is on the tensor cores."""
+    """The machine code of sm_90 fits into shared memory, spills nothing, and uses the tensor cores for
+    bf16.
+    """
     done = python("-c", COMPILE)
     assert done.returncode == 0, done.stderr[-3000:]
     kernels = json.loads(done.stdout.splitlines()[-1])

@@ -1,8 +1,9 @@
 """Megatron's offloading of activations by modules, as our passes through its schedule use it.
 
-There is no GPU: what is moved, is moved from the CPU to the CPU, and the memory of the original is freed.
-Everything else of Megatron's machinery is real, and it is that which plans by the first pass
-(megatron/model/activation_offload.py). What Transformer Engine keeps of its own is not covered.
+There is no GPU: activations move from the CPU to the CPU, and the originals' memory is freed. Everything else
+of Megatron's machinery is real, including its plan from the first pass
+(megatron/model/activation_offload.py). The tests do not cover the tensors that Transformer Engine keeps
+itself.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_run_with_offloaded_activations_is_the_run_without(found: Path, layout: Layout) -> None:
-    """Scoring first, then updates of more and of fewer micro-batches than before, in other shapes."""
+    """A scoring pass precedes updates with more and with fewer micro-batches than before, in other shapes."""
     kept, moved = (
         torch.load(found / f"{layout}-{name}.pt", weights_only=False) for name in ("kept", "moved")
     )

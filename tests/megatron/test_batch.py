@@ -1,4 +1,4 @@
-"""Plans and packs: every row once, within budgets, balanced; packs against building them token by token."""
+"""Plans and packs: every row once, within budgets, balanced; packs equal those built token by token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HIDDEN = 64
 
 
 def make_rows(lengths: list[tuple[int, int]], groups: list[int] | None = None) -> TrainBatch:
-    """Rows with (prompt tokens, response tokens); every token id is another one."""
+    """Rows with (prompt tokens, response tokens); all token ids differ."""
     counter = iter(range(1, 1_000_000))
     groups = list(range(len(lengths))) if groups is None else groups
     return TrainBatch(
@@ -73,7 +73,7 @@ def test_plan_keeps_its_promises(rows: TrainBatch, dp_size: int, max_tokens: int
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("dp_size", [2, 4, 8])
 def test_ranks_are_balanced_better_than_by_a_naive_split(seed: int, dp_size: int) -> None:
-    """In the slowest rank's cost: packs wait for each other only at the end of a step."""
+    """The measure is the slowest rank's cost: ranks wait for each other only at the end of a step."""
     generator = torch.Generator().manual_seed(seed)
     responses = (torch.randn(96, generator=generator) * 0.9 + 4).exp().int().clamp(1, 600)
     rows = make_rows([(10, r) for r in responses.tolist()])

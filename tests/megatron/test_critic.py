@@ -1,7 +1,7 @@
 """PPO's critic: advantages from their definition, and a value model whose gradient does not know the machine.
 
-The reference is fp64: `transformers`' last hidden states, a linear head on them, plain autograd, sequence by
-sequence, and GAE as the double sum of its definition.
+The reference is fp64: the last hidden states of `transformers` with a linear head and plain autograd,
+sequence by sequence, and GAE as the double sum of its definition.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CLIP = 0.2
 
 
 def by_definition(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
-    """arXiv 1506.02438, eq. 16, of one response: nothing comes after its last token."""
+    """arXiv 1506.02438, eq. 16, for one response; its last token has no successor."""
     after = [*values[1:], 0.0]
     delta = [r + gamma * n - v for r, n, v in zip(rewards, after, values, strict=True)]
     return [
@@ -77,7 +77,7 @@ def test_gae_is_its_definition(lengths, gamma, lam, kl_coef):
 
 
 def test_the_ends_of_lambda():
-    """lambda 1: the return less the value; lambda 0: the one-step error."""
+    """lambda 1 gives the return less the value, lambda 0 the one-step error."""
     rows = make_rows([[2.0]], [3]).with_columns(value_r=torch.tensor([1.0, 3.0, 5.0]))
     whole, _ = GAE(lam=1.0, whiten="none").fill(rows)
     assert whole.advantage_r.tolist() == [1.0, -1.0, -3.0] and whole.return_r.tolist() == [2.0, 2.0, 2.0]
@@ -96,7 +96,7 @@ def test_whitening_leaves_the_returns_alone():
 
 
 def test_without_values_it_is_reinforce_plus_plus():
-    """The reward of the response to all its tokens, less the KL from there on; whitened over tokens."""
+    """Every token gets the response's reward less the KL of the tokens from it on, whitened over tokens."""
     rows = make_rows([[1.0], [-1.0]], [2, 3])
     found, _ = GAE(values="zero", lam=1.0, kl_coef=0.1).fill(rows)
     kl = rows.old_logp_r.double() - rows.ref_logp_r.double()
@@ -151,7 +151,7 @@ def test_the_recipe_says_what_the_papers_say():
 
 
 def step_rows() -> TrainBatch:
-    """Ragged rows with returns, and old values that are sometimes far from what the head will say."""
+    """Ragged rows with returns, and old values that are sometimes far from the head's."""
     generator = torch.Generator().manual_seed(0)
 
     def tokens(count: int) -> list[int]:

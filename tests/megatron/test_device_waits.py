@@ -1,6 +1,6 @@
-"""What a micro-batch asks of its device while that has other work: nothing that has to be waited for.
+"""A micro-batch never makes the host wait for a device that is busy.
 
-The meta device has shapes and no numbers, so it refuses whatever would bring one to the host.
+The meta device has shapes and no numbers, so it refuses every operation that brings a number to the host.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Peak memory by part: storages counted exactly, the rest against allocations made by hand."""
+"""Peak memory by part: storages counted exactly, the rest compared with allocations made by hand."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_meter_follows_what_lives_and_what_was() -> None:
 
 
 def test_the_meter_follows_a_backward_pass() -> None:
-    """exp keeps its output; five of them in a row keep five, and the backward needs one gradient besides."""
+    """exp keeps its output: five in a row keep five, and the backward needs one gradient more."""
     x = torch.zeros(MB, requires_grad=True)
     with _CPU([x]) as meter:
         y = x

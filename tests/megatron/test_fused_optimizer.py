@@ -1,4 +1,4 @@
-"""The optimizer with the accounts of Transformer Engine's FusedAdam, which itself needs a GPU."""
+"""The optimizer with the bookkeeping of Transformer Engine's FusedAdam, which itself needs a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_gvpo.megatron.checkpoint import sharded as checkpoint
 
 
 class Fused(torch.optim.Optimizer):
-    """Counts steps by group, in numbers, and has no moments before its first step (TE 2.20)."""
+    """Adam that counts steps by group, as numbers, and has no moments before its first step (TE 2.20)."""
 
     def __init__(self, params: Any, lr: float, weight_decay: float, betas: Any, eps: float, **_: Any) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps})
@@ -49,7 +49,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("saved_at", [0, 2])
 def test_a_run_that_goes_on_repeats_the_one_that_was_saved(fused: None, tmp_path: Path, saved_at: int):
-    """Also where nothing was trained before: a run that is stopped while its first responses come."""
+    """This also holds before any training: a run may be stopped during its first rollout."""
     reference.save_models(tmp_path)
     name = "gvpo, groups split"
     rows, *_ = sampled_for(STEPS[name], tmp_path)

@@ -1,4 +1,4 @@
-"""What a GPU does in one kernel: chosen from what Megatron-Bridge makes of every family."""
+"""The fused GPU operations that are chosen from Megatron-Bridge's configuration of every family."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("family", reference.CONFIGS)
 def test_every_familys_rotation_and_activation_are_fused(family: str, directory: Path):
-    """megatron-core rotates packs one sequence after the other unless it is told; latent attention it does
-    another way."""
+    """megatron-core rotates packs one sequence after the other unless told otherwise; latent attention has
+    another way.
+    """
     model = ModelConfig(path=str(directory / family))
     provider = open_bridge(model).to_megatron_provider(load_weights=False)
     found = fusions(provider)
@@ -39,7 +40,7 @@ def test_every_familys_rotation_and_activation_are_fused(family: str, directory:
 
 
 def test_layers_that_can_add_their_gradients_do():
-    """Such as Transformer Engine's, which read this attribute in every forward pass."""
+    """Transformer Engine's layers, for example, read this attribute in every forward pass."""
     layer, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     layer.fuse_wgrad_accumulation = False  # type: ignore[assignment]
     fuse_weight_gradients([torch.nn.Sequential(layer), torch.nn.Sequential(other)])

@@ -64,7 +64,7 @@ _QUICK_PROBES = {(layout, STEPS[name].model) for layout, name in QUICK}
 
 
 def _cases(runs: list[tuple[Layout, str]], quick: Collection[tuple[Layout, str]]) -> list[Any]:
-    """Parameters, of which those that are not `quick` are proofs."""
+    """Parameters of the runs; those that are not `quick` are marked as proofs."""
     marks = [() if run in quick else pytest.mark.proof for run in runs]
     return [
         pytest.param(*run, id=f"{run[0]}: {run[1]}", marks=mark)
@@ -77,7 +77,9 @@ each_probe = pytest.mark.parametrize(("layout", "model"), _cases(PROBES, _QUICK_
 
 
 def selected(request: pytest.FixtureRequest) -> set[tuple[Layout, str]]:
-    """The runs that the selected tests of this file need; the single rank's, too, which they compare with."""
+    """The runs that the selected tests of this file need, and those of a single rank that they compare
+    with.
+    """
     items = [item for item in request.session.items if item.path == request.path]
     params = [item.callspec.params for item in items if hasattr(item, "callspec")]
     runs = {(p["layout"], p["name"]) for p in params if "name" in p}
@@ -146,7 +148,7 @@ def test_metrics_do_not_know_the_machine(
 def test_export_is_what_was_loaded_bit_for_bit(
     found: dict[tuple[str, str], Any], directory: Path, layout: Layout, model: str
 ) -> None:
-    """Also where tensor parallelism padded the vocabulary of 131."""
+    """This includes layouts whose tensor parallelism padded the vocabulary of 131."""
     exported = found[str(layout), model].exported
     loaded = load_file(directory / model / "model.safetensors")
     assert exported.keys() == loaded.keys()
@@ -168,7 +170,7 @@ def test_scores_are_those_of_transformers(
 def test_scores_after_an_update_do_not_know_the_machine(
     found: dict[tuple[str, str], Any], layout: Layout, model: str
 ) -> None:
-    """With the allowance of the update itself, below: an update that is off by 5e-3 of itself."""
+    """The tolerance is that of the update itself, below: 5e-3 of its size."""
     before, after, single = (
         found[str(layout), model].logp_r,
         found[str(layout), model].updated_logp_r,
@@ -181,7 +183,7 @@ def test_scores_after_an_update_do_not_know_the_machine(
 def test_an_update_is_that_of_torch_adamw(
     found: dict[tuple[str, str], Any], directory: Path, layout: Layout, model: str
 ) -> None:
-    """Clipped by the norm over all shards, every parameter in it once; norms and biases do not decay.
+    """The norm over all shards clips, with every parameter in it once; norms and biases do not decay.
 
     A gradient that is off by d moves Adam's first step, lr g / (|g| + eps), by lr d / eps at most. After
     clipping to a norm of 0.5, d is at most TOLERANCE times 0.5, and eps is 1e-3: 5e-3 of lr.

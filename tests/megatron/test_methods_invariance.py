@@ -1,10 +1,10 @@
 """The gradient of every loss does not know the machine: real megatron-core against plain transformers.
 
-test_gradient_invariance.py proves it for the headliners, with formulas of their own and in every layout. Here
-are all losses and aggregations, on one rank, on two data-parallel and on two context-parallel ones, in packs
-that split groups, packs that keep them whole, and one response a pack. The reference is the loss itself,
-called once with all rows on log-probs of `transformers` in fp64, and plain autograd: what is proved is that
-no split over micro-batches and ranks changes it. The formulas are proved in test_relatives and test_trl.
+test_gradient_invariance.py proves it for the main methods, with independent formulas and in every layout.
+This file has all losses and aggregations, on one rank, two data-parallel and two context-parallel ranks, in
+packs that split groups, packs that keep them whole, and one response a pack. The reference is the loss
+itself, called once with all rows on log-probs of `transformers` in fp64, with plain autograd: no split over
+micro-batches and ranks changes it. test_relatives and test_trl prove the formulas.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ RUNS = [(name, budget) for name in ALGORITHMS for budget in (SPLIT, ONE_BY_ONE, 
 
 
 def make_rows() -> TrainBatch:
-    """Ragged groups, one of a single response, one whose rewards are equal; the groups' rows are mixed."""
+    """Ragged groups, in mixed order: one has a single response, one has equal rewards."""
     generator = torch.Generator().manual_seed(0)
     groups = [
         (3, [(4, 1.0), (1, 0.0), (9, 0.5)]),

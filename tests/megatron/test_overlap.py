@@ -1,8 +1,9 @@
-"""Overlapped communication changes no number, with buckets as many as large models have.
+"""Overlapped communication changes no number, with as many buckets as large models have.
 
 megatron-core gathers an update's weights bucket by bucket, and waits for a bucket in the forward pre-hooks of
-the modules whose weights are in it. A tiny model has one bucket, for which its first module waits: nothing
-would show that a later reader does not. So buckets are cut down, until the output layer has its own.
+the modules whose weights are in it. A tiny model has one bucket, for which its first module waits, so a later
+reader that does not wait would go unnoticed. The tests therefore cut buckets down until the output layer has
+its own.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_with_overlap_is_the_run_without(found: Path, name: str) -> None:
-    """Log-probs, gradient norms and every exported tensor, after any order of updates and readers."""
+    """Log-probs, gradient norms and every exported tensor agree, after any order of updates and readers."""
     runs = torch.load(found / f"{list(CASES).index(name)}.pt", weights_only=False)
     without, overlapped = runs[False], runs[True]
     assert without.pop("bucket groups") < overlapped.pop("bucket groups")

@@ -1,4 +1,4 @@
-"""Padding, FP8 as Megatron would be told, and bf16 with fp32 masters, on the real classes."""
+"""Padding, the FP8 settings that Megatron gets, and bf16 with fp32 master weights, on the real classes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ from megatron_gvpo.megatron.checkpoint import sharded as checkpoint
     ],
 )
 def test_padding(fp8: str | None, parallel: dict[str, Any], sequence: int, pack: int) -> None:
-    """Sequences: 2 chunks a context-parallel rank. Packs: what leaves every rank's shard whole FP8 blocks."""
+    """A sequence has 2 chunks for each context-parallel rank; a pack gives every rank's shard whole FP8
+    blocks.
+    """
     model = ModelConfig(path="unused", fp8=None if fp8 is None else FP8Config(recipe=fp8))
     assert Padding.of(model, ParallelConfig(**parallel)) == Padding(sequence, pack)
 
@@ -65,7 +67,7 @@ def group() -> Iterator[None]:
 
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Megatron's configurations, each after Megatron has checked it."""
+    """Megatron's configurations, after Megatron has checked them."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     found: list[Any] = []
@@ -183,8 +185,9 @@ def test_bf16_keeps_masters_gradients_and_log_probs_in_fp32(directory: Path) -> 
 
 
 def test_optimizer_states_in_host_memory_train_the_same(directory: Path, tmp_path: Path) -> None:
-    """In bf16, whose masters are then on the host only: three updates with clipping, none, half or all of the
-    states there, and the third once more after a checkpoint, with another share too."""
+    """In bf16, where the host alone has the masters: three updates with clipping and none, half or all of the
+    states on the host, and the third update again after a checkpoint, with another share as well.
+    """
     name = "gvpo, groups split"
     rows, *_ = sampled_for(STEPS[name], directory)
     case = Case(name, STEPS[name].algorithm, rows, STEPS[name].budget)
@@ -223,7 +226,7 @@ def test_optimizer_states_in_host_memory_train_the_same(directory: Path, tmp_pat
 
 
 def test_host_memory_that_does_not_suffice_is_said(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not found out by the kernel, which ends the process without a word."""
+    """Otherwise the kernel would notice, and end the process without a word."""
     import psutil
 
     rows, *_ = sampled_for(STEPS["gvpo, groups split"], directory)
@@ -248,7 +251,7 @@ def bf16_policy(case: Case, directory: Path, offload: float) -> Iterator[Any]:
 
 
 def held(policy: Any) -> list[torch.Tensor]:
-    """Masters and moments on the device."""
+    """Bytes of masters and moments on the device."""
     return list(policy.optimizer.tensors())
 
 

@@ -38,7 +38,7 @@ def config_of(kind: Any, groups: int, best: int, chosen: int, method: str | None
 
 
 def routed_by_megatron(config: Any, logits: torch.Tensor, bias: torch.Tensor | None, replay: Any) -> Any:
-    """(weights, whether chosen), both [tokens, experts]."""
+    """(weights, mask of the chosen experts), both [tokens, experts]."""
     from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
     with parallel.megatron_device():
@@ -97,7 +97,7 @@ def test_without_groups_and_with_megatrons_own_rule_nothing_is_replaced() -> Non
 
 
 def test_a_replayed_choice_still_has_the_rule_for_what_it_does_not_give() -> None:
-    """Megatron's RouterReplay records what the rule chose, and replays it whatever the rule."""
+    """Megatron's RouterReplay records the rule's choice, and replays a choice under any rule."""
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
     config = config_of(transformers.DeepseekV2Config, 8, 3, 6, "group_limited_greedy")

@@ -1,4 +1,4 @@
-"""Prompts that a group's responses share: the same log-probs and gradients from fewer tokens."""
+"""Prompts that a group's responses share give the same log-probs and gradients from fewer tokens."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def step_of(model: str) -> str:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models, and what the ranks found."""
+    """A directory with models and the ranks' results."""
     directory = tmp_path_factory.mktemp("shared")
     reference.save_models(directory)
     work: dict[int, list[tuple[Layout, str, Case]]] = {}
@@ -70,7 +70,7 @@ def test_gradients_are_those_of_whole_sequences(place: Path, model: str, layout:
 
 
 def rows_of(groups: list[tuple[int, list[int]]]) -> TrainBatch:
-    """(prompt tokens, tokens of each response)"""
+    """Rows of (prompt tokens, tokens of each response)."""
     n = sum(len(answers) for _, answers in groups)
     return TrainBatch(
         prompt_ids=[(g,) * prompt for g, (prompt, answers) in enumerate(groups) for _ in answers],
@@ -109,7 +109,7 @@ def test_packs_keep_to_the_budget_and_hold_every_row_once(groups, budget, ranks)
 
 
 def dense(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], followers: list[int]) -> Tensor:
-    """Scores of the whole pack with itself, then the mask, element by element."""
+    """Attention of the whole pack with itself under the mask, element by element."""
     total, ends = sum(lengths), list(accumulate(lengths))
     sequence = [i for i, length in enumerate(lengths) for _ in range(length)]
     prompt_of = {i + 1 + j: i for i, count in enumerate(followers) for j in range(count)}

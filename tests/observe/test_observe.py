@@ -130,7 +130,7 @@ def test_tensorboard_forgets_what_came_after_the_checkpoint(tmp_path):
 
 
 def test_a_full_disk_under_tensorboard_is_raised_and_not_printed(tmp_path):
-    """Its own thread writes, and would die with a traceback."""
+    """TensorBoard's writer thread would otherwise die with a traceback."""
     program = """
 import resource, sys
 from pathlib import Path
@@ -212,7 +212,7 @@ def test_status_keeps_the_latest_value_and_estimates_the_rest(monkeypatch):
 
 
 def test_live_display_survives_prints_logs_and_death():
-    """In a real pseudo-terminal: every foreign line stands alone and whole, and the cursor comes back."""
+    """In a real pseudo-terminal every foreign line stands alone and whole, and the cursor comes back."""
     program = """
 import logging, sys
 logging.basicConfig(level=logging.INFO)          # holds the terminal before the display begins

@@ -43,7 +43,7 @@ def test_no_profiler_window_leaves_nothing(tmp_path):
 
 
 def stand_in_for_a_driver(monkeypatch, **answers) -> None:
-    """Two GPUs with pynvml's own error types; what real ones answer needs a GPU."""
+    """Two GPUs with pynvml's own error types; the answers of real ones need a GPU."""
     import pynvml
 
     def unsupported(*_):

@@ -1,4 +1,4 @@
-"""What real megatron-core sends, counted below torch.distributed, is to the byte what the formulas say."""
+"""Real megatron-core sends exactly the bytes that the formulas predict, counted below torch.distributed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
 
 
 def make_model(directory: Path, **changes: Any) -> Path:
-    """A Qwen with sizes that no formula can mistake for one another; its vocabulary must be padded."""
+    """A Qwen whose sizes no formula can confuse; its vocabulary must be padded."""
     from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     sizes = {
@@ -109,7 +109,7 @@ def test_what_is_not_counted_is_refused():
 
 
 def test_every_operator_of_torch_distributed_is_known():
-    """What torch's own list of operators has: a new one would be refused in the middle of a run."""
+    """The list is torch's own: an unknown operator would be refused in the middle of a run."""
     schemas = (schema.name for schema in torch._C._jit_get_all_schemas())
     assert {name.removeprefix("c10d::") for name in schemas if name.startswith("c10d::")} == {
         *traffic._OPERATORS,

@@ -1,4 +1,4 @@
-"""What a user hears of rewards that fail, and of one whose worker is never ready: real worker processes."""
+"""Messages about rewards that fail, and about a worker that is never ready: real worker processes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-r"""Rewards: what counts as the right answer, and that no reward function can hurt the run.
+"""Rewards: the right answers are recognised, and no reward function can hurt the run.
 
-The pool's tests run real worker processes and really hang, crash and kill them.
+The tests of the pool run real worker processes, which really hang, crash and get killed.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def test_components_are_named_and_weighed(functions: str) -> None:
 
 
 def test_a_run_may_have_no_reward_of_its_own() -> None:
-    """A shaper, such as a judge of pairs, gives it."""
+    """A shaper, such as a judge of pairs, gives the reward."""
     with RewardPool(RewardsConfig(components=())) as pool:
         pool.score([group := Group(prompt(), [response("a"), response("b")])])
     assert group.rewards == [0.0, 0.0] and group.rollouts[0].rewards == {}
@@ -310,7 +310,7 @@ def test_functions_that_cannot_be_loaded(functions: str, component: Any, message
 
 
 def children() -> list[int]:
-    """Processes that this one started and that still run, but for what Python keeps for the tests before."""
+    """Running processes that this one started, without those that Python keeps from earlier tests."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -324,7 +324,7 @@ def children() -> list[int]:
 
 
 def running(marker: str) -> Iterator[int]:
-    """Processes with `marker` in their environment: a run's own and all that came of it."""
+    """Processes with `marker` in their environment: the run's own and all their descendants."""
     for environ in Path("/proc").glob("[0-9]*/environ"):
         try:
             if marker.encode() in environ.read_bytes():
@@ -342,7 +342,7 @@ def test_nothing_outlives_its_pool(functions: str, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_outlives_its_run(functions: str, how: signal.Signals) -> None:
-    """A run that ends in mid-reward, gracefully or not: a script without a main guard, as users write."""
+    """A run ends in mid-reward, gracefully or not: it is a script without a main guard, as users write."""
     marker = f"reward-test-{how}-{os.getpid()}-{time.time()}"
     run = subprocess.Popen(
         [sys.executable, "-c", SCRIPT, functions],

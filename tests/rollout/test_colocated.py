@@ -1,4 +1,4 @@
-"""A trainer and a rollout server that take turns with the same memory."""
+"""A trainer and a rollout server take turns with the same memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_gvpo.trainer import Trainer
 
 
 def bytes_held(trainer: Trainer) -> tuple[int, int]:
-    """Of weights; of optimizer states and gradients, where they are not the weights' own."""
+    """(bytes of weights, bytes of optimizer states and gradients that are not the weights' own storage)."""
     policy = trainer.parts.policy
     trained = [policy] if policy.critic is None else [policy, policy.critic]
     weights = {t.untyped_storage()._cdata: t.untyped_storage() for p in trained for t in p.model.weights()}
@@ -62,7 +62,7 @@ class LendAfterEveryStep(Callback):
 def test_lent_memory_comes_back_with_what_was_in_it(
     task: Path, tmp_path: Path, recipe: str, dtype: str, offload: float, rest_by_weights: int
 ):
-    """A run is bit for bit that of a trainer that never lent anything."""
+    """The run equals, bit for bit, that of a trainer that never lent anything."""
     lender = LendAfterEveryStep()
     for name, callbacks in (("keeps", []), ("lends", [lender])):
         settings = (f"algorithm={recipe}", f"model.dtype={dtype}", f"optimizer.offload_fraction={offload}")
@@ -73,7 +73,7 @@ def test_lent_memory_comes_back_with_what_was_in_it(
 
 
 class KillWhileTraining(Callback):
-    """Ends the resting server after a step, and notes what both sides hold, and when."""
+    """Kills the sleeping server after a step, and records the bytes that both sides hold."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -103,8 +103,9 @@ class KillWhileTraining(Callback):
 
 @pytest.mark.parametrize("engine", VLLM_FIRST)
 def test_a_run_with_a_colocated_server(engine: str, task: Path, tmp_path: Path):
-    """Each holds memory only in its turn, the server has every step's weights, and one that dies while the
-    trainer trains comes back in its own turn."""
+    """Each side holds memory only in its turn, the server has every step's weights, and a server that dies
+    while the trainer trains comes back in its own turn.
+    """
     colocated = ("rollout.servers.colocated=true", "rollout.weights.transport=shared")
     watch = KillWhileTraining(step=2)
     fit(served_config(engine, task, tmp_path, *colocated), [watch])

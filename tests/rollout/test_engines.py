@@ -1,4 +1,4 @@
-"""Real SGLang and vLLM servers: what they sample, refuse and stop, against transformers on their weights."""
+"""Real SGLang and vLLM servers: their samples, refusals and pauses, against transformers on their weights."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ from megatron_gvpo.weights.delta import Delta
 
 
 def test_samples_are_complete_and_their_logprobs_are_those_of_transformers(served: SharedServer, task: Path):
-    """Token ids in and out; log-probs at the sampling temperature; the stop token is the last one."""
+    """Token ids go in and out, log-probs are at the sampling temperature, and the stop token is the last
+    one.
+    """
     sampling = SamplingConfig(temperature=0.7, max_tokens=40)
     fleet = fleet_of(served.client, [1])
     requests = [Request(tuple(prompt), 3, seed=7 + i) for i, prompt in enumerate(PROMPTS)]
@@ -92,7 +94,9 @@ def test_a_server_that_tells_no_experts_is_refused(served: SharedServer, task: P
 
 
 def test_a_served_model_teaches_grades_and_judges(served: SharedServer, task: Path):
-    """Over its OpenAI-compatible URL, without a chat template, which the tiny tokenizer has not."""
+    """The requests go to the OpenAI-compatible URL without a chat template, which the tiny tokenizer
+    lacks.
+    """
     problems = [f"{a}+{b}=" for a in (1, 12, 305) for b in (2, 47)]
     groups = [make_group([0, 1], p, texts=["1", "2"], record={"prompt": p}) for p in problems]
     asked = {"url": f"{served.url}/v1", "model": served_model(served.url), "plain": True, "max_tokens": 8}
@@ -125,7 +129,7 @@ def served_model(url: str) -> str:
 
 @pytest.mark.parametrize("engine", SGLANG_FIRST)
 def test_a_servers_key_is_wanted_and_nobody_else_can_read_it(engine: str, task: Path, tmp_path: Path):
-    """Not in its processes' command lines (ps), nor in what its directory shows to others."""
+    """The key is neither in the processes' command lines (ps) nor in files that others can read."""
     key = "0x1f00ff00"  # which YAML would take for a number
     with running(engine, task, tmp_path, key=key) as supervisor:
         [process] = supervisor.processes
@@ -173,11 +177,11 @@ def test_a_silent_server_is_a_named_wait(served: SharedServer):
 def test_what_arrives_is_what_was_exported_byte_for_byte(
     served: SharedServer, task: Path, tmp_path: Path, layout: str
 ):
-    """A push from the sharded trainer, then the same weights from its export: every checksum of the server
-    agrees.
+    """After a push from the sharded trainer, every checksum of the server equals that of the trainer's
+    export.
 
-    Before and after training steps, by every transport; greedy tokens and log-probs are those of
-    transformers on the export.
+    This holds before and after training steps, over every transport; greedy tokens and log-probs equal those
+    of transformers on the export.
     """
     ranks = 1 if layout == "single" else 2
     launch("push_worker:run", [ranks], served.engine, served.url, str(task), str(tmp_path), layout)
@@ -186,7 +190,7 @@ def test_what_arrives_is_what_was_exported_byte_for_byte(
 
 @pytest.mark.parametrize("engine", SGLANG_FIRST)
 def test_a_server_of_two_ranks_gets_its_shards(engine: str, task: Path, tmp_path: Path):
-    """The same, where both ranks of a tensor-parallel server are in the group."""
+    """The same holds for a tensor-parallel server with both ranks in the group."""
     with running(engine, task, tmp_path, "rollout.servers.tp=2") as supervisor:
         url = supervisor.processes[0].url
         launch("push_worker:run", [1], engine, url, str(task), str(tmp_path), "single")
@@ -195,7 +199,7 @@ def test_a_server_of_two_ranks_gets_its_shards(engine: str, task: Path, tmp_path
 
 @pytest.mark.parametrize("engine", VLLM_FIRST)
 def test_a_mixture_of_experts_gets_its_weights(engine: str, task: Path, tmp_path: Path):
-    """The same, where a server keeps weights in another arrangement than they come in: vLLM's experts."""
+    """The same holds for weights that a server arranges differently, as vLLM does with experts."""
     moe = moe_task.make(task, tmp_path / "task")
     with running(engine, moe, tmp_path) as supervisor:
         url = supervisor.processes[0].url
@@ -207,7 +211,7 @@ def test_a_mixture_of_experts_gets_its_weights(engine: str, task: Path, tmp_path
 def test_a_server_of_another_node_has_the_weights_from_the_rank_beside_it(
     served: SharedServer, task: Path, tmp_path: Path
 ):
-    """Two ranks and two servers, of which one each has shared memory of its own, as nodes have."""
+    """Two ranks and two servers: one of each has shared memory of its own, like a second node."""
     with another_node() as (pid, inside):
         python = tmp_path / "python"
         python.write_text(f'#!/bin/sh\nexec {inside} {engine_python(served.engine)} "$@"\n')
@@ -225,7 +229,7 @@ def test_a_server_of_another_node_has_the_weights_from_the_rank_beside_it(
 
 @contextmanager
 def another_node() -> Iterator[tuple[int, str]]:
-    """A process with /dev/shm of its own, and the words before a command that put it there."""
+    """A process with its own /dev/shm, and the command prefix that enters it."""
     script = "mount -t tmpfs tmpfs /dev/shm && echo there && exec sleep infinity"
     process = subprocess.Popen(["unshare", "--mount", "sh", "-c", script], stdout=subprocess.PIPE, text=True)
     try:
@@ -310,13 +314,13 @@ def test_a_server_of_another_engine_is_said_to_be_one(served: SharedServer, task
 
 @pytest.mark.parametrize("served", SGLANG_FIRST, indirect=True)
 def test_the_probe_tells_other_weights(served: SharedServer, task: Path, tmp_path: Path):
-    """A server that has not taken the push is found out, and the run refuses to go on."""
+    """The run refuses to continue with a server that has not taken the push."""
     launch("push_worker:unheard", [1], served.engine, served.url, str(task), str(tmp_path))
     assert "does not have the weights that were sent" in (tmp_path / "error").read_text()
 
 
 def test_a_push_that_failed_half_way_does_not_hinder_the_next(served: SharedServer, task: Path):
-    """Its update was begun, got half of a layer, and was never ended."""
+    """The failed push began its update, sent half of a layer, and never ended it."""
     tensors = list(load_file(task / "model" / "model.safetensors").items())
     half = next(i for i, (name, _) in enumerate(tensors) if "k_proj" in name)
     assert served.client.receiver("broadcast", "begin_update") is None

@@ -1,6 +1,6 @@
-"""Rollout servers that die, hang or refuse in the middle of a run: real processes, real signals.
+"""Rollout servers die, hang or refuse in the middle of a run: real processes, real signals.
 
-Whatever happens, the run ends with every group complete and sampled from the weights of its step.
+In every case the run ends with every group complete and sampled from the weights of its step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_gvpo.rollout.supervise import Supervisor, free_ports
 
 @pytest.fixture(scope="module", params=SGLANG_FIRST)
 def pair(request, task: Path, tmp_path_factory) -> Iterator[tuple[str, Supervisor]]:
-    """Two servers that are started again when they die, as `megatron-gvpo serve` does."""
+    """Two servers that are restarted when they die, as `megatron-gvpo serve` does."""
     out = tmp_path_factory.mktemp("pair")
     overrides = ("rollout.servers.count=2", "rollout.servers.restarts=20", "rollout.servers.hang_timeout=60")
     with running(request.param, task, out, *overrides) as supervisor:
@@ -67,7 +67,9 @@ def test_no_group_is_lost_or_stale(pair: tuple[str, Supervisor], task: Path, tmp
 def test_a_server_that_refuses_for_a_while(
     pair: tuple[str, Supervisor], task: Path, tmp_path: Path, mode: str, moment: str
 ):
-    """Status 500 to everything, or no port, from some moment on, for a while."""
+    """From some moment on, for a while, the server answers every request with status 500, or closes its
+    port.
+    """
     engine, supervisor = pair
     a, b = supervisor.processes
     [port] = free_ports(1, "127.0.0.1")
@@ -92,7 +94,7 @@ def test_a_server_that_refuses_for_a_while(
 @pytest.mark.proof
 @pytest.mark.parametrize("pair", ["sglang"], indirect=True)
 def test_a_disk_that_is_full_for_a_while(pair: tuple[str, Supervisor], task: Path, tmp_path: Path):
-    """Pushes over files fail while no file may grow beyond 1 MB, and the same step goes on when they may."""
+    """Pushes over files fail while no file may grow beyond 1 MB; the same step continues afterwards."""
     engine, supervisor = pair
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 

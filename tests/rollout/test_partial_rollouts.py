@@ -1,4 +1,4 @@
-"""Responses that new weights stop half-way, on real servers of a model that never ends one by itself."""
+"""New weights stop responses half-way, on real servers of a model that never ends a response itself."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROMPTS = [[9, 16, 10, 17, 8, 16, 7, 19], [5, 5, 5], [12, 3, 4, 14, 9, 10]]
 
 @pytest.fixture(scope="module")
 def endless(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The task with a model that knows of no end token."""
+    """The task with a model that has no end token."""
     directory = tmp_path_factory.mktemp("endless") / "task"
     shutil.copytree(task, directory)
     for file, key in (
@@ -38,7 +38,9 @@ def endless(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("engine", SGLANG_FIRST)
 def test_a_response_stopped_for_new_weights_goes_on_where_it_was(engine: str, endless: Path, tmp_path: Path):
-    """The spans say which weights sampled what; the log-probs are those of one uninterrupted response."""
+    """Spans name the weights that sampled each part; the log-probs are those of one uninterrupted
+    response.
+    """
     sampling = SamplingConfig(max_tokens=240)
     requests = [Request(tuple(prompt), 8, seed=1) for prompt in PROMPTS]
     with running(engine, endless, tmp_path) as supervisor:

@@ -1,4 +1,4 @@
-"""A real server, and a trainer whose waits must not keep what they wait for from coming."""
+"""A trainer's waits never keep back what they wait for, on a real server."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def client(served: SharedServer) -> Client:
 
 
 def pushing(client: Client, task: Path, **settings: object) -> tuple[ServerPool, Publisher, list]:
-    """A fleet of the server, what pushes to it, and the tiny model's weights."""
+    """A pool of the server, its publisher, and the tiny model's weights."""
     weights = list(load_file(task / "model" / "model.safetensors").items())
     fleet = ServerPool([client.server], ServersConfig(start_timeout=TIMEOUT), [], print)
     client.loop.run(fleet.start())
@@ -58,7 +58,7 @@ def pushing(client: Client, task: Path, **settings: object) -> tuple[ServerPool,
 
 
 def commanded(publisher: Publisher, version: int) -> list[str]:
-    """Its words until another than "wait"."""
+    """The publisher's commands up to the first that is not "wait"."""
     words = [publisher.next_command(version)]
     while words[-1] == "wait":
         words.append(publisher.next_command(version))
@@ -66,7 +66,7 @@ def commanded(publisher: Publisher, version: int) -> list[str]:
 
 
 class Waiting(WeightGroup):
-    """As NCCL's first broadcast in a group: the call returns when all ranks have come to it."""
+    """A group that behaves like NCCL's first broadcast: the call returns when all ranks have joined it."""
 
     def connect(self, prefixes: Sequence[str]) -> None:
         super().connect(prefixes)
@@ -98,7 +98,7 @@ def test_a_broadcast_that_waits_for_servers_does_not_keep_them_from_coming(
 def test_the_other_ranks_wait_on_the_cpu_while_responses_are_finished(
     client: Client, task: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Not in a collective, which has a timeout: in_flight=wait may take as long as a response does."""
+    """A collective has a timeout, and in_flight=wait may take as long as a response does."""
     monkeypatch.setattr(push, "HEARTBEAT", 0.1)
     fleet, publisher, weights = pushing(client, task, in_flight="wait")
     assert commanded(publisher, 0)[-1] == "push"
@@ -119,7 +119,9 @@ def test_the_other_ranks_wait_on_the_cpu_while_responses_are_finished(
 
 @on_sglang
 def test_there_may_be_more_responses_than_open_files(client: Client):
-    """Each is a connection: a step of a cluster has more of them than a process may usually open."""
+    """Each response is a connection, and a cluster's step has more of them than a process may usually
+    open.
+    """
     worker = HELPERS.joinpath("few_files.py")
     command = [sys.executable, str(worker), "sglang", client.server.url]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -135,7 +137,9 @@ def test_a_server_that_ends_before_a_push_is_proved_is_lost_and_comes_back(task:
 
 
 def test_servers_may_take_longer_to_start_than_a_collective_waits(task: Path, tmp_path: Path):
-    """The weights of a large model take long to load: the ranks hear of it, and all get the error."""
+    """A large model's weights take long to load: the ranks wait without a collective, and all get the
+    error.
+    """
     launch("push_worker:unopened", [2], str(task), str(tmp_path))
     for rank in range(2):
         assert (

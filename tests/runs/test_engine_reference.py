@@ -1,4 +1,4 @@
-"""Whole runs that are watched for a mismatch, and whose reference is the engine's log-probs."""
+"""Whole runs that watch for a mismatch, and whose reference is the engine's log-probs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("leave_the_process_group")
 
 
 def test_every_step_is_watched_for_a_mismatch(finished, caplog):
-    """The embedded engine differs from the trainer by rounding only, and nobody is warned."""
+    """The embedded engine differs from the trainer by rounding only, and no warning appears."""
     for line in records(finished)[1:]:
         assert line["mismatch/tokens"] == pytest.approx(16 * line["response/length"])
         assert 0 < line["mismatch/abs_mean"] < 1e-5 and line["mismatch/kl"] < 1e-10
@@ -29,7 +29,7 @@ def test_every_step_is_watched_for_a_mismatch(finished, caplog):
 
 
 def with_gap(monkeypatch, gap: float, versions_behind: int = 0) -> None:
-    """An engine whose log-probs are too small by `gap` in every token, and whose weights are older."""
+    """Make an engine's log-probs too small by `gap` in every token, and its weights older."""
     from_groups = TrainBatch.from_groups
 
     def perturbed(groups):
@@ -42,7 +42,7 @@ def with_gap(monkeypatch, gap: float, versions_behind: int = 0) -> None:
 
 
 def counted_scores(monkeypatch) -> list[int]:
-    """The number of rows of every scoring pass from now on."""
+    """A list that receives the number of rows of every scoring pass from now on."""
     scored, score = [], Policy.score
 
     def counting(self, rows):
@@ -57,7 +57,7 @@ def counted_scores(monkeypatch) -> list[int]:
 def test_the_engines_reference_trains_like_the_trainers_without_scoring(
     task, tmp_path, monkeypatch, caplog, gap
 ):
-    """Also where the engine is off in every token, which is taken off again, and said."""
+    """A constant gap in the engine's log-probs is removed, and reported."""
     fit(configure(task, tmp_path / "trainer", *GVPO, *SHORT))
     with_gap(monkeypatch, gap)
     scored = counted_scores(monkeypatch)
@@ -76,7 +76,7 @@ def test_the_engines_reference_trains_like_the_trainers_without_scoring(
 
 
 def test_what_older_weights_sampled_has_them_as_its_reference(task, tmp_path, monkeypatch):
-    """Then the first mini-batch, too, looks back, and is no measure of the engine."""
+    """Then the first mini-batch also looks back, and does not measure the engine."""
     trained = []
     update = Policy.update
 

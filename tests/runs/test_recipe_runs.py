@@ -134,7 +134,7 @@ def test_a_recipe_runs_with_a_gradient(task, place, tmp_path, name, count):
 
 
 def test_hill_runs_with_the_hints_of_another(task, place, tmp_path):
-    """Every second prompt fails, and what stands for a second model repeats its best response as a hint."""
+    """Every second prompt fails; a stand-in for a second model gives its best response as a hint."""
     hard = f'rewards.components=[{{name: hard, function: "{place}/rewards.py:hard"}}]'
     options = [*overrides("hill", place), hard, "data.max_prompt_tokens=96"]
     hints = "algorithm.members.0.function=megatron_gvpo.teacher:repeat_best"
@@ -152,7 +152,7 @@ def test_xrpo_shows_solved_problems_to_those_who_all_failed(task, place, tmp_pat
 
 
 def test_a_resumed_run_remembers_its_responses_and_its_prompts(task, place, tmp_path):
-    """History and success rates go into checkpoints: interrupted after step 1, it goes on the same."""
+    """Checkpoints hold history and success rates: interrupted after step 1, the run continues unchanged."""
     name = "gvpo_history"
     extra = ["algorithm.prompts={name: success_rate, favour: hard}", "train.prompts_per_step=24"]
     options = [*overrides(name, place), "algorithm.members.0.count=2", *extra]

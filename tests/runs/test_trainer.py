@@ -1,6 +1,6 @@
 """The main job end to end on a tiny task: real megatron-core, embedded engine, reward workers.
 
-Interrupted and resumed: test_resume.py. Full disks and damaged checkpoints: test_checkpoint_faults.py.
+test_resume.py tests interrupted runs, test_checkpoint_faults.py full disks and damaged checkpoints.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def test_every_step_samples_and_trains_on_all_its_responses(task, tmp_path, monk
 
 
 def test_every_epoch_of_a_batch_compares_with_the_policy_at_step_start(task, tmp_path, monkeypatch, capsys):
-    """The first mini-batch as well, whose first update needs no log-probs of it."""
+    """This includes the first mini-batch, whose first update needs no log-probs of that policy."""
     update, updates, at_start = Policy.update, [], []
 
     def spy(self, rows, *, at_step_start, keep_logp=False):
@@ -154,7 +154,7 @@ def test_a_non_finite_gradient_is_skipped_and_counted(task, tmp_path):
 
 
 def test_a_run_whose_batches_stay_empty_ends_and_can_go_on(task, tmp_path):
-    """Right is what weights of version 0 say: from the second step on the shaper leaves nothing."""
+    """Only responses of weights 0 are right, so the shaper leaves nothing from the second step on."""
     (tmp_path / "first.py").write_text(
         "def f(prompt, rollout):\n    return float(rollout.weight_version < 1)\n"
     )
@@ -201,7 +201,7 @@ def test_callbacks_hear_everything_in_order(task, tmp_path):
 
 
 def test_a_reward_that_always_fails_is_told_with_its_error(task, tmp_path, caplog):
-    """It counts 0, so that the run goes on, and learns nothing."""
+    """It counts as 0, so the run continues and learns nothing."""
     (tmp_path / "wrong.py").write_text("def wrong(prompt, rollout):\n    return rollout['text']\n")
     reward = f'rewards.components=[{{"name": "mine", "function": "{tmp_path}/wrong.py:wrong"}}]'
     fit(configure(task, tmp_path / "run", *GVPO, "train.steps=2", "checkpoint.export_hf=false", reward))

@@ -1,7 +1,6 @@
 """The mismatch watch against numpy, and the engine's log-probs as GVPO's reference against the exact one.
 
-What is not covered: the same on real ranks (test_gradient_invariance.py) and in whole runs
-(test_engine_reference.py).
+test_gradient_invariance.py covers real ranks, test_engine_reference.py whole runs.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def test_metrics_are_those_of_numpy():
 
 
 def test_k3_is_the_divergence_in_expectation():
-    """Over all tokens of a vocabulary, weighted by the engine's probabilities instead of sampled."""
+    """All tokens of a vocabulary are weighted by the engine's probabilities instead of sampled."""
     generator = torch.Generator().manual_seed(0)
     engine, trainer = torch.randn(2, 1000, generator=generator, dtype=torch.float64).log_softmax(-1)
     weighted = engine.exp() * (torch.expm1(trainer - engine) - (trainer - engine))
@@ -196,9 +195,10 @@ def test_log_probs_that_are_missing_or_do_not_match():
 
 
 def test_a_gap_biases_by_length_and_its_correction_removes_the_bias():
-    """GVPO's weight is linear in the reference's sums: a gap g a token moves it by -beta^2 g (L - Lbar) / n.
+    """GVPO's weight is linear in the reference's sums: a gap g per token moves it by -beta^2 g (L - Lbar) /
+    n.
 
-    The gap is measured on other rows than those whose reference it corrects, as in a step.
+    Other rows than the corrected ones measure the gap, as in a step.
     """
     gap, beta = 0.036, 0.1
     first, rows = sampled(0), sampled(1)
@@ -226,11 +226,11 @@ def test_a_gap_biases_by_length_and_its_correction_removes_the_bias():
 
 
 def test_noise_leaves_no_bias_on_length():
-    """Engine samples under noise: the trainer's sums lie below the engine's by KL times length, on average.
+    """Under noise the trainer's sums lie below the engine's by KL times length, on average.
 
-    The engine's log-probs are those of a noisy copy of the trainer's distribution, its tokens drawn from
-    that copy. Regressing the differences of 2000 sequences on their lengths shows what a correction by the
-    mean leaves: less than a tenth of the slope.
+    The engine samples from a noisy copy of the trainer's distribution, and its log-probs are those of the
+    copy. A regression of the differences of 2000 sequences on their lengths shows the rest after a correction
+    by the mean: less than a tenth of the slope.
     """
     generator = torch.Generator().manual_seed(0)
     trainer_v = torch.randn(500, generator=generator).log_softmax(-1)

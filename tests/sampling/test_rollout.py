@@ -92,7 +92,7 @@ def token_ids(rollouts: list) -> list[list[list[int]]]:
 
 
 def full_forward_logits(model: torch.nn.Module, prompt: tuple[int, ...], response: list[int]) -> torch.Tensor:
-    """Logits that predicted each response token, [r, v], by one forward without cache or padding."""
+    """Logits [r, v] that predicted each response token, from one forward without cache or padding."""
     with torch.no_grad():
         logits = model(torch.tensor([[*prompt, *response]])).logits[0]
     return logits[len(prompt) - 1 : -1]
@@ -203,7 +203,7 @@ def test_seeds_reproduce_and_global_random_state_is_left_alone(checkpoint):
 
 
 def test_samples_of_a_prompt_differ_but_do_not_depend_on_company(checkpoint):
-    """The batch, its padding and the other requests do not choose the samples: only prompt and seed do."""
+    """Prompt and seed alone choose the samples; the batch, its padding and other requests do not."""
     sampling = SamplingConfig(max_tokens=20)
     together = token_ids(loaded_engine(checkpoint).generate(ragged_requests(n=6), sampling))
     assert all(len({tuple(ids) for ids in group}) > 3 for group in together)

@@ -1,4 +1,4 @@
-"""benchmarks/device_check.py on this machine, in its smallest form: everything that can run here does."""
+"""The smallest form of benchmarks/device_check.py runs everything that can run on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The images: what they are made of, that it is there, and the quickstart in the one that needs no GPU."""
+"""The images: their parts exist and fit, and the one that needs no GPU runs the quickstart."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LIGHT = ("train.steps=2", "train.prompts_per_step=8", "optimizer.warmup_steps=0"
 
 
 def instructions(file: Path) -> list[tuple[str, str]]:
-    """(instruction, arguments) of each, continued lines joined, comments left out."""
+    """[(instruction, arguments)] with continued lines joined and comments left out."""
     text = "\n".join(line for line in file.read_text().splitlines() if not line.lstrip().startswith("#"))
     lines = [line.strip() for line in re.sub(r"\\\n", " ", text).splitlines() if line.strip()]
     return [(line.split(None, 1)[0], line.split(None, 1)[1]) for line in lines]
@@ -42,7 +42,7 @@ def test_hadolint_finds_nothing(file: Path):
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
 def test_what_is_copied_exists(file: Path):
-    """Sources are in the repository, and .dockerignore lets them through; stages come before their use."""
+    """Sources are in the repository, .dockerignore lets them through, and stages come before their use."""
     allowed = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] == "!"]
     defaults = dict(a.split("=", 1) for kind, a in instructions(file) if kind == "ARG" and "=" in a)
     stages: list[str] = []
@@ -107,7 +107,7 @@ def test_a_build_gets_the_versions_of_the_one_file(name: str):
 
 @pytest.fixture(scope="module")
 def imported_by_serve() -> set[str]:
-    """Distributions."""
+    """The distributions that `serve` imports."""
     imports = "import sys; known = set(sys.modules); import megatron_gvpo.cli, megatron_gvpo.rollout.serve; "
     imports += "print(*{name.split('.')[0] for name in set(sys.modules) - known})"
     modules = subprocess.run(
@@ -119,10 +119,10 @@ def imported_by_serve() -> set[str]:
 
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
 def test_an_engines_image_has_what_serve_imports_and_the_one_nccl(engine: str, imported_by_serve: set[str]):
-    """The engine's packages as they resolve, and what docker/rollout.Dockerfile adds.
+    """The image has the engine's packages as they resolve, and the additions of docker/rollout.Dockerfile.
 
-    A torch may call what an older NCCL than its own lacks; a newer one has all of it. NCCL itself refuses a
-    group of two versions (initTransportsRank in its src/init.cc).
+    A torch may call functions that an older NCCL than its own lacks; a newer one has all of them. NCCL itself
+    refuses a group of two versions (initTransportsRank in its src/init.cc).
     """
     done = subprocess.run(
         f"{sys.executable} -m uv pip compile - --no-header --no-annotate --prerelease=allow "
@@ -142,7 +142,7 @@ def test_an_engines_image_has_what_serve_imports_and_the_one_nccl(engine: str, i
 
 
 def test_an_image_without_the_nccl_is_not_built(tmp_path: Path):
-    """docker/packages.sh, with a pip that installs nothing: torch loads what it has, and says so."""
+    """docker/packages.sh runs with a pip that installs nothing, and names the NCCL that torch loads."""
     pip = tmp_path / "pip"
     pip.mkdir()
     (pip / "__main__.py").write_text("")
@@ -161,7 +161,7 @@ def test_an_image_without_the_nccl_is_not_built(tmp_path: Path):
 
 
 def test_torch_is_built_for_the_images_cuda():
-    """torch itself names the CUDA release that it was built for; a CPU build names none, its pins do."""
+    """torch names the CUDA release that it was built for; a CPU build names none, but its pins do."""
     from importlib.metadata import requires
 
     asked = [Requirement(r) for r in requires("torch") or ()]
@@ -173,7 +173,7 @@ def test_torch_is_built_for_the_images_cuda():
 
 
 def test_the_trainers_packages_resolve(tmp_path: Path):
-    """All that the trainer's image installs, at its versions, for its Linux and Python."""
+    """All packages of the trainer's image resolve at its versions, for its Linux and Python."""
     asked = [f"megatron-gvpo[gpu] @ file://{ROOT}", "megatron-bridge", "setuptools", "wheel", "pybind11"]
     done = subprocess.run(
         f"{sys.executable} -m uv pip compile - --constraints constraints.txt --no-header --no-annotate "
@@ -193,7 +193,7 @@ def test_the_trainers_packages_resolve(tmp_path: Path):
 
 
 def test_triton_needs_no_compiler_where_its_cache_is_filled(tmp_path: Path):
-    """docker/compile_triton.py, with a library of empty functions in the driver's place."""
+    """docker/compile_triton.py runs with a library of empty functions in the driver's place."""
     pytest.importorskip("triton")
     driver = tmp_path / "driver"
     driver.mkdir()
@@ -232,7 +232,9 @@ def _driver_source() -> str:
 
 
 def test_no_version_is_stated_twice():
-    """versions.txt alone pins what it names; ranges are pyproject.toml's, and test_doctor compares them."""
+    """Only versions.txt pins the packages that it names; pyproject.toml has ranges, which test_doctor
+    compares.
+    """
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     here = "megatron_gvpo/versions.txt"
     pin = re.compile(rf"(?<![\w-])({'|'.join(map(re.escape, REFERENCE))})(?:\[[\w,-]+\])?\s*==\s*v?\d")

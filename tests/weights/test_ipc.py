@@ -47,7 +47,7 @@ def test_a_handle_goes_as_json_and_comes_back_bit_for_bit():
 
 
 def test_handles_have_the_fields_that_torch_takes():
-    """In the order in which torch itself hands them on."""
+    """The order is that in which torch itself passes them on."""
     names = list(inspect.signature(rebuild_cuda_tensor).parameters)
     theirs = [name for name in names[names.index("storage_device") + 1 :] if name != "requires_grad"]
     assert theirs == [

@@ -124,7 +124,7 @@ def test_a_rank_0_that_is_silent_is_a_named_wait(tmp_path, monkeypatch):
 
 
 class OnTwoGpus:
-    """Stands for a server whose two ranks see both GPUs of its node."""
+    """Stand-in for a server whose two ranks see both GPUs of its node."""
 
     url = "http://server"
 

@@ -1,6 +1,6 @@
-"""Block-wise FP8 linear layers on a CPU without AMX, by each engine's plugins: dequantised, then multiplied.
+"""Block-wise FP8 linear layers for a CPU without AMX, as a plugin of each engine: dequantise, then multiply.
 
-For tests alone. The servers' loading, reloading and checksums of FP8 weights stay their own.
+Only tests use it. The servers' own code loads, reloads and checksums the FP8 weights.
 """
 
 import torch

@@ -1,6 +1,6 @@
-"""SGLang keeps the experts of its tokens in host memory that it pins through CUDA's runtime: not on a CPU.
+"""Lets SGLang record routed experts on a CPU: it pins host memory through CUDA's runtime, which a CPU lacks.
 
-For tests alone. What is recorded there, and told, stays its own.
+Only tests use it. SGLang's own code records and returns the experts.
 """
 
 

@@ -1,7 +1,7 @@
-"""vLLM tells experts with its newer model runner alone, whose kernels are Triton's: here, interpreted.
+"""Interprets the Triton kernels of vLLM's newer model runner, which alone returns routed experts.
 
-For tests alone. Python imports this first in each of the server's processes: vLLM looks for a Triton that
-knows the CPU when it is imported itself. What the kernels compute stays vLLM's own.
+Only tests use it. Python imports this module first in each of the server's processes, because vLLM looks for
+a Triton that knows the CPU during its own import. The kernels' code stays vLLM's own.
 """
 
 import os
