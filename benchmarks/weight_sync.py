@@ -188,7 +188,7 @@ class Pushing:
         args: argparse.Namespace,
     ) -> None:
         where, backend = device(args), "nccl" if args.device == "cuda" else "gloo"
-        receiver = receiver_class(config.rollout.engine, transport)
+        receiver: Any = receiver_class(config.rollout.engine, transport)
         self._timed: Any
         if transport == "disk":
             self._timed = Timed(Disk(receiver, Path(config.output_dir) / "weights", TIMEOUT))

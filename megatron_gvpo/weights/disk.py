@@ -50,7 +50,7 @@ class Disk(Transport):
 
     host_buckets: ClassVar[bool] = True
 
-    def __init__(self, receiver: Callable[[Server], Any], directory: Path, timeout: float) -> None:
+    def __init__(self, receiver: Callable[[Server], DiskReceiver], directory: Path, timeout: float) -> None:
         self._receiver, self._root, self._timeout = receiver, directory, timeout
         self._members: list[Member] = []
         self._version, self._files = -1, 0
@@ -77,17 +77,16 @@ class Disk(Transport):
         with _named(final):
             shutil.rmtree(final, ignore_errors=True)
             self._aside.rename(final)
-        await each(self._members, lambda m: self._load(m, final))
+        version = str(self._version)
+        await each(
+            self._members, lambda m: self._receiver(m.server).load_directory(final, version, self._timeout)
+        )
         for old in self._root.glob("version_*"):
             if old != final:
                 shutil.rmtree(old, ignore_errors=True)
 
     async def close(self) -> None:
         shutil.rmtree(self._root, ignore_errors=True)
-
-    async def _load(self, member: Member, directory: Path) -> None:
-        receiver: DiskReceiver = self._receiver(member.server)
-        await receiver.load_directory(directory, str(self._version), self._timeout)
 
     @property
     def _aside(self) -> Path:

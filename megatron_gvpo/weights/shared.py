@@ -56,7 +56,7 @@ class Shared(Transport):
     """Offers rank 0's own `memory`, and that of the `relays`."""
 
     def __init__(
-        self, receiver: Callable[[Server], Any], timeout: float, memory: NodeMemory, relays: Relays
+        self, receiver: Callable[[Server], SharedReceiver], timeout: float, memory: NodeMemory, relays: Relays
     ) -> None:
         self._receiver, self._timeout = receiver, timeout
         self._memory, self._relays = memory, relays
@@ -88,7 +88,7 @@ class Shared(Transport):
 
     async def begin(self, members: Sequence[Member], version: int) -> None:
         self._members, self._version = list(members), version
-        await each(self._members, lambda m: self._of(m).begin_update(self._timeout))
+        await each(self._members, lambda m: self._receiver(m.server).begin_update(self._timeout))
         if unknown := [m for m in self._members if m.server.url not in self._homes]:
             await self._find(unknown)
         self._relays.tell({"do": "stream"})
@@ -117,7 +117,7 @@ class Shared(Transport):
         async def post(member: Member) -> None:
             home = self._homes[member.server.url]
             place: SharedPlace = [offers[number]["handles"].pop() for number in home.gpus]
-            await self._of(member).receive_shared(
+            await self._receiver(member.server).receive_shared(
                 bucket.specs, place or Path(offers[home.file]["file"]), self._timeout
             )
 
@@ -130,7 +130,9 @@ class Shared(Transport):
         return bucket.flat.nbytes
 
     async def end(self) -> None:
-        await each(self._members, lambda m: self._of(m).end_update(str(self._version), self._timeout))
+        await each(
+            self._members, lambda m: self._receiver(m.server).end_update(str(self._version), self._timeout)
+        )
         if self._memory.on_gpu:
             torch.cuda.ipc_collect()
 
@@ -140,17 +142,15 @@ class Shared(Transport):
     async def close(self) -> None:
         self._memory.close()
 
-    def _of(self, member: Member) -> SharedReceiver:
-        made: SharedReceiver = self._receiver(member.server)
-        return made
-
     async def _find(self, members: Sequence[Member]) -> None:
         """Find each server's home. Its ranks write the GPUs that they see to files in their node's memory."""
         numbers = {member.server.url: str(next(self._numbers)) for member in members}
         directory = self._memory.directory
 
         async def ask(member: Member) -> None:
-            await self._of(member).tell_gpus(directory / f"{numbers[member.server.url]}.told", self._timeout)
+            await self._receiver(member.server).tell_gpus(
+                directory / f"{numbers[member.server.url]}.told", self._timeout
+            )
 
         await each(members, ask)
         look = [{"do": "look"}] * len(self._relays)
