@@ -130,7 +130,7 @@ def run_ours(args: argparse.Namespace) -> None:
 
     from megatron_gvpo.callbacks import Callback
     from megatron_gvpo.config.schema import build_config
-    from megatron_gvpo.sampling.samplers import BatchQueue
+    from megatron_gvpo.sampling.batch_queue import BatchQueue
     from megatron_gvpo.trainer import Trainer
     from megatron_gvpo.types import Group, Rollout
 
@@ -161,8 +161,8 @@ def run_ours(args: argparse.Namespace) -> None:
         def submit(self, prompts: Any, seed: int) -> Any:
             return prompts
 
-        def collect(self, prompts: Any) -> list[Group]:
-            responses = given_responses(case, trainer.step + 1)
+        def collect(self, prompts: Any, step: int, on_wait: Any = None) -> list[Group]:
+            responses = given_responses(case, step)
             return [
                 Group(prompt, [rollout(ids) for ids in group])
                 for prompt, group in zip(prompts, responses, strict=True)
@@ -209,7 +209,7 @@ def take_apart(seconds: dict[str, float]) -> None:
 
     from megatron_gvpo.megatron import forward, optimizer, policy
     from megatron_gvpo.megatron import microbatch as shares
-    from megatron_gvpo.sampling import generation
+    from megatron_gvpo.sampling import embedded, samplers
 
     def timed(owner: Any, name: str, part: str, within: str | None = None) -> None:
         function = getattr(owner, name)
@@ -225,8 +225,8 @@ def take_apart(seconds: dict[str, float]) -> None:
 
         setattr(owner, name, wrapped)
 
-    timed(generation.EngineSampler, "collect", "sampling and rewards")
-    timed(generation.EmbeddedWeights, "push", "weights to the engine")
+    timed(samplers.EngineSampler, "collect", "sampling and rewards")
+    timed(embedded.EmbeddedEngine, "sync", "weights to the engine")
     timed(shares, "plan", "planning and packing")
     timed(policy.TrainBatch, "select", "planning and packing")
     timed(forward.PackedBatch, "pack", "planning and packing", within="forward")

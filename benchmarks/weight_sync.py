@@ -48,14 +48,14 @@ from torch import Tensor
 from megatron_gvpo.config.schema import Config
 from megatron_gvpo.data.tokenizer import load_tokenizer
 from megatron_gvpo.rollout.background_loop import BackgroundLoop
+from megatron_gvpo.rollout.leader import Push
 from megatron_gvpo.rollout.pool import ServerPool
-from megatron_gvpo.sampling.embedded import LocalEngine
-from megatron_gvpo.sampling.served import DIALECTS
+from megatron_gvpo.rollout.start import DIALECTS
+from megatron_gvpo.sampling.local_model import LocalModel
 from megatron_gvpo.weights.broadcast import Broadcast
 from megatron_gvpo.weights.bucket import Bucket
 from megatron_gvpo.weights.delta import Delta
 from megatron_gvpo.weights.disk import Disk
-from megatron_gvpo.weights.in_process import InProcess
 from megatron_gvpo.weights.node import NodeMemory
 from megatron_gvpo.weights.push import Publisher
 from megatron_gvpo.weights.receivers import receiver_class
@@ -109,7 +109,7 @@ def measure_model(
     directory: Path, weights: Weights, plain: Plain, args: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
     if "in-process" in args.transports:
-        engine = LocalEngine(
+        target = LocalModel(
             str(directory / "model"),
             load_tokenizer(str(directory / "model")),
             device=device(args),
@@ -117,14 +117,13 @@ def measure_model(
             batch_size=1,
             end_token_id=1,
         )
-        target = InProcess(engine)
 
         def push_in_process(version: int) -> dict[str, float]:
-            target.push(weights.items(), version)
+            target.load(weights.items(), version)
             return {}
 
         yield measure("none", "in-process", push_in_process, weights, plain, args)
-        del engine, target
+        del target
     for name in args.engines:
         with served(name, directory, args) as (loop, fleet, config, pid):
             for transport in [t for t in args.transports if t != "in-process"]:
@@ -216,7 +215,7 @@ class Pushing:
 
     def __call__(self, version: int) -> dict[str, float]:
         self._timed.clear()
-        assert self._publisher.next_command(version) == "push"
+        assert self._publisher.next_command(version) == Push()
         cpu, own, begin = cpu_seconds(self._pid), time.process_time(), time.perf_counter()
         self._publisher.attempt(self._weights.items(), version)
         seconds = time.perf_counter() - begin

@@ -1,9 +1,8 @@
-"""A run's parts, built from its configuration: what the trainer's loop is a short story about."""
+"""Builds the components of a run from its configuration; the trainer's loop connects them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -25,26 +24,23 @@ from megatron_gvpo.megatron.policy import Policy
 from megatron_gvpo.observe import PhaseTimer, ProfileWindow, profile_window
 from megatron_gvpo.observe.mismatch import THRESHOLDS, MismatchWatch
 from megatron_gvpo.runtime.environment import prepare
-from megatron_gvpo.sampling.generation import Generation
-from megatron_gvpo.sampling.samplers import (
-    BatchQueue,
-    ComposedSampler,
-    DatasetSampler,
-    FileSampler,
-    Order,
-    Sampler,
-    Shapers,
-    responses_of,
-)
+from megatron_gvpo.sampling.batch_queue import BatchQueue, Order
+from megatron_gvpo.sampling.composed import ComposedSampler
+from megatron_gvpo.sampling.samplers import DatasetSampler, FileSampler, Sampler, responses_of
+from megatron_gvpo.sampling.shaping import Shapers
+from megatron_gvpo.sampling.source import RolloutSource
 
-GREEDY = 1e-6  # top_p that leaves the most likely token alone, in every engine
+GREEDY = 1e-6  # the top_p that leaves only the most likely token, in every engine
 
 
 class Components:
-    """Policy, engine, data, samplers. A context manager: the engine and the workers end with it."""
+    """The policy, the engine, the data and the samplers of a run.
+
+    A context manager: the engine and the reward workers run inside it.
+    """
 
     def __init__(self, config: Config) -> None:
-        prepare(config)  # for whoever comes by Python
+        prepare(config)  # the command line has done so; a user of the Python API has not
         self.config = config
         self.timer = PhaseTimer(synchronize=torch.cuda.is_available())
         task = load_task(config)
@@ -64,23 +60,21 @@ class Components:
         self.profiler: ProfileWindow = profile_window(
             config.logging.profile_steps, Path(config.output_dir), dist.get_rank()
         )
-        self.generation: Generation | None = None
-        if algorithm.sampler == "engine" or task.eval_prompts:
-            self.generation = Generation(config, task, self.policy, self.timer)
+        self._source = RolloutSource(config, task, self.policy, self.timer)
+        self.engine = self._source.engine
         self.sampler = self._compose(task, algorithm)
         self.batches = BatchQueue(self.order, self.prompts, self.sampler, config.train.prompts_per_step)
 
     def _compose(self, task: Task, algorithm: AlgorithmConfig) -> ComposedSampler:
-        """Where a group's responses come from: the data, a file or the engine, and the method's members."""
-        config, generation, tracker = self.config, self.generation, self.tracker
+        """The sampler of the method: its responses come from the data, a file or the engine, and members."""
+        config, tracker = self.config, self.tracker
         base: Sampler = DatasetSampler() if algorithm.sampler == "dataset" else FileSampler()
         answers = greedy = None
         if algorithm.sampler == "engine":
-            assert generation is not None
             shares = None
             if tracker is not None:
                 shares = responses_of(algorithm.allocation, tracker, config.rollout.n)
-            answers = generation.sampler
+            answers = self._source.sampler
             base = answers(config.rollout.n, shares=shares)
             if algorithm.prior.greedy:
                 greedy = answers(1, config.rollout.model_copy(update={"top_p": GREEDY}))
@@ -95,30 +89,15 @@ class Components:
         )
 
     def sync(self, version: int) -> None:
-        """Give the engine, where there is one, the policy's weights, unless it has them. A collective."""
-        if self.generation is not None:
-            self.generation.sync(version)
-
-    @property
-    def shares_gpus(self) -> bool:
-        """Whether the engine has the trainer's own GPUs, so that only one of them can work at a time."""
-        return self.generation is not None and self.generation.shares_gpus
-
-    @property
-    def sync_metrics(self) -> dict[str, float]:
-        """Of the last weight push to servers, on rank 0."""
-        return {} if self.generation is None else self.generation.sync_metrics
-
-    def while_waiting(self, call: Callable[[], None]) -> AbstractContextManager[None]:
-        """Inside, `call` is called on every rank at once, now and again, while responses are awaited."""
-        return nullcontext() if self.generation is None else self.generation.while_waiting(call)
+        """Give the engine the policy's weights, unless it has this version. A collective."""
+        self._source.sync(version)
 
     def evaluate(self, version: int) -> dict[str, float]:
         """Metrics of the present policy on the held-out prompts; empty without any. A collective."""
-        return {} if self.generation is None else self.generation.evaluate(version)
+        return self._source.evaluate(version)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps besides the policy, as JSON values."""
+        """The state that a checkpoint keeps besides the policy, as JSON values."""
         members: list[dict[str, Any]] = [
             m.state_dict() if isinstance(m, Stateful) else {} for m in self.members
         ]
@@ -153,7 +132,7 @@ class Components:
         return int(state["step"])
 
     def save(self, step: int, state: dict[str, Any]) -> Path:
-        """Write a checkpoint of the policy and `state`, or begin to. A collective."""
+        """Write a checkpoint of the policy and `state`, or begin to write it. A collective."""
         with self.timer.phase("checkpoint"):
             options = self.config.checkpoint
             return checkpoint.save(
@@ -161,7 +140,7 @@ class Components:
             )
 
     def finish_saving(self) -> None:
-        """Wait for a checkpoint that is still being written. Raises CheckpointError where it cannot be."""
+        """Wait for a checkpoint that is still being written. Raises CheckpointError where writing fails."""
         with self.timer.phase("checkpoint"):
             for model in self.policy.models:
                 model.finish_background_work()
@@ -169,7 +148,7 @@ class Components:
     def export_hf(self, directory: Path) -> None:
         """Write a Hugging Face checkpoint: weights, configuration, tokenizer. A collective.
 
-        Raises CheckpointError; what was in `directory` is then as it was.
+        Raises CheckpointError, and leaves `directory` as it was.
         """
         with self.timer.phase("checkpoint"):
             write_hugging_face(self.policy.model, self.config.model.path, directory)
@@ -179,10 +158,9 @@ class Components:
         return Path(self.config.output_dir) / "checkpoints"
 
     def __enter__(self) -> Self:
-        with ExitStack() as opened:  # what is open already ends where the next cannot be opened
-            for part in (self.generation, self.profiler):
-                if part is not None:
-                    opened.enter_context(part)
+        with ExitStack() as opened:  # closes what is open where the next part cannot be opened
+            opened.enter_context(self._source)
+            opened.enter_context(self.profiler)
             self._opened = opened.pop_all()
         return self
 

@@ -22,7 +22,7 @@ from megatron_gvpo.config.preflight import preflight
 from megatron_gvpo.config.schema import Config
 from megatron_gvpo.megatron.policy import UpdateResult
 from megatron_gvpo.observe.rollout_metrics import rollout_statistics, trained_tokens
-from megatron_gvpo.rollout.pool import RolloutError
+from megatron_gvpo.rollout.request import RolloutError
 from megatron_gvpo.runtime.signals import Interrupt, Interrupted
 from megatron_gvpo.types import Group, TrainBatch
 
@@ -117,7 +117,7 @@ class Trainer:
         if self.is_main and (warning := self.parts.mismatch.warning(step, mismatch)):
             log.warning(warning)
         self.step, self._resume_point = step, parts.state_dict()
-        if self._samples_from_policy and not parts.shares_gpus:  # else not before they are sampled from
+        if self._samples_from_policy and not parts.engine.shares_gpus:  # otherwise right before sampling
             parts.sync(step)
         seconds, phases = time.perf_counter() - begin, timer.take()
         for result in results:
@@ -129,7 +129,7 @@ class Trainer:
             metrics["train/lr"] = results[-1].update.lr
             metrics |= results[0].memory
         metrics["train/skipped"] = float(sum(r.update.skipped for r in results))
-        metrics |= parts.sync_metrics
+        metrics |= parts.engine.metrics
         metrics |= {f"time/{name}": value for name, value in phases.items()} | {"time/step": seconds}
         metrics["throughput/tokens_per_s"] = trained_tokens(groups) / seconds
         every = self.config.eval.every
@@ -146,11 +146,10 @@ class Trainer:
             if self._samples_from_policy:
                 parts.sync(self.step)
             parts.batches.ask(1 + ahead)
-            parts.sampler.step = self.step + 1
-            with parts.while_waiting(interrupt.check):
-                groups = parts.batches.collect()
+            groups = parts.batches.collect(self.step + 1, on_wait=interrupt.check)
             if any(rollout.reward_errors for group in groups for rollout in group.rollouts):
-                interrupt.check()  # what ends a job ends what its rewards have started, too: no such step
+                # A signal that ends the job ends the rewards' subprocesses, too: never train on such rewards.
+                interrupt.check()
             sampled = len(groups)
             with parts.timer.phase("reward"):  # they may ask a judge
                 groups = parts.shapers(groups, self.step + 1)

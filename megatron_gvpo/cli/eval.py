@@ -33,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
 
     def evaluate() -> None:
         with loading("the engine"):
-            from megatron_gvpo.sampling.generation import evaluate
+            from megatron_gvpo.sampling.source import evaluate
         say(json.dumps(evaluate(config, options.resume), indent=2))
 
     return run_with_model(evaluate)

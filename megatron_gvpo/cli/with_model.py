@@ -24,7 +24,7 @@ def run_with_model(work: Callable[[], None]) -> int:
     with loading("transformers"):
         from megatron_gvpo.callbacks import OutputError
         from megatron_gvpo.data.prompts import DataError
-        from megatron_gvpo.rollout.pool import RolloutError
+        from megatron_gvpo.rollout.request import RolloutError
         from megatron_gvpo.runtime.signals import Interrupted
 
     code = 0

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
 from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.algorithms.recipe import merge
@@ -25,6 +25,7 @@ from megatron_gvpo.config.servers import ServersConfig as ServersConfig
 from megatron_gvpo.config.servers import WeightSyncConfig as WeightSyncConfig
 from megatron_gvpo.config.yaml import Loader
 from megatron_gvpo.rewards.registry import BUILT_IN
+from megatron_gvpo.sampling.engine import known_engine
 
 
 class FP8Config(Section):
@@ -106,7 +107,7 @@ class SamplingConfig(Section):
 
 class RolloutConfig(SamplingConfig):
     # `local` runs inside the trainer's processes; the others are servers.
-    engine: Literal["local", "sglang", "vllm"] = "local"
+    engine: Annotated[str, AfterValidator(known_engine)] = "local"
     n: PositiveInt = 8  # Responses to a prompt: the group size k.
     batch_size: PositiveInt = 256  # Sequences that the engine `local` generates at once.
     async_steps: NonNegativeInt = 0  # Batches generated ahead while the trainer trains; 0: on-policy.

@@ -19,20 +19,16 @@ from typing import Literal
 
 from megatron_gvpo.config.schema import SamplingConfig
 from megatron_gvpo.config.servers import ServersConfig
+from megatron_gvpo.groups import Rollout, Routing
 from megatron_gvpo.rollout.http import ServerGone, ServerRefused, spare_connections
+from megatron_gvpo.rollout.request import Request, RolloutError, derived_seed
 from megatron_gvpo.rollout.routed_experts import Routers
 from megatron_gvpo.rollout.server import MemoryPart, Sample, Server
 from megatron_gvpo.rollout.supervise import Supervisor
-from megatron_gvpo.sampling.engine import Request, derived_seed
-from megatron_gvpo.types import Rollout, Routing
 
 CONTROL = 30.0  # seconds for a control request, such as aborting
 POLL = 1.0  # seconds between looks at a server's health
 ATTEMPTS = 5  # servers that one request may cost, before it is taken for the cause
-
-
-class RolloutError(RuntimeError):
-    """Responses cannot be had; the message says from whom and why."""
 
 
 @dataclass

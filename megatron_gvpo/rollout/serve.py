@@ -13,8 +13,8 @@ import threading
 import time
 
 from megatron_gvpo.config.schema import Config, ConfigError
+from megatron_gvpo.rollout.start import report, start_servers
 from megatron_gvpo.rollout.supervise import is_healthy
-from megatron_gvpo.sampling.served import report, start_servers
 
 
 def serve(config: Config) -> int:

@@ -1,206 +1,90 @@
-"""The embedded engine: a transformers model in this process, sampled by a plain decoding loop.
-
-The loop replaces `model.generate`, which samples half as many tokens a second from ragged responses: here a
-prompt is encoded once for its n samples, and finished rows leave the batch. Only one step's logits exist.
-"""
+"""The embedded engine: every rank holds a transformers model, and samples its share of the prompts."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from itertools import batched
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
 
-import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+import torch.distributed as dist
 
-from megatron_gvpo.config.schema import SamplingConfig
-from megatron_gvpo.sampling.decode_attention import GROUPED_SDPA
-from megatron_gvpo.sampling.engine import Request, check_request
-from megatron_gvpo.types import Rollout
+from megatron_gvpo.config.schema import Config, SamplingConfig
+from megatron_gvpo.data.task import Task
+from megatron_gvpo.groups import Group, Prompt
+from megatron_gvpo.megatron import parallel
+from megatron_gvpo.rollout.request import pack, requests_for, unpack
+from megatron_gvpo.runtime.collectives import all_gather_msgpack
+from megatron_gvpo.sampling.engine import OnWait
+from megatron_gvpo.sampling.local_model import LocalModel
+
+if TYPE_CHECKING:
+    from megatron_gvpo.megatron.scorer import Scorer
 
 
-class LocalEngine:
-    """Engine over the architecture in `model_path`/config.json; weights must be pushed before it generates.
+@dataclass(frozen=True)
+class Ticket:
+    """Arguments of `submit`, kept until `collect` samples."""
 
-    `batch_size` sequences are generated at once. Every sequence has a random stream of its own, derived
-    from its request's seed and its index among the n samples: what is sampled depends neither on the
-    other requests (but for rounding) nor on the global random state.
-    """
+    prompts: Sequence[Prompt]
+    n: int
+    sampling: SamplingConfig
+    seed: int
 
-    def __init__(
-        self,
-        model_path: str,
-        tokenizer: Any,
-        *,
-        device: torch.device | str,
-        dtype: torch.dtype,
-        batch_size: int,
-        end_token_id: int,
-    ) -> None:
-        self.weight_version = -1
-        self.device = torch.device(device)
-        self.batch_size = batch_size
-        self._tokenizer = tokenizer
-        self._end_token_id = end_token_id
-        self._refusal: str | None = "it has no weights yet: push them first"
-        # The initialisation, which the first push overwrites, must not advance the run's random state.
-        devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), self.device:
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path), dtype=dtype)
-        if model.config._attn_implementation == "sdpa":  # some models do not support it
-            model.set_attn_implementation(GROUPED_SDPA)
-        self.model = model.eval().requires_grad_(False)
 
-    @contextmanager
-    def replacing_weights(self, version: int) -> Iterator[torch.nn.Module]:
-        """Write into the model's parameters inside; until this ends without an error, `generate` refuses."""
-        self._refusal = f"its weights are incomplete: the push of version {version} failed; push again"
-        yield self.model
-        self.weight_version, self._refusal = version, None
+class EmbeddedEngine:
+    """Samples in the trainer's processes, when groups are collected (see `RolloutEngine`)."""
 
-    def close(self) -> None:
-        self._refusal = "it is closed"
-        del self.model
+    shares_gpus = False  # it fits beside the trainer
 
-    def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Rollout]]:
-        if self._refusal:
-            raise RuntimeError(f"the rollout engine cannot generate: {self._refusal}")
-        for i, request in enumerate(requests):
-            self._check(i, request, sampling)
-        # Prompts of similar length share a batch, so that little of it is padding.
-        order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt_ids))
-        results: list[list[Rollout]] = [[] for _ in requests]
-        for batch in batched(((i, s) for i in order for s in range(requests[i].n)), self.batch_size):
-            prompts = {i: row for row, i in enumerate(dict.fromkeys(i for i, _ in batch))}
-            sampled = self._sample(
-                [requests[i].prompt_ids for i in prompts],
-                [prompts[i] for i, _ in batch],
-                [(requests[i].seed, s) for i, s in batch],
-                sampling,
-            )
-            for (i, _), rollout in zip(batch, sampled, strict=True):
-                results[i].append(rollout)
-        return results
-
-    def _check(self, i: int, request: Request, sampling: SamplingConfig) -> None:
-        config = self.model.config.get_text_config()
-        room = getattr(config, "max_position_embeddings", None)
-        if problem := check_request(request, sampling, config.vocab_size, room):
-            raise ValueError(f"rollout request {i}: {problem}")
-
-    @torch.inference_mode()
-    def _sample(
-        self,
-        prompts: Sequence[Sequence[int]],
-        prompt_of: Sequence[int],
-        seeds: Sequence[tuple[int, int]],
-        sampling: SamplingConfig,
-    ) -> list[Rollout]:
-        """One rollout for each entry of `prompt_of` (a row of `prompts`) and `seeds`."""
-        n, steps, device = len(seeds), sampling.max_tokens, self.device
-        stop_ids = (self._end_token_id, *sampling.stop_token_ids)
-        stop = torch.tensor(stop_ids, device=device)
-        uniform = np.stack([np.random.default_rng(seed).random(steps) for seed in seeds])
-        uniform_ns = torch.from_numpy(uniform).to(device)
-        token_ns = torch.zeros(n, steps, dtype=torch.int64, device=device)
-        logp_ns = torch.zeros(n, steps, dtype=torch.float32, device=device)
-        length_n = torch.full((n,), steps, device=device)
-
-        # Left padding puts every prompt's last token into the last column.
-        width = max(map(len, prompts))
-        ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts], device=device)
-        start = torch.tensor([width - len(p) for p in prompts], device=device)
-        column = torch.arange(width + steps, device=device)
-        mask = (column >= start[:, None]).long()
-        cache = DynamicCache(config=self.model.config)
-        positions = (column[:width] - start[:, None]).clamp(min=0)
-        logits = self._forward(ids, positions, mask[:, :width], cache)
-
-        # From prompts to sequences; `live` holds the sequence number of every row still in the batch.
-        rows = torch.tensor(prompt_of, device=device)
-        live = torch.arange(n, device=device)
-        cache.batch_select_indices(rows)
-        start, mask, logits = start[rows], mask[rows], logits[rows]
-        for step in range(steps):
-            logp = torch.log_softmax(logits.float() / sampling.temperature, dim=-1)
-            token = draw(logp, uniform_ns[live, step], sampling.top_p)
-            token_ns[live, step] = token
-            logp_ns[live, step] = logp.gather(1, token[:, None]).squeeze(1)
-
-            stopped = torch.isin(token, stop)
-            if stopped.any():
-                length_n[live[stopped]] = step + 1
-                rows = (~stopped).nonzero().squeeze(1)
-                cache.batch_select_indices(rows)
-                live, token, start, mask = live[rows], token[rows], start[rows], mask[rows]
-            if not len(live) or step + 1 == steps:
-                break
-            end = width + step + 1
-            logits = self._forward(token[:, None], (end - 1 - start)[:, None], mask[:, :end], cache)
-
-        if not torch.isfinite(logp_ns).all():
-            raise FloatingPointError(
-                f"the model gave non-finite logits with weight version {self.weight_version}: "
-                "training diverged, or the checkpoint is damaged"
-            )
-        lengths = length_n.tolist()
-        token_ids = [row[:length] for row, length in zip(token_ns.tolist(), lengths, strict=True)]
-        logprobs = [row[:length] for row, length in zip(logp_ns.tolist(), lengths, strict=True)]
-        texts = self._tokenizer.batch_decode(token_ids, skip_special_tokens=True)
-        return [
-            Rollout(ids, logps, text, "stop" if ids[-1] in stop_ids else "length", self.weight_version)
-            for ids, logps, text in zip(token_ids, logprobs, texts, strict=True)
-        ]
-
-    def _forward(self, ids: Tensor, positions: Tensor, mask: Tensor, cache: DynamicCache) -> Tensor:
-        """Logits after the last column of `ids`, [rows, vocabulary]; the cache grows by these columns."""
-        output = self.model(
-            input_ids=ids,
-            position_ids=positions,
-            attention_mask=mask,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
+    def __init__(self, config: Config, task: Task, policy: Scorer) -> None:
+        self._policy = policy
+        self._model = LocalModel(
+            config.model.path,
+            task.tokenizer,
+            device=parallel.device(),
+            dtype=getattr(torch, config.model.dtype),
+            batch_size=config.rollout.batch_size,
+            end_token_id=task.end_token_id,
         )
-        return output.logits[:, -1]
+
+    @property
+    def version(self) -> int:
+        return self._model.version
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def sync(self, version: int) -> None:
+        """Copy the policy's weights into the model. Raises ValueError where the two do not fit."""
+        self._model.load(self._policy.weights(on_host=False), version)
+
+    def submit(self, prompts: Sequence[Prompt], n: int, sampling: SamplingConfig, seed: int) -> Ticket:
+        return Ticket(prompts, n, sampling, seed)
+
+    def collect(self, ticket: Ticket, on_wait: OnWait = None) -> list[Group]:
+        """Sample now. `on_wait` is never called: this process is busy, and waits for nobody."""
+        return generate_groups(self._model, ticket)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._model.close()
 
 
-def draw(logp: Tensor, uniform: Tensor, top_p: float) -> Tensor:
-    """One token per row by inverting the distribution function at `uniform`, fp64 in [0, 1).
+def generate_groups(model: LocalModel, ticket: Ticket) -> list[Group]:
+    """The ticket's groups, in prompt order, on every rank.
 
-    `logp` fp32 [rows, vocabulary], normalised; the result is int64 [rows]. The sums are fp64, where
-    fp32 would lose the tail of a large vocabulary.
+    Collective over the default process group where there is one: every rank holds the same weights, and
+    samples a contiguous share of the prompts. Seeds belong to prompts, so the number of ranks changes results
+    only through rounding.
     """
-    p = logp.exp()
-    if top_p < 1:  # the unlikeliest tokens that have 1 - top_p together are not drawn, but the likeliest is
-        rising, index = p.sort(-1)
-        left_out = running_sum(rising) <= 1 - top_p
-        left_out[:, -1] = False
-        p = p.masked_fill(left_out.scatter(-1, index, left_out), 0.0)
-    cdf = running_sum(p)
-    token = torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True).squeeze(1)
-    return token.clamp(max=logp.shape[1] - 1)  # out of range only where logp is not a number
-
-
-def running_sum(p: Tensor) -> Tensor:
-    """`p.cumsum(-1)` of [rows, columns] in fp64; where everything has to be deterministic, too, which torch's
-    is not on a GPU, and refused there (2.13).
-    """
-    refused = p.is_cuda and torch.are_deterministic_algorithms_enabled()
-    return running_sum_by_products(p.double()) if refused else p.cumsum(-1, dtype=torch.float64)
-
-
-def running_sum_by_products(p: Tensor) -> Tensor:
-    """The same, by products with a triangle of ones: within blocks of the columns, then over the blocks."""
-    rows, columns = p.shape
-    side = max(1, math.isqrt(columns - 1) + 1)
-    blocks = F.pad(p, (0, side * side - columns)).view(rows, side, side)
-    ones = torch.ones(side, side, dtype=p.dtype, device=p.device)
-    within = blocks @ ones.triu()
-    before = within[:, :, -1] @ ones.triu(1)
-    return (within + before[:, :, None]).view(rows, -1)[:, :columns].contiguous()
+    requests = requests_for(ticket.prompts, ticket.n, ticket.seed)
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    share = requests[rank * len(requests) // world : (rank + 1) * len(requests) // world]
+    rows = model.generate(share, ticket.sampling)
+    if world > 1:
+        rows = [row for part in all_gather_msgpack(pack(rows)) for row in unpack(part)]
+    return [Group(prompt, row) for prompt, row in zip(ticket.prompts, rows, strict=True)]

@@ -1,69 +1,106 @@
-"""What a rollout engine is: token ids in, token ids with their log-probs and weight version out."""
+"""A rollout engine samples responses from the policy: the protocol, and the engines by name.
+
+To add an engine, write a class with the methods of `RolloutEngine` and give its constructor to `ENGINES`.
+"""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from megatron_gvpo.config.schema import SamplingConfig
-from megatron_gvpo.types import Rollout
+if TYPE_CHECKING:  # the configuration reads the names of `ENGINES`, and must load nothing heavy
+    from megatron_gvpo.config.schema import Config, SamplingConfig
+    from megatron_gvpo.data.task import Task
+    from megatron_gvpo.groups import Group, Prompt
+    from megatron_gvpo.megatron.scorer import Scorer
 
-
-@dataclass(frozen=True)
-class Request:
-    """`n` samples of one prompt. The same seed (0 <= seed < 2**63) gives the same samples."""
-
-    prompt_ids: tuple[int, ...]
-    n: int
-    seed: int
+OnWait = Callable[[], None] | None
 
 
-class Engine(Protocol):
-    """A sampler of responses; its weights arrive through `megatron_gvpo.weights`."""
+class RolloutEngine(Protocol):
+    """Samples from the policy's weights. A context manager: it may sample inside it alone.
 
-    weight_version: int  # of the weights that the next `generate` will use
+    Every rank calls every method with the same arguments, and gets the same groups.
+    """
 
-    def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Rollout]]:
-        """`n` rollouts for each request, in request order.
+    @property
+    def version(self) -> int:
+        """The version of the weights that the engine samples from; -1 where it has none."""
 
-        Rollouts carry the log-probs at the sampling temperature before top-p, the decoded text and the
-        weight version. Raises ValueError for a request that cannot be served, naming it.
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the last `sync`, on rank 0; empty where there are none."""
+
+    @property
+    def shares_gpus(self) -> bool:
+        """True where the engine has the trainer's own GPUs, so that only one of the two works at a time."""
+
+    def sync(self, version: int) -> None:
+        """Give the engine the policy's present weights, as `version`. A collective. Raises RolloutError."""
+
+    def submit(self, prompts: Sequence[Prompt], n: int, sampling: SamplingConfig, seed: int) -> Any:
+        """Ask for `n` responses to each prompt; returns a ticket at once.
+
+        Raises ValueError for a prompt that the model cannot take.
         """
 
-    def close(self) -> None:
-        """Release what the engine holds; it cannot generate afterwards."""
+    def collect(self, ticket: Any, on_wait: OnWait = None) -> list[Group]:
+        """The ticket's groups, in prompt order. A collective. Raises RolloutError.
+
+        A rollout has the engine's log-probs at the sampling temperature, before top-p, its text, and the
+        version of the weights that sampled it. While it waits, the engine calls `on_wait` on every rank at
+        once from time to time; what that raises ends the wait.
+        """
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
 
 
-def derived_seed(*parts: int) -> int:
-    """A seed from others, such as a prompt's from the step's: the first 63 bits of BLAKE2b("a/b/...").
+class NoEngine:
+    """The engine of a run that samples nothing, such as supervised fine-tuning without held-out prompts."""
 
-    A hash, so that neighbouring seeds and positions share nothing; 63 bits, because engines take
-    signed 64-bit seeds.
-    """
-    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
+    version = -1
+    shares_gpus = False
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def sync(self, version: int) -> None:
+        pass
+
+    def submit(self, prompts: Sequence[Prompt], n: int, sampling: SamplingConfig, seed: int) -> Any:
+        raise AssertionError("this run has no rollout engine")
+
+    def collect(self, ticket: Any, on_wait: OnWait = None) -> list[Group]:
+        raise AssertionError("this run has no rollout engine")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
 
 
-def check_request(
-    request: Request, sampling: SamplingConfig, vocabulary: int, room: int | None
-) -> str | None:
-    """What is wrong with a request to a model of `vocabulary` tokens and `room` positions, if anything is."""
-    length = len(request.prompt_ids)
-    if request.n < 1:
-        return f"n={request.n}, but at least 1 sample must be asked for"
-    if request.seed < 0:
-        return f"seed={request.seed} is negative"
-    if not length:
-        return "the prompt is empty; it needs at least one token"
-    if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < vocabulary:
-        return f"the prompt has a token id outside the model's vocabulary [0, {vocabulary})"
-    if room and length >= room:
-        return f"the prompt has {length} tokens, and the model only {room} positions"
-    if room and length + sampling.max_tokens > room:
-        return (
-            f"{length} prompt tokens + max_tokens={sampling.max_tokens} exceed the model's {room} "
-            f"positions; max_tokens <= {room - length} fits"
-        )
-    return None
+def _embedded(config: Config, task: Task, policy: Scorer) -> RolloutEngine:
+    from megatron_gvpo.sampling.embedded import EmbeddedEngine
+
+    return EmbeddedEngine(config, task, policy)
+
+
+def _served(config: Config, task: Task, policy: Scorer) -> RolloutEngine:
+    from megatron_gvpo.sampling.served import ServedEngine
+
+    return ServedEngine(config, task, policy)
+
+
+# `rollout.engine` -> constructor
+ENGINES: dict[str, Callable[[Config, Task, Scorer], RolloutEngine]] = {
+    "local": _embedded,
+    "sglang": _served,
+    "vllm": _served,
+}

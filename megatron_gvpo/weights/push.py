@@ -1,43 +1,30 @@
-"""One push of the policy's weights to all servers: the dance, its failures, and who may serve afterwards."""
+"""Pushes the policy's weights to all servers, with retries."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_gvpo.config.servers import WeightSyncConfig
+from megatron_gvpo.rollout import leader
 from megatron_gvpo.rollout.background_loop import BackgroundLoop
 from megatron_gvpo.rollout.http import ServerGone, ServerRefused
-from megatron_gvpo.rollout.pool import Member, RolloutError, ServerPool
-from megatron_gvpo.runtime.collectives import broadcast_msgpack
+from megatron_gvpo.rollout.leader import Command, Done, Failed, Push, Wait, lead
+from megatron_gvpo.rollout.pool import Member, ServerPool
+from megatron_gvpo.rollout.request import RolloutError
 from megatron_gvpo.weights.bucket import DoubleBuffer, buckets
 from megatron_gvpo.weights.fp8 import Fp8Layout
 from megatron_gvpo.weights.transport import PushFailed, Transport, each
 
 RETRY_AFTER = 2.0  # seconds: a server that died is seen as such by then
-HEARTBEAT = 5.0  # seconds that the other ranks wait at most without a word from rank 0
 
 Stream = Iterable[tuple[str, Tensor]]
-
-
-class WeightPush(Protocol):
-    """How the policy's weights reach the engine that samples from them."""
-
-    @property
-    def version(self) -> int:
-        """Of the weights that the engine has; -1 before the first push."""
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Of the last push; empty where there is nothing to say."""
-
-    def push(self, version: int) -> None:
-        """Give the engine the policy's present weights as this version. A collective."""
 
 
 class Publisher:
@@ -72,12 +59,13 @@ class Publisher:
         self._problem, self._in_a_row = "", 0
         self.metrics: dict[str, float] = {}
 
-    def next_command(self, version: int) -> str:
-        """ "push", "done", "wait" (a heartbeat, for a server or its responses), or what went wrong."""
-        deadline = time.monotonic() + HEARTBEAT
+    def next_command(self, version: int) -> Command:
+        """Push; Done; Wait, after a heartbeat, for a server or its responses; or Failed."""
+        deadline = time.monotonic() + leader.HEARTBEAT
         # Every server is replaced once in the meantime; what then still fails is not a server's fault.
         if self._in_a_row >= self._settings.attempts * (len(self._fleet.members) + 1):
-            return f"{self._in_a_row} weight pushes in a row failed, at last: {self._problem}"
+            said = f"{self._in_a_row} weight pushes in a row failed, at last: {self._problem}"
+            return Failed(RolloutError(said))
         while True:
             healthy = [m for m in self._fleet.members if m.state != "lost"]
             if self._targets is None and any(not m.has(version) for m in healthy):
@@ -85,17 +73,17 @@ class Publisher:
                 self._targets = self._loop.submit(self._fleet.take_out(version, abort=carry))
             if self._targets is not None:  # responses may take longer than the others wait for a collective
                 wait([self._targets], timeout=max(0.0, deadline - time.monotonic()))
-                return "push" if self._targets.done() else "wait"
+                return Push() if self._targets.done() else Wait()
             if healthy:
-                return "done"
+                return Done()
             if problem := self._fleet.hopeless():
-                return problem
+                return Failed(RolloutError(problem))
             if time.monotonic() > deadline:
-                return "wait"
+                return Wait()
             time.sleep(0.1)
 
     def attempt(self, stream: Stream, version: int) -> None:
-        """After the command "push": push once to the healthy servers that lack the version.
+        """After the command Push: push once to the healthy servers that lack the version.
 
         Nothing is in flight there any more. Raises ValueError for a wrong stream.
         """
@@ -233,24 +221,26 @@ def push(
     stream to its end, whatever happens to the servers. Raises RolloutError on every rank when no server can
     be had, or for a stream that does not fit the servers' model.
     """
+    failed: list[Failed] = []  # rank 0's
+
+    def next_command(publisher: Publisher) -> Command:
+        return failed[0] if failed else publisher.next_command(version)
+
+    leading = None if publisher is None else partial(next_command, publisher)
     while True:
-        command = publisher.next_command(version) if publisher is not None else None
-        command = broadcast_msgpack(command)
-        if command == "done":
-            return
-        if command == "wait":
-            continue
-        if command == "push":
-            stream, problem = weights(), None
-            if publisher is not None:
-                try:
-                    publisher.attempt(stream, version)
-                except (ValueError, RolloutError) as error:
-                    problem = str(error)
-            elif follow is not None:
-                follow(stream)
-            for _ in stream:  # what rank 0 did not need, and all of it on the others
-                pass
-            command = broadcast_msgpack(problem)
-        if command is not None:
-            raise RolloutError(command)
+        match lead(leading):
+            case Done():
+                return
+            case Failed(error):
+                raise error
+            case Push():
+                stream = weights()
+                if publisher is not None:
+                    try:
+                        publisher.attempt(stream, version)
+                    except (ValueError, RolloutError) as error:
+                        failed.append(Failed(RolloutError(str(error))))
+                elif follow is not None:
+                    follow(stream)
+                for _ in stream:  # gathering it is a collective: every rank takes part to its end
+                    pass

@@ -1,19 +1,22 @@
-"""The policy's weights to the servers of a run: what is sent, how, and the proof that it arrived."""
+"""Syncs the servers of a run with the policy: connects, pushes, and proves that the weights arrived."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_gvpo.config.schema import Config, ConfigError, read_model_config
 from megatron_gvpo.rollout.http import ServerGone, ServerRefused
-from megatron_gvpo.rollout.pool import Member, RolloutError, ServerPool
+from megatron_gvpo.rollout.pool import Member
+from megatron_gvpo.rollout.request import RolloutError
+from megatron_gvpo.rollout.session import ServerSession
+from megatron_gvpo.rollout.start import report
 from megatron_gvpo.runtime.collectives import broadcast_msgpack
-from megatron_gvpo.sampling.served import ServedRollouts, report
 from megatron_gvpo.types import Prompt, TrainBatch
 from megatron_gvpo.weights.bucket import DoubleBuffer, buckets
 from megatron_gvpo.weights.fp8 import fp8_layout
@@ -23,27 +26,24 @@ from megatron_gvpo.weights.stored_tensors import stored_tensors
 from megatron_gvpo.weights.transport import Follower
 from megatron_gvpo.weights.transports import transport_class
 
+if TYPE_CHECKING:
+    from megatron_gvpo.megatron.scorer import Scorer
+
 PROBE_TOKENS = 48
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05, "fp8": 0.2}  # mean absolute difference, nats a token
-RIGHT, LOST = "right", "lost"  # of a server that is asked to prove a push
+RIGHT, LOST = "right", "lost"  # verdicts on a server that is asked to prove a push
 # The first push of a run, and the first with changed weights: a push that does nothing passes the first.
 PROOFS = 2
 
-Weights = Callable[[], Iterator[tuple[str, Tensor]]]
 
+class WeightSync:
+    """Pushes the policy's weights to all servers. Every rank calls every method: they are collectives.
 
-class ServedWeights:
-    """Pushes to all servers, and proves the first pushes by a probe's log-probs. Collective throughout."""
+    Raises ConfigError for servers that cannot take the weights of this run.
+    """
 
-    def __init__(
-        self,
-        config: Config,
-        rollouts: ServedRollouts,
-        weights: Weights,
-        score: Callable[[TrainBatch], Tensor],
-        prompts: Sequence[Prompt],
-    ) -> None:
-        self._config, self._rollouts, self._weights, self._score = config, rollouts, weights, score
+    def __init__(self, config: Config, policy: Scorer, prompts: Sequence[Prompt]) -> None:
+        self._config, self._policy = config, policy
         key = "rollout.servers.model_path" if config.rollout.servers.model_path else "model.path"
         self._served = read_model_config(config.served_path, key)
         self._stored = stored_tensors(Path(config.served_path))
@@ -64,56 +64,43 @@ class ServedWeights:
                 "broadcast"
             )
         self._probe = _probe(prompts)
+        self._servers: ServerSession | None = None  # rank 0's, and so is the publisher
         self._publisher: Publisher | None = None
-        self._follower: Follower | None = None  # of another rank than 0
+        self._follower: Follower | None = None  # another rank's part in a push
         self._halves = DoubleBuffer(config.rollout.weights.bucket_mb * 2**20, _device())
         self._proved = 0
-        self._version = -1
-
-    @property
-    def version(self) -> int:
-        """Of the weights that the servers have; -1 where they have none, as after a rest."""
-        return -1 if self._rollouts.resting else self._version
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Of the last push; empty but on rank 0."""
+        """Metrics of the last push; empty but on rank 0."""
         return self._publisher.metrics if self._publisher is not None else {}
+
+    def connect(self, servers: ServerSession | None) -> None:
+        """Prepare the first push to `servers`, which rank 0 has."""
+        self._servers = servers
+        if servers is not None:
+            self._publisher = self._publish(servers)
+        else:
+            self._follower = self._kind.follower(self._config, _device())
+
+    def expected_probe(self) -> Tensor | None:
+        """Log-probs that a server with the present weights gives the probe, fp32 [tokens - 1].
+
+        None once enough pushes have been proved, or where the prompts give no probe.
+        """
+        if self._proved >= PROOFS or len(self._probe) < 2:
+            return None
+        return self._policy.score(_rows(self._probe), temperature=1.0)
 
     def push(self, version: int) -> None:
         """Give all healthy servers the present weights. Raises RolloutError."""
-        if self._version < 0 and dist.get_rank() == 0:
-            self._publisher = self._publish()
-        elif self._version < 0:
-            self._follower = self._kind.follower(self._config, _device())
-        proves = self._proved < PROOFS and len(self._probe) > 1
-        own = self._score(_rows(self._probe)) if proves else None
-        self._rollouts.push = lambda: self._push(version)
-        self._push(version)
-        self._version = version
-        if own is not None:
-            self._prove(own)
+        weights = partial(self._policy.weights, on_host=False)
+        push(self._publisher, weights, version, None if self._follower is None else self._follow)
 
-    def _push(self, version: int) -> None:
-        """Push, with the trainer's memory where colocated servers need it before and after."""
-        memory, follow = self._rollouts.memory, self._follow if self._follower is not None else None
-        if memory is None:
-            push(self._publisher, self._weights, version, follow)
-            return
-        self._rollouts.resting = False
-        try:
-            memory.release("training")
-            memory.restore("weights")
-            if self._rollouts.fleet is not None:
-                self._rollouts.fleet.wake()
-            push(self._publisher, self._weights, version, follow)
-            memory.release("weights")
-            broadcast_msgpack(None)  # all ranks have
-            if self._publisher is not None:
-                self._publisher.open()
-        except BaseException:
-            self._rollouts.rest()
-            raise
+    def open_servers(self) -> None:
+        """Colocated servers that got the weights take the rest of their memory, and serve."""
+        if self._publisher is not None:
+            self._publisher.open()
 
     def close(self) -> None:
         if self._publisher is not None:
@@ -134,51 +121,49 @@ class ServedWeights:
             if torch.cuda.is_available():
                 torch.cuda.ipc_collect()
 
-    def _prove(self, own: Tensor) -> None:
-        """Compare the servers' log-probs of a fixed text with the policy's `own`, fp32 [tokens - 1]."""
-        fleet, loop = self._rollouts.fleet, self._rollouts.loop
+    def prove(self, version: int, expected: Tensor) -> None:
+        """Compare the servers' log-probs of the probe with the policy's. Raises RolloutError."""
         verdicts: list[str] = []
-        if fleet is not None and loop is not None:
-            members = [m for m in fleet.members if m.has(self._version)]
-            verdicts = [loop.run(self._verdict(fleet, member, own)) for member in members]
+        if self._servers is not None:
+            members = [m for m in self._servers.pool.members if m.has(version)]
+            verdicts = [self._servers.loop.run(self._verdict(m, version, expected)) for m in members]
         verdicts = broadcast_msgpack(verdicts)
         for verdict in verdicts:
             if verdict not in (RIGHT, LOST):
                 raise RolloutError(verdict)
         self._proved += RIGHT in verdicts
 
-    async def _verdict(self, fleet: ServerPool, member: Member, own: Tensor) -> str:
-        """RIGHT, LOST (since the push, as any server may be at any time), or what is wrong."""
+    async def _verdict(self, member: Member, version: int, expected: Tensor) -> str:
+        """RIGHT; LOST, where the server was lost since the push; or the error."""
+        assert self._servers is not None
         where, limit = f"rollout server {member.server.url}", TOLERANCE[self._precision]
         try:
             theirs = await member.server.score(self._probe, self._config.rollout.weights.timeout)
         except (ServerGone, ServerRefused) as error:
             if isinstance(error, ServerRefused) and error.is_request:
                 return f"{where} refuses the probe that proves a push: {error}"
-            fleet.lose(member, str(error))
+            self._servers.pool.lose(member, str(error))
             return LOST
-        gap = (torch.tensor(theirs) - own).abs()
+        gap = (torch.tensor(theirs) - expected).abs()
         if gap.mean() <= limit:
             return RIGHT
         return (
-            f"{where} does not have the weights that were sent: after push {self._version} its log-probs of "
-            f"{len(own)} probe tokens differ from the trainer's by {gap.mean():.3g} on average (allowed: "
-            f"{limit:g}), {gap.max():.3g} at most. Does it serve the same model, in the same dtype, at a "
-            "tested version?"
+            f"{where} does not have the weights that were sent: after push {version} its log-probs of "
+            f"{len(expected)} probe tokens differ from the trainer's by {gap.mean():.3g} on average "
+            f"(allowed: {limit:g}), {gap.max():.3g} at most. Does it serve the same model, in the same "
+            "dtype, at a tested version?"
         )
 
     @property
     def _precision(self) -> str:
         return "fp8" if self._fp8 is not None else self._config.model.dtype
 
-    def _publish(self) -> Publisher:
-        fleet, loop = self._rollouts.fleet, self._rollouts.loop
-        assert fleet is not None and loop is not None, "rank 0 has them while the rollouts are open"
+    def _publish(self, servers: ServerSession) -> Publisher:
         config, device = self._config, _device()
         transport = self._kind.create(config, self._receiver, device)
         return Publisher(
-            fleet,
-            loop,
+            servers.pool,
+            servers.loop,
             transport,
             config.rollout.weights,
             dtype=getattr(torch, config.model.dtype),

@@ -17,8 +17,8 @@ from megatron_gvpo.algorithms.shapers.filters import Drop, Keep, MaskTruncated
 from megatron_gvpo.algorithms.shapers.judged import GroupSimilarity, WinRate, unigram_overlap
 from megatron_gvpo.algorithms.shapers.length import FormatLength, LengthCurriculum, Overlong, ShortRight
 from megatron_gvpo.algorithms.shapers.rewards import Affine, Gate, SerialDecay, SoftLog, Staged, Unlikeliness
-from megatron_gvpo.rollout.pool import RolloutError
-from megatron_gvpo.sampling import samplers as sampling
+from megatron_gvpo.rollout.request import RolloutError
+from megatron_gvpo.sampling import shaping
 from megatron_gvpo.types import TrainBatch
 
 
@@ -157,12 +157,12 @@ def test_a_shaper_of_the_users_that_fails_is_named(tmp_path, body, said):
     (tmp_path / "mine.py").write_text(f"def f(group):\n    {body}\n")
     shaper = CustomShaper(function=f"{tmp_path}/mine.py:f")
     with pytest.raises(RolloutError, match=f"algorithm.shapers: custom: .*{said}"):
-        sampling.shaped(shaper, [make_group([1, 0])], 1)
+        shaping.shaped(shaper, [make_group([1, 0])], 1)
 
 
 def test_shapers_that_leave_nothing_for_long_end_the_run():
     """Only empty batches in a row count: a batch that keeps a response resets the count."""
-    shapers = sampling.Shapers([Drop(), Keep(right=0.9)], limit=2)
+    shapers = shaping.Shapers([Drop(), Keep(right=0.9)], limit=2)
     equal, low, good = make_group([1, 1]), make_group([0, 0.5]), make_group([1, 0])
     assert [shapers([group], 1) for group in (equal, good, low)] == [[], [make_group([1])], []]
     said = (

@@ -48,9 +48,9 @@ class Saboteur(Callback):
         self._trainer, self._over = trainer, threading.Event()
         collect = trainer.parts.batches.collect
 
-        def kept() -> list[Group]:
-            groups = collect()
-            self.groups[trainer.step + 1] = groups
+        def kept(step: int, on_wait: Callable[[], None]) -> list[Group]:
+            groups = collect(step, on_wait)
+            self.groups[step] = groups
             return groups
 
         trainer.parts.batches.collect = kept
@@ -72,7 +72,7 @@ class Saboteur(Callback):
                     left.remove(fault)
 
     def _moment(self) -> Moment:
-        fleet: ServerPool = self._trainer.parts.generation._served.fleet
+        fleet: ServerPool = self._trainer.parts.engine.servers.pool
         if any(member.in_push for member in fleet.members):
             return "pushing"
         return "generating" if any(member.calls for member in fleet.members) else "between"

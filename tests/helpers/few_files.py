@@ -12,7 +12,7 @@ from servers import Client, admit
 
 from megatron_gvpo.config.schema import SamplingConfig, ServersConfig
 from megatron_gvpo.rollout.pool import ServerPool
-from megatron_gvpo.sampling.engine import Request
+from megatron_gvpo.rollout.request import Request
 
 FILES = 200  # the hard limit: no process may raise it
 

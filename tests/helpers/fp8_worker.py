@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from push_worker import end
+from push_worker import end, served_engine
 from rows import make_rows
 from safetensors.torch import load_file, save_file
 from servers import PROMPTS, checksum, receiver
 from tiny_run import configure
 
-from megatron_gvpo.config.schema import read_model_config
-from megatron_gvpo.data.tokenizer import load_tokenizer
 from megatron_gvpo.megatron.policy import Policy
-from megatron_gvpo.sampling.served import ServedRollouts
-from megatron_gvpo.types import Prompt
 from megatron_gvpo.weights.fp8 import SCALE, quantise
-from megatron_gvpo.weights.sync import ServedWeights
 
 
 def quantise_checkpoint(source: Path, target: Path) -> None:
@@ -55,20 +49,14 @@ def run(engine: str, url: str, task: str, served: str, out: str) -> None:
     for step, transport in enumerate(("broadcast", "disk")):
         config = configure(Path(task), directory, *overrides, f"rollout.weights.transport={transport}")
         policy = policy or Policy(config)
-        rollouts = ServedRollouts(
-            config, load_tokenizer(config.model.path), 1, read_model_config(config.model.path)
-        ).__enter__()
-        prompts = [Prompt(str(i), tuple(prompt), "") for i, prompt in enumerate(PROMPTS)]
-        weights = ServedWeights(
-            config, rollouts, policy.weights, partial(policy.score, temperature=1.0), prompts
-        )
+        rollouts = served_engine(config, policy).__enter__()
         if step:
             policy.update(make_rows([[1.0, 0.0, 0.5]]), at_step_start=True)
-        [member] = rollouts.fleet.members
-        call = rollouts.loop.run
+        [member] = rollouts.servers.pool.members
+        call = rollouts.servers.loop.run
         answers = {"before": call(member.server.score(PROMPTS[0], 60))}
-        weights.push(step)
-        answers["pushed"] = checksum(rollouts.loop, member.server)
+        rollouts.sync(step)
+        answers["pushed"] = checksum(rollouts.servers.loop, member.server)
         answers["score"] = call(member.server.score(PROMPTS[0], 60))
         policy.model.save_hf(directory / f"export-{step}")
         quantise_checkpoint(directory / f"export-{step}", directory / f"fp8-{step}")
@@ -76,8 +64,8 @@ def run(engine: str, url: str, task: str, served: str, out: str) -> None:
         call(receiver(member.server, "disk").load_directory(directory / f"fp8-{step}", str(step), 60))
         call(member.server.flush_cache(30))
         call(member.server.resume(30))
-        answers["from files"] = checksum(rollouts.loop, member.server)
+        answers["from files"] = checksum(rollouts.servers.loop, member.server)
         (directory / f"answers-{step}").write_text(json.dumps(answers, indent=1))
-        end(weights, rollouts)
+        end(rollouts)
     torch.manual_seed(0)
     dist.barrier()

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,18 +14,26 @@ from rows import make_rows
 from servers import PROMPTS, checksum, receiver
 from tiny_run import configure
 
-from megatron_gvpo.config.schema import SamplingConfig, read_model_config
+from megatron_gvpo.config.schema import Config, SamplingConfig
+from megatron_gvpo.data.task import Task
 from megatron_gvpo.data.tokenizer import load_tokenizer
 from megatron_gvpo.megatron.policy import Policy
-from megatron_gvpo.rollout.pool import Member, RolloutError
-from megatron_gvpo.sampling import served
-from megatron_gvpo.sampling.served import ServedRollouts
+from megatron_gvpo.rollout import leader
+from megatron_gvpo.rollout.pool import Member
+from megatron_gvpo.rollout.request import RolloutError
+from megatron_gvpo.rollout.session import ServerSession
+from megatron_gvpo.sampling.served import ServedEngine
 from megatron_gvpo.types import Prompt
-from megatron_gvpo.weights.sync import ServedWeights
 
 PUSHES = ("broadcast", "broadcast", "disk", "delta", "delta", "shared")  # the transport of each push
 LAYOUTS = {"single": (), "tp2": ("parallel.tp=2",), "pp2": ("parallel.pp=2",), "dp2": ()}
 GREEDY = SamplingConfig(top_p=1e-6, max_tokens=12)
+
+
+def served_engine(config: Config, policy: Policy) -> ServedEngine:
+    """The engine of a run whose prompts are PROMPTS."""
+    prompts = [Prompt(str(i), tuple(prompt), "") for i, prompt in enumerate(PROMPTS)]
+    return ServedEngine(config, Task(load_tokenizer(config.model.path), 1, prompts, []), policy)
 
 
 def run(engine: str, url: str, task: str, out: str, layout: str) -> None:
@@ -41,7 +48,7 @@ def run(engine: str, url: str, task: str, out: str, layout: str) -> None:
     for step, transport in enumerate(PUSHES):
         if step == 0 or transport != PUSHES[step - 1]:
             if step:
-                end(weights, rollouts)  # noqa: F821 - of the step before
+                end(rollouts)  # noqa: F821 - of the step before
             config = configure(
                 Path(task),
                 directory,
@@ -51,23 +58,19 @@ def run(engine: str, url: str, task: str, out: str, layout: str) -> None:
                 f"rollout.weights.directory={directory}/weights",
             )
             policy = Policy(config) if step == 0 else policy  # noqa: F821
-            model = read_model_config(config.model.path)
-            rollouts = ServedRollouts(config, load_tokenizer(config.model.path), 1, model).__enter__()
-            prompts = [Prompt(str(i), tuple(prompt), "") for i, prompt in enumerate(PROMPTS)]
-            score = partial(policy.score, temperature=1.0)
-            weights = ServedWeights(config, rollouts, policy.weights, score, prompts)
+            rollouts = served_engine(config, policy).__enter__()
         if step == 4:
             _nudge(policy)
         elif step:
             policy.update(make_rows([[1.0, 0.0, 0.5]]), at_step_start=True)
-        weights.push(step)
-        if rollouts.fleet is not None and transport == "delta":
-            assert (weights.metrics["sync/bytes"] < 20_000) == (step == 4), weights.metrics
+        rollouts.sync(step)
+        if rollouts.servers is not None and transport == "delta":
+            assert (rollouts.metrics["sync/bytes"] < 20_000) == (step == 4), rollouts.metrics
         policy.model.save_hf(directory / f"export-{step}")
-        if rollouts.fleet is not None:
-            _ask(engine, rollouts, directory, step)
+        if rollouts.servers is not None:
+            _ask(rollouts.servers, directory, step)
         dist.barrier()
-    end(weights, rollouts)
+    end(rollouts)
 
 
 def _nudge(policy: Policy) -> None:
@@ -78,32 +81,31 @@ def _nudge(policy: Policy) -> None:
                 parameter.view(-1)[1:40:13] += 0.5
 
 
-def _ask(engine: str, rollouts: ServedRollouts, directory: Path, step: int) -> None:
-    [member] = rollouts.fleet.members
-    server, call = member.server, rollouts.loop.run
+def _ask(servers: ServerSession, directory: Path, step: int) -> None:
+    [member] = servers.pool.members
+    server, call = member.server, servers.loop.run
     for i, prompt in enumerate(PROMPTS):
         sample = call(server.sample(prompt, 12, 0, GREEDY, [1], 60))
         (directory / f"greedy-{step}-{i}").write_text(repr(sample.token_ids))
         (directory / f"score-{step}-{i}").write_text(json.dumps(call(server.score(prompt, 60))))
-    _compare(rollouts, member, directory / f"export-{step}", directory, step)
+    _compare(servers, member, directory / f"export-{step}", directory, step)
 
 
-def _compare(rollouts: ServedRollouts, member: Member, export: Path, directory: Path, step: int) -> None:
+def _compare(servers: ServerSession, member: Member, export: Path, directory: Path, step: int) -> None:
     """Write the server's checksums after the push, and after it has loaded the export."""
-    server, call = member.server, rollouts.loop.run
+    server, call = member.server, servers.loop.run
     assert member.has(step) and call(server.weight_version(10)) == str(step)
-    pushed = checksum(rollouts.loop, server)
+    pushed = checksum(servers.loop, server)
     call(server.pause(30))
     call(receiver(server, "disk").load_directory(export, str(step), 60))
     call(server.flush_cache(30))
     call(server.resume(30))
     (directory / f"checksum-{step}").write_text(json.dumps(pushed, indent=1))
-    from_files = json.dumps(checksum(rollouts.loop, server), indent=1)
+    from_files = json.dumps(checksum(servers.loop, server), indent=1)
     (directory / f"checksum-{step}-from-files").write_text(from_files)
 
 
-def end(weights: ServedWeights, rollouts: ServedRollouts) -> None:
-    weights.close()
+def end(rollouts: ServedEngine) -> None:
     rollouts.__exit__(None, None, None)
     torch.manual_seed(0)
 
@@ -123,24 +125,21 @@ def on_two_nodes(engine: str, urls: str, task: str, out: str, elsewhere: str) ->
     overrides = [f"rollout.engine={engine}", f"rollout.servers.urls=[{urls}]", "algorithm=grpo"]
     overrides += ["rollout.weights.bucket_mb=1", "optimizer.lr=1.0e-2", "rollout.weights.transport=shared"]
     config = configure(Path(task), directory, *overrides)
-    policy, model = Policy(config), read_model_config(config.model.path)
-    prompts = [Prompt(str(i), tuple(prompt), "") for i, prompt in enumerate(PROMPTS)]
-    with ServedRollouts(config, load_tokenizer(config.model.path), 1, model) as rollouts:
-        score = partial(policy.score, temperature=1.0)
-        weights = ServedWeights(config, rollouts, policy.weights, score, prompts)
+    policy = Policy(config)
+    with served_engine(config, policy) as rollouts:
         for step in range(2):
             if step:
                 policy.update(make_rows([[1.0, 0.0], [0.5, 0.0]]), at_step_start=True)
-            weights.push(step)
+            rollouts.sync(step)
             policy.model.save_hf(directory / f"export-{step}")
-            if rollouts.fleet is not None:
-                homes = weights._publisher._transport._homes
+            if rollouts.servers is not None:
+                homes = rollouts._weights._publisher._transport._homes
                 assert sorted(homes.values()) == [(0, ()), (1, ())]
-                for i, member in enumerate(rollouts.fleet.members):
+                for i, member in enumerate(rollouts.servers.pool.members):
                     (directory / str(i)).mkdir(exist_ok=True)
-                    _compare(rollouts, member, directory / f"export-{step}", directory / str(i), step)
+                    _compare(rollouts.servers, member, directory / f"export-{step}", directory / str(i), step)
             dist.barrier()
-        weights.close()
+        rollouts._weights.close()
         assert not list(Path("/dev/shm").glob("megatron_gvpo-*")) or dist.get_rank() == 0
 
 
@@ -165,44 +164,36 @@ def unheard(engine: str, url: str, task: str, out: str) -> None:
     """Make a push after an update that never arrives; write the error that the run ends with."""
     overrides = [f"rollout.engine={engine}", f"rollout.servers.urls=[{url}]", "algorithm=grpo"]
     config = configure(Path(task), Path(out), *overrides, "optimizer.lr=1.0e-2")
-    policy, model = Policy(config), read_model_config(config.model.path)
-    prompts = [Prompt(str(i), tuple(prompt), "") for i, prompt in enumerate(PROMPTS)]
-    with ServedRollouts(config, load_tokenizer(config.model.path), 1, model) as rollouts:
-        score = partial(policy.score, temperature=1.0)
-        weights = ServedWeights(config, rollouts, policy.weights, score, prompts)
-        weights.push(0)
+    policy = Policy(config)
+    with served_engine(config, policy) as rollouts:
+        rollouts.sync(0)
         policy.update(make_rows([[1.0, 0.0, 0.5]]), at_step_start=True)
-        weights._publisher._transport = Nowhere()
+        rollouts._weights._publisher._transport = Nowhere()
         try:
-            weights.push(1)
+            rollouts.sync(1)
         except RolloutError as error:
             (Path(out) / "error").write_text(str(error))
-        finally:
-            weights.close()
 
 
 def ended(engine: str, url: str, task: str, out: str, pid: str) -> None:
     """End the server's process between a push and its proof; the next push waits until it is back."""
     overrides = [f"rollout.engine={engine}", f"rollout.servers.urls=[{url}]", "algorithm=grpo"]
     config = configure(Path(task), Path(out), *overrides)
-    policy, model = Policy(config), read_model_config(config.model.path)
-    prompts = [Prompt(str(i), tuple(prompt), "") for i, prompt in enumerate(PROMPTS)]
-    with ServedRollouts(config, load_tokenizer(config.model.path), 1, model) as rollouts:
-        score = partial(policy.score, temperature=1.0)
-        weights = ServedWeights(config, rollouts, policy.weights, score, prompts)
-        push = weights._push
+    policy = Policy(config)
+    with served_engine(config, policy) as rollouts:
+        push = rollouts._push
 
         def push_and_end(version: int) -> None:
             push(version)
             os.killpg(int(pid), signal.SIGKILL)
 
-        weights._push = push_and_end
-        weights.push(0)
-        assert [m.state for m in rollouts.fleet.members] == ["lost"] and weights._proved == 0
-        weights._push = push
-        weights.push(1)
-        assert [m.has(1) for m in rollouts.fleet.members] == [True] and weights._proved == 1
-        weights.close()
+        rollouts._push = push_and_end
+        rollouts.sync(0)
+        members = rollouts.servers.pool.members
+        assert [m.state for m in members] == ["lost"] and rollouts._weights._proved == 0
+        rollouts._push = push
+        rollouts.sync(1)
+        assert [m.has(1) for m in members] == [True] and rollouts._weights._proved == 1
 
 
 def unopened(task: str, out: str) -> None:
@@ -211,10 +202,10 @@ def unopened(task: str, out: str) -> None:
     dist.destroy_process_group()
     meet, timeout = f"file://{out}/meet", timedelta(seconds=5)
     dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=world, timeout=timeout)
-    served.HEARTBEAT = 1.0
+    leader.HEARTBEAT = 1.0
     overrides = ["rollout.engine=sglang", "rollout.servers.urls=[http://127.0.0.1:9]"]
     config = configure(Path(task), Path(out), *overrides, "rollout.servers.start_timeout=15")
-    rollouts = ServedRollouts(config, None, 1, read_model_config(config.model.path))
+    rollouts = ServedEngine(config, Task(None, 1, [], []), None)
     try:
         rollouts.__enter__()
     except RolloutError as error:

@@ -12,8 +12,8 @@ from tiny_run import configure, fit, records
 
 from megatron_gvpo.callbacks import Callback
 from megatron_gvpo.config.schema import ConfigError, ServersConfig
+from megatron_gvpo.rollout.start import server_gpus
 from megatron_gvpo.rollout.supervise import is_healthy
-from megatron_gvpo.sampling.served import server_gpus
 from megatron_gvpo.trainer import Trainer
 
 
@@ -81,19 +81,19 @@ class KillWhileTraining(Callback):
         self.while_training: list[tuple[int, int]] = []
 
     def on_start(self, trainer: Trainer) -> None:
-        served = trainer.parts.generation._served
-        assert served.resting and bytes_held(trainer) != (0, 0)
-        collect = served._collect
+        engine = trainer.parts.engine
+        assert engine.asleep and bytes_held(trainer) != (0, 0)
+        collect = engine._collect
 
-        def noted(ticket):  # type: ignore[no-untyped-def]
+        def noted(ticket, on_wait):  # type: ignore[no-untyped-def]
             self.while_generating.append(bytes_held(trainer))
-            return collect(ticket)
+            return collect(ticket, on_wait)
 
-        served._collect = noted
+        engine._collect = noted
 
     def on_step(self, trainer: Trainer, step: int, metrics: object) -> None:
-        [member] = trainer.parts.generation._served.fleet.members
-        [process] = trainer.parts.generation._served._supervisor.processes
+        [member] = trainer.parts.engine.servers.pool.members
+        [process] = trainer.parts.engine.servers.supervisor.processes
         assert member.lent == ("weights", "cache")
         assert is_healthy(process.url, 60.0), "`serve`, which knows of no turns, would start it anew"
         self.while_training.append(bytes_held(trainer))

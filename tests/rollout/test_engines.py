@@ -43,8 +43,8 @@ from megatron_gvpo.config.schema import Config, ConfigError, SamplingConfig, rea
 from megatron_gvpo.rollout.checks import check_server
 from megatron_gvpo.rollout.http import ServerGone, ServerRefused
 from megatron_gvpo.rollout.pool import Member
-from megatron_gvpo.sampling.engine import Request
-from megatron_gvpo.sampling.served import DIALECTS
+from megatron_gvpo.rollout.request import Request
+from megatron_gvpo.rollout.start import DIALECTS
 from megatron_gvpo.weights.broadcast import Broadcast
 from megatron_gvpo.weights.bucket import DoubleBuffer, buckets
 from megatron_gvpo.weights.delta import Delta

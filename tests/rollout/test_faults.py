@@ -17,7 +17,7 @@ from proxy import Proxy
 from servers import SGLANG_FIRST, running
 from tiny_run import records
 
-from megatron_gvpo.rollout.pool import RolloutError
+from megatron_gvpo.rollout.request import RolloutError
 from megatron_gvpo.rollout.supervise import Supervisor, free_ports
 
 

@@ -13,7 +13,7 @@ import torch
 from servers import SGLANG_FIRST, Client, admit, fleet_of, logprobs, running
 
 from megatron_gvpo.config.schema import SamplingConfig
-from megatron_gvpo.sampling.engine import Request
+from megatron_gvpo.rollout.request import Request
 
 PROMPTS = [[9, 16, 10, 17, 8, 16, 7, 19], [5, 5, 5], [12, 3, 4, 14, 9, 10]]
 

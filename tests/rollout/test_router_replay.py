@@ -25,8 +25,8 @@ from megatron_gvpo.config.parallel_layout import Padding
 from megatron_gvpo.config.schema import ConfigError
 from megatron_gvpo.megatron.batch import PackedBatch
 from megatron_gvpo.observe.mismatch import MismatchWatch
+from megatron_gvpo.rollout.request import Request
 from megatron_gvpo.rollout.routed_experts import Routers
-from megatron_gvpo.sampling.engine import Request
 from megatron_gvpo.trainer import Trainer
 from megatron_gvpo.types import Group, Prompt, Rollout, Routing, TrainBatch
 
@@ -66,10 +66,10 @@ class OwnChoice(Callback):
 
     def on_step(self, trainer: Trainer, step: int, metrics: object) -> None:
         if step == trainer.config.train.steps:
-            served = trainer.parts.generation._served
+            servers = trainer.parts.engine.servers
             prompts = dict.fromkeys(tuple(ids) for ids in self.rows[-1].prompt_ids)
             asked = [Request(prompt, 2, seed=5) for prompt in prompts]
-            self.again = served.loop.run(served.fleet.generate(asked, trainer.config.rollout))
+            self.again = servers.loop.run(servers.pool.generate(asked, trainer.config.rollout))
 
 
 # What lets an engine tell experts on a CPU (tests/NAME).

@@ -13,17 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_run import configure
 
 from megatron_gvpo.config.schema import Config, ConfigError, ServersConfig, load_config
-from megatron_gvpo.rollout import http
+from megatron_gvpo.data.task import Task
+from megatron_gvpo.rollout import http, leader
 from megatron_gvpo.rollout.background_loop import BackgroundLoop
 from megatron_gvpo.rollout.http import Http, ServerGone, open_session
 from megatron_gvpo.rollout.nccl import check_nccl
 from megatron_gvpo.rollout.pool import ServerPool
 from megatron_gvpo.rollout.server import Launch
 from megatron_gvpo.rollout.sglang import SGLang
+from megatron_gvpo.rollout.start import start_servers
 from megatron_gvpo.rollout.supervise import ServerProcess, Supervisor, free_ports, is_healthy
-from megatron_gvpo.sampling import served
+from megatron_gvpo.sampling.served import ServedEngine
 from megatron_gvpo.weights.broadcast import Broadcast
 from megatron_gvpo.weights.disk import Disk
 from megatron_gvpo.weights.group import group_address
@@ -184,10 +187,10 @@ def test_logs_that_cannot_be_written_are_said_to_be_the_reason(good: Path, tmp_p
     with pytest.raises(
         ConfigError, match=r"cannot be started: .*run/servers'\. Their logs go to .*run/servers;"
     ):
-        served.start_servers(config_of(good, f"output_dir={tmp_path}/run"), None, print)
+        start_servers(config_of(good, f"output_dir={tmp_path}/run"), None, print)
 
 
-def test_an_interrupted_start_leaves_no_server(good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_interrupted_start_leaves_no_server(task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """For example, by Ctrl-C in a Python session, which goes on."""
     started = tmp_path / "pid"
 
@@ -197,13 +200,14 @@ def test_an_interrupted_start_leaves_no_server(good: Path, tmp_path: Path, monke
             time.sleep(0.05)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(served, "broadcast_msgpack", interrupt)
-    monkeypatch.setattr(served, "HEARTBEAT", 0.1)
+    monkeypatch.setattr(leader, "broadcast_msgpack", interrupt)
+    monkeypatch.setattr(leader, "HEARTBEAT", 0.1)
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     server = interpreter(tmp_path, f"echo $$ > {started}\nexec sleep 1000")
-    rollouts = served.ServedRollouts(config_of(good, server, f"output_dir={tmp_path}/run"), None, 1, {})
+    config = configure(task, tmp_path / "run", "rollout.engine=sglang", server)
+    engine = ServedEngine(config, Task(None, 1, [], []), None)  # type: ignore[arg-type] # nothing is sampled
     with pytest.raises(KeyboardInterrupt):
-        rollouts.__enter__()
+        engine.__enter__()
     assert not Path(f"/proc/{int(started.read_text())}").exists()
 
 

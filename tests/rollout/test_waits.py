@@ -18,9 +18,10 @@ from servers import Client, SharedServer, running
 
 from megatron_gvpo.config.schema import SamplingConfig, ServersConfig
 from megatron_gvpo.config.servers import WeightSyncConfig
+from megatron_gvpo.rollout import leader
+from megatron_gvpo.rollout.leader import Command, Done, Push, Wait
 from megatron_gvpo.rollout.pool import ServerPool
-from megatron_gvpo.sampling.engine import Request
-from megatron_gvpo.weights import push
+from megatron_gvpo.rollout.request import Request
 from megatron_gvpo.weights.broadcast import Broadcast
 from megatron_gvpo.weights.group import WeightGroup
 from megatron_gvpo.weights.push import Publisher
@@ -57,12 +58,12 @@ def pushing(client: Client, task: Path, **settings: object) -> tuple[ServerPool,
     return fleet, publisher, weights
 
 
-def commanded(publisher: Publisher, version: int) -> list[str]:
-    """The publisher's commands up to the first that is not "wait"."""
-    words = [publisher.next_command(version)]
-    while words[-1] == "wait":
-        words.append(publisher.next_command(version))
-    return words
+def commanded(publisher: Publisher, version: int) -> list[Command]:
+    """The publisher's commands up to the first that is not Wait."""
+    commands = [publisher.next_command(version)]
+    while commands[-1] == Wait():
+        commands.append(publisher.next_command(version))
+    return commands
 
 
 class Waiting(WeightGroup):
@@ -86,9 +87,9 @@ def test_a_broadcast_that_waits_for_servers_does_not_keep_them_from_coming(
 ):
     monkeypatch.setattr("megatron_gvpo.weights.broadcast.WeightGroup", Waiting)
     fleet, publisher, weights = pushing(client, task)
-    assert commanded(publisher, 8)[-1] == "push"
+    assert commanded(publisher, 8)[-1] == Push()
     publisher.attempt(weights, 8)
-    assert commanded(publisher, 8) == ["done"] and fleet.members[0].has(8)
+    assert commanded(publisher, 8) == [Done()] and fleet.members[0].has(8)
     assert client("weight_version") == "8"
     publisher.close()
     client.loop.run(fleet.stop())
@@ -99,16 +100,16 @@ def test_the_other_ranks_wait_on_the_cpu_while_responses_are_finished(
     client: Client, task: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """A collective has a timeout, and in_flight=wait may take as long as a response does."""
-    monkeypatch.setattr(push, "HEARTBEAT", 0.1)
+    monkeypatch.setattr(leader, "HEARTBEAT", 0.1)
     fleet, publisher, weights = pushing(client, task, in_flight="wait")
-    assert commanded(publisher, 0)[-1] == "push"
+    assert commanded(publisher, 0)[-1] == Push()
     publisher.attempt(weights, 0)
     requests = [Request((5, 6, 7 + i), 4, seed=i) for i in range(8)]
     sampling = SamplingConfig(temperature=2.0, max_tokens=200)
     responses = client.loop.submit(fleet.generate(requests, sampling))
     while not any(member.calls for member in fleet.members):
         assert not responses.done()
-    assert commanded(publisher, 1)[-1] == "push"
+    assert commanded(publisher, 1)[-1] == Push()
     assert not any(member.calls for member in fleet.members)
     publisher.attempt(weights, 1)
     for row in responses.result(TIMEOUT):

@@ -28,7 +28,7 @@ from megatron_gvpo.megatron import parallel
 from megatron_gvpo.megatron.checkpoint import sharded as checkpoint
 from megatron_gvpo.megatron.policy import Policy
 from megatron_gvpo.components import Components
-from megatron_gvpo.rollout.pool import RolloutError
+from megatron_gvpo.rollout.request import RolloutError
 from megatron_gvpo.sampling.samplers import EngineSampler
 from megatron_gvpo.trainer import Trainer
 from megatron_gvpo.types import TrainBatch
@@ -78,7 +78,7 @@ def test_transformers_agrees_with_the_trained_policy(task, finished):
         parts.sync(4)
         with parts:
             ticket = parts.sampler.submit(parts.prompts[:6], seed=1)
-            rows = TrainBatch.from_groups(parts.sampler.collect(ticket))
+            rows = TrainBatch.from_groups(parts.sampler.collect(ticket, step=5))
             ours_r = parts.policy.score(rows)
     finally:
         parallel.shut_down()
@@ -96,8 +96,8 @@ def test_every_step_samples_and_trains_on_all_its_responses(task, tmp_path, monk
     sampled, trained = [], []
     collect, from_groups = EngineSampler.collect, TrainBatch.from_groups
 
-    def spy_on_collect(self, ticket):
-        groups = collect(self, ticket)
+    def spy_on_collect(self, ticket, on_wait):
+        groups = collect(self, ticket, on_wait)
         sampled.append([(group.prompt.id, len(group.rollouts)) for group in groups])
         return groups
 

@@ -13,12 +13,11 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from megatron_gvpo.config.schema import SamplingConfig
+from megatron_gvpo.rollout.request import Request, derived_seed
 from megatron_gvpo.runtime.collectives import all_gather_msgpack, broadcast_msgpack
-from megatron_gvpo.sampling.collect import generate_groups
-from megatron_gvpo.sampling.embedded import LocalEngine, draw, running_sum_by_products
-from megatron_gvpo.sampling.engine import Request, derived_seed
+from megatron_gvpo.sampling.embedded import Ticket, generate_groups
+from megatron_gvpo.sampling.local_model import LocalModel, draw, running_sum_by_products
 from megatron_gvpo.types import Prompt
-from megatron_gvpo.weights.in_process import InProcess
 
 END = 1
 CHARACTERS = "0123456789+-*=()x.,; "
@@ -60,20 +59,20 @@ def reference(checkpoint: str) -> torch.nn.Module:
 
 
 @pytest.fixture
-def engine(checkpoint: str) -> LocalEngine:
+def engine(checkpoint: str) -> LocalModel:
     return loaded_engine(checkpoint)
 
 
-def loaded_engine(checkpoint: str, batch_size: int = 4096) -> LocalEngine:
+def loaded_engine(checkpoint: str, batch_size: int = 4096) -> LocalModel:
     engine = empty_engine(checkpoint, batch_size)
     used("embedded rollout engine")
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
-    InProcess(engine).push(model.state_dict().items(), version=1)
+    engine.load(model.state_dict().items(), version=1)
     return engine
 
 
-def empty_engine(checkpoint: str, batch_size: int = 4096) -> LocalEngine:
-    return LocalEngine(
+def empty_engine(checkpoint: str, batch_size: int = 4096) -> LocalModel:
+    return LocalModel(
         checkpoint,
         PreTrainedTokenizerFast.from_pretrained(checkpoint),
         device="cpu",
@@ -230,9 +229,9 @@ def test_push_changes_outputs_and_version(engine, reference):
     with torch.no_grad():
         for parameter in reference.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
-    InProcess(engine).push(((n, p.detach()) for n, p in reference.named_parameters()), version=2)
+    engine.load(((n, p.detach()) for n, p in reference.named_parameters()), version=2)
     [[new], *_] = engine.generate(ragged_requests(n=1), sampling)
-    assert (old.weight_version, new.weight_version, engine.weight_version) == (1, 2, 2)
+    assert (old.weight_version, new.weight_version, engine.version) == (1, 2, 2)
     assert old.token_ids != new.token_ids
     logits = full_forward_logits(reference, RAGGED[0], new.token_ids)
     assert logits.argmax(-1).tolist() == new.token_ids
@@ -254,11 +253,11 @@ def test_a_bad_push_is_refused_and_so_is_generation_after_it(engine, reference):
     streams.append(("model.norm.weight came twice", [*good.items(), (norm, good[norm])]))
     for message, stream in streams:
         with pytest.raises(ValueError, match=message):
-            InProcess(engine).push(stream, version=2)
-        assert engine.weight_version == 1
+            engine.load(stream, version=2)
+        assert engine.version == 1
         with pytest.raises(RuntimeError, match="push of version 2 failed"):
             engine.generate(ragged_requests(n=1), SamplingConfig(max_tokens=2))
-    InProcess(engine).push(good.items(), version=3)
+    engine.load(good.items(), version=3)
     [rollouts, *_] = engine.generate(ragged_requests(n=1), SamplingConfig(max_tokens=2))
     assert rollouts[0].weight_version == 3
 
@@ -267,17 +266,17 @@ def test_tied_head_may_be_absent(checkpoint, reference):
     engine = empty_engine(checkpoint)
     tensors = {n: t for n, t in reference.state_dict().items() if n != "lm_head.weight"}
     if reference.config.tie_word_embeddings:
-        InProcess(engine).push(tensors.items(), version=1)
+        engine.load(tensors.items(), version=1)
         assert torch.equal(engine.model.lm_head.weight, reference.lm_head.weight)
     else:
         with pytest.raises(ValueError, match=r"1 tensor\(s\) did not come: lm_head.weight"):
-            InProcess(engine).push(tensors.items(), version=1)
+            engine.load(tensors.items(), version=1)
 
 
 def test_non_finite_weights_are_reported_with_their_version(engine, reference):
     tensors = {n: t.clone() for n, t in reference.state_dict().items()}
     tensors["model.norm.weight"][3] = float("nan")
-    InProcess(engine).push(tensors.items(), version=7)
+    engine.load(tensors.items(), version=7)
     with pytest.raises(FloatingPointError, match="weight version 7"):
         engine.generate(ragged_requests(n=2), SamplingConfig(max_tokens=4))
 
@@ -325,7 +324,7 @@ def test_every_position_of_the_model_can_be_used(engine):
 def groups_of(checkpoint: str, prompts: int) -> list:
     problems = [Prompt(str(i), ids, "") for i, ids in enumerate(RAGGED[:prompts])]
     sampling = SamplingConfig(temperature=0.9, max_tokens=12)
-    return generate_groups(loaded_engine(checkpoint), problems, 3, sampling, seed=5)
+    return generate_groups(loaded_engine(checkpoint), Ticket(problems, 3, sampling, seed=5))
 
 
 def on_two_ranks(rank: int, folder: str, checkpoint: str) -> None:

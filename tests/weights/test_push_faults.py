@@ -13,6 +13,7 @@ from megatron_gvpo.config.schema import Config, ServersConfig, load_config
 from megatron_gvpo.config.servers import WeightSyncConfig
 from megatron_gvpo.rollout.background_loop import BackgroundLoop
 from megatron_gvpo.rollout.http import ServerRefused
+from megatron_gvpo.rollout.leader import Failed, Push
 from megatron_gvpo.rollout.pool import ServerPool
 from megatron_gvpo.rollout.server import ServerInfo
 from megatron_gvpo.weights import push
@@ -76,12 +77,13 @@ def test_a_server_that_was_started_anew_has_all_its_attempts_again(
     replaced = []
     while True:
         loop.run(back())
-        if (word := publisher.next_command(1)) != "push":
+        if (command := publisher.next_command(1)) != Push():
             break
         publisher.attempt(iter(()), 1)
         replaced.append(len(supervisor.urls))
     assert replaced == [0, 1, 1, 2]
-    assert word == "4 weight pushes in a row failed, at last: http://server: no"
+    assert isinstance(command, Failed)
+    assert str(command.error) == "4 weight pushes in a row failed, at last: http://server: no"
     publisher.close()
     loop.close()
 

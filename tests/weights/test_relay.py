@@ -17,6 +17,7 @@ from torch.distributed import HashStore
 from megatron_gvpo.config.schema import ServersConfig
 from megatron_gvpo.config.servers import WeightSyncConfig
 from megatron_gvpo.rollout.background_loop import BackgroundLoop
+from megatron_gvpo.rollout.leader import Push
 from megatron_gvpo.rollout.pool import Member, ServerPool
 from megatron_gvpo.rollout.server import ServerInfo
 from megatron_gvpo.weights import node
@@ -244,7 +245,7 @@ def test_a_relay_hears_of_the_end_of_a_push_that_never_began(tmp_path, monkeypat
     )
     left = stream(2)
     loop.run(under_way(fleet.members[0]))
-    assert publisher.next_command(1) == "push"
+    assert publisher.next_command(1) == Push()
     with following([Relay(store, 1, NodeMemory("memory", CPU, first=False), 5.0)], [left]):
         with pytest.raises(ExceptionGroup) as failure:
             publisher.attempt(iter(()), 1)

@@ -1,0 +1,73 @@
+"""Requests to a rollout engine, their seeds, and its responses in a form that ranks can exchange."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from megatron_gvpo.config.schema import SamplingConfig
+from megatron_gvpo.groups import Prompt, Rollout
+
+
+class RolloutError(RuntimeError):
+    """No responses can be had; the message says from whom and why."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """`n` samples of one prompt. The same seed (0 <= seed < 2**63) gives the same samples."""
+
+    prompt_ids: tuple[int, ...]
+    n: int
+    seed: int
+
+
+def requests_for(prompts: Sequence[Prompt], n: int, seed: int) -> list[Request]:
+    """A request for each prompt. Seeds belong to positions, so the number of ranks does not change them."""
+    return [Request(prompt.token_ids, n, derived_seed(seed, i)) for i, prompt in enumerate(prompts)]
+
+
+def derived_seed(*parts: int) -> int:
+    """A seed made from others, such as a prompt's from the step's: 63 bits of BLAKE2b("a/b/...").
+
+    Hashing makes neighbouring seeds and positions independent. 63 bits, because engines take signed 64-bit
+    seeds.
+    """
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def check_request(
+    request: Request, sampling: SamplingConfig, vocabulary: int, room: int | None
+) -> str | None:
+    """The error in a request to a model of `vocabulary` tokens and `room` positions, or None."""
+    length = len(request.prompt_ids)
+    if request.n < 1:
+        return f"n={request.n}, but at least 1 sample must be asked for"
+    if request.seed < 0:
+        return f"seed={request.seed} is negative"
+    if not length:
+        return "the prompt is empty; it needs at least one token"
+    if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < vocabulary:
+        return f"the prompt has a token id outside the model's vocabulary [0, {vocabulary})"
+    if room and length >= room:
+        return f"the prompt has {length} tokens, and the model only {room} positions"
+    if room and length + sampling.max_tokens > room:
+        return (
+            f"{length} prompt tokens + max_tokens={sampling.max_tokens} exceed the model's {room} "
+            f"positions; max_tokens <= {room - length} fits"
+        )
+    return None
+
+
+def pack(rows: Iterable[Iterable[Rollout]]) -> list[list[dict[str, Any]]]:
+    """Rows of rollouts as msgpack takes them; `unpack` makes them rollouts again."""
+    names = [field.name for field in fields(Rollout)]
+    return [[{name: getattr(rollout, name) for name in names} for rollout in row] for row in rows]
+
+
+def unpack(rows: Iterable[Iterable[dict[str, Any]]]) -> list[list[Rollout]]:
+    """The rows of rollouts that `pack` was given."""
+    return [[Rollout(**values) for values in row] for row in rows]

@@ -1,0 +1,84 @@
+"""The servers of a run as rank 0 holds them, from their start to their end."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import secrets
+from contextlib import ExitStack
+from typing import Any
+
+from megatron_gvpo.config.schema import Config, ConfigError
+from megatron_gvpo.rollout import leader
+from megatron_gvpo.rollout.background_loop import BackgroundLoop
+from megatron_gvpo.rollout.checks import check_server
+from megatron_gvpo.rollout.http import Http, ServerGone, open_session
+from megatron_gvpo.rollout.leader import Command, Done, Failed, Wait
+from megatron_gvpo.rollout.pool import ServerPool
+from megatron_gvpo.rollout.request import RolloutError
+from megatron_gvpo.rollout.routed_experts import Routers
+from megatron_gvpo.rollout.start import DIALECTS, report, start_servers
+from megatron_gvpo.rollout.supervise import Supervisor
+
+
+class ServerSession:
+    """Starts the servers, or connects to those of `rollout.servers.urls`; `close` ends what it started.
+
+    `pool` holds the servers and runs in `loop`. `model` is the model's config.json. The constructor returns
+    before the servers are healthy: `next_command` tells when they are. It raises ConfigError for servers
+    that cannot be started.
+    """
+
+    def __init__(self, config: Config, model: dict[str, Any], end_token_id: int) -> None:
+        self._config, self._model = config, model
+        servers, dialect = config.rollout.servers, DIALECTS[config.rollout.engine]
+        with ExitStack() as opened:  # ends what was started where a later part fails
+            self.supervisor, urls, key = _servers(config)
+            if self.supervisor is not None:
+                opened.callback(self.supervisor.close)  # last, so that no request waits for a dead server
+            self.loop = BackgroundLoop("rollout client")
+            opened.callback(self.loop.close)
+            session = self.loop.run(open_session())
+            opened.callback(lambda: self.loop.run(session.close()))
+            stop_ids = (end_token_id, *config.rollout.stop_token_ids)
+            routers = Routers.of(model) if config.rollout.router_replay else None
+            clients = [dialect(Http(session, url, key)) for url in urls]
+            self.pool = ServerPool(clients, servers, stop_ids, report, self.supervisor, routers)
+            opened.callback(self.loop.cancel_all)
+            opened.callback(lambda: self.loop.run(self.pool.stop()))
+            self._ready = self.loop.submit(self._all_ready())
+            self._opened = opened.pop_all()
+
+    def next_command(self) -> Command:
+        """Done once all servers are healthy and fit the run; Wait after a heartbeat; or Failed."""
+        concurrent.futures.wait([self._ready], timeout=leader.HEARTBEAT)
+        if not self._ready.done():
+            return Wait()
+        try:
+            self._ready.result()
+        except (ConfigError, RolloutError) as error:
+            return Failed(error)
+        except (ServerGone, OSError) as error:
+            return Failed(RolloutError(str(error)))
+        return Done()
+
+    def close(self) -> None:
+        self._opened.close()
+
+    async def _all_ready(self) -> None:
+        await self.pool.start()
+        for member in self.pool.members:
+            await check_server(member.server, self._config, self._model)
+
+
+def _servers(config: Config) -> tuple[Supervisor | None, list[str], str | None]:
+    """(supervisor, URLs, API key) of servers that run elsewhere, or are started here. Raises ConfigError."""
+    servers = config.rollout.servers
+    if not servers.urls:
+        key = secrets.token_hex(16)
+        supervisor = start_servers(config, key, report)
+        return supervisor, [process.url for process in supervisor.processes], key
+    given = os.environ.get(servers.api_key_env or "")
+    if servers.api_key_env and not given:
+        raise ConfigError(f"rollout.servers.api_key_env: ${servers.api_key_env} is not set")
+    return None, list(servers.urls), given

@@ -1,0 +1,147 @@
+"""Composes a batch: sampled groups, their priors, and the responses that a method's members add."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from megatron_gvpo.algorithms.members.base import JoinGroups
+from megatron_gvpo.data.prompts import PromptWriter
+from megatron_gvpo.data.tracker import SuccessTracker
+from megatron_gvpo.groups import Group, Prompt, Rollout
+from megatron_gvpo.rollout.request import derived_seed
+from megatron_gvpo.runtime.user_functions import load_function
+from megatron_gvpo.sampling.engine import OnWait
+from megatron_gvpo.sampling.on_rank0 import call_on_rank0
+from megatron_gvpo.sampling.samplers import EngineSampler, Sampler
+from megatron_gvpo.types import TrainBatch
+
+
+class ComposedSampler:
+    """Gives a sampler's groups their priors, tells the tracker of them, and lets the members join them.
+
+    A prior comes from `greedy`, which samples each prompt's most likely response, from `expected(prompt)`, or
+    from the tracker. Members may ask `answers(n)`, a sampler of n responses, and `policy(rows)`, log-probs.
+    """
+
+    def __init__(
+        self,
+        base: Sampler,
+        writer: PromptWriter,
+        members: Sequence[JoinGroups],
+        end_token_id: int,
+        *,
+        answers: Callable[[int], EngineSampler] | None = None,
+        greedy: Sampler | None = None,
+        tracker: SuccessTracker | None = None,
+        expected: Callable[[Prompt], float] | None = None,
+        policy: Callable[[TrainBatch], Tensor] | None = None,
+    ) -> None:
+        self._base, self._writer, self._members, self._end = base, writer, members, end_token_id
+        self._expected = expected
+        self._answers, self._greedy, self._tracker, self._policy = answers, greedy, tracker, policy
+
+    def submit(self, prompts: Sequence[Prompt], seed: int) -> Any:
+        greedy = None if self._greedy is None else self._greedy.submit(prompts, seed)
+        return self._base.submit(prompts, seed), greedy, seed
+
+    def collect(self, ticket: Any, step: int, on_wait: OnWait = None) -> list[Group]:
+        """The ticket's groups as training step `step` takes them. A collective."""
+        asked, greedy, seed = ticket
+        groups = self._base.collect(asked, on_wait)
+        if self._greedy is not None:
+            best = self._greedy.collect(greedy, on_wait)
+            groups = [replace(g, prior=b.rollouts[0].reward) for g, b in zip(groups, best, strict=True)]
+        elif self._expected is not None:
+            groups = [replace(g, prior=self._expected(g.prompt)) for g in groups]
+        elif self._tracker is not None:
+            groups = [replace(g, prior=self._tracker.expected_reward(g.prompt)) for g in groups]
+        if self._tracker is not None:
+            self._tracker.learn(groups)
+        scorer = None if self._answers is None else self._answers(1).score
+        for number, member in enumerate(self._members):
+            sampling = BatchSampling(
+                step,
+                derived_seed(seed, number, 1),
+                self._answers,
+                self._writer,
+                self._end,
+                scorer,
+                self._policy,
+                on_wait,
+            )
+            groups = member(groups, sampling)
+        return groups
+
+
+@dataclass
+class BatchSampling:
+    """Answers the members of a batch while it is composed (see `algorithms.members.base.Sampling`)."""
+
+    step: int
+    seed: int
+    sampler: Callable[[int], EngineSampler] | None
+    writer: PromptWriter
+    end_token_id: int
+    scorer: Callable[[list[Group]], None] | None
+    policy: Callable[[TrainBatch], Tensor] | None = None  # log-probs of all response tokens
+    on_wait: OnWait = None
+    asked: int = 0
+
+    def ask(self, prompts: Sequence[Prompt], n: int) -> list[Group]:
+        assert self.sampler is not None, "without an engine there is nobody to ask"
+        self.asked += 1
+        sampler = self.sampler(n)
+        return sampler.collect(sampler.submit(prompts, derived_seed(self.seed, self.asked)), self.on_wait)
+
+    @property
+    def longest_prompt(self) -> int:
+        return self.writer.longest
+
+    def extended(self, prompt: Prompt, text: str, *, before: bool = False) -> Prompt | None:
+        return self.writer.extended(prompt, text, before=before)
+
+    def encode(self, text: str) -> list[int]:
+        return self.writer.encode(text)
+
+    def encode_response(self, text: str) -> list[int]:
+        ids = self.writer.encode(text)
+        return ids if ids[-1:] == [self.end_token_id] else [*ids, self.end_token_id]
+
+    def texts(
+        self, function: str, groups: Sequence[Group], n: int, options: Mapping[str, Any]
+    ) -> list[list[str]]:
+        def ask() -> list[list[str]]:
+            return _checked(load_function(function)(groups, n, **options), len(groups), n)
+
+        texts: list[list[str]] = call_on_rank0(f"algorithm.members: {function}", ask)
+        return texts
+
+    def score(self, groups: list[Group]) -> None:
+        assert self.scorer is not None, "without an engine there are no rewards"
+        self.scorer(groups)
+
+    def mean_logp(self, prompts: Sequence[Prompt], responses: Sequence[Sequence[int]]) -> list[float]:
+        assert self.policy is not None, "the trainer gives its policy"
+        if not prompts:
+            return []
+        rows = TrainBatch.from_groups(
+            [
+                Group(prompt, [Rollout(list(ids), [], "", "stop", -1, source="exit")])
+                for prompt, ids in zip(prompts, responses, strict=True)
+            ]
+        )
+        mean_n: list[float] = rows.sequence_mean(self.policy(rows)).tolist()
+        return mean_n
+
+
+def _checked(texts: Any, groups: int, n: int) -> list[list[str]]:
+    """A teacher function's texts as strings. Raises ValueError unless there are `n` for each group."""
+    listed = [list(given) for given in texts]
+    if len(listed) != groups or any(len(given) != n for given in listed):
+        found = [len(given) for given in listed]
+        raise ValueError(f"expected {n} texts for each of {groups} groups, it returned {found}")
+    return [[str(text) for text in given] for given in listed]

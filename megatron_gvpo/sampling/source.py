@@ -1,0 +1,97 @@
+"""The engine and the reward workers of a run, opened and closed together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Self
+
+from megatron_gvpo.config.schema import Config, ConfigError, SamplingConfig
+from megatron_gvpo.data.task import Task, load_task
+from megatron_gvpo.megatron.checkpoint.convert import load_newest
+from megatron_gvpo.megatron.scorer import Scorer
+from megatron_gvpo.observe import PhaseTimer
+from megatron_gvpo.rewards.pool import RewardPool
+from megatron_gvpo.runtime.collectives import first_problem
+from megatron_gvpo.runtime.environment import prepare
+from megatron_gvpo.sampling.engine import ENGINES, NoEngine, RolloutEngine
+from megatron_gvpo.sampling.evaluation import summarise
+from megatron_gvpo.sampling.samplers import EngineSampler
+
+
+class RolloutSource:
+    """Samples responses from the policy and scores them. A context manager: engine and workers end with it.
+
+    A run that samples nothing (another sampler than the engine, no held-out prompts) has `NoEngine` and no
+    workers.
+    """
+
+    def __init__(self, config: Config, task: Task, policy: Scorer, timer: PhaseTimer) -> None:
+        self._config, self._task, self._timer = config, task, timer
+        self._samples = config.algorithm.sampler == "engine" or bool(task.eval_prompts)
+        self._rewards = RewardPool(config.rewards)
+        self.engine: RolloutEngine = (
+            ENGINES[config.rollout.engine](config, task, policy) if self._samples else NoEngine()
+        )
+
+    def sampler(
+        self,
+        n: int,
+        sampling: SamplingConfig | None = None,
+        shares: Callable[..., list[int]] | None = None,
+    ) -> EngineSampler:
+        """A sampler of `n` scored responses to a prompt; `sampling` is `rollout` unless given."""
+        return EngineSampler(
+            self.engine, self._rewards, self._timer, n, sampling or self._config.rollout, shares
+        )
+
+    def sync(self, version: int) -> None:
+        """Give the engine the policy's weights, unless it has this version. A collective."""
+        if self.engine.version != version:
+            with self._timer.phase("sync"):
+                self.engine.sync(version)
+
+    def evaluate(self, version: int) -> dict[str, float]:
+        """Metrics of the present policy on the held-out prompts; empty without any. A collective."""
+        if not self._task.eval_prompts:
+            return {}
+        self.sync(version)
+        options = self._config.eval
+        sampler = self.sampler(options.n, options.sampling)
+        groups = sampler.collect(sampler.submit(self._task.eval_prompts, options.seed))
+        self._timer.take()
+        return summarise(groups, options.k)
+
+    def __enter__(self) -> Self:
+        with ExitStack() as opened:  # closes what is open where the next part cannot be opened
+            if self._samples:
+                problem = None
+                try:
+                    opened.enter_context(self._rewards)
+                except ConfigError as error:  # perhaps on this node alone, where a file is missing
+                    problem = str(error)
+                if (said := first_problem(problem)) is not None:
+                    raise ConfigError(said)
+            opened.enter_context(self.engine)
+            self._opened = opened.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._opened.__exit__(kind, error, trace)
+
+
+def evaluate(config: Config, resume: bool) -> dict[str, float]:
+    """Metrics of `model.path`, or of the run's newest checkpoint, on the held-out prompts. A collective.
+
+    It builds no gradients and no optimizer, which take most of the memory of training. Raises ConfigError,
+    DataError, CheckpointError, RolloutError.
+    """
+    prepare(config)
+    task = load_task(config)
+    policy = Scorer(config)
+    step = load_newest(config, policy.model) if resume else 0
+    with RolloutSource(config, task, policy, PhaseTimer()) as source:
+        return source.evaluate(step)
