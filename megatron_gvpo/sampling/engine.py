@@ -1,21 +1,29 @@
 """A rollout engine samples responses from the policy: the protocol, and the engines by name.
 
-To add an engine, write a class with the methods of `RolloutEngine` and give its constructor to `ENGINES`.
+A new engine needs a class with the methods of `RolloutEngine`, built from (config, task, policy), and an
+entry in `ENGINES`. Nothing here loads torch, so the configuration may ask for the names.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
-if TYPE_CHECKING:  # the configuration reads the names of `ENGINES`, and must load nothing heavy
+if TYPE_CHECKING:
     from megatron_gvpo.config.schema import Config, SamplingConfig
     from megatron_gvpo.data.task import Task
     from megatron_gvpo.groups import Group, Prompt
     from megatron_gvpo.megatron.scorer import Scorer
 
 OnWait = Callable[[], None] | None
+
+ENGINES: dict[str, str] = {  # "module:class" for each value of `rollout.engine`
+    "local": "megatron_gvpo.sampling.embedded:EmbeddedEngine",
+    "sglang": "megatron_gvpo.sampling.served:ServedEngine",
+    "vllm": "megatron_gvpo.sampling.served:ServedEngine",
+}
 
 
 class RolloutEngine(Protocol):
@@ -86,21 +94,18 @@ class NoEngine:
         pass
 
 
-def _embedded(config: Config, task: Task, policy: Scorer) -> RolloutEngine:
-    from megatron_gvpo.sampling.embedded import EmbeddedEngine
-
-    return EmbeddedEngine(config, task, policy)
-
-
-def _served(config: Config, task: Task, policy: Scorer) -> RolloutEngine:
-    from megatron_gvpo.sampling.served import ServedEngine
-
-    return ServedEngine(config, task, policy)
+def engine_class(name: str) -> Callable[[Config, Task, Scorer], RolloutEngine]:
+    """The engine of this name, a key of ENGINES. Imports its module, which loads torch."""
+    module, _, attribute = ENGINES[name].partition(":")
+    found: Callable[[Config, Task, Scorer], RolloutEngine] = getattr(
+        importlib.import_module(module), attribute
+    )
+    return found
 
 
-# `rollout.engine` -> constructor
-ENGINES: dict[str, Callable[[Config, Task, Scorer], RolloutEngine]] = {
-    "local": _embedded,
-    "sglang": _served,
-    "vllm": _served,
-}
+def known_engine(name: str) -> str:
+    """The name itself, if an engine has it. Raises ValueError, which lists the names that one has."""
+    if name not in ENGINES:
+        *others, last = map(repr, ENGINES)
+        raise ValueError(f"Input should be {', '.join(others)} or {last}")  # as pydantic's for a Literal
+    return name

@@ -15,7 +15,7 @@ from megatron_gvpo.observe import PhaseTimer
 from megatron_gvpo.rewards.pool import RewardPool
 from megatron_gvpo.runtime.collectives import first_problem
 from megatron_gvpo.runtime.environment import prepare
-from megatron_gvpo.sampling.engine import ENGINES, NoEngine, RolloutEngine
+from megatron_gvpo.sampling.engine import NoEngine, RolloutEngine, engine_class
 from megatron_gvpo.sampling.evaluation import summarise
 from megatron_gvpo.sampling.samplers import EngineSampler
 
@@ -32,7 +32,7 @@ class RolloutSource:
         self._samples = config.algorithm.sampler == "engine" or bool(task.eval_prompts)
         self._rewards = RewardPool(config.rewards)
         self.engine: RolloutEngine = (
-            ENGINES[config.rollout.engine](config, task, policy) if self._samples else NoEngine()
+            engine_class(config.rollout.engine)(config, task, policy) if self._samples else NoEngine()
         )
 
     def sampler(

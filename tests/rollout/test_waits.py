@@ -25,6 +25,7 @@ from megatron_gvpo.rollout.request import Request
 from megatron_gvpo.weights.broadcast import Broadcast
 from megatron_gvpo.weights.group import WeightGroup
 from megatron_gvpo.weights.push import Publisher
+from megatron_gvpo.weights.receivers.sglang import SGLangBroadcast
 
 TIMEOUT = 60.0  # seconds
 
@@ -45,7 +46,7 @@ def pushing(client: Client, task: Path, **settings: object) -> tuple[ServerPool,
     publisher = Publisher(
         fleet,
         client.loop,
-        Broadcast("127.0.0.1", "gloo", TIMEOUT),
+        Broadcast(SGLangBroadcast, "127.0.0.1", "gloo", TIMEOUT),
         WeightSyncConfig(bucket_mb=1, timeout=TIMEOUT, **settings),
         dtype=torch.float32,
         device=torch.device("cpu"),

@@ -24,12 +24,14 @@ class TableEngine:
 
     shares_gpus = False
     killed_in = None
+    built = None
 
     def __init__(self, config, task, policy):
         self.version = -1
         self.metrics = {}
         self.table = [task.tokenizer(text)["input_ids"] + [task.end_token_id] for text in ANSWERS]
         self.policy, self.calls = policy, []
+        self.built.append(self)
 
     def __enter__(self):
         self.calls.append("open")
@@ -63,12 +65,8 @@ class TableEngine:
 def engines(monkeypatch: pytest.MonkeyPatch) -> list[TableEngine]:
     """The engines that runs have built under the name "table"."""
     built: list[TableEngine] = []
-
-    def build(config, task, policy):
-        built.append(TableEngine(config, task, policy))
-        return built[-1]
-
-    monkeypatch.setitem(ENGINES, "table", build)
+    monkeypatch.setitem(ENGINES, "table", f"{__name__}:TableEngine")
+    monkeypatch.setattr(TableEngine, "built", built)
     return built
 
 
@@ -98,6 +96,6 @@ def test_a_signal_ends_its_waits(task: Path, tmp_path: Path, engines: list[Table
 
 
 def test_a_name_without_an_engine_is_refused(task: Path, tmp_path: Path):
-    said = r"rollout\.engine: there is no such engine; there are: local, sglang, vllm \(given: 'tgi'\)"
+    said = r"rollout\.engine: Input should be 'local', 'sglang' or 'vllm' \(given: 'tgi'\)"
     with pytest.raises(ConfigError, match=said):
         configure(task, tmp_path, "rollout.engine=tgi")
