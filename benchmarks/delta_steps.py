@@ -1,10 +1,10 @@
-"""Delta pushes over real training steps in bf16: are they bit-exact, and what do they save?
+"""Checks that delta pushes over real training steps in bf16 are bit-exact, and measures what they save.
 
     python benchmarks/delta_steps.py --out benchmarks/results/delta_steps_cpu.json
 
-GVPO on the tests' tiny model (bf16, lr 1e-6) with a real SGLang server, whose weights come by the delta
-transport after every step. At the end the server's own checksums of its tensors are compared with those after
-it has loaded the trainer's export from files: an element that was missed in any step would still differ.
+GVPO trains the tests' tiny model (bf16, lr 1e-6) with a real SGLang server. The delta transport sends the
+weights after every step. At the end the server computes checksums of its tensors, loads the trainer's export
+from files, and computes them again: an element that was missed in any step would differ.
 """
 
 from __future__ import annotations

@@ -1,21 +1,21 @@
-"""Does this GPU train right, and how fast: one command, one table, under 8 minutes on one GPU.
+"""Checks that this GPU trains correctly and measures its speed: one command, one table, under 8 minutes.
 
     python benchmarks/device_check.py            # writes results/device_check_<gpu>.json
     python benchmarks/device_check.py --smoke    # tiny sizes; also on a CPU, which has no FP8 and no kernels
 
   head       the fused log-prob head on the device against fp64: log-probs and both gradients, every mode
-  layers     this machine's layers (Transformer Engine's on a GPU) against the local ones of CPU runs, in a
-             process without a GPU: the same weights, one pack, log-probs and gradients
-  train      updates of a model shaped as Qwen2.5-1.5B and of one as 7B with fewer layers, of random weights:
+  layers     this machine's layers (Transformer Engine's on a GPU) against the local layers of CPU runs, which
+             a process without a GPU computes: the same weights, one pack, log-probs and gradients
+  train      updates of models with random weights, shaped like Qwen2.5-1.5B and like 7B with fewer layers:
              tokens a second, MFU, seconds of head, body, optimizer and weight export, peak memory by part;
-             head and update in every mode of the head, the head's share, and what the whole update gains over
-             one whose head makes all logits (bf16 product, fp32 log_softmax)
-  fp8        the same with FP8, where Transformer Engine is there
-  offload    updates with optimizer states and activations in host memory: the same, how fast, in what memory
-  ipc        a weight bucket of this GPU in another process, as colocated rollout servers map it: bytes, GB/s
+             head and update in every mode of the head, the head's share, and the speed-up over an update
+             whose head computes all logits (bf16 product, fp32 log_softmax)
+  fp8        the same with FP8, if Transformer Engine is installed
+  offload    updates with optimizer states and activations in host memory: equality, speed, memory
+  ipc        another process maps a weight bucket of this GPU, like a colocated rollout server: bytes, GB/s
 
-It runs with what the machine has. What is missing or fails is said in the table, and the exit status is 1
-where something that ran was wrong.
+It runs the checks that the machine can run. The table names those that are missing or fail. The exit status
+is 1 if a check that ran gave a wrong result.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from device_model import (
     update_flops,
 )
 
-# bf16 matrix products without sparsity, TFLOPS: NVIDIA's data sheets.
+# TFLOPS of bf16 matrix products without sparsity, from NVIDIA's data sheets
 PEAK_TFLOPS = {"H200": 989, "H100": 989, "H800": 989, "A100": 312, "A800": 312, "B200": 2250, "L40S": 362}
 
 
@@ -69,7 +69,7 @@ def main() -> None:
     begin = time.perf_counter()
     report: dict[str, Any] = {"machine": machine(), "smoke": args.smoke, "results": {}, "missing": {}}
     if not torch.cuda.is_available():
-        report["missing"]["gpu"] = "torch sees no CUDA device: this is its CPU's check"
+        report["missing"]["gpu"] = "torch finds no CUDA device, so the checks ran on the CPU"
     attempt(report, "head", partial(device_head.head, args.smoke))
     attempt(report, "layers", layers)
     attempt(report, "offload", partial(device_offload.offload, args.smoke))
@@ -93,7 +93,7 @@ def main() -> None:
 
 
 def attempt(report: dict[str, Any], name: str, check: Callable[[], dict[str, Any]]) -> None:
-    """Whatever one check does, the others run."""
+    """Run one check and record its result or its error, so that the other checks still run."""
     print(f"{name} ...", file=sys.stderr, flush=True)
     try:
         report["results"][name] = check()
@@ -120,7 +120,7 @@ def machine() -> dict[str, str]:
 
 
 def no_fp8() -> str:
-    """Why FP8 cannot run here; empty where it can."""
+    """Return the reason why FP8 cannot run here, or an empty string if it can."""
     if not torch.cuda.is_available():
         return "no GPU"
     if torch.cuda.get_device_capability() < (8, 9):
@@ -133,7 +133,7 @@ def no_fp8() -> str:
 
 
 def layers() -> dict[str, Any]:
-    """Log-probs and gradients of one pack: here, and with the local layers in a process without a GPU."""
+    """Compare log-probs and gradients of one pack: here, and with local layers in a process without a GPU."""
     found: dict[str, Any] = {"right": True}
     with tempfile.TemporaryDirectory() as directory:
         place = Path(directory)
@@ -179,7 +179,7 @@ def one_pack(place: Path, dtype: str, out: Path) -> None:
 
 
 def train(shape: dict[str, Any], smoke: bool, fp8: str | None = None) -> dict[str, Any]:
-    """Updates of 32 groups' rows of random tokens in packs of 8192 (in FP8, of multiples of its blocks)."""
+    """Time updates on 8 groups of random tokens, in packs of 8192 (in FP8, of multiples of its blocks)."""
     on_gpu = torch.cuda.is_available()
     dtype = "bfloat16" if on_gpu else "float32"
     tiny, usual = {"groups": 2, "k": 2, "prompt": 8, "response": 24}, {"groups": 8, "k": 5}
@@ -189,7 +189,7 @@ def train(shape: dict[str, Any], smoke: bool, fp8: str | None = None) -> dict[st
         save_model(Path(directory), shape)
         policy = policy_of(Path(directory), dtype, max_tokens=8192, fp8=fp8)
     rows = made_rows(vocab=shape["vocab_size"], **sizes)
-    first = policy.update(rows, at_step_start=True)  # kernels are built and tuned here, memory measured
+    first = policy.update(rows, at_step_start=True)  # builds and tunes kernels, and measures memory
     seconds: dict[str, float] = {"update": 0.0, "optimizer": 0.0}
     apply = policy.optimizer.apply
 
@@ -202,10 +202,10 @@ def train(shape: dict[str, Any], smoke: bool, fp8: str | None = None) -> dict[st
         with clock(seconds, "update"):
             policy.update(rows, at_step_start=True)
     of_head = device_head.head_seconds(policy, rows, dtype)
-    seconds["head"] = rounds * of_head["weights_first"]  # as the update above has it, at a step's start
+    seconds["head"] = rounds * of_head["weights_first"]  # the mode of the update above
     updates = {"weights_first": seconds["update"] / rounds}
     policy.optimizer.apply = apply  # type: ignore[method-assign]
-    for mode, stash in (("stash", policy._stash_bytes), ("recompute", 0)):  # weights that come late
+    for mode, stash in (("stash", policy._stash_bytes), ("recompute", 0)):  # weights after the forward
         policy._stash_bytes = stash
         policy.update(rows, at_step_start=False)
         with clock(updates, mode):

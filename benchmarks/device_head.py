@@ -1,4 +1,4 @@
-"""The fused head on this device, in all ways to its gradient: errors against fp64, and seconds."""
+"""Errors against fp64, and seconds, of the fused head on this device in all its modes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EVERYTHING = 1 << 40  # bytes of stash
 
 
 def ways(weight_r: Tensor) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, arguments of linear_logprob) of each."""
+    """Yield (name, arguments of linear_logprob) of every mode."""
     yield "weights_first", {"weight_r": weight_r}
     yield "stash", {"stash_bytes": EVERYTHING}
     yield "recompute", {}
@@ -26,7 +26,7 @@ def ways(weight_r: Tensor) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def head(smoke: bool) -> dict[str, Any]:
-    """Largest errors of a forward and backward, relative to the largest value."""
+    """Return the largest errors of a forward and backward, relative to the largest value."""
     tokens, hidden, vocab = (64, 32, 500) if smoke else (4096, 1536, 32_768)
     where = device()
     found: dict[str, Any] = {"right": True}
@@ -53,7 +53,7 @@ def head(smoke: bool) -> dict[str, Any]:
 
 @contextmanager
 def naive_head() -> Iterator[None]:
-    """Inside, updates have the head that one would write: all logits, and autograd."""
+    """Context in which updates use the plainest head: all logits, under autograd."""
     from megatron_gvpo.megatron import forward
 
     ours = forward.linear_logprob
@@ -73,7 +73,7 @@ def _naive(
 
 
 def head_seconds(policy: Any, rows: Any, dtype: str) -> dict[str, float]:
-    """Of a forward and backward on all response tokens, in packs like the update's; the fastest of three."""
+    """Return seconds of a forward and backward on all response tokens, in packs; the fastest of three."""
     count, config = int(rows.length_n.sum()), policy.model.config
     where, kind = device(), getattr(torch, dtype)
     weight_vh = torch.randn(policy.model.vocab_size, config.hidden_size, dtype=kind, device=where)
@@ -102,7 +102,7 @@ def _seconds(weight_vh: Tensor, packs: list[int], number: int) -> float:
 
 
 def now() -> float:
-    """Seconds, when the device has done all that it was given."""
+    """Return the time in seconds after the device has finished all work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()

@@ -1,9 +1,9 @@
-"""A weight bucket in this GPU's memory, mapped by another process: the code of trainer and rollout server.
+"""Another process maps a weight bucket in this GPU's memory, with the code of trainer and rollout server.
 
     python benchmarks/device_ipc.py      # also a part of device_check.py
 
-The other process holds a model of one GPU's tensors, gets three buckets through one buffer, as a push sends
-them, and says the checksums of what it loaded. Without a GPU it says so.
+The other process holds a model's tensors on the same GPU. It gets three buckets through one buffer, as a push
+sends them, and returns the checksums of the tensors that it loaded. Without a GPU the check reports that.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NO_GPU = "no GPU: CUDA IPC maps memory of one"
 
 
 class Loaded(nn.Module):
-    """Stands for an engine's model: it keeps a checksum of every tensor that it is given."""
+    """In place of an engine's model: it keeps a checksum of every tensor that it gets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,15 +37,15 @@ class Loaded(nn.Module):
 
 
 def checksum(tensor: Tensor) -> int:
-    """Of the bytes and their places."""
+    """Return a checksum of the tensor's bytes and their places."""
     flat = tensor.contiguous().view(-1).view(torch.uint8).long()
     place = torch.arange(len(flat), device=flat.device) % 8191 + 1
     return int((flat * place).sum())
 
 
 def check(smoke: bool) -> dict[str, Any]:
-    """Whether the other process had all bytes, and how fast, its checksums included."""
-    size = 1 << (16 if smoke else 26)  # elements of a tensor
+    """Check that the other process got all bytes, and measure GB/s, its checksums included."""
+    size = 1 << (16 if smoke else 26)  # elements of one tensor
     torch.manual_seed(0)
     device = torch.device("cuda", torch.cuda.current_device())
     tensors = {f"t{i}": torch.randn(size, device=device).bfloat16() for i in range(6)}
@@ -55,7 +55,7 @@ def check(smoke: bool) -> dict[str, Any]:
     )
     try:
         assert child.stdin is not None and child.stdout is not None
-        child.stdout.readline()  # it is up
+        child.stdout.readline()  # the child is ready
         halves, begin = DoubleBuffer(8 * size, device), time.perf_counter()
         for bucket in buckets(iter(tensors.items()), halves, torch.bfloat16):
             child.stdin.write(json.dumps(order(bucket)) + "\n")
@@ -80,13 +80,13 @@ def check(smoke: bool) -> dict[str, Any]:
 
 
 def order(bucket: Bucket) -> dict[str, Any]:
-    """As SGLang's receiver sends it."""
+    """Return the request that SGLang's receiver sends."""
     listed = [[spec.name, spec.dtype, spec.shape] for spec in bucket.specs]
     return {"op": "load", "tensors": listed, "handle": shared_storage(bucket.flat)}
 
 
 def child() -> None:
-    """The server's side: our receiver, without SGLang around it."""
+    """Run the server's side: this package's receiver, without SGLang around it."""
     sys.path.insert(0, str(PLUGINS))
     import megatron_gvpo_sglang as receiver
 

@@ -1,4 +1,4 @@
-"""What the device's checks train: models of random weights in Qwen2.5's shapes, made-up rows, and a clock."""
+"""Models for the device's checks: random weights in Qwen2.5's shapes, made-up rows, and a clock."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 def update_flops(shape: dict[str, Any], rows: TrainBatch) -> float:
-    """6 a parameter and token of layers and head, 12 a channel and pair of tokens of the attention."""
+    """Return flops: 6 a parameter and token (layers, head), 12 a channel and pair of tokens (attention)."""
     hidden, heads = shape["hidden_size"], shape["num_attention_heads"]
     width = hidden // heads * (heads + shape["num_key_value_heads"])
     layer = 2 * hidden * width + 3 * hidden * shape["intermediate_size"]
@@ -59,7 +59,7 @@ def policy_of(
     fp8: str | None = None,
     sections: dict[str, dict[str, Any]] | None = None,
 ) -> Policy:
-    """`sections` of the configuration take the place of these."""
+    """Build a policy; `sections` replace these sections of the configuration."""
     return Policy(
         build_config(
             {
@@ -102,7 +102,7 @@ def clean_up() -> None:
 
 
 class clock:  # noqa: N801 - reads as a statement
-    """Adds the seconds of a block to `into[name]`, the device's work included."""
+    """Context that adds its seconds to `into[name]`, the device's work included."""
 
     def __init__(self, into: dict[str, float], name: str) -> None:
         self._into, self._name = into, name

@@ -1,7 +1,7 @@
-"""For device_check.py: does training with states or activations in host memory differ, and what does it cost?
+"""For device_check.py: compares training with and without optimizer states or activations in host memory.
 
-The same updates of a model of eight layers, with nothing offloaded, half and all of the optimizer's states,
-and, on a GPU, the inputs of the attention's parts.
+It takes the same updates of a model of eight layers with nothing offloaded, with half and all of the
+optimizer's states offloaded and, on a GPU, with the inputs of the attention's parts offloaded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def offload(smoke: bool) -> dict[str, Any]:
-    """Losses and gradients' norms of some updates, seconds of the last, memory by part; by variant."""
+    """Return losses, gradient norms, seconds of the last update and memory by part, for every variant."""
     on_gpu = torch.cuda.is_available()
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as directory:
@@ -39,12 +39,12 @@ def offload(smoke: bool) -> dict[str, Any]:
             if name != "attention":
                 found[name] = one(place, name, smoke)
                 device_model.clean_up()
-            elif on_gpu:  # in a process that imports Transformer Engine with what it then reads
+            elif on_gpu:  # in a new process, because Transformer Engine reads its environment at import
                 environment = {**os.environ, "NVTE_CPU_OFFLOAD_V1": "1"}
                 arguments = [str(place), name, *(["--smoke"] if smoke else [])]
                 subprocess.run([sys.executable, __file__, *arguments], check=True, env=environment)
                 found[name] = json.loads((place / "found.json").read_text())
-    limit = 2e-3 if on_gpu else 1e-4  # a master's last bit may round a bf16 weight the other way
+    limit = 2e-3 if on_gpu else 1e-4  # a master's last bit may change how a bf16 weight is rounded
     for part in found.values():
         for values, wanted in ((part[n], found["nothing"][n]) for n in ("losses", "grad_norms")):
             far = max(abs(v - w) / abs(w) for v, w in zip(values, wanted, strict=True))

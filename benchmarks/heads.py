@@ -1,4 +1,4 @@
-"""The heads that linear_logprob.py compares: each gives the same scalar, sum(g * logp), to differentiate."""
+"""The heads that linear_logprob.py compares: each returns the same scalar to differentiate, sum(g * logp)."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ NOTES = {
     "quack": "QuACK's linear_cross_entropy_func, reduction none: all logits in bf16 (its chunked head sums)",
     "cce": "cut-cross-entropy, reduction none; drops small gradients",
     "cce_exact": "cut-cross-entropy, nothing dropped",
-    "recompute": "linear_logprob, weights with the backward, recomputed",
-    "recompute_triton": "recompute, its forward in one Triton kernel",
+    "recompute": "linear_logprob, weights with the backward, which computes the logits again",
+    "recompute_triton": "recompute, with the forward in one Triton kernel",
     "weights_first": "linear_logprob, weights with the forward",
-    "stash": "linear_logprob, weights with the backward, exponentials kept (--stash-mib at most)",
+    "stash": "linear_logprob, weights with the backward, exponentials kept (at most --stash-mib)",
     "stash_2gb": "stash, 2 GB at most",
     "stash_10gb": "stash, 10 GB at most",
 }
 
 
 def head(name: str, stash_bytes: int, logits_bytes: int | None) -> Loss:
-    """Raises ImportError where a peer is not installed."""
+    """Return the head of this name. Raises ImportError if its package is not installed."""
     weights_last = partial(_weights_last, logits_bytes=logits_bytes)
     match name:
         case "naive":
@@ -88,7 +88,7 @@ def _liger() -> Loss:
 
     def loss(x: Tensor, w: Tensor, labels_t: Tensor, g_t: Tensor) -> Tensor:
         found = LigerFusedLinearScaledCrossEntropyFunction.apply(x, w, labels_t, 1.0, -100, 1, False)
-        nll_t = found[0] if isinstance(found, tuple) else found  # with the entropy, by some of its versions
+        nll_t = found[0] if isinstance(found, tuple) else found  # some versions also return the entropy
         return -(g_t * nll_t).sum()
 
     return loss

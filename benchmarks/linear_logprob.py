@@ -1,17 +1,17 @@
-"""Time, memory and error of the fused log-prob head, against log_softmax + gather and other fused heads.
+"""Measures time, memory and error of the fused log-prob head, log_softmax + gather, and other fused heads.
 
-All give the same dX and dW of sum(g * logp); heads.py has them. Each is run in a fresh process (clean peak
-memory), all in turn, `--rounds` times. Memory is the peak beyond the inputs, dX and dW. Times are of one
-forward and backward.
+All heads (heads.py) compute the same dX and dW of sum(g * logp). Each measurement runs in a new process, for
+a clean peak memory. All heads run in turn, `--rounds` times. Memory is the peak beyond the inputs, dX and dW.
+Times are of one forward and backward.
 
-On a CPU: naive and the head's modes, at one shape. Ratios are medians over the rounds of ratios to the same
-round's naive time, because machines are noisy. "busy" is CPU seconds over wall seconds times threads: well
-under 1 on a CPU, others had the cores and wall times say little.
+On a CPU it compares the naive head and this head's modes, at one shape. A ratio is the median over the rounds
+of ratios to the same round's naive time, because machines are noisy. "busy" is CPU seconds over wall seconds
+times threads. If it is well under 1 on a CPU, other programs used the cores, and wall times mean little.
 
-On a GPU (`--device cuda`), bf16: all heads that are installed, at the shapes of Qwen2.5 1.5B, 7B and 72B and
-4k, 8k and 32k tokens, or at one shape where one is given. "useful" counts 6 T H V flops, so that computing
-logits twice is charged as waste; "of GEMM" is its share of the rate that this device's own products of the
-same shape reach here. Errors are against fp64, on 512 tokens.
+On a GPU (`--device cuda`) it compares all installed heads in bf16, at the shapes of Qwen2.5 1.5B, 7B and 72B
+and 4k, 8k and 32k tokens, or at one given shape. "useful" counts 6 T H V flops, so logits that are computed
+twice count as waste. "of GEMM" is the useful rate over the rate of this device's own products of the same
+shape. Errors are against fp64, on 512 tokens.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ GPU_HEADS = (
 )
 GPU_MODELS = {"Qwen2.5-1.5B": (1536, 151_936), "Qwen2.5-7B": (3584, 152_064), "Qwen2.5-72B": (8192, 152_064)}
 GPU_TOKENS = (4096, 8192, 32_768)
-# At T=32768, H=3584, V=152064 on an H200; extra_mb beyond the stash's own.
+# At T=32768, H=3584, V=152064 on an H200. extra_mb_beyond_stash leaves out the stash's own memory.
 GPU_TARGETS = {
     "stash_10gb": {"useful_tflops": 700, "times_best_peer": 1.2, "extra_mb_beyond_stash": 1000},
     "all": {"times_naive_above_2k": 1.0},
@@ -103,7 +103,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--logits-mib", type=int, default=None, help="logits_bytes; default: the function's own"
     )
-    parser.add_argument("--stash-mib", type=int, default=4096, help="of the head `stash`")
+    parser.add_argument("--stash-mib", type=int, default=4096, help="stash_bytes of the head `stash` (4096)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
         "--out", type=Path, help="default: results/linear_logprob_DEVICE.json beside this file"
@@ -115,7 +115,7 @@ def parse() -> argparse.Namespace:
 
 
 def shapes(args: argparse.Namespace) -> list[tuple[int, int, int]]:
-    """(tokens, hidden, vocab) of every comparison."""
+    """Return (tokens, hidden, vocab) of every comparison."""
     given = (args.tokens, args.hidden, args.vocab)
     if args.device == "cpu" or any(given):
         tokens, hidden, vocab = (mine or usual for mine, usual in zip(given, CPU_SHAPE, strict=True))
@@ -124,7 +124,7 @@ def shapes(args: argparse.Namespace) -> list[tuple[int, int, int]]:
 
 
 def run_in_process(head: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """One measurement; {"missing": why} where there is none."""
+    """Return one measurement, or {"missing": reason}."""
     command = [sys.executable, __file__, *arguments, "--head", head]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -157,7 +157,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def measure_cpu(loss: Loss, *inputs: Tensor) -> dict[str, float]:
     import torch
 
-    (torch.ones(512, 512) @ torch.ones(512, 512)).exp()  # thread pools and BLAS buffers exist from here on
+    (torch.ones(512, 512) @ torch.ones(512, 512)).exp()  # creates thread pools and BLAS buffers
     before = memory_kib("VmRSS")
     wall, cpu = time.perf_counter(), time.process_time()
     gradients = torch.autograd.grad(loss(), inputs)
@@ -174,7 +174,7 @@ def memory_kib(field: str) -> int:
 def measure_cuda(loss: Loss, rounds: int, *inputs: Tensor) -> dict[str, float]:
     import torch
 
-    for _ in range(2):  # workspaces, kernels to load and to compile
+    for _ in range(2):  # creates workspaces, loads and compiles kernels
         torch.autograd.grad(loss(), inputs)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -203,7 +203,7 @@ def seconds_on_gpu(work: Callable[[], Any], rounds: int) -> float:
 
 
 def measure_rates(x: Tensor, w: Tensor) -> dict[str, float]:
-    """What this device reaches: the three products that the head cannot do without, and copies."""
+    """Measure this device's rates: the three products that the head needs at least, and copies."""
     import torch
 
     x, w = x.detach(), w.detach()
@@ -227,7 +227,7 @@ def measure_rates(x: Tensor, w: Tensor) -> dict[str, float]:
 
 
 def errors(loss: Loss, x: Tensor, w: Tensor, labels_t: Tensor, g_t: Tensor) -> dict[str, float]:
-    """Of the loss, dX and dW: the largest difference from fp64 over the largest magnitude there."""
+    """Return the errors of loss, dX and dW: largest difference from fp64 over the largest magnitude."""
     import torch
     from torch.nn.functional import cross_entropy
 
@@ -256,7 +256,7 @@ def machine(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def compare_on_gpu(args: argparse.Namespace, shape: Sequence[str]) -> dict[str, Any]:
-    """All heads at one shape, each in its own process."""
+    """Measure all heads at one shape, each in its own process."""
     from heads import OURS, PEERS
 
     arguments = [*sys.argv[1:], *shape]

@@ -1,17 +1,17 @@
-"""GVPO's Table 2 and Figures 2 to 4, GPG's Table 15, on two small tasks with several seeds and error bars.
+"""Repeats GVPO's Table 2 and Figures 2 to 4, and GPG's Table 15, on two small tasks, with error bars.
 
     python benchmarks/paper_tables.py --out benchmarks/results/paper_tables --work /tmp/paper_tables
 
-The tasks: `tabular`, a table of logits (tabular.py), and `quickstart`, the 0.8 M model on arithmetic problems
-by whole runs of the trainer, from one SFT warm start (examples/quickstart). Everything but what a table
-varies is the same for all its rows: no method is tuned. A cell, one row with one seed, is a line of
-runs.jsonl, written when it is done and never repeated; the warm start stays in --work. So it can be stopped
-and continued, `--minutes` ends it by itself, and several may run at once on different --tasks, --tables or
-seeds (--only). tables.md says which cells are missing.
+The task `tabular` is a table of logits (tabular.py). The task `quickstart` is the 0.8 M model on arithmetic
+problems, by whole runs of the trainer from one SFT warm start (examples/quickstart). All rows of a table have
+the same settings, except the one that the table varies: no method is tuned. A cell is one row with one seed.
+A finished cell is a line of runs.jsonl, and is never repeated; the warm start stays in --work. So the program
+can be stopped and continued, `--minutes` stops it by itself, and several processes may run at once on
+different --tasks, --tables or seeds (--only). tables.md lists the missing cells.
 
-Each claim of a paper is judged by the difference of the two means and its standard error: "agrees" above two
-of them, "contradicts" below minus two, else "not separated". These tasks are some thousand times smaller than
-the papers'; what they can show is a mechanism, not a score.
+Each claim of a paper is judged by the difference of two means and its standard error: "agrees" above two
+standard errors, "contradicts" below minus two, else "not separated". These tasks are some thousand times
+smaller than the papers'. They can show a mechanism, not a score.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ QUICKSTART = ROOT / "examples" / "quickstart"
 
 
 class Variant(NamedTuple):
-    """One row of a table: an algorithm, how many responses the policy gives, to how many prompts in all."""
+    """One row of a table: an algorithm, the policy's responses a prompt, the number of prompts."""
 
     algorithm: dict[str, Any]
     n: int = 8
-    prompts: int | None = None  # of the quickstart task; default: so many that none comes twice
+    prompts: int | None = None  # of the quickstart task; default: so many that no prompt repeats
 
 
 def gvpo(n: int = 8, recipe: str = "gvpo", **loss: Any) -> Variant:
@@ -50,7 +50,7 @@ def gvpo(n: int = 8, recipe: str = "gvpo", **loss: Any) -> Variant:
 
 
 def mixed(new: int, earlier: int) -> Variant:
-    """Earlier responses are those to the same prompt, so the prompts must come again: five times in a run."""
+    """Earlier responses belong to the same prompt, so every prompt must come again: five times in a run."""
     if not earlier:
         return Variant({"recipe": "gvpo"}, new, 256)
     members = [{"name": "replay", "count": earlier}]
@@ -82,7 +82,7 @@ TABLES: dict[str, dict[str, Variant]] = {
         "group std + AGE": Variant({"recipe": "gpg_std_age"}),
     },
 }
-CLAIMS = {  # (table, better, worse) as the papers have it
+CLAIMS = {  # table: [(better row, worse row)] according to the papers
     "GVPO Table 2: terms": [("GVPO", name) for name in ("- Var", "- Cov", "- Var - Cov", "- Var + Entropy")],
     "GVPO Figure 3: k": [("4", "2"), ("8", "4"), ("16", "8")],
     "GPG Table 15": [
@@ -94,7 +94,7 @@ CLAIMS = {  # (table, better, worse) as the papers have it
     ],
 }
 TABULAR_STEPS = 300
-FLAT = ("GVPO Figure 2: beta", "GVPO Figure 4: history")  # robust, say the paper's figures
+FLAT = ("GVPO Figure 2: beta", "GVPO Figure 4: history")  # the paper's figures show no large differences
 
 
 def main() -> None:
@@ -120,7 +120,7 @@ def main() -> None:
 
 
 def elsewhere(variant: Variant, task: str, seed: int, done: dict[str, Any]) -> dict[str, float] | None:
-    """What another table found for the same algorithm and seed, as for GVPO's defaults in all its tables."""
+    """Return another table's result for this algorithm and seed; GVPO's defaults are in several tables."""
     for table, rows in TABLES.items():
         for name, other in rows.items():
             line = done.get(f"{task} | {table} | {name} | {seed}")
@@ -135,14 +135,14 @@ def effective(variant: Variant, task: str) -> tuple[Any, ...]:
 
 
 def settings_of(task: str, args: argparse.Namespace) -> dict[str, int]:
-    """What the cells of a task have in common; a result under other settings is another's."""
+    """Return the settings that all cells of a task share; results under other settings do not count."""
     if task == "tabular":
         return {"steps": TABULAR_STEPS}
     return {"steps": args.steps, "prompts": args.prompts, "sft_steps": args.sft_steps}
 
 
 def read(file: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """The finished cells with these settings."""
+    """Return the finished cells with these settings."""
     lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     return {
         line["cell"]: line for line in lines if line["of"] == settings_of(line["cell"].split(" | ")[0], args)
@@ -155,7 +155,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, required=True, help="directory of runs.jsonl, tables.md, plots")
     parser.add_argument("--work", type=Path, help="directory of the model, its warm start and a run's files")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no cell after so many")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="start no cell after this time")
     parser.add_argument(
         "--only", nargs="+", type=int, default=None, metavar="SEED", help="these seeds' cells"
     )
@@ -163,11 +163,11 @@ def parse() -> argparse.Namespace:
         "--tasks", nargs="+", choices=("tabular", "quickstart"), default=["tabular", "quickstart"]
     )
     parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES), metavar="TABLE")
-    parser.add_argument("--seeds", type=int, default=3, help="of the quickstart task (3)")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds of the quickstart task (3)")
     parser.add_argument("--tabular-seeds", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=40, help="of a quickstart run (40)")
-    parser.add_argument("--prompts", type=int, default=32, help="a step of a quickstart run (32)")
-    parser.add_argument("--sft-steps", type=int, default=170, help="of the warm start (170)")
+    parser.add_argument("--steps", type=int, default=40, help="steps of a quickstart run (40)")
+    parser.add_argument("--prompts", type=int, default=32, help="prompts a step of a quickstart run (32)")
+    parser.add_argument("--sft-steps", type=int, default=170, help="steps of the warm start (170)")
     args = parser.parse_args()
     if "quickstart" in args.tasks and args.work is None:
         parser.error("--work is missing: the task quickstart keeps its warm start there")
@@ -190,7 +190,7 @@ def on_table(variant: Variant, seed: int) -> dict[str, float]:
 
 
 def on_model(variant: Variant, seed: int, args: argparse.Namespace) -> dict[str, float]:
-    """A run of the trainer; the warm start is made once."""
+    """Run the trainer once, from the warm start, which the first call trains."""
     place: Path = args.work
     task, warm = place / "task", place / f"sft-{args.sft_steps}"
     data = f"data.train.path={task}/data/train.jsonl"
@@ -239,13 +239,13 @@ def rewards(done: dict[str, Any], task: str, table: str, name: str) -> list[floa
 
 
 def column(done: dict[str, Any], task: str, table: str, name: str, of: str) -> list[float]:
-    """One number of every seed's cell."""
+    """Return one number of every seed's cell."""
     prefix = f"{task} | {table} | {name} | "
     return [result[of] for key, result in done.items() if key.startswith(prefix)]
 
 
 def spread(values: list[float]) -> tuple[float, float]:
-    """Mean and its standard error (infinite with one seed)."""
+    """Return the mean and its standard error (infinite with one seed)."""
     return fmean(values), stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
 
 
@@ -260,7 +260,7 @@ def verdict(better: list[float], worse: list[float]) -> str:
 
 
 def flatness(found: dict[str, list[float]]) -> str:
-    """Whether the rows are as good as each other: the best against the worst, which chance parts, too."""
+    """Judge if the rows are equally good, by the best and the worst, which also differ by chance."""
     best, worst = (pick(found, key=lambda name: fmean(found[name])) for pick in (max, min))
     (a, error_a), (b, error_b) = spread(found[best]), spread(found[worst])
     z = (a - b) / math.hypot(error_a, error_b)
@@ -271,7 +271,7 @@ def flatness(found: dict[str, list[float]]) -> str:
 
 
 def in_short(lines: list[str]) -> str:
-    """How many claims came out how."""
+    """Count the claims by verdict."""
     verdicts = ("agrees", "not separated", "contradicts")
     counts = {word: sum(f": {word} (" in line for line in lines) for word in verdicts}
     return f"In short: {counts['agrees']} claims agree, {counts['not separated']} are not separated, " + (

@@ -1,21 +1,21 @@
-"""The planner against published step times, and parts of it against published parts, with its misses.
+"""Compares the planner's predictions with published times of whole steps and of their parts, misses included.
 
     python benchmarks/planner_accuracy.py            # the table, and benchmarks/results/planner_accuracy.json
     python benchmarks/planner_accuracy.py --check    # fails unless that file and the page agree
 
 Steps: NeMo-RL's performance summaries (docs/about/performance-summary.md of its releases 0.4, 0.5 and 0.6;
 DGX-H100, GRPO in bf16 on megatron-core with vLLM). Its recipes (examples/configs/recipes/llm/performance)
-say how long micro-batches are (as the longest sequence, packed), what recomputes, and that a step has two
-scoring passes (policy and reference). Prompts have about 160 tokens. The 95th percentile of the lengths is
-not published, and taken as 2.2 times the mean. Its time for moving weights stands for ours, which sends all
-of them through one rank: 5 s for an 8B and 14 s for a 70B model (the blog on its release 0.3; its issue
-959), 14.2 s for DeepSeek-V3 (docs/guides/checkpoint-engine-refit.md). Left out are rows on GB200, with FP8
-rollouts and 8 steps ahead.
+give the length of micro-batches (the longest sequence, packed), what is recomputed, and the two scoring
+passes of a step (policy and reference). Prompts have about 160 tokens. The 95th percentile of the lengths is
+not published; 2.2 times the mean is assumed. NeMo-RL's time to move weights replaces ours, because we send
+all of them through one rank: 5 s for an 8B and 14 s for a 70B model (the blog on its release 0.3; its issue
+959), 14.2 s for DeepSeek-V3 (docs/guides/checkpoint-engine-refit.md). Rows on GB200, with FP8 rollouts and
+with 8 steps ahead are left out.
 
-Training alone: pre-training of Qwen3-235B in bf16 with the all-to-all dispatcher, or experts on one node
+Training alone: pre-training of Qwen3-235B in bf16 with the all-to-all dispatcher, or with experts on one node
 (Megatron-MoE-ModelZoo, best_practice/Qwen3). Decoding alone: DeepSeek-R1 in FP8 by SGLang on 8 H200s
-(InferenceX issue 870) and on 16 H100s (tt-inference-server issue 356). The last gave the planner its
-latency between nodes; nothing else here was used for a constant.
+(InferenceX issue 870) and on 16 H100s (tt-inference-server issue 356). The planner's latency between nodes
+comes from the last row; none of its other constants comes from this table.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ RESPONSES = {LLAMA: 2048, DENSE: 2048, A3B: 2048, A22B: 512, V3: 512}  # 512 of 
 
 @dataclass(frozen=True)
 class Published:
-    """A row of the summaries."""
+    """One row of the performance summaries."""
 
     release: str
     model: str
@@ -129,7 +129,7 @@ def predict_training(layout: Layout) -> float:
 
 
 def predict_decoding(gpu: str, tp: int, batch: int, context: int) -> float:
-    """Milliseconds. FP8 halves what is read, which twice the bandwidth stands for."""
+    """Return milliseconds a token. Double bandwidth represents FP8, which halves the bytes to read."""
     described = workload.gpu(gpu)
     halved = replace(described, memory_gb_per_s=2 * described.memory_gb_per_s)
     return 1e3 * DecodeStep(architecture.load(V3), halved, tp).seconds(batch, batch * context)
@@ -176,7 +176,7 @@ def markdown(rows: list[dict[str, object]]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="The planner against published step times.")
+    parser = argparse.ArgumentParser(description="Compare the planner with published step times.")
     parser.add_argument("--check", action="store_true")
     rows = table()
     if parser.parse_args().check:

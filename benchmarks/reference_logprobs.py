@@ -1,10 +1,10 @@
-"""GVPO's reference at step start: the trainer's own log-probs, or the rollout engine's (reference_logprobs).
+"""Compares GVPO runs whose reference is the trainer's own log-probs, or the engine's (reference_logprobs).
 
     python benchmarks/reference_logprobs.py [--seeds 0 1 2] [--out FILE.json] [key.sub=value ...]
 
-The quickstart's GVPO run, from its finished warm start (runs/quickstart/{task,sft}), once with each setting
-and seed, one after the other. Further arguments go to every run: `rollout.engine=sglang` asks the question
-of a real server. Writes pass@1 before and after, seconds by phase, and the mismatch watch's numbers.
+It runs the quickstart's GVPO from its finished warm start (runs/quickstart/{task,sft}), once with each
+setting and seed, one after the other. More arguments go to every run; `rollout.engine=sglang` uses a real
+server. It writes pass@1 before and after, seconds by phase, and the mismatch watch's numbers.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def run(setting: str, seed: int, overrides: list[str]) -> dict[str, Any]:
-    """Train; what its records say."""
+    """Train once and return a summary of the run's metrics."""
     out = RUNS / f"{setting}_seed{seed}"
     options = [f"output_dir={out}", f"algorithm.reference_logprobs={setting}", f"train.seed={seed}"]
     command = ["-m", "megatron_gvpo", "train", "--overwrite", *CONFIG, *options, *overrides]
@@ -82,7 +82,7 @@ def run(setting: str, seed: int, overrides: list[str]) -> dict[str, Any]:
 
 
 def summarise(runs: list[dict[str, Any]], setting: str) -> dict[str, Any]:
-    """Over the seeds."""
+    """Summarise the runs of one setting over the seeds."""
     mine = [r for r in runs if r["reference_logprobs"] == setting]
     after = [r["pass_at_1_after"] for r in mine]
     seconds = (

@@ -1,13 +1,13 @@
-"""Seeded fault schedules on real rollout servers: does every run end with every group complete and current?
+"""Runs seeded fault schedules on real rollout servers; every run must end with complete and current groups.
 
     python benchmarks/rollout_faults.py --engine sglang --schedules 20 --out FILE.json
 
-Two servers under a supervisor, and a run of six steps for every seed, in which one to three faults strike at
-random moments: a server, or both, killed (SIGKILL to its process group) or stopped (SIGSTOP) for up to twelve
-seconds, while it generates, while weights are pushed, or in between. A run passes where every group of every
-step is complete, every response is of its step's weights, and the engine's log-probs are the trainer's to
-2e-3 (updates are large: stale or mixed weights would show). Exit status 1 where one does not. About a minute
-a schedule on two cores.
+Two servers run under a supervisor, and every seed gives a run of six steps with one to three faults at random
+moments. A fault kills one or both servers (SIGKILL to the process group) or stops them (SIGSTOP) for up to
+twelve seconds, during generation, during a push of weights, or in between. A run passes if every group of
+every step is complete, every response comes from its step's weights, and the engine's log-probs equal the
+trainer's to 2e-3 (updates are large, so stale or mixed weights would show). The exit status is 1 if a run
+fails. A schedule takes about a minute on two cores.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Seeded fault schedules on real rollout servers.")
     parser.add_argument("--engine", choices=ENGINES, default="sglang")
     parser.add_argument("--schedules", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0, help="of the first schedule")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first schedule (0)")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
@@ -92,7 +92,7 @@ def run_all(args: argparse.Namespace, place: Path) -> list[dict[str, Any]]:
 
 
 def schedule(seed: int, supervisor: Supervisor) -> tuple[list[str], list[Fault]]:
-    """What strikes where, in words and as faults."""
+    """Return the faults of one seed, as text and as objects."""
     rng = random.Random(seed)
     names, faults = [], []
     for _ in range(rng.randint(1, 3)):

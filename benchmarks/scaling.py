@@ -1,24 +1,26 @@
-"""Strong and weak scaling over a list of layouts: speed, time by phase, MFU, every message that is sent.
+"""Measures strong and weak scaling over a list of layouts: speed, time by phase, MFU, all messages.
 
     python benchmarks/scaling.py --out scaling.json --plot scaling.png
     python benchmarks/scaling.py --baseline benchmarks/results/scaling_cpu.json
 
-    # On a cluster, a Slurm job a point; and when they are done, the report:
+    # On a cluster: a Slurm job for every point, and when all are done, the report:
     python benchmarks/scaling.py CONFIG.yaml --nodes 1 2 4 8 --gpu h800 --layout "parallel.tp=2" \\
         --sbatch=--partition=h800 --points shared/scaling
     python benchmarks/scaling.py --report shared/scaling --out scaling.json
 
-Strong scaling keeps the prompts of a step, weak scaling the prompts of a rank. Efficiency is tokens/s a rank
-over that of the smallest run of the same kind. Seconds are medians of the steps, and of these means over the
-ranks; `other` is what is left of the step, less than nothing where the medians add up to more. `waiting` is
-what ranks wait for the slowest at the beginning of phases; communication inside a phase is part of it.
+Strong scaling keeps the number of prompts a step; weak scaling keeps the number of prompts a rank. Efficiency
+is tokens/s a rank over that of the smallest run of the same kind. Seconds are medians over the steps,
+averaged over the ranks. `other` is the rest of the step; it is negative if the medians add up to more than
+the step. `waiting` is the time that ranks wait for the slowest one at the beginning of phases. Communication
+inside a phase counts in the phase.
 
-Messages are counted, not estimated, in one step after those that are timed; for dense models without context
-parallelism those of the updates must be, byte for byte, what the planner's formulas say. MFU's 100 % is the
-GPU's bf16 peak, on CPUs what a matrix product reaches on all ranks at once.
+Messages are counted, not estimated, in one step after the timed ones. For dense models without context
+parallelism, the messages of the updates must equal the planner's formulas byte for byte. MFU's 100 % is the
+GPU's bf16 peak; on CPUs it is the measured rate of a matrix product on all ranks at once.
 
-Without a configuration it is the quickstart's model, with random weights, on 1, 2 and 4 ranks here. With
---baseline it ends with 1 where a point is slower by more than --tolerance, or sends more bytes a token.
+Without a configuration it measures the quickstart's model, with random weights, on 1, 2 and 4 ranks of this
+machine. With --baseline it exits with 1 if a point is slower by more than --tolerance, or sends more bytes a
+token.
 """
 
 from __future__ import annotations
@@ -33,25 +35,15 @@ import tempfile
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+from scaling_point import PHASES, Point
 
 ROOT = Path(__file__).parents[1]
 WORKER = Path(__file__).with_name("scaling_worker.py")
 QUICKSTART = [ROOT / "examples/quickstart/gvpo.yaml", ROOT / "examples/cpu.yaml"]
 SP = "parallel.tp=2 parallel.sequence_parallel=true"
 LAYOUTS = ("", "parallel.tp=2", SP, "parallel.pp=2", "parallel.tp=2 parallel.pp=2", f"{SP} parallel.pp=2")
-PHASES = ("rollout", "reward", "scoring", "training", "optimizer", "sync", "waiting", "other")
-
-
-class Point(NamedTuple):
-    mode: str  # "strong" or "weak"
-    ranks: int
-    layout: str  # overrides of the configuration
-
-    @property
-    def name(self) -> str:
-        short = self.layout.replace("parallel.", "").replace("sequence_parallel=true", "sp").replace("=", "")
-        return "-".join([self.mode, str(self.ranks), *short.split()])
 
 
 def main() -> int:
@@ -59,7 +51,7 @@ def main() -> int:
     if args.report:
         points = [json.loads(file.read_text()) for file in args.report.glob("*.json")]
         if not points:
-            raise SystemExit(f"{args.report}: no points there; a job that has failed says why in its output")
+            raise SystemExit(f"{args.report}: no points there; the output of a failed job has the reason")
         return report(args, sorted(points, key=lambda p: (p["mode"], p["ranks"], p["layout"])))
     with tempfile.TemporaryDirectory() as scratch:
         overrides = list(args.overrides)
@@ -93,22 +85,22 @@ def parse() -> argparse.Namespace:
         "--layout",
         action="append",
         metavar="OVERRIDES",
-        help="repeatable; those that do not fit are left out",
+        help="repeatable; layouts that do not fit are left out",
     )
-    parser.add_argument("--prompts", type=int, default=16, help="of a step; weak: of the smallest run (16)")
-    parser.add_argument("--steps", type=int, default=3, help="that are timed, after one to warm up (3)")
-    parser.add_argument("--gpu", help="in the planner's gpus.json: its peak is MFU's 100 %%")
-    parser.add_argument("--nodes", nargs="+", type=int, help="submit Slurm jobs of so many nodes")
+    parser.add_argument("--prompts", type=int, default=16, help="a step; weak: of the smallest run (16)")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps, after one to warm up (3)")
+    parser.add_argument("--gpu", help="name in the planner's gpus.json; its peak is MFU's 100 %%")
+    parser.add_argument("--nodes", nargs="+", type=int, help="submit Slurm jobs with these numbers of nodes")
     parser.add_argument("--ranks-per-node", type=int, default=8)
     parser.add_argument("--no-gpus", action="store_true", help="a cluster of CPUs")
     parser.add_argument("--sbatch", action="append", default=[], metavar="=--OPTION", help="repeatable")
     parser.add_argument("--dry-run", action="store_true", help="write the jobs' scripts, submit nothing")
     parser.add_argument("--points", type=Path, metavar="DIR", help="keep the points' results there")
     parser.add_argument("--report", type=Path, metavar="DIR", help="measure nothing: report the points there")
-    parser.add_argument("--out", type=Path, help="the results, as JSON")
-    parser.add_argument("--plot", type=Path, help="and as a picture")
+    parser.add_argument("--out", type=Path, help="write the results there, as JSON")
+    parser.add_argument("--plot", type=Path, help="draw the results there")
     parser.add_argument("--baseline", type=Path, help="earlier results to compare with")
-    parser.add_argument("--tolerance", type=float, default=0.25, help="of tokens/s against them (0.25)")
+    parser.add_argument("--tolerance", type=float, default=0.25, help="allowed loss of tokens/s (0.25)")
     args = parser.parse_args()
     args.overrides = [word for word in args.config if "=" in word]
     args.config = [word for word in args.config if "=" not in word]
@@ -118,7 +110,7 @@ def parse() -> argparse.Namespace:
 
 
 def plan(args: argparse.Namespace) -> list[Point]:
-    """The smallest first."""
+    """Return all points, the smallest first."""
     sizes = [n * args.ranks_per_node for n in args.nodes] if args.nodes else args.ranks
     points = []
     for mode in args.modes:
@@ -136,7 +128,7 @@ def plan(args: argparse.Namespace) -> list[Point]:
 def arguments(
     args: argparse.Namespace, point: Point, out: Path, overrides: Sequence[str], run_dir: Path
 ) -> list[str]:
-    """Of scaling_worker.py."""
+    """Return the arguments of scaling_worker.py for a point."""
     smallest = min(p.ranks for p in plan(args))
     prompts = args.prompts * (point.ranks // smallest if point.mode == "weak" else 1)
     output = args.points / point.name if args.points else run_dir
@@ -158,7 +150,7 @@ def run(ranks: int, command: Sequence[str]) -> None:
 
 
 def submit(args: argparse.Namespace, point: Point, command: Sequence[str]) -> None:
-    """A job of `megatron-gvpo slurm` with another program in it."""
+    """Submit a job of `megatron-gvpo slurm` that runs scaling_worker.py."""
     from megatron_gvpo.cluster import slurm
     from megatron_gvpo.cluster.job import Job, check
     from megatron_gvpo.config.schema import ConfigError, load_config
@@ -181,7 +173,7 @@ def submit(args: argparse.Namespace, point: Point, command: Sequence[str]) -> No
 
 
 def make_task(directory: Path) -> list[str]:
-    """The quickstart's model and problems; returns the overrides that name them."""
+    """Make the quickstart's model and problems; returns the overrides that name them."""
     maker = str(ROOT / "examples" / "quickstart" / "make_task.py")
     subprocess.run([sys.executable, maker, "--out", str(directory)], check=True, capture_output=True)
     data = f"data.train.path={directory}/data/train.jsonl"
@@ -192,7 +184,7 @@ def report(args: argparse.Namespace, points: list[dict[str, Any]]) -> int:
     add_efficiency(points)
     wrong = [p for p in points if p["updates_equal_formula"] is False]
     for point in wrong:
-        print(f"{name_of(point)}: what its updates sent is not what the formulas say", file=sys.stderr)
+        print(f"{name_of(point)}: the messages of its updates differ from the formulas", file=sys.stderr)
     print(table(points))
     result = {
         "machine": machine(),
@@ -215,7 +207,7 @@ def report(args: argparse.Namespace, points: list[dict[str, Any]]) -> int:
 
 
 def add_efficiency(points: list[dict[str, Any]]) -> None:
-    """Tokens/s a rank over that of the smallest run, the first of its mode."""
+    """Add tokens/s a rank over that of the smallest run, the first of its mode."""
     for mode in {p["mode"] for p in points}:
         of_mode = [p for p in points if p["mode"] == mode]
         first = min(of_mode, key=lambda p: (p["ranks"], len(p["layout"])))
@@ -224,7 +216,7 @@ def add_efficiency(points: list[dict[str, Any]]) -> None:
 
 
 def compare(points: list[dict[str, Any]], before: list[dict[str, Any]], tolerance: float) -> list[str]:
-    """What is worse than before, a line each."""
+    """Return a line for every point that is slower, or sends more, than before."""
     earlier = {name_of(p): p for p in before}
     worse = []
     for point in points:

@@ -1,11 +1,11 @@
-"""The picture of scaling.py: efficiency over ranks, and where the time of a step goes."""
+"""Draws the results of scaling.py: efficiency over ranks, and the seconds of a step by phase."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from scaling import PHASES, Point
+from scaling_point import PHASES, Point
 
 from megatron_gvpo.observe.report import STYLE
 

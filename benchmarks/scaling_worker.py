@@ -1,9 +1,9 @@
-"""One rank of one point of scaling.py: training steps that are timed, then one whose messages are counted.
+"""One rank of one point of scaling.py: it times training steps, then counts the messages of one more step.
 
     torchrun --nproc-per-node 2 benchmarks/scaling_worker.py POINT.json --steps 3 CONFIG.yaml key=value ...
 
-POINT.json is written by the first rank. At the beginning of every phase the ranks wait for one another, and
-that time is `waiting`; so no phase contains the slowness of the one before it.
+The first rank writes POINT.json. At the beginning of every phase the ranks wait for one another; that time is
+`waiting`. So no phase contains the delay of the phase before it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megatron_gvpo.observe.traffic_counter import Traffic
 BOOKKEEPING = (
     "world",
     "norm",
-)  # groups of a few bytes: metrics, log-probs of the mismatch, the gradient's norm
+)  # groups that send a few bytes: metrics, log-probs for the mismatch, the gradient's norm
 
 
 class AlignedTimer(PhaseTimer):
@@ -52,13 +52,13 @@ class AlignedTimer(PhaseTimer):
 
 
 class Watch(Callback):
-    """Takes the times of the measured steps, and the messages of the step after them."""
+    """Records the times of the measured steps, and the messages of the step after them."""
 
     def __init__(self, steps: int, model: architecture.Architecture) -> None:
         self._steps, self._model = steps, model
         self._flops = self._optimizer = 0.0
         self._traffic: Traffic | None = None
-        self._expected: dict[tuple[str, str], int] | None = {}  # None: there is no formula for it
+        self._expected: dict[tuple[str, str], int] | None = {}  # None: there is no formula for this layout
         self._counted: dict[tuple[str, str], int] = {}
         self.seconds: list[dict[str, float]] = []
         self.tokens: list[float] = []
@@ -98,7 +98,7 @@ class Watch(Callback):
         policy.optimizer.apply, policy.update = timed_apply, counted_update  # type: ignore[method-assign]
 
     def on_step(self, trainer: Trainer, step: int, metrics: Any) -> None:
-        if 1 < step <= 1 + self._steps:  # the first warms up
+        if 1 < step <= 1 + self._steps:  # the first step warms up
             times = {k.removeprefix("time/"): v for k, v in metrics.items() if k.startswith("time/")}
             times["optimizer"] = self._optimizer
             times["training"] -= self._optimizer
@@ -119,7 +119,7 @@ class Watch(Callback):
 def _formula(
     trainer: Trainer, model: architecture.Architecture, rows: Any
 ) -> dict[tuple[str, str], int] | None:
-    """What this rank sends in an update of these rows; None where the planner has no formula for it."""
+    """Return what this rank should send in an update of these rows; None if the planner has no formula."""
     from megatron.core import parallel_state
 
     policy, sizes = trainer.parts.policy, trainer.config.parallel
@@ -141,7 +141,7 @@ def _formula(
 
 
 def measure(config: Config, steps: int, gpu: str | None) -> dict[str, Any]:
-    """A collective; the same on every rank."""
+    """Train and return the results of all ranks. A collective; every rank returns the same."""
     parts.PhaseTimer = AlignedTimer  # type: ignore[misc]
     model = architecture.load(config.model.path)
     watch = Watch(steps, model)
@@ -178,7 +178,7 @@ def measure(config: Config, steps: int, gpu: str | None) -> dict[str, Any]:
 
 
 def _messages(of_ranks: Sequence[dict[tuple[str, str], tuple[int, int]]], sizes: dict[str, int]) -> list[Any]:
-    """Of one step, by operation and group: whole messages and what rings put on the wire, of all ranks."""
+    """Sum a step's messages of all ranks by operation and group: calls, bytes, bytes on a ring's wire."""
     rows = []
     for operation, group in sorted({key for rank in of_ranks for key in rank}):
         seen = [rank.get((operation, group), (0, 0)) for rank in of_ranks]
@@ -197,7 +197,7 @@ def _messages(of_ranks: Sequence[dict[tuple[str, str], tuple[int, int]]], sizes:
 
 
 def cpu_peak() -> float:
-    """Operations a second of a matrix product in fp32, on all ranks at once."""
+    """Return operations a second of a matrix product in fp32, on all ranks at once."""
     a = torch.randn(768, 768)
     best = float("inf")
     for _ in range(5):
@@ -219,14 +219,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path, help="POINT.json")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--gpu", help="its peak is MFU's 100 %%: a name in the planner's gpus.json")
+    parser.add_argument("--gpu", help="name in the planner's gpus.json; its peak is MFU's 100 %%")
     parser.add_argument("--point", default="{}", help="JSON to put before the results")
-    for how in ("--resume", "--overwrite"):  # a job's script says it; a point is always measured anew
+    for how in ("--resume", "--overwrite"):  # job scripts pass them; a point is always measured again
         parser.add_argument(how, action="store_true", help=argparse.SUPPRESS)
     args, given = parser.parse_known_args()
     files = [word for word in given if "=" not in word]
     overrides = [word for word in given if "=" in word]
-    # No warm-up, which may be longer than so few steps, and nothing between them.
+    # No warm-up of the learning rate, which may be longer than these few steps, and nothing between the
+    # steps.
     quiet = ["optimizer.warmup_steps=0", "checkpoint.every=0", "checkpoint.export_hf=false", "eval.every=0"]
     config = load_config(files, [*overrides, *quiet, f"train.steps={args.steps + 2}"])
     result = measure(config, args.steps, args.gpu)

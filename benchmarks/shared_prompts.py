@@ -1,12 +1,13 @@
-"""What computing a group's prompt once saves (train.share_prompts): tokens and flops exactly, and time.
+"""Computes what train.share_prompts saves in tokens and flops, by formula, and measures the time.
 
-Tokens and flops are formulas: a group of k responses of r tokens to a prompt of p has k (p + r) tokens in
-whole sequences and p + k r with a shared prompt. Matrix products take 6 flops a parameter of the layers and
-a token, forward and backward; causal attention, without recomputing, 12 flops a channel of its heads and a
-pair of tokens that see each other; the head sees response tokens only, in both. The shape is Qwen2.5-7B's.
+A group of k responses of r tokens to a prompt of p tokens has k (p + r) tokens in whole sequences, and p + k
+r with a shared prompt. Matrix products take 6 flops for each parameter of the layers and token, forward and
+backward. Causal attention, without recomputing, takes 12 flops for each channel of its heads and pair of
+tokens that attend to each other. The head processes response tokens only, in both cases. The shape is
+Qwen2.5-7B's.
 
-The time is that of whole updates by the real policy on one process, shared and not in turn, of a small model;
-where the lengths were scaled down to fit a CPU, the table says so. Only the ratio means anything elsewhere.
+The time is measured on whole updates of a small model by the real policy in one process, in turn with and
+without sharing. The table says if lengths were scaled down to fit a CPU. Only the ratio applies elsewhere.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--groups", type=int, default=2, help="prompts of an update")
-    parser.add_argument("--hidden", type=int, default=256, help="of the small model")
+    parser.add_argument("--groups", type=int, default=2, help="prompts of an update (2)")
+    parser.add_argument("--hidden", type=int, default=256, help="hidden size of the small model (256)")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/shared_prompts_cpu.json")
     args = parser.parse_args()
     report: dict[str, Any] = {"cpu": platform.processor() or platform.machine()}
@@ -56,7 +57,7 @@ def main() -> None:
 
 
 def formula(prompt: int, response: int, k: int) -> dict[str, dict[str, float]]:
-    """Of one group, forward and backward."""
+    """Return tokens and flops of one group, forward and backward."""
     m = QWEN_7B
     width = m["heads"] * m["head_dim"]
     attention = m["hidden"] * (2 * width + 2 * m["kv_heads"] * m["head_dim"])
@@ -80,7 +81,7 @@ def formula(prompt: int, response: int, k: int) -> dict[str, dict[str, float]]:
 
 
 def measured(prompt: int, response: int, k: int, args: argparse.Namespace) -> dict[str, float]:
-    """Seconds of an update, medians, and the median of the rounds' ratios."""
+    """Return the median seconds of an update, and the median of the rounds' ratios."""
     import torch
     import transformers
 
@@ -135,7 +136,7 @@ def measured(prompt: int, response: int, k: int, args: argparse.Namespace) -> di
             begin = time.perf_counter()
             policy.update(rows, at_step_start=True)
             took[shared] = time.perf_counter() - begin
-        rounds += [took] if i else []  # the first fills caches
+        rounds += [took] if i else []  # the first round fills caches
     parallel.shut_down()
     return {
         "whole_s": median(r[False] for r in rounds),

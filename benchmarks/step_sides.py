@@ -1,9 +1,9 @@
-"""The two sides of step_vs_trl.py: each a process, told over its standard input when to take a step.
+"""The two sides of step_vs_trl.py: each is a process that takes a step when its standard input says so.
 
     python step_sides.py SIDE --case CASE --directory DIR --trl-batch N --max-tokens N
 
-A line "plain" asks for one step, and is answered by a line of JSON with its figures; our side also knows
-"parts" and "operators", which say where the time goes. The end of the input ends the process.
+A line "plain" asks for one step. The answer is a line of JSON with its figures. Our side also accepts "parts"
+and "operators", which add the time by part or by operator. The end of the input ends the process.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> None:
     )
     parser.add_argument("side", choices=("trl", "ours"))
     parser.add_argument("--case", choices=CASES, required=True)
-    parser.add_argument("--directory", type=Path, required=True, help="where the model and the prompts are")
+    parser.add_argument("--directory", type=Path, required=True, help="directory of the model and prompts")
     parser.add_argument("--trl-batch", type=int, required=True, help="TRL's per_device_train_batch_size")
     parser.add_argument("--max-tokens", type=int, required=True, help="our max_tokens_per_micro_batch")
     args = parser.parse_args()
@@ -45,16 +45,16 @@ def main() -> None:
 
 
 class Turns:
-    """Inside one side's process: waits for its turn, measures the step, answers."""
+    """In one side's process: waits for its turn, measures the step, answers."""
 
     def __init__(self) -> None:
         self._answers = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)  # whatever the libraries print is no answer
+        os.dup2(2, 1)  # keeps what libraries print out of the answers
 
     def wait(self) -> str:
         how = sys.stdin.readline().strip()
         if not how:
-            os._exit(0)  # in the middle of a run, which would go on to save its model
+            os._exit(0)  # an ordinary exit would let the run save its model
         self._wall, self._cpu = -time.perf_counter(), -time.process_time()
         return how
 
@@ -204,11 +204,10 @@ def run_ours(args: argparse.Namespace) -> None:
 
 
 def take_apart(seconds: dict[str, float]) -> None:
-    """From now on, add up in `seconds` what the parts of our step take."""
+    """From now on, add up the seconds of the parts of our step in `seconds`."""
     from megatron.core.pipeline_parallel import schedules
 
-    from megatron_gvpo.megatron import forward, optimizer, policy
-    from megatron_gvpo.megatron import microbatch as shares
+    from megatron_gvpo.megatron import forward, microbatch, optimizer, policy
     from megatron_gvpo.sampling import embedded, samplers
 
     def timed(owner: Any, name: str, part: str, within: str | None = None) -> None:
@@ -227,7 +226,7 @@ def take_apart(seconds: dict[str, float]) -> None:
 
     timed(samplers.EngineSampler, "collect", "sampling and rewards")
     timed(embedded.EmbeddedEngine, "sync", "weights to the engine")
-    timed(shares, "plan", "planning and packing")
+    timed(microbatch, "plan", "planning and packing")
     timed(policy.TrainBatch, "select", "planning and packing")
     timed(forward.PackedBatch, "pack", "planning and packing", within="forward")
     timed(forward, "_packed_params", "planning and packing", within="forward")
@@ -239,7 +238,7 @@ def take_apart(seconds: dict[str, float]) -> None:
 
 
 def operator_shares(profiler: Any) -> dict[str, float]:
-    """Shares of a step's operator time, the largest first."""
+    """Return the operators' shares of a step's operator time, the largest first."""
     kinds = {"mm": "matrix products", "addmm": "matrix products", "bmm": "matrix products"}
     microseconds: dict[str, float] = {}
     for event in profiler.key_averages():

@@ -1,6 +1,6 @@
-"""The task of step_vs_trl.py, which both sides get: a model, prompts, given responses, a reward.
+"""The task of both sides of step_vs_trl.py: a model, prompts, given responses, a reward.
 
-Nothing but the standard library is imported here at once: the environment with TRL has no megatron_gvpo.
+At import this module needs only the standard library, because TRL's environment lacks megatron_gvpo.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ CASES = {
 
 
 def make_material(directory: Path, vocab: int) -> None:
-    """A model with random weights, a tokenizer with a character a token, and prompts."""
+    """Write a model with random weights, a tokenizer with one character a token, and prompts."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
@@ -70,7 +70,7 @@ def make_material(directory: Path, vocab: int) -> None:
         eos_token_id=tokenizer.eos_token_id,
     )
     model = Qwen2ForCausalLM(config)
-    with torch.no_grad():  # a coordinate that all tokens share, and the head of the end token abhors
+    with torch.no_grad():  # all tokens share a coordinate that makes the end token's logit very low
         model.model.embed_tokens.weight[:, 0] = 1.0
         model.lm_head.weight[:, 0] = 0.0
         model.lm_head.weight[tokenizer.eos_token_id, 0] = -10.0
@@ -82,7 +82,7 @@ def make_material(directory: Path, vocab: int) -> None:
 
 
 def given_responses(case: Case, step: int) -> list[list[list[int]]]:
-    """Token ids of the responses to each prompt."""
+    """Return the token ids of the responses to each prompt."""
     rng = random.Random(step)
 
     def response() -> list[int]:
@@ -93,12 +93,12 @@ def given_responses(case: Case, step: int) -> list[list[list[int]]]:
 
 
 def even_share(text: str) -> float:
-    """The share of even tokens: a reward that differs between responses and costs nothing."""
+    """Return the share of even tokens: a reward that differs between responses and costs nothing."""
     return sum(i % 2 == 0 for i in encode(text)) / max(len(text), 1)
 
 
 def reward(prompt: Any, response: Any) -> float:
-    """The same, as our reward workers call it."""
+    """The same reward, with the arguments of our reward workers."""
     return even_share(response.text)
 
 

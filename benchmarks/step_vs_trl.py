@@ -1,24 +1,24 @@
-"""Seconds a GRPO step on CPU: TRL's GRPOTrainer and this trainer, the same work, turn by turn.
+"""Compares seconds a GRPO step on CPU: TRL's GRPOTrainer and this trainer do the same work in turn.
 
-A tiny Qwen2 (4 layers, hidden 128, fp32), 32 prompts of 16 tokens x 8 responses, one optimizer update a step,
-the same responses, rewards and learning rate on both sides. Each side is a process with its own trainer,
-which runs its own loop; a callback stops it after every step until it is its turn again. Measured is
+The task is a tiny Qwen2 (4 layers, hidden 128, fp32), 32 prompts of 16 tokens x 8 responses, one optimizer
+update a step, with the same responses, rewards and learning rate on both sides. Each side is a process whose
+trainer runs its own loop; a callback stops it after every step until its next turn. There are three cases:
 
   equal   the training step on given responses of 128 tokens: advantages, packing or padding, forward,
           loss, backward, optimizer
   ragged  the same, with given responses of 4 to 128 tokens, uniform
   whole   the whole step, with each side's own sampling of 128 tokens, rewards and transfer of the weights
 
-Responses cannot be stopped at chosen lengths while they are sampled, so there is no whole ragged step. The
-model's weights rule its end token out, so that all sampled responses have full length.
+There is no whole ragged step, because sampling cannot stop at chosen lengths. The model's weights prevent its
+end token, so that all sampled responses have full length.
 
-That it is the same computation shows in the gradient norms, which agree step by step on given responses,
-each step's depending on all updates before it. TRL gets the settings that are fastest here: no gradient
-checkpointing, no reference model, and micro-batches of 64 (of 256, 64 and 32 responses the fastest). It
-computes the entropy for its log, and has no switch for that.
+The gradient norms show that both sides compute the same: they agree step by step on given responses, and each
+depends on all updates before it. TRL gets its fastest settings on the machine of the committed results: no
+gradient checkpointing, no reference model, and micro-batches of 64 (256 and 32 are slower). It computes the
+entropy for its log, and has no option to skip that.
 
-Ratios are TRL / ours of neighbouring steps, above 1 where ours is faster. On a machine that does other work,
-read the median, and `of_fastest`, the ratio of each side's fastest step. The first run makes an environment
+Ratios are TRL / ours of neighbouring steps, above 1 if ours is faster. On a machine that runs other programs,
+read the median, and `of_fastest`, the ratio of each side's fastest step. The first run creates an environment
 with TRL in the user's cache directory (a few minutes).
 """
 
@@ -73,7 +73,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=8, help="measured steps of each side (8)")
     parser.add_argument("--warm-up", type=int, default=1, help="steps before them (1)")
-    parser.add_argument("--threads", type=int, default=2, help="of each side (2); they never run at once")
+    parser.add_argument("--threads", type=int, default=2, help="threads of each side (2); they run in turn")
     parser.add_argument("--trl-batch", type=int, default=64, help="TRL's per_device_train_batch_size (64)")
     parser.add_argument("--max-tokens", type=int, default=8192, help="our max_tokens_per_micro_batch (8192)")
     parser.add_argument("--out", type=Path, help="write the results there, as JSON")
@@ -101,7 +101,7 @@ def measure(name: str, args: argparse.Namespace, trl_python: Path) -> dict[str, 
 
 
 class Side:
-    """One trainer's process, which takes a step when told and answers with its figures."""
+    """One trainer's process: it takes a step on request and returns its figures."""
 
     def __init__(self, side: str, python: Path, case: str, directory: str, args: argparse.Namespace) -> None:
         options = ["--case", case, "--directory", directory]
@@ -122,7 +122,7 @@ class Side:
             print(how, file=self._process.stdin, flush=True)
             return json.loads(self._process.stdout.readline())
         except (BrokenPipeError, json.JSONDecodeError):
-            raise SystemExit(f"{self._log.stem} ended before its time:\n{self._log.read_text()}") from None
+            raise SystemExit(f"{self._log.stem} ended too early:\n{self._log.read_text()}") from None
 
     def __enter__(self) -> Side:
         return self
@@ -133,7 +133,7 @@ class Side:
 
 
 def make_environment() -> Path:
-    """The Python of an environment with TRL, made where it is missing."""
+    """Return the Python of an environment with TRL; the first call creates it."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron-gvpo"
     directory = cache / "-".join(PINS).replace("==", "-")
     python, complete = directory / "bin" / "python", directory / ".complete"

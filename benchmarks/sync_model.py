@@ -1,4 +1,4 @@
-"""Models of a given size for weight_sync.py: Qwen2's architecture, random weights, a tiny vocabulary."""
+"""Makes models of a given size for weight_sync.py: Qwen2's architecture, random weights, few tokens."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "quickstart"))
 
 import make_task
 
-WIDTHS = {50: 256, 500: 1024, 1 << 40: 2048}  # hidden sizes, up to so many megabytes
+WIDTHS = {50: 256, 500: 1024, 1 << 40: 2048}  # most megabytes of a model: its hidden size
 
 
 def make_model(directory: Path, megabytes: int, device: torch.device) -> dict[str, Tensor]:
-    """Write a checkpoint of about this size; its weights bf16, by Hugging Face name, on `device`."""
+    """Write a checkpoint of about this size; returns its bf16 weights by Hugging Face name, on `device`."""
     make_task.make_model(directory, seed=0)  # for its tokenizer
     hidden = next(width for limit, width in WIDTHS.items() if megabytes <= limit)
     config = Qwen2Config.from_pretrained(directory)
@@ -45,13 +45,13 @@ def make_model(directory: Path, megabytes: int, device: torch.device) -> dict[st
 
 
 def change(weights: dict[str, Tensor], every: int) -> None:
-    """Change every so-manieth element by a unit in its last place, as a small update does here and there."""
+    """Change every `every`-th element by a unit in its last place, like a small update."""
     for weight in weights.values():
         weight.view(-1).view(torch.int16)[::every].bitwise_xor_(1)
 
 
 def _fill(tensor: Tensor, noise: Tensor) -> Tensor:
-    """The noise over and over: numbers enough, at the speed of a copy."""
+    """Fill the tensor with repeated noise, at the speed of a copy."""
     for part in tensor.view(-1).split(len(noise)):
         part.copy_(noise[: len(part)])
     return tensor

@@ -1,4 +1,4 @@
-"""The other end of the plain broadcasts that weight_sync.py compares with.
+"""Receives the plain broadcasts that weight_sync.py compares its transports with.
 
 usage: python sync_plain.py cpu|cuda PORT BUCKET_BYTES
 """

@@ -1,4 +1,4 @@
-"""What weight_sync.py pushes to: a real server on this machine; and on which device each side is."""
+"""Starts the real server on this machine that weight_sync.py pushes to, and chooses each side's device."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent.parent
 def served(
     engine: str, directory: Path, args: argparse.Namespace
 ) -> Iterator[tuple[BackgroundLoop, ServerPool, Config, int]]:
-    """A server of `engine` on the model, healthy, a fleet of it alone, and its process group."""
+    """Yield a healthy server of `engine` with the model, a pool of only this server, its process group."""
     small = ["--max-total-tokens", "4096"] if engine == "sglang" else ["--max-num-seqs", "8"]
     servers = {"python": engine_python(engine, args), "context_length": 128, "args": small}
     rollout = {"engine": engine, "servers": servers, "weights": {"bucket_mb": args.bucket_mb}}
@@ -65,17 +65,17 @@ def engine_python(engine: str, args: argparse.Namespace) -> str:
 
 
 def device(args: argparse.Namespace) -> torch.device:
-    """The trainer's: the last GPU, for servers start on the first."""
+    """Return the trainer's device: the last GPU, because servers start on the first."""
     return (
         torch.device("cuda", torch.cuda.device_count() - 1) if args.device == "cuda" else torch.device("cpu")
     )
 
 
 def cpu_seconds(group: int) -> float:
-    """That a process group has taken so far."""
+    """Return the CPU seconds that a process group has used so far."""
     ticks = 0
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             fields = stat.read_text().rpartition(")")[2].split()
             ticks += int(fields[11]) + int(fields[12]) if int(fields[2]) == group else 0
     return ticks / os.sysconf("SC_CLK_TCK")

@@ -1,8 +1,8 @@
-"""The smallest task there is: a table of logits, one response a token, and the package's own blocks on it.
+"""The smallest possible task for the package's own blocks: a table of logits, with responses of one token.
 
-`PROMPTS` prompts with `RESPONSES` possible responses each, of which a few are right. The policy is
-softmax(logits[prompt]), so that the expected reward is known exactly. Steps, mini-batches, members, batch
-policies, estimators and losses are those of a run; only the model and the engine are tables.
+There are `PROMPTS` prompts with `RESPONSES` possible responses each, a few of them right. The policy is
+softmax(logits[prompt]), so the expected reward can be computed exactly. Steps, mini-batches, members, batch
+policies, estimators and losses are the same as in a run; only the model and the engine are tables.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ PROMPTS_PER_STEP = 16
 
 @dataclass
 class Asking:
-    """What members may know of a step."""
+    """The part of a sampling step that members read."""
 
     step: int
     seed: int
 
 
 class Task:
-    """Rewards and the logits that a run starts from; prompts differ in how likely a right response is."""
+    """Rewards, and the logits at a run's start; prompts differ in the probability of a right response."""
 
     def __init__(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -47,9 +47,9 @@ class Task:
 def train(
     algorithm: AlgorithmConfig, seed: int, *, n: int, steps: int, mini_batches: int, lr: float
 ) -> dict[str, float]:
-    """One run; returns the expected reward at its start, end and worst, and the policy's entropy in nats.
+    """Train once; returns the expected reward at start, end and worst, and the policy's entropy in nats.
 
-    `responses`: how many it drew. A method that samples more than one batch a step draws more.
+    The result `responses` counts the sampled responses; some methods sample more than one batch a step.
     """
     task = Task(seed)
     generator = torch.Generator().manual_seed(seed + 1)
@@ -104,7 +104,7 @@ def update(
     groups: Sequence[Group],
     of: dict[str, Tensor],
 ) -> None:
-    """One optimizer step, as the trainer takes it."""
+    """Take one optimizer step like the trainer."""
     rows = TrainBatch.from_groups(groups)
     x_r = torch.tensor([ids[0] for ids in rows.prompt_ids])
     v_r = torch.tensor([ids[0] for ids in rows.response_ids])

@@ -1,23 +1,23 @@
-"""Seconds and bytes of a weight push, per transport, to real SGLang and vLLM servers on this machine.
+"""Measures seconds and bytes of a weight push, by transport, to real SGLang and vLLM servers on this machine.
 
-Models of Qwen2's architecture with random bf16 weights are made on the spot, and pushed as a run pushes them:
-the gate closed, the server paused, the weights moved and loaded, the version named, the prefix cache flushed,
-the server resumed. Between pushes every `--changed`-th element changes by a unit in its last place. Measured
-are, in turn with each push, the seconds of a plain torch.distributed.broadcast of the same bytes, in the same
-buckets, between this process and one that does nothing else with them.
+It makes models of Qwen2's architecture with random bf16 weights, and pushes them as a run does: close the
+gate, pause the server, move and load the weights, set the version, flush the prefix cache, resume the server.
+Between pushes every `--changed`-th element changes by a unit in its last place. In turn with each push it
+measures a plain torch.distributed.broadcast of the same bytes, in the same buckets, to a process that only
+receives them.
 
   in-process  into the embedded engine
   broadcast   over a process group with the server (gloo on CPU, NCCL on GPU)
-  delta       the same, changed elements alone
+  delta       like broadcast, but changed elements only
   shared      memory of this machine, or of one GPU (CUDA IPC), that the server maps
   disk        safetensors files
 
-`push_s` is all of it; `transfer_s` is from the first byte read to the last one loaded in the server, and
-`of_plain` = plain_s / transfer_s (target for broadcast: 0.8); `wire_of_plain` is the same for the bytes'
-way alone, without the server's loading. `first_s` is the first push, which forms the group. `parts_s` are
-medians of the transport's begin, send and end, of filling buckets between the sends, and of what is around
-the transport (pause, flush, resume). Ratios are of neighbouring measurements; on a machine that does other
-work read `of_fastest`, the ratio of the fastest ones.
+`push_s` is the whole push. `transfer_s` is the time from the first byte read to the last one loaded in the
+server, and `of_plain` = plain_s / transfer_s (target for broadcast: 0.8). `wire_of_plain` is the same ratio
+for the transfer of bytes alone, without the server's loading. `first_s` is the first push, which forms the
+group. `parts_s` are medians: the transport's begin, send and end, the filling of buckets between the sends,
+and the steps around the transport (pause, flush, resume). Ratios compare neighbouring measurements. On a
+machine that runs other programs, read `of_fastest`, the ratio of the fastest ones.
 
 NCCL needs a GPU for this process beside the server's: with one GPU, broadcast and delta are left out.
 """
@@ -145,7 +145,7 @@ def measure(
     plain: Plain,
     args: argparse.Namespace,
 ) -> dict[str, Any]:
-    """The first push alone, then rounds of a plain broadcast and a push."""
+    """Measure the first push alone, then rounds of a plain broadcast and a push."""
     size = sum(tensor.nbytes for tensor in weights.values())
     rounds: list[dict[str, float]] = []
     for i in range(args.rounds + 1):
@@ -174,7 +174,7 @@ def measure(
 
 
 class Pushing:
-    """Pushes of one transport to one server, timed in parts."""
+    """Pushes by one transport to one server, and times the parts."""
 
     def __init__(
         self,
@@ -233,7 +233,7 @@ class Pushing:
 
 
 class Timed:
-    """A transport with a clock."""
+    """A transport whose parts are timed."""
 
     def __init__(self, transport: Any) -> None:
         self._transport = transport
@@ -244,7 +244,7 @@ class Timed:
         self._spent = {"begin": 0.0, "send": 0.0, "end": 0.0}
 
     def parts(self, seconds: float) -> dict[str, float]:
-        """Seconds of each part; transfer_s is from the end of `begin` to the end of `end`."""
+        """Return seconds of each part; transfer_s is from the end of `begin` to the end of `end`."""
         assert self._begun is not None
         transfer = self._ended - self._begun
         parts = dict(self._spent)
@@ -281,7 +281,7 @@ class Timed:
 
 
 class Plain:
-    """A plain broadcast to another process, which keeps what it receives in one buffer."""
+    """A plain broadcast to another process, which receives everything into one buffer."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args, self._bucket = args, args.bucket_mb * 2**20
@@ -300,7 +300,7 @@ class Plain:
         return self
 
     def __call__(self, size: int) -> float:
-        """Seconds until the other process has `size` bytes, in buckets."""
+        """Send `size` bytes in buckets; returns the seconds until the other process has them."""
         if self._process is None:
             return float("nan")
         self._announce(size)

@@ -19,7 +19,7 @@ from megatron_gvpo.data.prompts import PromptWriter
 from megatron_gvpo.data.task import Task, load_task
 from megatron_gvpo.data.tracker import SuccessTracker, WeightedOrder
 from megatron_gvpo.megatron.checkpoint import sharded as checkpoint
-from megatron_gvpo.megatron.checkpoint.convert import write_hugging_face
+from megatron_gvpo.megatron.checkpoint.conversion import write_hugging_face
 from megatron_gvpo.megatron.policy import Policy
 from megatron_gvpo.observe import PhaseTimer, ProfileWindow, profile_window
 from megatron_gvpo.observe.mismatch import THRESHOLDS, MismatchWatch

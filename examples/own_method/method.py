@@ -1,4 +1,4 @@
-"""A reward, a shaper, an estimator and a loss of one's own: see docs/howto/own_method.md."""
+"""A user's own reward, shaper, estimator and loss: see docs/howto/own_method.md."""
 
 
 def brevity(prompt, rollout, limit=64):

@@ -1,19 +1,19 @@
-r"""The quickstart's material, made on the spot: a small model that knows nothing, and problems to learn.
+r"""Makes the quickstart's material: a small model with random weights, and problems to learn.
 
     python examples/quickstart/make_task.py --out DIR [--seed 0]
 
-writes DIR/model, a Hugging Face checkpoint of Qwen2's architecture (0.8 M random parameters, one token
+It writes DIR/model, a Hugging Face checkpoint of Qwen2's architecture (0.8 M random parameters, one token
 per character), and DIR/data with train.jsonl, validation.jsonl and test.parquet, whose prompts are all
-different. A problem is a sum, its worked solution takes one operation a line:
+different. A problem is a sum. Its worked solution has one operation a line:
 
     prompt    7+5-9=
     solution  7+5=12
               12-9=3
               \boxed{3}
 
-What supervised fine-tuning imitates is the field `demonstration`: the worked solution of some problems,
-and of the others only the final line, as people write who do it in their head. The fine-tuned model
-then does both, and mostly fails at the second. That working step by step pays is for GVPO to find out.
+Supervised fine-tuning imitates the field `demonstration`. For some problems it is the worked solution, for
+the others only the final line, as if done in the head. So the fine-tuned model does both, and mostly fails
+when it gives only the final line. GVPO then learns that working step by step pays.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 
 class Level(NamedTuple):
-    share: float  # of the problems of every split
+    share: float  # share of the problems in every split
     operands: int
 
 
-# A level needs more different problems than the splits take of it.
+# A level must have more different problems than the splits take from it.
 LEVELS = {
     1: Level(share=0.25, operands=4),
     2: Level(share=0.25, operands=5),
@@ -47,7 +47,7 @@ WORKED = 0.25  # share of the demonstrations that show the work
 SIZES = {"train": 8192, "validation": 512, "test": 512}
 
 PAD, END, BOXED = "<|pad|>", "<|end|>", "\\boxed{"
-NEWLINE, SPACE = "ĊĠ"  # as byte-level BPE, which is what Qwen2 has, writes them
+NEWLINE, SPACE = "ĊĠ"  # their symbols in byte-level BPE, which Qwen2 uses
 TOKENS = [PAD, END, BOXED, "}", NEWLINE, SPACE, *"0123456789+-*="]
 
 
@@ -80,7 +80,7 @@ def make_model(directory: Path, seed: int) -> None:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=256,
-        initializer_range=0.06,  # about 1 / sqrt(hidden size): so small a model learns faster from there
+        initializer_range=0.06,  # about 1 / sqrt(hidden size): a small model learns faster with it
         tie_word_embeddings=False,
         pad_token_id=TOKENS.index(PAD),
         bos_token_id=None,
@@ -97,7 +97,7 @@ def make_data(directory: Path, seed: int) -> None:
         records = []
         for number in rng.choices(list(LEVELS), [level.share for level in LEVELS.values()], k=size):
             record = make_problem(LEVELS[number], rng)
-            while record["prompt"] in used:  # another one of the same level, so that all splits are alike
+            while record["prompt"] in used:  # try again on the same level, so that all splits are alike
                 record = make_problem(LEVELS[number], rng)
             used.add(record["prompt"])
             shown = record["solution"] if rng.random() < WORKED else record["solution"].splitlines()[-1]

@@ -1,8 +1,8 @@
-"""The quickstart: a small model learns arithmetic, first from worked solutions, then by GVPO.
+"""Runs the quickstart: a small model learns arithmetic, first from worked solutions, then by GVPO.
 
     python examples/quickstart/run.py [--nproc N] [key.sub=value ...]
 
-Arguments go to both training commands, so `--nproc 2 parallel.tp=2` runs everything tensor-parallel.
+The arguments go to both training commands, so `--nproc 2 parallel.tp=2` runs both tensor-parallel.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
         )
 
     def convert() -> None:
-        from megatron_gvpo.megatron.checkpoint.convert import to_hugging_face, to_megatron
+        from megatron_gvpo.megatron.checkpoint.conversion import to_hugging_face, to_megatron
 
         if from_megatron:
             to_hugging_face(source, target, Path(options.like))

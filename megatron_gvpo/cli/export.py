@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
     prepare(config)
 
     def export() -> None:
-        from megatron_gvpo.megatron.checkpoint.convert import newest_to_hugging_face
+        from megatron_gvpo.megatron.checkpoint.conversion import newest_to_hugging_face
 
         written = newest_to_hugging_face(config, Path(options.out))
         say(f"step {written} written to {options.out}")

@@ -9,7 +9,7 @@ from typing import Self
 
 from megatron_gvpo.config.schema import Config, ConfigError, SamplingConfig
 from megatron_gvpo.data.task import Task, load_task
-from megatron_gvpo.megatron.checkpoint.convert import load_newest
+from megatron_gvpo.megatron.checkpoint.conversion import load_newest
 from megatron_gvpo.megatron.scorer import Scorer
 from megatron_gvpo.observe import PhaseTimer
 from megatron_gvpo.rewards.pool import RewardPool

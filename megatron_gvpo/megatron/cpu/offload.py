@@ -22,7 +22,7 @@ class HostCopies(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        on_host = bool(args) and getattr(args[0], "_on_host", False)
+        on_host = bool(args) and getattr(args[0], "_on_host", False)  # only the copies made below have it
         if func == _IS_CUDA:
             return not on_host
         if func is torch.Tensor.pin_memory:
