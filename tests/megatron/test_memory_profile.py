@@ -22,7 +22,7 @@ MB = 1 << 20
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    directory = tmp_path_factory.mktemp("footprint")
+    directory = tmp_path_factory.mktemp("memory_profile")
     reference.save_models(directory)
     yield directory
     parallel.shut_down()
