@@ -1,2 +1,23 @@
+"""The metrics reference, from the table that the code has."""
+
+from __future__ import annotations
+
+from megatron_gvpo.observe.metric_names import SECTIONS
+
+
 def page() -> str:
-    return "# Metrics\n"
+    parts = [_HEAD]
+    for title, metrics in SECTIONS.items():
+        parts.append(f"## {title}")
+        rows = [f"| `{m.name}` | {m.unit} | {m.meaning} |" for m in metrics]
+        parts.append("\n".join(["| metric | unit | meaning |", "|---|---|---|", *rows]))
+    return "\n\n".join(parts) + "\n"
+
+
+_HEAD = """# Metrics
+
+Generated from `megatron_gvpo/observe/metric_names.py`.
+
+Every step is a line of `OUTPUT_DIR/metrics.jsonl`, and goes to TensorBoard and Weights & Biases where they
+are switched on. A run logs the metrics that its method has. `<...>` stands for a name or a number.
+[How to read the metrics](../howto/metrics.md) says which to watch."""
