@@ -20,7 +20,7 @@ def commands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParse
 
 def page() -> str:
     with patch.dict("os.environ", {"COLUMNS": "100", "NO_COLOR": "1"}):
-        parser = buildbuild_parser()
+        parser = build_parser()
         parts = [_HEAD, _text(parser)]
         for command in commands(parser):
             parts += [f"## {command.prog}", _text(command)]
