@@ -47,7 +47,7 @@ def run(directory: str) -> None:
 
 def _updates(config: Any, rows: TrainBatch, root: Path) -> dict[str, Any]:
     """Do updates, and between them everything that reads weights; returns {step: result}."""
-    from megatron_gvpo.megatron import checkpoint
+    from megatron_gvpo.megatron.checkpoint import sharded as checkpoint
     from megatron_gvpo.megatron.policy import Policy
 
     policy = Policy(config)
