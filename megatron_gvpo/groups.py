@@ -1,4 +1,4 @@
-"""Prompts, rollouts and groups: plain Python, so that a reward worker holds them without torch."""
+"""Prompts, rollouts and groups, in plain Python, so that reward workers need no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Source = Literal["policy", "replay", "exit", "demonstration", "file"]
 
 
 class Scored(NamedTuple):
-    """A response that the data set has, end token included, and its reward."""
+    """A response from the data set, end token included, with its reward."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -19,10 +19,10 @@ class Scored(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """The experts that an engine sent the tokens of a prompt and its response through, all but the last.
+    """The experts that an engine sent the tokens of a prompt and its response through, except the last token.
 
-    `ids`: [tokens - 1, layers, per_token] in row order, of `width` bytes (1 or 2) each, little-endian. What
-    stands there for a dense layer means nothing.
+    `ids`: [tokens - 1, layers, per_token] in row order, of `width` bytes (1 or 2) each, little-endian. The
+    values for a dense layer mean nothing.
     """
 
     layers: int
@@ -33,7 +33,7 @@ class Routing(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One problem. `token_ids` is what the engine gets; nothing is ever re-tokenised for training."""
+    """One problem. The engine and the training use the same `token_ids`; nothing is tokenised again."""
 
     id: str
     token_ids: tuple[int, ...]
@@ -41,7 +41,7 @@ class Prompt:
     answer: str | None = None
     demonstration: tuple[int, ...] | None = None  # a solution's token ids, end token included
     record: Mapping[str, Any] = field(default_factory=dict)  # the raw data record, for user rewards
-    responses: tuple[Scored, ...] = ()  # what `sampler: file` trains on
+    responses: tuple[Scored, ...] = ()  # for `sampler: file`
 
 
 @dataclass(slots=True)
@@ -51,10 +51,11 @@ class Rollout:
     `finish_reason`: "stop" (an end or stop token, which is the last of `token_ids`), "length"
     (truncated) or "abort". `spans` are (weight version, first token, end token), where more than one set of
     weights sampled the response; `weight_version` is the oldest. `rewards` holds the named components,
-    `reward` their weighted sum; `reward_errors` says which component failed and how (such a component counts
-    as 0). `source` says where it comes from: what no present engine sampled has `logprobs` of its time, or
-    none. A response that is not `trained` counts in its group's statistics, and has no gradient. `routing` is
-    there with `rollout.router_replay`, as the weights of the response's end routed all of it.
+    `reward` their weighted sum; `reward_errors` holds the error of each component that failed (it counts as
+    0). `source` says where the response comes from; one that the present engine did not sample has the
+    `logprobs` of the time when it was sampled, or none. A response that is not `trained` counts in its
+    group's statistics and has no gradient. `routing` is set with `rollout.router_replay`: the routing of the
+    whole response by the weights that sampled its end.
     """
 
     token_ids: list[int]
@@ -75,8 +76,8 @@ class Rollout:
 class Group:
     """The k rollouts of one prompt; k may differ between groups.
 
-    `prior` is what the reward of this prompt was expected to be before these rollouts were seen: the reward
-    of the greedy response, or what earlier rollouts say.
+    `prior` is the expected reward of this prompt before these rollouts were seen, from the greedy response or
+    from earlier rollouts.
     """
 
     prompt: Prompt

@@ -1,9 +1,10 @@
 """Another model, over an OpenAI-compatible URL: its responses, its grades, its preferences.
 
-`chat` is for `algorithm.members: [{name: teacher}]`, `grade` a reward (`rewards.components`), `prefers` the
-judge of `algorithm.shapers: [{name: win_rate}]`. `url` is that of the API, as http://localhost:8000/v1; `key`
-the field of the data record that holds the problem. With `plain` the model continues the text (/completions),
-without a chat template. All raise TeacherError for a request that fails or exceeds `timeout` seconds.
+`chat` is for `algorithm.members: [{name: teacher}]`, `grade` is a reward (`rewards.components`), and
+`prefers` is the judge of `algorithm.shapers: [{name: win_rate}]`. `url` is the API's, such as
+http://localhost:8000/v1; `key` is the field of the data record that holds the problem. With `plain` the model
+continues the text (/completions), without a chat template. All raise TeacherError for a request that fails or
+exceeds `timeout` seconds.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def grade(
     api_key_env: str | None = None,
     plain: bool = False,
 ) -> float:
-    """The first number that the model says of a response, over `scale` and within [0, 1]; 0 without one."""
+    """The first number in the model's verdict, divided by `scale` and clipped to [0, 1]; 0 without one."""
     text = filled(template, {"prompt": _problem(prompt, key), "response": rollout.text})
     said = _verdict(url, prompt, text, model, max_tokens, timeout, api_key_env, plain)
     number = re.search(r"-?\d+(?:\.\d+)?", said)
@@ -90,7 +91,7 @@ def prefers(
     api_key_env: str | None = None,
     plain: bool = False,
 ) -> float:
-    """1 where the model says A first, 0 for B, 0.5 for neither."""
+    """1 if the model names A first, 0 if B, 0.5 if neither."""
     text = filled(template, {"prompt": _problem(prompt, key), "a": a.text, "b": b.text})
     said = _verdict(url, prompt, text, model, max_tokens, timeout, api_key_env, plain)
     letter = re.search(r"\b[AB]\b", said)
@@ -98,7 +99,7 @@ def prefers(
 
 
 def repeat_best(groups: Sequence[Group], n: int) -> list[list[str]]:
-    """The group's own best response: for trying a recipe out, before a real teacher takes its place."""
+    """The group's own best response, as a stand-in for a teacher while a recipe is tried out."""
     return [[max(group.rollouts, key=lambda rollout: rollout.reward).text] * n for group in groups]
 
 
@@ -131,7 +132,7 @@ def _texts(
     api_key_env: str | None,
     plain: bool,
 ) -> list[str]:
-    """As many texts as options["n"] says."""
+    """options["n"] texts of the model. Raises TeacherError."""
     headers = {"Content-Type": "application/json"}
     if api_key_env is not None:
         headers["Authorization"] = f"Bearer {os.environ.get(api_key_env, '')}"

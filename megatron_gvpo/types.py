@@ -1,4 +1,4 @@
-"""What flows through the pipeline: prompts -> groups of rollouts -> rows -> loss inputs.
+"""The data of the pipeline: prompts -> groups of rollouts -> training batch -> loss inputs.
 
 Shape suffixes used everywhere: n sequences, r response tokens (all sequences', concatenated in row
 order), t packed tokens (prompts too), h hidden, v vocabulary shard.
@@ -21,11 +21,16 @@ from megatron_gvpo.groups import Rollout as Rollout
 from megatron_gvpo.groups import Routing as Routing
 from megatron_gvpo.groups import Scored as Scored
 
-_DERIVED = ("length_n", "offsets", "seq_r", "groups")  # by TrainBatch, from lengths and groups alone
+_DERIVED = (
+    "length_n",
+    "offsets",
+    "seq_r",
+    "groups",
+)  # from lengths and groups alone
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """`tensor.to(device)`; to a GPU from pinned memory, so that nobody waits for what it has to do first."""
+    """`tensor.to(device)`; a copy to a GPU goes from pinned memory, so that the host does not wait for it."""
     if device.type == "cuda" and not tensor.is_cuda:
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
@@ -33,7 +38,7 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 @dataclass
 class TrainBatch:
-    """Training rows: n sequences with their per-sequence [n] and per-response-token [r] columns.
+    """A training batch: n sequences (rows) with per-sequence [n] and per-response-token [r] columns.
 
     Token columns are flat: row i owns positions `offsets[i]:offsets[i+1]`. All float columns are
     fp32. Columns that a method does not need stay None.
@@ -46,19 +51,19 @@ class TrainBatch:
     truncated_n: Tensor  # bool: the response hit the token limit
     advantage_n: Tensor | None = None
     advantage_r: Tensor | None = None  # where a response's tokens have advantages of their own
-    prior_n: Tensor | None = None  # the reward that was expected of the prompt; NaN: nobody said
-    trained_n: Tensor | None = None  # bool: the others count in the statistics of their group only
+    prior_n: Tensor | None = None  # the expected reward of the prompt; NaN where it is not known
+    trained_n: Tensor | None = None  # bool; rows that are not trained count in group statistics only
     demonstration_n: Tensor | None = None  # bool: a given solution, not sampled from any policy
     component_n: dict[str, Tensor] = field(default_factory=dict)  # the reward's components, fp32
     old_logp_r: Tensor | None = None  # the policy at step start, by the trainer
     ref_logp_r: Tensor | None = None  # the method's reference policy, by the trainer or the engine
-    engine_logp_r: Tensor | None = None  # the policy that sampled, by the engine; NaN: no engine sampled it
+    engine_logp_r: Tensor | None = None  # the policy that sampled, by the engine; NaN where no engine did
     version_r: Tensor | None = None  # int64: the weight version that sampled the token
-    value_r: Tensor | None = None  # the critic's, of what came before the token; before the step's updates
-    return_r: Tensor | None = None  # what the critic is to learn
+    value_r: Tensor | None = None  # the critic's value before the token and before the step's updates
+    return_r: Tensor | None = None  # the critic's targets
     item_r: Tensor | None = None  # int64: which item of its response the token belongs to
-    weight_r: Tensor | None = None  # dL/dlogp, where it is known before the forward
-    routing: list[Routing | None] | None = None  # of each row: through which experts it is to go
+    weight_r: Tensor | None = None  # dL/dlogp, if known before the forward
+    routing: list[Routing | None] | None = None  # the experts that each row is sent through
 
     def __len__(self) -> int:
         return len(self.response_ids)
@@ -81,7 +86,7 @@ class TrainBatch:
 
     @cached_property
     def groups(self) -> tuple[Tensor, Tensor]:
-        """(dense group index [n], group sizes [g]) of these rows."""
+        """(dense group index [n], group sizes [g]) of the batch."""
         _, index_n, size_g = torch.unique(self.group_n, return_inverse=True, return_counts=True)
         return index_n, size_g
 
@@ -113,7 +118,7 @@ class TrainBatch:
         return self.select(self.trained_n.nonzero().flatten().tolist())
 
     def sampled_by(self, version: int) -> Tensor:
-        """Whether the weights of `version` sampled the token, bool [r]; true where that is not known."""
+        """True for tokens that the weights of `version` sampled, or that have no known version; bool [r]."""
         if self.version_r is None:
             return torch.ones_like(self.seq_r, dtype=torch.bool)
         return self.version_r == version
@@ -137,7 +142,7 @@ class TrainBatch:
         return TrainBatch(**{f.name: pick(f.name) for f in fields(self)})
 
     def to(self, device: torch.device) -> TrainBatch:
-        """The same rows with their tensor columns on `device`; token ids stay on the host."""
+        """The same batch with its tensor columns on `device`; token ids stay on the host."""
         columns: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         moved: dict[str, Any] = {
             name: on_device(value, device) if isinstance(value, Tensor) else value
@@ -145,7 +150,7 @@ class TrainBatch:
         }
         moved["component_n"] = {key: on_device(value, device) for key, value in self.component_n.items()}
         rows = TrainBatch(**moved)
-        if self.group_n.device != device:  # made here: there, their sizes would have to be waited for
+        if self.group_n.device != device:  # computed here: on the GPU the host would wait for their sizes
             derived: dict[str, Any] = {
                 "offsets": self.offsets,
                 "groups": tuple(on_device(t, device) for t in self.groups),
@@ -163,8 +168,10 @@ class TrainBatch:
 
     @staticmethod
     def from_groups(groups: Sequence[Group]) -> TrainBatch:
-        """Rows of all rollouts, in order. Raises ValueError for log-probs or experts that do not match their
-        tokens."""
+        """The batch of all rollouts, in order.
+
+        Raises ValueError for log-probs or experts that do not match their tokens.
+        """
         rollouts = [(g, rollout) for g, group in enumerate(groups) for rollout in group.rollouts]
         names = sorted({name for _, rollout in rollouts for name in rollout.rewards})
         priors = [groups[g].prior for g, _ in rollouts]
@@ -218,9 +225,9 @@ def _routing(rollouts: Sequence[tuple[Prompt, Rollout]]) -> list[Routing | None]
 
 
 def _engine_logp(rollouts: Sequence[Rollout]) -> Tensor | None:
-    """The engine's log-probs of all responses, fp32 [r], NaN of those that no engine sampled.
+    """The engine's log-probs of all responses, fp32 [r]; NaN for responses that no engine sampled.
 
-    None where no response has any, or an engine kept some to itself.
+    None where no response has any, or where an engine gave none for some of its responses.
     """
     known = [rollout.logprobs or [math.nan] * len(rollout.token_ids) for rollout in rollouts]
     if not any(rollout.logprobs for rollout in rollouts) or any(
@@ -251,11 +258,11 @@ class BatchTotals:
 
 @dataclass
 class LossInputs:
-    """What a loss sees of one micro-batch: its rows and the current policy's log-probs.
+    """The inputs of a loss for one micro-batch: its rows and the current policy's log-probs.
 
-    `logp_r` fp32 [r], differentiable, at the sampling temperature. A loss
-    returns its *share* of the optimizer step's loss: shares add up over
-    micro-batches and ranks because every normaliser comes from `totals`.
+    `logp_r` is fp32 [r], differentiable, at the sampling temperature. A loss returns its *share* of the
+    optimizer step's loss: shares add up over micro-batches and ranks because every normaliser comes from
+    `totals`.
     """
 
     rows: TrainBatch

@@ -1,4 +1,4 @@
-"""Settings of different sections that cannot go together, each refused with what would be right."""
+"""Checks of settings from different sections that cannot go together; errors say what would be right."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ def check_combinations(config: Config) -> None:
 
 
 def advice(config: Config) -> str | None:
-    """What is possible, and seldom meant; None: nothing.
+    """A warning about a configuration that is legal but usually unintended, else None.
 
-    A step of one update whose reference is the policy at its start trains that very policy: GVPO's d is 0.
+    It warns of a step with one update whose reference is the policy at step start: the reference is then the
+    policy that trains, and GVPO's d is 0.
     """
     train, algorithm, loss = config.train, config.algorithm, config.algorithm.loss
     once = train.mini_batches * train.batch_epochs == 1
@@ -123,7 +124,7 @@ def _router_replay(config: Config) -> None:
 
 
 def _data(config: Config) -> None:
-    """The fields of a record that the sampler, the members and the rewards read."""
+    """Check that the data set names the fields that the sampler, the members and the rewards read."""
     algorithm, fields = config.algorithm, config.data.train
     readers = [f"algorithm.{p.label}" for p in algorithm.blocks_inside() if p.block.needs_demonstrations]
     readers += ["algorithm.sampler=dataset"] if algorithm.sampler == "dataset" else []
@@ -145,7 +146,7 @@ def _data(config: Config) -> None:
 
 
 def _components(config: Config) -> None:
-    """The components of the reward that blocks read by name."""
+    """Check that the reward has the components that blocks read by name."""
     algorithm, known = config.algorithm, [component.name for component in config.rewards.components]
     without = [member.name for member in algorithm.members if not member.gives_components]
     for place in algorithm.blocks_on_components():

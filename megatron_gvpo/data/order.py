@@ -1,4 +1,4 @@
-"""In which order prompts are visited, epoch after epoch, and where a run stands in it."""
+"""The order in which prompts are visited, epoch after epoch, and a run's place in it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_gvpo.data.sources import DataError
 class PromptOrder:
     """Endless passes over `count` prompts; each pass has an order of its own, drawn from (seed, epoch).
 
-    The order of an epoch depends on nothing else, so that (epoch, position) is all there is to resume.
+    The order of an epoch depends on nothing else, so a resumed run needs only (epoch, position).
     """
 
     def __init__(self, count: int, seed: int, shuffle: bool = True) -> None:
@@ -34,7 +34,7 @@ class PromptOrder:
         return taken
 
     def seed_for_next(self) -> int:
-        """A seed (32 bits) for what is sampled for the next prompts; it follows from the position alone."""
+        """A seed (32 bits) for sampling responses to the next prompts; it follows from the position alone."""
         return int(np.random.SeedSequence((self._seed, self._epoch, self._position)).generate_state(1)[0])
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A data set's records as prompts: chat template applied, tokenised, checked before anything is trained."""
+"""Prompts from a data set's records: rendered by the chat template, tokenised, checked before training."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def load_prompts(
 
     With `data.chat_template` and a tokenizer that has one, a plain string becomes a user message, and
     `data.system_prompt` comes first unless the record has a system message of its own. Demonstrations
-    end with `end_token_id`, and with their prompt they must fit into `positions` tokens, the model's. Raises
-    DataError.
+    end with `end_token_id`, and together with their prompt they must fit into the model's `positions` tokens.
+    Raises DataError.
     """
     render = _Renderer(data, tokenizer)
     records = list(islice(read_records(dataset.path, dataset.split), dataset.limit))
@@ -91,21 +91,21 @@ def load_prompts(
 
 
 class PromptWriter:
-    """Prompts with more text after what the user says, rendered and tokenised like the others."""
+    """Writes prompts with text added to the user's message, rendered and tokenised like the others."""
 
     def __init__(self, dataset: DatasetConfig, data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self._render, self._tokenizer, self._key = _Renderer(data, tokenizer), tokenizer, dataset.prompt_key
         self.longest = data.max_prompt_tokens
 
     def encode(self, text: str) -> list[int]:
-        """Token ids, without special ones of the tokenizer's."""
+        """Token ids, without the tokenizer's special tokens."""
         ids: list[int] = self._tokenizer([text], add_special_tokens=False)["input_ids"][0]
         return ids
 
     def extended(self, prompt: Prompt, text: str, *, before: bool = False) -> Prompt | None:
         """The prompt with `text` after the last user message (or the plain prompt), or `before` it.
 
-        None where it is then longer than data.max_prompt_tokens.
+        None if it is then longer than data.max_prompt_tokens.
         """
 
         def with_text(content: str) -> str:
@@ -126,7 +126,7 @@ class PromptWriter:
 
 
 class _Renderer:
-    """A record's prompt as the text that is tokenised."""
+    """Renders a record's prompt as the text to tokenise."""
 
     def __init__(self, data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self.chat = data.chat_template and bool(tokenizer.chat_template)

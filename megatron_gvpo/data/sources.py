@@ -1,4 +1,4 @@
-"""Records out of JSONL and Parquet files, directories of them, and hub data sets."""
+"""Records from JSONL and Parquet files, directories of them, and hub data sets."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pyarrow.parquet
 
 
 class DataError(ValueError):
-    """Data that cannot be trained on, said in the user's terms: file, line, field."""
+    """Data that cannot be trained on; the message names the file, line and field."""
 
 
 class Record(NamedTuple):
-    """One record, and where it stands: `id` is short and unique in its data set, `where` is for people."""
+    """One record. `id` is short and unique in its data set; `where` is its place, for error messages."""
 
     id: str
     where: str
@@ -26,8 +26,8 @@ class Record(NamedTuple):
 def read_records(path: str, split: str = "train") -> Iterator[Record]:
     """The records of a file, of a directory's files in the order of their names, or of a hub data set.
 
-    `split` is for hub data sets only. Raises DataError, also where a hub data set is meant and `datasets` is
-    not installed.
+    `split` is for hub data sets only. Raises DataError, also where a hub data set is named and the package
+    `datasets` is not installed.
     """
     local = Path(path).expanduser()
     if local.is_dir():
@@ -66,7 +66,7 @@ def _read_jsonl(file: Path) -> Iterator[Record]:
 
 
 def _has_half_a_pair(fields: dict[str, Any]) -> bool:
-    """JSON allows it, as where a text was cut within an emoji; no tokenizer takes it."""
+    """True, for example, for text cut within an emoji: JSON allows half a pair, and no tokenizer does."""
     try:
         json.dumps(fields, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -96,7 +96,7 @@ def _read_hub(name: str, split: str) -> Iterator[Record]:
         ) from None
     try:
         rows = load_dataset(name, split=split)
-    except Exception as error:  # offline, no such data set, no such split: the library has a type for each
+    except Exception as error:  # offline, no such data set, no such split: each has its own type
         raise DataError(f"hub data set {name!r}, split {split!r}: {error}") from error
     for row, fields in enumerate(rows, start=1):
         yield Record(f"{name}/{split}:{row}", f"{name} ({split}), row {row}", fields)

@@ -1,4 +1,4 @@
-"""What a run trains and evaluates on: prompts as token ids, and the tokenizer that made them."""
+"""The data of a run: prompts to train and evaluate on, as token ids, and the tokenizer that made them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Task:
 
 
 def load_task(config: Config) -> Task:
-    """Read the data. No model is loaded, so that bad data costs seconds. Raises ConfigError, DataError."""
+    """Read the data; no model is loaded, so bad data costs seconds. Raises ConfigError, DataError."""
     tokenizer = load_tokenizer(config.model.path)
     end = end_token_id(tokenizer)
     model = read_model_config(config.model.path)
@@ -45,7 +45,7 @@ def load_task(config: Config) -> Task:
 
 
 def _check_vocabulary(task: Task, vocabulary: float, path: str) -> None:
-    """An embedding has no row for a token beyond; sharded by tensor parallelism it would give 0 for it."""
+    """Refuse tokens beyond the embedding, for which one sharded by tensor parallelism would give 0."""
     for prompt in (*task.prompts, *task.eval_prompts):
         given = [prompt.demonstration or (), *(response.token_ids for response in prompt.responses)]
         highest = max(max(ids, default=0) for ids in (prompt.token_ids, *given))

@@ -8,17 +8,17 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megatron_gvpo.data.sources import DataError
 
-# Where a vocabulary may be. Without any, transformers (5.19) makes up a tokenizer that has none.
+# Files that may hold a vocabulary. Without any, transformers (5.19) makes up an empty tokenizer.
 _VOCABULARIES = ("tokenizer.json", "tekken.json", "vocab.*", "*.model", "*.tiktoken")
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a local Hugging Face directory. Raises DataError for none, or a damaged one."""
+    """The tokenizer of a local Hugging Face directory. Raises DataError if it is missing or damaged."""
     if not any(file for pattern in _VOCABULARIES for file in Path(path).glob(pattern)):
         raise DataError(f"model.path={path}: no tokenizer there (tokenizer.json and tokenizer_config.json)")
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except Exception as error:  # what is wrong with a file has many types
+    except Exception as error:  # a damaged file raises errors of many types
         raise DataError(
             f"model.path={path}: the tokenizer there, or its config.json, cannot be read: "
             f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""What earlier responses say of every prompt, and batches of prompts drawn by it."""
+"""Success counts of every prompt from earlier responses, and batches of prompts drawn by them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SuccessTracker:
         self._counts: dict[str, Counts] = {}
 
     def known(self, prompt: Prompt, field: str | None = None) -> Record | None:
-        """What is known of a prompt; before its first visit, what the `field` of its data record says."""
+        """The record of a prompt; before its first visit from the rate in `field` of its data, else None."""
         if (counts := self._counts.get(prompt.id)) is not None:
             success = counts.won / (counts.won + counts.lost)
             return Record(success, self.rule.posterior(counts), sum(counts))
@@ -33,7 +33,7 @@ class SuccessTracker:
         return self.rule.reward(self.rule.posterior(self._counts.get(prompt.id, self.rule.start)))
 
     def learn(self, groups: Sequence[Group]) -> None:
-        """Take in what the policy's own responses came to."""
+        """Count the rewards of the policy's own responses."""
         for group in groups:
             rewards = [rollout.reward for rollout in group.rollouts if rollout.source == "policy"]
             if rewards:
@@ -48,7 +48,7 @@ class SuccessTracker:
 
 
 class WeightedOrder:
-    """Batches of prompts drawn by weight, without repetition in a batch; stands where `PromptOrder` does.
+    """Batches of prompts drawn by weight, without repetition in a batch, in the place of a `PromptOrder`.
 
     A draw depends on the seed, its number and the tracker's counts, and on nothing else.
     """
@@ -60,7 +60,7 @@ class WeightedOrder:
         self._draws = 0
 
     def take(self, k: int) -> list[int]:
-        """Indices of `k` prompts; of all of them, again, where `k` is more than there are."""
+        """Indices of `k` prompts; a prompt repeats only where `k` exceeds the number of prompts."""
         taken: list[int] = []
         while len(taken) < k:
             taken += self._draw(min(k - len(taken), len(self._prompts)))

@@ -1,4 +1,4 @@
-r"""Where an answer stands: the last `\boxed{}` of a text; and the reward for putting it there."""
+r"""The answer in the last `\boxed{}` of a text, and the reward for putting it there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-r"""The reward for a right answer, as math-verify judges it.
+r"""The reward for a right answer, judged by math-verify.
 
 It runs in a worker that can be killed, so math-verify's own time limits, which need SIGALRM, are off.
 """
@@ -24,7 +24,7 @@ def verify_math(prompt: Prompt, rollout: Rollout) -> float:
     r"""1 if the last `\boxed{}` of the response equals the prompt's answer as mathematics, else 0.
 
     math-verify judges. Where the answer is an integer, the box must state a number: `12+34` equals 46,
-    but it is the question. Raises ValueError for a prompt without an answer.
+    but it only repeats the question. Raises ValueError for a prompt without an answer.
     """
     if prompt.answer is None:
         raise ValueError("the prompt has no answer to compare with")

@@ -1,7 +1,7 @@
-"""Rewards in processes of their own: a reward that hangs or crashes costs its rollout, not the run.
+"""Rewards in worker processes: a reward that hangs or crashes costs its rollout, not the run.
 
-Workers are plain subprocesses rather than `multiprocessing` ones, because those run the user's script
-again when they start. They answer job by job, so that it is always known which job took a worker down.
+Workers are plain subprocesses, because `multiprocessing` would run the user's script again in each. They
+answer job by job, so that the pool always knows which job took a worker down.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _CHUNK = 32  # jobs sent at once: enough to hide the way there and back, few eno
 
 
 class RewardPool:
-    """Worker processes that score rollouts; they live inside its context."""
+    """Worker processes that score rollouts. A context manager: they start and end with it."""
 
     def __init__(self, config: RewardsConfig) -> None:
         self._config = config
         self._components = [Component(c.name, c.function, c.options) for c in config.components]
         self._workers: list[_Worker] = []
-        self._told: dict[str, float] = {}  # of a component, the share of failures that was last warned of
+        self._told: dict[str, float] = {}  # by component, the share of failures in the last warning
 
     def __enter__(self) -> Self:
         """Start the workers. Raises ConfigError where a component's function cannot be loaded."""
@@ -78,7 +78,7 @@ class RewardPool:
                 self._record(rollout, answers[number * count : (number + 1) * count])
 
     def warnings(self, groups: Sequence[Group]) -> list[str]:
-        """What to tell the user of rewards that failed: the first time, and when their share has doubled."""
+        """Warnings about rewards that failed: the first time, and each time their share has doubled."""
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         said = []
         for i, component in enumerate(self._components):
@@ -99,7 +99,7 @@ class RewardPool:
         rollout.reward = sum((c.weight * rollout.rewards[c.name] for c in self._config.components), 0.0)
 
     def _evaluate(self, jobs: Sequence[Job]) -> list[float | str]:
-        """Each job's value, or what went wrong."""
+        """Each job's value, or its error."""
         answers: dict[int, float | str] = {}
         todo = deque(batched(range(len(jobs)), _CHUNK))
         while len(answers) < len(jobs):
@@ -108,7 +108,7 @@ class RewardPool:
                     numbers = todo.popleft()
                     try:
                         worker.give(numbers, [jobs[number] for number in numbers])
-                    except OSError:  # it died while it had nothing to do: nobody's fault
+                    except OSError:  # it died while idle, so no job is to blame
                         todo.appendleft(numbers)
                         self._replace(i)
             busy = [worker for worker in self._workers if worker.pending]
@@ -133,7 +133,7 @@ class _Worker:
 
     def __init__(self, components: Sequence[Component], timeout: float) -> None:
         self.pending: deque[int] = deque()
-        self.failure: str | None = None  # why the first of `pending` will never be answered
+        self.failure: str | None = None  # the reason why the first of `pending` gets no answer
         self._components, self._timeout = components, timeout
         self.connection, theirs = Pipe()
         with theirs:

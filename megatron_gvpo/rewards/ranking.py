@@ -1,4 +1,4 @@
-"""Rewards of rerankers: GroupRank's parts. A response scores documents in lines such as `[3]: 0.8`.
+"""Rewards for rerankers, as in GroupRank: a response scores documents in lines such as `[3]: 0.8`.
 
 `prompt.record[key]` holds the documents' relevance, a list of numbers; documents are numbered from 1.
 """
@@ -14,9 +14,10 @@ _SCORED = re.compile(r"\[(\d+)\]\s*:\s*(-?\d+(?:\.\d+)?)")
 
 
 def ndcg(prompt: Prompt, rollout: Rollout, key: str = "relevance", k: int = 10) -> float:
-    """NDCG@k of the order that the scores give: sum of (2^relevance - 1) / log2(rank + 1) over the ideal's.
+    """NDCG@k of the documents in the order of their scores.
 
-    Documents without a score come last, ties in the order of their numbers. Where none is relevant it is 0.
+    The gain is the sum of (2^relevance - 1) / log2(rank + 1), divided by that of the ideal order. Documents
+    without a score come last, ties in the order of their numbers. It is 0 where no document is relevant.
     """
     relevance, score = _relevance(prompt, key), scores(rollout.text)
     order = sorted(range(1, len(relevance) + 1), key=lambda d: -score.get(d, -math.inf))
@@ -25,7 +26,7 @@ def ndcg(prompt: Prompt, rollout: Rollout, key: str = "relevance", k: int = 10) 
 
 
 def alignment(prompt: Prompt, rollout: Rollout, key: str = "relevance") -> float:
-    """1 less the mean distance of the scores to the relevance over its maximum; a missing score is 1 off."""
+    """1 minus the mean distance of the scores from relevance / maximum; a missing score is 1 off."""
     relevance, score = _relevance(prompt, key), scores(rollout.text)
     highest = max(relevance) or 1.0
     far = [min(abs(score[d] - r / highest), 1.0) if d in score else 1.0 for d, r in enumerate(relevance, 1)]
@@ -39,7 +40,7 @@ def listed(prompt: Prompt, rollout: Rollout, key: str = "relevance") -> float:
 
 
 def scores(text: str) -> dict[int, float]:
-    """The first score of every document that a text has."""
+    """The first score that a text gives to each document."""
     found: dict[int, float] = {}
     for document, score in _SCORED.findall(text):
         found.setdefault(int(document), float(score))

@@ -1,4 +1,4 @@
-"""Reward components: from their configuration to the functions they mean, and one evaluation of one."""
+"""The reward components: the built-in ones, and the functions that configurations name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BUILT_IN = {
 
 
 class Component(NamedTuple):
-    """One component of the reward, as a worker needs it."""
+    """One component of the reward, as it is sent to a worker."""
 
     name: str
     function: str | None  # "module:function" or "path/file.py:function"; None: built in under `name`
@@ -32,7 +32,7 @@ class Component(NamedTuple):
 
 
 class Job(NamedTuple):
-    """One evaluation of one component (its index)."""
+    """The evaluation of one rollout by one component, given by its index."""
 
     component: int
     prompt: Prompt

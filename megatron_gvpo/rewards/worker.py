@@ -2,8 +2,8 @@
 
 Over the connection with file descriptor FD it receives the trainer's module path and the components, and
 answers None, or the (index, problem) of a component that cannot be loaded. Then it receives lists of
-jobs and answers every job, in order, with its value or its error. No torch in here: a worker must start
-fast and stay small.
+jobs and answers every job, in order, with its value or its error. It must not import torch, so that it
+starts fast and stays small.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def _evaluate(function: Callable[..., Any], job: Job) -> float | str:
-    """The reward, or what went wrong."""
+    """The reward, or its error."""
     try:
         value = function(job.prompt, job.rollout)
     except (Exception, SystemExit) as error:
@@ -55,9 +55,9 @@ def _evaluate(function: Callable[..., Any], job: Job) -> float | str:
 
 
 def _outlive_signals_but_not_the_parent() -> None:
-    """Ctrl-C and Slurm's warnings reach every process, but only the trainer may decide what they mean."""
+    """Ctrl-C and Slurm's signals reach every process; only the trainer decides what they mean."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        # A handler and not SIG_IGN, which whatever a reward starts would inherit.
+        # A handler rather than SIG_IGN, because processes that a reward starts would inherit SIG_IGN.
         signal.signal(number, lambda *_: None)
     threading.Thread(target=_follow, args=(os.getppid(),), daemon=True).start()
 
