@@ -1,1 +1,1 @@
-"""Methods as compositions of small pure blocks: sampler, batch policy, estimator, loss, aggregation."""
+"""Methods, each a composition of small blocks without side effects."""

@@ -1,4 +1,4 @@
-"""A method as a composition of blocks: every block there is, and which go together."""
+"""A method as a composition of blocks, and the checks of which blocks go together."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class AlgorithmConfig(Block):
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        """Refuses combinations of blocks that mean nothing."""
+        """Refuse combinations of blocks that mean nothing."""
         loss, estimator = self.loss, self.estimator
         if self.sampler != "engine":
             self._without_engine()
@@ -123,7 +123,7 @@ class AlgorithmConfig(Block):
         return self
 
     def _without_engine(self) -> None:
-        """Refuses blocks that ask for more than the samplers `dataset` and `file` have."""
+        """Refuse blocks that ask for more than the samplers `dataset` and `file` have."""
         loss, sampler = self.loss, self.sampler
         if sampler == "dataset" and loss.signal != "none":
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Recipes: YAML files that name the usual compositions, and what each says of itself."""
+"""Recipes: YAML files with the usual compositions of blocks, and a description of each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RECIPES = Path(__file__).parent / "recipes"
 
 
 class About(Block):
-    """What a recipe says of itself."""
+    """The description of a recipe."""
 
     title: str
     paper: str
@@ -27,9 +27,9 @@ class About(Block):
     provenance: Literal["paper", "code", "second-hand", "textbook", "inspired by"] = Field(
         validation_alias=AliasChoices("provenance", "sure")
     )
-    chosen: str | None = None  # what the source left open, and what was chosen
-    needs: tuple[str, ...] = ()  # of the data, the rewards, or other models
-    settings: dict[str, Any] = Field(default_factory=dict)  # of the run that the method goes with
+    chosen: str | None = None  # the choices where the source is silent
+    needs: tuple[str, ...] = ()  # requirements on the data, the rewards or other models
+    settings: dict[str, Any] = Field(default_factory=dict)  # settings of the run that go with the method
 
 
 @cache
@@ -38,9 +38,9 @@ def recipe_names() -> list[str]:
 
 
 def read_recipe(name: str) -> tuple[dict[str, Any], About]:
-    """A recipe's blocks, with those of the recipe it is based on, and what it says of itself.
+    """A recipe's blocks, merged with those of the recipe that it is based on, and its description.
 
-    Raises ValueError for one that there is not.
+    Raises ValueError for an unknown recipe.
     """
     if name not in recipe_names():
         near = difflib.get_close_matches(name.lower(), recipe_names(), 1, 0.5)
@@ -69,13 +69,13 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             replaced = any(new.get(tag, old[tag]) != old[tag] for tag in ("name", "recipe") if tag in old)
             if key == "estimator" and new.get("name", "group") != old.get("name", "group") and "name" in new:
-                replaced = True  # `group` may be left unsaid
+                replaced = True  # the name `group` may be left out
             merged[key] = new if replaced else merge(old, new)
     return merged
 
 
 def _merge_items(old: list[Any], new: Mapping[Any, Any]) -> Any:
-    """A list with some of its items changed; what is no such thing is left for validation to refuse."""
+    """A list with some of its items changed; other values are left for validation to refuse."""
     items = {str(number): item for number, item in enumerate(old)}
     if not {str(number) for number in new} <= items.keys():
         return new

@@ -58,7 +58,7 @@ def _shape(p_g: Tensor) -> tuple[Tensor, Tensor]:
     mean, one = p_g.mean(), torch.ones((), dtype=p_g.dtype)
     variance = p_g.var() if len(p_g) > 1 else torch.zeros_like(mean)
     if variance == 0:
-        return one, one  # nothing is known of the spread: plain REINFORCE with a baseline
+        return one, one  # the spread is unknown: plain REINFORCE with a baseline
     c = mean * (1 - mean) / variance - 1
     return torch.maximum(one, 1 + c * mean / 3), torch.maximum(one, 1 + c * (1 - mean) / 3)
 

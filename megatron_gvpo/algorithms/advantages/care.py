@@ -17,11 +17,11 @@ from megatron_gvpo.types import TrainBatch
 class ConfidenceEstimator(Advantage):
     """GRPO's advantage of r_i + coef acc_i [p_i >= mean of p over the eligible - slack], fp32 [n].
 
-    p_i = min(exp(mean log-prob of the answer's tokens under `reference`), cap): how far a slow copy of the
-    policy finds the answer in the reasoning. The answer is what follows the last of `marker_ids` in the
-    response, all of it without one, up to the next of `close_ids` or the end token. acc is the component
-    `accuracy` of the reward, or the reward; eligible are responses with acc above `right` and not below
-    their group's mean. Others have no bonus.
+    p_i = min(exp(mean log-prob of the answer's tokens under `reference`), cap) measures how likely a slow
+    copy of the policy finds the answer after the reasoning. The answer follows the last of `marker_ids` in
+    the response (without one it is the whole response), up to the next of `close_ids` or the end token. acc
+    is the component `accuracy` of the reward, or the reward; eligible are responses with acc above `right`
+    and not below their group's mean. Others have no bonus.
     """
 
     name: Literal["confidence"] = "confidence"
@@ -50,7 +50,7 @@ class ConfidenceEstimator(Advantage):
         return advantage_n.float(), {"bonus": bonus_n.mean()}
 
     def bonus(self, rows: TrainBatch) -> Tensor:
-        """What each response's reward gains, fp64 [n]."""
+        """The bonus of each response, fp64 [n]."""
         accuracy_n = rows.reward_n.double()
         if self.accuracy is not None:
             accuracy_n = component(rows, self.accuracy, "accuracy")
@@ -63,7 +63,7 @@ class ConfidenceEstimator(Advantage):
         return (self.coef * accuracy_n).where(eligible_n & (sure_n >= mean_n - self.slack), 0)
 
     def confidence(self, rows: TrainBatch) -> Tensor:
-        """p of every response, fp64 [n]; of one whose answer is empty 1, capped."""
+        """p of every response, fp64 [n]; for an empty answer it is the capped 1."""
         assert rows.ref_logp_r is not None, "see Advantage.reference_policies"
         ended = (~rows.truncated_n).tolist()
         answers = [self._in_answer(ids, end) for ids, end in zip(rows.response_ids, ended, strict=True)]
@@ -73,7 +73,7 @@ class ConfidenceEstimator(Advantage):
         return mean_n.exp().clamp(max=self.cap)
 
     def _in_answer(self, ids: Sequence[int], ended: bool) -> list[bool]:
-        """Whether each token belongs to the answer; `ended`: the last is the end token."""
+        """For each token, true if it belongs to the answer. `ended`: the last token is the end token."""
         markers = [t for t, token in enumerate(ids) if token in self.marker_ids]
         first = markers[-1] + 1 if markers else 0
         closing = (t for t in range(first, len(ids)) if ids[t] in self.close_ids)

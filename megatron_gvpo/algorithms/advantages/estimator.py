@@ -1,4 +1,4 @@
-"""Rewards to advantages: baseline x scale x correction of the gradient for groups without signal."""
+"""Advantages from rewards: a baseline, a scale, and a correction for groups without signal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Estimator(Advantage):
 
     baseline    mean  group mean, GRPO (arXiv 2402.03300) and GPG eq. 6
                 loo   mean of the others, RLOO (arXiv 2402.14740): k/(k-1) times `mean`
-                prior what was expected of the prompt (`algorithm.prior`): ReMax, SPO
+                prior the expected reward of the prompt (`algorithm.prior`): ReMax, SPO
                 none  the reward itself
     scale       group_std  std of the group's rewards, GRPO
                 batch_std  std of all rewards, one of GPG's choices of F_norm
@@ -27,10 +27,10 @@ class Estimator(Advantage):
                 sample  sequences, B / (B - M), as in the paper: exact for means over sequences
                 token   response tokens: exact for `token_mean`
                 none    alpha = 1
-            responses that are not trained count in neither, as they do not in the loss's mean
+            responses that are not trained count in neither, as in the loss's mean
     whiten      (A - mean) / (std + eps) over the optimizer step, every response counting once (sequence) or
                 as often as it has tokens (token): REINFORCE++ (arXiv 2501.03262), SPO (arXiv 2509.13232)
-    negative    what negative advantages are multiplied by, last of all: Weighted GRPO (arXiv 2602.03452)
+    negative    the factor of negative advantages, applied last: Weighted GRPO (arXiv 2602.03452)
 
     A group is valid when its rewards differ. Any other, a group of one included, has advantages of
     exactly 0 under the baselines mean and loo (before `whiten`); where no group is valid, alpha is 1.
@@ -121,7 +121,7 @@ def component(rows: TrainBatch, name: str, key: str) -> Tensor:
 
 
 def rewards_differ(rows: TrainBatch, value_n: Tensor | None = None) -> Tensor:
-    """Whether the rewards (or another value) of each row's group differ, bool [n]; compared exactly."""
+    """True where the rewards (or another value) of a row's group differ, compared exactly; bool [n]."""
     value_n = rows.reward_n if value_n is None else value_n
     index_n, size_g = rows.groups
     highest_g = value_n.new_full((len(size_g),), -torch.inf)
@@ -158,7 +158,7 @@ def whitened(
 
 
 def prior(rows: TrainBatch) -> Tensor:
-    """The expected reward of each row's prompt, fp64 [n]. Raises ValueError where nobody said it."""
+    """The expected reward of each row's prompt, fp64 [n]. Raises ValueError where one is missing."""
     if rows.prior_n is None or bool(rows.prior_n.isnan().any()):
         raise ValueError("some prompt has no expected reward: set algorithm.prior")
     return rows.prior_n.double()

@@ -17,13 +17,13 @@ from megatron_gvpo.types import TrainBatch
 class LagrangianEstimator(Advantage):
     """A_i = A_task + sum_j lambda_j A_j, each (value - mean) / (std + eps) over the group; fp32 [n].
 
-    A_task is of the whole reward, A_j of its component j, which is to have a mean of at least tau_j:
-    `constraints` names j and tau_j. After every optimizer step
+    A_task is the advantage of the whole reward, A_j that of its component j, whose mean shall be at least
+    tau_j; `constraints` gives tau_j by the name of j. After every optimizer step
 
         lambda_j <- clip(lambda_j + rate (tau_j - mean of c_j over the step's responses), 0, limit).
 
     Give these components the weight 0 in `rewards.components`, or they count twice. rate and limit are
-    second-hand. The multipliers go into checkpoints.
+    second-hand knowledge. The multipliers go into checkpoints.
     """
 
     name: Literal["lagrangian"] = "lagrangian"
@@ -42,7 +42,7 @@ class LagrangianEstimator(Advantage):
         return Multipliers(self)
 
     def __call__(self, rows: TrainBatch) -> tuple[Tensor, Metrics]:
-        """With the multipliers that a run begins with."""
+        """Advantages under the multipliers that a run begins with."""
         return self.combined(rows, dict.fromkeys(self.constraints, self.start)), {}
 
     def combined(self, rows: TrainBatch, multipliers: Mapping[str, float]) -> Tensor:

@@ -1,4 +1,4 @@
-"""PPO's token advantages and what its critic learns (arXiv 1707.06347; GAE: arXiv 1506.02438)."""
+"""PPO's token advantages and the loss of its critic (arXiv 1707.06347; GAE: arXiv 1506.02438)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class GAE(Advantage):
     """A_t = sum_{l >= 0} (gamma lambda)^l delta_{t+l}, delta_t = r_t + gamma V(s_{t+1}) - V(s_t); fp32 [r].
 
     (arXiv 1506.02438, eq. 16.) s_t is prompt and response before token t, and V of the end of a response is
-    0, of a truncated one too. r_t is 0 but for the last token's, which is the response's reward, less
-    kl_coef log(pi(y_t) / pi_ref(y_t)) of every token under the policy at step start (arXiv 2203.02155). What
-    the critic is to learn is V(s_t) + A_t, before `whiten`: (A - mean) / (std + eps) over the optimizer
+    0, of a truncated one too. r_t is the response's reward for the last token and 0 for the others, minus
+    kl_coef log(pi(y_t) / pi_ref(y_t)) of every token under the policy at step start (arXiv 2203.02155). The
+    critic's targets are V(s_t) + A_t, before `whiten`: (A - mean) / (std + eps) over the optimizer
     step's tokens.
 
     values  critic  the critic's (`algorithm.critic`), before the step's updates

@@ -1,4 +1,4 @@
-"""GDPO: normalise every component of the reward by itself (NVIDIA, arXiv 2601.05242)."""
+"""GDPO: normalise every component of the reward separately (NVIDIA, arXiv 2601.05242)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""M-GRPO: every agent's tokens are judged among those of the same role (arXiv 2511.13288, its abstract)."""
+"""M-GRPO: every agent's tokens are compared with those of the same role (arXiv 2511.13288, its abstract)."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class RoleEstimator(Advantage):
         blend reward + (1 - blend) local,   local: the reward's component of this name,
 
     over the responses of the group that have a sub-agent. Groups are aligned to `segments` sub-agents a
-    response: one with fewer counts as if they were repeated, so every response counts once, and what is
-    beyond has advantage 0. Inspired by the abstract.
+    response: one with fewer counts as if they were repeated, so every response counts once; sub-agents
+    beyond `segments` have advantage 0. Inspired by the abstract.
     """
 
     per_token: ClassVar[bool] = True
@@ -64,7 +64,7 @@ class RoleEstimator(Advantage):
         return advantage_r.float(), {"sub_agent_tokens": (segment_r > 0).double().mean()}
 
     def numbers(self, ids: Sequence[int]) -> list[int]:
-        """Of every token the number of its sub-agent, from 1; 0: the main agent's."""
+        """The number of each token's sub-agent, from 1; 0 for the main agent's tokens."""
         found, number, inside = [], 0, False
         for token in ids:
             if not inside and token in self.open_ids:

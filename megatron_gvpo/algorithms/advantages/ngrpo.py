@@ -14,7 +14,8 @@ from megatron_gvpo.types import TrainBatch
 class VirtualEstimator(Advantage):
     """A_i = (r_i - m) / (s + eps), fp32 [n]: m, s of the rewards and of `count` virtual ones, each `reward`.
 
-    A group that failed altogether has negative advantages. One that is all right at `reward` has none.
+    A group in which every response fails has negative advantages. One whose rewards all equal `reward` has
+    none.
     """
 
     needs_group: ClassVar[bool] = False  # a response can be compared with the virtual ones

@@ -19,7 +19,7 @@ from megatron_gvpo.types import TrainBatch
 class PrefixTreeEstimator(Advantage):
     """A_it = [ (r_i - mean) + V(s_{t+1}) - V(s_t) ] / (std + eps), fp32 [r].
 
-    V(s) is the mean reward of the group's responses that begin with the prefix s. The difference is 0 but
+    V(s) is the mean reward of the group's responses that begin with the prefix s. The difference is 0 except
     where responses part. Division by the std is second-hand knowledge.
     """
 
@@ -51,7 +51,7 @@ def value_changes(responses: Sequence[Sequence[int]], rewards: Sequence[float]) 
     changes: list[list[float]] = [[] for _ in responses]
     values = [sum(rewards) / len(rewards)] * len(responses)
     node, nodes = [0] * len(responses), 1
-    together, t = list(range(len(responses))), 0  # who still shares its prefix with somebody
+    together, t = list(range(len(responses))), 0  # the responses that still share their prefix with another
     while together:
         together = [i for i in together if t < len(responses[i])]
         names: dict[tuple[int, int], int] = {}

@@ -23,7 +23,7 @@ class BatchPolicy(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What is held between offers, as JSON values."""
+        """The groups held between offers, as JSON values."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
@@ -74,7 +74,7 @@ class Accumulate(BatchRule):
 
 
 class Everything:
-    """Every batch as it comes; holds nothing."""
+    """Passes every batch on as it comes."""
 
     metrics: dict[str, float] = {}  # noqa: RUF012 - never filled
 
@@ -91,8 +91,8 @@ class Everything:
 class Accumulator:
     """Every valid group of all rounds, plus groups without signal up to the nominal batch size.
 
-    The filling comes from the last round, so that B / (B - M) of the batch is GPG's alpha. All that is
-    left out are groups without signal, which `metrics` count as "dropped_groups"; "gave_up" is 1 where
+    The filling comes from the last round, so that B / (B - M) of the batch is GPG's alpha. Only groups
+    without signal are left out, which `metrics` count as "dropped_groups"; "gave_up" is 1 where
     `max_rounds` batches held too few valid groups. A batch may have more groups than the nominal number,
     because no valid group is thrown away.
     """
@@ -143,6 +143,6 @@ class Accumulator:
 
 
 def is_valid(group: Group, by: Component | None = None) -> bool:
-    """Whether the rewards of a group (or the component `by`) differ, in fp32 as training sees them."""
+    """True if the rewards of a group (or the component `by`) differ, in fp32 as training sees them."""
     values = [value_of(rollout, by) for rollout in group.rollouts]
     return len(torch.tensor(values, dtype=torch.float32).unique()) > 1

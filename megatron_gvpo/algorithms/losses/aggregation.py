@@ -1,4 +1,4 @@
-"""How token terms add up to the loss of an optimizer step: the one place where a loss is normalised.
+"""The sum of token terms to the loss of an optimizer step; losses are normalised only here.
 
 Every normaliser comes from `BatchTotals`, the sizes of the whole optimizer step, so that the shares of any
 split over micro-batches and ranks add up to the same loss (design law 2).

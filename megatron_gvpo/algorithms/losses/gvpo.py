@@ -57,7 +57,7 @@ class GVPO(Loss):
 
     @property
     def known_at_step_start(self) -> bool:
-        # With one of the terms alone, l or l' enters by itself and not only as l - l'.
+        # With only one of the terms, l or l' enters by itself and not only as l - l'.
         return self.linear or (set(self.terms) == {"var", "cov"} and self.reference == STEP_START)
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, Metrics]:

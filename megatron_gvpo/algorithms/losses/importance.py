@@ -1,4 +1,4 @@
-"""Importance weights for what the rollout engine samples a little differently than the trainer would."""
+"""Importance weights that correct for the difference between the rollout engine and the trainer."""
 
 from __future__ import annotations
 

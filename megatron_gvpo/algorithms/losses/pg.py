@@ -1,4 +1,4 @@
-"""Plain policy gradient (REINFORCE with whatever advantages the estimator gives)."""
+"""Plain policy gradient: REINFORCE with the advantages of any estimator."""
 
 from __future__ import annotations
 

@@ -60,8 +60,8 @@ class PPO(Loss):
 
     @property
     def known_at_step_start(self) -> bool:
-        # `importance` sees the old log-probs by themselves, and not only as differences from the present; so
-        # do probabilities.
+        # `importance` and the probabilities of demonstrations read log-probs by themselves, and not only as
+        # differences from the present ones.
         return (
             self.importance is None
             and not self.cross_context
@@ -101,7 +101,7 @@ class PPO(Loss):
         return (coef_r * loss_r).sum(), metrics
 
     def _ratio(self, rows: TrainBatch, logp_r: Tensor) -> tuple[Tensor, Tensor]:
-        """rho of every token, and whether it is free of clipping, both [r]."""
+        """rho of every token, and a mask of the tokens that are never clipped, both [r]."""
         log_ratio_r = logp_r - self._sampled_with(rows)
         if self.ratio == "sequence":
             log_ratio_r = rows.sequence_mean(log_ratio_r)[rows.seq_r]

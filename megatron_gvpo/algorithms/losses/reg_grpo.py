@@ -16,7 +16,7 @@ class RegGRPO(Loss):
 
     d = l - l_old, k3 (mean over tokens) as in GRPO. The paper divides by the std, which is 0 as long as the
     policy is the old one; eps makes that point regular, and the gradient there 2 A / eps. Its value is not in
-    the paper: ours is a choice. A group of one contributes nothing.
+    the paper and is our choice. A group of one contributes nothing.
     """
 
     name: Literal["reg_grpo"] = "reg_grpo"

@@ -143,7 +143,7 @@ class Library:
 
 
 def counterfactual_utility(with_it: bool, without: bool) -> float:
-    """What a skill is worth where responses with it were right, and those without it."""
+    """The value of a skill, by whether responses with it and responses without it were right."""
     return {(True, False): 1.0, (True, True): 0.5, (False, False): 0.0, (False, True): -1.0}[with_it, without]
 
 

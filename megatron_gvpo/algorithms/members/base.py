@@ -1,4 +1,4 @@
-"""Responses that join a group, whoever gave them: GVPO's freedom of sampler (arXiv 2504.19599)."""
+"""Members: responses from any sampler that join a group, which GVPO permits (arXiv 2504.19599)."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from megatron_gvpo.types import Group, Prompt, Rollout
 
 
 class Sampling(Protocol):
-    """What a member may ask of the run. Every rank calls with the same arguments and gets the same groups."""
+    """The run, as a member sees it. Every rank calls with the same arguments and gets the same groups."""
 
     step: int
     seed: int  # of this batch
 
     @property
     def longest_prompt(self) -> int:
-        """In tokens, that may be asked."""
+        """The longest prompt that may be asked, in tokens."""
 
     def ask(self, prompts: Sequence[Prompt], n: int) -> list[Group]:
         """`n` scored responses of the engine to each prompt."""
 
     def extended(self, prompt: Prompt, text: str, *, before: bool = False) -> Prompt | None:
-        """The prompt with `text` after what the user says, or `before` it, in the same chat template.
+        """The prompt with `text` after the user's message, or `before` it, in the same chat template.
 
-        None where it is then too long.
+        None if it is then too long.
         """
 
     def encode(self, text: str) -> list[int]:
-        """Token ids, without special ones of the tokenizer's."""
+        """Token ids, without the tokenizer's special tokens."""
 
     def encode_response(self, text: str) -> list[int]:
         """Token ids of a response, end token included."""
@@ -38,13 +38,13 @@ class Sampling(Protocol):
     def texts(
         self, function: str, groups: Sequence[Group], n: int, options: Mapping[str, Any]
     ) -> list[list[str]]:
-        """What a user's function says, called on one rank: `n` texts for each group."""
+        """`n` texts for each group from a user's function, which is called on one rank."""
 
     def score(self, groups: list[Group]) -> None:
         """Fill in the rewards."""
 
     def mean_logp(self, prompts: Sequence[Prompt], responses: Sequence[Sequence[int]]) -> list[float]:
-        """The mean log-prob of each response's tokens behind its prompt, under the policy at step start."""
+        """The mean log-prob of each response's tokens after its prompt, under the policy at step start."""
 
 
 # A member at work in a run: groups in, groups with what joins them out.
@@ -76,6 +76,6 @@ def taught(
 ) -> list[Rollout]:
     """Responses that are trained in another context than they were sampled in.
 
-    Their log-probs and experts are of that other one: no engine speaks for them.
+    The engine's log-probs and experts belong to that other context, so they are dropped.
     """
     return [replace(r, weight_version=-1, spans=[], source=source, routing=None) for r in rollouts]

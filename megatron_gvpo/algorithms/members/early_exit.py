@@ -30,7 +30,7 @@ class Exits(Member):
 
     def __call__(self, groups: Sequence[Group], sampling: Sampling) -> list[Group]:
         inducer, end = sampling.encode(self.inducer), sampling.encode(self.end)
-        begun: list[tuple[int, list[int]]] = []  # group, what was said so far
+        begun: list[tuple[int, list[int]]] = []  # group, tokens kept so far
         prompts: list[Prompt] = []
         for g, group in enumerate(groups):
             thought, prompt = before(group.rollouts[0].token_ids, end), group.prompt
@@ -47,7 +47,7 @@ class Exits(Member):
         for (g, said), answer in zip(begun, answers, strict=True):
             given = answer.rollouts[0]
             tokens = [*said, *given.token_ids]
-            # Not one context sampled it, so no log-probs or experts of the engine stand for it.
+            # It was sampled in more than one context, so the engine's log-probs and experts do not apply.
             left = replace(
                 given,
                 token_ids=tokens,
@@ -65,6 +65,6 @@ class Exits(Member):
 
 
 def before(token_ids: list[int], end: list[int]) -> list[int]:
-    """What comes before the first `end`; all of it without one."""
+    """The tokens before the first `end`; all of them without one."""
     places = (t for t in range(len(token_ids)) if end and token_ids[t : t + len(end)] == end)
     return token_ids[: next(places, None)]

@@ -1,4 +1,4 @@
-"""HiLL: hints are learned by how far what they help with carries over (arXiv 2604.00698)."""
+"""HiLL: the policy learns hints whose help carries over to the prompt without them (arXiv 2604.00698)."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class LearnedHint(Member):
     def _tried(
         self, groups: Sequence[Group], written: dict[int, Group], sampling: Sampling
     ) -> dict[tuple[int, int], Trial]:
-        """What came of the hints that are ones, by group and number."""
+        """The trials of valid hints, by group and number of the hint."""
         prompts: dict[tuple[int, int], Prompt] = {}
         for g, of_group in written.items():
             for h, rollout in enumerate(of_group.rollouts):
@@ -145,7 +145,7 @@ class LearnedHint(Member):
 
 
 class Trial(NamedTuple):
-    """The responses with a hint, and what the hint is worth."""
+    """The responses to a prompt with a hint, and the reward of the hint."""
 
     group: Group
     reward: float
@@ -157,15 +157,15 @@ def transfer_reward(p: float, n: int, reliance: float, temperature: float) -> fl
 
 
 def hint_in(text: str) -> str:
-    """What is between <hint> and </hint>, for those who think before; the whole text without them."""
+    """The text between <hint> and </hint>, where reasoning may come before; the whole text without them."""
     marked = re.search(r"<hint>(.*?)</hint>", text, re.IGNORECASE | re.DOTALL)
     return (marked[1] if marked else text).strip()
 
 
 def gives_away(hint: str, answer: str) -> bool:
-    """Whether a hint says the answer; one of one or two letters only after "=", "is", "equals" and the like.
+    """True if a hint states the answer; one of one or two letters counts only after "=", "is", "equals" etc.
 
-    The authors' rule: "2" is in many a hint that does not give 2 away.
+    This is the authors' rule: many hints contain "2" without giving the answer 2 away.
     """
     answer = answer.strip()
     if not answer or len(answer) > 2:

@@ -82,7 +82,7 @@ def foreseen(text: str, group: Group, right: float = 0.0) -> float:
 
 
 def pass_rate_reward(said: Any, rate: float) -> float:
-    """0.01^|said - rate|; 0 for what is no number."""
+    """0.01^|said - rate|; 0 if `said` is no number."""
     number = _number(said)
     return 0.0 if number is None else float(0.01 ** abs(number - rate))
 
@@ -92,7 +92,7 @@ def prediction(text: str) -> dict[str, Any] | None:
     for found in reversed(re.findall(r"\{[^{}]*\}", text)):
         try:
             value = json.loads(found)
-        except (ValueError, RecursionError):  # what a model writes may be nested without end
+        except (ValueError, RecursionError):  # a model may write JSON nested without end
             continue
         if isinstance(value, dict):
             return value

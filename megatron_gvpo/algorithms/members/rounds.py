@@ -67,7 +67,7 @@ class Rounds(Member):
 
 
 def half_width(n: int, std: float, alpha: float) -> float:
-    """Of the confidence interval of a mean of n >= 2 values with this sample std."""
+    """Half the width of the confidence interval of a mean of n >= 2 values with this sample std."""
     return student_quantile(n - 1, alpha) * std / math.sqrt(n)
 
 

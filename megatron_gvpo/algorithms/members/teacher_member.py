@@ -15,7 +15,7 @@ from megatron_gvpo.types import Group, Rollout
 
 
 class Teacher(Member):
-    """Responses of another model, or of whatever gives texts; scored by the run's rewards.
+    """Responses of another model, or of any function that gives texts, scored by the run's rewards.
 
     `function(groups, n, **options)` -> n texts for each group, a list of lists; it is called on one rank. It
     sees the prompts and the policy's own responses with their rewards, so it may continue or correct one. For

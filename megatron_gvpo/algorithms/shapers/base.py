@@ -54,7 +54,7 @@ def each(groups: Sequence[Group], reward: Callable[[Rollout], float]) -> list[Gr
 
 
 def value_of(rollout: Rollout, component: Component | None) -> float:
-    """A component of the reward, or all of it. Raises ValueError for one that there is not."""
+    """A component of the reward, or the whole reward for None. Raises ValueError for an unknown one."""
     if component is None:
         return rollout.reward
     if isinstance(component, int):

@@ -39,7 +39,7 @@ class Keep(Shaper):
 
 
 class Drop(Shaper):
-    """Without the groups that are `all_right` (NGRPO), `all_wrong` or both, `all_equal`."""
+    """Drop the groups whose responses are `all_right` (NGRPO), `all_wrong` or `all_equal`."""
 
     name: Literal["drop"] = "drop"
     which: Literal["all_right", "all_wrong", "all_equal"] = "all_equal"

@@ -1,4 +1,4 @@
-"""Shapers that compare responses with each other by a function of the user's."""
+"""Shapers that compare responses with each other by a user's function."""
 
 from __future__ import annotations
 
@@ -107,5 +107,5 @@ def unigram_overlap(a: str, b: str) -> float:
 
 
 def shorter(prompt: Prompt, a: Rollout, b: Rollout) -> float:
-    """A judge that prefers brevity: for trying a recipe out, before a real one takes its place."""
+    """A judge that prefers the shorter response, as a stand-in while a recipe is tried out."""
     return 0.5 if len(a.token_ids) == len(b.token_ids) else float(len(a.token_ids) < len(b.token_ids))

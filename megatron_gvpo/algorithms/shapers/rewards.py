@@ -18,7 +18,7 @@ from megatron_gvpo.types import Group, Rollout
 class Affine(Shaper):
     """r' = scale r + shift: [0, 1] for BNPO; lambda and -1 of W-REINFORCE are scale 1 + lambda, shift -1.
 
-    What was expected of the prompt (`algorithm.prior`) changes alike.
+    The expected reward of the prompt (`algorithm.prior`) changes in the same way.
     """
 
     name: Literal["affine"] = "affine"
@@ -38,8 +38,8 @@ class Affine(Shaper):
 class Unlikeliness(Shaper):
     """r' = r (1 - beta rank / k), rank 0 the least likely of the group (arXiv 2506.02355).
 
-    The likelihood is the mean log-prob a token by the engine that sampled. So among right answers those
-    count more that the policy would seldom give.
+    The likelihood is the mean log-prob a token by the engine that sampled. So right answers
+    that the policy would seldom give count more.
     """
 
     name: Literal["unlikeliness"] = "unlikeliness"
