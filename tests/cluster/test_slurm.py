@@ -175,6 +175,7 @@ def test_a_rank_that_fails_ends_the_job_in_seconds_and_is_named(
         assert "Traceback" in end and "RuntimeError: an error of rank 1 alone" in end
 
 
+@pytest.mark.proof
 def test_names_with_spaces_and_an_environment_of_its_own(slurm: Slurm, task: Path, tmp_path: Path):
     """Python, configuration, output and options have spaces in them. Only part of the environment is passed
     on, it belongs to another job, and nodes have names that other nodes do not know.

@@ -223,7 +223,7 @@ def _failing(owner: Any, name: str, call: int = 1) -> Any:
     return unittest.mock.patch.object(owner, name, fail)
 
 
-# What is replaced by a function that fails, and the rank on which.
+# Functions that are made to fail, and the rank on which.
 PARTS_OF_A_SAVE = [
     ("sharded_state_dict", 0),  # the model's
     ("sharded_state_dict", 1),

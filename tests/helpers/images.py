@@ -22,7 +22,7 @@ from real_parts import used
 
 ROOT = Path(__file__).parents[2]
 TOOLS = ("buildah", "mmdebstrap")
-# What Python's own modules link with; torch brings its libraries along.
+# Python's own modules link with these libraries; torch brings its own.
 LIBRARIES = ",".join(
     [
         "ca-certificates",

@@ -206,7 +206,7 @@ def test_an_update_is_that_of_torch_adamw(
         assert (probe.updated[name] - weight).abs().max() < 5e-3 * UPDATE["lr"], name
 
 
-# What the names of the steps promise holds only while plan() does what it did when they were written.
+# The steps' names are true only while plan() divides the rows as it did when they were written.
 
 
 def test_budgets_split_groups_or_keep_them_whole() -> None:

@@ -207,7 +207,7 @@ def test_a_mixture_of_experts_gets_its_weights(engine: str, task: Path, tmp_path
     assert_exported(tmp_path)
 
 
-@pytest.mark.parametrize("served", SGLANG_FIRST, indirect=True)
+@pytest.mark.proof  # test_relay.py has the two nodes without servers
 def test_a_server_of_another_node_has_the_weights_from_the_rank_beside_it(
     served: SharedServer, task: Path, tmp_path: Path
 ):

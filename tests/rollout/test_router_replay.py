@@ -72,7 +72,7 @@ class OwnChoice(Callback):
             self.again = servers.loop.run(servers.pool.generate(asked, trainer.config.rollout))
 
 
-# What lets an engine tell experts on a CPU (tests/NAME).
+# The plugin lets the engine report experts on a CPU (tests/helpers/PLUGIN).
 @pytest.mark.parametrize(
     ("engine", "plugin", "cached"),
     [
