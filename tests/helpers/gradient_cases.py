@@ -20,8 +20,8 @@ from torch import Tensor
 from megatron_gvpo.types import Routing, TrainBatch
 
 TOLERANCE = 1e-5  # of the largest entry of a parameter's gradient
-# Methods differ in normalisers and in splits over micro-batches and ranks, so all steps run on one rank and on
-# two data-parallel ones. The other layouts change only the model, and run the CORE.
+# Methods differ in normalisers and in splits over micro-batches and ranks, so all steps run on one rank and
+# on two data-parallel ones. The other layouts change only the model, and run the CORE.
 THOROUGH = [Layout(1), Layout(2)]
 OTHERS = [
     Layout(1, recompute="full"),
