@@ -17,7 +17,7 @@ import gradient_reference as reference
 import pytest
 import torch
 import transformers
-from checkpoint_worker import MOVES, PARTS_OF_A_LOAD, PARTS_OF_A_SAVE, Continuation
+from checkpoint_worker import MOVES, PARTS_OF_A_LOAD, PARTS_OF_A_SAVE, QUICK, Continuation
 from distributed import launch
 from gradient_cases import SPLIT, STEPS, sampled_for
 from gradient_worker import UPDATE, Case, Layout
@@ -39,12 +39,19 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+EVERY_MOVE = [(model, source, layout) for (model, source), to in MOVES.items() for layout in to]
+
+
 @pytest.fixture(scope="module")
-def found(place: Path) -> Path:
-    """Results of one launch, which runs the layouts that save and those that continue, by number of ranks."""
-    cases = {model: case_of(model, place) for model, _ in MOVES}
-    saves = [(source, source, cases[model]) for model, source in MOVES]
-    moves = [(layout, source, cases[model]) for (model, source), to in MOVES.items() for layout in to]
+def found(place: Path, request: pytest.FixtureRequest) -> Path:
+    """Results of one launch of the selected tests' layouts: first those that save, then the others."""
+    items = [item for item in request.session.items if item.path == request.path]
+    params = [item.callspec.params for item in items if hasattr(item, "callspec")]
+    wanted = {(p["model"], p["source"], p["layout"]) for p in params if "model" in p}
+    every = [move for move in EVERY_MOVE if move in wanted]
+    cases = {model: case_of(model, place) for model, _, _ in every}
+    saves = [(source, source, cases[model]) for model, source in dict.fromkeys(move[:2] for move in every)]
+    moves = [(layout, source, cases[model]) for model, source, layout in every]
     work = []
     for runs in (saves, moves):
         runs.sort(key=lambda run: run[0].ranks)
@@ -56,7 +63,7 @@ def found(place: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("model", "source", "layout"),
-    [(model, source, layout) for (model, source), to in MOVES.items() for layout in to],
+    [pytest.param(*move, marks=() if move in QUICK else pytest.mark.proof) for move in EVERY_MOVE],
     ids=lambda value: str(value),
 )
 def test_another_layout_goes_on_as_the_one_that_saved(

@@ -313,6 +313,7 @@ def init(**_):
 """
 
 
+@pytest.mark.proof  # test_slurm.py and test_failures.py have a rank that raises
 def test_a_rank_that_raises_ends_the_others(task, tmp_path):
     """Exit handlers of a library, here a stand-in for a logger, could otherwise wait for the other ranks."""
     (tmp_path / "wandb.py").write_text(FAILS)
@@ -334,6 +335,7 @@ def test_torchrun(task, tmp_path):
     used("torchrun")
 
 
+@pytest.mark.proof
 def test_wrong_data_on_two_ranks_is_said_once(task, tmp_path):
     (tmp_path / "bad.jsonl").write_text("{\n")
     given = [

@@ -32,6 +32,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.proof  # test_slurm_jobs runs the benchmark on no rank
 def test_points_say_where_the_time_goes_and_what_is_sent(measured: Path):
     points = json.loads(measured.read_text())["points"]
     assert [(p["ranks"], p["layout"]) for p in points] == [(1, ""), (2, "")]
@@ -49,6 +50,7 @@ def test_points_say_where_the_time_goes_and_what_is_sent(measured: Path):
     assert {("reduce_scatter", "dp"), ("all_gather", "dp")} <= data and not any("tp" in key for key in data)
 
 
+@pytest.mark.proof  # test_slurm_jobs runs the benchmark on no rank
 def test_a_slower_point_or_more_bytes_than_before_fail(measured: Path, tmp_path: Path):
     now = json.loads(measured.read_text())
     points = tmp_path / "points"

@@ -314,8 +314,11 @@ def in_make_test(layout: Layout, name: str) -> bool:
         return name in (CORE if layout in THOROUGH else FEW)
     if name.endswith(", replayed"):
         return layout in (Layout(1), *COMPUTED_AGAIN)
-    layouts = FAMILY_LAYOUTS[model]
-    return name == MODELS[model] and layout in (layouts[:3] if layouts is DENSE else layouts)
+    elsewhere = {*THOROUGH, *OTHERS}  # layouts that Qwen2 runs, and dense families
+    wanted = DENSE[:3] if model in ("qwen3", "llama3", "mistral") else []
+    if layout == Layout(1) or layout in wanted[: 3 if model == "qwen3" else 2]:
+        return name == MODELS[model]
+    return name == MODELS[model] and layout not in elsewhere and layout not in DENSE
 
 
 QUICK = [run for run in RUNS if in_make_test(*run)]

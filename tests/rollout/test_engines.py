@@ -188,7 +188,8 @@ def test_what_arrives_is_what_was_exported_byte_for_byte(
     assert_exported(tmp_path)
 
 
-@pytest.mark.parametrize("engine", SGLANG_FIRST)
+@pytest.mark.proof
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_server_of_two_ranks_gets_its_shards(engine: str, task: Path, tmp_path: Path):
     """The same holds for a tensor-parallel server with both ranks in the group."""
     with running(engine, task, tmp_path, "rollout.servers.tp=2") as supervisor:

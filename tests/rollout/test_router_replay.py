@@ -76,7 +76,7 @@ class OwnChoice(Callback):
 @pytest.mark.parametrize(
     ("engine", "plugin", "cached"),
     [
-        ("sglang", "pinning_on_cpu", False),
+        pytest.param("sglang", "pinning_on_cpu", False, marks=pytest.mark.proof),
         pytest.param("sglang", "pinning_on_cpu", True, marks=pytest.mark.proof),
         ("vllm", "triton_on_cpu", True),
     ],
