@@ -10,16 +10,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from megatron_gvpo.groups import Group as Group
 from megatron_gvpo.groups import Prompt as Prompt
 from megatron_gvpo.groups import Rollout as Rollout
 from megatron_gvpo.groups import Routing as Routing
 from megatron_gvpo.groups import Scored as Scored
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _DERIVED = (
     "length_n",
@@ -145,7 +147,7 @@ class TrainBatch:
         """The same batch with its tensor columns on `device`; token ids stay on the host."""
         columns: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         moved: dict[str, Any] = {
-            name: on_device(value, device) if isinstance(value, Tensor) else value
+            name: on_device(value, device) if isinstance(value, torch.Tensor) else value
             for name, value in columns.items()
         }
         moved["component_n"] = {key: on_device(value, device) for key, value in self.component_n.items()}

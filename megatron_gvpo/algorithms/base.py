@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, Self, runtime_checkable
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
-from torch import Tensor
 
 from megatron_gvpo.types import BatchTotals, LossInputs, TrainBatch
 
-Metrics = dict[str, Tensor]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+type Metrics = dict[str, Tensor]
 # A component of the reward, by its name or its number; by convention 0 is the verifier's.
 Component = str | NonNegativeInt
 

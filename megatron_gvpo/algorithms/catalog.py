@@ -14,9 +14,7 @@ import yaml
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from megatron_gvpo.algorithms import config as blocks
 from megatron_gvpo.algorithms.base import Block
-from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.algorithms.recipe import read_recipe, recipe_names
 
 PROVENANCE = {
@@ -25,18 +23,6 @@ PROVENANCE = {
     "second-hand": "from notes and implementations of others; the shape is reliable, constants may not be",
     "textbook": "common knowledge of the cited paper",
     "inspired by": "only an abstract was known",
-}
-PLACES: dict[str, Any] = {  # of a method's blocks: key in `algorithm`, and what may stand there
-    "prompts": blocks.AnyPrompts,
-    "allocation": blocks.AnyAllocation,
-    "tracker": blocks.Tracker,
-    "prior": blocks.AnyPrior,
-    "members": blocks.AnyMember,
-    "shapers": blocks.AnyShaper,
-    "batch_policy": blocks.AnyBatchPolicy,
-    "estimator": blocks.AnyEstimator,
-    "critic": blocks.Critic,
-    "loss": blocks.AnyLoss,
 }
 
 
@@ -59,6 +45,8 @@ def as_json() -> str:
 
 def show(name: str) -> str:
     """A recipe's composition with every effective value, as YAML. Raises ValueError for an unknown one."""
+    from megatron_gvpo.algorithms.config import AlgorithmConfig  # every block: the list needs none
+
     _, about = read_recipe(name)
     values = _name_first(AlgorithmConfig.model_validate(name).model_dump(mode="json"))
     lines = [about.title, f"{about.paper}; {PROVENANCE[about.provenance]}", about.summary]
@@ -90,10 +78,28 @@ def markdown() -> str:
         )
     parts.append("\n".join(f"- *{name}*: {meaning}" for name, meaning in PROVENANCE.items()))
     parts.append("## The blocks")
-    for place, annotation in PLACES.items():
+    for place, annotation in _places().items():
         parts.append(f"### `algorithm.{place}`")
         parts += [_block(block) for block in _blocks(annotation)]
     return "\n\n".join(parts) + "\n"
+
+
+def _places() -> dict[str, Any]:
+    """The keys of `algorithm` that hold blocks, each with the annotation that names its blocks."""
+    from megatron_gvpo.algorithms import config as blocks
+
+    return {
+        "prompts": blocks.AnyPrompts,
+        "allocation": blocks.AnyAllocation,
+        "tracker": blocks.Tracker,
+        "prior": blocks.AnyPrior,
+        "members": blocks.AnyMember,
+        "shapers": blocks.AnyShaper,
+        "batch_policy": blocks.AnyBatchPolicy,
+        "estimator": blocks.AnyEstimator,
+        "critic": blocks.Critic,
+        "loss": blocks.AnyLoss,
+    }
 
 
 def _blocks(annotation: Any) -> Iterator[type[Block]]:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
+import torch
 from pydantic import Field, model_validator
-from torch import Tensor
 
 from megatron_gvpo.algorithms.base import STEP_START, Advantage, Loss, Metrics, Reference, References
 from megatron_gvpo.algorithms.members.base import Member, Sampling
 from megatron_gvpo.algorithms.shapers.base import Shaper, rewarded
 from megatron_gvpo.runtime.user_functions import check_call, load_function
 from megatron_gvpo.types import Group, LossInputs, TrainBatch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class CustomLoss(Loss):
@@ -51,7 +54,7 @@ class CustomLoss(Loss):
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, Metrics]:
         result = load_function(self.function)(inputs, **self.options)
         share, metrics = result if isinstance(result, tuple) else (result, {})
-        if not isinstance(share, Tensor) or share.shape != () or not share.is_floating_point():
+        if not isinstance(share, torch.Tensor) or share.shape != () or not share.is_floating_point():
             raise ValueError(
                 f"loss.function={self.function}: expected a scalar tensor, it returned {_shown(share)}"
             )
@@ -85,7 +88,7 @@ class CustomEstimator(Advantage):
 
     def __call__(self, rows: TrainBatch) -> tuple[Tensor, Metrics]:
         value = load_function(self.function)(rows, **self.options)
-        if not isinstance(value, Tensor) or value.shape != (len(rows),):
+        if not isinstance(value, torch.Tensor) or value.shape != (len(rows),):
             raise ValueError(
                 f"estimator.function={self.function}: expected a tensor of shape ({len(rows)},), one "
                 f"advantage a response; it returned {_shown(value)}"
@@ -153,4 +156,4 @@ class CustomShaper(Shaper):
 
 
 def _shown(value: Any) -> str:
-    return f"one of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    return f"one of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__

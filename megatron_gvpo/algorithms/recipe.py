@@ -14,6 +14,7 @@ from pydantic import AliasChoices, Field
 from megatron_gvpo.algorithms.base import Block
 
 RECIPES = Path(__file__).parent / "recipes"
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where PyYAML was built with it
 
 
 class About(Block):
@@ -46,7 +47,7 @@ def read_recipe(name: str) -> tuple[dict[str, Any], About]:
         near = difflib.get_close_matches(name.lower(), recipe_names(), 1, 0.5)
         hint = f"did you mean {near[0]!r}?" if near else "`megatron-gvpo recipes` lists them"
         raise ValueError(f"there is no recipe {name!r}; {hint}")
-    blocks: dict[str, Any] = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
+    blocks: dict[str, Any] = yaml.load((RECIPES / f"{name}.yaml").read_text(), _LOADER)
     about = About(**blocks.pop("about"))
     if base := blocks.pop("based_on", None):
         blocks = merge(read_recipe(base)[0], blocks)

@@ -1,13 +1,16 @@
 """`megatron-gvpo doctor`: what this machine has, what will be used, what is missing and how to get it.
 
-Packages are read from their metadata, never imported, save torch: only it knows whether CUDA works.
+Packages are read from their metadata and never imported, but for torch where there is a GPU: only torch knows
+whether it can use it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import platform
+import runpy
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -80,24 +83,46 @@ def main(as_json: bool = False) -> int:
 
 
 def report() -> Report:
-    torch, gpus = probe_torch(), list_gpus()
+    gpus = list_gpus()
+    torch = probe_torch(bool(gpus) or any(Path("/dev").glob("nvidia[0-9]*")))
     packages = [examine(component, torch.cuda_available) for component in COMPONENTS]
     problems, warnings = list(_problems(packages, torch)), list(_warnings(packages, torch, gpus))
     return Report(_machine(torch), gpus, packages, planned_use(packages, torch), problems, warnings)
 
 
-def probe_torch() -> Torch:
+def probe_torch(gpus: bool) -> Torch:
+    """Ask torch what it can use. Without a GPU, importing it (seconds) would answer no further question."""
     try:
+        if not gpus:
+            return _torch_on_disk()
         import torch
+
+        available = torch.cuda.is_available()
+        return Torch(
+            cuda_available=available,
+            cuda=torch.version.cuda,
+            nccl=".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else None,
+            capability=torch.cuda.get_device_capability() if available else None,
+        )
     except Exception as error:  # a broken installation fails in many ways
         return Torch(error=f"{type(error).__name__}: {error}")
-    available = torch.cuda.is_available()
-    return Torch(
-        cuda_available=available,
-        cuda=torch.version.cuda,
-        nccl=".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else None,
-        capability=torch.cuda.get_device_capability() if available else None,
-    )
+
+
+def _torch_on_disk() -> Torch:
+    """Read the release that torch was built for, and load its libraries without its Python modules.
+
+    Raises ModuleNotFoundError if torch is missing, OSError if one of its libraries cannot be loaded.
+    """
+    spec = util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError("No module named 'torch'")
+    package = Path(spec.origin).parent
+    built = runpy.run_path(str(package / "version.py"))
+    for library in ("libtorch_global_deps.so", "libtorch_python.so"):
+        ctypes.CDLL(str(package / "lib" / library), mode=ctypes.RTLD_GLOBAL)
+    cuda = built["cuda"]
+    nccl = find_version(f"nvidia-nccl-cu{cuda.partition('.')[0]}") if cuda else None
+    return Torch(cuda=cuda, nccl=nccl)
 
 
 def examine(component: Component, on_gpu: bool) -> Package:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch import Tensor
 
 from megatron_gvpo.algorithms.base import Advantage, Component, Metrics
 from megatron_gvpo.types import TrainBatch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LARGEST = 1e6  # weight, as in the paper's code
 

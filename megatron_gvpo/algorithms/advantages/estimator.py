@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
-from torch import Tensor
 
 from megatron_gvpo.algorithms.base import Advantage, Metrics
 from megatron_gvpo.types import TrainBatch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Estimator(Advantage):

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from pydantic import Field, NonNegativeInt
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from megatron_gvpo.algorithms.base import STEP_START, Advantage, Block, Metrics, Reference, References
 from megatron_gvpo.types import BatchTotals, TrainBatch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class GAE(Advantage):
@@ -94,7 +95,7 @@ def gae(reward_r: Tensor, value_r: Tensor, lengths: Sequence[int], gamma: float,
     next_value_r = value_r.roll(-1)
     next_value_r[last_n] = 0.0
     delta_r = reward_r + gamma * next_value_r - value_r
-    sum_nt = pad_sequence(list(delta_r.split(list(lengths))), batch_first=True)
+    sum_nt = torch.nn.utils.rnn.pad_sequence(list(delta_r.split(list(lengths))), batch_first=True)
     for t in range(sum_nt.shape[1] - 2, -1, -1):
         sum_nt[:, t] += gamma * lam * sum_nt[:, t + 1]
     inside_nt = torch.arange(sum_nt.shape[1]) < torch.tensor(lengths)[:, None]

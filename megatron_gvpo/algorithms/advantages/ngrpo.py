@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, PositiveInt
-from torch import Tensor
 
 from megatron_gvpo.algorithms.base import Advantage, Metrics
 from megatron_gvpo.types import TrainBatch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class VirtualEstimator(Advantage):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor
 
 from megatron_gvpo.algorithms.advantages.estimator import component, normalised
 from megatron_gvpo.algorithms.base import Advantage, Component, Metrics
 from megatron_gvpo.types import TrainBatch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class StratifiedEstimator(Advantage):

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor
 
 from megatron_gvpo.algorithms.advantages.estimator import group_std, rewards_differ
 from megatron_gvpo.algorithms.advantages.mc_grpo import members_of_groups
 from megatron_gvpo.algorithms.base import Advantage, Metrics
 from megatron_gvpo.types import TrainBatch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class PrefixTreeEstimator(Advantage):

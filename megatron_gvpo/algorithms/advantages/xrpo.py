@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
-from torch import Tensor
 
 from megatron_gvpo.algorithms.advantages.estimator import normalised
 from megatron_gvpo.algorithms.base import Advantage, Metrics
 from megatron_gvpo.types import TrainBatch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class NoveltyEstimator(Advantage):

@@ -6,13 +6,15 @@ split over micro-batches and ranks add up to the same loss (design law 2).
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import PositiveInt, model_validator
-from torch import Tensor
 
 from megatron_gvpo.algorithms.base import Block
 from megatron_gvpo.types import BatchTotals, TrainBatch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 GroupNorm = Literal["k-1", "sum", "k"]
 

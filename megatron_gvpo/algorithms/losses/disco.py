@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor
 
 from megatron_gvpo.algorithms.base import STEP_START, Loss, Metrics, References
 from megatron_gvpo.types import LossInputs, TrainBatch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class DisCO(Loss):

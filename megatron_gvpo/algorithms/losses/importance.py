@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
-from torch import Tensor
 
 from megatron_gvpo.algorithms.base import Block, Metrics
 from megatron_gvpo.types import BatchTotals, TrainBatch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class TruncatedImportance(Block):

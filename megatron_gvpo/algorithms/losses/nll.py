@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
-
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from megatron_gvpo.algorithms.base import Loss, Metrics
 from megatron_gvpo.algorithms.losses.aggregation import Aggregation
 from megatron_gvpo.types import LossInputs
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class NLL(Loss):

@@ -7,6 +7,7 @@ another, so that the long responses that are left alone at the end cost what the
 
 from __future__ import annotations
 
+import heapq
 import math
 import random
 from dataclasses import asdict, dataclass
@@ -166,20 +167,26 @@ def rollout_seconds(model: Architecture, gpu: Gpu, engines: int, tp: int, work: 
     reach = tp * gpu.flops(False) * (MIXTURE_FRACTION if model.moe_layers else 1.0)
     prefill = model.layer_flops(here / work.k * work.prompt_tokens, work.prompt_tokens / 2)
     step = DecodeStep(model, gpu, tp)
-    # A step of the simulation is the end of the shortest running response.
     elapsed = prefill / (reach * PREFILL_FRACTION)
-    running: list[tuple[float, float]] = []  # (tokens to go, tokens in the cache) of each response
+    # The simulation steps from the end of one response to the end of the next. `clock` counts the tokens that
+    # every running response has been given since the start.
+    clock = reserved = held = 0.0  # reserved: tokens in the cache when all that run have ended; held: now
+    ends: list[tuple[float, float]] = []  # a heap of (the clock at its end, its tokens) of what runs
     waiting = lengths
-    while waiting or running:
-        cached = sum(held + togo for togo, held in running)
-        while waiting and (cached + work.prompt_tokens + waiting[-1]) * per_token <= room:
-            togo = waiting.pop()
-            running.append((togo, float(work.prompt_tokens)))
-            cached += work.prompt_tokens + togo
-        stride = min(togo for togo, _ in running)
-        context = sum(held for _, held in running) + stride / 2 * len(running)
-        elapsed += stride * step.seconds(len(running), context)
-        running = [(togo - stride, held + stride) for togo, held in running if togo > stride]
+    while waiting or ends:
+        while waiting and (reserved + work.prompt_tokens + waiting[-1]) * per_token <= room:
+            length = waiting.pop()
+            heapq.heappush(ends, (clock + length, length))
+            reserved += work.prompt_tokens + length
+            held += work.prompt_tokens
+        stride = ends[0][0] - clock
+        elapsed += stride * step.seconds(len(ends), held + stride / 2 * len(ends))
+        held += stride * len(ends)
+        clock = ends[0][0]
+        while ends and ends[0][0] <= clock:
+            _, length = heapq.heappop(ends)
+            reserved -= work.prompt_tokens + length
+            held -= work.prompt_tokens + length
     return elapsed
 
 

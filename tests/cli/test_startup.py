@@ -1,0 +1,104 @@
+"""Commands load what they need and no more, and say what takes long. benchmarks/startup.py has the times."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# torch._C, because `import torch` alone loads nothing in a command (megatron_gvpo.runtime.deferred).
+HEAVY = (
+    "torch._C",
+    "transformers",
+    "megatron.core",
+    "pyarrow",
+    "math_verify",
+    "matplotlib",
+    "aiohttp",
+    "rich",
+)
+PLAN = "plan --model Qwen/Qwen2.5-7B --gpus 8 --gpu h800 --k 5 --prompts 64 --response-length 850 --json"
+
+
+def run(program: str, **options) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", program], text=True, timeout=300, **options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        ("--help", 0),
+        ("train --help", 0),
+        ("recipes", 0),
+        ("recipes --json", 0),
+        ("recipes show dapo", 0),
+        (PLAN, 0),
+        ("train none.yaml", 2),
+    ],
+)
+def test_a_command_that_needs_no_torch_loads_none(arguments: str, code: int) -> None:
+    program = (
+        f"import sys; from megatron_gvpo.cli import main\n"
+        f"try: code = main({arguments.split()!r})\n"
+        f"except SystemExit as end: code = end.code\n"
+        f"print(code, *(name for name in {HEAVY!r} if name in sys.modules), file=sys.stderr)"
+    )
+    done = run(program, capture_output=True)
+    assert done.stderr.splitlines()[-1] == str(code)
+
+
+def test_a_wrong_configuration_is_refused_before_torch_is_loaded(task: Path, tmp_path: Path) -> None:
+    for wrong in ("train.stepz=1", "parallel.tp=3", "data.eval.path=/dev/null/x"):
+        given = ["train", str(task / "run.yaml"), f"output_dir={tmp_path}/run", wrong, "--nproc=3"]
+        program = (
+            "import sys; import megatron_gvpo.runtime.launch as launch; from megatron_gvpo.cli import main\n"
+            "launch.launch = lambda *_: 0\n"
+            f"print(main({given!r}), 'torch._C' in sys.modules)"
+        )
+        done = run(program, capture_output=True)
+        assert done.stdout.split() == ["0" if "eval" in wrong else "2", "False"], done.stderr
+
+
+def test_deferred_torch_is_torch() -> None:
+    """Loaded by the first attribute, or by the first submodule; and what holds it already sees all of it."""
+    for use in ("held.zeros(2).sum().item() == 0", "__import__('torch.nn.functional') is held"):
+        program = (
+            "import sys; from megatron_gvpo.runtime.deferred import defer; defer('torch')\n"
+            "import torch as held; import torch\n"
+            "assert 'torch._C' not in sys.modules\n"
+            f"assert {use}\n"
+            "from torch import Tensor\n"
+            "assert held is torch is sys.modules['torch'] and isinstance(held.ones(1), Tensor)\n"
+        )
+        done = run(program, capture_output=True)
+        assert done.returncode == 0, done.stderr
+
+
+SLOW = "import time; from megatron_gvpo.cli.terminal import loading\nwith loading('a model'): time.sleep({})"
+
+
+@pytest.mark.parametrize(("seconds", "rank", "notice"), [(3, "0", True), (0, "0", False), (3, "1", False)])
+def test_a_terminal_is_told_what_takes_long(seconds: int, rank: str, notice: bool) -> None:
+    master, terminal = pty.openpty()
+    done = run(
+        SLOW.format(seconds),
+        stderr=terminal,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "RANK": rank},
+    )
+    os.write(terminal, b"end\n")
+    shown = ""
+    while "end" not in shown:  # a terminal gives a line at a time
+        shown += os.read(master, 1000).decode()
+    os.close(terminal)
+    os.close(master)
+    assert shown == ("loading a model ...\r\n" if notice else "") + "end\r\n" and not done.stdout
+
+
+def test_a_pipe_stays_silent() -> None:
+    done = run(SLOW.format(2), capture_output=True)
+    assert (done.stdout, done.stderr) == ("", "")
