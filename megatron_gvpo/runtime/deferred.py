@@ -1,4 +1,8 @@
-"""`import torch` that costs nothing until torch is used, for commands that may never use it."""
+"""`import torch` that costs nothing until torch is used, for commands that may never use it.
+
+The modules that a configuration imports keep to `import torch`, with `Tensor` under TYPE_CHECKING: `from torch
+import ...` is a use. tests/cli/test_startup.py finds the first that does not.
+"""
 
 from __future__ import annotations
 
