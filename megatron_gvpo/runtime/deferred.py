@@ -1,7 +1,7 @@
 """`import torch` that costs nothing until torch is used, for commands that may never use it.
 
-The modules that a configuration imports keep to `import torch`, with `Tensor` under TYPE_CHECKING: `from torch
-import ...` is a use. tests/cli/test_startup.py finds the first that does not.
+`from torch import Tensor` is a use, so the modules that a configuration imports have it under TYPE_CHECKING.
+tests/cli/test_startup.py fails if one forgets.
 """
 
 from __future__ import annotations
