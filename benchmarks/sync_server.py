@@ -44,12 +44,12 @@ def served(
     supervisor = start_servers(config, None, lambda message: print(message, file=sys.stderr))
     session = loop.run(open_session())
     server = DIALECTS[engine](Http(session, supervisor.processes[0].url))
-    fleet = ServerPool([server], config.rollout.servers, (1,), print, supervisor)
+    pool = ServerPool([server], config.rollout.servers, (1,), print, supervisor)
     try:
-        loop.run(fleet.start())
-        yield loop, fleet, config, supervisor.processes[0].pid or 0
+        loop.run(pool.start())
+        yield loop, pool, config, supervisor.processes[0].pid or 0
     finally:
-        loop.run(fleet.stop())
+        loop.run(pool.stop())
         supervisor.close()
         loop.run(session.close())
         loop.close()

@@ -125,12 +125,12 @@ def measure_model(
         yield measure("none", "in-process", push_in_process, weights, plain, args)
         del target
     for name in args.engines:
-        with served(name, directory, args) as (loop, fleet, config, pid):
+        with served(name, directory, args) as (loop, pool, config, pid):
             for transport in [t for t in args.transports if t != "in-process"]:
                 if transport in ("broadcast", "delta") and args.device == "cuda" and not two_gpus():
                     print(f"{transport} is left out: NCCL needs a second GPU", file=sys.stderr)
                     continue
-                pushing = Pushing(transport, loop, fleet, config, weights, pid, args)
+                pushing = Pushing(transport, loop, pool, config, weights, pid, args)
                 try:
                     yield measure(name, transport, pushing, weights, plain, args)
                 finally:
@@ -180,7 +180,7 @@ class Pushing:
         self,
         transport: str,
         loop: BackgroundLoop,
-        fleet: ServerPool,
+        pool: ServerPool,
         config: Config,
         weights: Weights,
         pid: int,
@@ -198,9 +198,9 @@ class Pushing:
         else:
             kind = Delta if transport == "delta" else Broadcast
             self._timed = Timed(kind(receiver, "127.0.0.1", backend, TIMEOUT))
-        self._fleet, self._weights, self._pid = fleet, weights, pid
+        self._pool, self._weights, self._pid = pool, weights, pid
         self._publisher = Publisher(
-            fleet,
+            pool,
             loop,
             self._timed,
             config.rollout.weights,
@@ -220,7 +220,7 @@ class Pushing:
         self._publisher.attempt(self._weights.items(), version)
         seconds = time.perf_counter() - begin
         own, cpu = time.process_time() - own, cpu_seconds(self._pid) - cpu
-        assert self._fleet.members[0].has(version), "the push failed"
+        assert self._pool.handles[0].has(version), "the push failed"
         metrics = self._publisher.metrics
         spent = {"bytes": metrics["sync/bytes"], "trainer_cpu_s": own, "server_cpu_s": cpu}
         if "sync/wire_s" in metrics:
@@ -229,7 +229,7 @@ class Pushing:
 
     def close(self) -> None:
         self._publisher.close()
-        self._fleet.members[0].regroup = True
+        self._pool.handles[0].regroup = True
 
 
 class Timed:
@@ -256,8 +256,8 @@ class Timed:
     def metrics(self) -> dict[str, float]:
         return self._transport.metrics
 
-    async def begin(self, members: Any, version: int) -> None:
-        await self._clocked("begin", self._transport.begin(members, version))
+    async def begin(self, handles: Any, version: int) -> None:
+        await self._clocked("begin", self._transport.begin(handles, version))
         self._begun = time.perf_counter()
 
     async def send(self, bucket: Bucket) -> int:

@@ -10,7 +10,7 @@ import torch
 from pydantic import Field, model_validator
 
 from megatron_gvpo.algorithms.base import STEP_START, Advantage, Loss, Metrics, Reference, References
-from megatron_gvpo.algorithms.members.base import Member, Sampling
+from megatron_gvpo.algorithms.members.base import Member, MemberContext
 from megatron_gvpo.algorithms.shapers.base import Shaper, rewarded
 from megatron_gvpo.runtime.user_functions import check_call, load_function
 from megatron_gvpo.types import Group, LossInputs, TrainBatch
@@ -99,7 +99,7 @@ class CustomEstimator(Advantage):
 class CustomMember(Member):
     """`function(groups, sampling, **options)` -> the groups, with the responses that join them.
 
-    `sampling.ask(prompts, n)` asks the engine for n scored responses to each prompt; `Sampling` in
+    `sampling.ask(prompts, n)` asks the engine for n scored responses to each prompt; `MemberContext` in
     algorithms/members/base.py lists the rest. Every rank calls the function with the same groups, and it must
     make the same calls and give the same groups on each.
     """
@@ -113,8 +113,8 @@ class CustomMember(Member):
         check_call(load_function(self.function), "f(groups, sampling, **options)", 2, self.options)
         return self
 
-    def __call__(self, groups: Sequence[Group], sampling: Sampling) -> list[Group]:
-        joined = load_function(self.function)(groups, sampling, **self.options)
+    def __call__(self, groups: Sequence[Group], context: MemberContext) -> list[Group]:
+        joined = load_function(self.function)(groups, context, **self.options)
         if not isinstance(joined, Sequence) or not all(isinstance(g, Group) and g.rollouts for g in joined):
             raise ValueError(
                 f"member function={self.function}: expected a list of groups with one response or more each; "

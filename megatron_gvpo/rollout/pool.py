@@ -1,8 +1,8 @@
-"""The servers that a run samples from: who may take requests, who gets which, what happens when one is lost.
+"""The pool of a run's servers: it balances requests over them, and survives the loss of any of them.
 
 A server is `ready` (healthy, with the current weights), `pending` (healthy, without them) or `lost`. Only a
-ready one gets requests. Whatever comes back after a failure is pending until the trainer has pushed the
-weights to it, even if it never restarted: nothing is ever sampled from weights that the trainer does not
+ready server gets requests. A server that comes back after a failure is pending until the trainer has pushed
+the weights to it, even if it never restarted: no response is sampled from weights that the trainer does not
 know.
 
 Everything here runs in one asyncio loop.
@@ -26,29 +26,29 @@ from megatron_gvpo.rollout.routed_experts import Routers
 from megatron_gvpo.rollout.server import MemoryPart, Sample, Server
 from megatron_gvpo.rollout.supervise import Supervisor
 
-CONTROL = 30.0  # seconds for a control request, such as aborting
-POLL = 1.0  # seconds between looks at a server's health
-ATTEMPTS = 5  # servers that one request may cost, before it is taken for the cause
+CONTROL = 30.0  # seconds for a control request, such as to abort
+POLL = 1.0  # seconds between two checks of a server's health
+ATTEMPTS = 5  # a request that fails on so many servers is taken for the cause
 
 
 @dataclass
-class Member:
-    """One server and what the fleet knows of it."""
+class ServerHandle:
+    """One server and what the pool knows of it."""
 
     server: Server
     state: Literal["ready", "pending", "lost"] = "lost"
     why: str = "not seen yet"
-    since: float = field(default_factory=time.monotonic)  # of the state
+    since: float = field(default_factory=time.monotonic)  # when the state began
     version: int = -1  # of the weights it was last given
     outstanding: int = 0  # tokens that it was asked for and has not given
     calls: set[asyncio.Task[Sample]] = field(default_factory=set)
-    in_push: bool = False  # weights are under way to it: it may be slow to answer
-    regroup: bool = True  # it is in no process group of ours, such as after a restart
-    lent: tuple[MemoryPart, ...] = ()  # what a colocated trainer has of its memory
-    lent_at: str = ""  # the version of its weights then: after a restart it is another
+    in_push: bool = False  # it is receiving weights, and may be slow to answer
+    regroup: bool = True  # it is in no process group with the trainer, for example after a restart
+    offloaded: tuple[MemoryPart, ...] = ()  # parts of its memory that a colocated trainer has
+    offloaded_at: str = ""  # its weight version then; after a restart the server has another
 
     def has(self, version: int) -> bool:
-        """Whether it serves the weights of this version."""
+        """True if it serves the weights of this version."""
         return self.state == "ready" and self.version == version
 
     def become(self, state: Literal["ready", "pending", "lost"], why: str = "") -> None:
@@ -62,7 +62,7 @@ class _Asked:
     """A request, and the server that holds its prompt in its cache."""
 
     request: Request
-    home: Member | None = None
+    home: ServerHandle | None = None
 
 
 class ServerPool:
@@ -77,23 +77,23 @@ class ServerPool:
         supervisor: Supervisor | None = None,
         routers: Routers | None = None,
     ) -> None:
-        self.members = [Member(server) for server in servers]
+        self.handles = [ServerHandle(server) for server in servers]
         self._settings, self._stop_ids, self._report = settings, tuple(stop_ids), report
         self._supervisor, self._routers = supervisor, routers
-        self._changed = asyncio.Event()  # some member's state did
+        self._changed = asyncio.Event()  # set when a server's state changes
         self._connections = asyncio.Semaphore(spare_connections())  # of requests
         self._monitors: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Wait until all servers are healthy. Raises RolloutError after `start_timeout`."""
-        self._monitors = [asyncio.create_task(self._watch(member)) for member in self.members]
+        self._monitors = [asyncio.create_task(self._watch(handle)) for handle in self.handles]
         deadline = time.monotonic() + self._settings.start_timeout
-        while lost := [m for m in self.members if m.state == "lost"]:
+        while lost := [h for h in self.handles if h.state == "lost"]:
             if self._supervisor is not None and self._supervisor.failed:
                 raise RolloutError(self._supervisor.failed)
             if time.monotonic() > deadline:
                 raise RolloutError(
-                    f"{len(lost)} of {len(self.members)} rollout servers were not healthy after "
+                    f"{len(lost)} of {len(self.handles)} rollout servers were not healthy after "
                     f"rollout.servers.start_timeout={self._settings.start_timeout:g} s: "
                     f"{self._describe(lost)}"
                 )
@@ -106,15 +106,15 @@ class ServerPool:
 
     @property
     def wants_weights(self) -> bool:
-        """Whether a healthy server waits for the current weights."""
-        return any(m.state == "pending" for m in self.members)
+        """True if a healthy server waits for the current weights."""
+        return any(h.state == "pending" for h in self.handles)
 
     async def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Rollout]]:
         """`n` rollouts for each request, in request order, all complete.
 
-        The samples of a request go to one server, so that they share the prompt's cache; a lost server's
-        go elsewhere from their beginning. Waits while no server is ready. Raises RolloutError when a
-        request is refused or has cost too many servers.
+        The samples of a request go to one server, where they share the prompt's cache. Those of a lost server
+        start again on another. It waits while no server is ready. Raises RolloutError when a server refuses a
+        request, or a request has failed on too many servers.
         """
         try:
             async with asyncio.TaskGroup() as group:
@@ -126,113 +126,113 @@ class ServerPool:
             raise errors.exceptions[0] from None
         return [[task.result() for task in row] for row in tasks]
 
-    async def take_out(self, version: int, *, abort: bool) -> list[Member]:
-        """The healthy members that lack the weights of `version`, with nothing in flight: to be given them.
+    async def take_out(self, version: int, *, abort: bool) -> list[ServerHandle]:
+        """Free the healthy servers that lack the weights of `version` of requests, and return them.
 
-        They get no requests until they are admitted. `abort` stops what is under way there, to be continued
-        elsewhere or later; otherwise it is finished first. Members that have the version go on serving.
+        They get no requests until `admit`. With `abort` their responses stop, to continue elsewhere or later;
+        otherwise they finish first. Servers that have the version go on serving.
         """
-        targets = [m for m in self.members if m.state != "lost" and not m.has(version)]
-        for member in targets:
-            self.retire(member, f"waits for weights {version}")
+        targets = [h for h in self.handles if h.state != "lost" and not h.has(version)]
+        for handle in targets:
+            self.retire(handle, f"waits for weights {version}")
         async with asyncio.TaskGroup() as group:
-            for member in targets:
-                group.create_task(self._drain(member, abort))
-        targets = [m for m in targets if m.state != "lost"]
-        for member in targets:
-            member.in_push = True
+            for handle in targets:
+                group.create_task(self._drain(handle, abort))
+        targets = [h for h in targets if h.state != "lost"]
+        for handle in targets:
+            handle.in_push = True
         return targets
 
-    async def rest(self) -> None:
-        """All healthy members give their memory to a colocated trainer; they want the weights again then."""
+    async def sleep(self) -> None:
+        """All healthy servers give their memory to a colocated trainer, and lose their weights."""
         await self._hold()
         async with asyncio.TaskGroup() as group:
-            for member in self.members:
-                if member.state != "lost":
-                    group.create_task(self._lend(member))
-        await self._hold()  # who would not give it keeps it no longer than its process
+            for handle in self.handles:
+                if handle.state != "lost":
+                    group.create_task(self._offload(handle))
+        await self._hold()  # this ends a server that did not give its memory, and so frees it
 
     async def _hold(self) -> None:
-        """Nothing starts from now on, and the lost ones' processes end."""
+        """End the processes of lost servers, and start none until `wake`."""
         if self._supervisor is not None:
-            lost = [m.server.url for m in self.members if m.state == "lost"]
+            lost = [h.server.url for h in self.handles if h.state == "lost"]
             await asyncio.to_thread(self._supervisor.hold, lost)
 
-    async def _lend(self, member: Member) -> None:
-        self.retire(member, "rests while the trainer trains")
-        await self._drain(member, abort=True)
-        server = member.server
-        if len(member.lent) == 1:  # a push did not come to its end
-            self.replace(member, "it has a part of its memory, which it cannot give again")
+    async def _offload(self, handle: ServerHandle) -> None:
+        self.retire(handle, "rests while the trainer trains")
+        await self._drain(handle, abort=True)
+        server = handle.server
+        if len(handle.offloaded) == 1:  # the push that gave it back a part failed
+            self.replace(handle, "it has a part of its memory, which it cannot give again")
             return
         try:
-            if not member.lent:
+            if not handle.offloaded:
                 await server.pause(CONTROL)
-                member.lent_at = await server.weight_version(CONTROL)
-                await server.release_memory(CONTROL)
-                member.lent = ("weights", "cache")
+                handle.offloaded_at = await server.weight_version(CONTROL)
+                await server.offload_memory(CONTROL)
+                handle.offloaded = ("weights", "cache")
         except (ServerGone, ServerRefused) as error:
-            self.replace(member, str(error))
+            self.replace(handle, str(error))
 
     def wake(self) -> None:
-        """The trainer has made room: servers that ended in the meantime may start."""
+        """Let servers that ended in the meantime start: the trainer has released its memory."""
         if self._supervisor is not None:
             self._supervisor.go_on()
 
-    async def reclaim(self, member: Member, part: MemoryPart) -> None:
-        """The member takes `part` of its memory back, if it gave it. Raises ServerGone, ServerRefused."""
-        if len(member.lent) == 2 and await member.server.weight_version(CONTROL) != member.lent_at:
-            member.lent = ()  # it has restarted, with memory of its own
-        if part in member.lent:
-            member.lent = tuple(p for p in member.lent if p != part)
-            await member.server.reclaim_memory(part, CONTROL)
+    async def onload(self, handle: ServerHandle, part: MemoryPart) -> None:
+        """The server takes `part` of its memory back from the trainer. Raises ServerGone, ServerRefused."""
+        if len(handle.offloaded) == 2 and await handle.server.weight_version(CONTROL) != handle.offloaded_at:
+            handle.offloaded = ()  # it has restarted, with memory of its own
+        if part in handle.offloaded:
+            handle.offloaded = tuple(p for p in handle.offloaded if p != part)
+            await handle.server.onload_memory(part, CONTROL)
 
-    async def _drain(self, member: Member, abort: bool) -> None:
-        while member.calls and member.state != "lost":
+    async def _drain(self, handle: ServerHandle, abort: bool) -> None:
+        while handle.calls and handle.state != "lost":
             if abort:  # again and again: a request may still be on its way to the server
                 try:
-                    await member.server.abort(CONTROL)
+                    await handle.server.abort(CONTROL)
                 except (ServerGone, ServerRefused) as error:
-                    self.lose(member, str(error))
-            if member.calls:
-                await asyncio.wait(member.calls, timeout=0.2 if abort else POLL)
+                    self.lose(handle, str(error))
+            if handle.calls:
+                await asyncio.wait(handle.calls, timeout=0.2 if abort else POLL)
 
-    def lose(self, member: Member, why: str) -> None:
+    def lose(self, handle: ServerHandle, why: str) -> None:
         """Count a server as lost: its requests go elsewhere, and it gets no more until it has new weights."""
-        if member.state != "lost":
-            self._report(f"rollout server {member.server.url} is lost: {why}")
-        member.become("lost", why)
-        member.regroup, member.version, member.in_push = True, -1, False
-        for call in member.calls:
+        if handle.state != "lost":
+            self._report(f"rollout server {handle.server.url} is lost: {why}")
+        handle.become("lost", why)
+        handle.regroup, handle.version, handle.in_push = True, -1, False
+        for call in handle.calls:
             call.cancel()
         self._changed.set()
 
-    def admit(self, member: Member, version: int) -> None:
-        """The server has the weights of `version`, whole and alone; unless it was lost in the meantime."""
-        if member.state == "lost":
+    def admit(self, handle: ServerHandle, version: int) -> None:
+        """Let a server serve: it has all weights of `version`. No effect if it was lost in the meantime."""
+        if handle.state == "lost":
             return
-        member.version, member.in_push = version, False
-        member.become("ready")
+        handle.version, handle.in_push = version, False
+        handle.become("ready")
         self._changed.set()
 
-    def retire(self, member: Member, why: str) -> None:
-        """The server's weights are not current, or not whole: it gets no more requests."""
-        member.become("pending", why)
+    def retire(self, handle: ServerHandle, why: str) -> None:
+        """Give a server no more requests: its weights are not current, or not complete."""
+        handle.become("pending", why)
         self._changed.set()
 
-    def replace(self, member: Member, why: str) -> None:
-        """Lose a server that answers but cannot be used; one of our own is started anew."""
-        self.lose(member, why)
+    def replace(self, handle: ServerHandle, why: str) -> None:
+        """Count a server that answers but cannot be used as lost, and restart it if this run started it."""
+        self.lose(handle, why)
         if self._supervisor is not None:
-            self._supervisor.restart(member.server.url)
+            self._supervisor.restart(handle.server.url)
 
     def hopeless(self) -> str | None:
-        """Why no server will come back, once that is so."""
+        """The reason why no server will come back; None while one may."""
         limit = self._settings.start_timeout
-        gone = [m for m in self.members if m.state == "lost" and time.monotonic() - m.since > limit]
+        gone = [h for h in self.handles if h.state == "lost" and time.monotonic() - h.since > limit]
         if self._supervisor is not None and self._supervisor.failed:
             return self._supervisor.failed
-        if len(gone) == len(self.members):
+        if len(gone) == len(self.handles):
             return (
                 f"all {len(gone)} rollout servers have been lost for more than "
                 f"rollout.servers.start_timeout={limit:g} s: {self._describe(gone)}"
@@ -247,12 +247,12 @@ class ServerPool:
         failures: list[str] = []
         while len(failures) < ATTEMPTS:
             async with self._connections:
-                member = await self._choose(asked)
-                version = member.version
-                answer = await self._ask(member, asked.request, index, token_ids, sampling)
+                handle = await self._choose(asked)
+                version = handle.version
+                answer = await self._ask(handle, asked.request, index, token_ids, sampling)
             if isinstance(answer, str):
                 failures.append(answer)
-                self.lose(member, answer)
+                self.lose(handle, answer)
                 continue
             if answer.token_ids:
                 start = spans.pop()[1] if spans and spans[-1][0] == version else len(token_ids)
@@ -263,17 +263,17 @@ class ServerPool:
             if not aborted or len(token_ids) >= sampling.max_tokens:
                 rollout = _rollout(token_ids, logprobs, "length" if aborted else answer.finish_reason, spans)
                 if sampling.wants_routing and not aborted:
-                    rollout.routing = self._routing(member, asked.request, rollout, answer)
+                    rollout.routing = self._routing(handle, asked.request, rollout, answer)
                 return rollout
         raise RolloutError(
             f"a prompt of {len(asked.request.prompt_ids)} tokens was lost with {ATTEMPTS} servers in turn; "
             f"at last: {failures[-1]}"
         )
 
-    def _routing(self, member: Member, request: Request, rollout: Rollout, last: Sample) -> Routing:
-        """The experts of a whole response, as its last answer has them. Raises RolloutError.
+    def _routing(self, handle: ServerHandle, request: Request, rollout: Rollout, last: Sample) -> Routing:
+        """The experts of a whole response, from its last answer. Raises RolloutError.
 
-        Where several weights sampled it, each began by computing all that was there: the last speaks for all.
+        Where several weight versions sampled it, the last one has recomputed all tokens before its own.
         """
         tokens = len(request.prompt_ids) + len(rollout.token_ids)
         try:
@@ -284,15 +284,15 @@ class ServerPool:
                 )
             return self._routers.pack(last.experts, tokens)
         except ValueError as error:
-            raise RolloutError(f"rollout server {member.server.url} answered with {error}") from None
+            raise RolloutError(f"rollout server {handle.server.url} answered with {error}") from None
 
     async def _ask(
-        self, member: Member, request: Request, index: int, given: list[int], sampling: SamplingConfig
+        self, handle: ServerHandle, request: Request, index: int, given: list[int], sampling: SamplingConfig
     ) -> Sample | str:
-        """What comes after the tokens `given`, or why nothing came. Raises RolloutError for a refusal."""
+        """The sample that continues the tokens `given`, or the failure. Raises RolloutError for a refusal."""
         room = sampling.max_tokens - len(given)
         call = asyncio.create_task(
-            member.server.sample(
+            handle.server.sample(
                 [*request.prompt_ids, *given],
                 room,
                 derived_seed(request.seed, index, len(given)),
@@ -301,9 +301,9 @@ class ServerPool:
                 self._settings.request_timeout,
             )
         )
-        version = member.version
-        member.outstanding += room
-        member.calls.add(call)
+        version = handle.version
+        handle.outstanding += room
+        handle.calls.add(call)
         try:
             await asyncio.wait([call])
             sample = call.result()
@@ -314,55 +314,55 @@ class ServerPool:
         except ServerGone as error:
             return str(error)
         except asyncio.CancelledError:
-            if call.cancelled():  # because the server was lost
-                return member.why
-            call.cancel()  # because nobody wants this response any more
+            if call.cancelled():  # the server was lost
+                return handle.why
+            call.cancel()  # the caller no longer wants this response
             raise
         finally:
-            member.outstanding -= room
-            member.calls.discard(call)
-        if sample.version not in (None, str(version)):  # such as after a restart between two looks
-            return f"{member.server.url} sampled from weights {sample.version}, not {version}"
+            handle.outstanding -= room
+            handle.calls.discard(call)
+        if sample.version not in (None, str(version)):  # for example, it restarted between two health checks
+            return f"{handle.server.url} sampled from weights {sample.version}, not {version}"
         return sample
 
-    async def _choose(self, asked: _Asked) -> Member:
-        """A ready server: for the samples of one request the same one while it stays ready."""
+    async def _choose(self, asked: _Asked) -> ServerHandle:
+        """A ready server; the same one for all samples of a request, while it stays ready."""
         while True:
-            ready = [m for m in self.members if m.state == "ready"]
+            ready = [h for h in self.handles if h.state == "ready"]
             if ready:
                 if asked.home not in ready:
-                    asked.home = min(ready, key=lambda m: m.outstanding)
+                    asked.home = min(ready, key=lambda h: h.outstanding)
                 return asked.home
             if problem := self.hopeless():
                 raise RolloutError(problem)
             await self._state_change(POLL)
 
-    async def _watch(self, member: Member) -> None:
-        """Look at a server's health for ever; lost ones that answer again wait for weights."""
+    async def _watch(self, handle: ServerHandle) -> None:
+        """Check a server's health for ever; a lost one that answers again becomes pending."""
         last_seen = time.monotonic()
         limit = self._settings.health_timeout
         while True:
             try:
-                if member.lent:
-                    # What is asked of it to be healthy would wait, or need the memory. This its model process
-                    # answers, by which SGLang's /health, too, knows it to live, for whoever supervises it.
-                    await member.server.facts(limit)
+                if handle.offloaded:
+                    # A health check would wait, or need the memory that the server lacks. Its model process
+                    # answers this request, and SGLang's /health then knows that it lives, as `serve` asks.
+                    await handle.server.facts(limit)
                 else:
-                    await member.server.healthy(limit)
+                    await handle.server.healthy(limit)
             except (ServerGone, ServerRefused) as error:
                 silent = time.monotonic() - last_seen
                 stopped = isinstance(error, ServerGone) and error.refused
                 if stopped:
-                    member.lent = ()  # the next process there has all of its memory
-                if member.state == "lost":
-                    member.why = str(error)
-                elif stopped or (silent > limit and not member.in_push):
-                    self.lose(member, str(error))
+                    handle.offloaded = ()  # the next process there has all of its memory
+                if handle.state == "lost":
+                    handle.why = str(error)
+                elif stopped or (silent > limit and not handle.in_push):
+                    self.lose(handle, str(error))
             else:
                 last_seen = time.monotonic()
-                if member.state == "lost":
-                    self._report(f"rollout server {member.server.url} is healthy")
-                    self.retire(member, "back, without the current weights")
+                if handle.state == "lost":
+                    self._report(f"rollout server {handle.server.url} is healthy")
+                    self.retire(handle, "back, without the current weights")
             await asyncio.sleep(POLL)
 
     async def _state_change(self, timeout: float) -> None:
@@ -371,8 +371,8 @@ class ServerPool:
             await asyncio.wait_for(self._changed.wait(), timeout)
 
     @staticmethod
-    def _describe(members: Sequence[Member]) -> str:
-        return "; ".join(f"{m.server.url} ({m.why})" for m in members)
+    def _describe(handles: Sequence[ServerHandle]) -> str:
+        return "; ".join(f"{h.server.url} ({h.why})" for h in handles)
 
 
 def _rollout(

@@ -107,14 +107,14 @@ class Server(Protocol):
 
     async def weight_version(self, timeout: float) -> str: ...
 
-    async def release_memory(self, timeout: float) -> None:
+    async def offload_memory(self, timeout: float) -> None:
         """Free the accelerator memory of weights and cache; their contents are lost.
 
         The server is paused, and nothing is in flight.
         """
 
-    async def reclaim_memory(self, part: MemoryPart, timeout: float) -> None:
-        """Allocate a released part again, empty. Each part is reclaimed once."""
+    async def onload_memory(self, part: MemoryPart, timeout: float) -> None:
+        """Allocate an offloaded part again, empty. Each part is onloaded once."""
 
 
 def finish(reason: Any) -> str:

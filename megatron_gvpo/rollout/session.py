@@ -67,8 +67,8 @@ class ServerSession:
 
     async def _all_ready(self) -> None:
         await self.pool.start()
-        for member in self.pool.members:
-            await check_server(member.server, self._config, self._model)
+        for handle in self.pool.handles:
+            await check_server(handle.server, self._config, self._model)
 
 
 def _servers(config: Config) -> tuple[Supervisor | None, list[str], str | None]:

@@ -139,10 +139,10 @@ class SGLang:
         info = await self.http.get("/model_info", timeout=timeout)
         return str(info["weight_version"])
 
-    async def release_memory(self, timeout: float) -> None:
+    async def offload_memory(self, timeout: float) -> None:
         await self.http.post("/release_memory_occupation", timeout=timeout)
 
-    async def reclaim_memory(self, part: MemoryPart, timeout: float) -> None:
+    async def onload_memory(self, part: MemoryPart, timeout: float) -> None:
         # Nothing runs before the cache is back, so the CUDA graphs come with it.
         tags = {"weights": ["weights"], "cache": ["kv_cache", "cuda_graph"]}[part]
         await self.http.post("/resume_memory_occupation", {"tags": tags}, timeout=timeout)

@@ -133,9 +133,9 @@ class VLLM:
         info = await self.http.get("/weight_info", timeout=timeout)
         return str(info["weight_version"])
 
-    async def release_memory(self, timeout: float) -> None:
+    async def offload_memory(self, timeout: float) -> None:
         await self.http.post("/sleep", timeout=timeout, params={"level": "2", "mode": "abort"})
 
-    async def reclaim_memory(self, part: MemoryPart, timeout: float) -> None:
+    async def onload_memory(self, part: MemoryPart, timeout: float) -> None:
         tag = {"weights": "weights", "cache": "kv_cache"}[part]
         await self.http.post("/wake_up", timeout=timeout, params={"tags": tag})

@@ -63,7 +63,7 @@ class ComposedSampler:
             self._tracker.learn(groups)
         scorer = None if self._answers is None else self._answers(1).score
         for number, member in enumerate(self._members):
-            sampling = BatchSampling(
+            context = BatchContext(
                 step,
                 derived_seed(seed, number, 1),
                 self._answers,
@@ -73,13 +73,13 @@ class ComposedSampler:
                 self._policy,
                 on_wait,
             )
-            groups = member(groups, sampling)
+            groups = member(groups, context)
         return groups
 
 
 @dataclass
-class BatchSampling:
-    """Answers the members of a batch while it is composed (see `algorithms.members.base.Sampling`)."""
+class BatchContext:
+    """Answers the members of a batch while it is composed (see `algorithms.members.base.MemberContext`)."""
 
     step: int
     seed: int

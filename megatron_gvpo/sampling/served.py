@@ -180,7 +180,7 @@ class ServedEngine:
         if self._memory is None or self.asleep:
             return
         if self.servers is not None:
-            self.servers.loop.run(self.servers.pool.rest())
+            self.servers.loop.run(self.servers.pool.sleep())
         broadcast_msgpack(None)  # the other ranks take theirs once rank 0's servers sleep
         self._memory.restore("weights")
         self._memory.restore("training")

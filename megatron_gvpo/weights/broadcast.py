@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_gvpo.config.schema import Config
 from megatron_gvpo.rollout.http import ServerGone, ServerRefused
-from megatron_gvpo.rollout.pool import Member
+from megatron_gvpo.rollout.pool import ServerHandle
 from megatron_gvpo.rollout.server import Server
 from megatron_gvpo.weights.bucket import Bucket, TensorSpec
 from megatron_gvpo.weights.group import Rendezvous, WeightGroup, group_address
@@ -64,7 +64,7 @@ class Broadcast(Transport):
         self._receiver = receiver
         self._address, self._backend, self._timeout = address, backend, timeout
         self._group: WeightGroup | None = None
-        self._members: list[Member] = []
+        self._handles: list[ServerHandle] = []
         self._version = -1
         self._wire_s = 0.0
 
@@ -82,23 +82,25 @@ class Broadcast(Transport):
         """`sync/wire_s`: seconds until the servers had the bytes of all buckets, before they load them."""
         return {"sync/wire_s": self._wire_s}
 
-    async def begin(self, members: Sequence[Member], version: int) -> None:
+    async def begin(self, handles: Sequence[ServerHandle], version: int) -> None:
         self._version, self._wire_s = version, 0.0
         async with self._whole_or_discarded():
-            if self._group is None or list(members) != self._members or any(m.regroup for m in members):
+            if self._group is None or list(handles) != self._handles or any(m.regroup for m in handles):
                 await self._discard()
-                await self._meet(members)
+                await self._meet(handles)
             await self._all(lambda m: self._group_receiver(m).begin_update(self._timeout))
 
     async def send(self, bucket: Bucket) -> int:
-        async def post(member: Member, meeting: Rendezvous) -> None:
-            receiver: BroadcastReceiver = self._receiver(member.server)
+        async def post(handle: ServerHandle, meeting: Rendezvous) -> None:
+            receiver: BroadcastReceiver = self._receiver(handle.server)
             await receiver.receive(bucket.specs, meeting, self._timeout)
 
         await self._deliver(bucket.flat, post)
         return bucket.flat.nbytes
 
-    async def _deliver(self, wire: Tensor, post: Callable[[Member, Rendezvous], Awaitable[None]]) -> None:
+    async def _deliver(
+        self, wire: Tensor, post: Callable[[ServerHandle, Rendezvous], Awaitable[None]]
+    ) -> None:
         """Broadcast `wire` and wait for every server's answer to `post`, both at once."""
         assert self._group is not None, "begin first"
         group, begin = self._group, time.monotonic()
@@ -110,7 +112,7 @@ class Broadcast(Transport):
                     # A server that refused never receives, so the broadcast would never complete.
                     self._raise_failed(posts)
                     if time.monotonic() > begin + self._timeout:
-                        raise PushFailed(f"a broadcast took over {self._timeout:g} s", self._members)
+                        raise PushFailed(f"a broadcast took over {self._timeout:g} s", self._handles)
                     await asyncio.sleep(POLL)
                 work.wait()
                 self._wire_s += time.monotonic() - begin
@@ -118,7 +120,7 @@ class Broadcast(Transport):
             except RuntimeError as error:  # from torch, when a rank dies in the middle
                 await asyncio.wait(posts, timeout=5.0)
                 self._raise_failed(posts)
-                raise PushFailed(f"the broadcast failed: {error}", self._members) from None
+                raise PushFailed(f"the broadcast failed: {error}", self._handles) from None
             finally:
                 for each in posts:
                     each.cancel()
@@ -131,40 +133,40 @@ class Broadcast(Transport):
     async def close(self) -> None:
         await self._discard()
 
-    def _group_receiver(self, member: Member) -> GroupReceiver:
-        made: GroupReceiver = self._receiver(member.server)
+    def _group_receiver(self, handle: ServerHandle) -> GroupReceiver:
+        made: GroupReceiver = self._receiver(handle.server)
         return made
 
-    async def _meet(self, members: Sequence[Member]) -> None:
-        self._members = list(members)
+    async def _meet(self, handles: Sequence[ServerHandle]) -> None:
+        self._handles = list(handles)
         processes = []
-        for member in members:
+        for handle in handles:
             try:
-                processes.append((await member.server.facts(self._timeout)).processes)
+                processes.append((await handle.server.facts(self._timeout)).processes)
             except (ServerGone, ServerRefused) as error:  # it died after its last health check
-                raise PushFailed(str(error), [member]) from None
+                raise PushFailed(str(error), [handle]) from None
         offsets = [1 + sum(processes[:i]) for i in range(len(processes))]
         self._group = group = WeightGroup(
             self._address, 1 + sum(processes), self._backend, min(60.0, self._timeout), self._timeout
         )
 
-        async def join(member: Member) -> None:
-            offset = offsets[self._members.index(member)]
-            await self._group_receiver(member).join(group.meeting, offset, self._timeout)
+        async def join(handle: ServerHandle) -> None:
+            offset = offsets[self._handles.index(handle)]
+            await self._group_receiver(handle).join(group.meeting, offset, self._timeout)
 
         joins = self._start(join)
-        prefixes = self._group_receiver(members[0]).group_prefixes(group.meeting)
+        prefixes = self._group_receiver(handles[0]).group_prefixes(group.meeting)
         connected = asyncio.create_task(asyncio.to_thread(group.connect, prefixes))
         await asyncio.wait([connected, *joins], return_when=asyncio.FIRST_EXCEPTION)
         self._raise_failed(joins)
         try:
             await connected
         except RuntimeError as error:
-            raise PushFailed(f"the process group for the weights did not form: {error}", members) from None
+            raise PushFailed(f"the process group for the weights did not form: {error}", handles) from None
         await asyncio.wait(joins)
         self._raise_failed(joins)
-        for member in members:
-            member.regroup = False
+        for handle in handles:
+            handle.regroup = False
 
     @contextlib.asynccontextmanager
     async def _whole_or_discarded(self) -> AsyncIterator[None]:
@@ -182,19 +184,21 @@ class Broadcast(Transport):
         group.close()
         await asyncio.gather(*leaves, return_exceptions=True)  # a dead server need not leave
 
-    def _start(self, call: Callable[[Member], Awaitable[None]]) -> dict[asyncio.Task[None], Member]:
-        async def one(member: Member) -> None:
-            await call(member)
+    def _start(
+        self, call: Callable[[ServerHandle], Awaitable[None]]
+    ) -> dict[asyncio.Task[None], ServerHandle]:
+        async def one(handle: ServerHandle) -> None:
+            await call(handle)
 
-        return {asyncio.create_task(one(m)): m for m in self._members}
+        return {asyncio.create_task(one(m)): m for m in self._handles}
 
-    async def _all(self, call: Callable[[Member], Awaitable[None]]) -> None:
+    async def _all(self, call: Callable[[ServerHandle], Awaitable[None]]) -> None:
         posts = self._start(call)
         await asyncio.wait(posts)
         self._raise_failed(posts)
 
     @staticmethod
-    def _raise_failed(posts: dict[asyncio.Task[None], Member]) -> None:
+    def _raise_failed(posts: dict[asyncio.Task[None], ServerHandle]) -> None:
         failed = {post: m for post, m in posts.items() if post.done() and post.exception() is not None}
         for post in failed:
             if not isinstance(post.exception(), ServerGone | ServerRefused):

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from megatron_gvpo.rollout.pool import Member
+from megatron_gvpo.rollout.pool import ServerHandle
 from megatron_gvpo.rollout.server import Server
 from megatron_gvpo.weights.broadcast import Broadcast, GroupReceiver
 from megatron_gvpo.weights.bucket import Bucket, TensorSpec
@@ -63,10 +63,10 @@ class Delta(Broadcast):
         sparse = self._sparse and self._elements
         return super().metrics | ({"sync/changed": self._changed / self._elements} if sparse else {})
 
-    async def begin(self, members: Sequence[Member], version: int) -> None:
-        self._sparse = self._sent_version >= 0 and all(m.version == self._sent_version for m in members)
+    async def begin(self, handles: Sequence[ServerHandle], version: int) -> None:
+        self._sparse = self._sent_version >= 0 and all(m.version == self._sent_version for m in handles)
         self._sent_version, self._changed, self._elements = -1, 0, 0
-        await super().begin(members, version)
+        await super().begin(handles, version)
 
     async def send(self, bucket: Bucket) -> int:
         patches, positions, values = [], [], []
@@ -83,8 +83,8 @@ class Delta(Broadcast):
         parts = [part.contiguous().view(torch.uint8) for part in (*positions, *values)]
         wire = torch.cat(parts)
 
-        async def post(member: Member, meeting: Rendezvous) -> None:
-            receiver: DeltaReceiver = self._receiver(member.server)
+        async def post(handle: ServerHandle, meeting: Rendezvous) -> None:
+            receiver: DeltaReceiver = self._receiver(handle.server)
             await receiver.receive_patches(patches, len(wire), meeting, self._timeout)
 
         await self._deliver(wire, post)
@@ -97,8 +97,8 @@ class Delta(Broadcast):
         await super().end()
         self._sent_version = self._version
 
-    async def _check(self, member: Member) -> None:
-        receiver: DeltaReceiver = self._receiver(member.server)
+    async def _check(self, handle: ServerHandle) -> None:
+        receiver: DeltaReceiver = self._receiver(handle.server)
         await receiver.check_patches(self._timeout)
 
     def _difference(self, name: str, flat: Tensor) -> Tensor | None:

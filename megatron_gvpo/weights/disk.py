@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from megatron_gvpo.config.schema import Config
-from megatron_gvpo.rollout.pool import Member
+from megatron_gvpo.rollout.pool import ServerHandle
 from megatron_gvpo.rollout.server import Server
 from megatron_gvpo.weights.bucket import Bucket
 from megatron_gvpo.weights.transport import PushFailed, Transport, WeightReceiver, each
@@ -52,15 +52,15 @@ class Disk(Transport):
 
     def __init__(self, receiver: Callable[[Server], DiskReceiver], directory: Path, timeout: float) -> None:
         self._receiver, self._root, self._timeout = receiver, directory, timeout
-        self._members: list[Member] = []
+        self._handles: list[ServerHandle] = []
         self._version, self._files = -1, 0
 
     @classmethod
     def create(cls, config: Config, receiver: Callable[[Server], Any], device: torch.device) -> Self:
         return cls(receiver, run_directory(config), config.rollout.weights.timeout)
 
-    async def begin(self, members: Sequence[Member], version: int) -> None:
-        self._members, self._version, self._files = list(members), version, 0
+    async def begin(self, handles: Sequence[ServerHandle], version: int) -> None:
+        self._handles, self._version, self._files = list(handles), version, 0
         with _named(self._aside):
             shutil.rmtree(self._aside, ignore_errors=True)
             self._aside.mkdir(parents=True)
@@ -79,7 +79,7 @@ class Disk(Transport):
             self._aside.rename(final)
         version = str(self._version)
         await each(
-            self._members, lambda m: self._receiver(m.server).load_directory(final, version, self._timeout)
+            self._handles, lambda m: self._receiver(m.server).load_directory(final, version, self._timeout)
         )
         for old in self._root.glob("version_*"):
             if old != final:

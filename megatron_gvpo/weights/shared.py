@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_gvpo.config.schema import Config
-from megatron_gvpo.rollout.pool import Member
+from megatron_gvpo.rollout.pool import ServerHandle
 from megatron_gvpo.rollout.server import Server
 from megatron_gvpo.runtime.collectives import all_gather_msgpack, broadcast_msgpack
 from megatron_gvpo.weights.bucket import Bucket, TensorSpec
@@ -60,7 +60,7 @@ class Shared(Transport):
     ) -> None:
         self._receiver, self._timeout = receiver, timeout
         self._memory, self._relays = memory, relays
-        self._members: list[Member] = []
+        self._handles: list[ServerHandle] = []
         self._homes: dict[str, Home] = {}  # by url
         self._numbers = itertools.count()
         self._version = -1
@@ -82,14 +82,14 @@ class Shared(Transport):
     @property
     def metrics(self) -> dict[str, float]:
         """`sync/ipc`: the share of servers that mapped a GPU's memory; nothing without GPUs."""
-        homes = [self._homes[m.server.url] for m in self._members if m.server.url in self._homes]
+        homes = [self._homes[m.server.url] for m in self._handles if m.server.url in self._homes]
         mapped = [len(home.gpus) > 0 for home in homes]
         return {"sync/ipc": sum(mapped) / len(mapped)} if mapped and self._memory.on_gpu else {}
 
-    async def begin(self, members: Sequence[Member], version: int) -> None:
-        self._members, self._version = list(members), version
-        await each(self._members, lambda m: self._receiver(m.server).begin_update(self._timeout))
-        if unknown := [m for m in self._members if m.server.url not in self._homes]:
+    async def begin(self, handles: Sequence[ServerHandle], version: int) -> None:
+        self._handles, self._version = list(handles), version
+        await each(self._handles, lambda m: self._receiver(m.server).begin_update(self._timeout))
+        if unknown := [m for m in self._handles if m.server.url not in self._homes]:
             await self._find(unknown)
         self._relays.tell({"do": "stream"})
 
@@ -97,7 +97,7 @@ class Shared(Transport):
         wanted: list[dict[str, Any]] = [
             {"do": "offer", "handles": 0, "file": False} for _ in range(1 + len(self._relays))
         ]
-        for home in (self._homes[m.server.url] for m in self._members):
+        for home in (self._homes[m.server.url] for m in self._handles):
             wanted[home.file]["file"] |= not home.gpus
             for number in home.gpus:
                 wanted[number]["handles"] += 1
@@ -114,24 +114,24 @@ class Shared(Transport):
                 raise found
         offers: list[dict[str, Any]] = [own, *theirs]
 
-        async def post(member: Member) -> None:
-            home = self._homes[member.server.url]
+        async def post(handle: ServerHandle) -> None:
+            home = self._homes[handle.server.url]
             place: SharedPlace = [offers[number]["handles"].pop() for number in home.gpus]
-            await self._receiver(member.server).receive_shared(
+            await self._receiver(handle.server).receive_shared(
                 bucket.specs, place or Path(offers[home.file]["file"]), self._timeout
             )
 
         try:
-            await each(self._members, post)
+            await each(self._handles, post)
         except PushFailed as failure:  # the next attempt uses host memory
-            for url in (m.server.url for m in failure.members):
+            for url in (m.server.url for m in failure.handles):
                 self._homes[url] = self._homes[url]._replace(gpus=())
             raise
         return bucket.flat.nbytes
 
     async def end(self) -> None:
         await each(
-            self._members, lambda m: self._receiver(m.server).end_update(str(self._version), self._timeout)
+            self._handles, lambda m: self._receiver(m.server).end_update(str(self._version), self._timeout)
         )
         if self._memory.on_gpu:
             torch.cuda.ipc_collect()
@@ -142,34 +142,34 @@ class Shared(Transport):
     async def close(self) -> None:
         self._memory.close()
 
-    async def _find(self, members: Sequence[Member]) -> None:
+    async def _find(self, handles: Sequence[ServerHandle]) -> None:
         """Find each server's home. Its ranks write the GPUs that they see to files in their node's memory."""
-        numbers = {member.server.url: str(next(self._numbers)) for member in members}
+        numbers = {handle.server.url: str(next(self._numbers)) for handle in handles}
         directory = self._memory.directory
 
-        async def ask(member: Member) -> None:
-            await self._receiver(member.server).tell_gpus(
-                directory / f"{numbers[member.server.url]}.told", self._timeout
+        async def ask(handle: ServerHandle) -> None:
+            await self._receiver(handle.server).tell_gpus(
+                directory / f"{numbers[handle.server.url]}.told", self._timeout
             )
 
-        await each(members, ask)
+        await each(handles, ask)
         look = [{"do": "look"}] * len(self._relays)
         found = [self._memory.seen(), *await asyncio.to_thread(self._relays.ask, look, "to look for servers")]
         by_gpu = {seen["gpu"]: number for number, seen in enumerate(found) if seen["gpu"]}
-        for member in members:
-            told = [seen["told"].get(numbers[member.server.url], []) for seen in found]
-            processes = (await member.server.facts(self._timeout)).processes
+        for handle in handles:
+            told = [seen["told"].get(numbers[handle.server.url], []) for seen in found]
+            processes = (await handle.server.facts(self._timeout)).processes
             file = next((number for number, ranks in enumerate(told) if len(ranks) == processes), None)
             if file is None:
                 raise PushFailed(
                     f"rollout.weights.transport=shared: {sum(map(len, told))} of the {processes} rank(s) of "
-                    f"{member.server.url} see {directory} of a node of the trainer's; a server must be on "
+                    f"{handle.server.url} see {directory} of a node of the trainer's; a server must be on "
                     "one of them, as this user, with the same /dev/shm. For others use broadcast or disk",
-                    [member],
+                    [handle],
                 )
             ours = [by_gpu[uuid] for uuid in seen_by_all(told[file]) if uuid in by_gpu]
             gpus = [ours[rank % len(ours)] for rank in range(processes)] if ours else []
-            self._homes[member.server.url] = Home(file, tuple(gpus))
+            self._homes[handle.server.url] = Home(file, tuple(gpus))
 
 
 def _meet(device: torch.device) -> tuple[NodeMemory | None, dist.Store, list[int]]:

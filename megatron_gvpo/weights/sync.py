@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_gvpo.config.schema import Config, ConfigError, read_model_config
 from megatron_gvpo.rollout.http import ServerGone, ServerRefused
-from megatron_gvpo.rollout.pool import Member
+from megatron_gvpo.rollout.pool import ServerHandle
 from megatron_gvpo.rollout.request import RolloutError
 from megatron_gvpo.rollout.session import ServerSession
 from megatron_gvpo.rollout.start import report
@@ -125,24 +125,24 @@ class WeightSync:
         """Compare the servers' log-probs of the probe with the policy's. Raises RolloutError."""
         verdicts: list[str] = []
         if self._servers is not None:
-            members = [m for m in self._servers.pool.members if m.has(version)]
-            verdicts = [self._servers.loop.run(self._verdict(m, version, expected)) for m in members]
+            handles = [m for m in self._servers.pool.handles if m.has(version)]
+            verdicts = [self._servers.loop.run(self._verdict(m, version, expected)) for m in handles]
         verdicts = broadcast_msgpack(verdicts)
         for verdict in verdicts:
             if verdict not in (RIGHT, LOST):
                 raise RolloutError(verdict)
         self._proved += RIGHT in verdicts
 
-    async def _verdict(self, member: Member, version: int, expected: Tensor) -> str:
+    async def _verdict(self, handle: ServerHandle, version: int, expected: Tensor) -> str:
         """RIGHT; LOST, where the server was lost since the push; or the error."""
         assert self._servers is not None
-        where, limit = f"rollout server {member.server.url}", TOLERANCE[self._precision]
+        where, limit = f"rollout server {handle.server.url}", TOLERANCE[self._precision]
         try:
-            theirs = await member.server.score(self._probe, self._config.rollout.weights.timeout)
+            theirs = await handle.server.score(self._probe, self._config.rollout.weights.timeout)
         except (ServerGone, ServerRefused) as error:
             if isinstance(error, ServerRefused) and error.is_request:
                 return f"{where} refuses the probe that proves a push: {error}"
-            self._servers.pool.lose(member, str(error))
+            self._servers.pool.lose(handle, str(error))
             return LOST
         gap = (torch.tensor(theirs) - expected).abs()
         if gap.mean() <= limit:

@@ -11,23 +11,23 @@ import torch
 
 from megatron_gvpo.config.schema import Config
 from megatron_gvpo.rollout.http import ServerGone, ServerRefused
-from megatron_gvpo.rollout.pool import Member
+from megatron_gvpo.rollout.pool import ServerHandle
 from megatron_gvpo.rollout.server import Server
 from megatron_gvpo.weights.bucket import Bucket
 
 
 class PushFailed(Exception):  # noqa: N818 - an outcome that the pusher deals with
-    """The weights did not reach `members` whole, so none of their updates counts."""
+    """The weights did not reach `handles` whole, so none of their updates counts."""
 
-    def __init__(self, message: str, members: Sequence[Member]) -> None:
+    def __init__(self, message: str, handles: Sequence[ServerHandle]) -> None:
         super().__init__(message)
-        self.members = list(members)
+        self.handles = list(handles)
 
 
-async def each(members: Sequence[Member], call: Callable[[Member], Awaitable[None]]) -> None:
+async def each(handles: Sequence[ServerHandle], call: Callable[[ServerHandle], Awaitable[None]]) -> None:
     """Call all servers at once and wait for all. Raises PushFailed that names those that failed."""
-    results = await asyncio.gather(*(call(member) for member in members), return_exceptions=True)
-    failed = [(m, r) for m, r in zip(members, results, strict=True) if isinstance(r, BaseException)]
+    results = await asyncio.gather(*(call(handle) for handle in handles), return_exceptions=True)
+    failed = [(m, r) for m, r in zip(handles, results, strict=True) if isinstance(r, BaseException)]
     for _, error in failed:
         if not isinstance(error, ServerGone | ServerRefused):
             raise error
@@ -97,7 +97,7 @@ class Transport(Protocol):
         return {}
 
     @abstractmethod
-    async def begin(self, members: Sequence[Member], version: int) -> None: ...
+    async def begin(self, handles: Sequence[ServerHandle], version: int) -> None: ...
 
     @abstractmethod
     async def send(self, bucket: Bucket) -> int:

@@ -72,10 +72,10 @@ class Saboteur(Callback):
                     left.remove(fault)
 
     def _moment(self) -> Moment:
-        fleet: ServerPool = self._trainer.parts.engine.servers.pool
-        if any(member.in_push for member in fleet.members):
+        pool: ServerPool = self._trainer.parts.engine.servers.pool
+        if any(handle.in_push for handle in pool.handles):
             return "pushing"
-        return "generating" if any(member.calls for member in fleet.members) else "between"
+        return "generating" if any(handle.calls for handle in pool.handles) else "between"
 
 
 def kill(process: ServerProcess) -> Callable[[], None]:

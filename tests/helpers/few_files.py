@@ -25,12 +25,12 @@ def main(engine: str, url: str) -> None:
     print(sum(map(len, rows)), "responses")
 
 
-async def ask(fleet: ServerPool) -> list[list[object]]:
-    await fleet.start()
-    await admit(fleet, 0)
+async def ask(pool: ServerPool) -> list[list[object]]:
+    await pool.start()
+    await admit(pool, 0)
     requests = [Request((5, 6, 7, 8 + i), 100, seed=i) for i in range(4)]
-    rows = await fleet.generate(requests, SamplingConfig(max_tokens=2))
-    await fleet.stop()
+    rows = await pool.generate(requests, SamplingConfig(max_tokens=2))
+    await pool.stop()
     return rows
 
 

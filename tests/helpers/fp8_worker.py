@@ -52,19 +52,19 @@ def run(engine: str, url: str, task: str, served: str, out: str) -> None:
         rollouts = served_engine(config, policy).__enter__()
         if step:
             policy.update(make_rows([[1.0, 0.0, 0.5]]), at_step_start=True)
-        [member] = rollouts.servers.pool.members
+        [handle] = rollouts.servers.pool.handles
         call = rollouts.servers.loop.run
-        answers = {"before": call(member.server.score(PROMPTS[0], 60))}
+        answers = {"before": call(handle.server.score(PROMPTS[0], 60))}
         rollouts.sync(step)
-        answers["pushed"] = checksum(rollouts.servers.loop, member.server)
-        answers["score"] = call(member.server.score(PROMPTS[0], 60))
+        answers["pushed"] = checksum(rollouts.servers.loop, handle.server)
+        answers["score"] = call(handle.server.score(PROMPTS[0], 60))
         policy.model.save_hf(directory / f"export-{step}")
         quantise_checkpoint(directory / f"export-{step}", directory / f"fp8-{step}")
-        call(member.server.pause(30))
-        call(receiver(member.server, "disk").load_directory(directory / f"fp8-{step}", str(step), 60))
-        call(member.server.flush_cache(30))
-        call(member.server.resume(30))
-        answers["from files"] = checksum(rollouts.servers.loop, member.server)
+        call(handle.server.pause(30))
+        call(receiver(handle.server, "disk").load_directory(directory / f"fp8-{step}", str(step), 60))
+        call(handle.server.flush_cache(30))
+        call(handle.server.resume(30))
+        answers["from files"] = checksum(rollouts.servers.loop, handle.server)
         (directory / f"answers-{step}").write_text(json.dumps(answers, indent=1))
         end(rollouts)
     torch.manual_seed(0)

@@ -19,7 +19,7 @@ from megatron_gvpo.data.task import Task
 from megatron_gvpo.data.tokenizer import load_tokenizer
 from megatron_gvpo.megatron.policy import Policy
 from megatron_gvpo.rollout import leader
-from megatron_gvpo.rollout.pool import Member
+from megatron_gvpo.rollout.pool import ServerHandle
 from megatron_gvpo.rollout.request import RolloutError
 from megatron_gvpo.rollout.session import ServerSession
 from megatron_gvpo.sampling.served import ServedEngine
@@ -82,19 +82,19 @@ def _nudge(policy: Policy) -> None:
 
 
 def _ask(servers: ServerSession, directory: Path, step: int) -> None:
-    [member] = servers.pool.members
-    server, call = member.server, servers.loop.run
+    [handle] = servers.pool.handles
+    server, call = handle.server, servers.loop.run
     for i, prompt in enumerate(PROMPTS):
         sample = call(server.sample(prompt, 12, 0, GREEDY, [1], 60))
         (directory / f"greedy-{step}-{i}").write_text(repr(sample.token_ids))
         (directory / f"score-{step}-{i}").write_text(json.dumps(call(server.score(prompt, 60))))
-    _compare(servers, member, directory / f"export-{step}", directory, step)
+    _compare(servers, handle, directory / f"export-{step}", directory, step)
 
 
-def _compare(servers: ServerSession, member: Member, export: Path, directory: Path, step: int) -> None:
+def _compare(servers: ServerSession, handle: ServerHandle, export: Path, directory: Path, step: int) -> None:
     """Write the server's checksums after the push, and after it has loaded the export."""
-    server, call = member.server, servers.loop.run
-    assert member.has(step) and call(server.weight_version(10)) == str(step)
+    server, call = handle.server, servers.loop.run
+    assert handle.has(step) and call(server.weight_version(10)) == str(step)
     pushed = checksum(servers.loop, server)
     call(server.pause(30))
     call(receiver(server, "disk").load_directory(export, str(step), 60))
@@ -135,9 +135,9 @@ def on_two_nodes(engine: str, urls: str, task: str, out: str, elsewhere: str) ->
             if rollouts.servers is not None:
                 homes = rollouts._weights._publisher._transport._homes
                 assert sorted(homes.values()) == [(0, ()), (1, ())]
-                for i, member in enumerate(rollouts.servers.pool.members):
+                for i, handle in enumerate(rollouts.servers.pool.handles):
                     (directory / str(i)).mkdir(exist_ok=True)
-                    _compare(rollouts.servers, member, directory / f"export-{step}", directory / str(i), step)
+                    _compare(rollouts.servers, handle, directory / f"export-{step}", directory / str(i), step)
             dist.barrier()
         rollouts._weights.close()
         assert not list(Path("/dev/shm").glob("megatron_gvpo-*")) or dist.get_rank() == 0
@@ -148,7 +148,7 @@ class Nowhere:
 
     metrics: dict[str, float] = {}  # noqa: RUF012
 
-    async def begin(self, members: object, version: int) -> None: ...
+    async def begin(self, handles: object, version: int) -> None: ...
 
     async def send(self, bucket: object) -> int:
         return 0
@@ -189,11 +189,11 @@ def ended(engine: str, url: str, task: str, out: str, pid: str) -> None:
 
         rollouts._push = push_and_end
         rollouts.sync(0)
-        members = rollouts.servers.pool.members
-        assert [m.state for m in members] == ["lost"] and rollouts._weights._proved == 0
+        handles = rollouts.servers.pool.handles
+        assert [m.state for m in handles] == ["lost"] and rollouts._weights._proved == 0
         rollouts._push = push
         rollouts.sync(1)
-        assert [m.has(1) for m in members] == [True] and rollouts._weights._proved == 1
+        assert [m.has(1) for m in handles] == [True] and rollouts._weights._proved == 1
 
 
 def unopened(task: str, out: str) -> None:

@@ -121,25 +121,25 @@ class SharedServer:
     client: Client
 
 
-def fleet_of(client: Client, stop_ids: list[int]) -> ServerPool:
+def pool_of(client: Client, stop_ids: list[int]) -> ServerPool:
     """A pool of the client's server alone, on the client's loop, with weights of version 0."""
 
     async def make() -> ServerPool:
-        fleet = ServerPool([client.server], ServersConfig(start_timeout=60), stop_ids, print)
-        await fleet.start()
-        await admit(fleet, 0)
-        return fleet
+        pool = ServerPool([client.server], ServersConfig(start_timeout=60), stop_ids, print)
+        await pool.start()
+        await admit(pool, 0)
+        return pool
 
     return client.loop.run(make())
 
 
-async def admit(fleet: ServerPool, version: int) -> None:
+async def admit(pool: ServerPool, version: int) -> None:
     """Admit the pool's only server as after a push of this version, with the weights that it has."""
-    [member] = fleet.members
-    weights = receiver(member.server, "broadcast")
+    [handle] = pool.handles
+    weights = receiver(handle.server, "broadcast")
     await weights.begin_update(30)
     await weights.end_update(str(version), 30)
-    fleet.admit(member, version)
+    pool.admit(handle, version)
 
 
 def receiver(server: Server, transport: str) -> Any:

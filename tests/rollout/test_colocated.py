@@ -92,9 +92,9 @@ class KillWhileTraining(Callback):
         engine._collect = noted
 
     def on_step(self, trainer: Trainer, step: int, metrics: object) -> None:
-        [member] = trainer.parts.engine.servers.pool.members
+        [handle] = trainer.parts.engine.servers.pool.handles
         [process] = trainer.parts.engine.servers.supervisor.processes
-        assert member.lent == ("weights", "cache")
+        assert handle.offloaded == ("weights", "cache")
         assert is_healthy(process.url, 60.0), "`serve`, which knows of no turns, would start it anew"
         self.while_training.append(bytes_held(trainer))
         if step == self.step:

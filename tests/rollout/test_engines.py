@@ -30,8 +30,8 @@ from servers import (
     SharedServer,
     checksum,
     engine_python,
-    fleet_of,
     logprobs,
+    pool_of,
     receiver,
     running,
     served_config,
@@ -42,7 +42,7 @@ from megatron_gvpo import teacher
 from megatron_gvpo.config.schema import Config, ConfigError, SamplingConfig, read_model_config
 from megatron_gvpo.rollout.checks import check_server
 from megatron_gvpo.rollout.http import ServerGone, ServerRefused
-from megatron_gvpo.rollout.pool import Member
+from megatron_gvpo.rollout.pool import ServerHandle
 from megatron_gvpo.rollout.request import Request
 from megatron_gvpo.rollout.start import DIALECTS
 from megatron_gvpo.weights.broadcast import Broadcast
@@ -55,10 +55,10 @@ def test_samples_are_complete_and_their_logprobs_are_those_of_transformers(serve
     one.
     """
     sampling = SamplingConfig(temperature=0.7, max_tokens=40)
-    fleet = fleet_of(served.client, [1])
+    pool = pool_of(served.client, [1])
     requests = [Request(tuple(prompt), 3, seed=7 + i) for i, prompt in enumerate(PROMPTS)]
-    groups = served.client.loop.run(fleet.generate(requests, sampling))
-    served.client.loop.run(fleet.stop())
+    groups = served.client.loop.run(pool.generate(requests, sampling))
+    served.client.loop.run(pool.stop())
     assert [len(group) for group in groups] == [3, 3, 3]
     for prompt, group in zip(PROMPTS, groups, strict=True):
         for rollout in group:
@@ -338,22 +338,22 @@ def test_what_changed_is_enough_for_a_server_that_is_in_another_group(
 ):
     """A new group, as after the return of another server, still sends only the changes to this server."""
     tensors = load_file(task / "model" / "model.safetensors")
-    member = Member(served.client.server)
+    handle = ServerHandle(served.client.server)
     transport = Delta(partial(receiver, transport="delta"), "127.0.0.1", "gloo", 60.0)
 
     async def pushed(version: int) -> None:
         await served.client.server.pause(30)
-        await transport.begin([member], version)
+        await transport.begin([handle], version)
         for bucket in buckets(tensors.items(), DoubleBuffer(1 << 20, torch.device("cpu")), torch.float32):
             await transport.send(bucket)
         await transport.end()
-        member.version = version
+        handle.version = version
         await served.client.server.resume(30)
 
     served.client.loop.run(pushed(7))
     for tensor in tensors.values():
         tensor.view(-1)[::50] += 0.5
-    member.regroup = True
+    handle.regroup = True
     served.client.loop.run(pushed(8))
     assert 0 < transport.metrics["sync/changed"] < 0.1
     arrived = checksum(served.client.loop, served.client.server)
@@ -368,7 +368,7 @@ def test_what_changed_is_enough_for_a_server_that_is_in_another_group(
 async def _push(served: SharedServer, tensors: list, version: int, ends: bool = True) -> None:
     transport = Broadcast(partial(receiver, transport="broadcast"), "127.0.0.1", "gloo", 60.0)
     await served.client.server.pause(30)
-    await transport.begin([Member(served.client.server)], version)
+    await transport.begin([ServerHandle(served.client.server)], version)
     for bucket in buckets(tensors, DoubleBuffer(1 << 20, torch.device("cpu")), torch.float32):
         await transport.send(bucket)
     if ends:

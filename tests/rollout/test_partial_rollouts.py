@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from servers import SGLANG_FIRST, Client, admit, fleet_of, logprobs, running
+from servers import SGLANG_FIRST, Client, admit, logprobs, pool_of, running
 
 from megatron_gvpo.config.schema import SamplingConfig
 from megatron_gvpo.rollout.request import Request
@@ -45,21 +45,21 @@ def test_a_response_stopped_for_new_weights_goes_on_where_it_was(engine: str, en
     requests = [Request(tuple(prompt), 8, seed=1) for prompt in PROMPTS]
     with running(engine, endless, tmp_path) as supervisor:
         client = Client(engine, supervisor.processes[0].url)
-        fleet, loop = fleet_of(client, []), client.loop
+        pool, loop = pool_of(client, []), client.loop
         # A fast server may be done by then, and one on a busy machine not have begun.
         for version, delay in zip(count(1), (0.2, 0.1, 0.05, 0.5, 1.0, 2.0, 4.0, 8.0), strict=False):
-            future = loop.submit(fleet.generate(requests, sampling))
+            future = loop.submit(pool.generate(requests, sampling))
             loop.run(asyncio.sleep(delay))
-            [member] = loop.run(fleet.take_out(version, abort=True))
-            assert not member.calls
-            loop.run(admit(fleet, version))
+            [handle] = loop.run(pool.take_out(version, abort=True))
+            assert not handle.calls
+            loop.run(admit(pool, version))
             groups = future.result(timeout=120)
             responses = [(p, r) for p, group in zip(PROMPTS, groups, strict=True) for r in group]
             carried = [(p, r) for p, r in responses if len(r.spans) > 1]
             assert all(len(r.token_ids) == 240 for _, r in responses)
             if carried:
                 break
-        loop.run(fleet.stop())
+        loop.run(pool.stop())
         client.close()
     assert carried
     for prompt, rollout in carried:

@@ -142,38 +142,38 @@ def test_sglangs_key_is_not_on_its_command_line(good: Path):
         SGLang.launch(config_of(good, "rollout.servers.args=[--config, own.yaml]"), 1, "the key", False)
 
 
-@pytest.mark.parametrize("lent", [(), ("cache",)])
-def test_a_server_that_keeps_a_colocated_trainers_memory_is_ended(tmp_path: Path, lent: tuple):
+@pytest.mark.parametrize("offloaded", [(), ("cache",)])
+def test_a_server_that_keeps_a_colocated_trainers_memory_is_ended(tmp_path: Path, offloaded: tuple):
     """The server does not answer the order to release it, or reclaimed a part in a push that failed."""
     supervisor = supervised(tmp_path, ["sleep", "1000"])
     [process] = supervisor.processes
     process.start()
     assert process.pid is not None and Path(f"/proc/{process.pid}").exists()
     pid = process.pid
-    with a_fleet(process.url, supervisor) as (loop, fleet):
-        fleet.members[0].become("ready")
-        fleet.members[0].lent = lent
-        loop.run(fleet.rest())
-        assert fleet.members[0].state == "lost"
+    with a_pool(process.url, supervisor) as (loop, pool):
+        pool.handles[0].become("ready")
+        pool.handles[0].offloaded = offloaded
+        loop.run(pool.sleep())
+        assert pool.handles[0].state == "lost"
     assert not Path(f"/proc/{pid}").exists()
     process.stop()
 
 
 def test_a_server_that_ended_has_all_of_its_memory_when_it_is_back():
     [port] = free_ports(1, "127.0.0.1")
-    with a_fleet(f"http://127.0.0.1:{port}") as (loop, fleet):
-        [member] = fleet.members
-        member.lent = ("cache",)  # in the middle of a push
-        watch = loop.submit(fleet._watch(member))
+    with a_pool(f"http://127.0.0.1:{port}") as (loop, pool):
+        [handle] = pool.handles
+        handle.offloaded = ("cache",)  # in the middle of a push
+        watch = loop.submit(pool._watch(handle))
         deadline = time.monotonic() + SOON
-        while member.lent and time.monotonic() < deadline:
+        while handle.offloaded and time.monotonic() < deadline:
             time.sleep(0.05)
         watch.cancel()
-        assert member.lent == ()
+        assert handle.offloaded == ()
 
 
 @contextmanager
-def a_fleet(url: str, supervisor: Supervisor | None = None) -> Iterator[tuple[BackgroundLoop, ServerPool]]:
+def a_pool(url: str, supervisor: Supervisor | None = None) -> Iterator[tuple[BackgroundLoop, ServerPool]]:
     """A pool of the server at `url`, whose health nobody watches."""
     loop = BackgroundLoop("test client")
     session = loop.run(open_session())

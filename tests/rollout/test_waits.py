@@ -41,10 +41,10 @@ def client(served: SharedServer) -> Client:
 def pushing(client: Client, task: Path, **settings: object) -> tuple[ServerPool, Publisher, list]:
     """A pool of the server, its publisher, and the tiny model's weights."""
     weights = list(load_file(task / "model" / "model.safetensors").items())
-    fleet = ServerPool([client.server], ServersConfig(start_timeout=TIMEOUT), [], print)
-    client.loop.run(fleet.start())
+    pool = ServerPool([client.server], ServersConfig(start_timeout=TIMEOUT), [], print)
+    client.loop.run(pool.start())
     publisher = Publisher(
-        fleet,
+        pool,
         client.loop,
         Broadcast(SGLangBroadcast, "127.0.0.1", "gloo", TIMEOUT),
         WeightSyncConfig(bucket_mb=1, timeout=TIMEOUT, **settings),
@@ -56,7 +56,7 @@ def pushing(client: Client, task: Path, **settings: object) -> tuple[ServerPool,
         colocated=False,
         report=print,
     )
-    return fleet, publisher, weights
+    return pool, publisher, weights
 
 
 def commanded(publisher: Publisher, version: int) -> list[Command]:
@@ -87,13 +87,13 @@ def test_a_broadcast_that_waits_for_servers_does_not_keep_them_from_coming(
     client: Client, task: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("megatron_gvpo.weights.broadcast.WeightGroup", Waiting)
-    fleet, publisher, weights = pushing(client, task)
+    pool, publisher, weights = pushing(client, task)
     assert commanded(publisher, 8)[-1] == Push()
     publisher.attempt(weights, 8)
-    assert commanded(publisher, 8) == [Done()] and fleet.members[0].has(8)
+    assert commanded(publisher, 8) == [Done()] and pool.handles[0].has(8)
     assert client("weight_version") == "8"
     publisher.close()
-    client.loop.run(fleet.stop())
+    client.loop.run(pool.stop())
 
 
 @on_sglang
@@ -102,21 +102,21 @@ def test_the_other_ranks_wait_on_the_cpu_while_responses_are_finished(
 ):
     """A collective has a timeout, and in_flight=wait may take as long as a response does."""
     monkeypatch.setattr(leader, "HEARTBEAT", 0.1)
-    fleet, publisher, weights = pushing(client, task, in_flight="wait")
+    pool, publisher, weights = pushing(client, task, in_flight="wait")
     assert commanded(publisher, 0)[-1] == Push()
     publisher.attempt(weights, 0)
     requests = [Request((5, 6, 7 + i), 4, seed=i) for i in range(8)]
     sampling = SamplingConfig(temperature=2.0, max_tokens=200)
-    responses = client.loop.submit(fleet.generate(requests, sampling))
-    while not any(member.calls for member in fleet.members):
+    responses = client.loop.submit(pool.generate(requests, sampling))
+    while not any(handle.calls for handle in pool.handles):
         assert not responses.done()
     assert commanded(publisher, 1)[-1] == Push()
-    assert not any(member.calls for member in fleet.members)
+    assert not any(handle.calls for handle in pool.handles)
     publisher.attempt(weights, 1)
     for row in responses.result(TIMEOUT):
         assert all(len(rollout.spans) == 1 and rollout.finish_reason != "abort" for rollout in row)
     publisher.close()
-    client.loop.run(fleet.stop())
+    client.loop.run(pool.stop())
 
 
 @on_sglang

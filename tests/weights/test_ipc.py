@@ -21,7 +21,7 @@ from torch.distributed import HashStore
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from megatron_gvpo.rollout.http import ServerRefused
-from megatron_gvpo.rollout.pool import Member
+from megatron_gvpo.rollout.pool import ServerHandle
 from megatron_gvpo.rollout.server import PLUGINS, ServerInfo
 from megatron_gvpo.weights import node
 from megatron_gvpo.weights.bucket import Bucket, TensorSpec
@@ -109,7 +109,7 @@ def test_each_server_of_a_push_maps_what_it_can_see(monkeypatch: pytest.MonkeyPa
     bucket = Bucket([TensorSpec("weight", "uint8", (6,))], torch.arange(6, dtype=torch.uint8))
 
     async def pushed(*servers: OnGpus) -> None:
-        await transport.begin([Member(server) for server in servers], 1)  # type: ignore[arg-type]
+        await transport.begin([ServerHandle(server) for server in servers], 1)  # type: ignore[arg-type]
         await transport.send(bucket)
 
     asyncio.run(pushed(two, away))
@@ -118,7 +118,7 @@ def test_each_server_of_a_push_maps_what_it_can_see(monkeypatch: pytest.MonkeyPa
     assert transport.metrics == {"sync/ipc": 0.5}
     with pytest.raises(PushFailed, match="cannot map it") as failure:
         asyncio.run(pushed(two, other))
-    assert [member.server for member in failure.value.members] == [other]
+    assert [handle.server for handle in failure.value.handles] == [other]
     asyncio.run(pushed(two, other))
     assert two.places == [[plain(UUID, VALUES)] * 2] and other.places == [bytes(range(6))]
     asyncio.run(transport.close())

@@ -14,7 +14,7 @@ import torch
 from servers import PROMPTS, Client, logprobs, running, served_config
 
 from megatron_gvpo.config.schema import Config, ConfigError, load_config
-from megatron_gvpo.rollout.pool import Member
+from megatron_gvpo.rollout.pool import ServerHandle
 from megatron_gvpo.rollout.server import Server
 from megatron_gvpo.weights.bucket import Bucket, TensorSpec
 from megatron_gvpo.weights.receivers import RECEIVERS, receiver_class
@@ -43,22 +43,22 @@ class RawFiles(Transport):
     def metrics(self) -> dict[str, float]:
         return {"sync/buckets": float(self._buckets)}
 
-    async def begin(self, members: Sequence[Member], version: int) -> None:
-        self._members, self._version, self._buckets = list(members), version, 0
-        await each(self._members, lambda m: self._receiver(m.server).begin_update(self._timeout))
+    async def begin(self, handles: Sequence[ServerHandle], version: int) -> None:
+        self._handles, self._version, self._buckets = list(handles), version, 0
+        await each(self._handles, lambda m: self._receiver(m.server).begin_update(self._timeout))
 
     async def send(self, bucket: Bucket) -> int:
         await asyncio.to_thread(self._file.write_bytes, bucket.flat.cpu().numpy().tobytes())
         self._buckets += 1
         await each(
-            self._members,
+            self._handles,
             lambda m: self._receiver(m.server).load_raw(bucket.specs, self._file, self._timeout),
         )
         return bucket.flat.nbytes
 
     async def end(self) -> None:
         version = str(self._version)
-        await each(self._members, lambda m: self._receiver(m.server).end_update(version, self._timeout))
+        await each(self._handles, lambda m: self._receiver(m.server).end_update(version, self._timeout))
 
 
 class SGLangRawFiles(PluginReceiver):

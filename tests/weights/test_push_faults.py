@@ -55,10 +55,10 @@ def test_a_server_that_was_started_anew_has_all_its_attempts_again(
     """One more failure does not cost a third start: starts take minutes, and their number is limited."""
     monkeypatch.setattr(push, "RETRY_AFTER", 0.0)
     loop, supervisor = BackgroundLoop("test"), Replaced()
-    fleet = ServerPool([Refusing()], ServersConfig(), [], print, supervisor)  # type: ignore[list-item, arg-type]
+    pool = ServerPool([Refusing()], ServersConfig(), [], print, supervisor)  # type: ignore[list-item, arg-type]
     settings = WeightSyncConfig(attempts=2, transport="disk")
     publisher = Publisher(
-        fleet,
+        pool,
         loop,
         Disk(itself, tmp_path / "weights", 5.0),
         settings,
@@ -72,7 +72,7 @@ def test_a_server_that_was_started_anew_has_all_its_attempts_again(
     )
 
     async def back() -> None:
-        fleet.retire(fleet.members[0], "back, without the current weights")
+        pool.retire(pool.handles[0], "back, without the current weights")
 
     replaced = []
     while True:

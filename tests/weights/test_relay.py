@@ -18,7 +18,7 @@ from megatron_gvpo.config.schema import ServersConfig
 from megatron_gvpo.config.servers import WeightSyncConfig
 from megatron_gvpo.rollout.background_loop import BackgroundLoop
 from megatron_gvpo.rollout.leader import Push
-from megatron_gvpo.rollout.pool import Member, ServerPool
+from megatron_gvpo.rollout.pool import ServerHandle, ServerPool
 from megatron_gvpo.rollout.server import ServerInfo
 from megatron_gvpo.weights import node
 from megatron_gvpo.weights.bucket import Bucket, TensorSpec
@@ -153,7 +153,7 @@ def test_each_rank_of_a_server_maps_the_bucket_on_a_gpu_of_its_own(tmp_path, mon
     zeros, ones = (Bucket([], torch.full((2,), i, dtype=torch.uint8)) for i in range(2))
 
     async def push() -> None:
-        await mine.begin([Member(server)], 1)
+        await mine.begin([ServerHandle(server)], 1)
         assert await mine.send(zeros) == 2
         mine.over()
 
@@ -176,7 +176,7 @@ def test_a_server_of_another_machine_is_named(tmp_path, monkeypatch):
     with pytest.raises(
         PushFailed, match=r"transport=shared: 0 of the 2 rank\(s\) of http://server see .*memory"
     ):
-        asyncio.run(mine.begin([Member(Elsewhere())], 1))
+        asyncio.run(mine.begin([ServerHandle(Elsewhere())], 1))
     asyncio.run(mine.close())
 
 
@@ -205,7 +205,7 @@ def test_a_relay_goes_on_to_the_next_collective_where_rank_0_has_no_memory(tmp_p
     mine = Shared(itself, 5.0, memory, Relays(store, [1], 5.0))
 
     async def push() -> None:
-        await mine.begin([Member(Without())], 1)
+        await mine.begin([ServerHandle(Without())], 1)
         with pytest.raises(PushFailed, match="no 2 bytes of shared memory"):
             await mine.send(zeros)
 
@@ -223,15 +223,15 @@ def test_a_relay_hears_of_the_end_of_a_push_that_never_began(tmp_path, monkeypat
         async def abort(self, timeout: float) -> None:
             raise RuntimeError("not an answer of a server")
 
-    async def under_way(member: Member) -> None:
-        member.become("pending")
-        member.calls.add(asyncio.create_task(asyncio.sleep(60)))
+    async def under_way(handle: ServerHandle) -> None:
+        handle.become("pending")
+        handle.calls.add(asyncio.create_task(asyncio.sleep(60)))
 
     monkeypatch.setattr(node, "SHARED_MEMORY", tmp_path)
     store, loop = HashStore(), BackgroundLoop("test")
-    memory, fleet = NodeMemory("memory", CPU), ServerPool([Unstoppable()], ServersConfig(), [], print)
+    memory, pool = NodeMemory("memory", CPU), ServerPool([Unstoppable()], ServersConfig(), [], print)
     publisher = Publisher(
-        fleet,
+        pool,
         loop,
         Shared(itself, 5.0, memory, Relays(store, [1], 5.0)),
         WeightSyncConfig(transport="shared"),
@@ -244,7 +244,7 @@ def test_a_relay_hears_of_the_end_of_a_push_that_never_began(tmp_path, monkeypat
         report=print,
     )
     left = stream(2)
-    loop.run(under_way(fleet.members[0]))
+    loop.run(under_way(pool.handles[0]))
     assert publisher.next_command(1) == Push()
     with following([Relay(store, 1, NodeMemory("memory", CPU, first=False), 5.0)], [left]):
         with pytest.raises(ExceptionGroup) as failure:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from fake_servers import itself
 
 from megatron_gvpo.rollout.http import ServerRefused
-from megatron_gvpo.rollout.pool import Member
+from megatron_gvpo.rollout.pool import ServerHandle
 from megatron_gvpo.rollout.server import ServerInfo
 from megatron_gvpo.weights.broadcast import Broadcast
 from megatron_gvpo.weights.bucket import Bucket, TensorSpec
@@ -91,7 +91,7 @@ def like_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
 def send(server: Server) -> int:
     async def push() -> int:
         transport = Broadcast(itself, "127.0.0.1", "nccl", PATIENCE)
-        await transport.begin([Member(server)], 1)  # type: ignore[arg-type]
+        await transport.begin([ServerHandle(server)], 1)  # type: ignore[arg-type]
         return await transport.send(
             Bucket([TensorSpec("w", "uint8", (4,))], torch.zeros(4, dtype=torch.uint8))
         )

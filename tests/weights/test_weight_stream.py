@@ -12,7 +12,7 @@ from fake_servers import itself
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_gvpo.rollout.pool import Member
+from megatron_gvpo.rollout.pool import ServerHandle
 from megatron_gvpo.rollout.server import PLUGINS
 from megatron_gvpo.weights.bucket import Bucket, DoubleBuffer, TensorSpec, buckets
 from megatron_gvpo.weights.delta import Delta
@@ -68,7 +68,7 @@ class Wire(Delta):
     async def _deliver(self, wire, post):
         self.wire = wire.clone()
         server = _Recorder()
-        await post(Member(server), None)
+        await post(ServerHandle(server), None)
         self.patches = [[p.spec.name, p.spec.dtype, list(p.spec.shape), p.count] for p in server.patches]
 
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from megatron_gvpo.algorithms.members.base import Member, Sampling
+from megatron_gvpo.algorithms.members.base import Member, MemberContext
 from megatron_gvpo.types import Group, Prompt
 
 
@@ -68,8 +68,8 @@ class Library:
         self._options = options
         self.skills: list[Skill] = []
 
-    def __call__(self, groups: Sequence[Group], sampling: Sampling) -> list[Group]:
-        tried = self._tried(groups, sampling) if sampling.step > self._options.after_step else {}
+    def __call__(self, groups: Sequence[Group], context: MemberContext) -> list[Group]:
+        tried = self._tried(groups, context) if context.step > self._options.after_step else {}
         joined: list[Group] = []
         for g, group in enumerate(groups):
             joined.append(group)
@@ -78,16 +78,16 @@ class Library:
                 joined.append(self._rewarded(with_skill, skill))
         for g, (skill, with_skill) in tried.items():
             self._judge(skill, self._any_right(with_skill), self._any_right(groups[g]))
-        self._learn(groups, sampling)
+        self._learn(groups, context)
         return joined
 
-    def _tried(self, groups: Sequence[Group], sampling: Sampling) -> dict[int, tuple[Skill, Group]]:
-        options, rng = self._options, random.Random(sampling.seed)
+    def _tried(self, groups: Sequence[Group], context: MemberContext) -> dict[int, tuple[Skill, Group]]:
+        options, rng = self._options, random.Random(context.seed)
         if not self.skills:
             return {}
-        texts = [sampling.encode(skill.text) for skill in self.skills]
+        texts = [context.encode(skill.text) for skill in self.skills]
         prompts = [group.prompt for group in groups for _ in self.skills]
-        scores = sampling.mean_logp(prompts, texts * len(groups))
+        scores = context.mean_logp(prompts, texts * len(groups))
         chosen: dict[int, tuple[Skill, Prompt]] = {}
         for g, group in enumerate(groups):
             share = softmax([s / options.sharpness for s in scores[g * len(texts) : (g + 1) * len(texts)]])
@@ -95,10 +95,10 @@ class Library:
                 continue
             explores = rng.random() < options.explore
             skill = self.skills[rng.randrange(len(texts)) if explores else share.index(max(share))]
-            prompt = sampling.extended(group.prompt, options.template.replace("{skill}", skill.text))
+            prompt = context.extended(group.prompt, options.template.replace("{skill}", skill.text))
             if prompt is not None:
                 chosen[g] = skill, prompt
-        found = sampling.ask([prompt for _, prompt in chosen.values()], options.n) if chosen else []
+        found = context.ask([prompt for _, prompt in chosen.values()], options.n) if chosen else []
         return {g: (skill, group) for (g, (skill, _)), group in zip(chosen.items(), found, strict=True)}
 
     def _rewarded(self, group: Group, skill: Skill) -> Group:
@@ -116,15 +116,15 @@ class Library:
                 utility = 0.9 * held.utility + 0.1 * counterfactual_utility(with_it, without)
                 self.skills[i] = held._replace(utility=utility)
 
-    def _learn(self, groups: Sequence[Group], sampling: Sampling) -> None:
+    def _learn(self, groups: Sequence[Group], context: MemberContext) -> None:
         options, prompts = self._options, []
         solved = [group for group in groups if self._any_right(group)]
         for group in solved[: options.new]:
             best = max(group.rollouts, key=lambda rollout: rollout.reward)
             text = options.summary_template.replace("{best}", best.text)
-            if (prompt := sampling.extended(group.prompt, text)) is not None:
+            if (prompt := context.extended(group.prompt, text)) is not None:
                 prompts.append(prompt)
-        for group in sampling.ask(prompts, 1) if prompts else []:
+        for group in context.ask(prompts, 1) if prompts else []:
             text = group.rollouts[0].text.strip()
             name = text.partition("\n")[0].strip()
             if name and name not in {skill.name for skill in self.skills}:

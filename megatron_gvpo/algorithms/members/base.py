@@ -10,7 +10,7 @@ from megatron_gvpo.algorithms.base import Block
 from megatron_gvpo.types import Group, Prompt, Rollout
 
 
-class Sampling(Protocol):
+class MemberContext(Protocol):
     """The run, as a member sees it. Every rank calls with the same arguments and gets the same groups."""
 
     step: int
@@ -47,8 +47,11 @@ class Sampling(Protocol):
         """The mean log-prob of each response's tokens after its prompt, under the policy at step start."""
 
 
+Sampling = MemberContext  # its former name, for one more release
+
+
 # A member at work in a run: groups in, groups with what joins them out.
-JoinGroups = Callable[[Sequence[Group], Sampling], list[Group]]
+JoinGroups = Callable[[Sequence[Group], MemberContext], list[Group]]
 
 
 class Member(Block):
@@ -67,7 +70,7 @@ class Member(Block):
         """The member at work in a run: itself, unless it remembers something between steps."""
         return self
 
-    def __call__(self, groups: Sequence[Group], sampling: Sampling) -> list[Group]:
+    def __call__(self, groups: Sequence[Group], context: MemberContext) -> list[Group]:
         raise NotImplementedError
 
 

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 from pydantic import PositiveInt
 
-from megatron_gvpo.algorithms.members.base import Member, Sampling
+from megatron_gvpo.algorithms.members.base import Member, MemberContext
 from megatron_gvpo.types import Group, Rollout
 
 
@@ -38,8 +38,8 @@ class Demonstration(Member):
     def unset_length(self) -> str | None:
         return "max_tokens" if self.max_tokens is None else None
 
-    def __call__(self, groups: Sequence[Group], sampling: Sampling) -> list[Group]:
-        return [self._joined(group, sampling.seed + i) for i, group in enumerate(groups)]
+    def __call__(self, groups: Sequence[Group], context: MemberContext) -> list[Group]:
+        return [self._joined(group, context.seed + i) for i, group in enumerate(groups)]
 
     def _joined(self, group: Group, seed: int) -> Group:
         solution = group.prompt.demonstration

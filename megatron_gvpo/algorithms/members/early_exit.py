@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt
 
-from megatron_gvpo.algorithms.members.base import Member, Sampling
+from megatron_gvpo.algorithms.members.base import Member, MemberContext
 from megatron_gvpo.types import Group, Prompt, Rollout
 
 
@@ -28,22 +28,20 @@ class Exits(Member):
     inducer: str = "\n\nTime is limited, so here is the answer.\n</think>\n\n"
     end: str = Field("</think>", min_length=1)
 
-    def __call__(self, groups: Sequence[Group], sampling: Sampling) -> list[Group]:
-        inducer, end = sampling.encode(self.inducer), sampling.encode(self.end)
+    def __call__(self, groups: Sequence[Group], context: MemberContext) -> list[Group]:
+        inducer, end = context.encode(self.inducer), context.encode(self.end)
         begun: list[tuple[int, list[int]]] = []  # group, tokens kept so far
         prompts: list[Prompt] = []
         for g, group in enumerate(groups):
             thought, prompt = before(group.rollouts[0].token_ids, end), group.prompt
-            last = min(len(thought), sampling.longest_prompt - len(prompt.token_ids) - len(inducer) + 1)
+            last = min(len(thought), context.longest_prompt - len(prompt.token_ids) - len(inducer) + 1)
             places = range(1, max(last, 1))
-            for place in sorted(
-                random.Random(sampling.seed + g).sample(places, min(self.count, len(places)))
-            ):
+            for place in sorted(random.Random(context.seed + g).sample(places, min(self.count, len(places)))):
                 said = [*thought[:place], *inducer]
                 begun.append((g, said))
                 prompts.append(replace(prompt, token_ids=(*prompt.token_ids, *said)))
         exits: list[list[Rollout]] = [[] for _ in groups]
-        answers = sampling.ask(prompts, 1) if prompts else []
+        answers = context.ask(prompts, 1) if prompts else []
         for (g, said), answer in zip(begun, answers, strict=True):
             given = answer.rollouts[0]
             tokens = [*said, *given.token_ids]

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import PositiveInt, model_validator
 
-from megatron_gvpo.algorithms.members.base import Member, Sampling, taught
+from megatron_gvpo.algorithms.members.base import Member, MemberContext, taught
 from megatron_gvpo.runtime.template import filled
 from megatron_gvpo.types import Group, Prompt
 
@@ -55,15 +55,15 @@ class Corpus:
         self._options = options
         self._solved: dict[str, Solved] = {}
 
-    def __call__(self, groups: Sequence[Group], sampling: Sampling) -> list[Group]:
+    def __call__(self, groups: Sequence[Group], context: MemberContext) -> list[Group]:
         self._learn(groups)
         asked: dict[int, Prompt] = {}
         for g, group in enumerate(groups):
             if all(reward <= self._options.right for reward in group.rewards):
-                prompt = self._seeded(group.prompt, sampling)
+                prompt = self._seeded(group.prompt, context)
                 if prompt is not None:
                     asked[g] = prompt
-        found = sampling.ask(list(asked.values()), self._options.n) if asked else []
+        found = context.ask(list(asked.values()), self._options.n) if asked else []
         joined = list(groups)
         for g, seeded in zip(asked, found, strict=True):
             rollouts = [*groups[g].rollouts, *taught(seeded.rollouts)]
@@ -79,7 +79,7 @@ class Corpus:
         while len(self._solved) > self._options.keep:
             del self._solved[next(iter(self._solved))]
 
-    def _seeded(self, prompt: Prompt, sampling: Sampling) -> Prompt | None:
+    def _seeded(self, prompt: Prompt, context: MemberContext) -> Prompt | None:
         """The prompt with as many exemplars as fit; None: not one."""
         problem = self._problem(prompt)
         others = [solved for name, solved in self._solved.items() if name != prompt.id]
@@ -87,7 +87,7 @@ class Corpus:
         for count in range(len(like), 0, -1):
             shown = reversed(like[:count])  # the likest comes last
             text = "".join(filled(self._options.template, solved._asdict()) for solved in shown)
-            if (seeded := sampling.extended(prompt, text, before=True)) is not None:
+            if (seeded := context.extended(prompt, text, before=True)) is not None:
                 return seeded
         return None
 

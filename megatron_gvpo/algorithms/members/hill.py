@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, PositiveInt, model_validator
 
-from megatron_gvpo.algorithms.members.base import Member, Sampling
+from megatron_gvpo.algorithms.members.base import Member, MemberContext
 from megatron_gvpo.runtime.template import filled
 from megatron_gvpo.runtime.user_functions import check_call, load_function
 from megatron_gvpo.types import Group, Prompt, Rollout
@@ -62,10 +62,10 @@ class LearnedHint(Member):
             check_call(load_function(self.function), "f(groups, n, **options)", 2, self.options)
         return self
 
-    def __call__(self, groups: Sequence[Group], sampling: Sampling) -> list[Group]:
+    def __call__(self, groups: Sequence[Group], context: MemberContext) -> list[Group]:
         failed = [g for g, group in enumerate(groups) if all(r <= self.right for r in group.rewards)]
-        written = self._written(groups, failed, sampling) if failed else {}
-        tried = self._tried(groups, written, sampling)
+        written = self._written(groups, failed, context) if failed else {}
+        tried = self._tried(groups, written, context)
         joined: list[Group] = []
         for g, group in enumerate(groups):
             if g not in written:
@@ -81,19 +81,19 @@ class LearnedHint(Member):
         return joined
 
     def _written(
-        self, groups: Sequence[Group], failed: Sequence[int], sampling: Sampling
+        self, groups: Sequence[Group], failed: Sequence[int], context: MemberContext
     ) -> dict[int, Group]:
         """The hints for groups, as rollouts, by the group's number."""
         if self.function is not None:
-            texts = sampling.texts(self.function, [groups[g] for g in failed], self.hints, self.options)
+            texts = context.texts(self.function, [groups[g] for g in failed], self.hints, self.options)
             hints = [[Rollout([], [], text, "stop", -1) for text in mine] for mine in texts]
             return {g: Group(groups[g].prompt, mine) for g, mine in zip(failed, hints, strict=True)}
         asked: dict[int, Prompt] = {}
         for g in failed:
-            prompt = sampling.extended(groups[g].prompt, self._request(groups[g]))
+            prompt = context.extended(groups[g].prompt, self._request(groups[g]))
             if prompt is not None:
                 asked[g] = prompt
-        found = sampling.ask(list(asked.values()), self.hints) if asked else []
+        found = context.ask(list(asked.values()), self.hints) if asked else []
         return dict(zip(asked, found, strict=True))
 
     def _request(self, group: Group) -> str:
@@ -103,7 +103,7 @@ class LearnedHint(Member):
         return filled(self.template, fields)
 
     def _tried(
-        self, groups: Sequence[Group], written: dict[int, Group], sampling: Sampling
+        self, groups: Sequence[Group], written: dict[int, Group], context: MemberContext
     ) -> dict[tuple[int, int], Trial]:
         """The trials of valid hints, by group and number of the hint."""
         prompts: dict[tuple[int, int], Prompt] = {}
@@ -113,10 +113,10 @@ class LearnedHint(Member):
                 if not hint or (answer and gives_away(hint, answer)):
                     continue
                 text = self.hint_template.replace("{hint}", hint)
-                if (prompt := sampling.extended(groups[g].prompt, text)) is not None:
+                if (prompt := context.extended(groups[g].prompt, text)) is not None:
                     prompts[g, h] = prompt
         answers = dict(
-            zip(prompts, sampling.ask(list(prompts.values()), self.n) if prompts else [], strict=True)
+            zip(prompts, context.ask(list(prompts.values()), self.n) if prompts else [], strict=True)
         )
         right: list[tuple[tuple[int, int], Rollout]] = [
             (key, rollout)
@@ -125,8 +125,8 @@ class LearnedHint(Member):
             if rollout.reward > self.right
         ]
         responses = [rollout.token_ids for _, rollout in right]
-        plain = sampling.mean_logp([groups[g].prompt for (g, _), _ in right], responses)
-        hinted = sampling.mean_logp([prompts[key] for key, _ in right], responses)
+        plain = context.mean_logp([groups[g].prompt for (g, _), _ in right], responses)
+        hinted = context.mean_logp([prompts[key] for key, _ in right], responses)
         reliance: dict[tuple[int, int], list[float]] = {}
         for (key, _), without, with_hint in zip(right, plain, hinted, strict=True):
             reliance.setdefault(key, []).append(without - with_hint)

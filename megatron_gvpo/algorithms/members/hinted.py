@@ -8,7 +8,7 @@ from typing import Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from megatron_gvpo.algorithms.members.base import Member, Sampling, taught
+from megatron_gvpo.algorithms.members.base import Member, MemberContext, taught
 from megatron_gvpo.types import Group, Prompt
 
 
@@ -54,8 +54,8 @@ class Hinted(Member):
             raise ValueError("prompt=hinted makes a group of its own: place=add and keep=all go with it")
         return self
 
-    def __call__(self, groups: Sequence[Group], sampling: Sampling) -> list[Group]:
-        if sampling.step <= self.after_step:
+    def __call__(self, groups: Sequence[Group], context: MemberContext) -> list[Group]:
+        if context.step <= self.after_step:
             return list(groups)
         found: dict[int, Group] = {}
         for level in range(1 if self.best_draft else len(self.fields)):
@@ -64,10 +64,10 @@ class Hinted(Member):
             for g in open_:
                 hint = self._hint(groups[g], level)
                 text = None if hint is None else self.template.replace("{hint}", hint)
-                if text is not None and (prompt := sampling.extended(groups[g].prompt, text)) is not None:
+                if text is not None and (prompt := context.extended(groups[g].prompt, text)) is not None:
                     prompts[g] = prompt
             if prompts:
-                found |= dict(zip(prompts, sampling.ask(list(prompts.values()), self.n), strict=True))
+                found |= dict(zip(prompts, context.ask(list(prompts.values()), self.n), strict=True))
         joined: list[Group] = []
         for g, group in enumerate(groups):
             joined += self._joined(group, found[g]) if g in found else [group]

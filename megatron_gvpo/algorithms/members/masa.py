@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveInt
 
-from megatron_gvpo.algorithms.members.base import Member, Sampling
+from megatron_gvpo.algorithms.members.base import Member, MemberContext
 from megatron_gvpo.types import Group, Rollout
 
 
@@ -39,10 +39,10 @@ class Foresight(Member):
     )
     right: float = Field(0.0)
 
-    def __call__(self, groups: Sequence[Group], sampling: Sampling) -> list[Group]:
-        prompts = {g: sampling.extended(group.prompt, self.template) for g, group in enumerate(groups)}
+    def __call__(self, groups: Sequence[Group], context: MemberContext) -> list[Group]:
+        prompts = {g: context.extended(group.prompt, self.template) for g, group in enumerate(groups)}
         asked = {g: prompt for g, prompt in prompts.items() if prompt is not None}
-        found = sampling.ask(list(asked.values()), self.n) if asked else []
+        found = context.ask(list(asked.values()), self.n) if asked else []
         predictions = dict(zip(asked, found, strict=True))
         joined: list[Group] = []
         for g, group in enumerate(groups):

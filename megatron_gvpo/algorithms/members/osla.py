@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from megatron_gvpo.algorithms.members.base import Member, Sampling
+from megatron_gvpo.algorithms.members.base import Member, MemberContext
 from megatron_gvpo.types import Group
 
 
@@ -39,10 +39,10 @@ class OneMore(Member):
             )
         return self
 
-    def __call__(self, groups: Sequence[Group], sampling: Sampling) -> list[Group]:
+    def __call__(self, groups: Sequence[Group], context: MemberContext) -> list[Group]:
         grown = list(groups)
         while wanting := [g for g, group in enumerate(grown) if self._wants(group)]:
-            found = sampling.ask([grown[g].prompt for g in wanting], 1)
+            found = context.ask([grown[g].prompt for g in wanting], 1)
             for g, more in zip(wanting, found, strict=True):
                 grown[g] = replace(grown[g], rollouts=[*grown[g].rollouts, *more.rollouts])
         return grown

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import PositiveInt
 
-from megatron_gvpo.algorithms.members.base import Member, Sampling
+from megatron_gvpo.algorithms.members.base import Member, MemberContext
 from megatron_gvpo.groups import Group, rollout_of
 
 
@@ -35,7 +35,7 @@ class History:
         self._count, self._keep = count, keep
         self._held: dict[str, tuple[dict[str, Any], ...]] = {}
 
-    def __call__(self, groups: Sequence[Group], sampling: Sampling) -> list[Group]:
+    def __call__(self, groups: Sequence[Group], context: MemberContext) -> list[Group]:
         joined = []
         for group in groups:
             held = self._held.get(group.prompt.id, ())

@@ -12,7 +12,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt
 
-from megatron_gvpo.algorithms.members.base import Member, Sampling
+from megatron_gvpo.algorithms.members.base import Member, MemberContext
 from megatron_gvpo.types import Group
 
 
@@ -35,12 +35,12 @@ class Rounds(Member):
     explore: float = Field(0.1, ge=0)
     alpha: float = Field(0.05, gt=0, lt=1)
 
-    def __call__(self, groups: Sequence[Group], sampling: Sampling) -> list[Group]:
+    def __call__(self, groups: Sequence[Group], context: MemberContext) -> list[Group]:
         grown = list(groups)
         for _ in range(self.rounds):
             shares = self.shares([group.rewards for group in grown], self.extra * len(grown))
             asked = [g for g, share in enumerate(shares) for _ in range(share)]
-            found = sampling.ask([grown[g].prompt for g in asked], 1)
+            found = context.ask([grown[g].prompt for g in asked], 1)
             for g, more in zip(asked, found, strict=True):
                 grown[g] = replace(grown[g], rollouts=[*grown[g].rollouts, *more.rollouts])
         return grown

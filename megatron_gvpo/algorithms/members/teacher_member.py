@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from megatron_gvpo.algorithms.members.base import Member, Sampling
+from megatron_gvpo.algorithms.members.base import Member, MemberContext
 from megatron_gvpo.runtime.user_functions import check_call, load_function
 from megatron_gvpo.types import Group, Rollout
 
@@ -37,8 +37,8 @@ class Teacher(Member):
         check_call(load_function(self.function), "f(groups, n, **options)", 2, self.options)
         return self
 
-    def __call__(self, groups: Sequence[Group], sampling: Sampling) -> list[Group]:
-        rng = random.Random(sampling.seed)
+    def __call__(self, groups: Sequence[Group], context: MemberContext) -> list[Group]:
+        rng = random.Random(context.seed)
         chosen = [
             g
             for g, group in enumerate(groups)
@@ -47,18 +47,18 @@ class Teacher(Member):
         ]
         if not chosen:
             return list(groups)
-        texts = sampling.texts(self.function, [groups[g] for g in chosen], self.n, self.options)
+        texts = context.texts(self.function, [groups[g] for g in chosen], self.n, self.options)
         taught = [
             Group(
                 groups[g].prompt,
                 [
-                    Rollout(sampling.encode_response(t), [], t, "stop", -1, source="demonstration")
+                    Rollout(context.encode_response(t), [], t, "stop", -1, source="demonstration")
                     for t in given
                 ],
             )
             for g, given in zip(chosen, texts, strict=True)
         ]
-        sampling.score(taught)
+        context.score(taught)
         joined = list(groups)
         for g, given in zip(chosen, taught, strict=True):
             joined[g] = replace(groups[g], rollouts=[*groups[g].rollouts, *given.rollouts])
