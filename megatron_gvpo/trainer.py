@@ -1,4 +1,4 @@
-"""The training loop: Algorithm 1 of the GVPO paper, with the method as a choice of parts along it."""
+"""The training loop: Algorithm 1 of the GVPO paper, of which the method chooses the components."""
 
 from __future__ import annotations
 
@@ -67,16 +67,16 @@ class Trainer:
         self._resume_point: dict[str, Any] = self.parts.state_dict()
 
     def fit(self) -> Metrics:
-        """Train to the last step; returns its metrics.
+        """Train to the last step; returns that step's metrics.
 
         Raises Interrupted after SIGTERM or SIGUSR1, and RolloutError when no server will give responses any
         more, a teacher or judge of the user's fails, or the shapers leave nothing of train.max_empty_batches
-        batches in a row; when a checkpoint has been written.
+        batches in a row. Both are raised once a checkpoint is written.
         """
         steps, every = self.config.train.steps, self.config.checkpoint.every
         metrics: Metrics = {}
         with Interrupt() as interrupt, self.parts, ExitStack() as end:
-            if self.is_main and not self.resumed:  # now that nothing can be wrong with the input any more
+            if self.is_main and not self.resumed:  # not before: the input has proved right
                 remove_earlier_run(self.config.output_dir)
             end.callback(self._notify, "on_exit")
             self._notify("on_start")
@@ -160,7 +160,7 @@ class Trainer:
             self._resume_point = parts.state_dict()
 
     def _mini_batches(self, groups: Sequence[Group]) -> tuple[list[TrainBatch], Metrics]:
-        """Whole groups to the rows of each optimizer update, with their advantages."""
+        """Split whole groups into the rows of each optimizer update, and give them advantages."""
         metrics = rollout_statistics(groups, self.step) if self._has_rewards else {}
         metrics |= {f"batch/{name}": value for name, value in self.parts.batch_policy.metrics.items()}
         count, estimator = self.config.train.mini_batches, self.parts.estimator
@@ -176,7 +176,7 @@ class Trainer:
         return [rows for rows in trained if len(rows)], metrics
 
     def _judged(self, rows: TrainBatch) -> TrainBatch:
-        """The rows with what the estimator reads of models: values, log-probs of the policies it compares."""
+        """Add the columns that the estimator reads: the critic's values, log-probs of reference policies."""
         policy, estimator = self.parts.policy, self.config.algorithm.estimator
         columns: dict[str, Tensor] = {}
         with self.parts.timer.phase("scoring"):
@@ -190,11 +190,11 @@ class Trainer:
     def _freeze_references(self, rows: TrainBatch, first: bool) -> TrainBatch:
         """Log-probs of the policies that the loss compares with, before the step's first update.
 
-        Taken later, the policy at step start would be gone, and GVPO silently become REINFORCE. The
-        first mini-batch needs no scoring for it: there the policy at step start is the one that trains.
+        Later, the policy at step start would be gone, and GVPO would silently become REINFORCE. The first
+        mini-batch needs no scoring by that policy, which is still the one that trains.
         """
         references, policy = self.config.algorithm.loss.reference_policies, self.parts.policy
-        columns: dict[str, Tensor | None] = {"old_logp_r": None, "ref_logp_r": None}  # but the estimator's
+        columns: dict[str, Tensor | None] = {"old_logp_r": None, "ref_logp_r": None}  # not the estimator's
         now_r = None
         if not (first or self._engine_reference) and STEP_START in references.values():
             now_r = policy.score(rows) if rows.old_logp_r is None else rows.old_logp_r
@@ -204,10 +204,10 @@ class Trainer:
         return rows.with_columns(**columns)
 
     def _updates(self, mini_batches: list[TrainBatch]) -> list[UpdateResult]:
-        """An update with every mini-batch, `train.batch_epochs` times, against the same old policies.
+        """Update with every mini-batch, `train.batch_epochs` times, against the same reference policies.
 
-        The first mini-batch, too, needs the policy at step start in a second pass: its own first forward was
-        that policy's.
+        In a second pass the first mini-batch needs log-probs of the policy at step start, too. Its first
+        forward computed them.
         """
         results: list[UpdateResult] = []
         for _ in range(self.config.train.batch_epochs):
@@ -220,11 +220,11 @@ class Trainer:
         return results
 
     def _update(self, rows: TrainBatch, first: bool) -> UpdateResult:
-        """One optimizer update; the first of a step also tells how far the engine is from the trainer.
+        """One optimizer update; the first of a step also measures the mismatch of engine and trainer.
 
-        With the engine's log-probs as the reference, the later ones are corrected by that. The first needs
-        none: there the policy at step start is the one that trains, and d = 0 exactly; unless older weights
-        sampled from it, because then the reference is the policy that sampled.
+        With the engine's log-probs as the reference, that mismatch corrects the later updates. The first one
+        needs no reference: the policy at step start is the one that trains, so d = 0 exactly. Where older
+        weights sampled, the reference is the policy that sampled, in the first update as well.
         """
         if self._engine_reference and not (first and rows.sampled_by(self.step).all()):
             rows = rows.with_columns(ref_logp_r=self.parts.mismatch.corrected(rows))
@@ -242,7 +242,7 @@ class Trainer:
         return self.parts.evaluate(self.step)
 
     def save(self) -> None:
-        """Write, or begin to write, a checkpoint from which a resumed run repeats what this one does next."""
+        """Write, or begin to write, a checkpoint; a run resumed from it does what this one does next."""
         self._finish_saving()
         self._saving = self.parts.save(self.step, self._resume_point)
         if not self.config.checkpoint.asynchronous:

@@ -159,7 +159,7 @@ class ServerPool:
             await asyncio.to_thread(self._supervisor.hold, lost)
 
     async def _offload(self, handle: ServerHandle) -> None:
-        self.retire(handle, "rests while the trainer trains")
+        self.retire(handle, "sleeps while the trainer trains")
         await self._drain(handle, abort=True)
         server = handle.server
         if len(handle.offloaded) == 1:  # the push that gave it back a part failed
