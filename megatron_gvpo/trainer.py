@@ -17,12 +17,14 @@ from megatron_gvpo.algorithms.base import STEP_START
 from megatron_gvpo.callbacks import Callback
 from megatron_gvpo.components import Components
 from megatron_gvpo.config.cross_checks import advice
+from megatron_gvpo.config.errors import ConfigError
 from megatron_gvpo.config.output_dir import remove_earlier_run
 from megatron_gvpo.config.preflight import preflight
 from megatron_gvpo.config.schema import Config
 from megatron_gvpo.megatron.policy import UpdateResult
 from megatron_gvpo.observe.rollout_metrics import rollout_statistics, trained_tokens
 from megatron_gvpo.rollout.request import RolloutError
+from megatron_gvpo.runtime.collectives import first_problem
 from megatron_gvpo.runtime.signals import Interrupt, Interrupted
 from megatron_gvpo.types import Group, TrainBatch
 
@@ -51,8 +53,7 @@ class Trainer:
         checked: bool = False,
     ) -> None:
         if not checked:
-            world_size = int(os.environ.get("WORLD_SIZE", "1"))
-            preflight(config, "train", world_size, fresh=not (resume or overwrite))
+            _preflight_on_all_ranks(config, fresh=not (resume or overwrite))
         self.config = config
         self.callbacks = list(callbacks)
         self._samples_from_policy = config.algorithm.sampler == "engine"
@@ -257,3 +258,17 @@ class Trainer:
     def _notify(self, event: str, *args: Any) -> None:
         for callback in self.callbacks:
             getattr(callback, event)(self, *args)
+
+
+def _preflight_on_all_ranks(config: Config, fresh: bool) -> None:
+    """Raise ConfigError on every rank for what `preflight` refuses on any: one node may lack a file.
+
+    Without a process group each rank raises its own.
+    """
+    problem = None
+    try:
+        preflight(config, "train", int(os.environ.get("WORLD_SIZE", "1")), fresh=fresh)
+    except ConfigError as error:
+        problem = str(error)
+    if (said := first_problem(problem)) is not None:
+        raise ConfigError(said)
