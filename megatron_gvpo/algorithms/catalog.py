@@ -114,13 +114,19 @@ def _blocks(annotation: Any) -> Iterator[type[Block]]:
 
 
 def _block(block: type[Block]) -> str:
+    from megatron_gvpo.config.field_comments import field_comments
+
     name = block.model_fields["name"].default if "name" in block.model_fields else None
-    options = {key: field for key, field in block.model_fields.items() if key != "name"}
     head = f"#### `{name}`" if name else "#### its options"
-    values = ", ".join(f"`{key}`: {_default(field)}" for key, field in options.items())
+    comments = field_comments(block)
+    options = [
+        f"- `{key}`: {_default(field)}" + (f" ({comments[key]})" if comments.get(key) else "")
+        for key, field in block.model_fields.items()
+        if key != "name"
+    ]
     source = block.__module__.partition(".")[2].replace(".", "/")
     doc = f"```text\n{inspect.getdoc(block)}\n```"
-    return f"{head}\n\n{doc}\n\n{f'Options: {values}. ' if values else ''}In `{source}.py`."
+    return "\n\n".join([head, doc, *(["\n".join(options)] if options else []), f"In `{source}.py`."])
 
 
 def _default(field: FieldInfo) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from doc_blocks import blocks
 from real_parts import used
 from servers import engine_python
 from tiny_run import records
@@ -273,22 +274,21 @@ def test_what_slurm_refuses(slurm: Slurm, task: Path, tmp_path: Path, options, w
     assert words in done.stderr and advice in done.stderr
 
 
-def readme_command(program: str) -> str:
-    """The command of the README's cluster section that begins with `program`."""
-    text = (ROOT / "README.md").read_text()
-    section = text.split("## From laptop to cluster")[1].split("## ")[0].replace("\\\n", "")
-    lines = [line.split("#")[0].strip() for line in section.splitlines() if line.startswith("    ")]
-    return next(line for line in lines if line.startswith(program))
+def page_command(program: str) -> str:
+    """The command of docs/howto/slurm.md that begins with `program`."""
+    found = [block for block in blocks("docs/howto/slurm.md") if f"\n{program}" in f"\n{block.text}"]
+    lines = found[0].text.replace("\\\n", "").splitlines()
+    return next(line.split("#")[0].strip() for line in lines if line.startswith(program))
 
 
-def test_the_readme_commands_for_a_cluster_are_understood(task: Path, tmp_path: Path, capsys):
-    """`plan` and `slurm` run as the README has them, with the tiny run's configuration, and submit
+def test_the_pages_commands_for_a_cluster_are_understood(task: Path, tmp_path: Path, capsys):
+    """`plan` and `slurm` run as docs/howto/slurm.md has them, with the tiny run's configuration, and submit
     nothing.
     """
-    plan = shlex.split(readme_command("megatron-gvpo plan"))
+    plan = shlex.split(page_command("megatron-gvpo plan"))
     assert main([*plan[1:-1], str(tmp_path / "plan.yaml")]) == 0
     assert "All numbers are predicted" in capsys.readouterr().out
-    job = shlex.split(readme_command("megatron-gvpo slurm"))
+    job = shlex.split(page_command("megatron-gvpo slurm"))
     given = [str(task / "run.yaml") if word == "gvpo.yaml" else word for word in job[1:]]
     given = [word for word in given if word not in ("plan.yaml", "--submit")]
     served = ["rollout.engine=sglang", f"output_dir={tmp_path / 'run'}"]
@@ -296,9 +296,9 @@ def test_the_readme_commands_for_a_cluster_are_understood(task: Path, tmp_path: 
     assert "#SBATCH --partition=h800" in capsys.readouterr().out
 
 
-def test_the_readmes_doctor_compares_the_nodes(slurm: Slurm):
+def test_the_pages_doctor_compares_the_nodes(slurm: Slurm):
     """The command runs on two nodes instead of eight, with one rank each and no GPUs."""
-    command = readme_command("srun")
+    command = page_command("srun")
     sizes = {"--nodes 8": "--nodes 2", "--nnodes 8": "--nnodes 2", "--nproc-per-node 8": "--nproc-per-node 1"}
     for there, here in (sizes | {"--gpus-per-node 8 ": "", " --gpu h800": ""}).items():
         assert there in command

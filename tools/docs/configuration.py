@@ -5,16 +5,12 @@ Types and defaults come from the models, meanings from the comments beside the f
 
 from __future__ import annotations
 
-import ast
 import inspect
-import io
 import json
 import textwrap
-import tokenize
 import types
 import typing
 from collections.abc import Iterator
-from functools import cache
 from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel
@@ -22,6 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from megatron_gvpo.algorithms.base import Block
+from megatron_gvpo.config.field_comments import field_comments
 from megatron_gvpo.config.schema import Config
 
 _LIMITS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
@@ -63,41 +60,11 @@ def _is_list(annotation: Any) -> bool:
 
 def keys(model: type[BaseModel]) -> Iterator[Key]:
     """The keys of one section, subsections left out."""
-    meanings = comments(model)
+    meanings = field_comments(model)
     for name, field in model.model_fields.items():
         if any(_models(field.annotation)):
             continue
         yield Key(name, type_name(field), default(field), meanings.get(name, ""))
-
-
-@cache
-def comments(model: type[BaseModel]) -> dict[str, str]:
-    """The comments of every field: own lines directly above it, then the rest of its last line."""
-    found: dict[str, str] = {}
-    for base in reversed(model.__mro__):
-        if issubclass(base, BaseModel) and base is not BaseModel:
-            found |= _comments(textwrap.dedent(inspect.getsource(base)))
-    return found
-
-
-def _comments(source: str) -> dict[str, str]:
-    own: dict[int, str] = {}  # comments that have a line of their own, and comments behind code
-    behind: dict[int, str] = {}
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            text = token.string.lstrip("#").strip()
-            (behind if token.line[: token.start[1]].strip() else own)[token.start[0]] = text
-    found = {}
-    for node in typing.cast(ast.ClassDef, ast.parse(source).body[0]).body:
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            line, above = node.lineno - 1, list[str]()
-            while line in own:
-                above.insert(0, own[line])
-                line -= 1
-            end = node.end_lineno or node.lineno
-            parts = [*above, *(behind[n] for n in range(node.lineno, end + 1) if n in behind)]
-            found[node.target.id] = " ".join(parts)
-    return found
 
 
 def type_name(field: FieldInfo) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
+import torch
 from pydantic import Field
 
 from megatron_gvpo.algorithms.advantages.estimator import component, normalised
 from megatron_gvpo.algorithms.base import Advantage, Component, Metrics, Reference, References
-from megatron_gvpo.runtime.lazy_torch import torch
 from megatron_gvpo.types import TrainBatch
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ class ConfidenceEstimator(Advantage):
     slack: float = Field(0.01, ge=0)
     right: float = 0.1
     reference: Reference = Reference(name="ema", decay=0.995)
-    ddof: Literal[0, 1] = 1
-    eps: float = Field(1e-6, ge=0)
+    ddof: Literal[0, 1] = 1  # std over the group divides by its size minus this
+    eps: float = Field(1e-6, ge=0)  # added to the std, so that nothing is divided by 0
 
     @property
     def components_read(self) -> tuple[Component, ...]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from pydantic import Field
 
 from megatron_gvpo.algorithms.advantages.estimator import component, normalised
 from megatron_gvpo.algorithms.base import Advantage, Component, Metrics
-from megatron_gvpo.runtime.lazy_torch import torch
 from megatron_gvpo.types import TrainBatch
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ class LagrangianEstimator(Advantage):
     constraints: dict[str, float] = Field(min_length=1)
     rate: float = Field(0.01, gt=0)
     limit: float = Field(5.0, gt=0)
-    start: float = Field(0.0, ge=0)
-    ddof: Literal[0, 1] = 1
+    start: float = Field(0.0, ge=0)  # the first value of every multiplier
+    ddof: Literal[0, 1] = 1  # std over the group divides by its size minus this
     eps: float = Field(1e-6, ge=0)
 
     @property

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+import torch
 from pydantic import Field
 
 from megatron_gvpo.algorithms.advantages.estimator import component, normalised, whitened
 from megatron_gvpo.algorithms.base import Advantage, Component, Metrics
-from megatron_gvpo.runtime.lazy_torch import torch
 from megatron_gvpo.types import TrainBatch
 
 if TYPE_CHECKING:
@@ -25,8 +25,9 @@ class ComponentEstimator(Advantage):
 
     name: Literal["components"] = "components"
     weights: dict[str, float] | None = None
+    # over the batch: not at all, by responses, by tokens
     whiten: Literal["none", "sequence", "token"] = "sequence"
-    ddof: Literal[0, 1] = 1
+    ddof: Literal[0, 1] = 1  # std over the group divides by its size minus this
     eps: float = Field(1e-4, ge=0)
 
     @property

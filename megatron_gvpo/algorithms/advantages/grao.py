@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+import torch
 from pydantic import Field
 
 from megatron_gvpo.algorithms.advantages.estimator import normalised
 from megatron_gvpo.algorithms.base import Advantage, Metrics
-from megatron_gvpo.runtime.lazy_torch import torch
 from megatron_gvpo.types import TrainBatch
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class ReferenceAnswerEstimator(Advantage):
     name: Literal["reference_answer"] = "reference_answer"
     imitate: float = Field(1.0, ge=0)
     align: float = Field(1.0, ge=0)
-    eps: float = Field(1e-6, ge=0)
+    eps: float = Field(1e-6, ge=0)  # added to the std, so that nothing is divided by 0
 
     def __call__(self, rows: TrainBatch) -> tuple[Tensor, Metrics]:
         advantage_n = normalised(rows, rows.reward_n, 0, self.eps)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+import torch
 from pydantic import Field, PositiveInt, model_validator
 
 from megatron_gvpo.algorithms.advantages.estimator import component, normalised
 from megatron_gvpo.algorithms.base import Advantage, Component, Metrics
-from megatron_gvpo.runtime.lazy_torch import torch
 from megatron_gvpo.types import TrainBatch
 
 if TYPE_CHECKING:
@@ -38,8 +38,8 @@ class RoleEstimator(Advantage):
     local: str
     blend: float = Field(0.5, ge=0, le=1)
     segments: PositiveInt = 4
-    ddof: Literal[0, 1] = 1
-    eps: float = Field(1e-6, ge=0)
+    ddof: Literal[0, 1] = 1  # std over the group divides by its size minus this
+    eps: float = Field(1e-6, ge=0)  # added to the std, so that nothing is divided by 0
 
     @model_validator(mode="after")
     def _distinct(self) -> RoleEstimator:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+import torch
 from pydantic import Field, PositiveInt
 
 from megatron_gvpo.algorithms.advantages.estimator import component, normalised
 from megatron_gvpo.algorithms.base import Advantage, Component, Metrics
-from megatron_gvpo.runtime.lazy_torch import torch
 from megatron_gvpo.types import TrainBatch
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class RankEstimator(Advantage):
     overflow: float = -0.1
     complete: float = 0.1
     early: float = -0.1
-    ddof: Literal[0, 1] = 1
+    ddof: Literal[0, 1] = 1  # std over the group divides by its size minus this
     eps: float = Field(1e-4, ge=0)
 
     @property

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+import torch
 from pydantic import Field
 
 from megatron_gvpo.algorithms.advantages.estimator import component, normalised
 from megatron_gvpo.algorithms.base import Advantage, Component, Metrics
-from megatron_gvpo.runtime.lazy_torch import torch
 from megatron_gvpo.types import TrainBatch
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class StratifiedEstimator(Advantage):
     name: Literal["stratified"] = "stratified"
     stratum: str
     blend: float = Field(0.8, ge=0, le=1)
-    ddof: Literal[0, 1] = 1
+    ddof: Literal[0, 1] = 1  # std over the group divides by its size minus this
     eps: float = Field(1e-6, ge=0)
 
     @property

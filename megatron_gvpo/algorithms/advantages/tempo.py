@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+import torch
 from pydantic import Field
 
 from megatron_gvpo.algorithms.advantages.estimator import group_std, rewards_differ
 from megatron_gvpo.algorithms.advantages.mc_grpo import members_of_groups
 from megatron_gvpo.algorithms.base import Advantage, Metrics
-from megatron_gvpo.runtime.lazy_torch import torch
 from megatron_gvpo.types import TrainBatch
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class PrefixTreeEstimator(Advantage):
     per_token: ClassVar[bool] = True
 
     name: Literal["prefix_tree"] = "prefix_tree"
-    ddof: Literal[0, 1] = 1
+    ddof: Literal[0, 1] = 1  # std over the group divides by its size minus this
     eps: float = Field(1e-6, ge=0)
 
     def __call__(self, rows: TrainBatch) -> tuple[Tensor, Metrics]:

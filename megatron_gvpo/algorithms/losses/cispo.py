@@ -23,7 +23,7 @@ class CISPO(Loss):
 
     name: Literal["cispo"] = "cispo"
     clip_high: float = Field(4.0, gt=0)
-    aggregation: Aggregation = Aggregation(name="token_mean")
+    aggregation: Aggregation = Aggregation(name="token_mean")  # how token terms add up to the loss
 
     signal: ClassVar[Literal["advantage"]] = "advantage"
 

@@ -31,7 +31,7 @@ class Hinted(Member):
     name: Literal["hinted"] = "hinted"
     fields: tuple[str, ...] = ()
     best_draft: bool = False
-    when: Literal["always", "all_wrong"] = "all_wrong"
+    when: Literal["always", "all_wrong"] = "all_wrong"  # in which groups
     n: PositiveInt = 4
     template: str = "\n\nHint: {hint}"
     prompt: Literal["own", "hinted"] = "own"

@@ -30,7 +30,7 @@ class Teacher(Member):
     n: PositiveInt = 1
     share: float = Field(1.0, gt=0, le=1)
     when: Literal["always", "all_wrong"] = "always"
-    right: float = 0.0
+    right: float = 0.0  # a reward above this is right
 
     @model_validator(mode="after")
     def _callable(self) -> Self:

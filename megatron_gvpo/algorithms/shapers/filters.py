@@ -43,8 +43,8 @@ class Drop(Shaper):
 
     name: Literal["drop"] = "drop"
     which: Literal["all_right", "all_wrong", "all_equal"] = "all_equal"
-    right: float = 0.5
-    by: Component | None = None
+    right: float = 0.5  # a value above this is right
+    by: Component | None = None  # the reward component that is judged; null: the reward
 
     @property
     def components_read(self) -> tuple[Component, ...]:
@@ -70,10 +70,10 @@ class MaskTruncated(Shaper):
     """
 
     name: Literal["mask_truncated"] = "mask_truncated"
-    only_wrong: bool = False
+    only_wrong: bool = False  # leave right responses alone
     repeat: PositiveInt | None = None
     share: float = Field(1.0, ge=0, le=1)
-    right: float = 0.5
+    right: float = 0.5  # a reward above this is right
 
     def __call__(self, groups: Sequence[Group], step: int) -> list[Group]:
         def masked(rollout: Rollout) -> bool:

@@ -69,7 +69,7 @@ class Gate(Shaper):
     outcome: str
     bonus: str
     weight: float = 0.3
-    how: Literal["blend", "add"] = "blend"
+    how: Literal["blend", "add"] = "blend"  # which of the two formulas
     relative: bool = False
 
     @property

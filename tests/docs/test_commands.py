@@ -1,0 +1,144 @@
+"""Every block of README.md and docs/ is run, or says why not; its YAML is a configuration.
+
+The marks that blocks have are explained in tests/helpers/doc_blocks.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from doc_blocks import NEEDS, ROOT, Block, blocks, commands, outside_of_blocks, pages
+from good_config import GOOD
+
+from megatron_gvpo import cli
+from megatron_gvpo.config.schema import build_config
+from megatron_gvpo.config.yaml import Loader
+
+ALL = [block for page in pages() for block in blocks(page)]
+RUN = sorted({block.page for block in ALL if block.kind == "run"})
+CONFIGURED = ("train", "eval", "export")  # commands that take overrides
+
+
+def of(*languages: str) -> list[Any]:
+    return [pytest.param(block, id=str(block)) for block in ALL if block.language in languages]
+
+
+@pytest.mark.parametrize("page", pages())
+def test_code_is_fenced_and_has_a_language(page: str):
+    assert [str(block) for block in blocks(page) if not block.language] == []
+    indented = re.findall(
+        r"\n\n {4,}\S[^\n]*", re.sub(r"(?m)^ *[-*\d][^\n]*(\n+ +[^\n]*)*", "", outside_of_blocks(page))
+    )
+    assert indented == []
+
+
+@pytest.mark.parametrize("block", of("bash", "python"))
+def test_every_command_block_is_run_or_says_why_not(block: Block):
+    assert block.kind in ("run", "file", "elsewhere", "needs"), (
+        f"{block} has no mark (tests/helpers/doc_blocks.py)"
+    )
+    if block.kind == "needs":
+        assert block.value in NEEDS
+    if block.kind == "elsewhere":
+        path, _, why = block.value.partition(": ")
+        assert (ROOT / path).is_file() and why
+
+
+@pytest.mark.parametrize("block", [p for p in of("bash") if p.values[0].kind in ("needs", "elsewhere")])
+def test_commands_that_are_not_run_are_understood(block: Block):
+    """The command line's parser takes every `megatron-gvpo ...` in them."""
+    for words in commands(block):
+        if words[0] == "megatron-gvpo":
+            cli.parse(words[1:])
+
+
+@pytest.mark.parametrize("block", of("yaml"))
+def test_yaml_is_a_configuration(block: Block):
+    """A block is a whole configuration, or part of one."""
+    from megatron_gvpo.algorithms.recipe import merge
+
+    values = yaml.load(block.text, Loader)
+    build_config(merge(yaml.load(GOOD, Loader), values))
+
+
+@pytest.mark.parametrize("block", of("json", "jsonl"))
+def test_json_is_json(block: Block):
+    for line in block.text.splitlines():
+        json.loads(line)
+
+
+@pytest.fixture
+def quickstart(task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory like the repository after the quickstart, with the tiny task, and the current one."""
+    from megatron_gvpo.runtime.user_functions import load_function
+
+    for name in ("examples", "benchmarks", "docs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    runs = tmp_path / "runs" / "quickstart"
+    (runs / "task").mkdir(parents=True)
+    (runs / "sft").mkdir()
+    for link, target in {
+        "task/model": "model",
+        "task/data": "data",
+        "sft/hf": "model",
+        "hf": "model",
+    }.items():
+        (runs / link).symlink_to(task / target)
+    monkeypatch.chdir(tmp_path)
+    load_function.cache_clear()  # names are relative to the current directory
+    yield tmp_path
+    load_function.cache_clear()
+
+
+@pytest.mark.parametrize("page", RUN)
+def test_the_page_runs(page: str, quickstart: Path, leave_the_process_group: None, capfd):
+    """The page's files are written and its blocks run, in order."""
+    for block in blocks(page):
+        if block.kind == "file":
+            Path(block.value).write_text(block.text)
+        elif block.kind == "run" and block.language == "bash":
+            run_bash(block, quickstart)
+        elif block.kind == "run":
+            file = Path(f"block_{block.line}.py")
+            file.write_text(block.text)
+            runpy.run_path(str(file), run_name="__main__")
+
+
+def run_bash(block: Block, directory: Path) -> None:
+    """Run the commands: the program's own in this process, others, and loops, by bash."""
+    lines = block.text.replace("\\\n", " ").splitlines()
+    if any(re.match(r"\s*(for|if|while) ", line) for line in lines):
+        return by_bash(block, block.text, directory)
+    for line in lines:
+        words = commands(block._replace(text=line))
+        if not words:
+            continue
+        if words[0][0] == "megatron-gvpo" and not set(line.split("#")[0]) & set("|<>$;&"):
+            code = cli.main([*words[0][1:], *(block.overrides if words[0][1] in CONFIGURED else ())])
+            assert code == 0, f"{block}: {line.strip()} ended with {code}"
+        else:
+            by_bash(block, line, directory)
+
+
+def by_bash(block: Block, text: str, directory: Path) -> None:
+    """Run text by bash, where `megatron-gvpo` and `python` are those of this environment."""
+    programs = directory / "bin"
+    programs.mkdir(exist_ok=True)
+    run = f'exec {sys.executable} -m megatron_gvpo "$@"'
+    added = f'case "$1" in {"|".join(CONFIGURED)}) set -- "$@" {" ".join(block.overrides)};; esac'
+    for name, script in {"megatron-gvpo": f"{added}\n{run}", "python": f'exec {sys.executable} "$@"'}.items():
+        (programs / name).write_text(f"#!/bin/bash\n{script}\n")
+        (programs / name).chmod(0o755)
+    environment = os.environ | {"PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["bash", "-euo", "pipefail", "-c", text], env=environment, timeout=300)
+    assert done.returncode == 0, f"{block}: {text.strip()} ended with {done.returncode}"
