@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Self
 
 import pytest
 import tiny_run
 import torch
-from servers import PROMPTS, Client, logprobs, running, served_config
+from servers import PROMPTS, SharedServer, logprobs, served_config
 
 from megatron_gvpo.config.schema import Config, ConfigError, load_config
 from megatron_gvpo.rollout.pool import ServerHandle
@@ -80,22 +79,14 @@ def raw_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RECEIVERS["vllm"], "raw_files", VLLMRawFiles)
 
 
-@pytest.fixture(scope="module")
-def served(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A vLLM server and its client."""
-    with running("vllm", task, tmp_path_factory.mktemp("vllm")) as supervisor:
-        client = Client("vllm", supervisor.processes[0].url)
-        yield SimpleNamespace(engine="vllm", url=client.server.url, client=client)
-        client.close()
-
-
-def scores(served: Any) -> torch.Tensor:
+def scores(served: SharedServer) -> torch.Tensor:
     """The server's log-probs of all tokens of PROMPTS but each first."""
     return torch.tensor([logp for prompt in PROMPTS for logp in served.client("score", prompt)])
 
 
+@pytest.mark.parametrize("served", ["vllm"], indirect=True)
 def test_a_run_trains_with_a_transport_that_the_package_does_not_have(
-    served: Any, raw_files: None, task: Path, tmp_path: Path
+    served: SharedServer, raw_files: None, task: Path, tmp_path: Path
 ):
     """After each step the server has the policy's weights: at the end its log-probs are the export's."""
     out = tmp_path / "run"
