@@ -67,7 +67,7 @@ class Watch(Callback):
         self.updates_equal: bool | None = None
 
     def attach(self, trainer: Trainer) -> None:
-        policy = trainer.parts.policy
+        policy = trainer.components.policy
         apply, update = policy.optimizer.apply, policy.update
 
         def timed_apply() -> Any:
@@ -122,7 +122,7 @@ def _formula(
     """Return what this rank should send in an update of these rows; None if the planner has no formula."""
     from megatron.core import parallel_state
 
-    policy, sizes = trainer.parts.policy, trainer.config.parallel
+    policy, sizes = trainer.components.policy, trainer.config.parallel
     config = trainer.config
     budget, keep_groups = config.train.max_tokens_per_micro_batch, config.algorithm.loss.couples_groups
     mine, _ = my_micro_batches(policy.model, rows, budget, keep_groups)

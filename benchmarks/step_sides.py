@@ -197,7 +197,7 @@ def run_ours(args: argparse.Namespace) -> None:
     )
     trainer = Trainer(config, [InTurn()])
     if not case.whole:
-        parts = trainer.parts
+        parts = trainer.components
         parts.batches = BatchQueue(parts.order, parts.prompts, Given(), PROMPTS)
         parts.sync = lambda version: None  # type: ignore[method-assign] # nothing samples from the weights
     trainer.fit()

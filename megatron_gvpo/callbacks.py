@@ -110,7 +110,7 @@ class Recorder(Callback):
         wall = time.perf_counter() - self._begin
         records = read_metrics(self._directory / "metrics.jsonl")
         graded = [r["eval/pass@1"] for r in records if r.get("eval/pass@1") is not None]
-        totals = trainer.parts.timer.totals
+        totals = trainer.components.timer.totals
         summary = {
             "pass_at_1_before": graded[0] if graded else None,
             "pass_at_1_after": graded[-1] if graded else None,

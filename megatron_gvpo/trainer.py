@@ -17,12 +17,14 @@ from megatron_gvpo.algorithms.base import STEP_START
 from megatron_gvpo.callbacks import Callback
 from megatron_gvpo.components import Components
 from megatron_gvpo.config.cross_checks import advice
+from megatron_gvpo.config.errors import ConfigError
 from megatron_gvpo.config.output_dir import remove_earlier_run
 from megatron_gvpo.config.preflight import preflight
 from megatron_gvpo.config.schema import Config
 from megatron_gvpo.megatron.policy import UpdateResult
 from megatron_gvpo.observe.rollout_metrics import rollout_statistics, trained_tokens
 from megatron_gvpo.rollout.request import RolloutError
+from megatron_gvpo.runtime.collectives import first_problem
 from megatron_gvpo.runtime.signals import Interrupt, Interrupted
 from megatron_gvpo.types import Group, TrainBatch
 
@@ -51,20 +53,19 @@ class Trainer:
         checked: bool = False,
     ) -> None:
         if not checked:
-            world_size = int(os.environ.get("WORLD_SIZE", "1"))
-            preflight(config, "train", world_size, fresh=not (resume or overwrite))
+            _preflight_on_all_ranks(config, fresh=not (resume or overwrite))
         self.config = config
         self.callbacks = list(callbacks)
         self._samples_from_policy = config.algorithm.sampler == "engine"
         self._has_rewards = config.algorithm.sampler != "dataset"
         self._engine_reference = config.algorithm.reference_logprobs == "engine"
         self.is_main = int(os.environ.get("RANK", "0")) == 0
-        self.parts = Components(config)
-        found = self.parts.resume() if resume else None
+        self.components = Components(config)
+        found = self.components.resume() if resume else None
         self.resumed = found is not None
         self.step = found or 0
         self._saving: Path | None = None  # a checkpoint that may not be complete yet
-        self._resume_point: dict[str, Any] = self.parts.state_dict()
+        self._resume_point: dict[str, Any] = self.components.state_dict()
 
     def fit(self) -> Metrics:
         """Train to the last step; returns that step's metrics.
@@ -75,7 +76,7 @@ class Trainer:
         """
         steps, every = self.config.train.steps, self.config.checkpoint.every
         metrics: Metrics = {}
-        with Interrupt() as interrupt, self.parts, ExitStack() as end:
+        with Interrupt() as interrupt, self.components, ExitStack() as end:
             if self.is_main and not self.resumed:  # not before: the input has proved right
                 remove_earlier_run(self.config.output_dir)
             end.callback(self._notify, "on_exit")
@@ -97,28 +98,28 @@ class Trainer:
                 raise
             self._finish_saving()
             if self.config.checkpoint.export_hf:
-                self.parts.export_hf(Path(self.config.output_dir) / "hf")
+                self.components.export_hf(Path(self.config.output_dir) / "hf")
             self._notify("on_end")
         return metrics
 
     def _train_step(self, step: int, interrupt: Interrupt) -> Metrics:
         """Sample from the policy at step start, freeze what the loss compares with, update, evaluate."""
-        parts, timer, begin = self.parts, self.parts.timer, time.perf_counter()
+        components, timer, begin = self.components, self.components.timer, time.perf_counter()
         timer.take()
-        parts.profiler.step(step)
+        components.profiler.step(step)
         groups = self._draw_groups(interrupt)
         mini_batches, metrics = self._mini_batches(groups)
         with timer.phase("scoring"):
             mini_batches = [self._freeze_references(rows, i == 0) for i, rows in enumerate(mini_batches)]
         with timer.phase("training"):
             results = self._updates(mini_batches)
-            parts.policy.end_step()
-        metrics |= (mismatch := self.parts.mismatch.take())
-        if self.is_main and (warning := self.parts.mismatch.warning(step, mismatch)):
+            components.policy.end_step()
+        metrics |= (mismatch := self.components.mismatch.take())
+        if self.is_main and (warning := self.components.mismatch.warning(step, mismatch)):
             log.warning(warning)
-        self.step, self._resume_point = step, parts.state_dict()
-        if self._samples_from_policy and not parts.engine.shares_gpus:  # otherwise right before sampling
-            parts.sync(step)
+        self.step, self._resume_point = step, components.state_dict()
+        if self._samples_from_policy and not components.engine.shares_gpus:  # otherwise right before sampling
+            components.sync(step)
         seconds, phases = time.perf_counter() - begin, timer.take()
         for result in results:
             found = {f"train/{name}": value for name, value in result.metrics.items()} | result.head
@@ -129,7 +130,7 @@ class Trainer:
             metrics["train/lr"] = results[-1].update.lr
             metrics |= results[0].memory
         metrics["train/skipped"] = float(sum(r.update.skipped for r in results))
-        metrics |= parts.engine.metrics
+        metrics |= components.engine.metrics
         metrics |= {f"time/{name}": value for name, value in phases.items()} | {"time/step": seconds}
         metrics["throughput/tokens_per_s"] = trained_tokens(groups) / seconds
         every = self.config.eval.every
@@ -139,31 +140,31 @@ class Trainer:
 
     def _draw_groups(self, interrupt: Interrupt) -> list[Group]:
         """Sample prompts and responses until the batch policy has a batch."""
-        parts = self.parts
+        components = self.components
         ahead = min(self.config.rollout.async_steps, self.config.train.steps - self.step - 1)
         while True:
             interrupt.check()
             if self._samples_from_policy:
-                parts.sync(self.step)
-            parts.batches.ask(1 + ahead)
-            groups = parts.batches.collect(self.step + 1, on_wait=interrupt.check)
+                components.sync(self.step)
+            components.batches.ask(1 + ahead)
+            groups = components.batches.collect(self.step + 1, on_wait=interrupt.check)
             if any(rollout.reward_errors for group in groups for rollout in group.rollouts):
                 # A signal that ends the job ends the rewards' subprocesses, too: never train on such rewards.
                 interrupt.check()
             sampled = len(groups)
-            with parts.timer.phase("reward"):  # they may ask a judge
-                groups = parts.shapers(groups, self.step + 1)
+            with components.timer.phase("reward"):  # they may ask a judge
+                groups = components.shapers(groups, self.step + 1)
             if self.is_main and not groups:
                 log.warning("step %d: algorithm.shapers dropped all %d groups", self.step + 1, sampled)
-            if groups and (batch := parts.batch_policy.offer(groups)) is not None:
+            if groups and (batch := components.batch_policy.offer(groups)) is not None:
                 return batch
-            self._resume_point = parts.state_dict()
+            self._resume_point = components.state_dict()
 
     def _mini_batches(self, groups: Sequence[Group]) -> tuple[list[TrainBatch], Metrics]:
         """Split whole groups into the rows of each optimizer update, and give them advantages."""
         metrics = rollout_statistics(groups, self.step) if self._has_rewards else {}
-        metrics |= {f"batch/{name}": value for name, value in self.parts.batch_policy.metrics.items()}
-        count, estimator = self.config.train.mini_batches, self.parts.estimator
+        metrics |= {f"batch/{name}": value for name, value in self.components.batch_policy.metrics.items()}
+        count, estimator = self.config.train.mini_batches, self.components.estimator
         bounds = [len(groups) * i // count for i in range(count + 1)]
         mini_batches = [TrainBatch.from_groups(groups[a:b]) for a, b in pairwise(bounds) if a < b]
         if estimator is not None:
@@ -177,9 +178,9 @@ class Trainer:
 
     def _judged(self, rows: TrainBatch) -> TrainBatch:
         """Add the columns that the estimator reads: the critic's values, log-probs of reference policies."""
-        policy, estimator = self.parts.policy, self.config.algorithm.estimator
+        policy, estimator = self.components.policy, self.config.algorithm.estimator
         columns: dict[str, Tensor] = {}
-        with self.parts.timer.phase("scoring"):
+        with self.components.timer.phase("scoring"):
             if policy.critic is not None:
                 columns["value_r"] = policy.critic.values(rows)
             for column, reference in ({} if estimator is None else estimator.reference_policies).items():
@@ -193,12 +194,12 @@ class Trainer:
         Later, the policy at step start would be gone, and GVPO would silently become REINFORCE. The first
         mini-batch needs no scoring by that policy, which is still the one that trains.
         """
-        references, policy = self.config.algorithm.loss.reference_policies, self.parts.policy
+        references, policy = self.config.algorithm.loss.reference_policies, self.components.policy
         columns: dict[str, Tensor | None] = {"old_logp_r": None, "ref_logp_r": None}  # not the estimator's
         now_r = None
         if not (first or self._engine_reference) and STEP_START in references.values():
             now_r = policy.score(rows) if rows.old_logp_r is None else rows.old_logp_r
-            self.parts.mismatch.compare(rows, now_r, self.step)
+            self.components.mismatch.compare(rows, now_r, self.step)
         for column, reference in references.items():
             columns[f"{column}_logp_r"] = now_r if reference == STEP_START else policy.score_reference(rows)
         return rows.with_columns(**columns)
@@ -227,33 +228,47 @@ class Trainer:
         weights sampled, the reference is the policy that sampled, in the first update as well.
         """
         if self._engine_reference and not (first and rows.sampled_by(self.step).all()):
-            rows = rows.with_columns(ref_logp_r=self.parts.mismatch.corrected(rows))
+            rows = rows.with_columns(ref_logp_r=self.components.mismatch.corrected(rows))
         again = self.config.train.batch_epochs > 1
         kept = first and (again or rows.engine_logp_r is not None)
-        result = self.parts.policy.update(rows, at_step_start=first, keep_logp=kept)
-        if (critic := self.parts.policy.critic) is not None:
+        result = self.components.policy.update(rows, at_step_start=first, keep_logp=kept)
+        if (critic := self.components.policy.critic) is not None:
             result.metrics.update(critic.update(rows))
         if first and result.logp_r is not None:
-            self.parts.mismatch.compare(rows, result.logp_r, self.step)
+            self.components.mismatch.compare(rows, result.logp_r, self.step)
         return result
 
     def evaluate(self) -> Metrics:
         """Metrics of the present policy on the held-out prompts; empty without any."""
-        return self.parts.evaluate(self.step)
+        return self.components.evaluate(self.step)
 
     def save(self) -> None:
         """Write, or begin to write, a checkpoint; a run resumed from it does what this one does next."""
         self._finish_saving()
-        self._saving = self.parts.save(self.step, self._resume_point)
+        self._saving = self.components.save(self.step, self._resume_point)
         if not self.config.checkpoint.asynchronous:
             self._finish_saving()
 
     def _finish_saving(self) -> None:
         if self._saving is not None:
-            self.parts.finish_saving()
+            self.components.finish_saving()
             directory, self._saving = self._saving, None
             self._notify("on_checkpoint", directory)
 
     def _notify(self, event: str, *args: Any) -> None:
         for callback in self.callbacks:
             getattr(callback, event)(self, *args)
+
+
+def _preflight_on_all_ranks(config: Config, fresh: bool) -> None:
+    """Raise ConfigError on every rank for what `preflight` refuses on any: one node may lack a file.
+
+    Without a process group each rank raises its own.
+    """
+    problem = None
+    try:
+        preflight(config, "train", int(os.environ.get("WORLD_SIZE", "1")), fresh=fresh)
+    except ConfigError as error:
+        problem = str(error)
+    if (said := first_problem(problem)) is not None:
+        raise ConfigError(said)

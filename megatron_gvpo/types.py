@@ -12,13 +12,12 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from megatron_gvpo.groups import Group as Group
 from megatron_gvpo.groups import Prompt as Prompt
 from megatron_gvpo.groups import Rollout as Rollout
 from megatron_gvpo.groups import Routing as Routing
 from megatron_gvpo.groups import Scored as Scored
+from megatron_gvpo.runtime.lazy_torch import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, Self, runtime_checkable
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
 
+from megatron_gvpo.runtime.lazy_torch import torch
 from megatron_gvpo.types import BatchTotals, LossInputs, TrainBatch
 
 if TYPE_CHECKING:

@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-import torch
 from pydantic import Field, model_validator
 
 from megatron_gvpo.algorithms.base import STEP_START, Advantage, Loss, Metrics, Reference, References
 from megatron_gvpo.algorithms.members.base import Member, MemberContext
 from megatron_gvpo.algorithms.shapers.base import Shaper, rewarded
+from megatron_gvpo.runtime.lazy_torch import torch
 from megatron_gvpo.runtime.user_functions import check_call, load_function
 from megatron_gvpo.types import Group, LossInputs, TrainBatch
 

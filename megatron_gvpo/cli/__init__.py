@@ -15,7 +15,6 @@ from megatron_gvpo.cli import convert, doctor, export, plan, recipes, serve, slu
 from megatron_gvpo.cli import eval as evaluate
 from megatron_gvpo.cli.terminal import refuse
 from megatron_gvpo.config.errors import ConfigError
-from megatron_gvpo.runtime.deferred import defer
 
 COMMANDS = (train, evaluate, export, serve, recipes, slurm, plan, convert, doctor)
 
@@ -27,7 +26,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     written, a checkpoint could not be read, or no rollouts could be had; 2: wrong input; 143: stopped by
     SIGTERM before training began, with nothing written.
     """
-    defer("torch")
     options = parse(list(sys.argv[1:] if arguments is None else arguments))
     try:
         code: int = options.run(options)

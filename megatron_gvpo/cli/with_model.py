@@ -17,7 +17,7 @@ def run_with_model(work: Callable[[], None]) -> int:
     """
     quieten()
     with loading("torch"):
-        import torch.distributed  # noqa: F401
+        import torch  # noqa: F401
     with loading("Megatron"):
         from megatron_gvpo.megatron.checkpoint.sharded import CheckpointError
         from megatron_gvpo.megatron.parallel import shut_down

@@ -46,14 +46,14 @@ class Saboteur(Callback):
 
     def on_start(self, trainer: Trainer) -> None:
         self._trainer, self._over = trainer, threading.Event()
-        collect = trainer.parts.batches.collect
+        collect = trainer.components.batches.collect
 
         def kept(step: int, on_wait: Callable[[], None]) -> list[Group]:
             groups = collect(step, on_wait)
             self.groups[step] = groups
             return groups
 
-        trainer.parts.batches.collect = kept
+        trainer.components.batches.collect = kept
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
@@ -72,7 +72,7 @@ class Saboteur(Callback):
                     left.remove(fault)
 
     def _moment(self) -> Moment:
-        pool: ServerPool = self._trainer.parts.engine.servers.pool
+        pool: ServerPool = self._trainer.components.engine.servers.pool
         if any(handle.in_push for handle in pool.handles):
             return "pushing"
         return "generating" if any(handle.calls for handle in pool.handles) else "between"

@@ -11,7 +11,7 @@ from megatron_gvpo.megatron.reference_weights import ReferenceWeights
 
 
 def model(dtype: torch.dtype) -> SimpleNamespace:
-    """What a Shadow knows of a model: its chunks, and who must hear of a change."""
+    """A stand-in for a model: its chunks, and the callbacks that hear of a change."""
     torch.manual_seed(0)
     chunk = torch.nn.Linear(32, 32).to(dtype)
     return SimpleNamespace(

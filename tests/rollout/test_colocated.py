@@ -19,7 +19,7 @@ from megatron_gvpo.trainer import Trainer
 
 def bytes_held(trainer: Trainer) -> tuple[int, int]:
     """(bytes of weights, bytes of optimizer states and gradients that are not the weights' own storage)."""
-    policy = trainer.parts.policy
+    policy = trainer.components.policy
     trained = [policy] if policy.critic is None else [policy, policy.critic]
     weights = {t.untyped_storage()._cdata: t.untyped_storage() for p in trained for t in p.model.weights()}
     others = {
@@ -37,7 +37,7 @@ class LendAfterEveryStep(Callback):
     held: tuple[int, int] = (0, 0)
 
     def on_step(self, trainer: Trainer, step: int, metrics: object) -> None:
-        memory = trainer.parts.policy.memory
+        memory = trainer.components.policy.memory
         self.held = bytes_held(trainer)
         memory.release("training")
         assert bytes_held(trainer) == (self.held[0], 0)
@@ -81,7 +81,7 @@ class KillWhileTraining(Callback):
         self.while_training: list[tuple[int, int]] = []
 
     def on_start(self, trainer: Trainer) -> None:
-        engine = trainer.parts.engine
+        engine = trainer.components.engine
         assert engine.asleep and bytes_held(trainer) != (0, 0)
         collect = engine._collect
 
@@ -92,8 +92,8 @@ class KillWhileTraining(Callback):
         engine._collect = noted
 
     def on_step(self, trainer: Trainer, step: int, metrics: object) -> None:
-        [handle] = trainer.parts.engine.servers.pool.handles
-        [process] = trainer.parts.engine.servers.supervisor.processes
+        [handle] = trainer.components.engine.servers.pool.handles
+        [process] = trainer.components.engine.servers.supervisor.processes
         assert handle.offloaded == ("weights", "cache")
         assert is_healthy(process.url, 60.0), "`serve`, which knows of no turns, would start it anew"
         self.while_training.append(bytes_held(trainer))

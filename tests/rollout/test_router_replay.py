@@ -55,7 +55,7 @@ class OwnChoice(Callback):
         update = trainer._update
 
         def noted(rows: TrainBatch, first: bool) -> Any:
-            own_r = trainer.parts.policy.score(rows.with_columns(routing=None))
+            own_r = trainer.components.policy.score(rows.with_columns(routing=None))
             watch = MismatchWatch(1.0)
             watch.compare(rows, own_r, trainer.step)
             self.found.append(watch.take())
@@ -66,7 +66,7 @@ class OwnChoice(Callback):
 
     def on_step(self, trainer: Trainer, step: int, metrics: object) -> None:
         if step == trainer.config.train.steps:
-            servers = trainer.parts.engine.servers
+            servers = trainer.components.engine.servers
             prompts = dict.fromkeys(tuple(ids) for ids in self.rows[-1].prompt_ids)
             asked = [Request(prompt, 2, seed=5) for prompt in prompts]
             self.again = servers.loop.run(servers.pool.generate(asked, trainer.config.rollout))

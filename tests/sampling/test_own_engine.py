@@ -75,7 +75,7 @@ def test_a_run_samples_from_an_engine_that_the_package_does_not_know(
 ):
     trainer = fit(configure(task, tmp_path, *GVPO, "rollout.engine=table", "train.steps=2"))
     [engine] = engines
-    assert trainer.parts.engine is engine
+    assert trainer.components.engine is engine
     # Four responses to each of four prompts a step; two to each of four held-out ones before and after.
     evaluation = "2 for 4"
     steps = ["4 for 4", "sync 1", "4 for 4", "sync 2"]

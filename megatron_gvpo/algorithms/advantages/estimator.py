@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, Self
 
-import torch
 from pydantic import Field, model_validator
 
 from megatron_gvpo.algorithms.base import Advantage, Metrics
+from megatron_gvpo.runtime.lazy_torch import torch
 from megatron_gvpo.types import TrainBatch
 
 if TYPE_CHECKING:

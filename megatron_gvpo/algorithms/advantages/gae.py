@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-import torch
 from pydantic import Field, NonNegativeInt
 
 from megatron_gvpo.algorithms.base import STEP_START, Advantage, Block, Metrics, Reference, References
+from megatron_gvpo.runtime.lazy_torch import torch
 from megatron_gvpo.types import BatchTotals, TrainBatch
 
 if TYPE_CHECKING:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-import torch
 from pydantic import Field
 
 from megatron_gvpo.algorithms.advantages.estimator import normalised
 from megatron_gvpo.algorithms.base import Advantage, Metrics
+from megatron_gvpo.runtime.lazy_torch import torch
 from megatron_gvpo.types import TrainBatch
 
 if TYPE_CHECKING:

@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-import torch
 from pydantic import Field
 
 from megatron_gvpo.algorithms.advantages.estimator import group_std, rewards_differ
 from megatron_gvpo.algorithms.advantages.mc_grpo import members_of_groups
 from megatron_gvpo.algorithms.base import Advantage, Metrics
+from megatron_gvpo.runtime.lazy_torch import torch
 from megatron_gvpo.types import TrainBatch
 
 if TYPE_CHECKING:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, Protocol
 
-import torch
 from pydantic import Field, PositiveInt
 
 from megatron_gvpo.algorithms.base import Block, Component
 from megatron_gvpo.algorithms.shapers.base import value_of
 from megatron_gvpo.groups import Group, group_fields, group_of
+from megatron_gvpo.runtime.lazy_torch import torch
 
 
 class BatchPolicy(Protocol):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-import torch
 from pydantic import Field
 
 from megatron_gvpo.algorithms.base import Loss, Metrics, Reference, References
+from megatron_gvpo.runtime.lazy_torch import torch
 from megatron_gvpo.types import LossInputs, TrainBatch
 
 if TYPE_CHECKING:

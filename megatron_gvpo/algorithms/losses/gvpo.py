@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-import torch
 from pydantic import Field
 
 from megatron_gvpo.algorithms.base import STEP_START, Loss, Metrics, Reference, References
 from megatron_gvpo.algorithms.losses.aggregation import GroupNorm, group_coefficients
+from megatron_gvpo.runtime.lazy_torch import torch
 from megatron_gvpo.types import LossInputs
 
 if TYPE_CHECKING:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-import torch
 from pydantic import Field
 
 from megatron_gvpo.algorithms.base import STEP_START, Loss, Metrics, Reference, References
 from megatron_gvpo.algorithms.losses.aggregation import Aggregation
 from megatron_gvpo.algorithms.losses.importance import TruncatedImportance
+from megatron_gvpo.runtime.lazy_torch import torch
 from megatron_gvpo.types import LossInputs, TrainBatch
 
 if TYPE_CHECKING:
