@@ -1,4 +1,5 @@
-"""What to expect of a cluster before there is one: memory and step time for every legal layout.
+"""Predicts memory and step time of every legal parallel layout on a cluster that need not exist yet.
 
-Pure Python on published numbers: everything it says is predicted. docs/explanation/planner.md says how well.
+The planner is pure Python and computes from published numbers, so every result is a prediction.
+docs/explanation/planner.md reports how accurate the predictions are.
 """

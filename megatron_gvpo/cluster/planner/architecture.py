@@ -1,4 +1,4 @@
-"""A model's sizes, read from its Hugging Face config.json: exact parameter counts, flops, cache bytes."""
+"""Reads a model's sizes from its Hugging Face config.json: exact parameter counts, flops and cache sizes."""
 
 from __future__ import annotations
 
@@ -25,33 +25,35 @@ class Latent:
 
 @dataclass(frozen=True)
 class Architecture:
+    """Sizes of a decoder-only model. The properties count parameters (elements, not bytes)."""
+
     layers: int
     hidden: int
     vocab: int
     heads: int
     kv_heads: int
     head_dim: int
-    ffn: int  # of a dense layer
-    tied: bool  # the head is the embedding
+    ffn: int  # MLP width of a dense layer
+    tied: bool  # the head shares the embedding's weights
     qkv_bias: bool = False
     qk_norm: bool = False
     moe_layers: int = 0
     experts: int = 0
     experts_per_token: int = 0
     expert_ffn: int = 0
-    shared_ffn: int = 0  # of the experts that every token goes through
+    shared_ffn: int = 0  # total width of the experts that every token goes through
     latent: Latent | None = None
-    positions: int | None = None  # the longest sequence, where the model has a limit
-    window: bool = False  # attention sees a part of the sequence
+    positions: int | None = None  # longest sequence in tokens; None: the model has no limit
+    window: bool = False  # sliding-window attention
 
     @property
     def embedding(self) -> int:
-        """Parameters of the embedding, and of the head."""
+        """Parameters of the embedding; the head has as many."""
         return self.vocab * self.hidden
 
     @property
     def attention(self) -> int:
-        """Parameters of a layer's attention that tensor parallelism splits."""
+        """Attention parameters of one layer that tensor parallelism splits."""
         if (m := self.latent) is not None:
             q, out = self.heads * (m.nope_dim + m.rope_dim), self.heads * m.v_dim
             up = m.q_rank * q + m.kv_rank * self.heads * (m.nope_dim + m.v_dim)
@@ -61,7 +63,7 @@ class Architecture:
 
     @property
     def replicated(self) -> int:
-        """Parameters of a layer that every tensor-parallel rank holds: norms, and latent down-projections."""
+        """Parameters of one layer that tensor parallelism does not split: norms, latent down-projections."""
         norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
         if (m := self.latent) is not None:
             norms += self.hidden * (m.q_rank + m.kv_rank + m.rope_dim) + m.q_rank + m.kv_rank
@@ -69,12 +71,12 @@ class Architecture:
 
     @property
     def mlp(self) -> int:
-        """Parameters of a dense layer's gated MLP."""
+        """Parameters of the gated MLP of one dense layer."""
         return 3 * self.hidden * self.ffn
 
     @property
     def shared(self) -> int:
-        """Parameters of a mixture layer's shared expert."""
+        """Parameters of the shared experts of one mixture-of-experts layer."""
         return 3 * self.hidden * self.shared_ffn
 
     @property
@@ -84,19 +86,19 @@ class Architecture:
 
     @property
     def router(self) -> int:
-        """Parameters of a mixture layer that every rank holds."""
+        """Router parameters of one mixture-of-experts layer; every rank holds them all."""
         return self.hidden * self.experts
 
     @property
     def parameters(self) -> int:
-        """All of them."""
+        """Parameters of the whole model."""
         routed = self.moe_layers * (self.experts * self.expert + self.shared + self.router)
         layers = self.layers * (self.attention + self.replicated) + (self.layers - self.moe_layers) * self.mlp
         return layers + routed + self.hidden + self.embedding * (1 if self.tied else 2)
 
     @property
     def active_layer_parameters(self) -> int:
-        """Of the layers, those that one token is multiplied with."""
+        """Parameters of all layers that one token is multiplied with."""
         chosen = self.moe_layers * (self.experts_per_token * self.expert + self.shared + self.router)
         return (
             self.layers * (self.attention + self.replicated)
@@ -106,13 +108,16 @@ class Architecture:
 
     @property
     def cache_per_token(self) -> int:
-        """Elements that a rollout engine keeps for a token."""
+        """Elements of KV cache (of MLA: latent cache) that a rollout engine keeps for one token."""
         if (m := self.latent) is not None:
             return self.layers * (m.kv_rank + m.rope_dim)
         return self.layers * 2 * self.kv_heads * self.head_dim
 
     def layer_flops(self, tokens: float, context: float) -> float:
-        """Forward through all layers: `tokens` tokens that each see `context` others on average."""
+        """Operations of the forward pass of `tokens` tokens through all layers.
+
+        `context`: tokens that each of them attends to, on average.
+        """
         width = self.heads * (
             (self.latent.nope_dim + self.latent.rope_dim + self.latent.v_dim) / 2
             if self.latent
@@ -121,14 +126,14 @@ class Architecture:
         return tokens * (2 * self.active_layer_parameters + 4 * self.layers * width * context)
 
     def head_flops(self, tokens: float) -> float:
-        """Forward through the head."""
+        """Operations of the forward pass of `tokens` tokens through the head."""
         return 2 * tokens * self.embedding
 
 
 def load(name: str) -> Architecture:
-    """From a directory or file with a config.json, or the name of a known model.
+    """Loads the architecture from a config.json (its directory or the file), or by the name of a known model.
 
-    Raises ConfigError, which lists the known ones.
+    Raises ConfigError, which lists the known models, if `name` is none of these.
     """
     path = Path(name)
     if path.is_dir():
@@ -145,8 +150,10 @@ def load(name: str) -> Architecture:
 
 
 def from_config(config: dict[str, Any], where: str) -> Architecture:
-    """From the keys of a Hugging Face config.json. Raises ConfigError, which begins with `where`, for a model
-    that the trainer does not take, and for sizes that are none.
+    """Builds the architecture from the keys of a Hugging Face config.json.
+
+    Raises ConfigError, which begins with `where`, if the trainer does not support the model, or if a size is
+    missing, below 1 or not a whole number.
     """
     sizes = _Sizes(config, where)
     architecture = check_family(config, where)
@@ -180,7 +187,7 @@ def from_config(config: dict[str, Any], where: str) -> Architecture:
 
 
 class _Sizes:
-    """The whole numbers of a config.json."""
+    """Reads whole numbers from a config.json and raises ConfigError for anything else."""
 
     def __init__(self, config: dict[str, Any], where: str) -> None:
         self._config, self._where = config, where
@@ -193,7 +200,7 @@ class _Sizes:
         return size
 
     def get(self, key: str, default: int) -> int:
-        """`default` where it is missing or null."""
+        """Returns the number under `key`, or `default` if the key is missing or null."""
         value = self._config.get(key)
         if value is None:
             return default

@@ -1,4 +1,4 @@
-"""`megatron-gvpo plan`: from the command line to a plan, printed, as JSON, or as a configuration."""
+"""`megatron-gvpo plan`: finds the best layout and outputs it as a table, JSON or a config file."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from megatron_gvpo.cluster.planner.time import NODE
 from megatron_gvpo.cluster.planner.workload import Layout
 from megatron_gvpo.config.schema import ConfigError
 
-PREDICTED = "# Predicted, not measured:"  # how an overlay begins
+PREDICTED = "# Predicted, not measured:"  # every config file written by --write begins with this
 
 
 def run(options: argparse.Namespace) -> int:
-    """Raises ConfigError."""
+    """Runs the command; returns exit code 0. Raises ConfigError for a wrong option or if nothing can run."""
     for name in ("gpus", "prompts", "k", "prompt_tokens", "mini_batches", "batch_epochs", "top"):
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}: at least 1")
     if options.async_steps < 0:
         raise ConfigError(f"--async-steps {options.async_steps}: at least 0")
     if not 0 <= options.offload <= 1:
-        raise ConfigError(f"--offload {options.offload}: a fraction, from 0 to 1")
+        raise ConfigError(f"--offload {options.offload}: expected a fraction from 0 to 1")
     if options.prompts % options.mini_batches:
         raise ConfigError(
             f"--mini-batches {options.mini_batches} does not divide --prompts {options.prompts}"
@@ -66,7 +66,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _writable(name: str) -> Path:
-    """Raises ConfigError where there is no such place, or something that no plan has written."""
+    """Returns the path for --write.
+
+    Raises ConfigError if its directory does not exist, or if it exists and is not a file that `plan` wrote.
+    """
     file = Path(name)
     if not file.parent.is_dir():
         raise ConfigError(f"--write {name}: there is no directory {file.parent}")
@@ -83,11 +86,12 @@ def _write(file: Path, text: str) -> None:
 
 
 def overlay(chosen: Candidate, layers: int, work: workload.Workload, options: argparse.Namespace) -> str:
-    """The layout as keys of a configuration, for a model of so many layers."""
+    """Returns the layout as the YAML text of a config file. `layers`: layers of the model."""
     layout = chosen.layout
     rollout: dict[str, Any] = {"engine": "sglang", "n": work.k, "max_tokens": work.lengths.maximum}
     rollout["servers"] = {"tp": layout.rollout_tp, "count": min(NODE, options.gpus) // layout.rollout_tp}
-    if not layout.rollout_gpus:  # they take turns with the trainer: no process group with it
+    # Colocated servers take turns with the trainer, so they cannot share a process group with it.
+    if not layout.rollout_gpus:
         rollout["servers"]["colocated"] = True
         rollout["weights"] = {"transport": "shared"}
     if layout.async_steps:
@@ -112,7 +116,7 @@ def overlay(chosen: Candidate, layers: int, work: workload.Workload, options: ar
 
 
 def parallel(layout: Layout, layers: int) -> dict[str, Any]:
-    """The section `parallel` of a configuration."""
+    """Returns the `parallel` section of a config file. `layers`: layers of the model."""
     keys: dict[str, Any] = {"tp": layout.tp, "pp": layout.pp, "sequence_parallel": layout.tp > 1}
     keys |= {key: size for key in ("vpp", "cp", "ep") if (size := getattr(layout, key)) > 1}
     if len(set(stages := layout.stage_layers(layers))) > 1:
@@ -121,6 +125,7 @@ def parallel(layout: Layout, layers: int) -> dict[str, Any]:
 
 
 def to_dict(plan: Plan, options: argparse.Namespace, parameters: int) -> dict[str, Any]:
+    """Returns the plan in plain types, for --json. `parameters`: parameters of the model."""
     return {
         "predicted": True,
         "model": options.model,
@@ -171,7 +176,7 @@ def _print(
     if best.layout.offload:
         console.print(f"and in host memory, for the optimizer: {best.host_gib:.0f} GiB a node")
     if not best.layout.rollout_gpus:
-        console.print("colocated: assumes that trainer and servers give each other the GPU's memory in turn")
+        console.print("colocated: assumes that trainer and servers use the GPU's memory in turn")
     for title, lines in (("why not otherwise", plan.losers), ("what cannot run", plan.impossible)):
         if lines:
             console.print(f"\n{title} (predicted)")

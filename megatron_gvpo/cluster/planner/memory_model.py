@@ -1,10 +1,10 @@
-"""Memory of the fullest GPU of a layout, by part, in bytes.
+"""Predicts the memory of a layout's fullest GPU, part by part, in bytes.
 
-Parameters and optimizer state follow Megatron's distributed optimizer (its guide "dist_optimizer"): in bf16 2
-bytes a weight, 4 a gradient, 12 / dp for the fp32 copy and Adam's two moments. What of these is on the
-host takes 16 / dp there, with the gradients that an update copies. Activations are those that the layers keep
-for their backward pass with flash attention, counted as in arXiv 2205.05198, section 4, for a gated MLP and
-grouped heads.
+Parameters and optimizer state follow Megatron's distributed optimizer (its guide "dist_optimizer"). Each bf16
+weight takes 2 bytes, its gradient 4, and its fp32 copy and Adam's two moments take 12 / dp. Optimizer state
+on the host takes 16 / dp there, because an update also copies the gradients. Activations are those that the
+layers keep for the backward pass with flash attention, counted as in arXiv 2205.05198, section 4, for a gated
+MLP and grouped-query attention.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from dataclasses import asdict, dataclass
 from megatron_gvpo.cluster.planner.architecture import Architecture
 from megatron_gvpo.cluster.planner.workload import GIB, Layout
 
-HEAD_BYTES = 800e6  # the fused head works in tiles (kernels/linear_logprob.py)
-STASH_BYTES = 1024 * 2**20  # the default of train.head_stash_mb
+HEAD_BYTES = 800e6  # working memory of the fused head's tiles (kernels/linear_logprob.py)
+STASH_BYTES = 1024 * 2**20  # default of train.head_stash_mb
 RUNTIME_BYTES = 4e9  # CUDA context, NCCL buffers, Transformer Engine's workspaces, fragmentation
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Parameters on one rank of a pipeline stage."""
+    """Number of parameters on one rank of a pipeline stage."""
 
-    dense: float  # reduced over dp x cp
-    experts: float = 0.0  # reduced over the ranks that hold the same experts
+    dense: float  # their gradients are reduced over dp x cp ranks
+    experts: float = 0.0  # their gradients are reduced over the ranks that hold the same experts
 
     @property
     def total(self) -> float:
@@ -33,10 +33,12 @@ class Shard:
 
 @dataclass(frozen=True)
 class Memory:
+    """Bytes on one GPU, by part."""
+
     parameters: float
     gradients: float
     optimizer: float
-    critic: float  # these three of a critic
+    critic: float  # parameters, gradients and optimizer state of the critic
     activations: float
     head: float
     runtime: float
@@ -50,9 +52,10 @@ class Memory:
 
 
 def shard(model: Architecture, layout: Layout, stage: int, critic: bool = False) -> Shard:
-    """What a rank of pipeline stage `stage` holds. Mixture layers come last, as in all models known here.
+    """Counts the parameters that a rank of pipeline stage `stage` holds.
 
-    `critic`: the same model with a number a token in the output layer's place, which no rank shares.
+    Mixture-of-experts layers are assumed to come last, as they do in all models known here. `critic`: count
+    the same model with an output layer of one number per token, which is not split among ranks.
     """
     sizes = layout.stage_layers(model.layers)
     before, here = sum(sizes[:stage]), sizes[stage]
@@ -72,8 +75,11 @@ def shard(model: Architecture, layout: Layout, stage: int, critic: bool = False)
 def state(
     model: Architecture, layout: Layout, stage: int, bytes_each: int = 2, critic: bool = False
 ) -> tuple[float, float, float]:
-    """Bytes of parameters, gradients and optimizer state on the GPU. `bytes_each`: 2 in bf16, 4 in fp32,
-    where the optimizer needs no copy of the weights."""
+    """Returns the bytes of parameters, gradients and optimizer state on the GPU.
+
+    `bytes_each`: bytes of a weight, 2 in bf16 and 4 in fp32. In fp32 the optimizer needs no copy of the
+    weights.
+    """
     held = shard(model, layout, stage, critic)
     copies = layout.dp * layout.cp
     expert_copies = layout.gpus // (layout.pp * layout.ep)
@@ -86,14 +92,20 @@ def state(
 
 
 def host_state(model: Architecture, layout: Layout, stage: int, critic: bool = False) -> float:
-    """Bytes of host memory for the optimizer of one rank: master, two moments and a gradient, in fp32."""
+    """Returns the bytes of host memory for one rank's optimizer.
+
+    Each offloaded parameter takes an fp32 master weight, two moments and a gradient: 16 bytes.
+    """
     held = shard(model, layout, stage, critic)
     updated = held.dense / (layout.dp * layout.cp) + held.experts / (layout.gpus // (layout.pp * layout.ep))
     return 16 * layout.offload * updated
 
 
 def activation_bytes(model: Architecture, layout: Layout, tokens: float) -> float:
-    """That one layer keeps for `tokens` tokens, in bf16, with sequence parallelism where tp > 1."""
+    """Returns the bytes that one layer keeps for the backward pass of `tokens` tokens.
+
+    Activations are in bf16. With tp > 1 sequence parallelism is assumed.
+    """
     if layout.recompute:
         return 2 * model.hidden * tokens / (layout.cp * layout.tp)
     if (m := model.latent) is not None:
@@ -109,7 +121,7 @@ def activation_bytes(model: Architecture, layout: Layout, tokens: float) -> floa
 
 
 def in_flight(layout: Layout, stage: int, micro_batches: int) -> float:
-    """Micro-batches whose activations a stage of the 1F1B schedule keeps at once (arXiv 2104.04473)."""
+    """Counts the micro-batches whose activations a stage keeps at once under 1F1B (arXiv 2104.04473)."""
     held = min(layout.pp - stage, micro_batches)
     if layout.vpp > 1 and micro_batches >= layout.pp:
         return held * (1 + (layout.pp - 1) / (layout.pp * layout.vpp))
@@ -119,14 +131,16 @@ def in_flight(layout: Layout, stage: int, micro_batches: int) -> float:
 def memory(
     model: Architecture, layout: Layout, tokens: float, micro_batches: int, critic: bool = False
 ) -> Memory:
-    """Of the fullest stage, with `tokens` tokens a micro-batch. A critic is trained after the policy: what it
-    keeps of a micro-batch is the policy's, without the head."""
+    """Predicts the memory of a GPU of the fullest pipeline stage, with `tokens` tokens per micro-batch.
+
+    A critic is trained after the policy, so its activations take no more than the policy's and are not added.
+    """
     stages, sizes = [], layout.stage_layers(model.layers)
     for stage in sorted({0, sizes.index(max(sizes)), layout.pp - 1}):
         parameters, gradients, optimizer = state(model, layout, stage)
         kept = activation_bytes(model, layout, tokens) * sizes[stage]
         kept *= in_flight(layout, stage, micro_batches)
-        if layout.recompute:  # the layer that is being computed again
+        if layout.recompute:  # the layer that is being recomputed holds all its activations
             plain = Layout(layout.gpus, layout.tp, layout.pp, cp=layout.cp, ep=layout.ep)
             kept += activation_bytes(model, plain, tokens)
         head = HEAD_BYTES + 4 * model.hidden * tokens / (layout.cp * layout.tp)
@@ -138,8 +152,8 @@ def memory(
 
 
 def engine_room(model: Architecture, tp: int, gpu_gib: float) -> float:
-    """Bytes for the cache of a rollout engine on `tp` GPUs; negative where the weights do not fit.
+    """Returns the bytes for the cache of a rollout engine on `tp` GPUs; negative if the weights do not fit.
 
-    Colocated, the trainer's state waits in host memory meanwhile.
+    Colocated servers have the GPU to themselves: the trainer's state is in host memory while they generate.
     """
     return tp * (0.85 * gpu_gib * GIB - RUNTIME_BYTES) - 2.0 * model.parameters

@@ -1,4 +1,4 @@
-"""What a method asks of the trainer beside its updates: passes that score, and a critic."""
+"""Derives from a recipe the work that a method needs beside its updates: scoring passes and a critic."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from megatron_gvpo.config.schema import ConfigError
 
 @dataclass(frozen=True)
 class Method:
-    scoring: float  # the policy's forward passes over a step's tokens before they are trained on
+    """Work of a training method beside its updates."""
+
+    scoring: float  # the policy's forward passes over a step's tokens before the first update
     critic: bool = False
-    compares: bool = False  # the responses to a prompt with each other
+    compares: bool = False  # compares the responses to a prompt with each other
 
 
 def method(recipe: str, mini_batches: int) -> Method:
-    """Of a recipe with so many updates a step: what `Trainer._judged` and `_freeze_references` do.
+    """Returns the work of a recipe, counted as `Trainer._judged` and `_freeze_references` do it.
 
-    Raises ConfigError for one that does not exist, or whose responses the policy does not sample.
+    `mini_batches`: mini-batches per step. Raises ConfigError if the recipe does not exist, or if the policy
+    does not sample its responses.
     """
     try:
         read_recipe(recipe)
@@ -36,7 +39,7 @@ def method(recipe: str, mini_batches: int) -> Method:
     of_loss = algorithm.loss.reference_policies.values()
     scoring = float(len(of_estimator)) + sum(reference != STEP_START for reference in of_loss)
     if STEP_START in of_loss and "old" not in of_estimator and algorithm.reference_logprobs == "trainer":
-        # The first mini-batch is trained by the policy at step start itself.
+        # The first mini-batch needs no scoring pass: the policy has not changed since the step began.
         scoring += (mini_batches - 1) / mini_batches
     compares = algorithm.needs_group and not algorithm.members
     return Method(scoring, algorithm.critic is not None, compares)

@@ -1,4 +1,4 @@
-"""Every legal layout, what it would cost, and why it is not the one."""
+"""Enumerates every legal layout, predicts its cost, and explains why the others are slower or cannot run."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from megatron_gvpo.cluster.planner.workload import Gpu, Layout, Workload
 from megatron_gvpo.config.schema import ConfigError
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
-USABLE = 0.94  # of a GPU's memory
-SHOWN = 4  # of the other values of a size, the best
+USABLE = 0.94  # fraction of a GPU's memory that a layout may fill
+SHOWN = 4  # alternative values shown for each size of the best layout
 MICRO_TOKENS = (65536, 32768, 16384, 8192, 4096, 2048)
 
 
@@ -27,8 +27,8 @@ class Candidate:
     micro_tokens: int  # train.max_tokens_per_micro_batch
     memory: Memory
     seconds: Seconds
-    mfu: float  # of the trainer's GPUs while they train: model operations over the bf16 peak
-    host_gib: float = 0.0  # of a node, for the optimizer's states
+    mfu: float  # model operations over the bf16 peak of the trainer's GPUs, while they train
+    host_gib: float = 0.0  # host memory per node for the optimizer's states
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -43,10 +43,12 @@ class Candidate:
 
 @dataclass
 class Plan:
-    best: list[Candidate]  # the fastest first
-    losers: list[str] = field(default_factory=list)
-    impossible: list[str] = field(default_factory=list)
-    considered: int = 0
+    """Result of a search."""
+
+    best: list[Candidate]  # fastest first
+    losers: list[str] = field(default_factory=list)  # cost of the alternatives to the best, one line each
+    impossible: list[str] = field(default_factory=list)  # reasons why layouts cannot run, one line each
+    considered: int = 0  # number of layouts
 
 
 def search(
@@ -59,8 +61,11 @@ def search(
     fp8: bool = False,
     offload: float = 0.0,
 ) -> Plan:
-    """Raises ConfigError where nothing can run, with the reasons. `ahead`: the largest async depth;
-    `offload`: the share of the optimizer's states that is in host memory."""
+    """Searches all layouts of `gpus` GPUs for the fastest step.
+
+    `ahead`: the largest async depth to consider. `offload`: the fraction of the optimizer's states in host
+    memory. Raises ConfigError with the reasons if no layout can run.
+    """
     if fp8 and gpu.fp8_tflops is None:
         raise ConfigError(f"--fp8: {gpu.name} has no FP8")
     if model.positions and work.longest > model.positions:
@@ -71,7 +76,7 @@ def search(
     found: list[Candidate] = []
     reasons: Counter[str] = Counter()
     smallest: float | None = None
-    with_host = False  # one that does not fit would, with all of them there
+    with_host = False  # a layout that does not fit would fit with all optimizer states in host memory
     for where in _places(model, gpu, gpus, work, ahead):
         for layout in _layouts(model, replace(where, offload=offload), fp8, reasons):
             if work.responses / work.mini_batches < layout.dp:
@@ -87,7 +92,7 @@ def search(
                 found.append(candidate)
     impossible = [f"{count} layouts: {reason}" for reason, count in reasons.most_common()]
     if smallest is not None:
-        impossible.append(f"the least that one of those which do not fit needs is {smallest:.0f} GiB a GPU")
+        impossible.append(f"the smallest layout that does not fit needs {smallest:.0f} GiB a GPU")
     if not found:
         if with_host:
             impossible.append("with the optimizer's states in host memory some would fit: --offload 1")
@@ -97,14 +102,14 @@ def search(
         )
         raise ConfigError("no layout can run: " + "; ".join(impossible or [engines]))
     found.sort(key=_order)
-    # No prediction is good to 1%: of those that are as fast, the one with the fewest things to go wrong.
+    # Predictions are not accurate to 1%. Among layouts within 1% of the fastest, prefer the simplest.
     as_fast = [candidate for candidate in found if candidate.seconds.step <= 1.01 * found[0].seconds.step]
     found.insert(0, found.pop(found.index(min(as_fast, key=_divisions))))
     return Plan(found, list(_losers(found)), impossible, len(found) + reasons.total())
 
 
 def _places(model: Architecture, gpu: Gpu, gpus: int, work: Workload, ahead: int) -> Iterator[Layout]:
-    """Where the rollouts may be: on the trainer's GPUs, or on nodes of their own."""
+    """Yields each placement of the rollout servers: on the trainer's GPUs, or on nodes of their own."""
     yield from _with_engines(model, gpu, Layout(gpus), work)
     nodes = gpus // NODE
     for own in sorted({round(nodes * share) for share in (0.25, 0.375, 0.5, 0.625, 0.75)} - {0, nodes}):
@@ -114,8 +119,10 @@ def _places(model: Architecture, gpu: Gpu, gpus: int, work: Workload, ahead: int
 
 
 def _with_engines(model: Architecture, gpu: Gpu, layout: Layout, work: Workload) -> Iterator[Layout]:
-    """The same with the size of rollout engine that is fastest there; nothing where none fits. A server is on
-    one machine (`megatron-gvpo serve`)."""
+    """Yields the layout with its fastest size of rollout engine, or nothing if no size fits.
+
+    A server runs on one machine (`megatron-gvpo serve`), so an engine has at most NODE GPUs.
+    """
     own = layout.rollout_gpus or layout.gpus
     timed = [
         (rollout_seconds(model, gpu, own // tp, tp, work), tp)
@@ -127,7 +134,7 @@ def _with_engines(model: Architecture, gpu: Gpu, layout: Layout, work: Workload)
 
 
 def _layouts(model: Architecture, where: Layout, fp8: bool, reasons: Counter[str]) -> Iterator[Layout]:
-    """Every division of the trainer's GPUs that Megatron takes for this model."""
+    """Yields every division of the trainer's GPUs that Megatron supports for this model."""
     gpus = where.gpus
     for tp in (size for size in SIZES if size <= min(NODE, gpus)):
         if model.heads % tp or model.ffn % tp or (model.latent is None and model.kv_heads % tp):
@@ -148,7 +155,7 @@ def _layouts(model: Architecture, where: Layout, fp8: bool, reasons: Counter[str
 
 
 def _fit(model: Architecture, gpu: Gpu, layout: Layout, work: Workload) -> tuple[Candidate | None, float]:
-    """The layout with its fastest micro-batch that fits; and the least memory that it needs, in GiB."""
+    """Returns the layout with its fastest micro-batch that fits (or None), and its least memory in GiB."""
     best: Candidate | None = None
     least = float("inf")
     share = work.tokens / work.mini_batches / layout.dp
@@ -168,7 +175,10 @@ def _fit(model: Architecture, gpu: Gpu, layout: Layout, work: Workload) -> tuple
 
 
 def _host_gib(model: Architecture, layout: Layout, critic: bool) -> float:
-    """Of the fuller of the first and the last node, whose ranks have the pipeline's ends."""
+    """Returns the GiB of host memory for optimizer states on the fuller of the first and the last node.
+
+    The ranks of these two nodes hold the ends of the pipeline.
+    """
     if not layout.offload:
         return 0.0
     of_stage, last = layout.gpus // layout.pp, max(0, layout.gpus - NODE)
@@ -182,19 +192,22 @@ def _host_gib(model: Architecture, layout: Layout, critic: bool) -> float:
 
 
 def _order(candidate: Candidate) -> tuple[float, float, float]:
-    """Where the rollouts set the pace, the layout that trains fastest beside them is the best."""
+    """Sort key: step time, then training time, then memory.
+
+    If the rollouts limit the step, the layout that trains fastest beside them comes first.
+    """
     took = candidate.seconds
     return round(took.step, 2), took.scoring + took.training + took.optimizer, candidate.memory.total
 
 
 def _divisions(candidate: Candidate) -> int:
-    """In how many ways the model or its work is divided, beside data parallelism."""
+    """Counts the ways in which the model or its work is divided, beside data parallelism."""
     at = candidate.layout
     return sum(size > 1 for size in (at.tp, at.pp, at.vpp, at.cp, at.ep, at.async_steps)) + at.recompute
 
 
 def _losers(found: list[Candidate]) -> Iterator[str]:
-    """What the best way to do something else would cost, in the phase that it costs most."""
+    """Yields, for other values of each size, the best layout's cost and the phase that it slows most."""
     best = found[0]
     ways = {
         "tp": lambda c: c.layout.tp,
@@ -206,7 +219,7 @@ def _losers(found: list[Candidate]) -> Iterator[str]:
         "async steps": lambda c: c.layout.async_steps,
     }
     for name, way in ways.items():
-        others: dict[Any, Candidate] = {}  # by value, the best of each, which `found` has first
+        others: dict[Any, Candidate] = {}  # best candidate of each value: `found` is sorted, so the first
         for candidate in found:
             if way(candidate) != way(best):
                 others.setdefault(way(candidate), candidate)

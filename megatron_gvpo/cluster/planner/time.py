@@ -1,8 +1,9 @@
-"""Seconds of a step by phase.
+"""Predicts the seconds of a step, phase by phase.
 
-Training: operations over what the GPU reaches, plus the communication that Megatron does not hide, plus the
-pipeline's bubble. Rollout: continuous batching over the response-length distribution, one decoding step after
-another, so that the long responses that are left alone at the end cost what they cost.
+Training time is the operations over the GPU's reachable rate, plus the communication that Megatron does not
+hide, plus the pipeline bubble. Rollout time comes from a simulation of continuous batching over the
+response-length distribution, one decoding step after another. The simulation includes the end of a rollout,
+when only a few long responses still run.
 """
 
 from __future__ import annotations
@@ -18,31 +19,35 @@ from megatron_gvpo.cluster.planner.memory_model import engine_room, shard
 from megatron_gvpo.cluster.planner.traffic import layer_backward, layer_forward, on_the_wire, optimizer_bytes
 from megatron_gvpo.cluster.planner.workload import Gpu, Layout, Workload
 
-NODE = 8  # GPUs that NVLink joins
-DECODE_OVERHEAD = 3e-3  # seconds of a decoding step: scheduling, sampling
-LAYER_OVERHEAD = (
-    8e-6  # seconds of a layer in it: kernel starts in a CUDA graph, and one more for tensor parallel
-)
-# Seconds of an all-reduce in it for every doubling of the engine's nodes: DeepSeek-R1 in FP8 on 2 x 8 H100s
-# takes 23.1 ms a token for one response (SGLang over InfiniBand: tt-inference-server issue 356), less the
-# 6.2 ms of the rest of this model, over 2 x 61 all-reduces. It grows as in NCCL's trees (its
-# src/graph/tuning.cc).
+NODE = 8  # GPUs that NVLink connects
+DECODE_OVERHEAD = 3e-3  # seconds per decoding step for scheduling and sampling
+# Seconds for kernel starts in a CUDA graph, per attention or MLP of a decoding step. Tensor parallelism
+# doubles it.
+LAYER_OVERHEAD = 8e-6
+# Seconds that an all-reduce of a decoding step takes longer for every doubling of the engine's nodes.
+# DeepSeek-R1 in FP8 on 2 x 8 H100s takes 23.1 ms a token for one response (SGLang over InfiniBand:
+# tt-inference-server issue 356). The rest of this model accounts for 6.2 ms; the remainder is divided by
+# 2 x 61 all-reduces. The latency grows as in NCCL's trees (its src/graph/tuning.cc).
 NODE_LATENCY = 0.14e-3
-PREFILL_FRACTION = 1.1  # of what training reaches: no backward pass, large batches
-MIXTURE_FRACTION = 0.6  # of what dense layers reach: small GEMMs of unequal sizes, permutations
-STEP_OVERHEAD = 2.0  # seconds: the step's own bookkeeping, and the first and last micro-batches
-WAKE_SECONDS = 4.0  # colocated: weights and caches to and from host memory
+# Prefill over training, as fractions of the peak: prefill has no backward pass and large batches.
+PREFILL_FRACTION = 1.1
+# Mixture-of-experts over dense layers, likewise: their GEMMs are small and unequal, and tokens are permuted.
+MIXTURE_FRACTION = 0.6
+STEP_OVERHEAD = 2.0  # seconds per step for bookkeeping and for the first and last micro-batches
+WAKE_SECONDS = 4.0  # colocated: seconds to move weights and caches to and from host memory
 
 
 @dataclass(frozen=True)
 class Seconds:
+    """Seconds of each phase of a step."""
+
     rollout: float
     scoring: float
     training: float
     optimizer: float
     sync: float
-    waiting: float  # for the slower half, or for memory to change hands
-    overlapped: bool  # rollouts are generated while the trainer trains
+    waiting: float  # overlapped: the trainer waits for rollouts; else: step overhead and moving GPU memory
+    overlapped: bool  # servers generate rollouts while the trainer trains
 
     @property
     def step(self) -> float:
@@ -57,17 +62,17 @@ class Seconds:
 
 
 def seconds(model: Architecture, gpu: Gpu, layout: Layout, work: Workload, micro_tokens: float) -> Seconds:
-    """`micro_tokens`: tokens of a micro-batch."""
+    """Predicts the seconds of each phase of a step. `micro_tokens`: tokens of a micro-batch."""
     forward, backward = _passes(model, gpu, layout, work)
     epochs, updates = work.batch_epochs, work.updates
     micro_batches = max(1.0, work.tokens / (layout.dp * micro_tokens * work.mini_batches))
-    stage = max(layout.stage_layers(model.layers)) * layout.pp / model.layers  # the fullest, of a mean one
+    stage = max(layout.stage_layers(model.layers)) * layout.pp / model.layers  # fullest stage over mean stage
     bubble = stage * (1 + (layout.pp - 1) / (layout.vpp * micro_batches))
     rollout = rollout_seconds(model, gpu, layout.engines, layout.rollout_tp, work)
     training = epochs * (forward * (1 + layout.recompute) + backward) * bubble
     scoring = forward * work.scoring * bubble
     optimizer = updates * _optimizer(model, gpu, layout)
-    if work.critic:  # its values, then its updates
+    if work.critic:  # the critic computes values before the updates, then is updated itself
         forward, backward = _passes(model, gpu, layout, work, critic=True)
         training += epochs * (forward * (1 + layout.recompute) + backward) * bubble
         scoring += forward * bubble
@@ -82,14 +87,14 @@ def seconds(model: Architecture, gpu: Gpu, layout: Layout, work: Workload, micro
 
 
 def model_flops(model: Architecture, work: Workload) -> float:
-    """Of training one step, without recomputation: what model flops utilisation counts."""
+    """Counts the operations of training one step without recomputation, as MFU is defined."""
     forward = _forward_flops(model, work) + work.critic * _forward_flops(model, work, critic=True)
     return 3 * work.batch_epochs * forward
 
 
 def _forward_flops(model: Architecture, work: Workload, critic: bool = False) -> float:
     mean = work.prompt_tokens + work.lengths.mean
-    # The mean context of a token is half its sequence, and long sequences have more tokens.
+    # A token attends to half its sequence on average. Long sequences have more tokens and so weigh more.
     context = _mean_square(work) / mean / 2
     head = 0.0 if critic else model.head_flops(work.responses * work.lengths.mean)
     return model.layer_flops(work.tokens, context) + head
@@ -103,8 +108,11 @@ def _mean_square(work: Workload) -> float:
 def _passes(
     model: Architecture, gpu: Gpu, layout: Layout, work: Workload, critic: bool = False
 ) -> tuple[float, float]:
-    """Seconds of the forward and of the backward pass over a step's tokens, with the communication that they
-    cannot hide. What tensor parallelism sends is `traffic`'s, which is counted in real runs."""
+    """Returns the seconds of the forward and of the backward pass over a step's tokens.
+
+    Both include the communication that they cannot hide. `traffic` gives the bytes of tensor parallelism;
+    tests compare them with counts in real runs.
+    """
     fraction = MIXTURE_FRACTION if model.moe_layers else 1.0
     reach = gpu.flops(layout.fp8) * fraction
     compute = _forward_flops(model, work, critic) / (layout.gpus * reach)
@@ -116,19 +124,23 @@ def _passes(
     for sent in (layer_forward(layout.tp, state, True), layer_backward(layout.tp, state, True)):
         wire = sum(on_the_wire(operation, size, layout.tp) for (operation, _), size in sent.items())
         split.append(model.layers / layout.pp * wire / link)
-    # Expert parallel: every token to its experts and back, in either direction, as fast as the slower link.
+    # Expert parallelism sends every token to its experts and back, in the forward and in the backward pass.
+    # NVLink and the network work at the same time, so the slower of the two counts.
     routed = 0.0
     if model.moe_layers and layout.ep > 1:
         exchanged = 2 * model.moe_layers / layout.pp * model.experts_per_token * state / layout.tp / layout.ep
-        here = min(layout.ep, NODE)  # ranks of the group on one node: experts are not split by tp
+        here = min(layout.ep, NODE)  # ranks of the expert group on one node: tp does not split experts
         routed = max(exchanged * (here - 1) / nvlink, exchanged * (layout.ep - here) / network)
     return compute + split[0] + routed, 2 * compute + split[1] + routed
 
 
 def _optimizer(model: Architecture, gpu: Gpu, layout: Layout, critic: bool = False) -> float:
-    """Gradients are reduced in fp32 and weights gathered in bf16 over data-parallel ranks, not overlapped;
-    Adam reads and writes its states. On the host, these and the gradients and weights that are copied at the
-    same time: 40 bytes of its memory and 6 of the link for every element."""
+    """Returns the seconds of one optimizer update.
+
+    Data-parallel ranks reduce gradients in fp32 and gather weights in bf16; neither is overlapped. Adam reads
+    and writes its states: 30 bytes of GPU memory an element. An element on the host takes 40 bytes of host
+    memory traffic, and 6 bytes over the link at the same time for its gradient and weight.
+    """
     held = shard(model, layout, 0, critic)
     copies = layout.dp * layout.cp
     span = layout.tp * copies
@@ -146,16 +158,16 @@ def _optimizer(model: Architecture, gpu: Gpu, layout: Layout, critic: bool = Fal
 
 
 def _sync(model: Architecture, gpu: Gpu, layout: Layout) -> float:
-    """All weights pass through the first rank and one link: gathered there, then broadcast."""
+    """Returns the seconds of a weight push: the first rank gathers all weights, then broadcasts them."""
     link = gpu.network_gb_per_s if layout.rollout_gpus else gpu.nvlink_gb_per_s
     return 2 * 2 * model.parameters / (min(link, gpu.network_gb_per_s) * 0.4 * 1e9)
 
 
 @cache
 def rollout_seconds(model: Architecture, gpu: Gpu, engines: int, tp: int, work: Workload) -> float:
-    """Until the last response of the step is there; infinite where the weights leave no room.
+    """Returns the seconds until the step's last response ends; infinite if the longest response does not fit.
 
-    `engines` share the prompts; each has `tp` GPUs.
+    `engines` engines of `tp` GPUs each share the prompts.
     """
     room = engine_room(model, tp, gpu.memory_gib)
     per_token = 2.0 * model.cache_per_token
@@ -168,10 +180,11 @@ def rollout_seconds(model: Architecture, gpu: Gpu, engines: int, tp: int, work: 
     prefill = model.layer_flops(here / work.k * work.prompt_tokens, work.prompt_tokens / 2)
     step = DecodeStep(model, gpu, tp)
     elapsed = prefill / (reach * PREFILL_FRACTION)
-    # The simulation steps from the end of one response to the end of the next. `clock` counts the tokens that
-    # every running response has been given since the start.
-    clock = reserved = held = 0.0  # reserved: tokens in the cache when all that run have ended; held: now
-    ends: list[tuple[float, float]] = []  # a heap of (the clock at its end, its tokens) of what runs
+    # The simulation steps from the end of one response to the end of the next. `clock` counts decoding steps:
+    # each gives every running response one token. `held` counts the tokens in the cache now, `reserved` those
+    # that the running responses will have there at their ends.
+    clock = reserved = held = 0.0
+    ends: list[tuple[float, float]] = []  # heap over running responses: (clock at the end, length in tokens)
     waiting = lengths
     while waiting or ends:
         while waiting and (reserved + work.prompt_tokens + waiting[-1]) * per_token <= room:
@@ -191,7 +204,10 @@ def rollout_seconds(model: Architecture, gpu: Gpu, engines: int, tp: int, work: 
 
 
 class DecodeStep:
-    """One token for each of a batch: limited by memory, by operations, or by starting kernels."""
+    """Cost of one decoding step, which gives one token to each response of a batch.
+
+    The larger of memory traffic and operations limits a step; communication and overhead are added.
+    """
 
     def __init__(self, model: Architecture, gpu: Gpu, tp: int) -> None:
         self._model, self._tp = model, tp
@@ -205,11 +221,11 @@ class DecodeStep:
         self._overhead = DECODE_OVERHEAD + model.layers * layer
 
     def seconds(self, batch: int, context: float) -> float:
-        """`context`: tokens in the caches of the whole batch."""
+        """Returns the seconds of a step. `context`: tokens in the caches of the whole batch."""
         model = self._model
         weights = 2.0 * (model.layers * (model.attention + model.replicated) + model.embedding)
         weights += 2.0 * (model.layers - model.moe_layers) * model.mlp
-        if model.moe_layers:  # the experts that at least one token of the batch has chosen
+        if model.moe_layers:  # the step reads the experts that at least one token of the batch has chosen
             touched = 1 - (1 - model.experts_per_token / model.experts) ** batch
             weights += 2.0 * model.moe_layers * (model.shared + touched * model.experts * model.expert)
         read = (weights + 2.0 * model.cache_per_token * context) / self._bandwidth

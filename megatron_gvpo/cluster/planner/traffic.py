@@ -1,9 +1,10 @@
-"""What one optimizer update sends between ranks: bytes of every operation, exactly, from sizes alone.
+"""Computes from sizes alone the exact bytes that one optimizer update sends between ranks, by operation.
 
-Messages are whole tensors, counted on every rank that takes part. `observe.traffic` counts them in real
-runs, and a test demands that both are equal, byte for byte. With t tokens in a micro-batch, hidden size h, e
-bytes an element and tp > 1 tensor-parallel ranks, H = e t h is one hidden state, and every layer of a dense
-model exchanges over `tp`
+A message is a whole tensor and counts on every rank that takes part. `observe.traffic` counts the messages of
+real runs, and a test demands that both agree byte for byte.
+
+A micro-batch has t tokens, the hidden size is h and an element has e bytes, so H = e t h is one hidden state.
+With tp > 1 tensor-parallel ranks, every layer of a dense model exchanges over `tp`:
 
     plain              forward   2 all-reduces of H, behind attention and MLP (arXiv 1909.08053, section 3)
                        backward  2 all-reduces of H, before them
@@ -11,19 +12,21 @@ model exchanges over `tp`
                        backward  4 all-gathers, 2 reduce-scatters: inputs are kept as shards, and
                                  gathered again
 
-The embedding: forward an all-reduce of H; sequence parallel a reduce-scatter, and backward an all-gather. The
-fused head, of r response tokens: an all-gather of its softmax statistics, three numbers in fp32 a token and
-rank, and backward an all-reduce of e r h; sequence parallel instead an all-gather of H forward and a
-reduce-scatter of H backward. Once an update, the fp32 gradients are summed of what all ranks hold but
-see a part of: the norms of heads, and, sequence parallel, all norms.
+The embedding all-reduces H in the forward pass. With sequence parallelism it reduce-scatters H forward and
+all-gathers H backward. The fused head, over r response tokens, all-gathers its softmax statistics: three
+fp32 numbers per token and rank. Its backward pass all-reduces e r h. With sequence parallelism the head
+all-gathers H forward and reduce-scatters H backward instead of that all-reduce.
 
-A pipeline boundary sends H (H / tp sequence parallel) forward and as much backward, each behind its shape,
-three int64. First and last stage sum the fp32 gradients of the table that they share where the head is
-the embedding.
+Once an update, ranks sum the fp32 gradients of parameters that all of them hold but each applies to only a
+part of the data: the norms of heads, and with sequence parallelism all norms.
 
-Data-parallel ranks, with the distributed optimizer: a reduce-scatter of the fp32 gradient buffer, and an
-all-gather of the weights. In the buffer every parameter begins at a multiple of 64 elements, and it ends at
-one of lcm(dp, 128).
+A pipeline boundary sends H (with sequence parallelism H / tp) forward and as much backward. Each message
+follows its shape, three int64. If the head is the embedding, the first and the last stage sum the fp32
+gradients of this table.
+
+With the distributed optimizer, data-parallel ranks reduce-scatter the fp32 gradient buffer and all-gather the
+weights. In the buffer every parameter begins at a multiple of 64 elements. The buffer's length is a multiple
+of lcm(dp, 128).
 """
 
 from __future__ import annotations
@@ -36,17 +39,17 @@ from dataclasses import dataclass
 from megatron_gvpo.cluster.planner.architecture import Architecture
 from megatron_gvpo.cluster.planner.workload import Layout
 
-Bytes = Counter[tuple[str, str]]  # of (operation, group)
-SHAPE = 3 * 8
-STATISTICS = 3 * 4  # of a token, in the head: maximum, sum, the label's logit
+Bytes = Counter[tuple[str, str]]  # bytes by (operation, group)
+SHAPE = 3 * 8  # bytes of the shape that precedes a pipeline message
+STATISTICS = 3 * 4  # bytes per token in the head: maximum, sum, the label's logit
 
 
 @dataclass(frozen=True)
 class Pack:
     """One micro-batch of a data-parallel rank."""
 
-    tokens: int  # padding included
-    responses: int  # tokens that are trained on
+    tokens: int  # with padding
+    responses: int  # tokens that the loss is computed on
 
 
 def update_bytes(
@@ -58,11 +61,11 @@ def update_bytes(
     element: int = 2,
     sequence_parallel: bool = True,
 ) -> Bytes:
-    """Of a rank of pipeline stage `stage` in one update of a dense model: forward and backward passes over
-    `packs`, then gradients and weights. `element`: bytes of a weight and of an activation.
+    """Returns the bytes of a rank of pipeline stage `stage` in one update of a dense model.
 
-    Raises ValueError for what is not counted: experts, latent attention, context parallelism, interleaving,
-    stages of unequal size.
+    An update is the forward and backward passes over `packs`, then the exchange of gradients and weights.
+    `element`: bytes of a weight and of an activation. Raises ValueError for experts, latent attention,
+    context parallelism, interleaving and stages of unequal size, which are not modelled.
     """
     if model.moe_layers or model.latent or layout.cp > 1 or layout.vpp > 1 or model.layers % layout.pp:
         raise ValueError(
@@ -91,6 +94,7 @@ def update_bytes(
 
 
 def layer_forward(tp: int, state: int, sequence_parallel: bool) -> Bytes:
+    """Returns the bytes of one layer's forward pass. `state`: bytes of one hidden state, H."""
     if tp == 1:
         return Counter()
     if sequence_parallel:
@@ -99,13 +103,17 @@ def layer_forward(tp: int, state: int, sequence_parallel: bool) -> Bytes:
 
 
 def layer_backward(tp: int, state: int, sequence_parallel: bool) -> Bytes:
+    """Returns the bytes of one layer's backward pass. `state`: bytes of one hidden state, H."""
     if tp == 1 or not sequence_parallel:
         return layer_forward(tp, state, sequence_parallel)
     return Counter({("all_gather", "tp"): 4 * state, ("reduce_scatter", "tp"): 2 * state})
 
 
 def optimizer_bytes(sizes: Sequence[int], dp: int, element: int) -> Bytes:
-    """Of gradients and weights, where the rank holds parameters of these sizes."""
+    """Returns the bytes of the gradients' and weights' exchange among `dp` ranks.
+
+    `sizes`: elements of each parameter on the rank. `element`: bytes of a weight.
+    """
     if dp == 1:
         return Counter()
     buffer = 0
@@ -116,7 +124,7 @@ def optimizer_bytes(sizes: Sequence[int], dp: int, element: int) -> Bytes:
 
 
 def parameter_sizes(model: Architecture, layout: Layout, stage: int) -> list[int]:
-    """Elements of each parameter that a rank of the stage holds."""
+    """Returns the elements of each parameter that a rank of the stage holds."""
     heads = (model.heads + 2 * model.kv_heads) * model.head_dim
     layer = [model.hidden * heads, model.hidden * model.heads * model.head_dim]
     layer += [2 * model.hidden * model.ffn, model.hidden * model.ffn] + [heads] * model.qkv_bias
@@ -127,8 +135,10 @@ def parameter_sizes(model: Architecture, layout: Layout, stage: int) -> list[int
 
 
 def on_the_wire(operation: str, size: int, ranks: int) -> float:
-    """Bytes that each of `ranks` ranks sends at least, for whole messages of `size` bytes: those of rings
-    (Patarasu and Yuan, 2009, for the all-reduce)."""
+    """Returns the least bytes that each of `ranks` ranks sends for whole messages of `size` bytes.
+
+    Ring algorithms reach this minimum (Patarasu and Yuan, 2009, for the all-reduce).
+    """
     if operation == "all_reduce":
         return 2 * size * (ranks - 1) / ranks
     if operation in ("all_gather", "reduce_scatter", "all_to_all"):
@@ -137,7 +147,7 @@ def on_the_wire(operation: str, size: int, ranks: int) -> float:
 
 
 def _held_by_all(model: Architecture, layout: Layout, stage: int) -> list[int]:
-    """Norms: of the layers, of their heads, and the last one."""
+    """Returns the elements of each norm: of the layers, of their heads, and the final one."""
     layer = [model.hidden] * 2 + [model.head_dim] * 2 * model.qk_norm
     return layer * (model.layers // layout.pp) + [model.hidden] * (stage == layout.pp - 1)
 
@@ -168,7 +178,10 @@ def _head(
 
 
 def _boundaries(layout: Layout, stage: int, state: int) -> Bytes:
-    """Both ends of a boundary send once and receive once: one of them forward, the other backward."""
+    """Returns the bytes of a stage's pipeline boundaries.
+
+    Both ends of a boundary send once and receive once: one end sends forward, the other backward.
+    """
     neighbours = (stage > 0) + (stage < layout.pp - 1)
     return Counter(
         {("send", "pp"): neighbours * (state + SHAPE), ("receive", "pp"): neighbours * (state + SHAPE)}

@@ -1,4 +1,4 @@
-"""What a plan is for: the step's prompts and responses, the GPUs, and how the two may be laid out."""
+"""Inputs of a plan: the GPU, the prompts and responses of a step, and the layout of the GPUs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU and its links; bandwidths in one direction. `gpus.json` has the sources."""
+    """A GPU and its links, with bandwidths in one direction. `gpus.json` lists the sources."""
 
     name: str
     memory_gib: float
@@ -25,20 +25,23 @@ class Gpu:
     bf16_tflops: float
     fp8_tflops: float | None
     nvlink_gb_per_s: float
-    network_gb_per_s: float  # to other nodes, of one GPU's adapter
-    pcie_gb_per_s: float  # to the host
-    host_gb_per_s: float  # of the host's memory, one GPU's share
-    compute_fraction: float  # of the peak, that training reaches where nothing else limits it
-    memory_fraction: float
-    network_fraction: float  # also of NVLink
+    network_gb_per_s: float  # one GPU's network adapter to other nodes
+    pcie_gb_per_s: float  # link to the host
+    host_gb_per_s: float  # one GPU's share of the host's memory bandwidth
+    compute_fraction: float  # fraction of the peak that training reaches if nothing else limits it
+    memory_fraction: float  # reachable fraction of the memory bandwidth
+    network_fraction: float  # reachable fraction of the network's, NVLink's and PCIe's bandwidth
 
     def flops(self, fp8: bool) -> float:
-        """Reachable operations a second. FP8 is for the layers' GEMMs, and gains 1.4 in practice, not 2."""
+        """Returns the reachable operations per second.
+
+        Only the layers' GEMMs run in FP8, so it gains a factor of 1.4 in practice, not 2.
+        """
         return self.bf16_tflops * 1e12 * self.compute_fraction * (1.4 if fp8 else 1.0)
 
 
 def gpu(name: str) -> Gpu:
-    """Raises ConfigError, which lists the known ones."""
+    """Returns the description of a GPU. Raises ConfigError, which lists the known GPUs, for another name."""
     known: dict[str, Any] = json.loads(resources.files(__package__).joinpath("gpus.json").read_text())
     del known["sources"]
     if name.lower() not in known:
@@ -49,7 +52,11 @@ def gpu(name: str) -> Gpu:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Response lengths in tokens: log-normal with this mean and 95th percentile, cut at `maximum`."""
+    """Distribution of response lengths in tokens.
+
+    It is log-normal with this mean and 95th percentile, and cut at `maximum`. Raises ConfigError unless
+    0 < mean < p95 <= maximum.
+    """
 
     mean: float
     p95: float
@@ -64,7 +71,11 @@ class Lengths:
 
     @cached_property
     def _log(self) -> NormalDist:
-        """ln p95 = mu + 1.645 sigma and ln mean = mu + sigma^2 / 2; the smaller root, where there is one."""
+        """The normal distribution of ln length, with mean mu and standard deviation sigma.
+
+        ln p95 = mu + 1.645 sigma and ln mean = mu + sigma^2 / 2 give a quadratic in sigma. Its smaller root
+        is used; if it has none, sigma = 1.645.
+        """
         z = NormalDist().inv_cdf(0.95)
         root = z * z - 2 * math.log(self.p95 / self.mean)
         sigma = z - math.sqrt(max(0.0, root))
@@ -74,12 +85,12 @@ class Lengths:
         return min(float(self.maximum), max(1.0, math.exp(self._log.inv_cdf(share))))
 
     def sample(self, count: int) -> list[float]:
-        """`count` lengths at equal steps of probability, shortest first."""
+        """Returns `count` lengths at equal steps of probability, shortest first."""
         return [self.quantile((i + 0.5) / count) for i in range(count)]
 
 
 def parse_lengths(text: str) -> Lengths:
-    """`850`, `850,p95=3000` or `850,p95=3000,max=8192`. Raises ConfigError."""
+    """Parses `850`, `850,p95=3000` or `850,p95=3000,max=8192`. Raises ConfigError for other text."""
     first, *others = text.split(",")
     try:
         named = dict(other.split("=") for other in others)
@@ -98,8 +109,8 @@ class Workload:
     """One training step."""
 
     prompts: int
-    k: int  # responses to each
-    prompt_tokens: int
+    k: int  # responses per prompt
+    prompt_tokens: int  # mean length of a prompt
     lengths: Lengths
     mini_batches: int = 1
     scoring: float = 0.0  # forward passes of the policy before the first update
@@ -108,7 +119,7 @@ class Workload:
 
     @property
     def updates(self) -> int:
-        """Of the optimizer."""
+        """Optimizer updates per step."""
         return self.mini_batches * self.batch_epochs
 
     @property
@@ -117,7 +128,7 @@ class Workload:
 
     @property
     def tokens(self) -> float:
-        """That are trained on in each pass, prompts and responses."""
+        """Mean number of tokens, of prompts and responses, in one pass over the step's batch."""
         return self.responses * (self.prompt_tokens + self.lengths.mean)
 
     @property
@@ -127,18 +138,18 @@ class Workload:
 
 @dataclass(frozen=True)
 class Layout:
-    """How the trainer's GPUs are divided, and where the rollouts are."""
+    """Division of the trainer's GPUs, and placement of the rollout servers."""
 
-    gpus: int  # of the trainer
+    gpus: int  # the trainer's GPUs
     tp: int = 1
     pp: int = 1
     vpp: int = 1  # chunks of layers on every pipeline stage
     cp: int = 1
     ep: int = 1
-    recompute: bool = False  # all activations
+    recompute: bool = False  # recompute all activations
     fp8: bool = False
-    offload: float = 0.0  # of the optimizer's states, in host memory
-    rollout_gpus: int = 0  # of their own; 0: colocated, on the trainer's
+    offload: float = 0.0  # fraction of the optimizer's states in host memory
+    rollout_gpus: int = 0  # the servers' own GPUs; 0: colocated with the trainer
     rollout_tp: int = 1
     async_steps: int = 0
 
@@ -147,7 +158,10 @@ class Layout:
         return self.gpus // (self.tp * self.pp * self.cp)
 
     def stage_layers(self, layers: int) -> tuple[int, ...]:
-        """Of every pipeline stage. Where they cannot be equal the ends, which have the tables, have fewer."""
+        """Returns the number of layers of every pipeline stage.
+
+        If the stages cannot be equal, the first and last have fewer: they also hold the embedding and head.
+        """
         each, more = divmod(layers, self.pp)
         fewer = [self.pp - 1, 0, *range(self.pp - 2, 0, -1)][: self.pp - more]
         return tuple(each + (stage not in fewer) for stage in range(self.pp))
