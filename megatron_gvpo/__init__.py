@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Import the heavy parts only when they are used, so that `import megatron_gvpo` is cheap."""
+    """Import the heavy parts when they are first used, so that `import megatron_gvpo` is cheap."""
     if name in ("Config", "load_config"):
-        from megatron_gvpo.config import schema as config
+        from megatron_gvpo.config import schema
 
-        return getattr(config, name)
+        return getattr(schema, name)
     if name == "Trainer":
         from megatron_gvpo.trainer import Trainer
 

@@ -1,0 +1,209 @@
+"""The sections of a configuration; `algorithm`, `parallel` and `rollout.servers` have their own modules."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, model_validator
+
+from megatron_gvpo.config.section import LocalPath, Section
+from megatron_gvpo.config.servers import ServersConfig, WeightSyncConfig
+from megatron_gvpo.rewards.registry import BUILT_IN
+from megatron_gvpo.sampling.engine import known_engine
+
+
+class FP8Config(Section):
+    """Matrix products in FP8, by Transformer Engine; everything else stays in bfloat16."""
+
+    # How values are scaled before they are rounded. `mxfp8` needs a Blackwell GPU.
+    recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
+    bf16_layers: NonNegativeInt = 0  # This many first layers and this many last layers stay in bfloat16.
+    weights: bool = False  # Keep and gather the weights in FP8 too.
+
+    @property
+    def tokens(self) -> int:
+        """The kernels take blocks of so many tokens."""
+        return {"delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}[self.recipe]
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.bf16_layers and self.recipe == "delayed":
+            raise ValueError("bf16_layers is not possible with recipe=delayed, whose scales span all layers")
+        if self.weights and self.recipe == "mxfp8":
+            raise ValueError(
+                "weights=true with recipe=mxfp8: Megatron gathers such weights in the gradients' buffer, "
+                "where an export between two updates does not find them; use weights=false"
+            )
+        return self
+
+
+class ModelConfig(Section):
+    path: LocalPath  # A Hugging Face checkpoint directory: config.json, safetensors files, tokenizer.
+    # Type of weights and activations; master weights, gradient sums and log-probs are always float32.
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    fp8: FP8Config | None = None
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.fp8 is not None and self.dtype != "bfloat16":
+            raise ValueError(f"fp8 needs dtype=bfloat16 for what is not in FP8, and dtype={self.dtype}")
+        return self
+
+
+class DatasetConfig(Section):
+    path: str  # A .jsonl or .parquet file, a directory of such files, or the name of a hub data set.
+    split: str = "train"  # The split of a hub data set.
+    prompt_key: str = "prompt"  # The field with the prompt: a string, or a list of chat messages.
+    # The field with the answer that rewards compare with; null where no reward needs one.
+    answer_key: str | None = "answer"
+    # The field with a worked solution, for SFT or as a member of the group.
+    demonstration_key: str | None = None
+    # The field with scored responses, `[{"response": ..., "reward": ...}, ...]`, for algorithm.sampler=file.
+    responses_key: str | None = None
+    limit: PositiveInt | None = None  # Read only this many records, the first.
+
+
+class DataConfig(Section):
+    train: DatasetConfig
+    eval: DatasetConfig | None = None
+    chat_template: bool = True  # Apply the tokenizer's chat template where it has one.
+    system_prompt: str | None = None  # System message for prompts that have none; needs a chat template.
+    max_prompt_tokens: PositiveInt = 1024  # The longest prompt, in tokens, chat template included.
+    # What to do with a longer prompt: stop with an error, or drop it.
+    prompt_too_long: Literal["error", "drop"] = "error"
+    # Draw the prompts of every epoch in a new random order; false keeps the order of the file.
+    shuffle: bool = True
+
+
+class SamplingConfig(Section):
+    # Sampling temperature. It is part of the policy: training divides logits by it too.
+    temperature: float = Field(1.0, gt=0)
+    # Sample from the likeliest tokens that have this probability together.
+    top_p: float = Field(1.0, gt=0, le=1)
+    max_tokens: PositiveInt = 1024  # The longest response, in tokens; a longer one is cut off.
+    stop_token_ids: tuple[int, ...] = ()  # Tokens that end a response, besides the tokenizer's end token.
+
+    @property
+    def wants_routing(self) -> bool:
+        """Whether the engine is to tell the experts of every token."""
+        return False
+
+
+class RolloutConfig(SamplingConfig):
+    # `local` runs inside the trainer's processes; the others are servers.
+    engine: Annotated[str, AfterValidator(known_engine)] = "local"
+    n: PositiveInt = 8  # Responses to a prompt: the group size k.
+    batch_size: PositiveInt = 256  # Sequences that the engine `local` generates at once.
+    async_steps: NonNegativeInt = 0  # Batches generated ahead while the trainer trains; 0: on-policy.
+    router_replay: bool = False  # Train every token through the experts that it was sampled through.
+    servers: ServersConfig = ServersConfig()  # of the engines sglang and vllm
+    weights: WeightSyncConfig = WeightSyncConfig()
+    # Warn above this KL between the policy that samples and the trained one, in nats a token. Default: 1e-6
+    # in float32, 1e-3 in bfloat16.
+    mismatch_threshold: float | None = Field(None, gt=0)
+
+    @property
+    def wants_routing(self) -> bool:
+        return self.router_replay
+
+
+class RewardConfig(Section):
+    name: str  # The name in the metrics (`reward/NAME`). `math` and `format` are built in.
+    weight: float = 1.0  # Factor of this component in the reward, which is the weighted sum.
+    function: str | None = None  # Your own function: `module:function` or `path/file.py:function`.
+    options: dict[str, Any] = Field(default_factory=dict)  # Keyword arguments of the function.
+
+    @property
+    def needs_answer(self) -> bool:
+        """True if it compares with the answers of the data."""
+        return self.function is None and BUILT_IN[self.name].needs_answer
+
+
+class RewardsConfig(Section):
+    components: tuple[RewardConfig, ...] = (RewardConfig(name="math"),)
+    timeout: float = Field(10.0, gt=0)  # Seconds for the rewards of one response; then it counts as 0.
+    workers: PositiveInt = 1  # Reward processes of every rank.
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        names = [component.name for component in self.components]
+        for i, component in enumerate(self.components):
+            if component.name in names[:i]:
+                raise ValueError(f"components.{i}: the name {component.name!r} is given twice")
+            if component.function is None and component.name not in BUILT_IN:
+                raise ValueError(
+                    f"components.{i}: there is no built-in reward {component.name!r} (there are: "
+                    f"{', '.join(sorted(BUILT_IN))}); for your own, give its function"
+                )
+        return self
+
+
+class TrainConfig(Section):
+    steps: PositiveInt  # Steps of the run. A step samples one batch of prompts and trains on it.
+    prompts_per_step: PositiveInt  # Prompts of a step, over all ranks.
+    mini_batches: PositiveInt = 1  # Optimizer updates of a step, a part of its groups each.
+    batch_epochs: PositiveInt = 1  # Passes over the mini-batches of a step (PPO's epochs, GRPO's mu).
+    # Prompt and response tokens that a rank computes at once: memory, which gradients do not depend on.
+    max_tokens_per_micro_batch: PositiveInt = 8192
+    # End the run when algorithm.shapers drop every group of this many batches in a row.
+    max_empty_batches: PositiveInt = 20
+    share_prompts: bool = False  # Compute the prompt of a group's responses once; on CPUs only.
+    # MiB that a rank may keep between a micro-batch's forward and backward for the output layer's gradient; 0
+    # keeps nothing and recomputes (docs/explanation/head.md).
+    head_stash_mb: NonNegativeInt = 1024
+    seed: int = Field(0, ge=0)  # Seed of sampling, order and initialisation.
+    deterministic: bool = False  # Repeat the metrics bit for bit under the same layout; slower on a GPU.
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates of the whole run."""
+        return self.steps * self.mini_batches * self.batch_epochs
+
+
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+class OptimizerConfig(Section):
+    lr: float = Field(gt=0)  # Learning rate of AdamW after the warm-up.
+    min_lr: float = Field(0.0, ge=0)  # Learning rate at the end of the decay.
+    warmup_steps: int = Field(0, ge=0)  # Optimizer updates over which the rate rises linearly from 0.
+    # How the learning rate falls from lr to min_lr until the last update.
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    betas: tuple[Decay, Decay] = (0.9, 0.95)  # AdamW's decay rates of the first and second moments.
+    eps: float = Field(1e-8, gt=0)  # AdamW's epsilon.
+    weight_decay: float = Field(0.0, ge=0)  # AdamW's weight decay.
+    clip_grad: float = Field(1.0, ge=0)  # Clip the gradient's global norm to this; 0 does not clip.
+    # Share of the fp32 master weights and moments that is kept in host memory and updated there.
+    offload_fraction: float = Field(0.0, ge=0, le=1)
+
+
+class EvalConfig(Section):
+    every: int = Field(0, ge=0)  # Evaluate every so many steps; 0: before the first and after the last.
+    n: PositiveInt = 4  # Samples of each held-out prompt.
+    k: tuple[PositiveInt, ...] = (1,)  # Report pass@k for these k, without bias.
+    sampling: SamplingConfig = SamplingConfig()
+    seed: int = 1234  # Seed of the evaluation's samples, the same at every step.
+
+
+class CheckpointConfig(Section):
+    every: int = Field(0, ge=0)  # Write a checkpoint every so many steps; 0: after the last.
+    keep: PositiveInt = 2  # Complete checkpoints that stay on disk, the newest.
+    asynchronous: bool = False  # Write while the next step generates and scores.
+    export_hf: bool = True  # Write a Hugging Face checkpoint, OUTPUT_DIR/hf, after the last step.
+
+
+class LoggingConfig(Section):
+    tensorboard: bool = True  # Write TensorBoard events to OUTPUT_DIR/tensorboard.
+    wandb_project: str | None = None  # Log to this Weights & Biases project too.
+    # How the terminal shows progress: a live display, a line a step, nothing; auto looks at the terminal.
+    progress: Literal["auto", "live", "lines", "off"] = "auto"
+    # Run torch's profiler over the steps [first, last].
+    profile_steps: tuple[PositiveInt, PositiveInt] | None = None
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.profile_steps is not None and self.profile_steps[0] > self.profile_steps[1]:
+            raise ValueError(
+                f"profile_steps={list(self.profile_steps)}: want the first step and the last, as [2, 4]"
+            )
+        return self
