@@ -6,10 +6,11 @@ entry in `ENGINES`. Nothing here loads torch, so the configuration may ask for t
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
+
+from megatron_gvpo.runtime.by_name import known, load_class
 
 if TYPE_CHECKING:
     from megatron_gvpo.config.schema import Config, SamplingConfig
@@ -96,16 +97,10 @@ class NoEngine:
 
 def engine_class(name: str) -> Callable[[Config, Task, Scorer], RolloutEngine]:
     """The engine of this name, a key of ENGINES. Imports its module, which loads torch."""
-    module, _, attribute = ENGINES[name].partition(":")
-    found: Callable[[Config, Task, Scorer], RolloutEngine] = getattr(
-        importlib.import_module(module), attribute
-    )
+    found: Callable[[Config, Task, Scorer], RolloutEngine] = load_class(ENGINES, name)
     return found
 
 
 def known_engine(name: str) -> str:
     """The name itself, if an engine has it. Raises ValueError, which lists the names that one has."""
-    if name not in ENGINES:
-        *others, last = map(repr, ENGINES)
-        raise ValueError(f"Input should be {', '.join(others)} or {last}")  # as pydantic's for a Literal
-    return name
+    return known(ENGINES, name)

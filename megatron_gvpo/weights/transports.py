@@ -6,8 +6,9 @@ megatron_gvpo.weights.receivers.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from megatron_gvpo.runtime.by_name import known, load_class
 
 if TYPE_CHECKING:
     from megatron_gvpo.weights.transport import Transport
@@ -22,14 +23,10 @@ TRANSPORTS: dict[str, str] = {
 
 def transport_class(name: str) -> type[Transport]:
     """The transport of this name, a key of TRANSPORTS. Imports its module, which loads torch."""
-    module, _, attribute = TRANSPORTS[name].partition(":")
-    found: type[Transport] = getattr(importlib.import_module(module), attribute)
+    found: type[Transport] = load_class(TRANSPORTS, name)
     return found
 
 
 def known_transport(name: str) -> str:
     """The name itself, if a transport has it. Raises ValueError, which lists the names that one has."""
-    if name not in TRANSPORTS:
-        *others, last = map(repr, TRANSPORTS)
-        raise ValueError(f"Input should be {', '.join(others)} or {last}")  # as pydantic's for a Literal
-    return name
+    return known(TRANSPORTS, name)
