@@ -51,6 +51,14 @@ class ServerHandle:
         """True if it serves the weights of this version."""
         return self.state == "ready" and self.version == version
 
+    def joined(self) -> None:
+        """The server is in a process group with the trainer."""
+        self.regroup = False
+
+    def push_ended(self) -> None:
+        """No weights are on their way to the server any more."""
+        self.in_push = False
+
     def become(self, state: Literal["ready", "pending", "lost"], why: str = "") -> None:
         if state != self.state:
             self.state, self.since = state, time.monotonic()

@@ -166,7 +166,7 @@ class Broadcast(Transport):
         await asyncio.wait(joins)
         self._raise_failed(joins)
         for handle in handles:
-            handle.regroup = False
+            handle.joined()
 
     @contextlib.asynccontextmanager
     async def _whole_or_discarded(self) -> AsyncIterator[None]:

@@ -109,7 +109,7 @@ class Publisher:
         finally:
             self._transport.over()
             for handle in targets:
-                handle.in_push = False
+                handle.push_ended()
 
     def close(self) -> None:
         self._run(self._transport.close())
