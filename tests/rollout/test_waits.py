@@ -79,7 +79,7 @@ class Waiting(WeightGroup):
             work.wait()
             return work
 
-        self._group = SimpleNamespace(broadcast=broadcast)
+        self._group = SimpleNamespace(broadcast=broadcast, abort=group.abort)
 
 
 @on_sglang
