@@ -9,6 +9,7 @@ import json
 import os
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -80,6 +81,7 @@ def test_json_is_json(block: Block):
 @pytest.fixture
 def quickstart(task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A directory like the repository after the quickstart, with the tiny task, and the current one."""
+    from megatron_gvpo.megatron import parallel
     from megatron_gvpo.runtime.user_functions import load_function
 
     for name in ("examples", "benchmarks", "docs"):
@@ -98,11 +100,12 @@ def quickstart(task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
     load_function.cache_clear()  # names are relative to the current directory
     yield tmp_path
     load_function.cache_clear()
+    parallel.shut_down()  # a Trainer from Python leaves its process group up
 
 
 @pytest.mark.parametrize("page", RUN)
-def test_the_page_runs(page: str, quickstart: Path, leave_the_process_group: None, capfd):
-    """The page's files are written and its blocks run, in order."""
+def test_the_page_runs(page: str, quickstart: Path):
+    """The page's files are written and its blocks run, in order. A command that fails fails the test."""
     for block in blocks(page):
         if block.kind == "file":
             Path(block.value).write_text(block.text)
@@ -115,30 +118,26 @@ def test_the_page_runs(page: str, quickstart: Path, leave_the_process_group: Non
 
 
 def run_bash(block: Block, directory: Path) -> None:
-    """Run the commands: the program's own in this process, others, and loops, by bash."""
-    lines = block.text.replace("\\\n", " ").splitlines()
-    if any(re.match(r"\s*(for|if|while) ", line) for line in lines):
-        return by_bash(block, block.text, directory)
-    for line in lines:
-        words = commands(block._replace(text=line))
-        if not words:
-            continue
-        if words[0][0] == "megatron-gvpo" and not set(line.split("#")[0]) & set("|<>$;&"):
-            code = cli.main([*words[0][1:], *(block.overrides if words[0][1] in CONFIGURED else ())])
-            assert code == 0, f"{block}: {line.strip()} ended with {code}"
-        else:
-            by_bash(block, line, directory)
+    """Run the commands by bash, and those of the program in this process, where nothing is loaded anew.
 
-
-def by_bash(block: Block, text: str, directory: Path) -> None:
-    """Run text by bash, where `megatron-gvpo` and `python` are those of this environment."""
-    programs = directory / "bin"
+    In bash, `megatron-gvpo` only notes its arguments. A block with a loop is run as a whole, others line by
+    line.
+    """
+    programs, calls = directory / "bin", directory / "calls"
     programs.mkdir(exist_ok=True)
-    run = f'exec {sys.executable} -m megatron_gvpo "$@"'
-    added = f'case "$1" in {"|".join(CONFIGURED)}) set -- "$@" {" ".join(block.overrides)};; esac'
-    for name, script in {"megatron-gvpo": f"{added}\n{run}", "python": f'exec {sys.executable} "$@"'}.items():
+    notes = f"printf '%q ' \"$@\" >> {calls}; echo >> {calls}"
+    for name, script in {"megatron-gvpo": notes, "python": f'exec {sys.executable} "$@"'}.items():
         (programs / name).write_text(f"#!/bin/bash\n{script}\n")
         (programs / name).chmod(0o755)
     environment = os.environ | {"PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(["bash", "-euo", "pipefail", "-c", text], env=environment, timeout=300)
-    assert done.returncode == 0, f"{block}: {text.strip()} ended with {done.returncode}"
+    lines = block.text.replace("\\\n", " ").splitlines()
+    loop = any(re.match(r"\s*(for|if|while) ", line) for line in lines)
+    for text in [block.text] if loop else lines:
+        calls.write_text("")
+        done = subprocess.run(["bash", "-euo", "pipefail", "-c", text], env=environment, timeout=300)
+        assert done.returncode == 0, f"{block}: {text.strip()} ended with {done.returncode}"
+        for call in calls.read_text().splitlines():
+            words = shlex.split(call)
+            words += block.overrides if words[0] in CONFIGURED else ()
+            code = cli.main(words)
+            assert code == 0, f"{block}: megatron-gvpo {shlex.join(words)} ended with {code}"

@@ -19,7 +19,12 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 SMALL = (
     *("train.prompts_per_step=4", "rollout.n=4", "rollout.max_tokens=10", "eval.n=2", "eval.k=[1,2]"),
-    *("eval.sampling.max_tokens=10", "logging.progress=lines", "logging.tensorboard=false"),
+    *(
+        "eval.sampling.max_tokens=10",
+        "optimizer.warmup_steps=0",
+        "logging.progress=lines",
+        "logging.tensorboard=false",
+    ),
 )
 NEEDS = ("gpu", "cluster", "servers", "network")
 
