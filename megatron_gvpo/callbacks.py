@@ -1,4 +1,4 @@
-"""What may watch a run: a callback of the user's, or `Recorder`, which writes the run's records."""
+"""Callbacks of a run: the base class for the user's own, and `Recorder`, which writes the run's records."""
 
 from __future__ import annotations
 
@@ -19,34 +19,37 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Override what you need. Called on every rank; `trainer.is_main` tells the one that may print."""
+    """Base class of callbacks: override the methods that you need.
+
+    The trainer calls them on every rank; `trainer.is_main` is True on the one rank that should print.
+    """
 
     def on_start(self, trainer: Trainer) -> None:
-        """Before the first step."""
+        """Called before the first step."""
 
     def on_step(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
-        """After every step, and with step 0 after the evaluation before the first."""
+        """Called after every step, and with step 0 after the evaluation that precedes the first step."""
 
     def on_checkpoint(self, trainer: Trainer, directory: Path) -> None:
-        """After a checkpoint is complete."""
+        """Called when the checkpoint in `directory` is complete."""
 
     def on_end(self, trainer: Trainer) -> None:
-        """After the last step, its checkpoint and export; not after an interruption."""
+        """Called after the last step, its checkpoint and export; not called after an interruption."""
 
     def on_exit(self, trainer: Trainer) -> None:
-        """After everything else, however the run ends: close what `on_start` opened."""
+        """Called last, however the run ends. Close here what `on_start` opened."""
 
 
 class OutputError(RuntimeError):
-    """The run's records could not be written, as on a full disk; complete checkpoints are untouched."""
+    """The run's records could not be written, e.g. on a full disk; complete checkpoints are untouched."""
 
 
 class Recorder(Callback):
-    """Progress display, metrics.jsonl, TensorBoard; at the end summary.json and curve.png. By rank 0.
+    """Shows progress and writes the run's records, on rank 0.
 
-    The first rank of every machine watches its GPUs, for the metrics device/*.
-
-    Raises OutputError, on all ranks at once, where the file system refuses to take them.
+    The records are metrics.jsonl and TensorBoard, and at the end summary.json and curve.png. The first rank
+    of every machine reads its GPUs' state for the metrics device/*. Raises OutputError, on all ranks at once,
+    if the file system refuses a write.
     """
 
     def __init__(self) -> None:
@@ -76,7 +79,10 @@ class Recorder(Callback):
             raise _refused(trainer, str(error)) from None
 
     def _write(self, trainer: Trainer, write: Callable[[], None]) -> None:
-        """Do it on rank 0; a collective, so that no rank goes on to wait for one that failed."""
+        """Calls `write` on rank 0 and raises its failure on all ranks, so that none waits for a failed rank.
+
+        Every rank must call this: it is a collective.
+        """
         problem = None
         try:
             if trainer.is_main:

@@ -1,4 +1,4 @@
-"""What this package is made of, for `doctor`: versions.txt has the versions."""
+"""The packages that megatron_gvpo builds on, for `doctor`. versions.txt lists their reference versions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 PYTHON_REFERENCE = "3.12"
 PYTHON_TESTED = ">=3.12,<3.13"
 
-# The version of every package in versions.txt, by distribution name.
+# Maps the distribution name of each package in versions.txt to its version.
 REFERENCE = dict(
     re.findall(
         r"^([\w-]+)==([\w.]+)",
@@ -22,19 +22,18 @@ REFERENCE = dict(
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """A package that matters, by its distribution name. `tested` is the range of versions that is tested, a
-    PEP 440 specifier, empty where any will do."""
+    """A package that `doctor` looks for."""
 
-    name: str
+    name: str  # distribution name
     purpose: str
-    need: Literal["needed", "on GPUs", "optional"]  # whether the main job runs without it
-    instead: str  # what is used where it is missing; empty where nothing can be
-    install: str  # a command
-    tested: str = ""
+    need: Literal["needed", "on GPUs", "optional"]  # the main job needs it always, on GPUs only, or never
+    instead: str  # substitute that is used if it is missing; empty: there is none
+    install: str  # command or instruction that installs it
+    tested: str = ""  # PEP 440 specifier of the tested versions; empty: any version
 
     @property
     def reference(self) -> str:
-        """Its version in the tested reference set; empty where that names none."""
+        """The package's version in versions.txt; empty if it is not listed there."""
         return REFERENCE.get(self.name, "")
 
 

@@ -1,1 +1,1 @@
-"""Launching on clusters, and saying beforehand what to expect there."""
+"""Launches jobs on Slurm clusters, checks machines beforehand, and predicts memory and step time."""

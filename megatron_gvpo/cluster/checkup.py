@@ -1,6 +1,6 @@
-"""`megatron-gvpo doctor --cluster`: a whole allocation before a run, on every rank under torchrun.
+"""`megatron-gvpo doctor --cluster`: checks a whole allocation before a run, on every rank under torchrun.
 
-Every check compares the ranks with each other, and names the node that differs. It is a collective.
+Every check is a collective. It compares the ranks with each other and names the rank and node that differ.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ from megatron_gvpo.rollout.supervise import is_healthy
 from megatron_gvpo.runtime.collectives import all_gather_msgpack
 from megatron_gvpo.versions import COMPONENTS
 
-PATIENCE = 60.0  # seconds for a file to be seen by all, and for a collective
+PATIENCE = 60.0  # seconds until all ranks must have met and must see each other's files
 SKEW = 2.0  # seconds that clocks may differ
-SLOW = 0.5  # of what the others reach, or of what the GPU's description says: a link below is a problem
-REPEATS = 8  # of an exchange; the fastest counts
+SLOW = 0.5  # a link below this fraction of the median rate, or of the GPU's described rate, is a problem
+REPEATS = 8  # repetitions of an exchange; the fastest counts
 ROUNDS = 7  # partners that each rank's links are tried with, at most
-BYTES = {"gloo": 4 << 20, "nccl": 256 << 20}
+BYTES = {"gloo": 4 << 20, "nccl": 256 << 20}  # message size by backend
 
 
 def checkup(directory: Path, urls: Sequence[str] = (), gpu: Gpu | None = None) -> tuple[list[str], list[str]]:
-    """What was measured, and the problems; the same on every rank. The process group must be up.
+    """Runs all checks and returns the measurements and the problems, the same on every rank.
 
-    `directory`: on the file system that the nodes share. `urls`: rollout servers. `gpu`: what links reach.
+    The process group must be initialized. `directory` is on the file system that the nodes share. `urls` are
+    the rollout servers'. `gpu` gives the bandwidth that the links should reach.
     """
     names = [str(name) for name in all_gather_msgpack(_name())]
     measured: list[str] = []
@@ -57,7 +58,7 @@ def _name() -> str:
 
 
 def _versions(names: list[str]) -> list[str]:
-    """Ranks whose software is not what most have."""
+    """Names ranks whose software versions differ from those of most ranks."""
     mine = {component.name: find_version(component.name) for component in COMPONENTS}
     mine |= {"python": platform.python_version(), "NVIDIA driver": driver_version()}
     everyone = all_gather_msgpack(mine)
@@ -74,7 +75,7 @@ def _versions(names: list[str]) -> list[str]:
 
 
 def _clocks(names: list[str]) -> list[str]:
-    """Ranks whose time of day is not the others'; logs and checkpoints are compared by it."""
+    """Names ranks whose clock differs from the median. Logs and checkpoints are compared by time of day."""
     dist.barrier()
     now = all_gather_msgpack(time.time())
     usual = statistics.median(now)
@@ -86,7 +87,10 @@ def _clocks(names: list[str]) -> list[str]:
 
 
 def _files(names: list[str], directory: Path) -> list[str]:
-    """Every rank writes a file aside and renames it, as checkpoints are; every rank must see all of them."""
+    """Names ranks that cannot write to `directory`, or that do not see the files of other ranks there.
+
+    Every rank writes a file under another name and renames it, as checkpoints are written.
+    """
     run = str(all_gather_msgpack(uuid.uuid4().hex)[0])
     files = [directory / f".doctor-{run}-{rank}" for rank in range(dist.get_world_size())]
     mine, problem = files[dist.get_rank()], None
@@ -101,7 +105,7 @@ def _files(names: list[str], directory: Path) -> list[str]:
     written = [file for file, failed in zip(files, problems, strict=True) if failed is None]
     while (missing := [file for file in written if not file.exists()]) and time.monotonic() < deadline:
         with suppress(OSError):
-            os.listdir(directory)  # makes NFS look again
+            os.listdir(directory)  # makes NFS refresh its cache of the directory
         time.sleep(0.1)
     unseen = [names[files.index(file)] for file in missing]
     seen = all_gather_msgpack(
@@ -113,21 +117,24 @@ def _files(names: list[str], directory: Path) -> list[str]:
 
 
 def _engines(names: list[str], urls: Sequence[str]) -> list[str]:
-    """Ranks that cannot reach a rollout server."""
+    """Names ranks that cannot reach a rollout server."""
     lost = [url for url in urls if not is_healthy(url, 5.0)]
     problem = f"gets no healthy answer from {', '.join(lost)}" if lost else None
     return _whose(names, all_gather_msgpack(problem))
 
 
 def _whose(names: list[str], problems: list[str | None]) -> list[str]:
-    """What each rank has to say, or once what all have."""
+    """Prefixes each problem with its rank's name; a problem that all ranks share is listed once."""
     if len(names) > 1 and problems[0] and len({*problems}) == 1:
         return [f"every rank {problems[0]}"]
     return [f"{name} {problem}" for name, problem in zip(names, problems, strict=True) if problem]
 
 
 def _pairs(names: list[str], gpu: Gpu | None) -> tuple[list[str], list[str]]:
-    """Bandwidth between pairs of ranks, each with several others, so that a slow rank stands out."""
+    """Measures the bandwidth between pairs of ranks.
+
+    Each rank is paired with several others, so that a slow rank stands out.
+    """
     world, rank = dist.get_world_size(), dist.get_rank()
     if world == 1:
         return [], []
@@ -138,7 +145,7 @@ def _pairs(names: list[str], gpu: Gpu | None) -> tuple[list[str], list[str]]:
         if partner is None:
             continue
         best = float("inf")
-        for _ in range(REPEATS):  # the first makes the connection
+        for _ in range(REPEATS):  # the first one also sets up the connection
             begin = time.perf_counter()
             if rank < partner:
                 dist.send(data, partner)
@@ -156,7 +163,7 @@ def _pairs(names: list[str], gpu: Gpu | None) -> tuple[list[str], list[str]]:
         for name, rate in zip(names, rates, strict=True)
         if rate < SLOW * usual
     ]
-    # The slowest kind of link that a described machine has is the one between nodes.
+    # The network between nodes is the slowest kind of link, so even those pairs should reach its rate.
     if gpu is not None and usual < SLOW * gpu.network_gb_per_s * gpu.network_fraction:
         expected = gpu.network_gb_per_s * gpu.network_fraction
         problems.append(
@@ -166,7 +173,10 @@ def _pairs(names: list[str], gpu: Gpu | None) -> tuple[list[str], list[str]]:
 
 
 def _rounds(world: int) -> list[dict[int, int]]:
-    """Every rank with every other one, in rounds of pairs (the circle method of tournaments)."""
+    """Pairs every rank with every other one, in rounds (the circle method of round-robin tournaments).
+
+    Each round maps a rank to its partner. With an odd number of ranks, one rank has no partner in a round.
+    """
     places: list[int | None] = [*range(world), *([None] if world % 2 else [])]
     rounds = []
     for _ in range(len(places) - 1):
@@ -180,7 +190,10 @@ def _rounds(world: int) -> list[dict[int, int]]:
 
 
 def _all_reduce(names: list[str], gpu: Gpu | None) -> tuple[list[str], list[str]]:
-    """Bus bandwidth of an all-reduce over all ranks: each rank's link carries 2 (n - 1) / n of the data."""
+    """Measures the bus bandwidth of an all-reduce over all n ranks.
+
+    Each rank's link carries 2 (n - 1) / n of the data.
+    """
     world = dist.get_world_size()
     data = _buffer()
     best = float("inf")
@@ -210,13 +223,13 @@ def _finish() -> None:
 
 
 def main(directory: str, urls: Sequence[str], gpu: Gpu | None) -> int:
-    """Under torchrun: 0 where nothing is wrong, 1 where something is. Rank 0 says what."""
+    """Runs the checkup under torchrun. Returns 0 if it finds no problem, else 1. Rank 0 prints the report."""
     try:
         _join()
         measured, problems = checkup(Path(directory), urls, gpu)
-    except (RuntimeError, ValueError) as error:  # of which torch.distributed's are
+    except (RuntimeError, ValueError) as error:  # torch.distributed's errors are subclasses of these
         print(f"error: {_described(error)}", file=sys.stderr, flush=True)
-        os._exit(1)  # a group that is torn down in order waits for those who are gone
+        os._exit(1)  # an orderly end of the process group would wait for ranks that are gone
     if dist.get_rank() == 0:
         print("\n".join([*measured, *(f"problem: {problem}" for problem in problems)]))
         verdict = (
@@ -246,6 +259,6 @@ def _described(error: Exception) -> str:
     place = f"rank {os.environ['RANK']} on {node}"
     words = str(error).strip().splitlines()[0]
     if dist.is_initialized():
-        return f"{place}: {words} (a rank that fails ends this for all: the first such line says why)"
+        return f"{place}: {words} (one failed rank stops all ranks; the first of these lines gives the cause)"
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     return f"{place} cannot meet the {os.environ['WORLD_SIZE']} ranks at {where}: {words}"

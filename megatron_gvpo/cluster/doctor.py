@@ -1,7 +1,8 @@
-"""`megatron-gvpo doctor`: what this machine has, what will be used, what is missing and how to get it.
+"""`megatron-gvpo doctor`: reports this machine's hardware and packages, the choices that a run will make, and
+the missing packages with a command to install each.
 
-Packages are read from their metadata and never imported, but for torch where there is a GPU: only torch knows
-whether it can use it.
+Package versions are read from metadata without importing the package. Only torch is imported, and only if
+there is a GPU, because only torch knows if it can use that GPU.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ from megatron_gvpo.versions import COMPONENTS, PYTHON_TESTED, REFERENCE, Compone
 
 @dataclass(frozen=True, slots=True)
 class Torch:
-    """What torch itself says; `error` where it cannot be imported."""
+    """Facts that torch reports about itself; `error` is set if torch cannot be imported."""
 
     cuda_available: bool = False
-    cuda: str | None = None  # the CUDA release that it was built for
+    cuda: str | None = None  # CUDA release that torch was built for; None: built for CPUs
     nccl: str | None = None
-    capability: tuple[int, int] | None = None  # of the first GPU that it sees
+    capability: tuple[int, int] | None = None  # compute capability of the first GPU that torch sees
     error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """A component of the versions table, and what was found of it."""
+    """A component of the versions table, and the version that is installed here."""
 
     component: Component
-    found: str | None
-    status: Literal["ok", "untested", "missing", "absent"]  # absent: missing, and not needed here
+    found: str | None  # None: not installed
+    status: Literal["ok", "untested", "missing", "absent"]  # absent: not installed and not needed here
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything that doctor knows. The main job can run if there are no problems."""
+    """Everything that doctor found. The main job can run if there are no problems."""
 
     machine: dict[str, str]
     gpus: list[Gpu]
@@ -91,7 +92,10 @@ def report() -> Report:
 
 
 def probe_torch(gpus: bool) -> Torch:
-    """Ask torch what it can use. Without a GPU, importing it (seconds) would answer no further question."""
+    """Ask torch which GPUs it can use.
+
+    Without a GPU, torch is not imported: the import takes seconds and would tell nothing more.
+    """
     try:
         if not gpus:
             return _torch_on_disk()
@@ -126,7 +130,7 @@ def _torch_on_disk() -> Torch:
 
 
 def examine(component: Component, on_gpu: bool) -> Package:
-    """Look for one component; whether it is needed may depend on the machine."""
+    """Look for one component. `on_gpu`: torch can use a GPU, so components for GPUs are needed."""
     found = find_version(component.name)
     if component.name == "apex" and not _holds("apex", "optimizers"):
         found = None
@@ -138,7 +142,7 @@ def examine(component: Component, on_gpu: bool) -> Package:
 
 
 def find_version(name: str) -> str | None:
-    """The installed version of a distribution."""
+    """Return the installed version of a distribution, or None."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -186,17 +190,17 @@ def _warnings(packages: list[Package], torch: Torch, gpus: list[Gpu]) -> Iterato
 
 
 def _missing_dependencies(listed: set[str]) -> list[str]:
-    """The other packages that this one declares and that are not installed."""
+    """List the declared dependencies, other than `listed`, that are not installed."""
     try:
         declared = [Requirement(text) for text in metadata.requires("megatron-gvpo") or []]
     except metadata.PackageNotFoundError:
-        return []  # run from a source tree
+        return []  # megatron-gvpo runs from a source tree and has no metadata
     needed = [r.name for r in declared if r.marker is None or r.marker.evaluate({"extra": ""})]
     return [name for name in needed if name not in listed and find_version(name) is None]
 
 
 def transformer_engine_is_partial() -> bool:
-    """Whether transformer_engine is there without the extension that torch needs."""
+    """Return True if transformer_engine is installed without its compiled torch extension."""
     spec = util.find_spec("transformer_engine")
     if spec is None or not spec.submodule_search_locations:
         return False
@@ -212,7 +216,7 @@ def _holds(package: str, submodule: str) -> bool:
 
 
 def planned_use(packages: list[Package], torch: Torch) -> dict[str, str]:
-    """What the main job will run on here."""
+    """Return the device, backend, kernels and dtype that the main job will use here, for the report."""
     found = {package.component.name: package.found for package in packages}
     if not torch.cuda_available:
         return {

@@ -1,8 +1,8 @@
-"""The first failure of a job's ranks, from their logs: `python -m megatron_gvpo.cluster.failures LOGS`.
+"""Finds the first failure of a job's ranks in their logs: `python -m megatron_gvpo.cluster.failures LOGS`.
 
-A rank that raised has recorded it (`megatron_gvpo.cluster.rank`). One that was killed, or ended before it
-came so far, could not; its torchrun has noticed, and says so in the node's log. Exits with 1 where a rank
-failed, with 0 where all that ended early had been told to.
+A rank that raises an exception records it in a file (`megatron_gvpo.cluster.rank`). A rank that is killed, or
+ends before it can record anything, leaves no such file, but its torchrun reports it in the node's log. The
+exit code is 1 if a rank failed, and 0 if every rank that ended early was told to by a signal.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-LINES = 15  # of a log
-_TOLD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-_PAGE = re.compile(  # how torchrun describes a failed rank
+LINES = 15  # lines shown from the end of a log
+_TOLD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)  # signals that tell a rank to end: not failures
+_PAGE = re.compile(  # torchrun's description of a failed rank
     r"time +: (?P<time>\S+)\n +host +: (?P<host>\S+)\n"
     r" +rank +: (?P<rank>\d+) \(local_rank: \d+\)\n +exitcode +: (?P<code>-?\d+)"
 )
-_TORCHRUN = "] failed (exitcode: "  # in the first line that it says of any
+_TORCHRUN = "] failed (exitcode: "  # part of the first line that torchrun logs about a failed rank
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,13 @@ class Failure:
 
 
 def failures(logs: Path) -> list[Failure]:
-    """All failures, the first first; not those of ranks that ended because they were told to."""
+    """Return all failures, earliest first, without the ranks that a signal told to end."""
     found = {failure.rank: failure for failure in _unrecorded(logs)}
     for file in logs.glob("rank_*.failed.json"):
         rank = int(file.name[5:10])
         try:
             record = json.loads(file.read_text())
-        except ValueError:  # the disk was full, or the rank was killed
+        except ValueError:  # the file is incomplete: the disk was full, or the rank was killed
             node, problem = _node_of(logs, rank), "it could not write down why"
             record = {"time": file.stat().st_mtime, "node": node, "problem": problem}
         found[rank] = Failure(rank, record["time"], record["node"], record["problem"])
@@ -48,12 +48,13 @@ def failures(logs: Path) -> list[Failure]:
 
 
 def _unrecorded(logs: Path) -> Iterator[Failure]:
-    """Ranks that a signal ended, or that ended by themselves, whatever they have recorded."""
+    """Yield the failures that torchrun reports in the nodes' logs, whether or not the rank recorded one."""
     for log in logs.glob("node_*.log"):
         text = log.read_text(errors="replace")
         for page in _PAGE.finditer(text):
             rank, code = int(page["rank"]), int(page["code"])
-            if {-code, code - 128} & {*_TOLD}:  # by the signal itself, or as `train` ends before it trains
+            # A signal gives -N. `train` exits with 128 + N if the signal comes before training begins.
+            if {-code, code - 128} & {*_TOLD}:
                 continue
             node, problem = _node_of(logs, rank), f"exit code {code}"
             if code < 0:
@@ -62,20 +63,20 @@ def _unrecorded(logs: Path) -> Iterator[Failure]:
             elif not (logs / f"rank_{rank:05}.log").exists():
                 said = text[: text.find(_TORCHRUN)].rpartition("\n")[0]
                 node, problem = page["host"], f"{problem}, before its log began; {log} says\n{_last(said)}"
-            # torchrun sees it a moment later, when others have lost the connection to it.
+            # torchrun notices a dead rank late. Other ranks may have failed by then for the lost connection.
             moment = datetime.fromisoformat(page["time"].replace("_", "T")).timestamp() - 1.0
             yield Failure(rank, moment, node, problem)
 
 
 def _node_of(logs: Path, rank: int) -> str:
-    """From the first line of the rank's log."""
+    """Return the node's name from the first line of the rank's log."""
     log = logs / f"rank_{rank:05}.log"
     found = re.search(r"rank \d+ on (\S+),", log.read_text(errors="replace")) if log.exists() else None
     return found[1] if found else "an unknown node"
 
 
 def describe(logs: Path) -> str | None:
-    """What a user must know of a job that failed; None where no rank did."""
+    """Describe a job's first failure for the user; None if no rank failed."""
     found = failures(logs)
     if not found:
         nodes = sorted(logs.glob("node_*.log"))

@@ -1,4 +1,4 @@
-"""What `megatron-gvpo slurm` asks of a cluster; what could not run is refused before it waits in a queue."""
+"""The cluster job of `megatron-gvpo slurm`, and checks that refuse a job that cannot run before it queues."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from megatron_gvpo.config.errors import ConfigError
 from megatron_gvpo.config.preflight import preflight
 from megatron_gvpo.config.schema import Config
 
-SHORTEST_NOTICE = 120  # seconds; Slurm may be a minute early with its signal
-# What the script says itself, and what a user may want by it.
+SHORTEST_NOTICE = 120  # seconds; Slurm may send its signal up to a minute early
+# sbatch options that the script sets itself, each with the option that a user should change instead.
 OWN = {
     "--nodes": "--nodes and --rollout-nodes",
     "--ntasks": "--ranks-per-node",
@@ -28,22 +28,22 @@ SHORT = {"-N": "--nodes", "-n": "--ntasks", "-a": "--array", "-o": "--output", "
 
 @dataclass(frozen=True)
 class Job:
-    """What the cluster is asked for."""
+    """Resources and options of a Slurm job."""
 
-    nodes: int
-    rollout_nodes: int = 0  # more nodes, for the rollout servers; 0: they run beside the trainer
+    nodes: int  # the trainer's nodes
+    rollout_nodes: int = 0  # additional nodes for the rollout servers; 0: they run on the trainer's nodes
     ranks_per_node: int = 8
-    gpus: bool = True  # one for each rank; without, on CPUs over gloo
-    sbatch: tuple[str, ...] = ()  # further options of sbatch, such as --partition=h800
-    save_before: int = 600  # seconds before the time limit: longer than a step and a checkpoint
-    container: str | None = None  # an image for the ranks: a .sif file by Apptainer, others by pyxis
-    rollout_container: str | None = None  # another one for the servers
+    gpus: bool = True  # one GPU for each rank; False: CPUs over gloo
+    sbatch: tuple[str, ...] = ()  # more options for sbatch, such as --partition=h800
+    save_before: int = 600  # seconds before the time limit; must exceed a step and a checkpoint
+    container: str | None = None  # image for the ranks: Apptainer runs a .sif file, pyxis any other
+    rollout_container: str | None = None  # image for the servers; None: the same as `container`
     mounts: tuple[str, ...] = ()  # directories that the containers see, besides the working directory
     how: Literal["", "--resume", "--overwrite"] = ""  # `train`'s option at the first start
 
 
 def check(config: Config, job: Job) -> None:
-    """Raises ConfigError for a job that could not run, before it waits in a queue."""
+    """Raises ConfigError for a job that could not run, so that it does not wait in a queue first."""
     if job.nodes < 1 or job.rollout_nodes < 0 or job.ranks_per_node < 1:
         raise ConfigError("--nodes and --ranks-per-node must be at least 1, --rollout-nodes at least 0")
     if job.save_before < SHORTEST_NOTICE:
@@ -100,7 +100,7 @@ def _check_options(job: Job) -> None:
 
 
 def _parsed(option: str) -> tuple[str, str]:
-    """The long name and the value of an option: sbatch takes --name=value, --name value and -nvalue."""
+    """Returns an option's long name and value. sbatch accepts --name=value, --name value and -nvalue."""
     if not option.startswith("--"):
         return SHORT.get(option[:2], option[:2]), option[2:].strip(" =")
     name, _, value = option.replace(" ", "=", 1).partition("=")
@@ -108,7 +108,10 @@ def _parsed(option: str) -> tuple[str, str]:
 
 
 def _seconds(limit: str) -> int | None:
-    """Of a time limit: m, m:s, h:m:s, days-h, days-h:m or days-h:m:s; None for what Slurm will refuse."""
+    """Converts a Slurm time limit to seconds; None if Slurm would refuse it.
+
+    The formats are m, m:s, h:m:s, days-h, days-h:m and days-h:m:s.
+    """
     days, dash, clock = limit.rpartition("-")
     parts = clock.split(":")
     units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
@@ -136,5 +139,5 @@ def _check_containers(config: Config, job: Job) -> None:
 
 
 def _is_file(image: str) -> bool:
-    """Otherwise it is the name of an image in a registry."""
+    """Returns True if `image` is a file's path, False if it names an image in a registry."""
     return image.endswith((".sif", ".sqsh")) or image.startswith(("/", "./", "../"))

@@ -1,8 +1,8 @@
-"""One rank of a Slurm job: `python -m megatron_gvpo.cluster.rank train CONFIG.yaml ...`, under torchrun.
+"""Runs one rank of a Slurm job under torchrun: `python -m megatron_gvpo.cluster.rank train CONFIG.yaml ...`.
 
-Instead of a command of `megatron-gvpo` it takes a program, FILE.py. The output goes to
-$MEGATRON_GVPO_LOGS/rank_<RANK>.log, and how it failed to rank_<RANK>.failed.json, from which
-`megatron_gvpo.cluster.failures` tells the first failure of the whole job.
+A program FILE.py may take the place of the `megatron-gvpo` command (`train`). The rank's output goes to
+$MEGATRON_GVPO_LOGS/rank_<RANK>.log. A failure goes to rank_<RANK>.failed.json, where
+`megatron_gvpo.cluster.failures` looks for the first failure of the whole job.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def main() -> int:
     try:
         code = _program() if sys.argv[1].endswith(".py") else _command()
     except Exception:
-        with suppress(OSError):  # where a full disk is the error
+        with suppress(OSError):  # if the error is a full disk, it cannot be recorded
             _record(logs / f"{name}.failed.json", traceback.format_exc())
             traceback.print_exc()
             sys.stderr.flush()
-        os._exit(1)  # at once: communicators that end in order wait for the other ranks
-    if code:  # its log says why
+        os._exit(1)  # an orderly shutdown of the communicators would wait for the other ranks
+    if code:  # the command has printed its error to the log
         _record(logs / f"{name}.failed.json", f"exit code {code}; see the end of its log")
     return code
 
@@ -45,7 +45,7 @@ def _command() -> int:
 
 
 def _program() -> int:
-    """A program that ends without saying how has ended well."""
+    """Runs FILE.py and returns its exit code. No SystemExit means exit code 0."""
     del sys.argv[0]
     sys.path.insert(0, str(Path(sys.argv[0]).parent))
     try:

@@ -1,6 +1,6 @@
-"""`megatron-gvpo slurm`: an sbatch script for a configuration, written, shown or submitted.
+"""`megatron-gvpo slurm`: renders the sbatch script of a config, then writes, shows or submits it.
 
-What the job does is all in the script, and that is `job.sbatch.j2` with the values filled in.
+The script contains everything that the job does. Its template is `job.sbatch.j2`.
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ from megatron_gvpo.config.schema import Config, ConfigError
 
 SECONDS_TO_SUBMIT = 60
 SECONDS_TO_SCHEDULE = 10
-RANK = ("-m", "megatron_gvpo.cluster.rank")  # what torchrun runs, with a command or a program
+RANK = ("-m", "megatron_gvpo.cluster.rank")  # torchrun runs this module with a command or a program
 
 
 class SlurmError(RuntimeError):
-    """Slurm does not take the job; its words, and what to do."""
+    """Slurm refused the job. The message has Slurm's error and advice."""
 
 
 def render(config: Config, given: Sequence[str], job: Job, program: str = "train") -> str:
-    """The sbatch script. `given`: the configuration files and overrides, as `train` takes them. `program`:
-    what every rank does with them, a command of `megatron-gvpo` or a FILE.py.
+    """Returns the sbatch script.
+
+    `given`: config files and overrides, as `train` takes them. `program`: the `megatron-gvpo` command or the
+    FILE.py that every rank runs with them.
     """
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("megatron_gvpo.cluster", ""),
@@ -44,7 +46,7 @@ def render(config: Config, given: Sequence[str], job: Job, program: str = "train
     served = config.rollout.engine != "local"
     rollout_image = job.rollout_container or job.container
     return environment.get_template("job.sbatch.j2").render(
-        command=shlex.join(["megatron-gvpo", *sys.argv[1:]]).replace("\n", " "),  # it is a comment
+        command=shlex.join(["megatron-gvpo", *sys.argv[1:]]).replace("\n", " "),  # a comment
         job=job,
         options=[_directive(option) for option in job.sbatch],
         name=shlex.quote(Path(config.output_dir).resolve().name),
@@ -64,13 +66,13 @@ def render(config: Config, given: Sequence[str], job: Job, program: str = "train
 
 
 def _directive(option: str) -> str:
-    """As it stands behind #SBATCH, which Slurm reads as a shell does: --name=VALUE is one word."""
+    """Quotes an option for an #SBATCH line. Slurm splits such a line as a shell does."""
     name, sign, value = option.partition("=")
     return f"{name}={shlex.quote(value)}" if sign else option
 
 
 def unseen(config: Config, given: Sequence[str], job: Job) -> list[str]:
-    """`key=path` of what the configuration names outside of the directories that the containers are given."""
+    """Lists, as `key=path`, the config's paths that are outside the directories mounted in the containers."""
     if job.container is None:
         return []
     seen = [Path.cwd(), *(Path(mount).resolve() for mount in job.mounts)]
@@ -86,15 +88,15 @@ def unseen(config: Config, given: Sequence[str], job: Job) -> list[str]:
 
 
 def _inside(image: str | None, job: Job) -> str:
-    """What comes between `srun` and a command that is to run in an image."""
+    """Returns the text between `srun` and a command that runs the command in an image."""
     if image is None:
         return ""
     mounts = [str(Path.cwd()), *(os.path.abspath(mount) for mount in job.mounts)]
     if image.endswith(".sif"):
         binds = " ".join(f"--bind {shlex.quote(mount)}" for mount in mounts)
         nvidia = "--nv " if job.gpus else ""
-        # Slurm signals all processes, also the one that may be the image's file system (squashfuse): blocked
-        # here, in the image unblocked.
+        # Slurm signals all processes. One may serve the image's file system (squashfuse) and must not end, so
+        # the signal is blocked here. The script unblocks it inside the image.
         return (
             f"env --block-signal=USR1 apptainer exec {nvidia}--pwd {shlex.quote(mounts[0])} {binds} "
             f"{shlex.quote(image)} "
@@ -107,7 +109,7 @@ def _inside(image: str | None, job: Job) -> str:
 
 
 def write(config: Config, script: str) -> Path:
-    """Put the script where its job's outputs will be. Raises ConfigError where that cannot be written."""
+    """Writes the script to output_dir/slurm/job.sbatch. Raises ConfigError if it cannot be written."""
     file = Path(config.output_dir) / "slurm" / "job.sbatch"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -118,7 +120,7 @@ def write(config: Config, script: str) -> Path:
 
 
 def submit(script: Path) -> str:
-    """Give the script to sbatch; returns the job's number. Raises SlurmError."""
+    """Submits the script with sbatch and returns the job's number. Raises SlurmError if Slurm refuses it."""
     if shutil.which("sbatch") is None:
         raise SlurmError(
             "sbatch is not here: run this where Slurm's commands are, or there `sbatch "
@@ -137,10 +139,10 @@ def submit(script: Path) -> str:
 
 
 def never_starts(job: str) -> str | None:
-    """Why a job that was just submitted cannot start as it is, and what to do; None where it can."""
+    """Returns the reason why a job that was just submitted can never start, with advice; None if it can."""
     deadline = time.monotonic() + SECONDS_TO_SCHEDULE
     reason = "None"
-    while reason == "None" and time.monotonic() < deadline:  # until the scheduler has looked at it
+    while reason == "None" and time.monotonic() < deadline:  # the scheduler has not yet looked at it
         time.sleep(0.2)
         reason = _ask("squeue", "--noheader", "--states=PENDING", "--jobs", job, "--format=%r").split("\n")[0]
     if not reason.startswith(("Partition", "BadConstraints", "AssocMax", "ReqNodeNotAvail", "InvalidQOS")):
@@ -149,7 +151,7 @@ def never_starts(job: str) -> str | None:
 
 
 def _advice(words: str) -> str:
-    """What a user can do about Slurm's words."""
+    """Returns advice to the user about an error or a pending reason of Slurm; empty if there is none."""
     sinfo = _ask("sinfo", "--noheader", "--format=%R (%D nodes of %c CPUs, %G; limit %l)")
     partitions = ", ".join(sinfo.replace("(null)", "no GPUs").splitlines())
     there = f"Here there are: {partitions or 'no partitions'}."

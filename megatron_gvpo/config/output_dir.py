@@ -1,4 +1,4 @@
-"""What a run writes into its output directory, so that an earlier run is never mixed with a new one."""
+"""Checks a run's output directory and removes an earlier run's files, so that two runs are never mixed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from megatron_gvpo.config.errors import ConfigError
 if TYPE_CHECKING:
     from megatron_gvpo.config.schema import Config
 
-# Named one by one: the directory may hold what is not the run's, as the quickstart's holds its data.
+# Files and directories that a run writes. The directory may also hold files that are not the run's (the
+# quickstart keeps its data there), so only these are removed.
 OWN = (
     "checkpoints",
     "hf",
@@ -28,7 +29,7 @@ OWN = (
 
 
 def check_output_dir(config: Config) -> None:
-    """Raises ConfigError where a run cannot write, or would replace what it reads itself."""
+    """Raises ConfigError if a run cannot write to its output directory, or would replace its own inputs."""
     directory = Path(config.output_dir)
     there = next(path for path in (directory, *directory.absolute().parents) if os.path.lexists(path))
     if not os.path.isdir(there):
@@ -48,7 +49,7 @@ def check_output_dir(config: Config) -> None:
 
 
 def refuse_earlier_run(output_dir: str) -> None:
-    """Raises ConfigError where an earlier run has left anything that this one would remove."""
+    """Raises ConfigError if the directory holds files of an earlier run, which this run would replace."""
     if found := [name for name in OWN if os.path.lexists(Path(output_dir) / name)]:
         raise ConfigError(
             f"output_dir={output_dir} holds an earlier run: continue it with --resume, replace it with "
@@ -57,13 +58,13 @@ def refuse_earlier_run(output_dir: str) -> None:
 
 
 def check_empty(directory: Path, name: str) -> None:
-    """Raise ConfigError, which begins with `name`, if a directory that is to be written has files in it."""
+    """Raises ConfigError, which begins with `name`, if `directory` exists and is not empty."""
     if directory.exists() and any(directory.iterdir()):
         raise ConfigError(f"{name}: this directory is not empty")
 
 
 def remove_earlier_run(output_dir: str) -> None:
-    """Remove the files of an earlier run, and nothing else."""
+    """Removes the files of an earlier run, and nothing else."""
     for path in (Path(output_dir) / name for name in OWN):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

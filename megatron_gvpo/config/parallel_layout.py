@@ -1,7 +1,7 @@
-"""Which parallel layouts are possible, told from the configuration and the model's config.json alone.
+"""Checks a parallel layout against the config and the model's config.json alone.
 
-Nothing heavy is loaded here: what cannot run is refused in the first second, with the reason and what would
-run. docs/reference/layouts.md is the table of what is proven.
+This module loads nothing heavy, so a layout that cannot run is refused in the first second. The error names
+the reason and values that would run. docs/reference/layouts.md lists the layouts that tests prove.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from megatron_gvpo.config.supported_models import check_family, experts
 
 @dataclass(frozen=True)
 class Padding:
-    """What packs must be multiples of, in tokens. The one place that knows it."""
+    """Multiples, in tokens, to which packs are padded. No other code computes them."""
 
-    sequence: int  # every sequence's length
-    pack: int  # the whole pack's length; a multiple of `sequence`
+    sequence: int  # each sequence's length is a multiple of this
+    pack: int  # the whole pack's length is a multiple of this, which is a multiple of `sequence`
 
     @staticmethod
     def of(model: ModelConfig, parallel: ParallelConfig) -> Padding:
-        """Context parallelism cuts every sequence into 2 cp chunks; sequence parallelism cuts a rank's
-        tokens into tp shards; FP8 kernels take blocks of tokens of a shard.
+        """Returns the padding that a model and its parallel layout need.
+
+        Context parallelism cuts every sequence into 2 cp chunks. Sequence parallelism cuts a rank's tokens
+        into tp shards. FP8 kernels process a shard in blocks of tokens.
         """
         sequence = 2 * parallel.cp if parallel.cp > 1 else 1
         shards = parallel.cp * (parallel.tp if parallel.sequence_parallel else 1)
@@ -34,7 +36,7 @@ class Padding:
 
 
 def check_layout(config: Config, world_size: int) -> None:
-    """Check model and parallel layout against config.json and the number of processes. Raises ConfigError."""
+    """Raises ConfigError if the model or the layout does not fit config.json or the number of processes."""
     model = read_model_config(config.model.path)
     check_family(model, f"model.path={config.model.path}")
     _check_window(config.parallel, model)
@@ -65,7 +67,7 @@ def check_layout(config: Config, world_size: int) -> None:
 
 
 def _check_fp8(config: Config, model: dict[str, Any]) -> None:
-    """The kernels take matrices whose sizes, on a rank, are multiples of 16 (MXFP8: of its blocks)."""
+    """Raises ConfigError if a matrix size on a rank is not a multiple of 16 (MXFP8: 32, its block size)."""
     fp8, parallel = config.model.fp8, config.parallel
     if fp8 is None:
         return
@@ -112,7 +114,7 @@ def _check_processes(parallel: ParallelConfig, world_size: int) -> None:
 
 def _check_widths(parallel: ParallelConfig, model: dict[str, Any]) -> None:
     heads = ["num_attention_heads"]
-    if not model.get("kv_lora_rank"):  # the latent keys of MLA have no heads of their own
+    if not model.get("kv_lora_rank"):  # MLA's latent keys are not divided into heads
         heads.append("num_key_value_heads")
     sizes = {name: model[name] for name in [*heads, "intermediate_size"] if model.get(name)}
     for name, size in sizes.items():

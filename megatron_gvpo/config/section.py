@@ -1,4 +1,4 @@
-"""What every section of the configuration is."""
+"""Base class of all config sections, and the type of local paths."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
-# A file or directory of this machine; ~ is the user's own, also where no shell has seen it.
+# A file or directory of this machine. A leading ~ is expanded here, since no shell expands it in a YAML file.
 LocalPath = Annotated[str, AfterValidator(os.path.expanduser)]
 
 
 class Section(BaseModel):
-    """One section of the file: unknown keys are errors, values do not change after loading."""
+    """One section of a config file. Unknown keys are errors, and values cannot change after loading."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)

@@ -1,4 +1,4 @@
-"""Small objects between ranks as msgpack bytes: numbers, strings, lists and dicts, never pickled code."""
+"""Exchanges small objects (numbers, strings, lists, dicts) between ranks as msgpack, never as pickles."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 
 def all_gather_msgpack(obj: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's object, in rank order; collective over `group` (default: all ranks).
+    """Returns every rank's object, in rank order. Collective over `group` (default: all ranks).
 
-    Without torch.distributed it is `[obj]` after the same round trip, so tuples come back as lists
-    whatever the number of processes.
+    Without torch.distributed it returns `[obj]` after the same msgpack round trip, so tuples come back as
+    lists for any number of processes.
     """
     data = _pack(obj)
     if not dist.is_initialized():
@@ -25,7 +25,7 @@ def all_gather_msgpack(obj: Any, group: dist.ProcessGroup | None = None) -> list
     sizes = [torch.empty_like(size) for _ in range(world)]
     dist.all_gather(sizes, size, group=group)
     lengths = [int(s) for s in sizes]
-    # all_gather wants equal shapes.
+    # all_gather needs equal shapes.
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device=data.device)
     padded[: len(data)] = data
     parts = [torch.empty_like(padded) for _ in range(world)]
@@ -34,9 +34,10 @@ def all_gather_msgpack(obj: Any, group: dist.ProcessGroup | None = None) -> list
 
 
 def first_problem(problem: str | None, group: dist.ProcessGroup | None = None) -> str | None:
-    """What the first rank that has a problem says, and which one that is, unless all have one; collective.
+    """Returns the problem of the first rank that has one, or None. Collective over `group`.
 
-    For what may fail on one rank alone: raised there only, it would leave the others waiting for that rank.
+    The text names that rank, unless all ranks have a problem. Use this for work that may fail on one rank
+    alone: an error raised only there would leave the other ranks waiting for it.
     """
     said = all_gather_msgpack(problem, group)
     failed = [rank for rank, text in enumerate(said) if text is not None]
@@ -46,7 +47,7 @@ def first_problem(problem: str | None, group: dist.ProcessGroup | None = None) -
 
 
 def broadcast_msgpack(obj: Any, src: int = 0, group: dist.ProcessGroup | None = None) -> Any:
-    """The object of global rank `src` on every rank; the others' `obj` is ignored."""
+    """Returns the object of global rank `src` on every rank. The `obj` of other ranks is ignored."""
     if not dist.is_initialized():
         return _unpack(_pack(obj))
     device = _device(group)
@@ -70,7 +71,7 @@ def _unpack(data: Tensor) -> Any:
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """Where the group's backend wants its tensors."""
+    """Returns the device on which the group's backend needs its tensors."""
     if dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

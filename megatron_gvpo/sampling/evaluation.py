@@ -1,4 +1,4 @@
-"""Held-out quality of sampled responses: pass@k, avg@n, maj@n, length and truncation."""
+"""Metrics of sampled responses to held-out prompts: pass@k, avg@n, maj@n, length and truncation."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from megatron_gvpo.types import Group, Rollout
 
 
 def summarise(groups: Sequence[Group], k: Sequence[int]) -> dict[str, float]:
-    """Metrics of an evaluation: each is the mean over prompts, so unequal group sizes weigh the same.
+    """Computes an evaluation's metrics. Each is a mean over prompts, so groups of any size weigh the same.
 
-    - eval/pass@1 and eval/pass@k for every k: the unbiased estimator, from correct or not;
-    - eval/avg@n: the mean score, which equals pass@1 where scores are 0 or 1;
-    - eval/maj@n: whether the most frequent answer is correct;
-    - eval/response_length (tokens) and eval/truncated (the share that hit the token limit);
-    - eval/errors: the share of which a reward failed, and counted 0.
+    - eval/pass@1 and eval/pass@k for every k: unbiased estimate from the numbers of correct responses;
+    - eval/avg@n: mean score, which equals pass@1 if all scores are 0 or 1;
+    - eval/maj@n: fraction of prompts whose most frequent answer is correct;
+    - eval/response_length: mean length in tokens;
+    - eval/truncated: fraction of responses that hit the token limit;
+    - eval/errors: fraction of responses with a failed reward, which counts as 0.
 
-    The score of a rollout is its first reward component (the verifier comes first by convention), or the
-    reward where there are no components; a rollout is correct if its score is 1. Raises ValueError for
-    no groups, and for a group smaller than a k.
+    The score of a rollout is its first reward component (the verifier comes first by convention), or its
+    reward if it has no components. A rollout is correct if its score is 1. Raises ValueError if there are no
+    groups, or if a group is smaller than a k.
     """
     if not groups:
         raise ValueError("nothing to evaluate: there are no groups")
@@ -41,10 +42,10 @@ def summarise(groups: Sequence[Group], k: Sequence[int]) -> dict[str, float]:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Unbiased estimate of P(at least one of k samples is correct) when c of n were.
+    """Estimates without bias P(at least one of k samples is correct), given that c of n samples are correct.
 
-    `1 - C(n-c, k) / C(n, k)` as a product of factors in [0, 1] (Chen et al. 2021, equation 1 and
-    figure 3). Raises ValueError unless 1 <= k <= n and 0 <= c <= n.
+    The estimate is `1 - C(n-c, k) / C(n, k)`, computed as a product of factors in [0, 1] (Chen et al. 2021,
+    equation 1 and figure 3). Raises ValueError unless 1 <= k <= n and 0 <= c <= n.
     """
     if not (1 <= k <= n and 0 <= c <= n):
         raise ValueError(f"pass@{k} of n={n} samples with c={c} correct: needs 1 <= k <= n and 0 <= c <= n")
@@ -54,24 +55,24 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def maj_at_n(answers: Sequence[str], correct: Sequence[bool]) -> bool:
-    """Whether the most frequent answer (of equally frequent ones the first) is correct."""
-    # Counter keeps the order of first occurrence, and max takes the first of equals.
+    """Returns True if the most frequent answer is correct. In a tie, the answer that occurs first counts."""
+    # Counter keeps the order of first occurrence, and max returns the first of equal counts.
     counts = Counter(answers)
     majority = max(counts, key=counts.__getitem__)
     return correct[answers.index(majority)]
 
 
 def score(rollout: Rollout) -> float:
-    """The first reward component, or the reward where there are none."""
+    """Returns the rollout's first reward component, or its reward if it has no components."""
     return next(iter(rollout.rewards.values()), rollout.reward)
 
 
 def is_correct(rollout: Rollout) -> bool:
-    """The full score, 1, up to rounding."""
+    """Returns True if the rollout has the full score, 1, up to rounding."""
     return score(rollout) >= 1 - 1e-6
 
 
 def final_answer(text: str) -> str:
-    r"""Content of the last `\boxed{}`, else the whole text; stripped."""
+    r"""Returns the content of the last `\boxed{}`, or else the whole text, stripped."""
     answer = boxed(text)
     return text.strip() if answer is None else answer

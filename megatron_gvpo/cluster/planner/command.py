@@ -28,7 +28,7 @@ def run(options: argparse.Namespace) -> int:
     if options.async_steps < 0:
         raise ConfigError(f"--async-steps {options.async_steps}: at least 0")
     if not 0 <= options.offload <= 1:
-        raise ConfigError(f"--offload {options.offload}: expected a fraction from 0 to 1")
+        raise ConfigError(f"--offload {options.offload}: a fraction, from 0 to 1")
     if options.prompts % options.mini_batches:
         raise ConfigError(
             f"--mini-batches {options.mini_batches} does not divide --prompts {options.prompts}"
