@@ -1,4 +1,4 @@
-"""`python -m megatron_gvpo`, which is also what torchrun starts."""
+"""Runs the command line as `python -m megatron_gvpo`; torchrun starts the ranks this way, too."""
 
 import os
 import sys
@@ -14,5 +14,5 @@ except Exception:
     traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(1)  # at once: what libraries have left for the end may wait for the other ranks
+    os._exit(1)  # at once: libraries' exit handlers may wait for the other ranks
 sys.exit(code)

@@ -1,4 +1,4 @@
-"""Pydantic's errors in the user's terms: the key as the file has it, and the name that was probably meant."""
+"""Rewrites pydantic's errors in the user's terms: the key as in the file, and the name probably meant."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from pydantic import BaseModel, ValidationError
 
 
 def explain(error: ValidationError, root: type[BaseModel]) -> str:
-    """Lines of `key: what is wrong (value)`, with the nearest name for a wrong one; `root` was validated."""
+    """One line per error: `key: what is wrong (value)`, with the nearest known name for an unknown one.
+
+    `root`: the model that was validated.
+    """
     lines = []
     for item in error.errors():
         key, siblings = _locate(item["loc"], root)
@@ -44,14 +47,14 @@ def _nearest(name: str, known: Sequence[str]) -> str:
 
 
 def _locate(loc: Sequence[int | str], root: type[BaseModel]) -> tuple[str, list[str]]:
-    """The key in the file that a pydantic location means, and the names that are known beside it."""
+    """Returns the key in the file for a pydantic location, and the names that are known beside it."""
     sections = [root]
     beside, key = sections, []
     for part in loc:
         found = [section.model_fields[str(part)] for section in sections if part in section.model_fields]
         tagged = [s for s in sections if "name" in s.model_fields and s.model_fields["name"].default == part]
         if tagged and not found:
-            sections = tagged  # pydantic adds a union's tag to the path; the file has no such level
+            sections = tagged  # pydantic adds a union's tag to the path; the file has no level for it
             continue
         key.append(str(part))
         beside = sections

@@ -114,7 +114,7 @@ def build_config(values: Mapping[str, Any]) -> Config:
 
 
 def read_model_config(path: str, key: str = "model.path") -> dict[str, Any]:
-    """The model's Hugging Face config.json. Raises ConfigError, which names `key`, where there is none."""
+    """Read the model's Hugging Face config.json. Raises ConfigError, which names `key`, if there is none."""
     file = Path(path) / "config.json"
     if not file.is_file():
         raise ConfigError(f"{key}={path}: no config.json there (a Hugging Face checkpoint directory)")
@@ -122,7 +122,7 @@ def read_model_config(path: str, key: str = "model.path") -> dict[str, Any]:
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
-    """Raises ConfigError, which names the file, for what is none."""
+    """Read a file with one JSON object. Raises ConfigError, which names the file, for any other content."""
     try:
         values = json.loads(file.read_text())
     except json.JSONDecodeError as error:
@@ -138,9 +138,9 @@ def _read_yaml(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise ConfigError(f"{file}: no such configuration file")
     try:
-        with file.open("rb") as stream:  # from the stream, so that errors name the file
+        with file.open("rb") as stream:  # a stream, so that YAML's errors name the file
             values = yaml.load(stream, Loader)
-    except (yaml.YAMLError, ValueError) as error:  # a ValueError: what looks like a number, such as 0x_
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a word like a number, such as 0x_
         raise ConfigError(f"{file}: not valid YAML: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{file}: expected `section: {{key: value}}`, found {type(values).__name__}")

@@ -22,7 +22,7 @@ class FP8Config(Section):
 
     @property
     def tokens(self) -> int:
-        """The kernels take blocks of so many tokens."""
+        """Number of tokens in a block of the FP8 kernels."""
         return {"delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}[self.recipe]
 
     @model_validator(mode="after")
@@ -85,7 +85,7 @@ class SamplingConfig(Section):
 
     @property
     def wants_routing(self) -> bool:
-        """Whether the engine is to tell the experts of every token."""
+        """True if the engine must report the experts of every token."""
         return False
 
 

@@ -1,4 +1,4 @@
-"""Settings of rollout servers and of the way that weights take to them."""
+"""Settings of rollout servers, and of the transport of weights to them."""
 
 from __future__ import annotations
 

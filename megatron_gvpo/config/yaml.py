@@ -1,4 +1,4 @@
-"""YAML as people write configurations: 1e-5 is a number, off and 2026-01-31 are words, no key comes twice."""
+"""Reads YAML as people write it: 1e-5 is a number, `off` and 2026-01-31 are words, no key comes twice."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ import yaml
 
 
 class Loader(yaml.SafeLoader):
-    """PyYAML's SafeLoader reads YAML 1.1, where 1e-5 is a string, off a boolean, 2026-01-31 a date."""
+    """PyYAML's SafeLoader with other rules for words.
+
+    SafeLoader reads YAML 1.1, where 1e-5 is a string, `off` is a boolean and 2026-01-31 is a date.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Refuses a key given twice."""
+        """Refuse a key that is given twice."""
         seen = set()
         for key_node, _ in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
-                continue  # no key of ours, and the loader's own error says so
+                continue  # the loader's own error refuses such a key
             if key_node.value in seen:
                 problem = f"key {key_node.value!r} given twice"
                 raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
@@ -24,7 +27,7 @@ class Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-# Where a boolean is meant, pydantic understands yes, no, on and off.
+# For a field of type bool, pydantic still understands yes, no, on and off.
 Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in of_first if not tag.endswith((":bool", ":timestamp"))]
     for first, of_first in yaml.SafeLoader.yaml_implicit_resolvers.items()

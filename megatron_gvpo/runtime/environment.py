@@ -1,4 +1,4 @@
-"""Environment variables that libraries read once, when they are loaded or first use a GPU."""
+"""Sets environment variables that libraries read once, when they are loaded or first use a GPU."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from megatron_gvpo.weights.transports import transport_class
 if TYPE_CHECKING:
     from megatron_gvpo.config.schema import Config
 
-# Megatron's, and no server's: SGLang wants 8, and vLLM what the driver does without it.
+# Only Megatron needs it. Servers must not inherit it: SGLang needs 8, and vLLM the driver's default.
 MEGATRONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 def prepare(config: Config) -> None:
-    """Set what is not set yet. To be called before torch is loaded; or at least before a GPU is used."""
+    """Set the variables that are not set yet, before torch is loaded, or at least before a GPU is used."""
     parallel, rollout = config.parallel, config.rollout
     wanted: dict[str, str] = {}
     if parallel.offload_modules:  # read when Transformer Engine is imported
         wanted["NVTE_CPU_OFFLOAD_V1"] = "1"
     if parallel.tp * parallel.cp > 1:
-        # Megatron launches a communication before the product that is to hide it, and up to Hopper the GPU
-        # keeps that order with one queue only. Megatron-LM refuses to run without it.
+        # Megatron launches a communication before the matrix product that hides it. GPUs up to Hopper keep
+        # that order only with a single queue. Megatron-LM refuses to run without it.
         wanted[MEGATRONS] = "1"
     if rollout.engine == "sglang" and transport_class(rollout.weights.transport).forms_group:
-        # As SGLang does in its own processes (0.5.23, engine.py): ranks of a group that differ in it exchange
-        # handles of GPU memory that the other side cannot open.
+        # SGLang sets it in its own processes (0.5.23, engine.py). If ranks of one process group differ in it,
+        # they exchange handles of GPU memory that the other side cannot open.
         wanted["NCCL_CUMEM_ENABLE"] = "0"
     for name, value in wanted.items():
         os.environ.setdefault(name, value)

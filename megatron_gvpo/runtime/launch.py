@@ -1,4 +1,4 @@
-"""Several processes on this machine, as torchrun starts them, with orderly ends."""
+"""Starts the ranks of a run on this machine, as torchrun would, and ends them in order."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
 
-PATIENCE = 10.0  # seconds that the other ranks have to end by themselves when one has failed
+PATIENCE = 10.0  # seconds that the other ranks have to end by themselves after one has failed
 
 
 def launch(processes: int, arguments: Sequence[str]) -> int:
-    """Run `python -m megatron_gvpo <arguments>` in `processes` ranks; 0, or the first other exit code.
+    """Run `python -m megatron_gvpo <arguments>` in `processes` ranks; returns 0 or the first other exit code.
 
-    SIGTERM and SIGUSR1 go on to the ranks, which save and exit with 0. torchrun would give them half a
-    minute and report a failure, as it does for wrong input, with a page of its own.
+    SIGTERM and SIGUSR1 are passed on to the ranks, which save and exit with 0. torchrun would give them half
+    a minute, and would report that as a failure, like wrong input, with a page of its own text.
     """
     environment = _environment(processes)
     command = [sys.executable, "-m", "megatron_gvpo", *arguments]
@@ -35,7 +35,7 @@ def launch(processes: int, arguments: Sequence[str]) -> int:
             numbered = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             ranks.append(subprocess.Popen(command, env=numbered))
         return _wait(ranks)
-    except KeyboardInterrupt:  # a terminal sends it to the ranks too
+    except KeyboardInterrupt:  # the terminal has sent it to the ranks, too
         return 128 + signal.SIGINT
     finally:
         _end(ranks)
@@ -44,7 +44,7 @@ def launch(processes: int, arguments: Sequence[str]) -> int:
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Until all ranks are done or one has failed; a rank that a signal ended counts as 128 + signal."""
+    """Wait until all ranks are done or one has failed; returns the exit code, 128 + n for signal n."""
     while True:
         codes = [rank.poll() for rank in ranks]
         if failed := [code for code in codes if code]:

@@ -1,4 +1,4 @@
-"""SIGTERM, as Slurm and Kubernetes send it before they kill: save, say so, and exit in order."""
+"""Handles SIGTERM, which Slurm and Kubernetes send before they kill: the run saves, says so, and exits."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 
 class Interrupted(Exception):  # noqa: N818 - not an error: the run can be resumed
-    """The run was asked to stop, and stopped at a point from which it can be resumed."""
+    """The run was asked to stop, and has stopped at a point from which it can be resumed."""
 
 
 class Interrupt:
-    """Notes SIGTERM and SIGUSR1; `check` raises Interrupted on all ranks once any of them was told."""
+    """Notes SIGTERM and SIGUSR1; `check` raises Interrupted on all ranks after any rank has received one."""
 
     def __init__(self) -> None:
         self._told = False
@@ -35,7 +35,7 @@ class Interrupt:
             signal.signal(number, handler)
 
     def check(self) -> None:
-        """A collective: signals reach the ranks at different moments, and they must agree."""
+        """Raise Interrupted if any rank has received a signal. A collective, because the ranks must agree."""
         told = torch.tensor([float(self._told)])
         if dist.is_initialized():
             dist.all_reduce(told, dist.ReduceOp.MAX)

@@ -1,4 +1,4 @@
-"""Texts with {names} in them."""
+"""Fills in texts that have {names} in them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from collections.abc import Mapping
 
 
 def filled(template: str, fields: Mapping[str, str]) -> str:
-    """The template with every {name} replaced; in one pass, so that a field's own braces stay."""
+    """The template with every {name} replaced, in one pass, so that braces inside a field stay."""
     names = "|".join(map(re.escape, fields))
     return re.sub(rf"\{{({names})\}}", lambda found: fields[found[1]], template)

@@ -81,8 +81,8 @@ def described(error: BaseException) -> str:
 
 def _load_file(file: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"user_{file.stem}", file)
-    assert spec is not None and spec.loader is not None  # true of every name that ends with .py
+    assert spec is not None and spec.loader is not None  # always so for a name that ends with .py
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses, among others, look their module up
+    sys.modules[spec.name] = module  # dataclasses, among others, look up their module
     spec.loader.exec_module(module)
     return module
