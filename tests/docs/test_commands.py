@@ -55,6 +55,12 @@ def test_every_command_block_is_run_or_says_why_not(block: Block):
         assert (ROOT / path).is_file() and why
 
 
+@pytest.mark.parametrize("block", [pytest.param(b, id=str(b)) for b in ALL if b.kind == "file"])
+def test_a_file_is_named_in_the_text_above_it(block: Block):
+    above = outside_of_blocks(block.page).split("\n")[max(0, block.line - 8) : block.line - 1]
+    assert f"`{block.value}`" in "\n".join(line for line in above if "<!--" not in line)
+
+
 @pytest.mark.parametrize("block", [p for p in of("bash") if p.values[0].kind in ("needs", "elsewhere")])
 def test_commands_that_are_not_run_are_understood(block: Block):
     """The command line's parser takes every `megatron-gvpo ...` in them."""

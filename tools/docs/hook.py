@@ -2,7 +2,8 @@
 
 Pages link to files of the repository, such as `../../slurm/split.sbatch`, so that the links work where the
 pages are read as files. The site has no such files: there the link becomes plain text. With `repo_url` in
-mkdocs.yml it becomes a link to the file in the repository.
+mkdocs.yml it becomes a link to the file in the repository. A block that is marked as a file gets the file's
+name as its title.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools" / "docs")]
 
 import reference  # noqa: E402
 
+_FILE = re.compile(r"(?<=\n)<!-- file: (?P<name>\S+) -->\n(?P<fence>```\w+)(?=\n)")
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -47,4 +49,4 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
             return f"[{text}]({config.repo_url.rstrip('/')}/blob/main/{file.relative_to(ROOT)})"
         return text
 
-    return _LINK.sub(replaced, markdown)
+    return _FILE.sub(r'\g<fence> title="\g<name>"', _LINK.sub(replaced, markdown))
