@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from servers import SharedServer
 
 torch.set_num_threads(1)
-pytest_plugins = ["real_parts", "time_budget", "work_groups"]
+pytest_plugins = ["failures", "real_parts", "time_budget", "work_groups"]
 
 
 @pytest.fixture(scope="session")

@@ -61,7 +61,7 @@ class AlgorithmConfig(Block):
     prior: AnyPrior = prior.NoPrior()  # The reward that is expected of a prompt, for the blocks that read it.
     # What joins the groups besides the policy's own responses, in this order.
     members: tuple[AnyMember, ...] = ()
-    shapers: tuple[AnyShaper, ...] = ()  # What changes rewards and masks or drops responses, in this order.
+    shapers: tuple[AnyShaper, ...] = ()  # Shapers change rewards, and mask or drop responses, in this order.
     # Which groups make a batch, and when another one is sampled first.
     batch_policy: AnyBatchPolicy = batch_policy.KeepAll()
     # How rewards become advantages, for losses that are weighted by advantages.

@@ -57,11 +57,11 @@ def check(config: Config, job: Job) -> None:
         )
     preflight(config, "slurm", job.nodes * job.ranks_per_node, fresh=not job.how)
     servers = config.rollout.servers
-    if config.rollout.engine == "local":
+    if not config.rollout.uses_servers:
         if job.rollout_nodes:
             raise ConfigError(
-                f"--rollout-nodes {job.rollout_nodes}: rollout.engine=local generates in the trainer's own "
-                "processes; choose rollout.engine=sglang or vllm"
+                f"--rollout-nodes {job.rollout_nodes}: rollout.engine={config.rollout.engine} generates in "
+                "the trainer's own processes; choose rollout.engine=sglang or vllm"
             )
     elif servers.urls:
         raise ConfigError("rollout.servers.urls: leave it out, the job starts its own servers and knows them")
@@ -124,10 +124,10 @@ def _check_containers(config: Config, job: Job) -> None:
     for name, image in (("container", job.container), ("rollout-container", job.rollout_container)):
         if image == "" or (image is not None and _is_file(image) and not Path(image).exists()):
             raise ConfigError(f"--{name} {image}: no such file")
-    if job.rollout_container is not None and config.rollout.engine == "local":
+    if job.rollout_container is not None and not config.rollout.uses_servers:
         raise ConfigError(
-            f"--rollout-container {job.rollout_container}: rollout.engine=local has no servers; choose "
-            "rollout.engine=sglang or vllm, or leave it out"
+            f"--rollout-container {job.rollout_container}: rollout.engine={config.rollout.engine} has no "
+            "servers; choose rollout.engine=sglang or vllm, or leave it out"
         )
     for mount in job.mounts:
         if job.container is None and job.rollout_container is None:

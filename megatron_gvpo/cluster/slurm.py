@@ -43,7 +43,7 @@ def render(config: Config, given: Sequence[str], job: Job, program: str = "train
         keep_trailing_newline=True,
     )
     python = "python" if job.container else shlex.quote(sys.executable)
-    served = config.rollout.engine != "local"
+    served = config.rollout.uses_servers
     rollout_image = job.rollout_container or job.container
     return environment.get_template("job.sbatch.j2").render(
         command=shlex.join(["megatron-gvpo", *sys.argv[1:]]).replace("\n", " "),  # a comment

@@ -80,12 +80,12 @@ def _engine_reference(config: Config) -> None:
 
 def _engine(config: Config) -> None:
     rollout = config.rollout
-    if rollout.engine == "local":
+    if not rollout.uses_servers:
         for name in ("servers", "weights", "async_steps"):
             if getattr(rollout, name) != type(rollout).model_fields[name].default:
                 raise ValueError(
-                    f"rollout.{name} has no effect with rollout.engine=local, which generates in the "
-                    "trainer's own processes: choose sglang or vllm, or leave it out"
+                    f"rollout.{name} has no effect with rollout.engine={rollout.engine}, which generates in "
+                    "the trainer's own processes: choose sglang or vllm, or leave it out"
                 )
     if rollout.servers.colocated and rollout.async_steps:
         raise ValueError(
@@ -112,8 +112,8 @@ def _router_replay(config: Config) -> None:
     reason = None
     if config.algorithm.sampler != "engine":
         reason = f"algorithm.sampler={config.algorithm.sampler} has no engine that could tell experts"
-    elif config.rollout.engine == "local":
-        reason = "rollout.engine=local does not tell experts: choose sglang or vllm"
+    elif not config.rollout.uses_servers:
+        reason = f"rollout.engine={config.rollout.engine} does not tell experts: choose sglang or vllm"
     elif config.train.share_prompts:
         reason = (
             "train.share_prompts computes a prompt once, and the engine may have routed it differently for "

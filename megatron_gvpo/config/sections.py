@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, model_v
 from megatron_gvpo.config.section import LocalPath, Section
 from megatron_gvpo.config.servers import ServersConfig, WeightSyncConfig
 from megatron_gvpo.rewards.registry import BUILT_IN
-from megatron_gvpo.sampling.engine import known_engine
+from megatron_gvpo.sampling.engine import ENGINES, SERVED, known_engine
 
 
 class FP8Config(Section):
@@ -105,6 +105,11 @@ class RolloutConfig(SamplingConfig):
     @property
     def wants_routing(self) -> bool:
         return self.router_replay
+
+    @property
+    def uses_servers(self) -> bool:
+        """True if the engine asks servers for responses, instead of generating in the trainer's processes."""
+        return ENGINES[self.engine] == SERVED
 
 
 class RewardConfig(Section):

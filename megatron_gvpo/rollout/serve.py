@@ -23,8 +23,11 @@ def serve(config: Config) -> int:
     0: told to stop; 1: a server could not be kept running. Raises ConfigError for settings that cannot be.
     """
     settings = config.rollout.servers
-    if config.rollout.engine == "local":
-        raise ConfigError("rollout.engine=local has no servers: serve needs rollout.engine=sglang or vllm")
+    if not config.rollout.uses_servers:
+        raise ConfigError(
+            f"rollout.engine={config.rollout.engine} has no servers: "
+            "serve needs rollout.engine=sglang or vllm"
+        )
     key = os.environ.get(settings.api_key_env or "")
     if settings.api_key_env and not key:
         raise ConfigError(f"rollout.servers.api_key_env: ${settings.api_key_env} is not set")

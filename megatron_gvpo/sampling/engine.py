@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
 OnWait = Callable[[], None] | None
 
+SERVED = "megatron_gvpo.sampling.served:ServedEngine"  # asks servers for responses
 ENGINES: dict[str, str] = {  # "module:class" for each value of `rollout.engine`
     "local": "megatron_gvpo.sampling.embedded:EmbeddedEngine",
-    "sglang": "megatron_gvpo.sampling.served:ServedEngine",
-    "vllm": "megatron_gvpo.sampling.served:ServedEngine",
+    "sglang": SERVED,
+    "vllm": SERVED,
 }
 
 

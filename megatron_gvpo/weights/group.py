@@ -28,7 +28,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the trainer (rank 0) and the ranks of the servers form a process group for the weights."""
+    """The place at which the trainer (rank 0) and the servers' ranks form a process group for the weights."""
 
     address: str
     port: int

@@ -177,7 +177,7 @@ class WeightSync:
 
 
 def _device() -> torch.device:
-    """Where buckets are filled."""
+    """The device on which buckets are filled."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

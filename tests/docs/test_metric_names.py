@@ -17,7 +17,7 @@ PREFIXES = (
     *("reward", "response", "batch", "advantage", "train", "mismatch"),
     *("eval", "time", "throughput", "sync", "head", "memory", "device"),
 )
-# What the blocks of these files and folders call their metrics is relative to a prefix of the trainer's.
+# Blocks of these files and folders name their metrics relative to a prefix that the trainer adds.
 RELATIVE = {
     "algorithms/losses": "train",
     "algorithms/advantages": "advantage",
@@ -91,7 +91,7 @@ def described() -> list[str]:
 
 
 def is_described(name: str) -> bool:
-    """Whether it has an entry of its own: not the one for what a user's loss returns."""
+    """True if it has an entry of its own, and not only the one for what a user's loss returns."""
     found = entry(name)
     return found is not None and found.name != "train/<metric>" and found.name != "reward/<component>"
 

@@ -46,12 +46,12 @@ class Block(NamedTuple):
 
     @property
     def value(self) -> str:
-        """What follows the colon of the mark."""
+        """The text after the colon of the mark."""
         return self.mark.partition(": ")[2]
 
     @property
     def overrides(self) -> list[str]:
-        """What is added to every command of a `run` block that takes a configuration."""
+        """The overrides for every command of a `run` block that takes a configuration."""
         small = self.mark.partition(":")[0] == "run small"
         return [*(SMALL if small else ()), *self.value.split()]
 
