@@ -17,14 +17,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "config",
         nargs="+",
         metavar="CONFIG.yaml | key.sub=value",
-        help="configuration files, later ones win, and single values on top",
+        help="configuration files, of which later ones win, and single values on top",
     )
     parser.add_argument(
         "--nproc",
         type=_processes,
         default=0,
         metavar="N",
-        help="start N processes on this machine (or use torchrun)",
+        help="start N ranks on this machine (torchrun works, too)",
     )
 
 

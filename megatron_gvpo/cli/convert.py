@@ -12,11 +12,15 @@ from megatron_gvpo.config.errors import ConfigError
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
-        "convert", help="weights from a Hugging Face directory to a Megatron one, or back"
+        "convert", help="convert weights from a Hugging Face directory to a Megatron one, or back"
     )
     parser.add_argument("source", metavar="SOURCE", help="a Hugging Face or a Megatron directory")
-    parser.add_argument("target", metavar="TARGET")
-    parser.add_argument("--like", metavar="DIR", help="back: the Hugging Face directory the model came from")
+    parser.add_argument("target", metavar="TARGET", help="directory to write; empty or new")
+    parser.add_argument(
+        "--like",
+        metavar="DIR",
+        help="when SOURCE is a Megatron directory: the Hugging Face directory the model came from",
+    )
     parser.set_defaults(run=run)
 
 

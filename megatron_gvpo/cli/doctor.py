@@ -13,18 +13,28 @@ TORCHRUN = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  #
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("doctor", help="what this machine has, and what is missing")
-    parser.add_argument("--json", action="store_true")
+    parser = commands.add_parser("doctor", help="report what this machine has and what is missing")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument(
         "--cluster",
         action="store_true",
         help="compare the ranks of an allocation with each other (under torchrun)",
     )
     parser.add_argument(
-        "--directory", default=".", metavar="DIR", help="on the shared file system (default: .)"
+        "--directory",
+        default=".",
+        metavar="DIR",
+        help="with --cluster: a directory on the shared file system (default: .)",
     )
-    parser.add_argument("--url", action="append", default=[], help="of a rollout server; repeatable")
-    parser.add_argument("--gpu", metavar="NAME", help="compare links with what this GPU's description says")
+    parser.add_argument(
+        "--url",
+        action="append",
+        default=[],
+        help="with --cluster: the address of a rollout server; repeatable",
+    )
+    parser.add_argument(
+        "--gpu", metavar="NAME", help="with --cluster: compare the links with the description of this GPU"
+    )
     parser.set_defaults(run=run)
 
 

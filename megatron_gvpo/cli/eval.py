@@ -12,9 +12,11 @@ from megatron_gvpo.cli.with_model import run_with_model
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("eval", help="pass@k on the held-out prompts")
+    parser = commands.add_parser("eval", help="measure pass@k on the held-out prompts")
     configured.add_arguments(parser)
-    parser.add_argument("--resume", action="store_true", help="of the newest checkpoint, not of model.path")
+    parser.add_argument(
+        "--resume", action="store_true", help="evaluate the newest checkpoint instead of model.path"
+    )
     parser.set_defaults(run=run)
 
 

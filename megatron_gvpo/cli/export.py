@@ -12,9 +12,9 @@ from megatron_gvpo.cli.with_model import run_with_model
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("export", help="write the newest checkpoint as a Hugging Face one")
+    parser = commands.add_parser("export", help="write the newest checkpoint as a Hugging Face directory")
     configured.add_arguments(parser)
-    parser.add_argument("--out", required=True, metavar="DIR")
+    parser.add_argument("--out", required=True, metavar="DIR", help="directory to write; empty or new")
     parser.set_defaults(run=run)
 
 

@@ -12,12 +12,16 @@ from megatron_gvpo.config.errors import ConfigError
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("recipes", help="the methods: list them, or show one's composition")
+    parser = commands.add_parser("recipes", help="list the methods, or show the blocks of one")
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true")
-    form.add_argument("--markdown", action="store_true", help="as a page of Markdown, with every block")
+    form.add_argument("--json", action="store_true", help="print the list as JSON")
+    form.add_argument(
+        "--markdown", action="store_true", help="print the list as a page of Markdown, with every block"
+    )
     one = parser.add_subparsers(dest="show", metavar="show NAME")
-    one.add_parser("show", help="a recipe with every effective value").add_argument("name", metavar="NAME")
+    one.add_parser("show", help="print one recipe with every effective value").add_argument(
+        "name", metavar="NAME"
+    )
     parser.set_defaults(run=run)
 
 

@@ -9,7 +9,7 @@ from megatron_gvpo.cli import configured
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("serve", help="run this machine's rollout servers")
+    parser = commands.add_parser("serve", help="run the rollout servers of this machine")
     configured.add_arguments(parser)
     parser.set_defaults(run=run)
 

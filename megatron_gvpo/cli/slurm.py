@@ -15,15 +15,22 @@ from megatron_gvpo.config.errors import ConfigError
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "slurm",
-        help="a Slurm job for a configuration",
+        help="write or submit a Slurm job that trains",
         description="Write OUTPUT_DIR/slurm/job.sbatch: the job that trains this configuration.",
     )
     configured.add_arguments(parser)
     number = {"type": int, "metavar": "N"}
-    parser.add_argument("--nodes", required=True, help="for the trainer", **number)
-    parser.add_argument("--rollout-nodes", default=0, help="more nodes, for the rollout servers", **number)
-    parser.add_argument("--ranks-per-node", default=8, help="GPUs of a node (default: 8)", **number)
-    parser.add_argument("--no-gpus", action="store_true", help="on CPUs, over gloo")
+    parser.add_argument("--nodes", required=True, help="nodes of the trainer", **number)
+    parser.add_argument(
+        "--rollout-nodes",
+        default=0,
+        help="further nodes for the rollout servers (default: 0, beside the trainer)",
+        **number,
+    )
+    parser.add_argument(
+        "--ranks-per-node", default=8, help="ranks, and GPUs, of a node (default: 8)", **number
+    )
+    parser.add_argument("--no-gpus", action="store_true", help="train on CPUs, over gloo")
     parser.add_argument(
         "--sbatch",
         action="append",
@@ -36,21 +43,31 @@ def add_parser(commands: Any) -> None:
         default=600,
         type=int,
         metavar="SECONDS",
-        help="save and requeue so long before the time limit (default: 600)",
+        help="save and requeue this long before the time limit (default: 600)",
     )
     parser.add_argument(
-        "--container", metavar="IMAGE", help="run in this image: FILE.sif by Apptainer, others by pyxis"
+        "--container", metavar="IMAGE", help="image to run in: FILE.sif with Apptainer, any other with pyxis"
     )
-    parser.add_argument("--rollout-container", metavar="IMAGE", help="another image for the servers")
     parser.add_argument(
-        "--mount", action="append", default=[], metavar="DIR", help="a directory that the containers see"
+        "--rollout-container", metavar="IMAGE", help="image of the servers (default: the same)"
+    )
+    parser.add_argument(
+        "--mount",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="a directory that the containers see; repeatable",
     )
     earlier = parser.add_mutually_exclusive_group()
-    earlier.add_argument("--resume", dest="how", action="store_const", const="--resume", default="")
-    earlier.add_argument("--overwrite", dest="how", action="store_const", const="--overwrite")
+    earlier.add_argument(
+        "--resume", dest="how", action="store_const", const="--resume", default="", help="continue a run"
+    )
+    earlier.add_argument(
+        "--overwrite", dest="how", action="store_const", const="--overwrite", help="replace a run"
+    )
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--dry-run", action="store_true", help="show the script and do nothing")
-    what.add_argument("--submit", action="store_true", help="submit it too")
+    what.add_argument("--dry-run", action="store_true", help="print the script and write nothing")
+    what.add_argument("--submit", action="store_true", help="submit the job, too")
     parser.set_defaults(run=run)
 
 

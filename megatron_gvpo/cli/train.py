@@ -17,7 +17,7 @@ from megatron_gvpo.cli.with_model import run_with_model
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("train", help="post-train a policy")
+    parser = commands.add_parser("train", help="train a policy")
     configured.add_arguments(parser)
     earlier = parser.add_mutually_exclusive_group()
     earlier.add_argument("--resume", action="store_true", help="continue from the newest complete checkpoint")
