@@ -71,8 +71,8 @@ class Trainer:
         """Train to the last step; returns that step's metrics.
 
         Raises Interrupted after SIGTERM or SIGUSR1, and RolloutError when no server will give responses any
-        more, a teacher or judge of the user's fails, or the shapers leave nothing of train.max_empty_batches
-        batches in a row. Both are raised once a checkpoint is written.
+        more, a teacher or judge of the user's fails, or the shapers drop train.max_empty_batches batches in a
+        row. A checkpoint is saved first.
         """
         steps, every = self.config.train.steps, self.config.checkpoint.every
         metrics: Metrics = {}

@@ -157,7 +157,7 @@ class Advantage(Block):
     """Advantages from rewards, for all rows of one optimizer step at once.
 
     Calling it returns (advantages, metrics): fp32 [n], one a response, or [r], one a token, where
-    `per_token`. Rows that are not trained have advantages too, which nobody reads.
+    `per_token`. Rows that are not trained have advantages too, which are ignored.
     """
 
     name: str
@@ -207,7 +207,7 @@ class Loss(Block):
     # Bonus on the policy's entropy: the trainer subtracts entropy_coef times its mean over response tokens.
     entropy_coef: float = Field(0.0, ge=0)
 
-    # The column that weighs the log-probs: `rows.reward_n`, the advantages, or none.
+    # The column that weights the log-probs: `rows.reward_n`, the advantages, or none.
     signal: ClassVar[Literal["reward", "advantage", "none"]]
     # The weight of a sequence depends on the other sequences of its group, which must all be among the rows
     # of one call.

@@ -128,7 +128,7 @@ class AlgorithmConfig(Block):
         if sampler == "dataset" and loss.signal != "none":
             raise ValueError(
                 f"sampler=dataset gives one demonstration a prompt and no rewards, but the loss {loss.name} "
-                f"is weighed by each response's {loss.signal}: use the loss nll, or sampler=engine"
+                f"is weighted by each response's {loss.signal}: use the loss nll, or sampler=engine"
             )
         for place in self.blocks_inside():
             if sampler == "dataset" and place.block.needs_rewards:

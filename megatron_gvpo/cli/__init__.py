@@ -22,9 +22,9 @@ COMMANDS = (train, evaluate, export, serve, recipes, slurm, plan, convert, docto
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code.
 
-    0: done, or stopped by SIGTERM after a checkpoint was saved; 1: a checkpoint or the records could not be
-    written, a checkpoint could not be read, or no rollouts could be had; 2: wrong input; 143: stopped by
-    SIGTERM before training began, with nothing written.
+    0: done, or stopped by SIGTERM or SIGUSR1 after a checkpoint was saved; 1: a checkpoint or the records
+    could not be written, a checkpoint could not be read, or no rollouts came; 2: wrong input; 143 and 138:
+    stopped by SIGTERM and SIGUSR1 before training began, with nothing written.
     """
     options = parse(list(sys.argv[1:] if arguments is None else arguments))
     try:

@@ -1,7 +1,8 @@
 """The whole configuration: typed sections, YAML files merged in order, dotted overrides on top.
 
 `load_config(["train.yaml", "cpu.yaml"], ["optimizer.lr=1e-5"])` returns a validated `Config` or raises
-`ConfigError`, which names the key, the value and what would be right. Nothing heavy is loaded here.
+`ConfigError`, which names the key, the value and what would be right. Torch is loaded only for
+`rollout.servers.colocated`, whose check asks the transport's class.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ class RewardConfig(Section):
 
 class RewardsConfig(Section):
     components: tuple[RewardConfig, ...] = (RewardConfig(name="math"),)
-    timeout: float = Field(10.0, gt=0)  # Seconds for the rewards of one response; then it counts as 0.
+    timeout: float = Field(10.0, gt=0)  # Seconds for one component of one response; then that component is 0.
     workers: PositiveInt = 1  # Reward processes of every rank.
 
     @model_validator(mode="after")

@@ -70,5 +70,7 @@ class WeightSyncConfig(Section):
     # Responses under way when a push comes: wait until they are finished, or stop them and carry them on
     # under the new weights.
     in_flight: Literal["wait", "carry"] = "carry"
-    attempts: PositiveInt = 3  # Attempts of a push before the run stops.
+    # Failed pushes in a row after which a server is replaced. The run stops after attempts x (servers + 1)
+    # failed pushes in a row.
+    attempts: PositiveInt = 3
     timeout: PositiveFloat = 300.0  # Seconds for one part of a push, such as a bucket.

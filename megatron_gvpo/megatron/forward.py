@@ -1,4 +1,4 @@
-"""Runs micro-batches through Megatron's pipeline schedule: returns token log-probs, accumulates gradients.
+"""Runs micro-batches through Megatron's pipeline schedule: returns the loss function's results.
 
 The fused head runs in GPTModel's `output_processor` hook. It gets the hidden states and this rank's shard of
 the vocabulary, so full logits never exist.

@@ -14,7 +14,7 @@ def load_class(table: Mapping[str, str], name: str) -> Any:
 
 
 def known(table: Mapping[str, str], name: str) -> str:
-    """The name itself, if it is a key of `table`. Raises ValueError, which lists the keys."""
+    """Returns a known name, a key of `table`. Raises ValueError, which lists the keys, for any other."""
     if name not in table:
         *others, last = map(repr, table)
         raise ValueError(f"Input should be {', '.join(others)} or {last}")  # as pydantic's for a Literal

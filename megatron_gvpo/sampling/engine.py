@@ -29,7 +29,7 @@ ENGINES: dict[str, str] = {  # "module:class" for each value of `rollout.engine`
 
 
 class RolloutEngine(Protocol):
-    """Samples from the policy's weights. A context manager: it may sample inside it alone.
+    """Samples from the policy's weights. A context manager: it samples only inside `with`.
 
     Every rank calls every method with the same arguments, and gets the same groups.
     """
@@ -103,5 +103,5 @@ def engine_class(name: str) -> Callable[[Config, Task, Scorer], RolloutEngine]:
 
 
 def known_engine(name: str) -> str:
-    """The name itself, if an engine has it. Raises ValueError, which lists the names that one has."""
+    """Returns a known name. Raises ValueError, which lists the engines, for any other."""
     return known(ENGINES, name)

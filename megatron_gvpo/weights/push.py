@@ -220,7 +220,7 @@ def push(
 
     `publisher` is rank 0's, None elsewhere; `follow` is another rank's part in a push, if it has one. Every
     rank iterates every stream to its end, whatever happens to the servers. Raises RolloutError on every rank
-    when no server can be had, or for a stream that does not fit the servers' model.
+    when no server is available, or for a stream that does not fit the servers' model.
     """
     failed: list[Failed] = []  # rank 0's
 

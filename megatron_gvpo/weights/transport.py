@@ -17,7 +17,7 @@ from megatron_gvpo.weights.bucket import Bucket
 
 
 class PushFailed(Exception):  # noqa: N818 - an outcome that the pusher deals with
-    """The weights did not reach `handles` whole, so none of their updates counts."""
+    """The weights did not reach `handles` completely, so these servers need another push."""
 
     def __init__(self, message: str, handles: Sequence[ServerHandle]) -> None:
         super().__init__(message)
@@ -36,7 +36,7 @@ async def each(handles: Sequence[ServerHandle], call: Callable[[ServerHandle], A
 
 
 class WeightReceiver(Protocol):
-    """The server's side of a push, in the dialect of one engine.
+    """The trainer's HTTP client that has one server take a push, in the dialect of its engine.
 
     Each transport extends this protocol with the calls that it needs, in its own module;
     megatron_gvpo.weights.receivers has a class per engine and transport. Every `timeout` is in seconds. The
@@ -62,7 +62,7 @@ class Follower(Protocol):
 
 
 class Transport(Protocol):
-    """Rank 0's side of a push: `begin`, `send` for each bucket, `end`; in any case `over`.
+    """Rank 0's side of a push: `begin`, `send` for each bucket, `end`; always `over`.
 
     The methods raise PushFailed, after which the next `begin` starts anew. Subclasses say what they need and
     where they work; the checks of a configuration ask them.

@@ -28,5 +28,5 @@ def transport_class(name: str) -> type[Transport]:
 
 
 def known_transport(name: str) -> str:
-    """The name itself, if a transport has it. Raises ValueError, which lists the names that one has."""
+    """Returns a known name. Raises ValueError, which lists the transports, for any other."""
     return known(TRANSPORTS, name)

@@ -40,7 +40,7 @@ _CODES = """## Exit codes
 
 | code | meaning |
 |---|---|
-| 0 | done; or stopped by SIGTERM, and a checkpoint was saved |
+| 0 | done; or stopped by SIGTERM or SIGUSR1, and a checkpoint was saved |
 | 1 | a checkpoint or the records could not be written, a checkpoint could not be read, or no rollouts came |
 | 2 | wrong input; one line on stderr names the file, line or key |
-| 143 | stopped by SIGTERM before training began; nothing was written |"""
+| 143, 138 | stopped by SIGTERM, by SIGUSR1 before training began; nothing was written |"""

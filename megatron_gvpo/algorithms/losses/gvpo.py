@@ -39,6 +39,7 @@ class GVPO(Loss):
     """
 
     name: Literal["gvpo"] = "gvpo"
+    # Strength of the pull towards the reference policy: the implicit reward is beta times the log-ratio.
     beta: float = Field(0.1, gt=0)
     reference: Reference = STEP_START
     norm: GroupNorm = "k-1"

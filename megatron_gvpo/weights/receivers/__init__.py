@@ -1,4 +1,4 @@
-"""The servers' side of weight pushes: for each engine, a receiver class for each transport."""
+"""Receivers, the trainer's HTTP clients in weight pushes: for each engine, a class for each transport."""
 
 from __future__ import annotations
 
