@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -31,9 +32,16 @@ if TYPE_CHECKING:
 
 PROBE_TOKENS = 48
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05, "fp8": 0.2}  # mean absolute difference, nats a token
-RIGHT, LOST = "right", "lost"  # verdicts on a server that is asked to prove a push
 # The first push of a run, and the first with changed weights: a push that does nothing passes the first.
 PROOFS = 2
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome of a probe: the server has the weights that were sent, was lost since, or is wrong."""
+
+    outcome: Literal["right", "lost", "wrong"]
+    problem: str = ""  # the error, where the outcome is "wrong"
 
 
 class WeightSync:
@@ -123,35 +131,35 @@ class WeightSync:
 
     def prove(self, version: int, expected: Tensor) -> None:
         """Compare the servers' log-probs of the probe with the policy's. Raises RolloutError."""
-        verdicts: list[str] = []
+        verdicts: list[Verdict] = []
         if self._servers is not None:
             handles = [m for m in self._servers.pool.handles if m.has(version)]
             verdicts = [self._servers.loop.run(self._verdict(m, version, expected)) for m in handles]
-        verdicts = broadcast_msgpack(verdicts)
+        verdicts = [Verdict(*fields) for fields in broadcast_msgpack([astuple(v) for v in verdicts])]
         for verdict in verdicts:
-            if verdict not in (RIGHT, LOST):
-                raise RolloutError(verdict)
-        self._proved += RIGHT in verdicts
+            if verdict.outcome == "wrong":
+                raise RolloutError(verdict.problem)
+        self._proved += any(verdict.outcome == "right" for verdict in verdicts)
 
-    async def _verdict(self, handle: ServerHandle, version: int, expected: Tensor) -> str:
-        """RIGHT; LOST, where the server was lost since the push; or the error."""
+    async def _verdict(self, handle: ServerHandle, version: int, expected: Tensor) -> Verdict:
         assert self._servers is not None
         where, limit = f"rollout server {handle.server.url}", TOLERANCE[self._precision]
         try:
             theirs = await handle.server.score(self._probe, self._config.rollout.weights.timeout)
         except (ServerGone, ServerRefused) as error:
             if isinstance(error, ServerRefused) and error.is_request:
-                return f"{where} refuses the probe that proves a push: {error}"
+                return Verdict("wrong", f"{where} refuses the probe that proves a push: {error}")
             self._servers.pool.lose(handle, str(error))
-            return LOST
+            return Verdict("lost")
         gap = (torch.tensor(theirs) - expected).abs()
         if gap.mean() <= limit:
-            return RIGHT
-        return (
+            return Verdict("right")
+        return Verdict(
+            "wrong",
             f"{where} does not have the weights that were sent: after push {version} its log-probs of "
             f"{len(expected)} probe tokens differ from the trainer's by {gap.mean():.3g} on average "
             f"(allowed: {limit:g}), {gap.max():.3g} at most. Does it serve the same model, in the same "
-            "dtype, at a tested version?"
+            "dtype, at a tested version?",
         )
 
     @property
