@@ -68,9 +68,9 @@ class Components:
     def _compose(self, task: Task, algorithm: AlgorithmConfig) -> ComposedSampler:
         """The sampler of the method: its responses come from the data, a file or the engine, and members."""
         config, tracker = self.config, self.tracker
-        base: Sampler = DatasetSampler() if algorithm.sampler == "dataset" else FileSampler()
+        base: Sampler = DatasetSampler() if algorithm.trains_on_demonstrations else FileSampler()
         answers = greedy = None
-        if algorithm.sampler == "engine":
+        if algorithm.samples_from_policy:
             shares = None
             if tracker is not None:
                 shares = responses_of(algorithm.allocation, tracker, config.rollout.n)

@@ -56,8 +56,7 @@ class Trainer:
             _preflight_on_all_ranks(config, fresh=not (resume or overwrite))
         self.config = config
         self.callbacks = list(callbacks)
-        self._samples_from_policy = config.algorithm.sampler == "engine"
-        self._has_rewards = config.algorithm.sampler != "dataset"
+        self._samples_from_policy = config.algorithm.samples_from_policy
         self._engine_reference = config.algorithm.reference_logprobs == "engine"
         self.is_main = int(os.environ.get("RANK", "0")) == 0
         self.components = Components(config)
@@ -162,7 +161,7 @@ class Trainer:
 
     def _mini_batches(self, groups: Sequence[Group]) -> tuple[list[TrainBatch], Metrics]:
         """Split whole groups into the rows of each optimizer update, and give them advantages."""
-        metrics = rollout_statistics(groups, self.step) if self._has_rewards else {}
+        metrics = rollout_statistics(groups, self.step) if self.config.algorithm.has_rewards else {}
         metrics |= {f"batch/{name}": value for name, value in self.components.batch_policy.metrics.items()}
         count, estimator = self.config.train.mini_batches, self.components.estimator
         bounds = [len(groups) * i // count for i in range(count + 1)]

@@ -86,7 +86,7 @@ class AlgorithmConfig(Block):
     def _possible(self) -> Self:
         """Refuse combinations of blocks that mean nothing."""
         loss, estimator = self.loss, self.estimator
-        if self.sampler != "engine":
+        if not self.samples_from_policy:
             self._without_engine()
         if loss.signal == "advantage" and estimator is None:
             raise ValueError(f"estimator is missing: the loss {loss.name} is weighed by its advantages")
@@ -125,13 +125,13 @@ class AlgorithmConfig(Block):
     def _without_engine(self) -> None:
         """Refuse blocks that ask for more than the samplers `dataset` and `file` have."""
         loss, sampler = self.loss, self.sampler
-        if sampler == "dataset" and loss.signal != "none":
+        if not self.has_rewards and loss.signal != "none":
             raise ValueError(
                 f"sampler=dataset gives one demonstration a prompt and no rewards, but the loss {loss.name} "
                 f"is weighted by each response's {loss.signal}: use the loss nll, or sampler=engine"
             )
         for place in self.blocks_inside():
-            if sampler == "dataset" and place.block.needs_rewards:
+            if not self.has_rewards and place.block.needs_rewards:
                 raise ValueError(
                     f"{place.label} compares rewards, and sampler=dataset has none: leave it out"
                 )
@@ -141,7 +141,7 @@ class AlgorithmConfig(Block):
                     "leave it out"
                 )
         for member in self.members:
-            if sampler == "dataset" or member.needs_engine:
+            if self.trains_on_demonstrations or member.needs_engine:
                 raise ValueError(
                     f"members: {member.name} has nobody to ask, or to join, with sampler={sampler}"
                 )
@@ -157,7 +157,7 @@ class AlgorithmConfig(Block):
 
     def _engine_may_be_reference(self) -> None:
         policies = set(self.loss.reference_policies.values())
-        if self.members or self.sampler != "engine":
+        if self.members or not self.samples_from_policy:
             problem = "compares responses that the present engine did not sample, and has no log-probs of"
         elif not policies:
             problem = "compares with no policy: there is nothing to save"
@@ -171,6 +171,26 @@ class AlgorithmConfig(Block):
         else:
             return
         raise ValueError(f"reference_logprobs=engine: the loss {self.loss.name} {problem}; use trainer")
+
+    @property
+    def samples_from_policy(self) -> bool:
+        """True if the rollout engine samples the responses from the policy."""
+        return self.sampler == "engine"
+
+    @property
+    def trains_on_demonstrations(self) -> bool:
+        """True if each prompt's only response is its demonstration in the data."""
+        return self.sampler == "dataset"
+
+    @property
+    def trains_on_scored_responses(self) -> bool:
+        """True if the responses and their rewards come from the data."""
+        return self.sampler == "file"
+
+    @property
+    def has_rewards(self) -> bool:
+        """True if responses have rewards: all have, except demonstrations."""
+        return not self.trains_on_demonstrations
 
     @property
     def reference_policies(self) -> tuple[Reference, ...]:

@@ -54,7 +54,7 @@ def _batch(config: Config) -> None:
     for place in algorithm.sized(config.rollout.max_tokens).blocks_inside():
         if (problem := place.block.problem()) is not None:
             raise ValueError(f"algorithm.{place.key}.{problem}")
-    alone = algorithm.sampler == "engine" and not algorithm.members
+    alone = algorithm.samples_from_policy and not algorithm.members
     if algorithm.needs_group and alone and n < 2:
         raise ValueError(
             f"rollout.n={n}: this algorithm compares the responses of a prompt with each other, "
@@ -110,7 +110,7 @@ def _router_replay(config: Config) -> None:
     if not config.rollout.router_replay:
         return
     reason = None
-    if config.algorithm.sampler != "engine":
+    if not config.algorithm.samples_from_policy:
         reason = f"algorithm.sampler={config.algorithm.sampler} has no engine that could tell experts"
     elif not config.rollout.uses_servers:
         reason = f"rollout.engine={config.rollout.engine} does not tell experts: choose sglang or vllm"
@@ -127,19 +127,19 @@ def _data(config: Config) -> None:
     """Check that the data set names the fields that the sampler, the members and the rewards read."""
     algorithm, fields = config.algorithm, config.data.train
     readers = [f"algorithm.{p.label}" for p in algorithm.blocks_inside() if p.block.needs_demonstrations]
-    readers += ["algorithm.sampler=dataset"] if algorithm.sampler == "dataset" else []
+    readers += ["algorithm.sampler=dataset"] if algorithm.trains_on_demonstrations else []
     if readers and fields.demonstration_key is None:
         raise ValueError(
             f"data.train.demonstration_key is missing: {readers[0]} trains on worked "
             "solutions, so name the field that holds them"
         )
-    if algorithm.sampler == "file" and fields.responses_key is None:
+    if algorithm.trains_on_scored_responses and fields.responses_key is None:
         raise ValueError(
             "data.train.responses_key is missing: algorithm.sampler=file trains on scored responses, so "
             "name the field that holds them"
         )
     compares = [component.name for component in config.rewards.components if component.needs_answer]
-    if algorithm.sampler == "engine" and compares and fields.answer_key is None:
+    if algorithm.samples_from_policy and compares and fields.answer_key is None:
         raise ValueError(
             f"data.train.answer_key is null, but the reward {compares[0]!r} compares with an answer"
         )
@@ -151,7 +151,7 @@ def _components(config: Config) -> None:
     without = [member.name for member in algorithm.members if not member.gives_components]
     for place in algorithm.blocks_on_components():
         key = f"algorithm.{place.key}"
-        if algorithm.sampler != "engine":
+        if not algorithm.samples_from_policy:
             raise ValueError(
                 f"{key} reads components of the reward, and sampler={algorithm.sampler} gives one reward a "
                 "response: use sampler=engine"

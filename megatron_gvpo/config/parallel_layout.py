@@ -225,7 +225,7 @@ def _check_shared_prompts(config: Config, model: dict[str, Any]) -> None:
 def _check_lengths(config: Config, model: dict[str, Any]) -> None:
     room = model.get("max_position_embeddings")
     responses = {}
-    if config.algorithm.sampler == "engine":
+    if config.algorithm.samples_from_policy:
         responses["rollout.max_tokens"] = config.rollout.max_tokens
     if config.data.eval is not None:
         responses["eval.sampling.max_tokens"] = config.eval.sampling.max_tokens

@@ -33,8 +33,7 @@ def preflight(config: Config, command: Command, world_size: int, *, fresh: bool 
         _check_loggers(config)
     if command == "eval" and config.data.eval is None:
         raise ConfigError("data.eval is missing: it names the held-out prompts")
-    samples = config.algorithm.sampler == "engine" or config.data.eval is not None
-    if command == "eval" or (trains and samples):
+    if command == "eval" or (trains and config.samples_responses):
         _check_rewards(config)
 
 

@@ -83,6 +83,11 @@ class Config(Section):
     logging: LoggingConfig = LoggingConfig()
 
     @property
+    def samples_responses(self) -> bool:
+        """True if a run samples responses and scores them: to train on, or of held-out prompts."""
+        return self.algorithm.samples_from_policy or self.data.eval is not None
+
+    @property
     def served_path(self) -> str:
         """The checkpoint directory that rollout servers start with."""
         return self.rollout.servers.model_path or self.model.path

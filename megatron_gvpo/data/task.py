@@ -35,7 +35,7 @@ def load_task(config: Config) -> Task:
             f"{end}, and the model knows only {vocabulary} tokens; name its own as eos_token in "
             "tokenizer_config.json"
         )
-    positions = model.get("max_position_embeddings") if config.algorithm.sampler != "engine" else None
+    positions = None if config.algorithm.samples_from_policy else model.get("max_position_embeddings")
     data, held_out = config.data, config.data.eval
     prompts = load_prompts(data.train, data, tokenizer, end_token_id=end, positions=positions)
     eval_prompts = load_prompts(held_out, data, tokenizer, end_token_id=end) if held_out is not None else []

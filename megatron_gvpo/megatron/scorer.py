@@ -33,7 +33,7 @@ class Scorer:
         )
         self.memory = DeviceMemory((self.model, None))
         self._budget = config.train.max_tokens_per_micro_batch * config.parallel.cp
-        self._temperature = config.rollout.temperature if config.algorithm.sampler == "engine" else 1.0
+        self._temperature = config.rollout.temperature if config.algorithm.samples_from_policy else 1.0
 
     def score(self, rows: TrainBatch, temperature: float | None = None) -> Tensor:
         """Return the response tokens' log-probs, without gradient, fp32 [r] on the CPU of every rank.

@@ -29,7 +29,7 @@ class RolloutSource:
 
     def __init__(self, config: Config, task: Task, policy: Scorer, timer: PhaseTimer) -> None:
         self._config, self._task, self._timer = config, task, timer
-        self._samples = config.algorithm.sampler == "engine" or bool(task.eval_prompts)
+        self._samples = config.samples_responses
         self._rewards = RewardPool(config.rewards)
         self.engine: RolloutEngine = (
             engine_class(config.rollout.engine)(config, task, policy) if self._samples else NoEngine()

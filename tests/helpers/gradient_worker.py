@@ -153,7 +153,7 @@ def _configure(policy: Any, config: Config) -> None:
     """
     policy._loss = config.algorithm.loss
     policy._budget = config.train.max_tokens_per_micro_batch * config.parallel.cp
-    policy._temperature = config.rollout.temperature if config.algorithm.sampler == "engine" else 1.0
+    policy._temperature = config.rollout.temperature if config.algorithm.samples_from_policy else 1.0
 
 
 def _gradients(policy: Any, case: Case, config: Config) -> Outcome:

@@ -114,7 +114,7 @@ def fit(config: Config, callbacks: Sequence[Callback] = (), **how: bool) -> Trai
     try:
         trainer = Trainer(config, [Recorder(), *callbacks], **how)
         used("megatron-core and Megatron-Bridge, 1 rank")
-        if config.algorithm.sampler == "engine" or config.data.eval is not None:
+        if config.samples_responses:
             used("reward workers")
             if config.rollout.engine == "local":
                 used("embedded rollout engine")

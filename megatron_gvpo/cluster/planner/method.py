@@ -30,7 +30,7 @@ def method(recipe: str, mini_batches: int) -> Method:
     except ValueError as error:
         raise ConfigError(f"--recipe {recipe}: {error}") from None
     algorithm = AlgorithmConfig.model_validate(recipe)
-    if algorithm.sampler != "engine":
+    if not algorithm.samples_from_policy:
         raise ConfigError(
             f"--recipe {recipe}: plans are for methods whose responses are sampled; its come from a "
             f"{algorithm.sampler}"
