@@ -11,38 +11,28 @@ import json
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from megatron_gvpo.rollout.http import ServerRefused
-from megatron_gvpo.rollout.server import Server
 from megatron_gvpo.rollout.sglang import WEIGHT_LOADER
 from megatron_gvpo.weights.broadcast import BroadcastReceiver
 from megatron_gvpo.weights.bucket import TensorSpec
 from megatron_gvpo.weights.delta import DeltaReceiver, Patch
 from megatron_gvpo.weights.disk import DiskReceiver
 from megatron_gvpo.weights.group import Rendezvous
+from megatron_gvpo.weights.receivers.base import HttpReceiver
 from megatron_gvpo.weights.shared import SharedPlace, SharedReceiver
 from megatron_gvpo.weights.transport import WeightReceiver
 
 
-class SGLangReceiver(WeightReceiver):
+class SGLangReceiver(HttpReceiver):
     """Begins and ends an update of one SGLang server."""
 
-    def __init__(self, server: Server) -> None:
-        self._server, self._http = server, server.http
-
-    async def begin_update(self, timeout: float) -> None:
-        try:
-            await self._http.post("/begin_weight_update", timeout=timeout)
-        except ServerRefused as error:
-            if "already open" not in str(error):
-                raise
-            # A push that failed half-way left its update open. This push overwrites what that one loaded.
-            await self._http.post("/end_weight_update", timeout=timeout)
-            await self._http.post("/begin_weight_update", timeout=timeout)
+    begin_path: ClassVar[str] = "/begin_weight_update"
+    end_path: ClassVar[str] = "/end_weight_update"
+    already_begun: ClassVar[str] = "already open"
 
     async def end_update(self, version: str, timeout: float) -> None:
-        await self._http.post("/end_weight_update", timeout=timeout)
+        await self._http.post(self.end_path, timeout=timeout)
         await self._name_version(version, timeout)
 
     async def _name_version(self, version: str, timeout: float) -> None:
@@ -120,7 +110,7 @@ class SGLangDelta(PluginReceiver, DeltaReceiver):
         }
         await self.begin_update(timeout)  # SGLang calls a custom loader only inside an update
         await self.order([order | {"rank": rank_offset + i} for i in range(processes)], timeout)
-        await self._http.post("/end_weight_update", timeout=timeout)
+        await self._http.post(self.end_path, timeout=timeout)
 
     async def leave(self, meeting: Rendezvous, timeout: float) -> None:
         """Nothing to do: the plugin forgets a group when it joins the next."""

@@ -6,37 +6,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from megatron_gvpo.rollout.http import ServerRefused
-from megatron_gvpo.rollout.server import Server
 from megatron_gvpo.weights.broadcast import BroadcastReceiver
 from megatron_gvpo.weights.bucket import TensorSpec
 from megatron_gvpo.weights.delta import DeltaReceiver, Patch
 from megatron_gvpo.weights.disk import DiskReceiver
 from megatron_gvpo.weights.group import Rendezvous
+from megatron_gvpo.weights.receivers.base import HttpReceiver
 from megatron_gvpo.weights.shared import SharedPlace, SharedReceiver
 from megatron_gvpo.weights.transport import WeightReceiver
 
 
-class VLLMReceiver(WeightReceiver):
+class VLLMReceiver(HttpReceiver):
     """Begins and ends an update of one vLLM server, and hands the plugin what is to be loaded."""
 
-    def __init__(self, server: Server) -> None:
-        self._http = server.http
-
-    async def begin_update(self, timeout: float) -> None:
-        try:
-            await self._http.post("/start_weight_update", timeout=timeout)
-        except ServerRefused as error:
-            if "already active" not in str(error):
-                raise
-            # A push that failed half-way left its update open. This push overwrites what that one loaded.
-            await self._http.post("/finish_weight_update", timeout=timeout)
-            await self._http.post("/start_weight_update", timeout=timeout)
+    begin_path: ClassVar[str] = "/start_weight_update"
+    end_path: ClassVar[str] = "/finish_weight_update"
+    already_begun: ClassVar[str] = "already active"
 
     async def end_update(self, version: str, timeout: float) -> None:
-        await self._http.post("/finish_weight_update", {"weight_version": version}, timeout=timeout)
+        await self._http.post(self.end_path, {"weight_version": version}, timeout=timeout)
 
     async def update(self, specs: Sequence[TensorSpec], timeout: float, **more: Any) -> None:
         """Send the plugin the tensors' names, dtypes and shapes, and more fields of its `Bucket`."""
