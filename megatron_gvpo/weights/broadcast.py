@@ -18,7 +18,7 @@ from megatron_gvpo.rollout.pool import ServerHandle
 from megatron_gvpo.rollout.server import Server
 from megatron_gvpo.weights.bucket import Bucket, TensorSpec
 from megatron_gvpo.weights.group import Rendezvous, WeightGroup, group_address
-from megatron_gvpo.weights.transport import PushFailed, Transport, WeightReceiver
+from megatron_gvpo.weights.transport import PushFailed, Transport, WeightReceiver, each, raise_failed
 
 POLL = 0.001  # seconds between looks at a broadcast
 LEAVE = 5.0  # seconds that a server has to leave a group
@@ -88,7 +88,7 @@ class Broadcast(Transport):
             if self._group is None or list(handles) != self._handles or any(m.regroup for m in handles):
                 await self._discard()
                 await self._meet(handles)
-            await self._all(lambda m: self._group_receiver(m).begin_update(self._timeout))
+            await each(self._handles, lambda m: self._group_receiver(m).begin_update(self._timeout))
 
     async def send(self, bucket: Bucket) -> int:
         async def post(handle: ServerHandle, meeting: Rendezvous) -> None:
@@ -122,13 +122,14 @@ class Broadcast(Transport):
                 self._raise_failed(posts)
                 raise PushFailed(f"the broadcast failed: {error}", self._handles) from None
             finally:
-                for each in posts:
-                    each.cancel()
+                for task in posts:
+                    task.cancel()
             self._raise_failed(posts)
 
     async def end(self) -> None:
         async with self._whole_or_discarded():
-            await self._all(lambda m: self._group_receiver(m).end_update(str(self._version), self._timeout))
+            version = str(self._version)
+            await each(self._handles, lambda m: self._group_receiver(m).end_update(version, self._timeout))
 
     async def close(self) -> None:
         await self._discard()
@@ -192,16 +193,8 @@ class Broadcast(Transport):
 
         return {asyncio.create_task(one(m)): m for m in self._handles}
 
-    async def _all(self, call: Callable[[ServerHandle], Awaitable[None]]) -> None:
-        posts = self._start(call)
-        await asyncio.wait(posts)
-        self._raise_failed(posts)
-
     @staticmethod
     def _raise_failed(posts: dict[asyncio.Task[None], ServerHandle]) -> None:
-        failed = {post: m for post, m in posts.items() if post.done() and post.exception() is not None}
-        for post in failed:
-            if not isinstance(post.exception(), ServerGone | ServerRefused):
-                post.result()
-        if failed:
-            raise PushFailed("; ".join(str(post.exception()) for post in failed), list(failed.values()))
+        """Raise the errors of the posts that are done."""
+        ended = [(handle, post.exception()) for post, handle in posts.items() if post.done()]
+        raise_failed([(handle, error) for handle, error in ended if error is not None])

@@ -19,6 +19,7 @@ from megatron_gvpo.rollout.server import Server
 from megatron_gvpo.weights.broadcast import Broadcast, GroupReceiver
 from megatron_gvpo.weights.bucket import Bucket, TensorSpec
 from megatron_gvpo.weights.group import Rendezvous
+from megatron_gvpo.weights.transport import each
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -93,7 +94,7 @@ class Delta(Broadcast):
     async def end(self) -> None:
         if self._sparse:
             async with self._whole_or_discarded():
-                await self._all(self._check)
+                await each(self._handles, self._check)
         await super().end()
         self._sent_version = self._version
 

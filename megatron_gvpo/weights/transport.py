@@ -27,7 +27,11 @@ class PushFailed(Exception):  # noqa: N818 - an outcome that the pusher deals wi
 async def each(handles: Sequence[ServerHandle], call: Callable[[ServerHandle], Awaitable[None]]) -> None:
     """Call all servers at once and wait for all. Raises PushFailed that names those that failed."""
     results = await asyncio.gather(*(call(handle) for handle in handles), return_exceptions=True)
-    failed = [(m, r) for m, r in zip(handles, results, strict=True) if isinstance(r, BaseException)]
+    raise_failed([(m, r) for m, r in zip(handles, results, strict=True) if isinstance(r, BaseException)])
+
+
+def raise_failed(failed: Sequence[tuple[ServerHandle, BaseException]]) -> None:
+    """Raise PushFailed that names the servers that failed, or the first error that is not a server's."""
     for _, error in failed:
         if not isinstance(error, ServerGone | ServerRefused):
             raise error
