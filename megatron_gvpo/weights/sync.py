@@ -74,8 +74,8 @@ class WeightSync:
         self._probe = _probe(prompts)
         self._servers: ServerSession | None = None  # rank 0's, and so is the publisher
         self._publisher: Publisher | None = None
-        self._follower: Follower | None = None  # another rank's part in a push
-        self._halves = DoubleBuffer(config.rollout.weights.bucket_mb * 2**20, _device())
+        # Another rank's part in a push, and its buffers; rank 0's are the publisher's.
+        self._follower: tuple[Follower, DoubleBuffer] | None = None
         self._proved = 0
 
     @property
@@ -88,8 +88,9 @@ class WeightSync:
         self._servers = servers
         if servers is not None:
             self._publisher = self._publish(servers)
-        else:
-            self._follower = self._kind.follower(self._config, _device())
+        elif (follower := self._kind.follower(self._config, _device())) is not None:
+            limit = self._config.rollout.weights.bucket_mb * 2**20
+            self._follower = follower, DoubleBuffer(limit, _device())
 
     def expected_probe(self) -> Tensor | None:
         """Log-probs that a server with the present weights gives the probe, fp32 [tokens - 1].
@@ -115,17 +116,18 @@ class WeightSync:
             self._publisher.close()
             self._publisher = None
         if self._follower is not None:
-            self._follower.close()
+            self._follower[0].close()
 
     def _follow(self, stream: Iterator[tuple[str, Tensor]]) -> None:
         """The follower's part in a push: the stream in the same buckets as rank 0's."""
         assert self._follower is not None
+        follower, halves = self._follower
         if self._fp8 is not None:
             stream = self._fp8.quantised(stream)
         try:
-            self._follower.follow(buckets(stream, self._halves, getattr(torch, self._config.model.dtype)))
+            follower.follow(buckets(stream, halves, getattr(torch, self._config.model.dtype)))
         finally:
-            self._halves.rest()
+            halves.rest()
             if torch.cuda.is_available():
                 torch.cuda.ipc_collect()
 
