@@ -356,7 +356,7 @@ class ServerPool:
                     # answers this request, and SGLang's /health then knows that it lives, as `serve` asks.
                     await handle.server.facts(limit)
                 else:
-                    await handle.server.healthy(limit)
+                    await handle.server.check_health(limit)
             except (ServerGone, ServerRefused) as error:
                 silent = time.monotonic() - last_seen
                 stopped = isinstance(error, ServerGone) and error.refused

@@ -72,8 +72,8 @@ class Server(Protocol):
     def launch(config: Config, port: int, api_key: str | None, on_gpu: bool) -> Launch:
         """The command that starts such a server on `rollout.servers.host`:`port`."""
 
-    async def healthy(self, timeout: float) -> bool:
-        """True when the server is up and its model process answers."""
+    async def check_health(self, timeout: float) -> None:
+        """Return if the server is up and its model process answers."""
 
     async def facts(self, timeout: float) -> ServerInfo: ...
 

@@ -64,9 +64,8 @@ class SGLang:
         # Every user of the machine can read command lines, and SGLang takes no key from the environment.
         return Launch([*command, "--config"], environment, json.dumps({"api-key": api_key}))
 
-    async def healthy(self, timeout: float) -> bool:
+    async def check_health(self, timeout: float) -> None:
         await self.http.get("/health", timeout=timeout)
-        return True
 
     async def facts(self, timeout: float) -> ServerInfo:
         info = await self.http.get("/server_info", timeout=timeout)

@@ -56,9 +56,8 @@ class VLLM:
             environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # otherwise the first request starts dozens
         return Launch([*command, *servers.args], environment)
 
-    async def healthy(self, timeout: float) -> bool:
+    async def check_health(self, timeout: float) -> None:
         await self.http.get("/health", timeout=timeout)
-        return True
 
     async def facts(self, timeout: float) -> ServerInfo:
         version = await self.http.get("/version", timeout=timeout)
