@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -232,7 +233,7 @@ class Trainer:
         kept = first and (again or rows.engine_logp_r is not None)
         result = self.components.policy.update(rows, at_step_start=first, keep_logp=kept)
         if (critic := self.components.policy.critic) is not None:
-            result.metrics.update(critic.update(rows))
+            result = replace(result, metrics=result.metrics | critic.update(rows))
         if first and result.logp_r is not None:
             self.components.mismatch.compare(rows, result.logp_r, self.step)
         return result
