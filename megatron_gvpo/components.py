@@ -69,19 +69,21 @@ class Components:
         """The sampler of the method: its responses come from the data, a file or the engine, and members."""
         config, tracker = self.config, self.tracker
         base: Sampler = DatasetSampler() if algorithm.trains_on_demonstrations else FileSampler()
-        answers = greedy = None
+        answers = score = greedy = None
         if algorithm.samples_from_policy:
             shares = None
             if tracker is not None:
                 shares = responses_of(algorithm.allocation, tracker, config.rollout.n)
             answers = self._source.sampler
-            base = answers(config.rollout.n, shares=shares)
+            sampled = answers(config.rollout.n, shares=shares)
+            base, score = sampled, sampled.score
             if algorithm.prior.greedy:
                 greedy = answers(1, config.rollout.model_copy(update={"top_p": GREEDY}))
         writer = PromptWriter(config.data.train, config.data, task.tokenizer)
         return ComposedSampler(
             *(base, writer, self.members, task.end_token_id),
             answers=answers,
+            score=score,
             greedy=greedy,
             tracker=tracker,
             expected=algorithm.prior.function_of_prompt,

@@ -24,7 +24,8 @@ class ComposedSampler:
     """Gives a sampler's groups their priors, tells the tracker of them, and lets the members join them.
 
     A prior comes from `greedy`, which samples each prompt's most likely response, from `expected(prompt)`, or
-    from the tracker. Members may ask `answers(n)`, a sampler of n responses, and `policy(rows)`, log-probs.
+    from the tracker. Members may ask `answers(n)`, a sampler of n responses; `score(groups)`,
+    which fills in rewards; and `policy(rows)`, log-probs.
     """
 
     def __init__(
@@ -35,13 +36,14 @@ class ComposedSampler:
         end_token_id: int,
         *,
         answers: Callable[[int], EngineSampler] | None = None,
+        score: Callable[[list[Group]], None] | None = None,
         greedy: Sampler | None = None,
         tracker: SuccessTracker | None = None,
         expected: Callable[[Prompt], float] | None = None,
         policy: Callable[[TrainBatch], Tensor] | None = None,
     ) -> None:
         self._base, self._writer, self._members, self._end = base, writer, members, end_token_id
-        self._expected = expected
+        self._expected, self._score = expected, score
         self._answers, self._greedy, self._tracker, self._policy = answers, greedy, tracker, policy
 
     def submit(self, prompts: Sequence[Prompt], seed: int) -> Any:
@@ -61,7 +63,6 @@ class ComposedSampler:
             groups = [replace(g, prior=self._tracker.expected_reward(g.prompt)) for g in groups]
         if self._tracker is not None:
             self._tracker.learn(groups)
-        scorer = None if self._answers is None else self._answers(1).score
         for number, member in enumerate(self._members):
             context = BatchContext(
                 step,
@@ -69,7 +70,7 @@ class ComposedSampler:
                 self._answers,
                 self._writer,
                 self._end,
-                scorer,
+                self._score,
                 self._policy,
                 on_wait,
             )
