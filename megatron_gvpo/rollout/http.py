@@ -54,7 +54,9 @@ class ServerRefused(Exception):  # noqa: N818 - the server's answer, which the c
 class ServerGone(Exception):  # noqa: N818 - a state of the server
     """No answer: the connection was refused or broke, or the time limit passed."""
 
-    refused = False  # True: nothing listens at the address
+    def __init__(self, message: str, *, refused: bool = False) -> None:
+        super().__init__(message)
+        self.refused = refused  # True: nothing listens at the address
 
 
 class Http:
@@ -85,9 +87,8 @@ class Http:
                 text = await response.text()
                 status = response.status
         except aiohttp.ClientConnectorError as error:
-            gone = ServerGone(f"{where}: {error.os_error.strerror or error}")
-            gone.refused = isinstance(error.os_error, ConnectionRefusedError)
-            raise gone from None
+            refused = isinstance(error.os_error, ConnectionRefusedError)
+            raise ServerGone(f"{where}: {error.os_error.strerror or error}", refused=refused) from None
         except aiohttp.ConnectionTimeoutError:
             raise ServerGone(f"{where}: no connection within {connect:g} s") from None
         except TimeoutError:
@@ -99,8 +100,8 @@ class Http:
         except json.JSONDecodeError:
             answer = text
         # SGLang reports some errors with status 200 and success: false.
-        refused = isinstance(answer, dict) and answer.get("success") is False
-        if status >= 400 or refused:
+        unsuccessful = isinstance(answer, dict) and answer.get("success") is False
+        if status >= 400 or unsuccessful:
             raise ServerRefused(
                 f"{where}: status {status}: {_words(answer)}", 400 if status < 400 else status
             )
