@@ -55,10 +55,6 @@ class ServerHandle:
         """The server is in a process group with the trainer."""
         self.regroup = False
 
-    def push_ended(self) -> None:
-        """No weights are on their way to the server any more."""
-        self.in_push = False
-
     def become(self, state: Literal["ready", "pending", "lost"], why: str = "") -> None:
         if state != self.state:
             self.state, self.since = state, time.monotonic()
@@ -150,6 +146,11 @@ class ServerPool:
         for handle in targets:
             handle.in_push = True
         return targets
+
+    def push_ended(self, handles: Sequence[ServerHandle]) -> None:
+        """No weights are on their way to these servers any more."""
+        for handle in handles:
+            handle.in_push = False
 
     async def sleep(self) -> None:
         """All healthy servers give their memory to a colocated trainer, and lose their weights."""

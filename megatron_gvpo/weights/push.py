@@ -108,8 +108,7 @@ class Publisher:
             time.sleep(RETRY_AFTER)
         finally:
             self._transport.over()
-            for handle in targets:
-                handle.push_ended()
+            self._in_loop(self._pool.push_ended, targets)
 
     def close(self) -> None:
         self._run(self._transport.close())
