@@ -56,10 +56,10 @@ class AlgorithmConfig(Block):
     sampler: Literal["engine", "dataset", "file"] = "engine"
     prompts: AnyPrompts = prompts.InOrder()  # How the prompts of a step are drawn.
     allocation: AnyAllocation = allocation.Equal()  # How many responses each prompt of a batch gets.
-    # What the run remembers of each prompt's success, for the blocks that read it.
+    # Each prompt's success so far, for the blocks that read it.
     tracker: Tracker = Tracker()
     prior: AnyPrior = prior.NoPrior()  # The reward that is expected of a prompt, for the blocks that read it.
-    # What joins the groups besides the policy's own responses, in this order.
+    # Members join the groups besides the policy's own responses, in this order.
     members: tuple[AnyMember, ...] = ()
     shapers: tuple[AnyShaper, ...] = ()  # Shapers change rewards, and mask or drop responses, in this order.
     # Which groups make a batch, and when another one is sampled first.

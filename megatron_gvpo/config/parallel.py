@@ -21,7 +21,7 @@ class ParallelConfig(Section):
     # Layers of each of the pp x vpp stages; default: equal.
     stage_layers: tuple[PositiveInt, ...] | None = None
     cp: PositiveInt = 1  # Context-parallel ranks, which share every sequence.
-    # What context-parallel ranks on GPUs exchange: keys in a ring, all keys at once, or heads.
+    # Context-parallel ranks on GPUs exchange keys in a ring, all keys at once, or heads.
     cp_exchange: Literal["p2p", "all_gather", "a2a"] = "p2p"
     ep: PositiveInt = 1  # Expert-parallel ranks.
     etp: PositiveInt = 1  # Tensor-parallel ranks of the experts.

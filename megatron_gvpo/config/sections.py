@@ -69,7 +69,7 @@ class DataConfig(Section):
     chat_template: bool = True  # Apply the tokenizer's chat template where it has one.
     system_prompt: str | None = None  # System message for prompts that have none; needs a chat template.
     max_prompt_tokens: PositiveInt = 1024  # The longest prompt, in tokens, chat template included.
-    # What to do with a longer prompt: stop with an error, or drop it.
+    # A longer prompt stops the run with an error, or is dropped.
     prompt_too_long: Literal["error", "drop"] = "error"
     # Draw the prompts of every epoch in a new random order; false keeps the order of the file.
     shuffle: bool = True
