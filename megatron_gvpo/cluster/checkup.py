@@ -259,6 +259,6 @@ def _described(error: Exception) -> str:
     place = f"rank {os.environ['RANK']} on {node}"
     words = str(error).strip().splitlines()[0]
     if dist.is_initialized():
-        return f"{place}: {words} (one failed rank stops all ranks; the first of these lines gives the cause)"
+        return f"{place}: {words} (a rank that fails stops all; the first of these lines gives the cause)"
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     return f"{place} cannot meet the {os.environ['WORLD_SIZE']} ranks at {where}: {words}"

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import pytest
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """On the controller, with or without workers."""
-    if report.failed:
+    """Print one line for a failed test, in the process that the user started."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
         crash = getattr(report.longrepr, "reprcrash", None)
         said = str(crash.message if crash else report.longrepr).splitlines()
         line = f"FAILED in {report.when}: {report.nodeid}: {said[0][:300] if said else ''}"
