@@ -309,8 +309,18 @@ def test_functions_that_cannot_be_loaded(functions: str, component: Any, message
     assert not children()
 
 
+_earlier: set[int] = set()
+
+
+@pytest.fixture(autouse=True)
+def _note_earlier_processes() -> None:
+    """Processes of earlier tests may still run, such as a server that tests share."""
+    _earlier.clear()
+    _earlier.update(children())
+
+
 def children() -> list[int]:
-    """Running processes that this one started, without those that Python keeps from earlier tests."""
+    """The running processes that this one has started since the test began."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -320,7 +330,7 @@ def children() -> list[int]:
             continue
         if int(parent) == os.getpid() and state != "Z" and b"multiprocessing.resource_tracker" not in command:
             found.append(int(process.name))
-    return found
+    return [pid for pid in found if pid not in _earlier]
 
 
 def running(marker: str) -> Iterator[int]:
