@@ -16,7 +16,7 @@ PYTEST := $(PYTHON) -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reor
 quickstart: venv  ## GVPO on a small model, from nothing to a better policy, in minutes
 	OMP_NUM_THREADS=2 $(PYTHON) examples/quickstart/run.py
 
-test: venv engines  ## the test suite: every real part at least once, in at most 20 minutes on two cores
+test: venv engines  ## the test suite: every real part at least once
 	$(PYTEST) $(OPTIONS)
 
 proof: venv engines  ## all tests and long proofs, for hours; outcomes and times go to benchmarks/results/

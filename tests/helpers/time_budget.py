@@ -1,8 +1,8 @@
 """`pytest --seconds N` skips every test that would end later than N seconds after the start.
 
 How long a test takes is read from benchmarks/results/proof.json, which `pytest --write-times FILE` writes;
-tests that are not in it count as 60 s. `make proof` writes the file, and `.ci/run` spends its last minutes on
-the proofs that a change touches (tools/touched_proofs.py). The end of the output lists what did not run.
+tests that are not in it count as 60 s. `make proof` writes the file, and tools/touched_proofs.py reads
+it for the proofs that a change touches. The end of the output lists what did not run.
 """
 
 from __future__ import annotations
