@@ -11,7 +11,7 @@ export TOKENIZERS_PARALLELISM := false
 WORKERS ?= 2
 PYTEST := $(PYTHON) -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder --max-worker-restart 0
 
-.PHONY: quickstart test proof engines docs lint format venv clean
+.PHONY: quickstart test proof chaos engines docs lint format venv clean
 
 quickstart: venv  ## GVPO on a small model, from nothing to a better policy, in minutes
 	OMP_NUM_THREADS=2 $(PYTHON) examples/quickstart/run.py
@@ -19,11 +19,16 @@ quickstart: venv  ## GVPO on a small model, from nothing to a better policy, in 
 test: venv engines  ## the test suite: every real part at least once
 	$(PYTEST) $(OPTIONS)
 
-proof: venv engines  ## all tests and long proofs, for hours; outcomes and times go to benchmarks/results/
+proof: venv engines  ## all tests and long proofs, for hours; outcomes and times go to benchmarks/results/proof.json
 	$(PYTEST) -m "proof or not proof" --every-part -rs --write-times benchmarks/results/proof.json $(OPTIONS)
-	$(PYTHON) benchmarks/rollout_faults.py --engine sglang --schedules 20 --out benchmarks/results/rollout_faults_sglang.json
-	$(PYTHON) benchmarks/rollout_faults.py --engine vllm --schedules 20 --out benchmarks/results/rollout_faults_vllm.json
-	$(PYTHON) benchmarks/delta_steps.py --out benchmarks/results/delta_steps_cpu.json
+
+chaos: venv engines  ## whole runs with seeded faults, for hours; it goes on where it was stopped, in runs/chaos
+	mkdir -p runs/chaos
+	$(PYTHON) benchmarks/chaos.py --schedules 60 --out runs/chaos/chaos_embedded.jsonl
+	$(PYTHON) benchmarks/chaos.py --servers sglang --schedules 40 --out runs/chaos/chaos_sglang.jsonl
+	$(PYTHON) benchmarks/chaos_ettr.py --out runs/chaos/chaos_ettr_embedded.json
+	$(PYTHON) benchmarks/chaos_ettr.py --servers sglang --out runs/chaos/chaos_ettr_sglang.json
+	cp runs/chaos/chaos_* benchmarks/results/
 
 engines:  # the environments of SGLang and vLLM: built in the background where missing; tests wait for them
 	@for engine in sglang vllm; do nohup tools/engines/make_env.sh $$engine >/dev/null 2>&1 & done

@@ -141,7 +141,8 @@ def layers() -> dict[str, Any]:
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
         subprocess.run([sys.executable, __file__, "--local", str(place)], check=True, env=environment)
         local = torch.load(place / "local.pt")
-        limits = {"float32": 1e-4, "bfloat16": 3e-2} if torch.cuda.is_available() else {"float32": 1e-6}
+        # On a GPU, Transformer Engine multiplies float32 matrices in TF32: 3 bits more than bfloat16.
+        limits = {"float32": 4e-3, "bfloat16": 3e-2} if torch.cuda.is_available() else {"float32": 1e-6}
         for dtype, limit in limits.items():
             one_pack(place, dtype, place / "here.pt")
             here = torch.load(place / "here.pt")

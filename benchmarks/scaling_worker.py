@@ -221,7 +221,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--gpu", help="name in the planner's gpus.json; its peak is MFU's 100 %%")
     parser.add_argument("--point", default="{}", help="JSON to put before the results")
-    for how in ("--resume", "--overwrite"):  # job scripts pass them; a point is always measured again
+    # Job scripts pass them; a point is always measured again.
+    for how in ("--resume", "--resume=auto", "--overwrite"):
         parser.add_argument(how, action="store_true", help=argparse.SUPPRESS)
     args, given = parser.parse_known_args()
     files = [word for word in given if "=" not in word]

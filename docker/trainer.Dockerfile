@@ -11,15 +11,22 @@ RUN apt-get update \
     && apt-get install -y --no-install-recommends build-essential cmake git ninja-build python3.12-dev python3.12-venv \
     && rm -rf /var/lib/apt/lists/*
 ENV PATH=/opt/megatron_gvpo/bin:$PATH
-# Compiled are Transformer Engine's torch extension and Apex: for A100 and A800 (8.0), H100, H200 and H800 (9.0), B200 (10.0).
-ENV TORCH_CUDA_ARCH_LIST="8.0;9.0;10.0" NVTE_CUDA_ARCHS="80;90;100" NVTE_FRAMEWORK=pytorch
+# Compiled are Transformer Engine's torch extension, flash-attn and Apex: for A100 and A800 (8.0), H100, H200 and H800 (9.0),
+# B200 (10.0). The first two would otherwise take wheels of their own releases, where those exist for this torch. NCCL's expert
+# parallelism, which nothing here uses, needs headers that this base may lack.
+ENV TORCH_CUDA_ARCH_LIST="8.0;9.0;10.0" NVTE_CUDA_ARCHS="80;90;100" FLASH_ATTN_CUDA_ARCHS="80;90;100" \
+    NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_FORCE_BUILD=TRUE NVTE_WITH_NCCL_EP=0 FLASH_ATTENTION_FORCE_BUILD=TRUE
 COPY constraints.txt /tmp/source/
 COPY megatron_gvpo/versions.txt /tmp/source/megatron_gvpo/
 # pip's own cache, and a pip.conf where packages come from an index of your own: neither stays in the image.
 RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
     python3.12 -m venv /opt/megatron_gvpo \
-    && pip install --constraint /tmp/source/constraints.txt torch setuptools wheel pybind11 \
+    && pip install --constraint /tmp/source/constraints.txt torch setuptools wheel pybind11 packaging psutil \
     && pip install --constraint /tmp/source/constraints.txt --no-build-isolation "transformer-engine[core-cu13,pytorch]"
+# The longest part of the build, about an hour on 16 cores; MAX_JOBS bounds its memory, several GiB a job.
+ARG MAX_JOBS=4
+RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
+    pip install --constraint /tmp/source/constraints.txt --no-build-isolation flash-attn
 COPY pyproject.toml README.md LICENSE /tmp/source/
 COPY megatron_gvpo /tmp/source/megatron_gvpo
 RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip.conf,target=/etc/pip.conf \

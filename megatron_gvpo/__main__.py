@@ -4,14 +4,17 @@ import os
 import sys
 import traceback
 
-from megatron_gvpo.cli import main
-
 try:
+    from megatron_gvpo.cli import main
+    from megatron_gvpo.config.secrets import hide
+
     code = main()
+except KeyboardInterrupt:
+    sys.exit(130)  # Ctrl-C before, or outside of, what handles it
 except Exception:
+    print(hide(traceback.format_exc()), end="", file=sys.stderr)
     if os.environ.get("WORLD_SIZE", "1") == "1":
-        raise
-    traceback.print_exc()
+        sys.exit(1)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)  # at once: libraries' exit handlers may wait for the other ranks

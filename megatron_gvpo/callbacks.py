@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_gvpo.config.secrets import as_written
 from megatron_gvpo.observe import MetricLogger, Progress, memory_report, plot_curve, read_metrics, time_report
 from megatron_gvpo.observe.monitor import DeviceMonitor, by_machine
 from megatron_gvpo.runtime.collectives import all_gather_msgpack
@@ -99,7 +100,7 @@ class Recorder(Callback):
             config.logging,
             self._directory,
             resume_step=trainer.step if trainer.resumed else None,
-            run_config=config.model_dump(mode="json"),
+            run_config=as_written(config),
         )
         self._opened.callback(self._logger.close)
         self._progress = Progress(config.logging.progress, config.train.steps, title=config.output_dir)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +17,7 @@ from megatron_gvpo.algorithms.curriculum.batch_policy import BatchPolicy
 from megatron_gvpo.config.schema import Config
 from megatron_gvpo.data.order import PromptOrder
 from megatron_gvpo.data.prompts import PromptWriter
+from megatron_gvpo.data.sources import DataError
 from megatron_gvpo.data.task import Task, load_task
 from megatron_gvpo.data.tracker import SuccessTracker, WeightedOrder
 from megatron_gvpo.megatron.checkpoint import sharded as checkpoint
@@ -26,9 +28,12 @@ from megatron_gvpo.observe.mismatch import THRESHOLDS, MismatchWatch
 from megatron_gvpo.runtime.environment import prepare
 from megatron_gvpo.sampling.batch_queue import BatchQueue, Order
 from megatron_gvpo.sampling.composed import ComposedSampler
+from megatron_gvpo.sampling.empty_batches import EmptyBatches
 from megatron_gvpo.sampling.samplers import DatasetSampler, FileSampler, Sampler, responses_of
 from megatron_gvpo.sampling.shaping import Shapers
 from megatron_gvpo.sampling.source import RolloutSource
+
+log = logging.getLogger(__name__)
 
 GREEDY = 1e-6  # the top_p that leaves only the most likely token, in every engine
 
@@ -51,6 +56,7 @@ class Components:
         if self.tracker is not None and algorithm.prompts.weighted:
             self.order = WeightedOrder(self.prompts, config.train.seed, algorithm.prompts, self.tracker)
         self.members = [member.build() for member in algorithm.members]
+        self.empty_batches = EmptyBatches(config)
         self.shapers = Shapers(algorithm.shapers, config.train.max_empty_batches)
         self.estimator = None if algorithm.estimator is None else algorithm.estimator.build()
         self.batch_policy: BatchPolicy = config.algorithm.batch_policy.build(config.train.prompts_per_step)
@@ -79,7 +85,7 @@ class Components:
             base, score = sampled, sampled.score
             if algorithm.prior.greedy:
                 greedy = answers(1, config.rollout.model_copy(update={"top_p": GREEDY}))
-        writer = PromptWriter(config.data.train, config.data, task.tokenizer)
+        writer = PromptWriter(config.data.train, config.data, task.tokenizer, task.longest_prompt)
         return ComposedSampler(
             *(base, writer, self.members, task.end_token_id),
             answers=answers,
@@ -104,6 +110,7 @@ class Components:
             m.state_dict() if isinstance(m, Stateful) else {} for m in self.members
         ]
         return {
+            "blocks": self._blocks(),
             "order": self.batches.state_dict(),
             "batch_policy": self.batch_policy.state_dict(),
             "tracker": None if self.tracker is None else self.tracker.state_dict(),
@@ -112,25 +119,59 @@ class Components:
             "mismatch": self.mismatch.state_dict(),
         }
 
+    def _blocks(self) -> dict[str, Any]:
+        """The names of the blocks that may have a state, which says whose state it is."""
+        algorithm = self.config.algorithm
+        return {
+            "batch_policy": algorithm.batch_policy.name,
+            "members": [member.name for member in algorithm.members],
+            "estimator": None if algorithm.estimator is None else algorithm.estimator.name,
+        }
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`. Raises DataError where it is of other data.
+
+        The state of a block that the method no longer has is left out, with a warning. A block that the
+        checkpoint's method did not have begins anew.
+        """
+        blocks, saved = self._blocks(), state.get("blocks") or self._blocks()
         self.order.load_state_dict(state["order"])
-        self.batch_policy.load_state_dict(state["batch_policy"])
+        if blocks["batch_policy"] == saved["batch_policy"]:
+            self.batch_policy.load_state_dict(state["batch_policy"])
         if self.tracker is not None:
             self.tracker.load_state_dict(state.get("tracker") or {})
-        for member, held in zip(self.members, state.get("members", ()), strict=False):
-            if isinstance(member, Stateful):
-                member.load_state_dict(held)
-        if isinstance(self.estimator, Stateful):
+        held = list(zip(saved["members"], state.get("members", ()), strict=True))
+        for name, member in zip(blocks["members"], self.members, strict=True):
+            place = next((i for i, (other, _) in enumerate(held) if other == name), None)
+            if place is not None and isinstance(member, Stateful):
+                member.load_state_dict(held.pop(place)[1])
+        if isinstance(self.estimator, Stateful) and blocks["estimator"] == saved["estimator"]:
             self.estimator.load_state_dict(state.get("estimator", {}))
         self.mismatch.load_state_dict(state.get("mismatch", {}))
+        if (lost := _without_state(saved, blocks, state)) and dist.get_rank() == 0:
+            log.warning("the method has changed: the checkpoint's state of %s is left out", ", ".join(lost))
 
     def resume(self) -> int | None:
-        """Restore the newest complete checkpoint; returns its step, None without one. A collective."""
-        found = checkpoint.newest(self.checkpoints)
-        if found is None:
+        """Restore the newest checkpoint that is not damaged; returns its step, None without one.
+
+        A collective. Raises CheckpointError.
+        """
+
+        def load(directory: Path) -> dict[str, Any]:
+            return checkpoint.load(directory, self.policy)
+
+        state = checkpoint.load_newest(self.checkpoints, load, put_aside=True)
+        if state is None:
             return None
-        state = checkpoint.load(found, self.policy)
-        self.load_state_dict(state)
+        try:
+            self.load_state_dict(state)
+        except DataError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise checkpoint.CheckpointError(
+                f"{self.checkpoints}: state.json of step {state['step']} is damaged: "
+                f"{type(error).__name__}: {error}"
+            ) from None
         return int(state["step"])
 
     def save(self, step: int, state: dict[str, Any]) -> Path:
@@ -153,7 +194,7 @@ class Components:
         Raises CheckpointError, and leaves `directory` as it was.
         """
         with self.timer.phase("checkpoint"):
-            write_hugging_face(self.policy.model, self.config.model.path, directory)
+            write_hugging_face(self.policy.model, self.config.model, directory)
 
     @property
     def checkpoints(self) -> Path:
@@ -170,3 +211,15 @@ class Components:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._opened.__exit__(kind, error, trace)
+
+
+def _without_state(saved: dict[str, Any], blocks: dict[str, Any], state: dict[str, Any]) -> list[str]:
+    """The blocks of a checkpoint's method that had a state, and that the present method does not have."""
+    lost = [kind for kind in ("batch_policy", "estimator") if saved[kind] != blocks[kind] and state.get(kind)]
+    members, kept = zip(saved["members"], state.get("members", ()), strict=True), list(blocks["members"])
+    for name, held in members:
+        if name in kept:
+            kept.remove(name)
+        elif held:
+            lost.append(f"the member {name}")
+    return lost

@@ -101,12 +101,17 @@ def group_fields(group: Group) -> dict[str, Any]:
 
 def group_of(values: Mapping[str, Any]) -> Group:
     """The inverse of `group_fields`, after JSON has turned tuples into lists."""
-    prompt = dict(values["prompt"])
+    rollouts = [rollout_of(fields) for fields in values["rollouts"]]
+    return Group(prompt_of(values["prompt"]), rollouts, values["prior"])
+
+
+def prompt_of(fields: Mapping[str, Any]) -> Prompt:
+    """A prompt from its fields as JSON values."""
+    prompt = dict(fields)
     for key in ("token_ids", "demonstration"):
         prompt[key] = None if prompt[key] is None else tuple(prompt[key])
     prompt["responses"] = tuple(Scored(tuple(ids), text, r) for ids, text, r in prompt["responses"])
-    rollouts = [rollout_of(fields) for fields in values["rollouts"]]
-    return Group(Prompt(**prompt), rollouts, values["prior"])
+    return Prompt(**prompt)
 
 
 def rollout_of(fields: Mapping[str, Any]) -> Rollout:

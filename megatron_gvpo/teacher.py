@@ -4,21 +4,24 @@
 `prefers` is the judge of `algorithm.shapers: [{name: win_rate}]`. `url` is the API's, such as
 http://localhost:8000/v1; `key` is the field of the data record that holds the problem. With `plain` the model
 continues the text (/completions), without a chat template. All raise TeacherError for a request that fails or
-exceeds `timeout` seconds.
+exceeds `timeout` seconds. The key is in the environment variable `api_key_env`.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
 from typing import Any
 
+from megatron_gvpo.config.secrets import hide, read_variable
 from megatron_gvpo.groups import Group, Prompt, Rollout
 from megatron_gvpo.runtime.template import filled
+from megatron_gvpo.runtime.web import post_json
+
+_LINE = 300  # characters that an error message shows of an answer
 
 
 class TeacherError(RuntimeError):
@@ -133,21 +136,19 @@ def _texts(
     plain: bool,
 ) -> list[str]:
     """options["n"] texts of the model. Raises TeacherError."""
-    headers = {"Content-Type": "application/json"}
-    if api_key_env is not None:
-        headers["Authorization"] = f"Bearer {os.environ.get(api_key_env, '')}"
     asked = {"prompt": text} if plain else {"messages": [{"role": "user", "content": text}]}
-    request = urllib.request.Request(
-        f"{url.rstrip('/')}/{'completions' if plain else 'chat/completions'}",
-        json.dumps({**options, **asked}).encode(),
-        headers,
-    )
+    place = f"{url.rstrip('/')}/{'completions' if plain else 'chat/completions'}"
     try:
-        with urllib.request.urlopen(request, timeout=timeout) as response:
-            choices = json.load(response)["choices"]
-        texts = [str(choice["text"] if plain else choice["message"]["content"]) for choice in choices]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise TeacherError(f"{what}: {type(error).__name__}: {error}") from error
+        key = None if api_key_env is None else read_variable(api_key_env, "api_key_env")
+        choices = post_json(place, {**options, **asked}, timeout, key)["choices"]
+        texts = [choice["text"] if plain else choice["message"]["content"] for choice in choices]
+    except json.JSONDecodeError as error:
+        said = " ".join(error.doc[:_LINE].split()) or "(nothing)"
+        raise TeacherError(hide(f"{what}: no JSON: {said}")) from None
+    except (OSError, HTTPException, RecursionError, ValueError, LookupError, TypeError) as error:
+        raise TeacherError(hide(f"{what}: {type(error).__name__}: {error}")) from None
     if len(texts) != options["n"]:
-        raise TeacherError(f"{what}: {len(texts)} responses, and {options['n']} were asked for")
+        raise TeacherError(hide(f"{what}: {len(texts)} responses, and {options['n']} were asked for"))
+    if not all(isinstance(text, str) for text in texts):
+        raise TeacherError(hide(f"{what}: a response without text, as of a model that refuses"))
     return texts

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_gvpo.algorithms.base import STEP_START
@@ -19,14 +20,19 @@ from megatron_gvpo.callbacks import Callback
 from megatron_gvpo.components import Components
 from megatron_gvpo.config.cross_checks import advice
 from megatron_gvpo.config.errors import ConfigError
-from megatron_gvpo.config.output_dir import remove_earlier_run
 from megatron_gvpo.config.preflight import preflight
-from megatron_gvpo.config.schema import Config
+from megatron_gvpo.config.schema import Config, as_config
+from megatron_gvpo.megatron import parallel
 from megatron_gvpo.megatron.policy import UpdateResult
 from megatron_gvpo.observe.rollout_metrics import rollout_statistics, trained_tokens
 from megatron_gvpo.rollout.request import RolloutError
-from megatron_gvpo.runtime.collectives import first_problem
+from megatron_gvpo.runs.directory import RunDirectory
+from megatron_gvpo.runs.earlier import Earlier, earlier_of, finished
+from megatron_gvpo.runs.turn import Turn
+from megatron_gvpo.runtime.collectives import broadcast_msgpack, first_problem
+from megatron_gvpo.runtime.rank_variables import check_rank_variables
 from megatron_gvpo.runtime.signals import Interrupt, Interrupted
+from megatron_gvpo.runtime.user_functions import UserFunctionError
 from megatron_gvpo.types import Group, TrainBatch
 
 log = logging.getLogger(__name__)
@@ -37,48 +43,73 @@ Metrics = dict[str, float]
 class Trainer:
     """Post-trains a policy. Every rank builds one with the same configuration and calls `fit`.
 
-    `resume`: continue from the newest complete checkpoint in the output directory, if there is one.
-    `overwrite`: remove what an earlier run left there. `checked`: the caller has called `preflight`, as the
-    command line does before it loads torch. Raises ConfigError for what `preflight` refuses, before anything
-    is loaded, such as an earlier run in the output directory and neither `resume` nor `overwrite`;
-    DataError for data that cannot be used; CheckpointError for a checkpoint that cannot be read.
+    `resume`: continue from the newest complete checkpoint in the output directory; with "auto", start anew
+    where there is none. `overwrite`: remove what an earlier run left there. `allow_change`: the keys that
+    change the mathematics and may differ from those of the run that is resumed. `checked`: the caller has
+    called `preflight`, as the command line does before it loads torch. Raises ConfigError for what
+    `preflight` refuses, before anything is loaded, such as an earlier run in the output directory and neither
+    `resume` nor `overwrite`, nothing to resume, or changed settings; DataError for data that cannot be used;
+    CheckpointError for a checkpoint that cannot be read.
     """
 
     def __init__(
         self,
-        config: Config,
+        config: Config | Mapping[str, Any],
         callbacks: Sequence[Callback] = (),
         *,
-        resume: bool = False,
+        resume: bool | Literal["auto"] = False,
         overwrite: bool = False,
+        allow_change: Sequence[str] = (),
         checked: bool = False,
     ) -> None:
+        earlier = earlier_of(resume, overwrite)
+        config = as_config(config)
         if not checked:
-            _preflight_on_all_ranks(config, fresh=not (resume or overwrite))
+            _preflight_on_all_ranks(config, earlier, allow_change)
         self.config = config
         self.callbacks = list(callbacks)
         self._samples_from_policy = config.algorithm.samples_from_policy
         self._engine_reference = config.algorithm.reference_logprobs == "engine"
         self.is_main = int(os.environ.get("RANK", "0")) == 0
+        self._turn = Turn(self._release)
         self.components = Components(config)
         found = self.components.resume() if resume else None
+        self._directory = RunDirectory(config, earlier, allow_change)
         self.resumed = found is not None
         self.step = found or 0
         self._saving: Path | None = None  # a checkpoint that may not be complete yet
+        self._saved: Path | None = None  # the last complete one
         self._resume_point: dict[str, Any] = self.components.state_dict()
 
     def fit(self) -> Metrics:
-        """Train to the last step; returns that step's metrics.
+        """Train to the last step; returns that step's metrics, or none where the run was finished before.
 
-        Raises Interrupted after SIGTERM or SIGUSR1, and RolloutError when no server will give responses any
-        more, a teacher or judge of the user's fails, or the shapers drop train.max_empty_batches batches in a
-        row. A checkpoint is saved first.
+        Raises Interrupted after SIGTERM, SIGUSR1, SIGINT (Ctrl-C) or SIGHUP, and RolloutError when no server
+        will give responses any more, a teacher or judge of the user's fails, or train.max_empty_batches
+        batches in a row teach nothing. A checkpoint is saved first. Raises UserFunctionError where a loss,
+        estimator, member or prior of the user's fails, perhaps on this rank alone, and ConfigError when it is
+        called again.
         """
+        with self._turn.fit(lambda: self.step, self.config.train.steps):
+            return self._fit()
+
+    def close(self) -> None:
+        """Free the model's memory and its process groups, as the construction of another Trainer does."""
+        self._turn.end()
+
+    def _release(self) -> None:
+        vars(self).pop("components", None)
+        parallel.release()
+
+    def _fit(self) -> Metrics:
         steps, every = self.config.train.steps, self.config.checkpoint.every
         metrics: Metrics = {}
-        with Interrupt() as interrupt, self.components, ExitStack() as end:
-            if self.is_main and not self.resumed:  # not before: the input has proved right
-                remove_earlier_run(self.config.output_dir)
+        if self.step >= steps and (said := broadcast_msgpack(finished(self.config))) is not None:
+            if self.is_main:
+                log.warning(said)
+            return metrics
+        with Interrupt() as interrupt, self._directory.alone(), self.components, ExitStack() as end:
+            self._directory.begin(self.step, self.resumed)  # not before: the input has proved right
             end.callback(self._notify, "on_exit")
             self._notify("on_start")
             if self.is_main and (said := advice(self.config)):
@@ -87,14 +118,19 @@ class Trainer:
                 self._notify("on_step", 0, self.evaluate())
             try:
                 for step in range(self.step + 1, steps + 1):
-                    metrics = self._train_step(step, interrupt)
+                    try:
+                        metrics = self._train_step(step, interrupt)
+                    except UserFunctionError as error:
+                        raise UserFunctionError(f"step {step}: {error}") from error
                     self._notify("on_step", step, metrics)
                     if step == steps or (every and step % every == 0):
                         self.save()
                     interrupt.check()
-            except (Interrupted, RolloutError):  # every rank raises them at the same point
+            except (Interrupted, RolloutError) as stop:  # every rank raises them at the same point
                 self.save()
                 self._finish_saving()
+                if isinstance(stop, Interrupted):
+                    raise Interrupted(f"the checkpoint is complete ({self._saved})") from None
                 raise
             self._finish_saving()
             if self.config.checkpoint.export_hf:
@@ -109,6 +145,9 @@ class Trainer:
         components.profiler.step(step)
         groups = self._draw_groups(interrupt)
         mini_batches, metrics = self._mini_batches(groups)
+        for said in components.empty_batches.check(self.step + 1, groups, mini_batches):
+            if self.is_main:
+                log.warning(said)
         with timer.phase("scoring"):
             mini_batches = [self._freeze_references(rows, i == 0) for i, rows in enumerate(mini_batches)]
         with timer.phase("training"):
@@ -252,22 +291,24 @@ class Trainer:
     def _finish_saving(self) -> None:
         if self._saving is not None:
             self.components.finish_saving()
-            directory, self._saving = self._saving, None
-            self._notify("on_checkpoint", directory)
+            self._saved, self._saving = self._saving, None
+            self._notify("on_checkpoint", self._saved)
 
     def _notify(self, event: str, *args: Any) -> None:
         for callback in self.callbacks:
             getattr(callback, event)(self, *args)
 
 
-def _preflight_on_all_ranks(config: Config, fresh: bool) -> None:
+def _preflight_on_all_ranks(config: Config, earlier: Earlier, allowed: Sequence[str]) -> None:
     """Raise ConfigError on every rank for what `preflight` refuses on any: one node may lack a file.
 
     Without a process group each rank raises its own.
     """
     problem = None
     try:
-        preflight(config, "train", int(os.environ.get("WORLD_SIZE", "1")), fresh=fresh)
+        if not dist.is_initialized():
+            check_rank_variables()
+        preflight(config, "train", int(os.environ.get("WORLD_SIZE", "1")), earlier=earlier, allowed=allowed)
     except ConfigError as error:
         problem = str(error)
     if (said := first_problem(problem)) is not None:

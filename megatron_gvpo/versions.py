@@ -87,6 +87,14 @@ COMPONENTS = (
         install="pip install --no-build-isolation 'transformer-engine[core-cu13,pytorch]'",
     ),
     Component(
+        name="flash-attn",
+        purpose="attention on A100, and on H100 with train.deterministic",
+        need="optional",
+        instead="cuDNN's attention on H100 and newer; elsewhere a run is refused",
+        install=f"pip install --no-build-isolation flash-attn=={REFERENCE['flash-attn']}",
+        tested=">=2.7.3,<2.8.4",
+    ),
+    Component(
         name="triton",
         purpose="GPU kernels; comes with torch for CUDA",
         need="optional",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,14 @@ if TYPE_CHECKING:
     from servers import SharedServer
 
 torch.set_num_threads(1)
+gc.disable()  # until the tests are collected: their imports make a million objects, none of them garbage
 pytest_plugins = ["failures", "real_parts", "time_budget", "work_groups"]
+
+
+def pytest_collection_finish() -> None:
+    """Leave everything that the imports made out of later collections of garbage."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -4,13 +4,15 @@
 usage: tools/touched_proofs.py [--since COMMIT] [--seconds N] [--list]
 
 The change is everything since COMMIT: by default since the branch left origin/main or main, or, on main
-itself, since the last release tag or else the commit before. Where git has no such history, all rooms count
-as touched. The output names the proofs that ran and those for which no time was left. Exit status: pytest's.
+itself, since the commit on which `make proof` ran last (benchmarks/results/proof.json), or else the commit
+before. Where git has no such history, all rooms count as touched. The output names the proofs that ran and
+those for which no time was left. Exit status: pytest's.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import subprocess
@@ -19,6 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
+PROOF = ROOT / "benchmarks" / "results" / "proof.json"
 RUNS = ("runs", "checkpoint")
 GRACE = 480.0  # seconds for the proofs that run when the time limit comes
 # Rooms of tests for a path, by its longest prefix here; a path of a package's room also means the room of
@@ -61,7 +64,10 @@ def start_of_change() -> str | None:
         base = git("merge-base", "HEAD", branch)
         if base and base != head:
             return base
-    return git("describe", "--tags", "--abbrev=0", "HEAD^") or git("rev-parse", "--verify", "HEAD^")
+    proved = json.loads(PROOF.read_text()).get("commit") if PROOF.exists() else None
+    if proved and git("merge-base", "--is-ancestor", proved, "HEAD") is not None:
+        return proved
+    return git("rev-parse", "--verify", "HEAD^")
 
 
 def changed_paths(since: str) -> list[str] | None:

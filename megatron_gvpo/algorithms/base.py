@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, Self, runtime_checkable
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
+from pydantic import Field, NonNegativeInt, model_validator
 
+from megatron_gvpo.config.section import EVERY_KEY, Section
 from megatron_gvpo.runtime.lazy_torch import torch
 from megatron_gvpo.types import BatchTotals, LossInputs, TrainBatch
 
@@ -18,7 +19,7 @@ type Metrics = dict[str, Tensor]
 Component = str | NonNegativeInt
 
 
-class Block(BaseModel):
+class Block(Section):
     """Options of one block of a method; its fields are the keys that a user writes in YAML.
 
     Where there are several blocks to choose from, `name` says which; `reference: fixed` is short for
@@ -26,7 +27,7 @@ class Block(BaseModel):
     it are refused before anything is loaded.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    fixed_keys = EVERY_KEY
 
     # It asks the rollout engine for responses.
     needs_engine: ClassVar[bool] = False
@@ -38,6 +39,8 @@ class Block(BaseModel):
     needs_demonstrations: ClassVar[bool] = False
     # It works on rewards and has no meaning where there are none.
     needs_rewards: ClassVar[bool] = False
+    # It gives responses rewards, or advantages, where no component of the reward does.
+    makes_rewards: ClassVar[bool] = False
 
     @model_validator(mode="before")
     @classmethod
@@ -244,6 +247,22 @@ class Loss(Block):
         """
         return self.linear
 
+    def has_signal(self, rows: TrainBatch) -> bool:
+        """True if rewards or advantages give the loss a direction in these rows.
+
+        Without one, only what pulls towards a reference policy, or an entropy bonus, is left of the gradient.
+        A loss that compares the responses of a group has none where they are equal.
+        """
+        if self.signal == "none" or not len(rows):
+            return self.signal == "none" and len(rows) > 0
+        if self.signal == "advantage":
+            given = (rows.advantage_n, rows.advantage_r)
+            return any(bool((column != 0).any()) for column in given if column is not None)
+        if not self.couples_groups:
+            return bool((rows.reward_n != 0).any())
+        first_n = rows.group_n.new_tensor(_first_of_group(rows.group_n.tolist()))
+        return bool((rows.reward_n != rows.reward_n[first_n]).any())
+
     @property
     def wants_entropy(self) -> bool:
         """True if the head must compute entropies (it costs time)."""
@@ -251,6 +270,12 @@ class Loss(Block):
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, Metrics]:
         raise NotImplementedError
+
+
+def _first_of_group(group_n: list[int]) -> list[int]:
+    """The first row of each row's group."""
+    first: dict[int, int] = {}
+    return [first.setdefault(group, row) for row, group in enumerate(group_n)]
 
 
 def token_weights(

@@ -114,7 +114,7 @@ def _blocks(annotation: Any) -> Iterator[type[Block]]:
 
 
 def _block(block: type[Block]) -> str:
-    from megatron_gvpo.config.field_comments import field_comments
+    from megatron_gvpo.algorithms.field_comments import field_comments
 
     name = block.model_fields["name"].default if "name" in block.model_fields else None
     head = f"#### `{name}`" if name else "#### its options"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -12,7 +12,7 @@ from megatron_gvpo.algorithms.base import STEP_START, Advantage, Loss, Metrics, 
 from megatron_gvpo.algorithms.members.base import Member, MemberContext
 from megatron_gvpo.algorithms.shapers.base import Shaper, rewarded
 from megatron_gvpo.runtime.lazy_torch import torch
-from megatron_gvpo.runtime.user_functions import check_call, load_function
+from megatron_gvpo.runtime.user_functions import call_function, check_call, load_function, refused
 from megatron_gvpo.types import Group, LossInputs, TrainBatch
 
 if TYPE_CHECKING:
@@ -52,18 +52,22 @@ class CustomLoss(Loss):
         return {column: policy for column, policy in policies.items() if column in self.reads}
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, Metrics]:
-        result = load_function(self.function)(inputs, **self.options)
-        share, metrics = result if isinstance(result, tuple) else (result, {})
+        where = ("loss.function", self.function)
+        result = call_function(*where, inputs, **self.options)
+        share, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
         if not isinstance(share, torch.Tensor) or share.shape != () or not share.is_floating_point():
-            raise ValueError(
-                f"loss.function={self.function}: expected a scalar tensor, it returned {_shown(share)}"
-            )
+            raise refused(*where, f"expected a scalar tensor, it returned {_shown(share)}")
+        if share.device != inputs.logp_r.device:
+            raise refused(*where, f"it returned a tensor on {share.device}, expected {inputs.logp_r.device}")
         if inputs.logp_r.requires_grad and not share.requires_grad:
-            raise ValueError(
-                f"loss.function={self.function}: it does not depend on inputs.logp_r, so nothing would "
-                "be trained; where there is nothing to learn, return 0 * inputs.logp_r.sum()"
+            raise refused(
+                *where,
+                "it does not depend on inputs.logp_r, so nothing would be trained; where there is nothing to "
+                "learn, return 0 * inputs.logp_r.sum()",
             )
-        return share, metrics
+        if not isinstance(metrics, Mapping) or not all(map(_is_metric, metrics.items())):
+            raise refused(*where, f"expected metrics as {{name: number}}, it returned {_shown(metrics)}")
+        return share, dict(metrics)
 
 
 class CustomEstimator(Advantage):
@@ -71,6 +75,8 @@ class CustomEstimator(Advantage):
 
     `compares`: true if it compares the responses of a prompt; then rollout.n = 1 is refused.
     """
+
+    makes_rewards: ClassVar[bool] = True
 
     name: Literal["custom"] = "custom"
     function: str
@@ -87,13 +93,22 @@ class CustomEstimator(Advantage):
         return self.compares
 
     def __call__(self, rows: TrainBatch) -> tuple[Tensor, Metrics]:
-        value = load_function(self.function)(rows, **self.options)
-        if not isinstance(value, torch.Tensor) or value.shape != (len(rows),):
-            raise ValueError(
-                f"estimator.function={self.function}: expected a tensor of shape ({len(rows)},), one "
-                f"advantage a response; it returned {_shown(value)}"
+        where = ("estimator.function", self.function)
+        value = call_function(*where, rows, **self.options)
+        if not isinstance(value, torch.Tensor) or value.shape != (len(rows),) or value.is_complex():
+            raise refused(
+                *where,
+                f"expected a tensor of shape ({len(rows)},), one advantage a response; it returned "
+                f"{_shown(value)}",
             )
-        return value.float(), {}
+        advantage_n = value.detach().to(rows.reward_n.device, torch.float32)
+        if wrong := (~advantage_n.isfinite()).nonzero().flatten().tolist():
+            raise refused(
+                *where,
+                f"it returned {advantage_n[wrong[0]]:g} for response {wrong[0]} of the batch, and no finite "
+                f"number for {len(wrong)} of {len(rows)}; where there is nothing to learn, return 0",
+            )
+        return advantage_n, {}
 
 
 class CustomMember(Member):
@@ -114,11 +129,12 @@ class CustomMember(Member):
         return self
 
     def __call__(self, groups: Sequence[Group], context: MemberContext) -> list[Group]:
-        joined = load_function(self.function)(groups, context, **self.options)
+        where = ("member function", self.function)
+        joined = call_function(*where, groups, context, **self.options)
         if not isinstance(joined, Sequence) or not all(isinstance(g, Group) and g.rollouts for g in joined):
-            raise ValueError(
-                f"member function={self.function}: expected a list of groups with one response or more each; "
-                f"it returned {_shown(joined)}"
+            raise refused(
+                *where,
+                "expected a list of groups with one response or more each; it returned " + _shown(joined),
             )
         return list(joined)
 
@@ -127,6 +143,7 @@ class CustomShaper(Shaper):
     """`function(group: Group, **options)` -> the group's new rewards, one a response."""
 
     outside: ClassVar[bool] = True
+    makes_rewards: ClassVar[bool] = True
 
     name: Literal["custom"] = "custom"
     function: str
@@ -138,21 +155,31 @@ class CustomShaper(Shaper):
         return self
 
     def __call__(self, groups: Sequence[Group], step: int) -> list[Group]:
-        function = load_function(self.function)
+        where = ("shaper function", self.function)
         shaped = []
         for group in groups:
-            rewards = [float(r) for r in function(group, **self.options)]
+            given = call_function(*where, group, **self.options)
+            try:
+                rewards = [float(reward) for reward in given]
+            except (TypeError, ValueError, OverflowError) as error:
+                raise refused(*where, f"expected a list of numbers: {error}") from None
             if len(rewards) != len(group.rollouts):
-                raise ValueError(
-                    f"shaper function={self.function}: {len(group.rollouts)} responses, and it returned "
-                    f"{len(rewards)} rewards"
-                )
+                said = f"{len(group.rollouts)} responses, and it returned {len(rewards)} rewards"
+                raise refused(*where, said)
             if not all(map(math.isfinite, rewards)):
-                raise ValueError(
-                    f"shaper function={self.function}: it returned {rewards}: want finite numbers"
-                )
+                raise refused(*where, f"it returned {rewards}: want finite numbers")
             shaped.append(rewarded(group, rewards))
         return shaped
+
+
+def _is_metric(item: tuple[Any, Any]) -> bool:
+    name, value = item
+    if isinstance(value, torch.Tensor):
+        return isinstance(name, str) and value.numel() == 1 and not value.is_complex()
+    try:
+        return isinstance(name, str) and float(value) is not None
+    except (TypeError, ValueError, OverflowError):
+        return False
 
 
 def _shown(value: Any) -> str:

@@ -63,7 +63,7 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     merged = {**base, **over}
     for key in base.keys() & over.keys():
         old, new = base[key], over[key]
-        if isinstance(old, str):
+        if isinstance(old, str) and not (isinstance(new, Mapping) and new.keys() == {"env"}):  # a variable
             old = {"recipe" if key == "algorithm" else "name": old}
         if isinstance(old, list) and isinstance(new, Mapping):
             merged[key] = _merge_items(old, new)

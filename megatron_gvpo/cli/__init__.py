@@ -7,6 +7,7 @@ the exit code.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -22,15 +23,17 @@ COMMANDS = (train, evaluate, export, serve, recipes, slurm, plan, convert, docto
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code.
 
-    0: done, or stopped by SIGTERM or SIGUSR1 after a checkpoint was saved; 1: a checkpoint or the records
-    could not be written, a checkpoint could not be read, or no rollouts came; 2: wrong input; 143 and 138:
-    stopped by SIGTERM and SIGUSR1 before training began, with nothing written.
+    0: done, or stopped by a signal after a checkpoint was saved; 1: a checkpoint or the records could not be
+    written, a checkpoint could not be read, or no rollouts came; 2: wrong input; 128 + n: stopped by signal n
+    (SIGTERM, SIGUSR1, SIGINT, SIGHUP) before training began, with nothing written.
     """
     options = parse(list(sys.argv[1:] if arguments is None else arguments))
     try:
         code: int = options.run(options)
     except ConfigError as error:
         return refuse(error)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     return code
 
 

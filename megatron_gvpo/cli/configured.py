@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from typing import TYPE_CHECKING
 
 from megatron_gvpo.config.errors import ConfigError
+from megatron_gvpo.runtime.rank_variables import check_rank_variables
 
 if TYPE_CHECKING:
     from megatron_gvpo.config.schema import Config
+
+MOST_PROCESSES = 1024  # on one machine
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,19 +32,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_allow_change(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--allow-change",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="with --resume: this key, or a section, may differ from the run's (optimizer.lr); repeatable",
+    )
+
+
 def load(options: argparse.Namespace) -> Config:
     """The configuration that the arguments name. Raises ConfigError."""
+    from megatron_gvpo.cli.terminal import say
     from megatron_gvpo.config.schema import load_config
+    from megatron_gvpo.config.secrets import literal_secrets
 
     files = [word for word in options.config if "=" not in word]
     overrides = [word for word in options.config if "=" in word]
     if not files:
         raise ConfigError("no configuration file given: megatron-gvpo train CONFIG.yaml [key.sub=value ...]")
-    return load_config(files, overrides)
+    config = load_config(files, overrides)
+    if (shown := literal_secrets(config.model_dump())) and not is_launcher(options):
+        say(
+            f"note: {', '.join(shown)}: a secret in a configuration file, redacted in all that is written; "
+            "give `{env: NAME}` there, and the secret in the environment variable NAME",
+            sys.stderr,
+        )
+    return config
 
 
 def world_size(options: argparse.Namespace) -> int:
-    """The number of ranks: torchrun's, or --nproc."""
+    """The number of ranks: torchrun's, or --nproc. Raises ConfigError for variables of another job."""
+    check_rank_variables(options.nproc)
     return int(os.environ.get("WORLD_SIZE", options.nproc or 1))
 
 
@@ -50,6 +74,8 @@ def is_launcher(options: argparse.Namespace) -> bool:
 
 
 def _processes(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of processes, at least 1")
+    if not text.isdecimal() or len(text) > 9 or not 1 <= int(text) <= MOST_PROCESSES:
+        raise argparse.ArgumentTypeError(
+            f"{text[:40]!r}: expected a number of processes of this machine, from 1 to {MOST_PROCESSES}"
+        )
     return int(text)

@@ -9,6 +9,7 @@ from typing import Any
 from megatron_gvpo.cli import configured
 from megatron_gvpo.cli.terminal import loading, say
 from megatron_gvpo.cli.with_model import run_with_model
+from megatron_gvpo.runtime.heavy_imports import heavy_imports
 
 
 def add_parser(commands: Any) -> None:
@@ -34,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
     prepare(config)
 
     def evaluate() -> None:
-        with loading("the engine"):
+        with loading("the engine"), heavy_imports():
             from megatron_gvpo.sampling.source import evaluate
         say(json.dumps(evaluate(config, options.resume), indent=2))
 

@@ -63,8 +63,16 @@ def add_parser(commands: Any) -> None:
         "--resume", dest="how", action="store_const", const="--resume", default="", help="continue a run"
     )
     earlier.add_argument(
+        "--resume=auto",
+        dest="how",
+        action="store_const",
+        const="--resume=auto",
+        help="continue a run, or start one where there is none",
+    )
+    earlier.add_argument(
         "--overwrite", dest="how", action="store_const", const="--overwrite", help="replace a run"
     )
+    configured.add_allow_change(parser)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--dry-run", action="store_true", help="print the script and write nothing")
     what.add_argument("--submit", action="store_true", help="submit the job, too")
@@ -92,8 +100,9 @@ def run(options: argparse.Namespace) -> int:
         rollout_container=options.rollout_container,
         mounts=tuple(options.mount),
         how=options.how,
+        allow_change=tuple(options.allow_change),
     )
-    check(config, job)
+    check(config, job, shown=options.dry_run)
     script = slurm.render(config, options.config, job)
     if unseen := slurm.unseen(config, options.config, job):
         print(

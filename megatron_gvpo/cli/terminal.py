@@ -10,28 +10,39 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TextIO
+from typing import Any, TextIO, cast
+
+from megatron_gvpo.config.secrets import hide
 
 SILENCE = 1.0  # seconds before a notice says what is being loaded
+SCREENFUL = 2000  # characters of an error's message that are shown
 
 
 def say(text: str, file: TextIO | None = None) -> None:
     """Print on the first rank only."""
     if os.environ.get("RANK", "0") == "0":
-        print(text, file=file, flush=True)
+        print(hide(text), file=file, flush=True)
 
 
-def refuse(error: Exception, code: int = 2) -> int:
+def refuse(error: Exception, code: int = 2, everywhere: bool = False) -> int:
     """Print the error and return the exit code.
 
     Only the first rank of each node prints, because one node may lack what the others have. In a Slurm job
-    every rank prints, to its own log.
+    every rank prints, to its own log; with `everywhere`, for an error that one rank alone may have, always.
     """
     rank, logged = os.environ.get("RANK", "0"), "MEGATRON_GVPO_LOGS" in os.environ
     where = "" if rank == "0" or logged else f" on node {platform.node()} (rank {rank})"
-    if os.environ.get("LOCAL_RANK", "0") == "0" or logged:
-        print(f"error{where}: {error}", file=sys.stderr, flush=True)
+    alone = "WORLD_SIZE" not in os.environ  # other variables may be another job's
+    if os.environ.get("LOCAL_RANK", "0") == "0" or logged or alone or everywhere:
+        print(f"error{where}: {_readable(hide(str(error)))}", file=sys.stderr, flush=True)
     return code
+
+
+def _readable(text: str) -> str:
+    """At most a screenful of a text, without characters that move the cursor: it may hold a user's data."""
+    if len(text) > SCREENFUL:
+        text = f"{text[:SCREENFUL]} ... ({len(text) - SCREENFUL} more characters)"
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 @contextmanager
@@ -50,6 +61,45 @@ def loading(name: str) -> Iterator[None]:
         yield
     finally:
         notice.cancel()
+
+
+class _Outliving:
+    """A text stream that drops what can no longer be printed."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with self._dropped():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._dropped():
+            self._stream.flush()
+
+    @contextmanager
+    def _dropped(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError:  # the stream keeps the text and would fail again at the next one, and at exit
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+
+
+@contextmanager
+def outliving_terminal() -> Iterator[None]:
+    """Inside, a terminal that has gone, or a pipe whose reader has (`| tee` after Ctrl-C), ends no run."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = cast(TextIO, _Outliving(before[0])), cast(TextIO, _Outliving(before[1]))
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
 
 
 def quieten() -> None:

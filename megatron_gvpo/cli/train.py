@@ -12,8 +12,10 @@ from types import FrameType
 from typing import Any
 
 from megatron_gvpo.cli import configured
-from megatron_gvpo.cli.terminal import loading, say
+from megatron_gvpo.cli.terminal import loading, outliving_terminal, say
 from megatron_gvpo.cli.with_model import run_with_model
+from megatron_gvpo.runtime.heavy_imports import heavy_imports
+from megatron_gvpo.runtime.signals import stopping_signals
 
 
 def add_parser(commands: Any) -> None:
@@ -21,20 +23,33 @@ def add_parser(commands: Any) -> None:
     configured.add_arguments(parser)
     earlier = parser.add_mutually_exclusive_group()
     earlier.add_argument("--resume", action="store_true", help="continue from the newest complete checkpoint")
+    earlier.add_argument(
+        "--resume=auto",
+        dest="resume",
+        action="store_const",
+        const="auto",
+        help="continue if there is a checkpoint, and start otherwise, as jobs do",
+    )
     earlier.add_argument("--overwrite", action="store_true", help="replace an earlier run in output_dir")
+    configured.add_allow_change(parser)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Check the configuration, then train: here, or in the ranks that it starts. Raises ConfigError."""
-    with ExitStack() as starting:
+    with outliving_terminal(), ExitStack() as starting:
         starting.enter_context(_ends_at_once())
         from megatron_gvpo.config.preflight import preflight
+        from megatron_gvpo.runs.earlier import earlier_of, finished
         from megatron_gvpo.runtime.environment import prepare
 
         config = configured.load(options)
-        fresh = not (options.resume or options.overwrite)
-        preflight(config, "train", configured.world_size(options), fresh=fresh)
+        earlier = earlier_of(options.resume, options.overwrite)
+        allowed = options.allow_change
+        preflight(config, "train", configured.world_size(options), earlier=earlier, allowed=allowed)
+        if options.resume and "WORLD_SIZE" not in os.environ and (said := finished(config)) is not None:
+            say(said)
+            return 0
         if configured.is_launcher(options):
             from megatron_gvpo.runtime.launch import launch
 
@@ -42,12 +57,17 @@ def run(options: argparse.Namespace) -> int:
         prepare(config)
 
         def train() -> None:
-            with loading("the trainer"):
+            with loading("the trainer"), heavy_imports():
                 from megatron_gvpo.callbacks import Recorder
                 from megatron_gvpo.trainer import Trainer
             with loading(f"the model {config.model.path}"):
                 trainer = Trainer(
-                    config, [Recorder()], resume=options.resume, overwrite=options.overwrite, checked=True
+                    config,
+                    [Recorder()],
+                    resume=options.resume,
+                    overwrite=options.overwrite,
+                    allow_change=options.allow_change,
+                    checked=True,
                 )
             starting.close()
             trainer.fit()
@@ -57,13 +77,13 @@ def run(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _ends_at_once() -> Iterator[None]:
-    """Until training begins, SIGTERM and SIGUSR1 end the process with a message, even during an import."""
+    """Until training begins, a signal to stop ends the process with a message, even during an import."""
 
     def end(number: int, frame: FrameType | None) -> None:
         say("stopped on request before training began; nothing was written", sys.stderr)
         os._exit(128 + number)
 
-    previous = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    previous = {number: signal.signal(number, end) for number in stopping_signals()}
     try:
         yield
     finally:

@@ -2,41 +2,48 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from collections.abc import Callable
 
 from megatron_gvpo.cli.terminal import loading, quieten, refuse, say
 from megatron_gvpo.config.errors import ConfigError
+from megatron_gvpo.runtime.heavy_imports import heavy_imports
 
 
 def run_with_model(work: Callable[[], None]) -> int:
     """Load the libraries, do the work, leave the process group; returns the exit code.
 
-    Errors that a user can mend are printed as one line. All others are raised, and the process group is left
-    as it is: the error may be this rank's alone, and the other ranks be waiting for it.
+    Errors that a user can mend are printed as one line, and all others raised. For these, for an error in a
+    user's function, and for a model whose logits are not finite, the process group is left as it is: the
+    error may be this rank's alone, and the other ranks be waiting for it.
     """
     quieten()
-    with loading("torch"):
+    with loading("torch"), heavy_imports():
         import torch  # noqa: F401
-    with loading("Megatron"):
+    with loading("Megatron"), heavy_imports():
+        from megatron_gvpo.megatron import parallel  # before megatron-core itself, which it prepares
         from megatron_gvpo.megatron.checkpoint.sharded import CheckpointError
-        from megatron_gvpo.megatron.parallel import shut_down
-    with loading("transformers"):
+    with loading("transformers"), heavy_imports():
         from megatron_gvpo.callbacks import OutputError
         from megatron_gvpo.data.prompts import DataError
         from megatron_gvpo.rollout.request import RolloutError
         from megatron_gvpo.runtime.signals import Interrupted
+        from megatron_gvpo.runtime.user_functions import UserFunctionError
+    gc.freeze()  # what the libraries made stays to the end: later collections need not look through it
 
     code = 0
     try:
         work()
-    except Interrupted:
-        say("stopped on request; the checkpoint is complete: continue with `train ... --resume`")
+    except Interrupted as stopped:
+        say(f"stopped on request; {stopped}: continue with `train ... --resume`")
     except (ConfigError, DataError) as error:
         code = refuse(error)
     except (CheckpointError, OutputError, RolloutError) as error:
         code = refuse(error, code=1)
+    except (UserFunctionError, FloatingPointError) as error:
+        return refuse(error, code=1, everywhere=True)
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
-    shut_down()
+    parallel.shut_down()
     return code

@@ -159,7 +159,7 @@ def _pairs(names: list[str], gpu: Gpu | None) -> tuple[list[str], list[str]]:
     rates = [float(rate) for rate in all_gather_msgpack(statistics.median(reached) if reached else 0.0)]
     usual = statistics.median(rates)
     problems = [
-        f"{name}: {rate:.2f} GB/s with other ranks, and {usual:.2f} is usual here"
+        f"{name}: {rate:.2f} GB/s with other ranks; the median rank reaches {usual:.2f}"
         for name, rate in zip(names, rates, strict=True)
         if rate < SLOW * usual
     ]
@@ -167,7 +167,7 @@ def _pairs(names: list[str], gpu: Gpu | None) -> tuple[list[str], list[str]]:
     if gpu is not None and usual < SLOW * gpu.network_gb_per_s * gpu.network_fraction:
         expected = gpu.network_gb_per_s * gpu.network_fraction
         problems.append(
-            f"pairs of ranks reach {usual:.2f} GB/s, and {expected:.0f} are expected of {gpu.name}"
+            f"pairs of ranks reach {usual:.2f} GB/s, less than the {expected:.0f} expected of {gpu.name}"
         )
     return [f"between pairs of ranks: {usual:.2f} GB/s"], problems
 
@@ -207,7 +207,9 @@ def _all_reduce(names: list[str], gpu: Gpu | None) -> tuple[list[str], list[str]
     rate = 2 * (world - 1) / world * data.nbytes / seconds / 1e9
     problems = []
     if gpu is not None and world > 1 and rate < SLOW * (reach := gpu.network_gb_per_s * gpu.network_fraction):
-        problems.append(f"an all-reduce reaches {rate:.2f} GB/s, and {reach:.0f} are expected of {gpu.name}")
+        problems.append(
+            f"an all-reduce reaches {rate:.2f} GB/s, less than the {reach:.0f} expected of {gpu.name}"
+        )
     return [f"all-reduce over {world} ranks: {rate:.2f} GB/s"], problems
 
 

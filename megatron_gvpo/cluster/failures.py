@@ -58,11 +58,11 @@ def _unrecorded(logs: Path) -> Iterator[Failure]:
                 continue
             node, problem = _node_of(logs, rank), f"exit code {code}"
             if code < 0:
-                why = ": often for want of memory, see `dmesg`" if -code == signal.SIGKILL else ""
+                why = ": often because memory ran out, see `dmesg`" if -code == signal.SIGKILL else ""
                 problem = f"killed by {signal.Signals(-code).name}{why}"
             elif not (logs / f"rank_{rank:05}.log").exists():
                 said = text[: text.find(_TORCHRUN)].rpartition("\n")[0]
-                node, problem = page["host"], f"{problem}, before its log began; {log} says\n{_last(said)}"
+                node, problem = page["host"], f"{problem}, before it began its log; {log} says\n{_last(said)}"
             # torchrun notices a dead rank late. Other ranks may have failed by then for the lost connection.
             moment = datetime.fromisoformat(page["time"].replace("_", "T")).timestamp() - 1.0
             yield Failure(rank, moment, node, problem)
@@ -92,7 +92,7 @@ def describe(logs: Path) -> str | None:
     if "Traceback" not in first.problem and log.exists():
         text += f"\n{log} ends with\n{_tail(log)}"
     if others:
-        text += f"\nafter it failed rank {', '.join(str(other.rank) for other in others[:8])}"
+        text += f"\nranks that failed after it: {', '.join(str(other.rank) for other in others[:8])}"
         text += f" and {len(others) - 8} more" if len(others) > 8 else ""
     return f"{text}\nthe logs of all ranks: {logs}"
 

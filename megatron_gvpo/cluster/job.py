@@ -9,6 +9,7 @@ from typing import Literal
 from megatron_gvpo.config.errors import ConfigError
 from megatron_gvpo.config.preflight import preflight
 from megatron_gvpo.config.schema import Config
+from megatron_gvpo.runs.earlier import Earlier
 
 SHORTEST_NOTICE = 120  # seconds; Slurm may send its signal up to a minute early
 # sbatch options that the script sets itself, each with the option that a user should change instead.
@@ -16,12 +17,19 @@ OWN = {
     "--nodes": "--nodes and --rollout-nodes",
     "--ntasks": "--ranks-per-node",
     "--ntasks-per-node": "--ranks-per-node",
-    "--array": "a job for each configuration",
+    "--array": "one job for each configuration",
     "--output": "output_dir",
     "--open-mode": "output_dir",
     "--signal": "--save-before",
-    "--requeue": "nothing: it is",
+    "--requeue": "no option: a job is always requeued",
     "--no-requeue": "scancel",
+}
+# `train`'s options for an earlier run, as `preflight` calls them.
+EARLIER: dict[str, Earlier] = {
+    "": "refuse",
+    "--resume": "resume",
+    "--resume=auto": "auto",
+    "--overwrite": "overwrite",
 }
 SHORT = {"-N": "--nodes", "-n": "--ntasks", "-a": "--array", "-o": "--output", "-t": "--time"}
 
@@ -39,23 +47,30 @@ class Job:
     container: str | None = None  # image for the ranks: Apptainer runs a .sif file, pyxis any other
     rollout_container: str | None = None  # image for the servers; None: the same as `container`
     mounts: tuple[str, ...] = ()  # directories that the containers see, besides the working directory
-    how: Literal["", "--resume", "--overwrite"] = ""  # `train`'s option at the first start
+    # `train`'s option at the first start.
+    how: Literal["", "--resume", "--resume=auto", "--overwrite"] = ""
+    allow_change: tuple[str, ...] = ()  # the keys that may differ from those of a run that is resumed
 
 
-def check(config: Config, job: Job) -> None:
-    """Raises ConfigError for a job that could not run, so that it does not wait in a queue first."""
+def check(config: Config, job: Job, shown: bool = False) -> None:
+    """Raises ConfigError for a job that could not run, so that it does not wait in a queue first.
+
+    `shown`: the job is only to be shown, so an earlier run in its output directory is no obstacle.
+    """
     if job.nodes < 1 or job.rollout_nodes < 0 or job.ranks_per_node < 1:
         raise ConfigError("--nodes and --ranks-per-node must be at least 1, --rollout-nodes at least 0")
     if job.save_before < SHORTEST_NOTICE:
-        raise ConfigError(f"--save-before {job.save_before}: at least {SHORTEST_NOTICE} seconds")
+        raise ConfigError(f"--save-before {job.save_before}: must be at least {SHORTEST_NOTICE} seconds")
     _check_options(job)
     _check_containers(config, job)
     if "%" in config.output_dir or not config.output_dir.isprintable():
         raise ConfigError(
-            f"output_dir={config.output_dir!r}: Slurm replaces what follows a % in the names of a job's "
-            "outputs, and takes no line breaks; choose a name without"
+            f"output_dir={config.output_dir!r}: Slurm expands % in the name of a job's output file, and "
+            "allows no line break there; choose a name without them"
         )
-    preflight(config, "slurm", job.nodes * job.ranks_per_node, fresh=not job.how)
+    earlier = None if shown else EARLIER[job.how]
+    ranks = job.nodes * job.ranks_per_node
+    preflight(config, "slurm", ranks, earlier=earlier, allowed=job.allow_change)
     servers = config.rollout.servers
     if not config.rollout.uses_servers:
         if job.rollout_nodes:
@@ -64,7 +79,9 @@ def check(config: Config, job: Job) -> None:
                 "the trainer's own processes; choose rollout.engine=sglang or vllm"
             )
     elif servers.urls:
-        raise ConfigError("rollout.servers.urls: leave it out, the job starts its own servers and knows them")
+        raise ConfigError(
+            "rollout.servers.urls: remove this key; the job starts the servers and passes on their addresses"
+        )
     elif job.gpus and servers.count * servers.tp > job.ranks_per_node:
         raise ConfigError(
             f"rollout.servers.count={servers.count} x rollout.servers.tp={servers.tp} needs more than the "
@@ -73,29 +90,34 @@ def check(config: Config, job: Job) -> None:
     elif job.gpus and job.rollout_nodes and servers.colocated:
         raise ConfigError(
             f"rollout.servers.colocated=true: with --rollout-nodes {job.rollout_nodes} the servers have GPUs "
-            "of their own; leave it out"
+            "of their own; remove this key"
         )
     elif job.gpus and not job.rollout_nodes and not servers.colocated:
         raise ConfigError(
-            "rollout.servers.colocated=false: without --rollout-nodes the servers are on the trainer's GPUs, "
-            "which cannot hold both at once. Let them take turns, rollout.servers.colocated=true with "
-            "rollout.weights.transport=shared, or give them nodes"
+            "rollout.servers.colocated=false: without --rollout-nodes the servers run on the trainer's GPUs, "
+            "which cannot hold both at once; set rollout.servers.colocated=true and "
+            "rollout.weights.transport=shared, so that they take turns, or give the servers --rollout-nodes"
         )
 
 
 def _check_options(job: Job) -> None:
     for option in job.sbatch:
         if not option.startswith("-"):
-            raise ConfigError(f"--sbatch={option}: sbatch's options begin with -, as --sbatch=--{option}")
+            raise ConfigError(
+                f"--sbatch={option}: options of sbatch begin with a dash; write --sbatch=--{option}"
+            )
         if not option.isprintable():
-            raise ConfigError(f"--sbatch={option!r}: an option is one line; repeat --sbatch for another")
+            raise ConfigError(
+                f"--sbatch={option!r}: an option is one line of text; repeat --sbatch for another"
+            )
         name, value = _parsed(option)
         if name in OWN:
-            raise ConfigError(f"--sbatch={option}: the job says {name} itself; for this there is {OWN[name]}")
+            raise ConfigError(f"--sbatch={option}: the job sets {name} itself; use {OWN[name]} instead")
         if name == "--time" and 0 < (_seconds(value) or 0) <= job.save_before:
             raise ConfigError(
-                f"--sbatch={option}: {job.save_before} s before this limit the job saves and starts again, "
-                f"which would be at once; give it longer, or less --save-before (at least {SHORTEST_NOTICE})"
+                f"--sbatch={option}: the job saves and requeues itself {job.save_before} s before this "
+                "limit, so it would stop as soon as it starts; give a longer limit, or less --save-before "
+                f"(at least {SHORTEST_NOTICE})"
             )
 
 
@@ -131,10 +153,13 @@ def _check_containers(config: Config, job: Job) -> None:
         )
     for mount in job.mounts:
         if job.container is None and job.rollout_container is None:
-            raise ConfigError(f"--mount {mount}: without --container the job sees what the nodes see")
+            raise ConfigError(
+                f"--mount {mount}: needs --container; without one, the job sees the nodes' own files"
+            )
         if {*mount} & {",", ":"}:
             raise ConfigError(
-                f"--mount {mount}: a directory, which has the same name inside; repeat --mount for another"
+                f"--mount {mount}: expected one directory, which has the same path in the container; repeat "
+                "--mount for another"
             )
 
 

@@ -17,6 +17,8 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 
+from megatron_gvpo.config.secrets import hide
+
 
 def main() -> int:
     name = f"rank_{int(os.environ['RANK']):05}"
@@ -29,8 +31,9 @@ def main() -> int:
         code = _program() if sys.argv[1].endswith(".py") else _command()
     except Exception:
         with suppress(OSError):  # if the error is a full disk, it cannot be recorded
-            _record(logs / f"{name}.failed.json", traceback.format_exc())
-            traceback.print_exc()
+            problem = hide(traceback.format_exc())
+            _record(logs / f"{name}.failed.json", problem)
+            print(problem, end="", file=sys.stderr)
             sys.stderr.flush()
         os._exit(1)  # an orderly shutdown of the communicators would wait for the other ranks
     if code:  # the command has printed its error to the log

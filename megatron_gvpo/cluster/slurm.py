@@ -57,6 +57,7 @@ def render(config: Config, given: Sequence[str], job: Job, program: str = "train
         served=served,
         servers=config.rollout.servers.count,
         how=job.how or "''",
+        allowed=shlex.join(word for key in job.allow_change for word in ("--allow-change", key)),
         python=python,
         rollout_python="python3" if rollout_image else shlex.quote(sys.executable),
         host_python=shlex.quote(sys.executable),
@@ -123,15 +124,17 @@ def submit(script: Path) -> str:
     """Submits the script with sbatch and returns the job's number. Raises SlurmError if Slurm refuses it."""
     if shutil.which("sbatch") is None:
         raise SlurmError(
-            "sbatch is not here: run this where Slurm's commands are, or there `sbatch "
-            f"{shlex.quote(str(script))}`"
+            "there is no sbatch on this machine: run this command where Slurm is installed, or submit the "
+            f"script there: `sbatch {shlex.quote(str(script))}`"
         )
     try:
         done = subprocess.run(
             ["sbatch", "--parsable", str(script)], capture_output=True, text=True, timeout=SECONDS_TO_SUBMIT
         )
     except subprocess.TimeoutExpired:
-        raise SlurmError(f"sbatch gave no answer in {SECONDS_TO_SUBMIT} s: see `scontrol ping`") from None
+        raise SlurmError(
+            f"sbatch did not answer within {SECONDS_TO_SUBMIT} s; `scontrol ping` says why"
+        ) from None
     if done.returncode:
         words = done.stderr.strip()
         raise SlurmError(f"{words}\n{_advice(words)} The script is {script}.")
@@ -154,13 +157,13 @@ def _advice(words: str) -> str:
     """Returns advice to the user about an error or a pending reason of Slurm; empty if there is none."""
     sinfo = _ask("sinfo", "--noheader", "--format=%R (%D nodes of %c CPUs, %G; limit %l)")
     partitions = ", ".join(sinfo.replace("(null)", "no GPUs").splitlines())
-    there = f"Here there are: {partitions or 'no partitions'}."
+    there = f"This cluster has: {partitions or 'no partitions'}."
     advice = {
         "invalid partition": f"Name one with --sbatch=--partition=NAME. {there}",
         "time ?limit": f"Give a shorter --sbatch=--time=LIMIT. {there}",
         "node|partition": f"Ask for less, or for another partition with --sbatch=--partition=NAME. {there}",
         "account": "Name yours with --sbatch=--account=NAME; `sacctmgr show associations` lists them.",
-        "unable to contact": "Slurm's controller is down or unknown here: see `scontrol ping`.",
+        "unable to contact": "Slurm's controller is down, or unknown to this machine: see `scontrol ping`.",
     }
     return next((text for key, text in advice.items() if re.search(key, words, re.IGNORECASE)), "")
 

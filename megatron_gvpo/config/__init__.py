@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -11,8 +12,7 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     """Import a name of `megatron_gvpo.config.schema` when it is first used: the schema takes 0.3 s."""
-    from megatron_gvpo.config import schema
-
+    schema = import_module("megatron_gvpo.config.schema")  # `from ... import` would ask this function again
     if name in schema.__all__:
         return getattr(schema, name)
     raise AttributeError(f"module 'megatron_gvpo.config' has no attribute {name!r}")

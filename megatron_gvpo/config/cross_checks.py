@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megatron_gvpo.algorithms.base import STEP_START
 from megatron_gvpo.weights.transports import transport_class
 
 if TYPE_CHECKING:
     from megatron_gvpo.config.schema import Config
+
+MOST_RESPONSES = 10**7  # of a step: gigabytes on the host
 
 
 def check_combinations(config: Config) -> None:
@@ -18,10 +21,12 @@ def check_combinations(config: Config) -> None:
         _engine,
         _router_replay,
         _data,
+        _rewards,
         _components,
         _evaluation,
         _schedule,
         _offload,
+        _fp8_weights,
     ):
         check(config)
 
@@ -50,6 +55,11 @@ def _batch(config: Config) -> None:
         raise ValueError(
             f"train.mini_batches={train.mini_batches} does not divide "
             f"train.prompts_per_step={train.prompts_per_step}: every optimizer update takes whole groups"
+        )
+    if train.prompts_per_step * n > MOST_RESPONSES:
+        raise ValueError(
+            f"train.prompts_per_step={train.prompts_per_step} x rollout.n={n}: more than {MOST_RESPONSES} "
+            "responses a step, which every rank holds"
         )
     for place in algorithm.sized(config.rollout.max_tokens).blocks_inside():
         if (problem := place.block.problem()) is not None:
@@ -87,6 +97,11 @@ def _engine(config: Config) -> None:
                     f"rollout.{name} has no effect with rollout.engine={rollout.engine}, which generates in "
                     "the trainer's own processes: choose sglang or vllm, or leave it out"
                 )
+    if "--trust-remote-code" in rollout.servers.args and not config.model.trust_remote_code:
+        raise ValueError(
+            "rollout.servers.args: --trust-remote-code, and model.trust_remote_code=false: set the latter, "
+            "which holds for trainer and servers"
+        )
     if rollout.servers.colocated and rollout.async_steps:
         raise ValueError(
             f"rollout.async_steps={rollout.async_steps}: servers that have the trainer's own "
@@ -145,6 +160,32 @@ def _data(config: Config) -> None:
         )
 
 
+def _rewards(config: Config) -> None:
+    """Check that the methods that learn from rewards have some."""
+    algorithm, components = config.algorithm, config.rewards.components
+    if config.data.eval is not None and not components:
+        raise ValueError(
+            "rewards.components=[]: data.eval is given, and evaluation counts the first component: name one, "
+            "as [{name: math}]"
+        )
+    if not algorithm.samples_from_policy or any(p.block.makes_rewards for p in algorithm.blocks_inside()):
+        return
+    readers = [f"algorithm.loss={algorithm.loss.name}"] if algorithm.loss.signal != "none" else []
+    readers += [
+        f"algorithm.{place.label}" for place in algorithm.blocks_inside() if place.block.needs_rewards
+    ]
+    if readers and not components:
+        raise ValueError(
+            f"rewards.components=[]: {readers[0]} learns from rewards, and all would be 0: name one, as "
+            "[{name: math}]"
+        )
+    if readers and not any(c.weight for c in components) and not any(algorithm.blocks_on_components()):
+        raise ValueError(
+            f"rewards.components: all weights are 0, so all rewards would be, and {readers[0]} learns from "
+            "them"
+        )
+
+
 def _components(config: Config) -> None:
     """Check that the reward has the components that blocks read by name."""
     algorithm, known = config.algorithm, [component.name for component in config.rewards.components]
@@ -200,3 +241,19 @@ def _offload(config: Config) -> None:
             f"optimizer.offload_fraction={fraction} is not possible with model.fp8.weights=true: Megatron "
             "would make the host's masters of weights that are rounded to FP8 already; use weights=false"
         )
+
+
+def _fp8_weights(config: Config) -> None:
+    """Refuse what copies weights as plain memory: Transformer Engine keeps FP8 weights in several tensors."""
+    if config.model.fp8 is None or not config.model.fp8.weights:
+        return
+    reason = None
+    if config.rollout.servers.colocated:
+        reason = "rollout.servers.colocated=true: the weights' memory could not be given to the servers"
+    elif any(reference != STEP_START for reference in config.algorithm.reference_policies):
+        reason = (
+            "a reference policy with weights of its own: when it has scored, the policy's would be rounded "
+            "to FP8 once more"
+        )
+    if reason:
+        raise ValueError(f"model.fp8.weights=true is not possible with {reason}; use weights=false")

@@ -4,21 +4,42 @@ from __future__ import annotations
 
 import difflib
 import re
+import reprlib
 import typing
 from collections.abc import Sequence
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from megatron_gvpo.config.plain_values import cut
+from megatron_gvpo.config.secrets import hide
+
+MOST, LONGEST = 20, 400  # errors shown, and characters of each
+_NUMBER = re.compile(r"[-+]?(0|[1-9]\d{0,20})?(\.\d{0,20})?([eE][-+]?\d{1,3})?")
+_ALTERNATIVES = ("str", "int", "constrained-int")  # pydantic's names for them in `str | int`
+
+
+class _Brief(reprlib.Repr):
+    """Python's notation of values, shortened, without secrets."""
+
+    def repr_str(self, x: str, level: int) -> str:
+        return super().repr_str(hide(x), level)
+
+
+_BRIEF = _Brief(maxstring=100, maxother=100, maxlong=40, maxlevel=3, maxdict=6, maxlist=10)
+
 
 def explain(error: ValidationError, root: type[BaseModel]) -> str:
     """One line per error: `key: what is wrong (value)`, with the nearest known name for an unknown one.
 
+    Of many errors the first are shown, and of long values the beginning.
+
     `root`: the model that was validated.
     """
-    lines = []
+    lines: list[str] = []
     for item in error.errors():
         key, siblings = _locate(item["loc"], root)
+        key = cut(key)
         context, given = item.get("ctx", {}), item["input"]
         match item["type"]:
             case "extra_forbidden":
@@ -31,14 +52,30 @@ def explain(error: ValidationError, root: type[BaseModel]) -> str:
             case "union_tag_not_found":
                 lines.append(f"{key}.name: missing; it says which one is meant")
             case "model_type" | "model_attributes_type" | "dict_type":
-                lines.append(f"{key}: expected settings as `key: value`, found {given!r}")
+                lines.append(f"{key}: expected settings as `key: value`, found {_shown(given)}")
             case "tuple_type" | "list_type":
-                lines.append(f"{key}: expected a list, as [a, b], found {given!r}")
+                lines.append(f"{key}: expected a list, as [a, b], found {_shown(given)}")
+            case "int_type" | "float_type" if isinstance(given, str) and _NUMBER.fullmatch(given):
+                lines.append(f"{key}: expected a number, found text: write it without quotes ({given!r})")
             case _:
                 message = item["msg"].removeprefix("Value error, ")
-                shown = f" (given: {given!r})" if key and not isinstance(given, dict | BaseModel) else ""
+                simple = key and not isinstance(given, dict | BaseModel)
+                shown = f" (given: {_shown(given)})" if simple else ""
+                if key and lines and lines[-1].startswith(f"{key}: "):  # the next alternative of a union
+                    message = f"{lines.pop().removeprefix(f'{key}: ').removesuffix(shown)}, or {message}"
                 lines.append(f"{key}: {message}{shown}" if key else message)
-    return "\n".join(lines)
+    lines = [hide(line) for line in lines]
+    lines = [line if len(line) <= LONGEST else line[: LONGEST - 3] + "..." for line in lines]
+    more = [f"and {len(lines) - MOST} more errors"] if len(lines) > MOST else []
+    return "\n".join(lines[:MOST] + more)
+
+
+def _shown(value: Any) -> str:
+    """A value as Python writes it; of a long one the beginning, without writing all of it."""
+    try:
+        return _BRIEF.repr(value)
+    except ValueError:  # an integer of more digits than Python writes
+        return "a very large number"
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:
@@ -56,6 +93,8 @@ def _locate(loc: Sequence[int | str], root: type[BaseModel]) -> tuple[str, list[
         if tagged and not found:
             sections = tagged  # pydantic adds a union's tag to the path; the file has no level for it
             continue
+        if not sections and part in _ALTERNATIVES:
+            continue  # of a union, which the file has no level for either
         key.append(str(part))
         beside = sections
         if not isinstance(part, int):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from megatron_gvpo.config.section import Section
+from megatron_gvpo.config.section import EVERY_KEY, Section
 
 OffloadedModule = Literal[
     "attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"
@@ -15,6 +15,8 @@ RecomputedModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "s
 
 
 class ParallelConfig(Section):
+    free_keys = EVERY_KEY
+
     tp: PositiveInt = 1  # Tensor-parallel ranks.
     pp: PositiveInt = 1  # Pipeline-parallel ranks.
     vpp: PositiveInt = 1  # Interleaved pipeline: stages of each pipeline rank.
@@ -39,7 +41,8 @@ class ParallelConfig(Section):
     offload_layers: NonNegativeInt = 0
     # Parts of all layers whose inputs wait in host memory for the backward. On GPUs only.
     offload_modules: tuple[OffloadedModule, ...] = ()
-    timeout_seconds: PositiveInt = 1800  # Seconds after which a collective that hangs ends the run.
+    # Seconds after which a collective that hangs ends the run.
+    timeout_seconds: int = Field(1800, gt=0, le=10**6)
 
     @model_validator(mode="after")
     def _possible(self) -> Self:

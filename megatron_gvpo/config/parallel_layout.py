@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_gvpo.config.errors import ConfigError
+from megatron_gvpo.config.lengths import check_lengths
 from megatron_gvpo.config.schema import Config, ModelConfig, ParallelConfig, read_model_config
 from megatron_gvpo.config.supported_models import check_family, experts
 
@@ -50,7 +51,8 @@ def check_layout(config: Config, world_size: int) -> None:
             f"rollout.router_replay=true: model.path={config.model.path} has no experts to choose "
             "from; leave it out"
         )
-    _check_lengths(config, model)
+    check_lengths(config, model)
+    _check_stop_tokens(config, model)
     _check_shared_prompts(config, model)
     if (critic := config.algorithm.critic) is not None and critic.path is not None:
         theirs = read_model_config(critic.path, "algorithm.critic.path")
@@ -123,13 +125,19 @@ def _check_widths(parallel: ParallelConfig, model: dict[str, Any]) -> None:
                 f"parallel.tp={parallel.tp} does not divide the model's {name}={size}; "
                 f"possible: {_divisors(math.gcd(*sizes.values()))}"
             )
+    if model.get("kv_lora_rank") and parallel.tp > 1 and not parallel.sequence_parallel:
+        raise ConfigError(
+            f"parallel.tp={parallel.tp} with latent attention (kv_lora_rank) needs "
+            "parallel.sequence_parallel=true: otherwise megatron-core leaves the other ranks' heads out of "
+            "the gradient of the rotary key that all heads share"
+        )
     if parallel.cp > 1 and parallel.cp_exchange == "a2a":
-        for name in heads:
-            here = model.get(name, parallel.tp) // parallel.tp
+        for name in [name for name in heads if name in sizes]:
+            here = sizes[name] // parallel.tp
             if here % parallel.cp:
                 raise ConfigError(
                     f"parallel.cp={parallel.cp} with cp_exchange=a2a gives every rank whole heads, and "
-                    f"{name}={model[name]} with parallel.tp={parallel.tp} leaves {here}; use cp_exchange=p2p"
+                    f"{name}={sizes[name]} with parallel.tp={parallel.tp} leaves {here}; use cp_exchange=p2p"
                 )
 
 
@@ -222,18 +230,13 @@ def _check_shared_prompts(config: Config, model: dict[str, Any]) -> None:
         raise ConfigError(f"train.share_prompts=true is not possible here: {reason}; leave it out")
 
 
-def _check_lengths(config: Config, model: dict[str, Any]) -> None:
-    room = model.get("max_position_embeddings")
-    responses = {}
-    if config.algorithm.samples_from_policy:
-        responses["rollout.max_tokens"] = config.rollout.max_tokens
-    if config.data.eval is not None:
-        responses["eval.sampling.max_tokens"] = config.eval.sampling.max_tokens
-    for name, tokens in responses.items():
-        if room and config.data.max_prompt_tokens + tokens > room:
+def _check_stop_tokens(config: Config, model: dict[str, Any]) -> None:
+    vocabulary = model.get("vocab_size", math.inf)
+    for key, sampling in (("rollout", config.rollout), ("eval.sampling", config.eval.sampling)):
+        if beyond := [token for token in sampling.stop_token_ids if token >= vocabulary]:
             raise ConfigError(
-                f"data.max_prompt_tokens={config.data.max_prompt_tokens} plus {name}={tokens} exceeds the "
-                f"model's max_position_embeddings={room}"
+                f"{key}.stop_token_ids={list(sampling.stop_token_ids)}: the model's vocab_size={vocabulary} "
+                f"has no token {beyond[0]}"
             )
 
 

@@ -2,39 +2,75 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+from importlib.metadata import version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Literal
 
 from megatron_gvpo.config.errors import ConfigError
-from megatron_gvpo.config.output_dir import check_output_dir, refuse_earlier_run
+from megatron_gvpo.config.output_dir import check_output_dir
 from megatron_gvpo.config.parallel_layout import check_layout
-from megatron_gvpo.config.schema import Config
+from megatron_gvpo.config.schema import Config, read_model_config
+from megatron_gvpo.megatron.model.attention_kernel import Attention, check_attention, has_flash_attention
+from megatron_gvpo.observe.gpus import list_gpus
+from megatron_gvpo.runs.earlier import Earlier, check_earlier_run, newest_step
+from megatron_gvpo.runs.lock import check_unlocked
+from megatron_gvpo.runs.record import check_unchanged
 from megatron_gvpo.runtime.user_functions import check_source
 
 Command = Literal["train", "eval", "export", "slurm"]
 
 
-def preflight(config: Config, command: Command, world_size: int, *, fresh: bool = True) -> None:
+def preflight(
+    config: Config,
+    command: Command,
+    world_size: int,
+    *,
+    earlier: Earlier | None = None,
+    allowed: Sequence[str] = (),
+) -> None:
     """Raise ConfigError if `command` cannot run with this configuration in `world_size` processes.
 
     The command line calls it before it loads torch, `Trainer` for Python users, and `slurm` before the job
     waits in a queue. `slurm` asks for a job that trains, on `world_size` ranks of other machines.
 
-    `fresh`: the run is to start in an output directory without an earlier run (neither --resume nor
-    --overwrite was given). Only `train` and `slurm` write there, so other commands ignore it.
+    `earlier`: how `train` or `slurm` treats an earlier run in the output directory; None does not look.
+    `allowed`: the keys that change the mathematics and may differ from those of the run that is resumed.
     """
     trains = command in ("train", "slurm")
     check_layout(config, world_size)
+    if command in ("train", "eval"):
+        _check_attention(config)
     if trains:
         check_output_dir(config)
-        if fresh:
-            refuse_earlier_run(config.output_dir)
+        if command == "train":  # a job may wait in the queue for the end of the run before it
+            check_unlocked(config.output_dir)
+        if earlier is not None:
+            check_earlier_run(config, earlier)
+            if allowed and earlier in ("refuse", "overwrite"):
+                raise ConfigError(f"--allow-change {allowed[0]}: nothing is compared without --resume")
+            if earlier in ("resume", "auto") and newest_step(Path(config.output_dir)) is not None:
+                check_unchanged(config, allowed)
     if command == "train":  # a job's nodes, or its container, may have what this machine lacks
         _check_loggers(config)
     if command == "eval" and config.data.eval is None:
         raise ConfigError("data.eval is missing: it names the held-out prompts")
     if command == "eval" or (trains and config.samples_responses):
         _check_rewards(config)
+
+
+def _check_attention(config: Config) -> None:
+    """The GPUs of this machine, where torch will use them, must have an attention kernel for packs."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or version("torch").endswith("+cpu"):
+        return
+    shape = read_model_config(config.model.path)
+    for capability in {gpu.compute_capability for gpu in list_gpus()}:
+        if capability is None:
+            continue
+        attention = Attention.of(config.model, config.parallel, config.train.deterministic, shape)
+        check_attention(attention, capability, has_flash_attention())
 
 
 def _check_loggers(config: Config) -> None:

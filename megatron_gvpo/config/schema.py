@@ -12,8 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.algorithms.recipe import merge
@@ -21,6 +20,8 @@ from megatron_gvpo.config.cross_checks import check_combinations
 from megatron_gvpo.config.errors import ConfigError
 from megatron_gvpo.config.explain import explain
 from megatron_gvpo.config.parallel import ParallelConfig
+from megatron_gvpo.config.plain_values import check_plain, cut
+from megatron_gvpo.config.secrets import literal_secrets, resolve
 from megatron_gvpo.config.section import LocalPath, Section
 from megatron_gvpo.config.sections import (
     CheckpointConfig,
@@ -38,7 +39,8 @@ from megatron_gvpo.config.sections import (
     TrainConfig,
 )
 from megatron_gvpo.config.servers import ServersConfig, WeightSyncConfig
-from megatron_gvpo.config.yaml import Loader
+from megatron_gvpo.config.yaml import parse_value, read_yaml
+from megatron_gvpo.runtime.user_functions import load_function
 
 __all__ = [
     "AlgorithmConfig",
@@ -69,6 +71,8 @@ __all__ = [
 
 
 class Config(Section):
+    free_keys = ("output_dir",)
+
     output_dir: LocalPath  # The directory that the run writes: metrics, checkpoints, the exported model.
     model: ModelConfig
     data: DataConfig
@@ -92,10 +96,42 @@ class Config(Section):
         """The checkpoint directory that rollout servers start with."""
         return self.rollout.servers.model_path or self.model.path
 
+    @model_validator(mode="before")
+    @classmethod
+    def _with_secrets(cls, values: Any) -> Any:
+        return resolve(values)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _evaluate_as_sampled(cls, values: Any) -> Any:
+        """Give `eval.sampling` the keys of `rollout` that it does not have."""
+        rollout = _given(values, "rollout")
+        own, evaluation = _given(values, "eval", "sampling"), _given(values, "eval")
+        if not isinstance(values, Mapping) or rollout is None or own is None or evaluation is None:
+            return values  # which the sections refuse, in their own words
+        keys = (rollout.keys() & SamplingConfig.model_fields) - own.keys()
+        inherited = {key: rollout[key] for key in keys}
+        try:
+            SamplingConfig.model_validate(inherited)
+        except ValidationError:
+            return values  # an error once, where it is
+        return {**values, "eval": {**evaluation, "sampling": {**own, **inherited}}}
+
     @model_validator(mode="after")
     def _possible(self) -> Self:
         check_combinations(self)
         return self
+
+
+def _given(values: Any, *path: str) -> dict[str, Any] | None:
+    """The keys that are given in a section, be it a mapping or made in Python; None if it is neither."""
+    for name in (*path, ""):
+        if isinstance(values, BaseModel):
+            values = {key: getattr(values, key) for key in values.model_fields_set}
+        if not isinstance(values, Mapping):
+            return None
+        values = values.get(name, {}) if name else values
+    return dict(values)
 
 
 def load_config(files: Sequence[str | Path], overrides: Iterable[str] = ()) -> Config:
@@ -105,18 +141,41 @@ def load_config(files: Sequence[str | Path], overrides: Iterable[str] = ()) -> C
     """
     merged: dict[str, Any] = {}
     for file in files:
-        merged = merge(merged, _read_yaml(Path(file)))
+        merged = merge(merged, read_yaml(Path(file)))
     for override in overrides:
-        merged = merge(merged, _parse_override(override))
+        value = _parse_override(override)
+        if shown := literal_secrets(value):
+            raise ConfigError(
+                f"{shown[0]}: a secret on a command line, which all users of this machine can read: give "
+                "`{env: NAME}`, and the secret in the environment variable NAME"
+            )
+        merged = merge(merged, value)
     return build_config(merged)
 
 
 def build_config(values: Mapping[str, Any]) -> Config:
     """Validate a nested mapping. Raises ConfigError."""
+    load_function.cache_clear()  # a notebook's next run takes the user's file as it is now
     try:
-        return Config.model_validate(values)
+        config = Config.model_validate(values)
+        check_plain(values)  # after the sections, which refuse more in their own words
     except ValidationError as error:
         raise ConfigError(explain(error, Config)) from None
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return config
+
+
+def as_config(given: Config | Mapping[str, Any]) -> Config:
+    """The configuration that a user of the Python API gives, also as a nested dict. Raises ConfigError."""
+    if isinstance(given, Config):
+        return given
+    if isinstance(given, Mapping):
+        return build_config(given)
+    raise ConfigError(
+        f"a configuration is what load_config([file, ...]) returns, or a dict of its keys, and no "
+        f"{type(given).__name__}"
+    )
 
 
 def read_model_config(path: str, key: str = "model.path") -> dict[str, Any]:
@@ -130,37 +189,28 @@ def read_model_config(path: str, key: str = "model.path") -> dict[str, Any]:
 def read_json_object(file: Path) -> dict[str, Any]:
     """Read a file with one JSON object. Raises ConfigError, which names the file, for any other content."""
     try:
-        values = json.loads(file.read_text())
+        values = json.loads(file.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ConfigError(f"{file}, line {error.lineno}: not valid JSON ({error.msg})") from None
-    except UnicodeDecodeError as error:
+    except RecursionError:
+        raise ConfigError(f"{file}: not valid JSON (nested too deeply)") from None
+    except ValueError as error:  # bytes that are not UTF-8, or a number of more digits than Python reads
         raise ConfigError(f"{file}: not valid JSON ({error})") from None
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{file}: expected an object of names and values, found {type(values).__name__}")
     return values
 
 
-def _read_yaml(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        raise ConfigError(f"{file}: no such configuration file")
-    try:
-        with file.open("rb") as stream:  # a stream, so that YAML's errors name the file
-            values = yaml.load(stream, Loader)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a word like a number, such as 0x_
-        raise ConfigError(f"{file}: not valid YAML: {error}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{file}: expected `section: {{key: value}}`, found {type(values).__name__}")
-    return values
-
-
 def _parse_override(override: str) -> dict[str, Any]:
     dotted, sign, text = override.partition("=")
-    if not sign or not dotted:
-        raise ConfigError(f"override {override!r}: expected key.sub=value")
+    if not sign or not all(dotted.split(".")):
+        raise ConfigError(f"override {cut(override)!r}: expected key.sub=value")
     try:
-        value: Any = yaml.load(text, Loader)
-    except (yaml.YAMLError, ValueError):
-        value = text
+        value = parse_value(text)
+    except ValueError as error:
+        raise ConfigError(f"override {cut(dotted)}: {error}") from None
     for key in reversed(dotted.split(".")):
         value = {key: value}
     return value

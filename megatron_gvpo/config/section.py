@@ -1,17 +1,72 @@
-"""Base class of all config sections, and the type of local paths."""
+"""Base class of all settings, whose numbers have bounds, and the types that settings share."""
 
 from __future__ import annotations
 
 import os
-from typing import Annotated
+from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema
+
+EVERY_KEY = ("*",)  # all keys of a section, and those to come, are of one kind (`Section.fixed_keys`)
+
+# The bounds of a number that states none of its own: 32-bit counters, and squares that float32 still holds.
+LARGEST_COUNT = 2**31 - 1
+LARGEST_NUMBER = 1e12
+
+Seconds = Annotated[float, Field(gt=0, le=1e6)]  # of a wait: the system's poll takes at most 2^31 ms
+Processes = Annotated[int, Field(gt=0, le=1024)]  # to start on one machine
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # numpy's, torch's and the engines' generators take it
+
+
+def _expand(path: str) -> str:
+    if not path:
+        raise ValueError("the path is empty; the current directory is `.`")
+    path = os.path.expanduser(path)
+    if len(path) > 4095 or any(len(os.fsencode(part)) > 255 for part in path.split("/")):
+        raise ValueError("longer than a path may be: 4095 characters, 255 bytes a name")
+    return path
+
 
 # A file or directory of this machine. A leading ~ is expanded here, since no shell expands it in a YAML file.
-LocalPath = Annotated[str, AfterValidator(os.path.expanduser)]
+LocalPath = Annotated[str, AfterValidator(_expand)]
+
+
+def _bound_numbers(schema: Any, model: type[BaseModel]) -> None:
+    """Make the numbers of a model's core schema strict, in place, and give bounds to those that have none."""
+    if isinstance(schema, list | tuple):
+        for part in schema:
+            _bound_numbers(part, model)
+    if not isinstance(schema, dict) or (schema.get("type") == "model" and schema["cls"] is not model):
+        return  # an inner section has done its own
+    largest = {"int": LARGEST_COUNT, "float": LARGEST_NUMBER}.get(str(schema.get("type")))
+    if largest is not None:
+        schema["strict"] = True
+        if not schema.keys() & {"le", "lt"}:
+            schema["le"] = largest
+        if not schema.keys() & {"ge", "gt"}:
+            schema["ge"] = -largest
+    for key, part in schema.items():
+        if key not in ("default", "metadata", "serialization"):
+            _bound_numbers(part, model)
 
 
 class Section(BaseModel):
-    """One section of a config file. Unknown keys are errors, and values cannot change after loading."""
+    """Settings: a section of a config file, or a block of an algorithm.
+
+    Unknown keys are errors, and values cannot change after loading. A boolean, or a string of digits, is no
+    number. Every number has bounds: its field's, else LARGEST_COUNT and LARGEST_NUMBER and their negatives.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    # Every key is one of two kinds: those that change what a run computes, which a resumed run
+    # keeps, and those that do not. An inner section that is in neither list says it of its own keys.
+    fixed_keys: ClassVar[tuple[str, ...]] = ()
+    free_keys: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema = handler(source)
+        _bound_numbers(schema, cls)
+        return schema

@@ -2,33 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
-from megatron_gvpo.config.section import LocalPath, Section
+from megatron_gvpo.config.section import EVERY_KEY, LocalPath, Processes, Seconds, Section, Seed
 from megatron_gvpo.config.servers import ServersConfig, WeightSyncConfig
 from megatron_gvpo.rewards.registry import BUILT_IN
 from megatron_gvpo.sampling.engine import ENGINES, SERVED, known_engine
 
 
+def _not_delayed(recipe: Any) -> Any:
+    if recipe == "delayed":
+        raise ValueError(
+            "delayed scaling starts from scales of 1, which only training moves: log-probs that a run scores "
+            "before its first update would be far off; use tensorwise"
+        )
+    return recipe
+
+
 class FP8Config(Section):
     """Matrix products in FP8, by Transformer Engine; everything else stays in bfloat16."""
 
+    fixed_keys = EVERY_KEY
+
     # How values are scaled before they are rounded. `mxfp8` needs a Blackwell GPU.
-    recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
+    recipe: Annotated[Literal["tensorwise", "blockwise", "mxfp8"], BeforeValidator(_not_delayed)]
     bf16_layers: NonNegativeInt = 0  # This many first layers and this many last layers stay in bfloat16.
     weights: bool = False  # Keep and gather the weights in FP8 too.
 
     @property
     def tokens(self) -> int:
         """Number of tokens in a block of the FP8 kernels."""
-        return {"delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}[self.recipe]
+        return {"tensorwise": 16, "blockwise": 128, "mxfp8": 32}[self.recipe]
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        if self.bf16_layers and self.recipe == "delayed":
-            raise ValueError("bf16_layers is not possible with recipe=delayed, whose scales span all layers")
         if self.weights and self.recipe == "mxfp8":
             raise ValueError(
                 "weights=true with recipe=mxfp8: Megatron gathers such weights in the gradients' buffer, "
@@ -38,9 +47,14 @@ class FP8Config(Section):
 
 
 class ModelConfig(Section):
+    fixed_keys = ("dtype", "fp8")
+    free_keys = ("path", "trust_remote_code")
+
     path: LocalPath  # A Hugging Face checkpoint directory: config.json, safetensors files, tokenizer.
     # Type of weights and activations; master weights, gradient sums and log-probs are always float32.
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    # Run Python files that come with the checkpoint, in the trainer and in the servers that it starts.
+    trust_remote_code: bool = False
     fp8: FP8Config | None = None
 
     @model_validator(mode="after")
@@ -51,7 +65,11 @@ class ModelConfig(Section):
 
 
 class DatasetConfig(Section):
-    path: str  # A .jsonl or .parquet file, a directory of such files, or the name of a hub data set.
+    fixed_keys = ("split", "prompt_key", "answer_key", "demonstration_key", "responses_key", "limit")
+    free_keys = ("path",)  # the files' content is compared
+
+    # A .jsonl or .parquet file, a directory of such files, or the name of a hub data set.
+    path: str = Field(min_length=1)
     split: str = "train"  # The split of a hub data set.
     prompt_key: str = "prompt"  # The field with the prompt: a string, or a list of chat messages.
     # The field with the answer that rewards compare with; null where no reward needs one.
@@ -64,11 +82,16 @@ class DatasetConfig(Section):
 
 
 class DataConfig(Section):
+    fixed_keys = ("chat_template", "system_prompt", "max_prompt_tokens", "prompt_too_long", "shuffle")
+    free_keys = ("eval",)
+
     train: DatasetConfig
     eval: DatasetConfig | None = None
     chat_template: bool = True  # Apply the tokenizer's chat template where it has one.
     system_prompt: str | None = None  # System message for prompts that have none; needs a chat template.
-    max_prompt_tokens: PositiveInt = 1024  # The longest prompt, in tokens, chat template included.
+    # The longest prompt, in tokens, chat template included. Default: what the longest response leaves of the
+    # model's max_position_embeddings.
+    max_prompt_tokens: PositiveInt | None = None
     # A longer prompt stops the run with an error, or is dropped.
     prompt_too_long: Literal["error", "drop"] = "error"
     # Draw the prompts of every epoch in a new random order; false keeps the order of the file.
@@ -76,12 +99,18 @@ class DataConfig(Section):
 
 
 class SamplingConfig(Section):
-    # Sampling temperature. It is part of the policy: training divides logits by it too.
-    temperature: float = Field(1.0, gt=0)
+    """How responses are sampled. A key that `eval.sampling` does not give is that of `rollout`."""
+
+    fixed_keys: ClassVar[tuple[str, ...]] = ("temperature", "top_p", "max_tokens", "stop_token_ids")
+
+    # Sampling temperature. It is part of the policy: training divides logits by it too. (vLLM takes what is
+    # below 0.01 for 0.01.)
+    temperature: float = Field(1.0, ge=0.01, le=100)
     # Sample from the likeliest tokens that have this probability together.
     top_p: float = Field(1.0, gt=0, le=1)
     max_tokens: PositiveInt = 1024  # The longest response, in tokens; a longer one is cut off.
-    stop_token_ids: tuple[int, ...] = ()  # Tokens that end a response, besides the tokenizer's end token.
+    # Tokens that end a response, besides the tokenizer's end token.
+    stop_token_ids: tuple[NonNegativeInt, ...] = ()
 
     @property
     def wants_routing(self) -> bool:
@@ -90,11 +119,15 @@ class SamplingConfig(Section):
 
 
 class RolloutConfig(SamplingConfig):
+    fixed_keys = (*SamplingConfig.fixed_keys, "n", "async_steps", "router_replay")
+    free_keys = ("engine", "batch_size", "mismatch_threshold")
+
     # `local` runs inside the trainer's processes; the others are servers.
     engine: Annotated[str, AfterValidator(known_engine)] = "local"
-    n: PositiveInt = 8  # Responses to a prompt: the group size k.
+    n: int = Field(8, gt=0, le=10**5)  # Responses to a prompt: the group size k.
     batch_size: PositiveInt = 256  # Sequences that the engine `local` generates at once.
-    async_steps: NonNegativeInt = 0  # Batches generated ahead while the trainer trains; 0: on-policy.
+    # Batches generated ahead while the trainer trains; 0: on-policy.
+    async_steps: int = Field(0, ge=0, le=100)
     router_replay: bool = False  # Train every token through the experts that it was sampled through.
     servers: ServersConfig = ServersConfig()  # of the engines sglang and vllm
     weights: WeightSyncConfig = WeightSyncConfig()
@@ -113,6 +146,8 @@ class RolloutConfig(SamplingConfig):
 
 
 class RewardConfig(Section):
+    fixed_keys = EVERY_KEY
+
     name: str  # The name in the metrics (`reward/NAME`). `math` and `format` are built in.
     weight: float = 1.0  # Factor of this component in the reward, which is the weighted sum.
     function: str | None = None  # Your own function: `module:function` or `path/file.py:function`.
@@ -125,9 +160,12 @@ class RewardConfig(Section):
 
 
 class RewardsConfig(Section):
+    fixed_keys = ("components",)
+    free_keys = ("timeout", "workers")
+
     components: tuple[RewardConfig, ...] = (RewardConfig(name="math"),)
-    timeout: float = Field(10.0, gt=0)  # Seconds for one component of one response; then that component is 0.
-    workers: PositiveInt = 1  # Reward processes of every rank.
+    timeout: Seconds = 10.0  # Seconds for one component of one response; then that component is 0.
+    workers: Processes = 1  # Reward processes of every rank.
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
@@ -144,19 +182,26 @@ class RewardsConfig(Section):
 
 
 class TrainConfig(Section):
+    fixed_keys = ("prompts_per_step", "mini_batches", "batch_epochs", "seed")
+    free_keys = (
+        *("steps", "max_tokens_per_micro_batch", "max_empty_batches", "share_prompts", "head_stash_mb"),
+        "deterministic",
+    )
+
     steps: PositiveInt  # Steps of the run. A step samples one batch of prompts and trains on it.
-    prompts_per_step: PositiveInt  # Prompts of a step, over all ranks.
+    prompts_per_step: int = Field(gt=0, le=10**6)  # Prompts of a step, over all ranks.
     mini_batches: PositiveInt = 1  # Optimizer updates of a step, a part of its groups each.
     batch_epochs: PositiveInt = 1  # Passes over the mini-batches of a step (PPO's epochs, GRPO's mu).
     # Prompt and response tokens that a rank computes at once: memory, which gradients do not depend on.
     max_tokens_per_micro_batch: PositiveInt = 8192
-    # End the run when algorithm.shapers drop every group of this many batches in a row.
+    # End the run after this many batches in a row that teach nothing: algorithm.shapers drop every group, the
+    # loss has no signal in any group (such as equal rewards), or a reward fails for every response.
     max_empty_batches: PositiveInt = 20
     share_prompts: bool = False  # Compute the prompt of a group's responses once; on CPUs only.
     # MiB that a rank may keep between a micro-batch's forward and backward for the output layer's gradient; 0
     # keeps nothing and recomputes (docs/explanation/head.md).
     head_stash_mb: NonNegativeInt = 1024
-    seed: int = Field(0, ge=0)  # Seed of sampling, order and initialisation.
+    seed: Seed = 0  # Seed of sampling, order and initialisation.
     deterministic: bool = False  # Repeat the metrics bit for bit under the same layout; slower on a GPU.
 
     @property
@@ -169,28 +214,35 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerConfig(Section):
-    lr: float = Field(gt=0)  # Learning rate of AdamW after the warm-up.
+    fixed_keys = ("lr", "min_lr", "warmup_steps", "decay", "betas", "eps", "weight_decay", "clip_grad")
+    free_keys = ("offload_fraction",)
+
+    lr: float = Field(gt=0, le=10)  # Learning rate of AdamW after the warm-up.
     min_lr: float = Field(0.0, ge=0)  # Learning rate at the end of the decay.
     warmup_steps: int = Field(0, ge=0)  # Optimizer updates over which the rate rises linearly from 0.
     # How the learning rate falls from lr to min_lr until the last update.
     decay: Literal["constant", "linear", "cosine"] = "constant"
     betas: tuple[Decay, Decay] = (0.9, 0.95)  # AdamW's decay rates of the first and second moments.
-    eps: float = Field(1e-8, gt=0)  # AdamW's epsilon.
-    weight_decay: float = Field(0.0, ge=0)  # AdamW's weight decay.
+    eps: float = Field(1e-8, gt=1e-30, le=1)  # AdamW's epsilon.
+    weight_decay: float = Field(0.0, ge=0, le=10)  # AdamW's weight decay.
     clip_grad: float = Field(1.0, ge=0)  # Clip the gradient's global norm to this; 0 does not clip.
     # Share of the fp32 master weights and moments that is kept in host memory and updated there.
     offload_fraction: float = Field(0.0, ge=0, le=1)
 
 
 class EvalConfig(Section):
+    free_keys = EVERY_KEY
+
     every: int = Field(0, ge=0)  # Evaluate every so many steps; 0: before the first and after the last.
-    n: PositiveInt = 4  # Samples of each held-out prompt.
+    n: int = Field(4, gt=0, le=10**5)  # Samples of each held-out prompt.
     k: tuple[PositiveInt, ...] = (1,)  # Report pass@k for these k, without bias.
     sampling: SamplingConfig = SamplingConfig()
-    seed: int = 1234  # Seed of the evaluation's samples, the same at every step.
+    seed: Seed = 1234  # Seed of the evaluation's samples, the same at every step.
 
 
 class CheckpointConfig(Section):
+    free_keys = EVERY_KEY
+
     every: int = Field(0, ge=0)  # Write a checkpoint every so many steps; 0: after the last.
     keep: PositiveInt = 2  # Complete checkpoints that stay on disk, the newest.
     asynchronous: bool = False  # Write while the next step generates and scores.
@@ -198,6 +250,8 @@ class CheckpointConfig(Section):
 
 
 class LoggingConfig(Section):
+    free_keys = EVERY_KEY
+
     tensorboard: bool = True  # Write TensorBoard events to OUTPUT_DIR/tensorboard.
     wandb_project: str | None = None  # Log to this Weights & Biases project too.
     # How the terminal shows progress: a live display, a line a step, nothing; auto looks at the terminal.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
-from megatron_gvpo.config.section import Section
+from megatron_gvpo.config.section import EVERY_KEY, LocalPath, Processes, Seconds, Section
 from megatron_gvpo.weights.transports import known_transport
 
 
@@ -17,14 +19,17 @@ class ServersConfig(Section):
     With `urls` it uses servers that run already, such as those of `megatron-gvpo serve` on other nodes.
     """
 
+    free_keys = EVERY_KEY
+
     urls: tuple[str, ...] = ()  # Addresses of servers that run already; empty: the trainer starts its own.
-    count: PositiveInt = 1  # Servers to start.
+    count: Processes = 1  # Servers to start.
     tp: PositiveInt = 1  # Tensor-parallel GPUs of one server.
     host: str = "127.0.0.1"  # The address that started servers listen on.
-    port: NonNegativeInt = 0  # Port of the first started server; the others follow. 0 finds free ports.
+    # Port of the first started server; the others follow. 0 finds free ports.
+    port: int = Field(0, ge=0, le=65535)
     # The checkpoint that servers start with; default: model.path. Name the same model in FP8 for FP8
     # rollouts.
-    model_path: str | None = None
+    model_path: LocalPath | None = None
     python: str = "python"  # Interpreter of the engine's own environment.
     args: tuple[str, ...] = ()  # Further arguments of the server's own command line.
     # Longest prompt and response together, in tokens; default: the model's.
@@ -36,41 +41,75 @@ class ServersConfig(Section):
     # Accept a release of the engine that this package was not tested with.
     allow_untested_version: bool = False
     restarts: NonNegativeInt = 3  # Restarts of each started server before the run gives up.
-    start_timeout: PositiveFloat = 900.0  # Seconds until a server must be healthy, or back after a failure.
-    request_timeout: PositiveFloat = 1800.0  # Seconds that one response may take.
+    start_timeout: Seconds = 900.0  # Seconds until a server must be healthy, or back after a failure.
+    request_timeout: Seconds = 1800.0  # Seconds that one response may take.
     # Seconds without a healthy answer after which a server counts as lost and others serve.
-    health_timeout: PositiveFloat = 30.0
+    health_timeout: Seconds = 30.0
     # Seconds without a healthy answer after which a server is started anew; longer than any push.
-    hang_timeout: PositiveFloat = 300.0
+    hang_timeout: Seconds = 300.0
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
         for url in self.urls:
-            if not url.startswith(("http://", "https://")):
-                raise ValueError(f"rollout.servers.urls: {url!r} does not begin with http:// or https://")
+            _check_address(url)
+        if key := [word for word in self.args if re.match(r"--(\w+-)*(api-key|token|password)(=|$)", word)]:
+            raise ValueError(
+                f"args: {key[0].partition('=')[0]} would be on a command line, which all users of a machine "
+                "can read: name the key's environment variable in rollout.servers.api_key_env"
+            )
         if len(set(self.urls)) != len(self.urls):
             raise ValueError("rollout.servers.urls: a server is named twice")
+        if self.port and self.port + self.count - 1 > 65535:
+            raise ValueError(f"port={self.port}: the last of count={self.count} would be beyond 65535")
         return self
+
+
+def _check_address(url: str) -> None:
+    """Raise ValueError for what is no address of a server, or has more in it than the address."""
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"rollout.servers.urls: {url!r} does not begin with http:// or https://")
+    try:
+        parts = urlsplit(url)
+        port = parts.port  # a ValueError for what is no port
+    except ValueError as error:
+        raise ValueError(f"rollout.servers.urls: {url!r}: {error}") from None
+    if (
+        not parts.hostname
+        or port == 0
+        or parts.query
+        or parts.fragment
+        or not url.isprintable()
+        or " " in url
+    ):
+        raise ValueError(f"rollout.servers.urls: {url!r}: expected http://HOST:PORT")
+    if parts.username is not None or parts.password is not None:
+        raise ValueError(
+            "rollout.servers.urls: an address with a user or a password: servers take a key, whose "
+            "environment variable rollout.servers.api_key_env names"
+        )
 
 
 class WeightSyncConfig(Section):
     """How new weights reach the servers after every step."""
 
+    fixed_keys = ("in_flight",)
+    free_keys = ("transport", "bucket_mb", "address", "directory", "attempts", "timeout")
+
     # `broadcast`: a process group with all servers. `delta`: the same, with only the changed elements.
     # `shared`: memory of the trainer's nodes, for servers on them. `disk`: files.
     transport: Annotated[str, AfterValidator(known_transport)] = "broadcast"
     # MiB of extra memory for a push: one half is sent while the other is filled.
-    bucket_mb: PositiveInt = 512
+    bucket_mb: int = Field(512, gt=0, le=2**20)
     # Address of the trainer's first rank, where servers meet it. Default: torchrun's MASTER_ADDR, or
     # loopback.
     address: str | None = None
     # Directory of the disk transport, which all nodes must see; the run makes one of its own in it. Default:
     # OUTPUT_DIR.
-    directory: str | None = None
+    directory: LocalPath | None = None
     # Responses under way when a push comes: wait until they are finished, or stop them and carry them on
     # under the new weights.
     in_flight: Literal["wait", "carry"] = "carry"
     # Failed pushes in a row after which a server is replaced. The run stops after attempts x (servers + 1)
     # failed pushes in a row.
     attempts: PositiveInt = 3
-    timeout: PositiveFloat = 300.0  # Seconds for one part of a push, such as a bucket.
+    timeout: Seconds = 300.0  # Seconds for one part of a push, such as a bucket.

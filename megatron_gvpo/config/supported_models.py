@@ -7,6 +7,7 @@ the value that Megatron-Bridge assumes.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from megatron_gvpo.config.errors import ConfigError
@@ -32,6 +33,39 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
+_REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+# The largest value of each whole number, far beyond any model; the least is 1, or 0 for those in _ZERO.
+_LARGEST = {
+    "hidden_size": 1 << 20,
+    "num_hidden_layers": 10_000,
+    "num_attention_heads": 1 << 16,
+    "num_key_value_heads": 1 << 16,
+    "intermediate_size": 1 << 24,
+    "moe_intermediate_size": 1 << 24,
+    "vocab_size": 1 << 24,
+    "head_dim": 1 << 16,
+    "max_position_embeddings": 1 << 31,
+    "sliding_window": 1 << 31,
+    "max_window_layers": 10_000,
+    "num_experts": 1 << 20,
+    "n_routed_experts": 1 << 20,
+    "num_local_experts": 1 << 20,
+    "num_experts_per_tok": 1 << 20,
+    "n_shared_experts": 1 << 20,
+    "n_group": 1 << 20,
+    "topk_group": 1 << 20,
+    "first_k_dense_replace": 10_000,
+    "num_nextn_predict_layers": 10_000,
+    "q_lora_rank": 1 << 20,
+    "kv_lora_rank": 1 << 20,
+    "qk_rope_head_dim": 1 << 16,
+    "qk_nope_head_dim": 1 << 16,
+    "v_head_dim": 1 << 16,
+}
+_ZERO = {"max_window_layers", "n_shared_experts", "first_k_dense_replace", "num_nextn_predict_layers"}
+_POSITIVE = ("rms_norm_eps", "rope_theta", "initializer_range", "routed_scaling_factor")
+_SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob")
+
 
 def experts(model: dict[str, Any]) -> int:
     """Returns the number of routed experts in a config.json; 0 for a dense model."""
@@ -44,12 +78,15 @@ def check_family(model: dict[str, Any], where: str) -> str:
     Raises ConfigError, which begins with `where`, if the model is not supported.
     """
     named = model.get("architectures") or []
+    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+        raise ConfigError(f"{where}: architectures in config.json is no list of names")
     architecture = next((name for name in named if name in ARCHITECTURES), None)
     if architecture is None:
         raise ConfigError(
             f"{where}: architecture {', '.join(named) or 'not named'} in config.json; "
             f"supported: {', '.join(ARCHITECTURES)}"
         )
+    _check_sizes(model, where)
     for key, assumed in ARCHITECTURES[architecture].items():
         if model.get(key, assumed) not in (assumed, None):
             raise ConfigError(
@@ -67,8 +104,62 @@ def check_family(model: dict[str, Any], where: str) -> str:
     return architecture
 
 
+def _check_sizes(model: dict[str, Any], where: str) -> None:
+    """Raises ConfigError if a value of config.json cannot be right.
+
+    transformers takes its own default for a key that is missing, and a layer of another size for a wrong one.
+    If no shape of a weight shows it, such as the number of heads, the result is silently another model.
+    """
+
+    def refuse(key: str, said: str) -> ConfigError:
+        return ConfigError(f"{where}: {key}={_shown(model[key])} in config.json{said}")
+
+    if absent := [key for key in _REQUIRED if model.get(key) is None]:
+        raise ConfigError(f"{where}: no {', '.join(absent)} in config.json")
+    for key, largest in _LARGEST.items():
+        if (value := model.get(key)) is None:
+            continue
+        if type(value) is not int:
+            raise refuse(key, ": expected a whole number")
+        if value < (least := 0 if key in _ZERO else 1):
+            raise refuse(key, f": must be at least {least}")
+        if value > largest:
+            raise refuse(key, f": must be at most {largest}")
+    for key in _POSITIVE:
+        value = model.get(key)
+        if value is not None and (type(value) not in (int, float) or not 0 < value < math.inf):
+            raise refuse(key, ": expected a positive number")
+    for key in _SWITCHES:
+        if not isinstance(model.get(key), bool | None):
+            raise refuse(key, ": expected true or false")
+    heads, hidden, groups = (
+        model["num_attention_heads"],
+        model["hidden_size"],
+        model.get("num_key_value_heads"),
+    )
+    if model.get("kv_lora_rank"):  # the sizes of latent attention's heads have keys of their own
+        return
+    if model.get("head_dim") is None and hidden % heads:
+        raise refuse("num_attention_heads", f" does not divide hidden_size={hidden}")
+    if groups and heads % groups:
+        raise refuse("num_key_value_heads", f" does not divide num_attention_heads={heads}")
+    if (size := model.get("head_dim") or hidden // heads) % 2:
+        raise ConfigError(f"{where}: heads of {size} elements in config.json, which RoPE cannot halve")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."
+
+
 def _check_rope(model: dict[str, Any], architecture: str, where: str) -> None:
     rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise ConfigError(f"{where}: the rope parameters in config.json are no object of names and values")
+    for name in ("rope_theta", "factor"):
+        value = rope.get(name)
+        if value is not None and (type(value) not in (int, float) or not 0 < value < math.inf):
+            raise ConfigError(f"{where}: {name}={_shown(value)} in config.json: expected a positive number")
     kind = rope.get("rope_type", rope.get("type", "default"))
     known = ["default"]
     if model.get("kv_lora_rank"):
@@ -108,6 +199,8 @@ def _check_groups(model: dict[str, Any], where: str) -> None:
     DeepSeek-V2 and V3 divide their experts into groups, and route a token to its best groups only.
     """
     groups, chosen = model.get("n_group") or 1, model.get("num_experts_per_tok") or 1
+    if experts(model) and chosen > experts(model):
+        raise ConfigError(f"{where}: num_experts_per_tok={chosen} of {experts(model)} experts in config.json")
     if groups == 1 or model.get("topk_method") == "greedy":
         return
     allowed = model.get("topk_group") or 1

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import batched, islice
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
 from megatron_gvpo.config.schema import DataConfig, DatasetConfig
 from megatron_gvpo.data.sources import DataError, Record, read_records
+from megatron_gvpo.data.unknown import UnknownCharacters
+from megatron_gvpo.runtime.slow_work import slow_work
 from megatron_gvpo.types import Prompt, Scored
 
 if TYPE_CHECKING:
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["DataError", "PromptWriter", "load_prompts"]
 
 log = logging.getLogger(__name__)
+_AT_ONCE = 1024  # records tokenised in one call
 
 
 def load_prompts(
@@ -27,40 +31,43 @@ def load_prompts(
     data: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     *,
+    longest: int,
     end_token_id: int,
     positions: int | None = None,
 ) -> list[Prompt]:
     """All prompts of a data set, in the order of its records.
 
     With `data.chat_template` and a tokenizer that has one, a plain string becomes a user message, and
-    `data.system_prompt` comes first unless the record has a system message of its own. Demonstrations
-    end with `end_token_id`, and together with their prompt they must fit into the model's `positions` tokens.
+    `data.system_prompt` comes first unless the record has a system message of its own. A prompt has at most
+    `longest` tokens; `data.prompt_too_long` says what becomes of another. Demonstrations end with
+    `end_token_id`, and together with their prompt they must fit into the model's `positions` tokens.
     Raises DataError.
     """
     render = _Renderer(data, tokenizer)
-    records = list(islice(read_records(dataset.path, dataset.split), dataset.limit))
-    if not records:
-        raise DataError(f"{dataset.path}: no records")
-    texts = [render(record, _field(record, dataset.prompt_key)) for record in records]
-    # A chat template writes the special tokens itself.
-    encoded = tokenizer(texts, add_special_tokens=not render.chat)["input_ids"]
-
+    unknown = UnknownCharacters(tokenizer)
     prompts = []
-    for record, text, ids in zip(records, texts, encoded, strict=True):
+    records = 0
+    for record, text, ids in _encoded(dataset, render, tokenizer):
+        records += 1
+        unknown.see(record.where, [text])
         if not ids:
-            raise DataError(f"{record.where}: the prompt is empty: it has no tokens")
-        if len(ids) > data.max_prompt_tokens:
+            problem = f"the tokenizer knows none of {_shown(text)}" if text else "it has no tokens"
+            raise DataError(f"{record.where}: the prompt is empty: {problem}")
+        if len(ids) > longest:
             if data.prompt_too_long == "drop":
                 continue
-            raise DataError(
-                f"{record.where}: the prompt has {len(ids)} tokens, more than data.max_prompt_tokens="
-                f"{data.max_prompt_tokens}; raise it, or drop such prompts with data.prompt_too_long=drop"
-            )
+            raise DataError(f"{record.where}: the prompt has {len(ids)} tokens, {_too_long(data, longest)}")
         answer = None if dataset.answer_key is None else _answer(record, dataset.answer_key)
         demonstration = None
         if dataset.demonstration_key is not None:
             solution = _string(record, dataset.demonstration_key)
-            tokens = tokenizer(solution, add_special_tokens=False)["input_ids"]
+            unknown.see(record.where, [solution])
+            [tokens] = _tokens(tokenizer, [solution], [record.where])
+            if not tokens:
+                raise DataError(
+                    f"{record.where}: the demonstration (field {dataset.demonstration_key!r}) is empty: "
+                    "it has no tokens, so nothing would be learned from it"
+                )
             demonstration = _ended(tokens, end_token_id)
             if positions and len(ids) + len(demonstration) > positions:
                 raise DataError(
@@ -71,31 +78,79 @@ def load_prompts(
         responses: tuple[Scored, ...] = ()
         if dataset.responses_key is not None:
             responses = _responses(record, dataset.responses_key, tokenizer, end_token_id)
-            longest = max(len(response.token_ids) for response in responses)
-            if positions and len(ids) + longest > positions:
+            unknown.see(record.where, [response.text for response in responses])
+            most = max(len(response.token_ids) for response in responses)
+            if positions and len(ids) + most > positions:
                 raise DataError(
-                    f"{record.where}: the prompt has {len(ids)} tokens and its longest response {longest} "
+                    f"{record.where}: the prompt has {len(ids)} tokens and its longest response {most} "
                     f"(field {dataset.responses_key!r}), together more than the model's "
                     f"max_position_embeddings={positions}; shorten or remove it"
                 )
         prompts.append(Prompt(record.id, tuple(ids), text, answer, demonstration, record.fields, responses))
 
-    if dropped := len(records) - len(prompts):
+    if not records:
+        raise DataError(f"{dataset.path}: no records")
+    if dropped := records - len(prompts):
         log.warning(
             "%s: dropped %d of %d prompts, longer than data.max_prompt_tokens=%d",
-            *(dataset.path, dropped, len(records), data.max_prompt_tokens),
+            *(dataset.path, dropped, records, longest),
         )
     if not prompts:
-        raise DataError(f"{dataset.path}: every prompt is longer than {data.max_prompt_tokens} tokens")
+        raise DataError(f"{dataset.path}: every prompt is longer than {longest} tokens")
+    if (said := unknown.warning()) is not None:
+        log.warning(said)
     return prompts
+
+
+def _encoded(
+    dataset: DatasetConfig, render: _Renderer, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[tuple[Record, str, list[int]]]:
+    """The records of a data set, each with its prompt as text and as tokens."""
+    done = 0
+    records = islice(read_records(dataset.path, dataset.split), dataset.limit)
+    with slow_work(f"reading {dataset.path}") as now:
+        for some in batched(records, _AT_ONCE):
+            now(f"{done} records so far, tokenising {len(some)} more")
+            texts = [render(record, _field(record, dataset.prompt_key)) for record in some]
+            # A chat template writes the special tokens itself.
+            encoded = _tokens(tokenizer, texts, [r.where for r in some], special=not render.chat)
+            yield from zip(some, texts, encoded, strict=True)
+            done += len(some)
+            now(f"{done} records so far")
+
+
+def _tokens(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], places: Sequence[str], special: bool = False
+) -> list[list[int]]:
+    """The token ids of each text, with the special tokens where they are asked for.
+
+    Raises DataError, which names the place, for a text that the tokenizer refuses.
+    """
+    try:
+        ids: list[list[int]] = tokenizer(list(texts), add_special_tokens=special)["input_ids"]
+        return ids
+    except Exception as error:  # tokenizers raises no narrower one
+        if len(texts) > 1:  # find the text
+            pairs = zip(texts, places, strict=True)
+            return [_tokens(tokenizer, [text], [place], special)[0] for text, place in pairs]
+        raise DataError(f"{places[0]}: the tokenizer cannot write {_shown(texts[0])}: {error}") from None
+
+
+def _too_long(data: DataConfig, longest: int) -> str:
+    limit = f"more than data.max_prompt_tokens={longest}; raise it"
+    if data.max_prompt_tokens is None:
+        limit = f"and the longest response leaves {longest} of the model's: lower rollout.max_tokens"
+    return f"{limit}, or drop such prompts with data.prompt_too_long=drop"
 
 
 class PromptWriter:
     """Writes prompts with text added to the user's message, rendered and tokenised like the others."""
 
-    def __init__(self, dataset: DatasetConfig, data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, dataset: DatasetConfig, data: DataConfig, tokenizer: PreTrainedTokenizerBase, longest: int
+    ) -> None:
         self._render, self._tokenizer, self._key = _Renderer(data, tokenizer), tokenizer, dataset.prompt_key
-        self.longest = data.max_prompt_tokens
+        self.longest = longest
 
     def encode(self, text: str) -> list[int]:
         """Token ids, without the tokenizer's special tokens."""
@@ -105,7 +160,7 @@ class PromptWriter:
     def extended(self, prompt: Prompt, text: str, *, before: bool = False) -> Prompt | None:
         """The prompt with `text` after the last user message (or the plain prompt), or `before` it.
 
-        None if it is then longer than data.max_prompt_tokens.
+        None if it then has more than `longest` tokens.
         """
 
         def with_text(content: str) -> str:
@@ -155,8 +210,9 @@ class _Renderer:
             messages = [{"role": "system", "content": self._system}, *messages]
         try:
             text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except TemplateError as error:
-            raise DataError(f"{record.where}: the chat template refuses the prompt: {error}") from None
+        except Exception as error:  # a template is a program, and may fail in any way
+            said = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
+            raise DataError(f"{record.where}: the chat template refuses the prompt: {said}") from None
         return str(text)
 
 
@@ -189,7 +245,8 @@ def _responses(
         number = isinstance(reward, int | float) and not isinstance(reward, bool) and math.isfinite(reward)
         if not number or not isinstance(item.get("response"), str):
             raise DataError(f"{record.where}: field {key!r}, response {i}: expected one of {wanted}")
-    encoded = tokenizer([item["response"] for item in found], add_special_tokens=False)["input_ids"]
+    texts = [item["response"] for item in found]
+    encoded = _tokens(tokenizer, texts, [f"{record.where}, response {i}" for i in range(len(texts))])
     return tuple(
         Scored(_ended(ids, end_token_id), item["response"], float(item["reward"]))
         for item, ids in zip(found, encoded, strict=True)
@@ -205,6 +262,8 @@ def _string(record: Record, key: str) -> str:
 
 def _answer(record: Record, key: str) -> str:
     value = _field(record, key)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise DataError(f"{record.where}: field {key!r} is {value}, which is no answer")
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise DataError(f"{record.where}: field {key!r} is neither a string nor a number but {_shown(value)}")
     return str(value)

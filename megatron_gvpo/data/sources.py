@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow
 import pyarrow.parquet
+
+LONGEST_LINE = 2**24  # bytes of a record
 
 
 class DataError(ValueError):
@@ -29,9 +32,16 @@ def read_records(path: str, split: str = "train") -> Iterator[Record]:
     `split` is for hub data sets only. Raises DataError, also where a hub data set is named and the package
     `datasets` is not installed.
     """
+    try:
+        yield from _read_records(path, split)
+    except OSError as error:
+        raise DataError(f"{error.filename or path}: {error.strerror or error}") from None
+
+
+def _read_records(path: str, split: str) -> Iterator[Record]:
     local = Path(path).expanduser()
     if local.is_dir():
-        files = sorted(file for file in local.iterdir() if file.suffix in _READERS)
+        files = sorted(file for file in local.iterdir() if file.suffix in _READERS and not file.is_dir())
         if not files:
             raise DataError(f"{path}: no .jsonl or .parquet file in this directory")
         for file in files:
@@ -48,21 +58,43 @@ def read_records(path: str, split: str = "train") -> Iterator[Record]:
 
 def _read_jsonl(file: Path) -> Iterator[Record]:
     with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            where = f"{file}, line {number}"
+        for number in count(1):
+            line, where = lines.readline(LONGEST_LINE + 1), f"{file}, line {number}"
+            if not line:
+                return
+            if len(line) > LONGEST_LINE:
+                raise DataError(f"{where}: longer than {LONGEST_LINE >> 20} MiB, which no record is")
             if not line.strip():
                 continue
             try:
-                fields = json.loads(line.decode("utf-8-sig"))
+                text = line.decode("utf-8-sig")
+                fields = json.loads(text, object_pairs_hook=_each_once, parse_constant=_no_number)
             except json.JSONDecodeError as error:
                 raise DataError(f"{where}: not valid JSON: {error.msg} at column {error.colno}") from None
             except UnicodeDecodeError as error:
                 raise DataError(f"{where}: not UTF-8: {error.reason} at byte {error.start + 1}") from None
+            except RecursionError:
+                raise DataError(f"{where}: not valid JSON: nested too deeply") from None
+            except ValueError as error:  # from the two functions, or for a number of too many digits
+                raise DataError(f"{where}: {error}") from None
             if not isinstance(fields, dict):
                 raise DataError(f"{where}: expected an object {{...}}, found {type(fields).__name__}")
             if b"\\ud" in line.lower() and _has_half_a_pair(fields):
                 raise DataError(f"{where}: half of a surrogate pair is no character")
             yield Record(f"{file.name}:{number}", where, fields)
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Raises ValueError for a key that comes twice: json.loads would take the last."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        twice = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
+        raise ValueError(f"field {twice!r} is given twice")
+    return fields
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"not valid JSON: {name} is no number")
 
 
 def _has_half_a_pair(fields: dict[str, Any]) -> bool:
@@ -81,9 +113,21 @@ def _read_parquet(file: Path) -> Iterator[Record]:
             for batch in table.iter_batches():
                 for fields in batch.to_pylist():
                     row += 1
-                    yield Record(f"{file.name}:{row}", f"{file}, row {row}", fields)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{file}: not a readable Parquet file: {error}") from None
+                    yield Record(f"{file.name}:{row}", f"{file}, row {row}", _as_json(fields))
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:  # of damaged values, too
+        said = " ".join(str(error).split())[:300]
+        raise DataError(f"{file}: not a readable Parquet file after row {row}: {said}") from None
+
+
+def _as_json(value: Any) -> Any:
+    """A Parquet value as JSON has it: dates, decimals and bytes as text. Checkpoints keep records as JSON."""
+    if isinstance(value, dict):
+        return {str(key): _as_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(item) for item in value]
+    if isinstance(value, bytes):
+        return value.decode(errors="backslashreplace")
+    return value if isinstance(value, str | int | float | None) else str(value)
 
 
 def _read_hub(name: str, split: str) -> Iterator[Record]:
@@ -97,7 +141,9 @@ def _read_hub(name: str, split: str) -> Iterator[Record]:
     try:
         rows = load_dataset(name, split=split)
     except Exception as error:  # offline, no such data set, no such split: each has its own type
-        raise DataError(f"hub data set {name!r}, split {split!r}: {error}") from error
+        raise DataError(
+            f"hub data set {name!r}, split {split!r}: {' '.join(str(error).split())[:300]}"
+        ) from error
     for row, fields in enumerate(rows, start=1):
         yield Record(f"{name}/{split}:{row}", f"{name} ({split}), row {row}", fields)
 

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megatron_gvpo.config.lengths import longest_prompt
 from megatron_gvpo.config.schema import Config, read_model_config
 from megatron_gvpo.data.prompts import DataError, load_prompts
 from megatron_gvpo.data.tokenizer import end_token_id, load_tokenizer
@@ -21,11 +22,12 @@ class Task:
     end_token_id: int
     prompts: list[Prompt]
     eval_prompts: list[Prompt]  # empty where the configuration names none
+    longest_prompt: int = 0  # in tokens
 
 
 def load_task(config: Config) -> Task:
     """Read the data; no model is loaded, so bad data costs seconds. Raises ConfigError, DataError."""
-    tokenizer = load_tokenizer(config.model.path)
+    tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     end = end_token_id(tokenizer)
     model = read_model_config(config.model.path)
     vocabulary = model.get("vocab_size", math.inf)
@@ -36,12 +38,30 @@ def load_task(config: Config) -> Task:
             "tokenizer_config.json"
         )
     positions = None if config.algorithm.samples_from_policy else model.get("max_position_embeddings")
+    longest = longest_prompt(config, model)
     data, held_out = config.data, config.data.eval
-    prompts = load_prompts(data.train, data, tokenizer, end_token_id=end, positions=positions)
-    eval_prompts = load_prompts(held_out, data, tokenizer, end_token_id=end) if held_out is not None else []
-    task = Task(tokenizer, end, prompts, eval_prompts)
+    prompts = load_prompts(
+        data.train, data, tokenizer, longest=longest, end_token_id=end, positions=positions
+    )
+    eval_prompts = []
+    if held_out is not None:
+        eval_prompts = load_prompts(held_out, data, tokenizer, longest=longest, end_token_id=end)
+    task = Task(tokenizer, end, prompts, eval_prompts, longest)
     _check_vocabulary(task, vocabulary, config.model.path)
+    _check_differences(config, prompts)
     return task
+
+
+def _check_differences(config: Config, prompts: list[Prompt]) -> None:
+    """Raises DataError where a method compares the given responses of each prompt, and none differ."""
+    algorithm = config.algorithm
+    compares = algorithm.trains_on_scored_responses and algorithm.needs_group and not algorithm.shapers
+    if compares and not any(len({r.reward for r in prompt.responses}) > 1 for prompt in prompts):
+        raise DataError(
+            f"{config.data.train.path}: no record has responses with different rewards (field "
+            f"{config.data.train.responses_key!r}), and the loss {algorithm.loss.name} compares them: "
+            "nothing would be learned"
+        )
 
 
 def _check_vocabulary(task: Task, vocabulary: float, path: str) -> None:

@@ -12,16 +12,26 @@ from megatron_gvpo.data.sources import DataError
 _VOCABULARIES = ("tokenizer.json", "tekken.json", "vocab.*", "*.model", "*.tiktoken")
 
 
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a local Hugging Face directory. Raises DataError if it is missing or damaged."""
+def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a local Hugging Face directory. Raises DataError if it is missing or damaged.
+
+    `trust_remote_code`: run Python files of the directory if the tokenizer is defined there.
+    """
     if not any(file for pattern in _VOCABULARIES for file in Path(path).glob(pattern)):
         raise DataError(f"model.path={path}: no tokenizer there (tokenizer.json and tokenizer_config.json)")
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            path, local_files_only=True, trust_remote_code=trust_remote_code
+        )
     except Exception as error:  # a damaged file raises errors of many types
+        if not trust_remote_code and "trust_remote_code" in str(error):
+            raise DataError(
+                f"model.path={path}: the tokenizer there is a Python file, which runs only with "
+                "model.trust_remote_code=true: read it first"
+            ) from None
         raise DataError(
             f"model.path={path}: the tokenizer there, or its config.json, cannot be read: "
-            f"{type(error).__name__}: {error}"
+            f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
         ) from error
     return tokenizer
 

@@ -35,6 +35,9 @@ class DeviceMemory:
             return
         for model in self._models:
             model.finish_background_work()
+        if part == "weights":
+            for model in self._models:
+                model.drop_fp8_copies()
         weights = storages(w for model in self._models for w in model.weights())
         gradients = storages(g for model, _ in self._trained for g in model.gradient_buffers())
         kept = weights

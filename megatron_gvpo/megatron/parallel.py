@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 from datetime import timedelta
@@ -11,7 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_gvpo.config.schema import ParallelConfig
+from megatron_gvpo.config.schema import ConfigError, ParallelConfig
+from megatron_gvpo.runtime.store import host_store
 
 # Set these before the import: Megatron logs the modules that it cannot import, and later every parameter.
 logging.getLogger("megatron").setLevel(logging.WARNING)
@@ -52,11 +54,13 @@ _DETERMINISTIC = {
 def initialize(parallel: ParallelConfig, seed: int, deterministic: bool = False) -> None:
     """Join the process group (torchrun's environment, or a group of one) and create Megatron's groups.
 
+    The groups of an earlier model of this process, which cannot be used any more, are destroyed first.
     `deterministic`: every repetition under the same layout gives the same numbers, bit for bit.
     """
     if deterministic:
         os.environ.update(_DETERMINISTIC)
     torch.use_deterministic_algorithms(deterministic)
+    release()
     timeout = timedelta(seconds=parallel.timeout_seconds)
     if not dist.is_initialized():
         backend = "gloo"
@@ -64,7 +68,7 @@ def initialize(parallel: ParallelConfig, seed: int, deterministic: bool = False)
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
             backend = "cpu:gloo,cuda:nccl"
         if "WORLD_SIZE" in os.environ:
-            dist.init_process_group(backend, timeout=timeout)
+            _meet(backend, timeout)
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     with megatron_device():
@@ -80,6 +84,26 @@ def initialize(parallel: ParallelConfig, seed: int, deterministic: bool = False)
         model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
 
+def _meet(backend: str, timeout: timedelta) -> None:
+    """Join the process group of torchrun's environment. Raises ConfigError for an address that cannot be."""
+    # torchrun's own store is there already. Otherwise rank 0 hosts one, which torch would let listen on all
+    # addresses of the machine.
+    hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and os.environ.get("RANK") == "0"
+    if not hosts:
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    address, port, world = (os.environ.get(n, "") for n in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"))
+    try:
+        tcp = host_store(address, int(port), int(world), timeout)
+    except (OSError, ValueError, OverflowError) as error:
+        raise ConfigError(
+            f"MASTER_ADDR={address}, MASTER_PORT={port}: rank 0 cannot listen there: {error}"
+        ) from None
+    # The prefix under which torch's own rendezvous has the other ranks meet.
+    store = dist.PrefixStore("default_pg", tcp)
+    dist.init_process_group(backend, store=store, rank=0, world_size=int(world), timeout=timeout)
+
+
 def group_names() -> dict[str, str]:
     """Return {torch's name of a process group: its use}; the group "norm" sums the gradient's norm."""
     world = dist.group.WORLD
@@ -93,6 +117,24 @@ def group_names() -> dict[str, str]:
         "tp": parallel_state.get_tensor_model_parallel_group(),
     }
     return {group.group_name: name for name, group in groups.items() if isinstance(group, dist.ProcessGroup)}
+
+
+def release() -> None:
+    """Destroy Megatron's groups, if there are any, and keep the process group. A collective.
+
+    megatron-core forgets most of its groups without destroying them: each would keep its threads. So would
+    those of an earlier model that is no longer used, and whose parts refer to each other.
+    """
+    gc.collect()
+    torch.cuda.empty_cache()
+    if not parallel_state.is_initialized():
+        return
+    dist.barrier()  # until no rank communicates through them any more
+    groups = parallel_state._global_process_group_list or []
+    parallel_state.destroy_model_parallel()
+    for group in groups:
+        if group is not None and group in dist.distributed_c10d._world.pg_map:
+            dist.destroy_process_group(group)
 
 
 def shut_down() -> None:

@@ -22,11 +22,12 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             if number == len(lines) and not line.endswith("\n"):
                 break
-            raise ValueError(f"{path}, line {number}: not valid JSON ({error.msg})") from None
-        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            said = error.msg if isinstance(error, json.JSONDecodeError) else error
+            raise ValueError(f"{path}, line {number}: not valid JSON ({said})") from None
+        if not isinstance(record, dict) or type(record.get("step")) is not int:
             raise ValueError(f'{path}, line {number}: expected {{"step": <integer>, ...}}')
         records.append(record)
     return records

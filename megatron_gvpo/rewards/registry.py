@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from megatron_gvpo.groups import Prompt, Rollout
 from megatron_gvpo.runtime.user_functions import check_call, load_function
 
 
@@ -29,14 +28,6 @@ class Component(NamedTuple):
     name: str
     function: str | None  # "module:function" or "path/file.py:function"; None: built in under `name`
     options: Mapping[str, Any]
-
-
-class Job(NamedTuple):
-    """The evaluation of one rollout by one component, given by its index."""
-
-    component: int
-    prompt: Prompt
-    rollout: Rollout
 
 
 def load_reward(component: Component) -> Callable[..., Any]:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megatron_gvpo.config.lengths import longest_prompt
 from megatron_gvpo.config.schema import Config, ConfigError, read_model_config
 from megatron_gvpo.rollout.http import ServerRefused
 from megatron_gvpo.rollout.routed_experts import Routers
@@ -31,10 +32,9 @@ async def check_server(server: Server, config: Config, model: dict[str, Any]) ->
     where = f"rollout server {server.url}"
     try:
         facts = await server.facts(TIMEOUT)
-    except (ServerRefused, LookupError, TypeError) as error:
-        said = error if isinstance(error, ServerRefused) else "its answer lacks fields that the engine's has"
+    except ServerRefused as error:
         raise ConfigError(
-            f"{where} does not speak as rollout.engine={config.rollout.engine} does: {said}. Is it another "
+            f"{where} does not speak as rollout.engine={config.rollout.engine} does: {error}. Is it another "
             "engine, or does it want another key (rollout.servers.api_key_env)?"
         ) from None
     if facts.version not in server.tested and not config.rollout.servers.allow_untested_version:
@@ -43,12 +43,12 @@ async def check_server(server: Server, config: Config, model: dict[str, Any]) ->
             "The interface changes between releases: use a tested one, or set "
             "rollout.servers.allow_untested_version=true and watch the mismatch metrics"
         )
-    needed = config.data.max_prompt_tokens + config.rollout.max_tokens
+    prompt = longest_prompt(config, model)
+    needed = prompt + config.rollout.max_tokens
     if 0 < facts.context_length < needed:
         raise ConfigError(
             f"{where} has a context length of {facts.context_length} tokens; data.max_prompt_tokens="
-            f"{config.data.max_prompt_tokens} plus rollout.max_tokens={config.rollout.max_tokens} need "
-            f"{needed}"
+            f"{prompt} plus rollout.max_tokens={config.rollout.max_tokens} need {needed}"
         )
     if config.rollout.router_replay:
         await _check_routing(server, config, model)

@@ -8,10 +8,12 @@ from __future__ import annotations
 import asyncio
 import json
 import resource
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
 
+LONGEST = 2**30  # bytes of an answer, decompressed; the experts of a long response are some MiB
 SHOWN = 600  # characters of a server's answer that an error quotes
 CONNECT = 10.0  # seconds that a connection may take
 FILES = 2**16  # open files to ask for; each connection is one
@@ -60,11 +62,21 @@ class ServerGone(Exception):  # noqa: N818 - a state of the server
 
 
 class Http:
-    """JSON calls to the server at `url`, over a session that calls to other servers share."""
+    """JSON calls to the server at `url`, over a session that calls to other servers share.
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, api_key: str | None = None) -> None:
+    `listens` is False while the server that this run has started is not the one that listens at `url`: then
+    nothing is sent there.
+    """
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        url: str,
+        api_key: str | None = None,
+        listens: Callable[[], bool] | None = None,
+    ) -> None:
         self.url = url.rstrip("/")
-        self._session = session
+        self._session, self._listens = session, listens
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     async def post(
@@ -78,13 +90,15 @@ class Http:
 
     async def _call(self, method: str, path: str, timeout: float, **arguments: Any) -> Any:
         where = f"{self.url}{path}"
+        if self._listens is not None and not self._listens():
+            raise ServerGone(f"{where}: the server that was started does not listen there", refused=True)
         connect = min(timeout, CONNECT)
         limit = aiohttp.ClientTimeout(total=timeout, sock_connect=connect)
         try:
             async with self._session.request(
-                method, where, headers=self._headers, timeout=limit, **arguments
+                method, where, headers=self._headers, timeout=limit, allow_redirects=False, **arguments
             ) as response:
-                text = await response.text()
+                text = await _whole(response)
                 status = response.status
         except aiohttp.ClientConnectorError as error:
             refused = isinstance(error.os_error, ConnectionRefusedError)
@@ -97,15 +111,25 @@ class Http:
             raise ServerGone(f"{where}: {str(error) or type(error).__name__}") from None
         try:
             answer = json.loads(text)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             answer = text
         # SGLang reports some errors with status 200 and success: false.
         unsuccessful = isinstance(answer, dict) and answer.get("success") is False
-        if status >= 400 or unsuccessful:
+        if status >= 300 or unsuccessful:  # no redirect is followed: the key is for this address alone
             raise ServerRefused(
                 f"{where}: status {status}: {_words(answer)}", 400 if status < 400 else status
             )
         return answer
+
+
+async def _whole(response: aiohttp.ClientResponse) -> str:
+    """The text of an answer. Raises ServerGone for one that is longer than any of a rollout server."""
+    parts, size = [], 0
+    async for part in response.content.iter_chunked(2**20):
+        parts.append(part)
+        if (size := size + len(part)) > LONGEST:
+            raise ServerGone(f"{response.url}: an answer of more than {LONGEST:,} bytes")
+    return b"".join(parts).decode(errors="replace")
 
 
 def _words(answer: Any) -> str:

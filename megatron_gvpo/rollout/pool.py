@@ -15,7 +15,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from megatron_gvpo.config.schema import SamplingConfig
 from megatron_gvpo.config.servers import ServersConfig
@@ -67,6 +67,12 @@ class _Asked:
 
     request: Request
     home: ServerHandle | None = None
+
+
+class Lost(NamedTuple):
+    """A server gave no sample; the request goes to another one."""
+
+    why: str
 
 
 class ServerPool:
@@ -259,9 +265,9 @@ class ServerPool:
                 handle = await self._choose(asked)
                 version = handle.version
                 answer = await self._ask(handle, asked.request, index, token_ids, sampling)
-            if isinstance(answer, str):
-                failures.append(answer)
-                self.lose(handle, answer)
+            if isinstance(answer, Lost):
+                failures.append(answer.why)
+                self.lose(handle, answer.why)
                 continue
             if answer.token_ids:
                 start = spans.pop()[1] if spans and spans[-1][0] == version else len(token_ids)
@@ -297,7 +303,7 @@ class ServerPool:
 
     async def _ask(
         self, handle: ServerHandle, request: Request, index: int, given: list[int], sampling: SamplingConfig
-    ) -> Sample | str:
+    ) -> Sample | Lost:
         """The sample that continues the tokens `given`, or the failure. Raises RolloutError for a refusal."""
         room = sampling.max_tokens - len(given)
         call = asyncio.create_task(
@@ -319,19 +325,19 @@ class ServerPool:
         except ServerRefused as error:
             if error.is_request:
                 raise RolloutError(f"a rollout request was refused: {error}") from None
-            return str(error)
+            return Lost(str(error))
         except ServerGone as error:
-            return str(error)
+            return Lost(str(error))
         except asyncio.CancelledError:
             if call.cancelled():  # the server was lost
-                return handle.why
+                return Lost(handle.why)
             call.cancel()  # the caller no longer wants this response
             raise
         finally:
             handle.outstanding -= room
             handle.calls.discard(call)
         if sample.version not in (None, str(version)):  # for example, it restarted between two health checks
-            return f"{handle.server.url} sampled from weights {sample.version}, not {version}"
+            return Lost(f"{handle.server.url} sampled from weights {sample.version}, not {version}")
         return sample
 
     async def _choose(self, asked: _Asked) -> ServerHandle:

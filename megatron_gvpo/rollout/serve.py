@@ -7,14 +7,13 @@ weights: the trainer sees that, and gives it the current ones before the first r
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import time
 
 from megatron_gvpo.config.schema import Config, ConfigError
-from megatron_gvpo.rollout.start import report, start_servers
-from megatron_gvpo.rollout.supervise import is_healthy
+from megatron_gvpo.rollout.listener import is_loopback
+from megatron_gvpo.rollout.start import given_key, report, start_servers
 
 
 def serve(config: Config) -> int:
@@ -28,9 +27,18 @@ def serve(config: Config) -> int:
             f"rollout.engine={config.rollout.engine} has no servers: "
             "serve needs rollout.engine=sglang or vllm"
         )
-    key = os.environ.get(settings.api_key_env or "")
-    if settings.api_key_env and not key:
-        raise ConfigError(f"rollout.servers.api_key_env: ${settings.api_key_env} is not set")
+    key = given_key(settings)
+    if key is None and not is_loopback(settings.host):
+        raise ConfigError(
+            f"rollout.servers.host={settings.host}: without a key everyone on its network could use the "
+            "servers and load weights into them: export ROLLOUT_KEY=$(openssl rand -hex 16), here and for "
+            "the trainer, and give both rollout.servers.api_key_env=ROLLOUT_KEY"
+        )
+    if key is None:
+        report(
+            "note: without rollout.servers.api_key_env every user of this machine can use the servers and "
+            "load weights into them"
+        )
     told = threading.Event()
     previous = {n: signal.signal(n, lambda *_: told.set()) for n in (signal.SIGTERM, signal.SIGINT)}
     supervisor = start_servers(config, key, report)
@@ -38,7 +46,7 @@ def serve(config: Config) -> int:
         waiting = list(supervisor.processes)
         deadline = time.monotonic() + settings.start_timeout
         while not told.wait(1.0) and supervisor.failed is None:
-            if waiting and not (waiting := [p for p in waiting if not is_healthy(p.url, 5.0)]):
+            if waiting and not (waiting := [p for p in waiting if not p.is_healthy(5.0)]):
                 urls = ",".join(process.url for process in supervisor.processes)
                 print(f"ready: rollout.servers.urls=[{urls}]", flush=True)
             if waiting and time.monotonic() > deadline:

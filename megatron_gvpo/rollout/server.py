@@ -5,15 +5,18 @@ Weights reach a server through its receivers (megatron_gvpo.weights.receivers).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
+from zipfile import BadZipFile
 
 import numpy as np
 
 from megatron_gvpo.config.schema import Config, SamplingConfig
-from megatron_gvpo.rollout.http import Http
+from megatron_gvpo.rollout.http import Http, ServerRefused
 
 MemoryPart = Literal["weights", "cache"]  # the parts of a server's accelerator memory
 PLUGINS = Path(__file__).parent / "plugins"  # goes on the servers' PYTHONPATH; nothing is installed there
@@ -29,6 +32,14 @@ class Sample:
     version: str | None = None  # the version of the weights that sampled it, if the server reports it
     experts: np.ndarray | None = None  # integers [prompt + response - 1, layers, experts per token]
 
+    def __post_init__(self) -> None:
+        """Raises ValueError, TypeError for values that no response has: they come from another program."""
+        if not all(type(token) is int and 0 <= token < 2**31 for token in self.token_ids):
+            raise ValueError("token ids that are none")
+        numbers(self.logprobs)
+        if not self.token_ids and self.finish_reason != "abort":
+            raise ValueError("a finished response without any token")
+
 
 @dataclass(frozen=True)
 class ServerInfo:
@@ -38,6 +49,16 @@ class ServerInfo:
     model_path: str
     context_length: int
     processes: int  # ranks that receive weights
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for values that no server has."""
+        for name in ("version", "model_path"):
+            if not isinstance(getattr(self, name), str):
+                raise ValueError(f"{name} is no text")
+        for name, least in (("context_length", 0), ("processes", 1)):
+            value = getattr(self, name)
+            if type(value) is not int or not least <= value < 2**31:
+                raise ValueError(f"{name} is no such number")
 
 
 @dataclass(frozen=True)
@@ -49,6 +70,7 @@ class Launch:
     # YAML text that only this user may read. The supervisor writes it to a file and appends the file's path
     # to the command.
     secret: str = ""
+    key: str = ""  # the API key, which the server's log is not to keep
 
 
 class Server(Protocol):
@@ -117,6 +139,27 @@ class Server(Protocol):
         """Allocate an offloaded part again, empty. Each part is onloaded once."""
 
 
+@contextmanager
+def answer_of(server: Server, asked: str) -> Iterator[None]:
+    """Turn errors in reading an answer into ServerRefused: the server is not the engine that it should be."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, EOFError, OverflowError, BadZipFile) as error:
+        raise ServerRefused(
+            f"{server.url}{asked}: its answer lacks fields that the engine's has, or has others "
+            f"({type(error).__name__}: {' '.join(str(error).split())[:200]})",
+            502,
+        ) from None
+
+
+def numbers(values: Iterable[Any]) -> list[float]:
+    """The values, each a finite number. Raises ValueError for any other."""
+    found = list(values)
+    if not all(type(value) in (int, float) and math.isfinite(value) for value in found):
+        raise ValueError("log-probs that are no finite numbers")
+    return found
+
+
 def finish(reason: Any) -> str:
     """A server's finish reason as "stop", "length" or "abort"."""
-    return reason if reason in ("stop", "length") else "abort"
+    return reason if isinstance(reason, str) and reason in ("stop", "length") else "abort"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import os
 import secrets
 from contextlib import ExitStack
 from typing import Any
@@ -17,7 +16,7 @@ from megatron_gvpo.rollout.leader import Command, Done, Failed, Wait
 from megatron_gvpo.rollout.pool import ServerPool
 from megatron_gvpo.rollout.request import RolloutError
 from megatron_gvpo.rollout.routed_experts import Routers
-from megatron_gvpo.rollout.start import DIALECTS, report, start_servers
+from megatron_gvpo.rollout.start import DIALECTS, given_key, report, start_servers
 from megatron_gvpo.rollout.supervise import Supervisor
 
 
@@ -42,7 +41,8 @@ class ServerSession:
             opened.callback(lambda: self.loop.run(session.close()))
             stop_ids = (end_token_id, *config.rollout.stop_token_ids)
             routers = Routers.of(model) if config.rollout.router_replay else None
-            clients = [dialect(Http(session, url, key)) for url in urls]
+            started = {p.url: p.listens for p in self.supervisor.processes} if self.supervisor else {}
+            clients = [dialect(Http(session, url, key, started.get(url))) for url in urls]
             self.pool = ServerPool(clients, servers, stop_ids, report, self.supervisor, routers)
             opened.callback(self.loop.cancel_all)
             opened.callback(lambda: self.loop.run(self.pool.stop()))
@@ -78,7 +78,4 @@ def _servers(config: Config) -> tuple[Supervisor | None, list[str], str | None]:
         key = secrets.token_hex(16)
         supervisor = start_servers(config, key, report)
         return supervisor, [process.url for process in supervisor.processes], key
-    given = os.environ.get(servers.api_key_env or "")
-    if servers.api_key_env and not given:
-        raise ConfigError(f"rollout.servers.api_key_env: ${servers.api_key_env} is not set")
-    return None, list(servers.urls), given
+    return None, list(servers.urls), given_key(servers)

@@ -12,7 +12,16 @@ import numpy as np
 
 from megatron_gvpo.config.schema import Config, ConfigError, SamplingConfig
 from megatron_gvpo.rollout.http import Http
-from megatron_gvpo.rollout.server import PLUGINS, Launch, MemoryPart, Sample, ServerInfo, finish
+from megatron_gvpo.rollout.server import (
+    PLUGINS,
+    Launch,
+    MemoryPart,
+    Sample,
+    ServerInfo,
+    answer_of,
+    finish,
+    numbers,
+)
 from megatron_gvpo.versions import REFERENCE
 
 WEIGHT_LOADER = "megatron_gvpo_sglang.receive"  # a function of the plugin in PLUGINS
@@ -37,6 +46,8 @@ class SGLang:
         command += ["--host", servers.host, "--port", str(port), "--dtype", config.model.dtype]
         command += ["--tp-size", str(servers.tp), "--skip-server-warmup"]
         command += ["--custom-weight-loader", WEIGHT_LOADER]
+        if config.model.trust_remote_code:
+            command += ["--trust-remote-code"]
         if servers.context_length:
             command += ["--context-length", str(servers.context_length)]
         if servers.colocated and on_gpu:
@@ -62,19 +73,20 @@ class SGLang:
                 "options as arguments"
             )
         # Every user of the machine can read command lines, and SGLang takes no key from the environment.
-        return Launch([*command, "--config"], environment, json.dumps({"api-key": api_key}))
+        return Launch([*command, "--config"], environment, json.dumps({"api-key": api_key}), api_key)
 
     async def check_health(self, timeout: float) -> None:
         await self.http.get("/health", timeout=timeout)
 
     async def facts(self, timeout: float) -> ServerInfo:
         info = await self.http.get("/server_info", timeout=timeout)
-        return ServerInfo(
-            version=info["version"],
-            model_path=info["model_path"],
-            context_length=info["context_length"] or 0,
-            processes=info["tp_size"] * info["pp_size"],
-        )
+        with answer_of(self, "/server_info"):
+            return ServerInfo(
+                version=info["version"],
+                model_path=info["model_path"],
+                context_length=info["context_length"] or 0,
+                processes=info["tp_size"] * info["pp_size"],
+            )
 
     async def sample(
         self,
@@ -101,15 +113,16 @@ class SGLang:
             },
             timeout=timeout,
         )
-        meta = answer["meta_info"]
-        experts = meta.get("routed_experts")  # of all tokens but the last, in all layers
-        return Sample(
-            token_ids=answer["output_ids"],
-            logprobs=[entry[0] for entry in meta["output_token_logprobs"]],
-            finish_reason=finish(meta["finish_reason"]["type"]),
-            version=meta["weight_version"],
-            experts=None if experts is None else np.frombuffer(base64.b64decode(experts), "<i4"),
-        )
+        with answer_of(self, "/generate"):
+            meta = answer["meta_info"]
+            experts = meta.get("routed_experts")  # of all tokens but the last, in all layers
+            return Sample(
+                token_ids=answer["output_ids"],
+                logprobs=[entry[0] for entry in meta["output_token_logprobs"]],
+                finish_reason=finish(meta["finish_reason"]["type"]),
+                version=meta["weight_version"],
+                experts=None if experts is None else np.frombuffer(base64.b64decode(experts), "<i4"),
+            )
 
     async def score(self, token_ids: Sequence[int], timeout: float) -> list[float]:
         # SGLang 0.5.23 gives the last input token the entry of token 0: one more token is sent, and dropped.
@@ -120,7 +133,8 @@ class SGLang:
             "logprob_start_len": 0,
         }
         answer = await self.http.post("/generate", body, timeout=timeout)
-        return [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:-1]]
+        with answer_of(self, "/generate"):
+            return numbers(entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:-1])
 
     async def abort(self, timeout: float) -> None:
         await self.http.post("/abort_request", {"abort_all": True}, timeout=timeout)
@@ -136,7 +150,8 @@ class SGLang:
 
     async def weight_version(self, timeout: float) -> str:
         info = await self.http.get("/model_info", timeout=timeout)
-        return str(info["weight_version"])
+        with answer_of(self, "/model_info"):
+            return str(info["weight_version"])
 
     async def offload_memory(self, timeout: float) -> None:
         await self.http.post("/release_memory_occupation", timeout=timeout)

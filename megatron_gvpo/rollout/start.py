@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
-from megatron_gvpo.config.schema import Config, ConfigError, ServersConfig
+from megatron_gvpo.config.schema import Config, ConfigError, ServersConfig, read_model_config
+from megatron_gvpo.config.secrets import hide, read_variable, remember
+from megatron_gvpo.config.supported_models import check_family
+from megatron_gvpo.megatron.model.complete_weights import check_files
+from megatron_gvpo.rollout.listener import check_free, is_loopback
 from megatron_gvpo.rollout.nccl import check_nccl
 from megatron_gvpo.rollout.server import Server
 from megatron_gvpo.rollout.sglang import SGLang
 from megatron_gvpo.rollout.supervise import ServerProcess, Supervisor, free_ports
 from megatron_gvpo.rollout.vllm import VLLM
+from megatron_gvpo.runtime.environment import ON_LOOPBACK
+from megatron_gvpo.weights.disk import run_directory
+from megatron_gvpo.weights.node import shared_memory
 
 DIALECTS: dict[str, type[Server]] = {"sglang": SGLang, "vllm": VLLM}
 
@@ -23,25 +31,44 @@ def start_servers(config: Config, key: str | None, report: Callable[[str], None]
     """Start `rollout.servers.count` servers on this machine, under a supervisor. Raises ConfigError."""
     servers = config.rollout.servers
     dialect = DIALECTS[config.rollout.engine]
-    first = servers.port
-    ports = [first + i for i in range(servers.count)] if first else free_ports(servers.count, servers.host)
+    if any(hide(word) != word for word in servers.args):
+        raise ConfigError(
+            "rollout.servers.args: one has a secret, and all users of a machine can read command lines: name "
+            "a key's environment variable in rollout.servers.api_key_env"
+        )
+    if key is not None:
+        remember(key)
+    ports = _ports(servers)
+    key_of_path = "rollout.servers.model_path" if servers.model_path else "model.path"
+    model = read_model_config(config.served_path, key_of_path)
+    check_family(model, f"{key_of_path}={config.served_path}")
+    check_files(Path(config.served_path), key_of_path)
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         check_nccl(config, ".".join(map(str, torch.cuda.nccl.version())))
     gpus = server_gpus(servers, torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "0")))
     logs = Path(config.output_dir) / "servers"
+    # All that servers may map and read (megatron_gvpo_places). A user may name another directory of weights.
+    weights = os.environ.get("MEGATRON_GVPO_WEIGHTS", str(run_directory(config)))
+    places = {"MEGATRON_GVPO_MEMORY": str(shared_memory()), "MEGATRON_GVPO_WEIGHTS": weights}
     processes = []
     for i, port in enumerate(ports):
         launch = dialect.launch(config, port, key, on_gpu)
+        launch.environment.update(places)
+        if is_loopback(servers.host):
+            launch.environment.update({n: os.environ.get(n, lo) for n, lo in ON_LOOPBACK.items()})
         if on_gpu:
             launch.environment["CUDA_VISIBLE_DEVICES"] = visible(gpus[i])
+            # Newer releases of torch have a second NCCL backend, whose ranks meet in another way.
+            launch.environment["TORCH_DIST_USE_NCCL2"] = "0"
             if servers.colocated:  # SGLang's memory saver refuses expandable segments, which help the trainer
                 names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
                 launch.environment.update(dict.fromkeys(names, "expandable_segments:False"))
         else:  # a server keeps the memory that it frees: fresh pages for large tensors cost more than a copy
             large = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**33)}
             launch.environment.update(large)
-        processes.append(ServerProcess(launch, f"http://{servers.host}:{port}", logs / f"{port}.log"))
+        host = f"[{servers.host}]" if ":" in servers.host else servers.host
+        processes.append(ServerProcess(launch, f"http://{host}:{port}", logs / f"{port}.log"))
     supervisor = Supervisor(processes, servers, report)
     try:
         supervisor.start()
@@ -52,6 +79,32 @@ def start_servers(config: Config, key: str | None, report: Callable[[str], None]
             f"rollout.servers.python={servers.python} is to be the interpreter of the engine's environment"
         ) from None
     return supervisor
+
+
+def given_key(servers: ServersConfig) -> str | None:
+    """The key in `api_key_env`'s variable; None where none is named. Raises ConfigError."""
+    if servers.api_key_env is None:
+        return None
+    try:
+        return read_variable(servers.api_key_env, "rollout.servers.api_key_env")
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _ports(servers: ServersConfig) -> list[int]:
+    """A free port for each server. Raises ConfigError, which names the process that has one."""
+    key = f"rollout.servers.host={servers.host}, rollout.servers.port={servers.port}"
+    try:
+        if not servers.port:
+            return free_ports(servers.count, servers.host)
+        ports = [servers.port + i for i in range(servers.count)]
+        for port in ports:
+            check_free(servers.host, port)
+        return ports
+    except socket.gaierror as error:
+        raise ConfigError(f"rollout.servers.host={servers.host}: {error.strerror}") from None
+    except OSError as error:
+        raise ConfigError(f"{key}: {error.strerror}") from None
 
 
 def server_gpus(servers: ServersConfig, present: int, ranks: int) -> list[range]:
@@ -79,4 +132,4 @@ def visible(gpus: Sequence[int]) -> str:
 
 def report(message: str) -> None:
     """Tell the user something, beside the progress display."""
-    print(message, file=sys.stderr, flush=True)
+    print(hide(message), file=sys.stderr, flush=True)

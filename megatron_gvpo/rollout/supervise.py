@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
@@ -15,10 +16,14 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from http.client import HTTPException
 from pathlib import Path
+from urllib.parse import urlsplit
 
+from megatron_gvpo.config.secrets import hide
 from megatron_gvpo.config.servers import ServersConfig
+from megatron_gvpo.rollout.listener import listens_alone, stranger
 from megatron_gvpo.rollout.server import Launch
 from megatron_gvpo.runtime.environment import MEGATRONS
+from megatron_gvpo.runtime.web import NoRedirect
 
 POLL = 1.0  # seconds between looks at a process
 GRACE = 15.0  # seconds between asking a server to end and ending it
@@ -30,13 +35,15 @@ Wait = tuple[float, str]
 
 
 class ServerProcess:
-    """One server, as a process group. Only this user can read its log: SGLang prints its key there."""
+    """One server, as a process group. Only this user can read its log and use its sockets."""
 
     def __init__(self, launch: Launch, url: str, log: Path) -> None:
         self.url, self.log = url, log
         self._launch = launch
         self._secret: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._log_begins = 0  # bytes of earlier processes' logs in the file
+        self._listens = False
 
     def start(self) -> None:
         """Start the command. Raises OSError if it does not exist."""
@@ -48,6 +55,7 @@ class ServerProcess:
             command.append(str(self._secret))
         with self.log.open("ab") as log:
             os.fchmod(log.fileno(), 0o600)
+            self._log_begins, self._listens = log.tell(), False
             self._process = subprocess.Popen(
                 command,
                 env=environment,
@@ -55,6 +63,7 @@ class ServerProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # a new process group, which ends as a whole
+                umask=0o077,  # for the sockets in /tmp over which its processes take orders
             )
 
     @property
@@ -65,11 +74,27 @@ class ServerProcess:
         """The exit status of the process; None while it runs."""
         return self._process.poll() if self._process else None
 
+    def listens(self) -> bool:
+        """True while this process, and no other, listens at the server's address. It alone gets the key."""
+        process = self._process
+        if process is None or process.poll() is not None:
+            return False
+        if not self._listens and listens_alone(process.pid, *self._place()):
+            self._listens = True  # until it ends, since nobody else can listen there beside it
+            self._forget_key()
+        return self._listens
+
+    def is_healthy(self, timeout: float) -> bool:
+        """True if this process answers that it is healthy within `timeout` seconds."""
+        return self.listens() and is_healthy(self.url, timeout)
+
+    def stranger(self) -> str | None:
+        """The other process that listens at the server's address, if there is one."""
+        return stranger(*self._place(), leader=self.pid)
+
     def stop(self, grace: float = GRACE) -> None:
         """Send SIGTERM to the process group; after `grace` seconds, SIGKILL."""
-        if self._secret is not None:
-            self._secret.unlink(missing_ok=True)
-            self._secret = None
+        self._forget_key()
         if self._process is None:
             return
         for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, 5.0)):
@@ -80,12 +105,31 @@ class ServerProcess:
                 time.sleep(0.05)
         self._process = None
 
+    def _place(self) -> tuple[str, int]:
+        parts = urlsplit(self.url)
+        return parts.hostname or "", parts.port or 0
+
+    def _forget_key(self) -> None:
+        """Remove the key's file, which the server has read, and the key in the log: SGLang prints it."""
+        if self._secret is not None:
+            self._secret.unlink(missing_ok=True)
+            self._secret = None
+        key = self._launch.key.encode()
+        if not key:
+            return
+        with contextlib.suppress(OSError), self.log.open("r+b") as log:
+            log.seek(self._log_begins)
+            text = log.read()
+            for found in re.finditer(re.escape(key), text):
+                log.seek(self._log_begins + found.start())
+                log.write(b"*" * len(key))
+
     def tail(self) -> str:
         """The last LOG_LINES lines of the log."""
         with contextlib.suppress(OSError), self.log.open("rb") as log:
             log.seek(max(0, os.fstat(log.fileno()).st_size - LOG_BYTES))
             lines = log.read().decode(errors="replace").splitlines()[-LOG_LINES:]
-            return "\n".join(f"    {line[:300]}" for line in lines)
+            return "\n".join(f"    {hide(line)[:300]}" for line in lines)
         return ""
 
 
@@ -182,14 +226,15 @@ class Supervisor:
     def _trouble(self, process: ServerProcess, waits: dict[str, Wait]) -> str | None:
         status = process.exit_status()
         if status is not None:
-            return f"ended with status {status}"
+            other = process.stranger()
+            return f"ended with status {status}" + (f", and {other} has its port" if other else "")
         if process.url in self._unusable:
             self._unusable.discard(process.url)
             return "cannot be used"
         now = time.monotonic()
         since, setting = waits.setdefault(process.url, (now, "start_timeout"))
         limit = getattr(self._settings, setting)
-        if is_healthy(process.url, min(5.0, limit)):
+        if process.is_healthy(min(5.0, limit)):
             waits[process.url] = (now, "hang_timeout")
         elif now - since > limit:
             return f"has not answered for rollout.servers.{setting}={limit:g} s"
@@ -211,8 +256,9 @@ def _dying_with_us() -> list[str]:
 
 
 def free_ports(count: int, host: str) -> list[int]:
-    """Find ports of `host` that are free at the moment."""
-    sockets = [socket.socket() for _ in range(count)]
+    """Find ports of `host` that are free at the moment. Raises OSError for another machine's host."""
+    family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
+    sockets = [socket.socket(family) for _ in range(count)]
     try:
         for each in sockets:
             each.bind((host, 0))
@@ -223,8 +269,11 @@ def free_ports(count: int, host: str) -> list[int]:
 
 
 def is_healthy(url: str, timeout: float) -> bool:
-    """True if the server's /health answers 200 within `timeout` seconds. No HTTP proxy is used."""
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    """True if the server's /health answers 200 within `timeout` seconds.
+
+    No HTTP proxy is used, no redirect followed, and no key sent.
+    """
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}), NoRedirect())
     try:
         with direct.open(f"{url}/health", timeout=timeout) as answer:
             return bool(answer.status == 200)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from megatron_gvpo.weights.transports import transport_class
 
@@ -12,6 +13,10 @@ if TYPE_CHECKING:
 
 # Only Megatron needs it. Servers must not inherit it: SGLang needs 8, and vLLM the driver's default.
 MEGATRONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+# Gloo and NCCL connect processes through sockets of these networks. By themselves they take the address of
+# the machine's name, which others may reach.
+ON_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 def prepare(config: Config) -> None:
@@ -28,5 +33,15 @@ def prepare(config: Config) -> None:
         # SGLang sets it in its own processes (0.5.23, engine.py). If ranks of one process group differ in it,
         # they exchange handles of GPU memory that the other side cannot open.
         wanted["NCCL_CUMEM_ENABLE"] = "0"
+    if _only_this_machine(config):
+        wanted |= ON_LOOPBACK
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
+
+
+def _only_this_machine(config: Config) -> bool:
+    """True if the ranks and the servers all run here."""
+    rollout = config.rollout
+    meeting = {os.environ.get("MASTER_ADDR", "127.0.0.1"), rollout.weights.address or "127.0.0.1"}
+    hosts = {urlsplit(url).hostname for url in rollout.servers.urls}
+    return (meeting | hosts).issubset(LOOPBACK)

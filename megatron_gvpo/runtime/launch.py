@@ -12,50 +12,71 @@ from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
 
-PATIENCE = 10.0  # seconds that the other ranks have to end by themselves after one has failed
+from megatron_gvpo.runtime.signals import stopping_signals
+
+# Seconds that the other ranks have to end by themselves after one has failed with an error, which they may be
+# about to report too; and after a signal has killed one, of which they cannot know.
+PATIENCE, PATIENCE_AFTER_KILL = 10.0, 1.0
 
 
 def launch(processes: int, arguments: Sequence[str]) -> int:
     """Run `python -m megatron_gvpo <arguments>` in `processes` ranks; returns 0 or the first other exit code.
 
-    SIGTERM and SIGUSR1 are passed on to the ranks, which save and exit with 0. torchrun would give them half
-    a minute, and would report that as a failure, like wrong input, with a page of its own text.
+    The signals that ask a run to stop are passed on to the ranks, which save and exit with 0. torchrun would
+    give them half a minute, and would report that as a failure, like wrong input, with a page of its text.
+    Each rank leads a process group of its own, so that Ctrl-C reaches it once, through this process. A second
+    Ctrl-C ends the ranks at once.
+    A rank that a signal killed is named on stderr, because it could not say anything itself.
     """
     environment = _environment(processes)
     command = [sys.executable, "-m", "megatron_gvpo", *arguments]
     ranks: list[subprocess.Popen[bytes]] = []
+    patience = PATIENCE
+
+    presses = 0
 
     def forward(number: int, frame: FrameType | None) -> None:
+        nonlocal presses
+        presses += number == signal.SIGINT
         for rank in ranks:
-            rank.send_signal(number)
+            rank.send_signal(signal.SIGKILL if presses > 1 else number)
 
-    previous = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    previous = {number: signal.signal(number, forward) for number in stopping_signals()}
     try:
         for rank in range(processes):
             numbered = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            ranks.append(subprocess.Popen(command, env=numbered))
-        return _wait(ranks)
-    except KeyboardInterrupt:  # the terminal has sent it to the ranks, too
-        return 128 + signal.SIGINT
+            ranks.append(subprocess.Popen(command, env=numbered, process_group=0))
+        failed, code = _wait(ranks)
+        if presses > 1:
+            return 128 + signal.SIGINT
+        if code < 0:
+            patience = PATIENCE_AFTER_KILL
+            name = signal.Signals(-code).name
+            print(f"rank {failed} was killed by {name}: the others are ended", file=sys.stderr, flush=True)
+        return code if code >= 0 else 128 - code
     finally:
-        _end(ranks)
+        _end(ranks, patience)
         for number, handler in previous.items():
             signal.signal(number, handler)
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Wait until all ranks are done or one has failed; returns the exit code, 128 + n for signal n."""
+def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> tuple[int, int]:
+    """Wait until all ranks are done or one has failed; returns that rank and its exit code, -n for signal n.
+
+    A killed rank goes before others, which may have failed because it was gone.
+    """
     while True:
-        codes = [rank.poll() for rank in ranks]
-        if failed := [code for code in codes if code]:
-            return failed[0] if failed[0] > 0 else 128 - failed[0]
-        if None not in codes:
-            return 0
+        codes = [rank.poll() or 0 for rank in ranks]
+        if any(codes):
+            killed = [(i, code) for i, code in enumerate(codes) if code < 0]
+            return killed[0] if killed else next((i, code) for i, code in enumerate(codes) if code)
+        if all(rank.returncode is not None for rank in ranks):
+            return 0, 0
         time.sleep(0.1)
 
 
-def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
-    deadline = time.monotonic() + PATIENCE
+def _end(ranks: Sequence[subprocess.Popen[bytes]], patience: float) -> None:
+    deadline = time.monotonic() + patience
     for rank in ranks:
         with suppress(subprocess.TimeoutExpired):
             rank.wait(max(0.0, deadline - time.monotonic()))

@@ -1,14 +1,22 @@
-"""Handles SIGTERM, which Slurm and Kubernetes send before they kill: the run saves, says so, and exits."""
+"""Handles the signals that ask a run to stop: it saves, says so, and exits.
+
+SIGTERM and SIGUSR1 come from Slurm and Kubernetes before they kill, SIGINT from Ctrl-C, SIGHUP from a
+terminal that has gone, such as a lost ssh.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
 import signal
 import threading
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-import torch
-import torch.distributed as dist
+NOTICE = b"\nCtrl-C: the run saves after this step, and ends; Ctrl-C again ends it at once, unsaved\n"
+
+log = logging.getLogger(__name__)
 
 
 class Interrupted(Exception):  # noqa: N818 - not an error: the run can be resumed
@@ -16,7 +24,10 @@ class Interrupted(Exception):  # noqa: N818 - not an error: the run can be resum
 
 
 class Interrupt:
-    """Notes SIGTERM and SIGUSR1; `check` raises Interrupted on all ranks after any rank has received one."""
+    """Notes the signals; `check` raises Interrupted on all ranks after any rank has received one.
+
+    A second Ctrl-C ends the process at once.
+    """
 
     def __init__(self) -> None:
         self._told = False
@@ -24,8 +35,13 @@ class Interrupt:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGUSR1):
+            for number in stopping_signals():
                 self._previous[number] = signal.signal(number, self._note)
+        else:
+            log.warning(
+                "training in a thread other than the main one, which alone hears of signals: SIGTERM, "
+                "SIGUSR1, SIGHUP and Ctrl-C end the process without a checkpoint"
+            )
         return self
 
     def __exit__(
@@ -36,6 +52,9 @@ class Interrupt:
 
     def check(self) -> None:
         """Raise Interrupted if any rank has received a signal. A collective, because the ranks must agree."""
+        import torch
+        import torch.distributed as dist
+
         told = torch.tensor([float(self._told)])
         if dist.is_initialized():
             dist.all_reduce(told, dist.ReduceOp.MAX)
@@ -44,3 +63,19 @@ class Interrupt:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._told = True
+        if number == signal.SIGINT:
+            # The kernel's own handling: a second Ctrl-C ends the process even in the middle of a long call.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            if os.environ.get("RANK", "0") == "0":
+                with suppress(OSError):  # not `print`, which may be what the signal has interrupted
+                    os.write(2, NOTICE)
+
+
+def stopping_signals() -> list[signal.Signals]:
+    """The signals that ask a run to stop.
+
+    SIGINT and SIGHUP are left out where they are ignored: by `nohup`, and by a shell for its background jobs.
+    """
+    ignorable = (signal.SIGINT, signal.SIGHUP)
+    heard = [number for number in ignorable if signal.getsignal(number) != signal.SIG_IGN]
+    return [signal.SIGTERM, signal.SIGUSR1, *heard]

@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import os
 import sys
+import sysconfig
 import traceback
 import warnings
 from collections.abc import Callable
@@ -18,6 +19,15 @@ from typing import Any
 
 # Modules whose functions a configuration may name, by their former names, which work for one more release.
 MOVED = {"megatron_gvpo.algorithms.judged": "megatron_gvpo.algorithms.shapers.judged"}
+
+
+MESSAGE = 500  # characters of an error's text
+# Beginnings of the paths of modules that are not the user's: the library's, packages' and this one's.
+_INSTALLED = (
+    *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")),
+    str(Path(__file__).parents[1]) + os.sep,
+    "<frozen ",
+)
 
 
 @cache
@@ -73,10 +83,46 @@ def check_call(function: Callable[..., Any], shown: str, arguments: int, options
         raise ValueError(f"it is called as {shown} with options {options}: {error}") from None
 
 
+class UserFunctionError(ValueError):
+    """A function of the user's raised, or returned what cannot be used; one line says which and where.
+
+    Errors of this package that pass through such a function, as from the engine that it asks, are not these.
+    """
+
+
+def call_function(where: str, spec: str, *arguments: Any, **options: Any) -> Any:
+    """The value that the function returns. `where` is the configuration's key. Raises UserFunctionError."""
+    try:
+        return load_function(spec)(*arguments, **options)
+    except Exception as error:
+        if type(error).__module__.startswith(__package__.partition(".")[0] + "."):
+            raise
+        raise UserFunctionError(f"{where}={spec}: {described(error)}") from error
+
+
+def refused(where: str, spec: str, problem: str) -> UserFunctionError:
+    """The error that says why what the function returned cannot be used, and where the function is."""
+    code = getattr(inspect.unwrap(load_function(spec)), "__code__", None)
+    place = "" if code is None else f" ({os.path.basename(code.co_filename)}, line {code.co_firstlineno})"
+    return UserFunctionError(f"{where}={spec}: {problem}{place}")
+
+
 def described(error: BaseException) -> str:
-    """The error that a function raised and its line, for readers who see only the message."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} ({os.path.basename(frame.filename)}, line {frame.lineno})"
+    """The error that a function raised and its line, for readers who see only the message: one line.
+
+    The line is the last one outside installed packages, which is the user's where there is one.
+    """
+    try:
+        said = " ".join(str(error).split())
+    except Exception:  # of an error type of the user's
+        said = "(its message cannot be shown)"
+    text = f"{type(error).__name__}: {said[:MESSAGE]}{' ...' if len(said) > MESSAGE else ''}"
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return text
+    own = [frame for frame in frames if not frame.filename.startswith(_INSTALLED)]
+    frame = (own or frames)[-1]
+    return f"{text} ({os.path.basename(frame.filename)}, line {frame.lineno})"
 
 
 def _load_file(file: Path) -> ModuleType:

@@ -118,7 +118,7 @@ class BatchContext:
         def ask() -> list[list[str]]:
             return _checked(load_function(function)(groups, n, **options), len(groups), n)
 
-        texts: list[list[str]] = call_on_rank0(f"algorithm.members: {function}", ask)
+        texts: list[list[str]] = call_on_rank0(f"step {self.step}: algorithm.members: {function}", ask)
         return texts
 
     def score(self, groups: list[Group]) -> None:

@@ -46,6 +46,7 @@ class EmbeddedEngine:
             dtype=getattr(torch, config.model.dtype),
             batch_size=config.rollout.batch_size,
             end_token_id=task.end_token_id,
+            trust_remote_code=config.model.trust_remote_code,
         )
 
     @property

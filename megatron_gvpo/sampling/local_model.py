@@ -40,6 +40,7 @@ class LocalModel:
         dtype: torch.dtype,
         batch_size: int,
         end_token_id: int,
+        trust_remote_code: bool = False,
     ) -> None:
         self.version = -1  # of the weights
         self.device = torch.device(device)
@@ -50,7 +51,10 @@ class LocalModel:
         # The first push overwrites the initial weights. Drawing them must not advance the run's random state.
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices), self.device:
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path), dtype=dtype)
+            hf_config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+            model = AutoModelForCausalLM.from_config(
+                hf_config, dtype=dtype, trust_remote_code=trust_remote_code
+            )
         if model.config._attn_implementation == "sdpa":  # some models do not support it
             model.set_attn_implementation(GROUPED_SDPA)
         self.model = model.eval().requires_grad_(False)

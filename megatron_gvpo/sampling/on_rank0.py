@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron_gvpo.rollout.request import RolloutError
 from megatron_gvpo.runtime.collectives import broadcast_msgpack
-from megatron_gvpo.runtime.user_functions import described
+from megatron_gvpo.runtime.user_functions import UserFunctionError, described
 
 
 def call_on_rank0(where: str, call: Callable[[], Any]) -> Any:
@@ -23,7 +23,8 @@ def call_on_rank0(where: str, call: Callable[[], Any]) -> Any:
         try:
             said = {"value": call()}
         except Exception as error:
-            said, cause = {"error": described(error)}, error
+            text = str(error) if isinstance(error, UserFunctionError) else described(error)
+            said, cause = {"error": text}, error
     said = broadcast_msgpack(said)
     if "error" in said:
         raise RolloutError(f"{where}: {said['error']}") from cause

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megatron_gvpo.algorithms.curriculum.allocation import Allocation
 from megatron_gvpo.config.schema import ConfigError, SamplingConfig
+from megatron_gvpo.config.secrets import hide
 from megatron_gvpo.data.tracker import SuccessTracker
 from megatron_gvpo.groups import Group, Prompt, Rollout
 from megatron_gvpo.observe import PhaseTimer
@@ -90,7 +91,7 @@ class EngineSampler:
                         rollout.rewards, rollout.reward, rollout.reward_errors = verdict
         for warning in self._rewards.warnings(groups):
             if rank == 0:
-                log.warning(warning)
+                log.warning(hide(warning))
 
 
 def _verdict(rollout: Rollout) -> tuple[dict[str, float], float, dict[str, str]]:

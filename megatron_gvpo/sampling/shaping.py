@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -15,8 +16,14 @@ def shaped(shaper: Shaper, groups: list[Group], step: int) -> list[Group]:
     """`shaper(groups, step)` on every rank. One that asks outside runs on rank 0 alone. A collective."""
     if not shaper.outside:
         return shaper(groups, step)
-    where = f"algorithm.shapers: {shaper.name}"
-    rewards = call_on_rank0(where, lambda: [group.rewards for group in shaper(groups, step)])
+
+    def ask() -> list[list[float]]:
+        rewards = [group.rewards for group in shaper(groups, step)]
+        if wrong := [reward for mine in rewards for reward in mine if not math.isfinite(reward)]:
+            raise ValueError(f"{len(wrong)} rewards are not finite, such as {wrong[0]}")
+        return rewards
+
+    rewards = call_on_rank0(f"step {step}: algorithm.shapers: {shaper.name}", ask)
     return [rewarded(group, mine) for group, mine in zip(groups, rewards, strict=True)]
 
 

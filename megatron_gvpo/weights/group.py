@@ -21,8 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_gvpo.config.schema import Config, ConfigError
+from megatron_gvpo.runtime.environment import LOOPBACK
+from megatron_gvpo.runtime.store import host_store
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _numbers = itertools.count()
 
 
@@ -79,9 +80,7 @@ class WeightGroup:
         is not done; both in seconds."""
         self._timeout = datetime.timedelta(seconds=timeout)
         self._patience = patience
-        self._tcp = dist.TCPStore(
-            address, 0, world_size, is_master=True, timeout=self._timeout, wait_for_workers=False
-        )
+        self._tcp = host_store(address, 0, world_size, self._timeout)
         name = f"weights-{os.getpid()}-{next(_numbers)}"
         self.meeting = Rendezvous(address, self._tcp.port, world_size, name, backend)
         self._group: Any = None  # in torch's stubs a backend is no process group

@@ -33,6 +33,11 @@ def new_name() -> str:
     return _PREFIX + secrets.token_hex(8)
 
 
+def shared_memory() -> Path:
+    """The directory of this machine in which runs have their directories of shared memory."""
+    return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+
+
 _NAMES = _PREFIX + "[0-9a-f]" * 16  # a pattern of all such names
 
 
@@ -45,7 +50,7 @@ class NodeMemory:
     """
 
     def __init__(self, name: str, device: torch.device, first: bool = True) -> None:
-        root = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+        root = shared_memory()
         self.directory = root / name
         self._first = first
         self._lock: int | None = None

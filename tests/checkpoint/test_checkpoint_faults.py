@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import resource
+import shutil
 
 import pytest
 import torch
@@ -89,8 +91,8 @@ def test_a_disk_full_while_exporting_leaves_the_export_and_the_checkpoint(task, 
     ("file", "content", "message"),
     [
         ("state.json", b"{}", "state.json is no state of a checkpoint of this program: KeyError: 'layout'"),
-        ("state.json", b"\x00", "state.json is no state of a checkpoint of this program: JSONDecodeError"),
-        ("__0_0_0.distcp", b"cut off", "cannot read .*step_00000004: "),
+        ("state.json", b"\x00", "state.json, line 1: not valid JSON"),
+        ("__0_0.distcp", b"cut off", "cannot read .*step_00000004: "),
         (".metadata", None, "cannot read .*step_00000004: "),
     ],
 )
@@ -104,3 +106,22 @@ def test_a_damaged_checkpoint_is_named(task, tmp_path, finished, file, content, 
         (place / file).write_bytes(content)
     with pytest.raises(CheckpointError, match=message):
         fit(configure(task, tmp_path, *GVPO), resume=True)
+
+
+def test_a_damaged_newest_checkpoint_is_replaced_by_the_newest_whole_one(task, tmp_path, finished, caplog):
+    """Checkpoints 3 and 4 of three are damaged: the run goes on from step 2."""
+    shutil.copytree(finished, tmp_path / "run")
+    place = tmp_path / "run" / "checkpoints"
+    shard, state = place / "step_00000004" / "__0_0.distcp", place / "step_00000003" / "state.json"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    state.write_text(state.read_text().replace('"step": 3', '"step": -3'))
+    fit(configure(task, tmp_path / "run", *GVPO, "checkpoint.keep=3"), resume=True)
+    assert_same_run(tmp_path / "run", finished)
+    first, second, used = [r.getMessage() for r in caplog.records if r.name.endswith("newest")]
+    assert re.search(f"{shard} is damaged: .* is not what was saved .*; trying step_00000003", first)
+    assert re.search(f"{state} is damaged: it is not what was saved .*; trying step_00000002", second)
+    assert f"{place}/step_00000002 is used; step_00000004, step_00000003 are newer, and damaged" in used
+    names = [f"step_0000000{name}" for name in ("2", "3.damaged", "4", "4.damaged")]
+    assert sorted(path.name for path in place.iterdir()) == names

@@ -45,6 +45,7 @@ def test_what_is_refused(models: Path, tmp_path: Path, capsys: pytest.CaptureFix
     (full / "file").touch()
     cases = {
         (source, str(full)): "TARGET=.*full: this directory is not empty",
+        (source, f"{__file__}/below"): "TARGET=.*below: .*test_convert.py is no directory",
         (source, str(tmp_path / "a"), "--like", source): "has no .metadata, so it is no Megatron checkpoint",
         (str(tmp_path / "none"), str(tmp_path / "a")): "SOURCE=.*none: no config.json there",
     }

@@ -57,7 +57,7 @@ def found(place: Path, request: pytest.FixtureRequest) -> Path:
         runs.sort(key=lambda run: run[0].ranks)
         work += [list(same) for _, same in groupby(runs, key=lambda run: run[0].ranks)]
     torch.save(work, place / "work.pt")
-    launch("checkpoint_worker:run", [runs[0][0].ranks for runs in work], str(place))
+    launch("checkpoint_worker:run", [runs[0][0].ranks for runs in work], str(place), timeout=1800)
     return place
 
 
@@ -136,13 +136,12 @@ def test_a_rank_that_fails_alone_is_heard_of_by_all(place: Path) -> None:
     for what, rank, message in zip(whats, ranks, parts, strict=True):
         assert message == f"cannot {what}: OSError: [Errno 28] rank {rank} has no space left (on rank {rank})"
     assert re.search(r"Invalid sharding pattern validation(.|\n)*\(on rank 0\)$", invalid)
-    pattern = r"not mounted/state\.json is no state of a checkpoint .*FileNotFoundError.*\(on rank 1\)"
-    assert re.search(pattern, unread)
+    assert re.search(r"not mounted/state\.json is missing \(on rank 1\)$", unread)
     assert [path.name for path in checkpoint.complete(place / "alone")] == ["step_00000001"]
 
 
 def test_saving_in_the_background_holds_no_copy_of_the_optimizer(place: Path) -> None:
-    """Peak memory rises by a few files of 8 MiB. A copy of the optimizer would take 130 MiB."""
+    """Peak memory rises by a few tensors of 8 MiB. A copy of the optimizer would take 130 MiB."""
     torch.manual_seed(0)
     wide = {"vocab_size": 8192, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8}
     config = transformers.Qwen2Config(**{**reference._COMMON, **wide})

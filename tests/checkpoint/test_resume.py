@@ -108,4 +108,5 @@ def test_rewards_that_end_with_the_job_are_not_counted(task, tmp_path):
 
 def test_a_checkpoint_of_other_data_is_refused(task, finished):
     with pytest.raises(ValueError, match=r"trained on 48 prompts, and data\.train now has 40"):
-        fit(configure(task, finished, *GVPO, "data.train.limit=40"), resume=True)
+        other = configure(task, finished, *GVPO, "data.train.limit=40")
+        fit(other, resume=True, allow_change=("data.train.limit",))

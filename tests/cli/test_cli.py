@@ -208,7 +208,8 @@ def test_what_lies_where_a_run_would_write_is_not_removed_unasked(task, tmp_path
 def test_what_one_node_lacks_is_said_by_its_first_rank(task, tmp_path, capsys, monkeypatch):
     """Two nodes with 8 ranks each may have different file systems."""
     given = ["train", str(task / "run.yaml"), f"output_dir={tmp_path}", "model.path=/none"]
-    monkeypatch.setenv("WORLD_SIZE", "16")
+    for name, value in {"WORLD_SIZE": "16", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
     for rank, local_rank in ((8, 0), (9, 1)):
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("LOCAL_RANK", str(local_rank))
@@ -225,6 +226,11 @@ def test_eval_and_export_of_a_finished_run(task, tmp_path, capsys, monkeypatch):
     last = {name: value for name, value in records(out)[-1].items() if name.startswith("eval/")}
     assert main(["train", *given]) == 2
     assert "holds an earlier run" in capsys.readouterr().err
+
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    assert main(["train", *given, "--resume"]) == 0
+    assert "this run is finished, nothing is left to do: its newest" in capsys.readouterr().out
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
 
     monkeypatch.setattr(policy, "Optimizer", None)  # neither needs its memory
     assert main(["eval", *given, f"model.path={out / 'hf'}"]) == 0
@@ -265,10 +271,11 @@ def test_sigterm_stops_both_ranks_and_the_terminal_shows_only_the_run(task, tmp_
     printed, error = launched.communicate(timeout=120)
     assert (launched.returncode, error) == (0, "")
     *lines, last = printed.splitlines()
-    assert last == "stopped on request; the checkpoint is complete: continue with `train ... --resume`"
+    newest = max((tmp_path / "checkpoints").iterdir())
+    said = f"stopped on request; the checkpoint is complete ({newest}): continue with `train ... --resume`"
+    assert last == said
     others = ("checkpoint: ", "memory of the first update", "  ")
     assert all(STEP.match(line) or line.startswith(others) for line in lines), printed
-    newest = max((tmp_path / "checkpoints").iterdir())
     assert json.loads((newest / "state.json").read_text())["step"] == records(tmp_path)[-1]["step"]
 
 

@@ -154,7 +154,7 @@ def test_versions_table_agrees_with_the_project_file():
 
 def test_install_commands_name_the_reference_version():
     for component in COMPONENTS:
-        pinned = re.search(r"==([\d.]+)", component.install)
+        pinned = re.search(r"==([\w.]+)", component.install)
         assert pinned is None or pinned[1] == component.reference, component.name
 
 

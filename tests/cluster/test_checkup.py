@@ -21,12 +21,15 @@ from megatron_gvpo.rollout.supervise import is_healthy
 
 FAULTS = {
     "none": [],
-    "slow": [r"rank 2 on \S+: \S+ GB/s with other ranks, and \S+ is usual here"],
+    "slow": [r"rank 2 on \S+: \S+ GB/s with other ranks; the median rank reaches \S+"],
     "version": [r"rank 2 on \S+ has torch 0.0, most have \d", "has megatron-core None, most have"],
     "clock": [r"rank 2 on \S+: its clock is \+3600.\d s from the others'"],
     "files": [r"rank 2 on \S+ does not see in .* what rank 0", r"rank 0 on \S+ does not see .* what rank 2"],
     "engine": [r"rank 2 on \S+ gets no healthy answer from http://127.0.0.1:9"],
-    "expected": [r"pairs of ranks reach \S+ GB/s, and 35 are expected of b200", "an all-reduce reaches"],
+    "expected": [
+        r"pairs of ranks reach \S+ GB/s, less than the 35 expected of b200",
+        "an all-reduce reaches",
+    ],
 }
 
 
@@ -82,7 +85,11 @@ RANKS = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.
     [
         (["--cluster"], {}, "torchrun ... -m megatron_gvpo doctor --cluster"),
         (["--cluster"], {"WORLD_SIZE": "2"}, "(not set here: RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT)"),
-        (["--cluster", "--gpu", "h900"], RANKS, "--gpu h900: unknown; h800, h100"),
+        (
+            ["--cluster", "--gpu", "h900"],
+            RANKS,
+            "--gpu h900: unknown; planner/gpus.json describes h800, h100",
+        ),
         (["--cluster", "--url", "node1:30000"], RANKS, "--url node1:30000: expected http://HOST:PORT"),
         (["--cluster", "--json"], RANKS, "--json: `doctor --cluster` has its lines only"),
         (["--gpu", "h800", "--url", "http://a:1"], {}, "--url, --gpu: for doctor --cluster only"),

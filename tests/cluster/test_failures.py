@@ -6,9 +6,11 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from paths import ROOT
 
 from megatron_gvpo.cluster import failures
 
@@ -52,7 +54,7 @@ def test_a_rank_that_ends_before_it_has_a_log_is_named(tmp_path: Path):
         assert subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=120).returncode == 1
     said = failures.describe(tmp_path)
     assert said is not None
-    assert re.match(r"first failure: rank 0 on \S+ at .*: exit code 1, before its log began", said)
+    assert re.match(r"first failure: rank 0 on \S+ at .*: exit code 1, before it began its log", said)
     assert "FileNotFoundError" in said and "nowhere/rank_00000.log" in said
 
 
@@ -67,3 +69,23 @@ def test_what_one_rank_alone_refuses_is_said(tmp_path: Path):
     said = failures.describe(tmp_path / "logs")
     assert said is not None and said.startswith("first failure: rank 3 on node7 at ")
     assert "exit code 2" in said and "nowhere.yaml" in said
+
+
+def test_the_launcher_names_a_killed_rank_and_ends_the_others_at_once(tmp_path: Path):
+    """The killed rank cannot say anything, and the others cannot know of it: they may be in a long call."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal, time\n"
+        "match os.environ.get('RANK'):\n"
+        "    case '0': time.sleep(1000)\n"
+        "    case '1': os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    program = (
+        "import sys; from megatron_gvpo.runtime.launch import launch; sys.exit(launch(2, ['--version']))"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    begin = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, stderr=subprocess.PIPE, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (137, "rank 1 was killed by SIGKILL: the others are ended\n")
+    assert time.monotonic() - begin < 9

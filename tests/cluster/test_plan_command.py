@@ -99,30 +99,30 @@ def test_what_is_printed_says_that_it_is_predicted(capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (["--model", "nobody/nothing"], "nor one of the known models Qwen/Qwen2.5-0.5B"),
-        (["--gpu", "h900"], "--gpu h900: unknown; h800, h100"),
-        (["--gpus", "12"], "--gpus 12: more than one node, so a multiple of 8"),
-        (["--gpus", "0"], "--gpus 0: at least 1"),
-        (["--prompts", "0"], "--prompts 0: at least 1"),
-        (["--batch-epochs", "0"], "--batch-epochs 0: at least 1"),
-        (["--async-steps", "-1"], "--async-steps -1: at least 0"),
+        (["--model", "nobody/nothing"], "or one of the known models: Qwen/Qwen2.5-0.5B"),
+        (["--gpu", "h900"], "--gpu h900: unknown; planner/gpus.json describes h800, h100"),
+        (["--gpus", "12"], "--gpus 12: more than one node of 8 GPUs; give a multiple of 8"),
+        (["--gpus", "0"], "--gpus 0: must be at least 1"),
+        (["--prompts", "0"], "--prompts 0: must be at least 1"),
+        (["--batch-epochs", "0"], "--batch-epochs 0: must be at least 1"),
+        (["--async-steps", "-1"], "--async-steps -1: must be at least 0"),
         (["--write", "nowhere/plan.yaml"], "--write nowhere/plan.yaml: there is no directory nowhere"),
-        (["--write", str(ROOT / "README.md")], "README.md: is there already, and no plan"),
-        (["--write", "."], "--write .: is there already, and no plan"),
+        (["--write", str(ROOT / "README.md")], "README.md: this exists and is not a plan"),
+        (["--write", "."], "--write .: this exists and is not a plan"),
         (["--response-length", "many"], "expected MEAN[,p95=TOKENS]"),
         (["--response-length", "inf"], "expected MEAN[,p95=TOKENS]"),
         (["--response-length", "nan"], "expected MEAN[,p95=TOKENS]"),
         (["--response-length", "850,p95"], "expected MEAN[,p95=TOKENS]"),
         (["--response-length", "850,p95=100"], "expected 0 < mean < p95 <= max"),
         (["--mini-batches", "3"], "--mini-batches 3 does not divide --prompts 1024"),
-        (["--gpu", "a800", "--fp8"], "a800 has no FP8"),
+        (["--gpu", "a800", "--fp8"], "the GPU a800 does not support FP8"),
         (["--model", "Qwen/Qwen2.5-72B", "--gpus", "1"], "no layout can run"),
-        (["--model", "Qwen/Qwen2.5-72B", "--gpus", "8"], "in host memory some would fit: --offload 1"),
-        (["--offload", "12"], "--offload 12.0: a fraction, from 0 to 1"),
+        (["--model", "Qwen/Qwen2.5-72B", "--gpus", "8"], "in host memory: try --offload 1"),
+        (["--offload", "12"], "--offload 12.0: must be a fraction from 0 to 1"),
         (["--model", "Qwen/Qwen2.5-Math-7B"], "max_position_embeddings=4096"),
-        (["--k", "1"], "--k 1: --recipe gvpo compares the responses to a prompt: at least 2"),
+        (["--k", "1"], "--k 1: must be at least 2; --recipe gvpo compares the responses to a prompt"),
         (["--recipe", "gppo"], "there is no recipe 'gppo'; did you mean 'ppo'?"),
-        (["--recipe", "sft"], "--recipe sft: plans are for methods whose responses are sampled"),
+        (["--recipe", "sft"], "--recipe sft: a plan needs a method that samples responses"),
         (
             ["--model", "deepseek-ai/DeepSeek-V3", "--gpus", "512"],
             "whose 8 GPUs cannot hold the 1250 GiB of bf16 weights",
@@ -158,7 +158,7 @@ QWEN = KNOWN["Qwen/Qwen2.5-7B"]
             "q_lora_rank=null in config.json (DeepSeek-V2-Lite)",
         ),
         (QWEN | {"hidden_size": None}, "no hidden_size in config.json"),
-        (QWEN | {"num_attention_heads": 0}, "num_attention_heads=0 in config.json: at least 1"),
+        (QWEN | {"num_attention_heads": 0}, "num_attention_heads=0 in config.json: must be at least 1"),
         (QWEN | {"hidden_size": "3584"}, "hidden_size='3584' in config.json: expected a whole number"),
     ],
 )
@@ -170,3 +170,34 @@ def test_a_model_that_cannot_be_trained_is_not_planned(config: object, words: st
         assert main(["plan", "--model", str(given), *ASKED]) == 2
         said = capsys.readouterr()
         assert words in said.err and not said.out
+
+
+@pytest.mark.parametrize("option", ["--top", "--prompts", "--gpus"])
+def test_counts_have_an_end(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = {"--model": "Qwen/Qwen2.5-7B", "--gpus": "8", "--gpu": "h100", "--prompts": "64", "--k": "8"}
+    words |= {"--response-length": "50", option: "9" * 20}
+    assert main(["plan", *(word for pair in words.items() for word in pair)]) == 2
+    assert capsys.readouterr().err == f"error: {option}: must be at most 10000000\n"
+
+
+def test_lengths_that_nobody_gave_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The old error named a sum of two defaults and neither of them."""
+    words = [
+        "plan",
+        "--model",
+        "mistralai/Mistral-7B-v0.3",
+        "--gpus",
+        "8",
+        "--gpu",
+        "h100",
+        "--prompts",
+        "64",
+        "--k",
+        "8",
+    ]
+    assert main([*words, "--response-length", "50000"]) == 2
+    said = capsys.readouterr().err
+    assert (
+        "a prompt has 256 (--prompt-tokens), the longest response 250000 (--response-length MEAN,max=N"
+        in said
+    )

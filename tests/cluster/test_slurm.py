@@ -33,6 +33,8 @@ TWO_NODES = ("--nodes", "2", "--ranks-per-node", "1", "--no-gpus", "--save-befor
 REWARD = """
 import os, pathlib, signal, subprocess, time
 
+import psutil
+
 here = pathlib.Path(__file__).parent
 start = os.environ.get("SLURM_RESTART_COUNT", "0")
 rank = os.environ["RANK"]
@@ -54,7 +56,7 @@ def reward(prompt, rollout, by_rank=0, **faults):
 
 def act(action):
     if action.startswith("SIG"):
-        os.kill(os.getppid(), getattr(signal, action))
+        os.kill(psutil.Process(os.getppid()).ppid(), getattr(signal, action))  # the worker's guard's parent
     else:
         subprocess.run(action, shell=True, check=True)
 """
@@ -63,7 +65,8 @@ STOP = "scancel --batch --signal=USR1 $SLURM_JOB_ID"  # what Slurm does before t
 STOP_WITHIN_A_STEP = f"""{STOP}
 until [ $(grep -c 'asked to save' %s/slurm/$SLURM_JOB_ID.out) -gt ${{SLURM_RESTART_COUNT:-0}} ]
 do sleep 0.2; done
-kill -USR1 $(awk '/^PPid/ {{print $2}}' /proc/$PPID/status)
+guard=$(awk '/^PPid/ {{print $2}}' /proc/$PPID/status)
+kill -USR1 $(awk '/^PPid/ {{print $2}}' /proc/$guard/status)
 exit 1
 """
 STOP_TWICE = f"{STOP}; sleep 2; {STOP}"  # a user has done it, too
@@ -170,7 +173,7 @@ def test_a_rank_that_fails_ends_the_job_in_seconds_and_is_named(
     assert slurm.ended(job) - (tmp_path / "acted").stat().st_mtime < 60
     end = slurm.output(job).read_text()[-10_000:]  # tracebacks name long paths
     if how == "killed":
-        assert re.search(r"first failure: rank 1 on gvpo-node\d at .* killed by SIGKILL: often for want", end)
+        assert re.search(r"first failure: rank 1 on gvpo-node\d at .* killed by SIGKILL: often because", end)
     else:
         assert "first failure: rank 1 on gvpo-node" in end
         assert "Traceback" in end and "RuntimeError: an error of rank 1 alone" in end
@@ -260,9 +263,13 @@ def test_a_scaling_benchmark_measures_its_points_in_jobs(slurm: Slurm, task: Pat
         (
             ["--sbatch=--partition=nowhere"],
             "invalid partition specified: nowhere",
-            "Here there are: tests (3 nodes",
+            "This cluster has: tests (3 nodes",
         ),
-        (["--sbatch=--partition=no where"], "invalid partition specified: no where", "Here there are: tests"),
+        (
+            ["--sbatch=--partition=no where"],
+            "invalid partition specified: no where",
+            "This cluster has: tests",
+        ),
         (["--nodes", "30"], "Partition", "Ask for less"),
         (["--sbatch=--time=never"], "Invalid --time specification", ""),
     ],

@@ -25,27 +25,30 @@ ROOT = Path(__file__).parents[2]
         (["--nodes", "1", "parallel.tp=3"], "8 process(es) cannot hold parallel.tp=3"),
         (["--nodes", "1", "--rollout-nodes", "1"], "rollout.engine=local generates in the trainer's own"),
         (["--nodes", "0"], "--nodes and --ranks-per-node must be at least 1"),
-        (["--nodes", "1", "--save-before", "5"], "--save-before 5: at least 120 seconds"),
-        (["--nodes", "1", "--sbatch=time=1:00:00"], "options begin with -, as --sbatch=--time=1:00:00"),
+        (["--nodes", "1", "--save-before", "5"], "--save-before 5: must be at least 120 seconds"),
+        (
+            ["--nodes", "1", "--sbatch=time=1:00:00"],
+            "options of sbatch begin with a dash; write --sbatch=--time=1:00:00",
+        ),
         (["--nodes", "1", "--nproc", "2"], "--nproc 2: a job has --nodes times --ranks-per-node processes"),
         (
             ["--nodes", "1", "--sbatch=--nodes=3"],
-            "the job says --nodes itself; for this there is --nodes and",
+            "the job sets --nodes itself; use --nodes and",
         ),
-        (["--nodes", "1", "--sbatch=-N3"], "--sbatch=-N3: the job says --nodes itself"),
-        (["--nodes", "1", "--sbatch=--array=0-3"], "--array itself; for this there is a job for each"),
+        (["--nodes", "1", "--sbatch=-N3"], "--sbatch=-N3: the job sets --nodes itself"),
+        (["--nodes", "1", "--sbatch=--array=0-3"], "--array itself; use one job for each"),
         (["--nodes", "1", "--sbatch=--comment=a\n#SBATCH -N3"], "an option is one line"),
-        (["--nodes", "1", "--sbatch=--time=10"], "600 s before this limit the job saves and starts again"),
+        (["--nodes", "1", "--sbatch=--time=10"], "the job saves and requeues itself 600 s before this limit"),
         (["--nodes", "1", "--sbatch=-t 0-00:02", "--save-before", "120"], "120 s before this limit"),
-        (["--nodes", "1", "output_dir=runs/100%n"], "Slurm replaces what follows a %"),
+        (["--nodes", "1", "output_dir=runs/100%n"], "Slurm expands % in the name"),
         (["--nodes", "1", "--container", ""], "--container : no such file"),
         (
             ["--nodes", "1", "--mount", "/data"],
-            "--mount /data: without --container the job sees what the nodes",
+            "--mount /data: needs --container; without one",
         ),
         (
             ["--nodes", "1", "--container", "a/b", "--mount", "/a:/b"],
-            "--mount /a:/b: a directory, which has the",
+            "--mount /a:/b: expected one directory, which has the",
         ),
         (["--nodes", "1", "--rollout-container", "a/b"], "rollout.engine=local has no servers"),
         (["--nodes", "1", "--container", "nowhere.sif"], "--container nowhere.sif: no such file"),
@@ -53,7 +56,7 @@ ROOT = Path(__file__).parents[2]
             ["--nodes", "1", "rollout.engine=sglang", "rollout.servers.count=9"],
             "needs more than the 8 GPUs of a node",
         ),
-        (["--nodes", "1", "rollout.engine=sglang"], "the servers are on the trainer's GPUs"),
+        (["--nodes", "1", "rollout.engine=sglang"], "the servers run on the trainer's GPUs"),
         (
             [
                 *("--nodes", "1", "--rollout-nodes", "1", "rollout.engine=sglang"),
@@ -63,7 +66,7 @@ ROOT = Path(__file__).parents[2]
         ),
         (
             ["--nodes", "1", "rollout.engine=sglang", "rollout.servers.urls=[http://a:1]"],
-            "rollout.servers.urls: leave it out",
+            "rollout.servers.urls: remove this key",
         ),
     ],
 )
@@ -119,8 +122,8 @@ def test_without_slurm_the_script_is_written_and_it_says_where_to_submit_it(
     assert main(["slurm", *given]) == 1
     script = tmp_path / "my run" / "slurm" / "job.sbatch"
     assert (
-        f"error: sbatch is not here: run this where Slurm's commands are, or there `sbatch '{script}'`"
-        in (capsys.readouterr().err)
+        "error: there is no sbatch on this machine: run this command where Slurm is installed, or submit "
+        f"the script there: `sbatch '{script}'`" in (capsys.readouterr().err)
     )
     assert script.is_file()
 
@@ -242,7 +245,7 @@ def test_a_job_that_gets_nowhere_is_not_started_for_ever(task: Path, tmp_path: P
         assert start(number).returncode == 0
     start.save(1, when=0)
     for number in range(3, 8):
-        assert "trains --resume" in start(number).stdout
+        assert "trains --resume=auto" in start(number).stdout
     refused = start(8)
     assert refused.returncode == 1 and "trains" not in refused.stdout
     assert "not started again: the last 5 starts have ended without a newer checkpoint" in refused.stdout
@@ -258,10 +261,10 @@ def test_a_job_that_replaces_a_run_never_continues_it(task: Path, tmp_path: Path
     start.save(4, when=-60)
     assert [start(number).stdout.split()[-1] for number in range(2)] == ["--overwrite"] * 2
     start.save(4, when=60)
-    assert start(2).stdout.split()[-1] == "--resume"
+    assert start(2).stdout.split()[-1] == "--resume=auto"
     shutil.rmtree(start.out / "slurm" / "7.0")
     start.save(4, when=-60)
-    assert start(3).stdout.split()[-1] == "--resume", "not known: nothing is lost"
+    assert start(3).stdout.split()[-1] == "--resume=auto", "not known: nothing is lost"
 
 
 EXAMPLES = {

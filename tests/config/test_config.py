@@ -98,6 +98,15 @@ def test_an_ema_reference(good):
     assert config.algorithm.loss.reference_policies["ref"].decay == 0.9
 
 
+def test_evaluation_samples_as_training_does(good):
+    overrides = ["rollout={max_tokens: 48, temperature: 0.7, stop_token_ids: [5]}", "eval.sampling.top_p=0.9"]
+    sampling = load_config([good], overrides).eval.sampling
+    assert (sampling.max_tokens, sampling.temperature, sampling.top_p) == (48, 0.7, 0.9)
+    assert sampling.stop_token_ids == (5,)
+    assert load_config([good], [*overrides, "eval.sampling.max_tokens=9"]).eval.sampling.max_tokens == 9
+    assert message(good, "rollout.temperature=-1").count("temperature") == 1  # one error, said once
+
+
 # --- what does not, and what is said ------------------------------------------------------------------
 
 
@@ -161,6 +170,9 @@ def test_an_ema_reference(good):
         ("data.train=train.jsonl", "data.train: expected settings as `key: value`, found 'train.jsonl'"),
         ("rewards.components=math", "rewards.components: expected a list, as [a, b], found 'math'"),
         ("nonsense", "override 'nonsense': expected key.sub=value"),
+        ("train..steps=1", "override 'train..steps=1': expected key.sub=value"),
+        ("output_dir=''", "output_dir: the path is empty; the current directory is `.`"),
+        ("data.train.path=''", "data.train.path: "),
         # impossible combinations
         ("rollout.n=1", "rollout.n=1: this algorithm compares the responses of a prompt with each other"),
         ("train.mini_batches=3", "train.mini_batches=3 does not divide train.prompts_per_step=4"),

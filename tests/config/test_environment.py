@@ -78,6 +78,7 @@ def test_a_server_does_not_get_what_is_megatrons(monkeypatch: pytest.MonkeyPatch
 )
 def test_servers_get_gpus_that_the_trainer_may_see(
     good: Path,
+    task: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     ours: str | None,
@@ -94,7 +95,8 @@ def test_servers_get_gpus_that_the_trainer_may_see(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4 if colocated else 3)
     monkeypatch.setattr(Supervisor, "start", lambda self: None)
     servers = ServersConfig(count=len(expected), tp=2 if colocated else 1, colocated=colocated)
-    config = load_config([good], [*SERVED, "rollout.weights.transport=shared", f"output_dir={tmp_path}"])
+    own = (f"model.path={task}/model", "rollout.weights.transport=shared", f"output_dir={tmp_path}")
+    config = load_config([good], [*SERVED, *own])
     config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"servers": servers})})
     launched = [process._launch.environment for process in start_servers(config, None, print).processes]
     assert [environment["CUDA_VISIBLE_DEVICES"] for environment in launched] == expected

@@ -6,13 +6,17 @@ from typing import Any
 
 import pytest
 
+from megatron_gvpo.config.lengths import longest_prompt
 from megatron_gvpo.config.parallel_layout import check_layout
-from megatron_gvpo.config.schema import Config, ConfigError, load_config
+from megatron_gvpo.config.schema import Config, ConfigError, load_config, read_model_config
 
 
 def with_model(good: Path, *overrides: str, **sizes: Any) -> Config:
     model = {
         "architectures": ["Qwen2ForCausalLM"],
+        "vocab_size": 64,
+        "hidden_size": 96,
+        "head_dim": 8,
         "num_attention_heads": 12,
         "num_key_value_heads": 4,
         "num_hidden_layers": 6,
@@ -77,14 +81,34 @@ def test_layouts_that_fit(good, overrides, world_size):
         ),
         (["parallel.tp=2", "parallel.pp=2"], 6, "6 process(es) cannot hold parallel.tp=2 x parallel.pp=2"),
         (
-            ["rollout.max_tokens=4000"],
+            ["data.max_prompt_tokens=1024", "rollout.max_tokens=4000"],
             1,
-            "data.max_prompt_tokens=1024 plus rollout.max_tokens=4000 exceeds the model",
+            "data.max_prompt_tokens=1024 plus rollout.max_tokens=4000 exceeds the model's "
+            "max_position_embeddings=4096: lower rollout.max_tokens to 3072 or less, or leave data",
         ),
         (
-            ["data.eval.path=e", "eval.sampling.max_tokens=4000"],
+            ["data.max_prompt_tokens=3500"],
+            1,
+            "data.max_prompt_tokens=3500 plus rollout.max_tokens=1024 exceeds the model's "
+            "max_position_embeddings=4096: lower rollout.max_tokens to 596 or less (it is a default), or",
+        ),
+        (
+            ["data.max_prompt_tokens=1024", "data.eval.path=e", "eval.sampling.max_tokens=4000"],
             1,
             "data.max_prompt_tokens=1024 plus eval.sampling.max_tokens=4000 exceeds",
+        ),
+        (
+            ["rollout.max_tokens=4096"],
+            1,
+            "rollout.max_tokens=4096 leaves nothing of the model's max_position_embeddings=4096 for a "
+            "prompt: lower it to 4096 less the longest prompt's tokens",
+        ),
+        (["data.max_prompt_tokens=5000"], 1, "data.max_prompt_tokens=5000 leaves nothing of the model's"),
+        (
+            ["rollout.engine=sglang", "rollout.servers.context_length=1000"],
+            1,
+            "rollout.max_tokens=1024 leaves nothing of rollout.servers.context_length=1000 for a prompt: "
+            "lower it to 1000 less the longest prompt's tokens (it is a default)",
         ),
     ],
 )
@@ -92,6 +116,22 @@ def test_layouts_that_do_not_fit(good, overrides, world_size, said):
     with pytest.raises(ConfigError) as error:
         check_layout(with_model(good, *overrides), world_size)
     assert str(error.value).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "tokens"),
+    [
+        ([], 4096 - 1024),
+        (["rollout.max_tokens=96"], 4000),
+        (["rollout.max_tokens=96", "data.eval.path=e", "eval.sampling.max_tokens=1096"], 3000),
+        (["data.max_prompt_tokens=7", "rollout.max_tokens=96"], 7),
+        (["algorithm=sft", "data.train.demonstration_key=d", "rollout.n=1"], 4095),
+        (["rollout.engine=vllm", "rollout.servers.context_length=2000"], 2000 - 1024),
+    ],
+)
+def test_the_longest_prompt_is_what_the_longest_response_leaves(good, overrides, tokens):
+    config = with_model(good, *overrides)
+    assert longest_prompt(config, read_model_config(config.model.path)) == tokens
 
 
 MOE = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 6, "moe_intermediate_size": 32}

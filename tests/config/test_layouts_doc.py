@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from gradient_cases import FAMILIES, RUNS, STEPS
 
 from megatron_gvpo.config.parallel_layout import check_layout
 from megatron_gvpo.config.schema import ConfigError, build_config
+from megatron_gvpo.megatron.model.attention_kernel import Attention, check_attention, kernel
 
 FILE = Path(__file__).parents[2] / "docs" / "reference" / "layouts.md"
 FAMILY_NAMES = {
@@ -30,6 +32,9 @@ FAMILY_NAMES = {
 }
 _DENSE = {
     "architectures": ["Qwen2ForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 96,
+    "head_dim": 8,
     "num_hidden_layers": 6,
     "num_attention_heads": 12,
     "num_key_value_heads": 4,
@@ -40,6 +45,12 @@ _MOE = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "num_experts": 6,
     "moe_intermediate_size": 32,
+}
+_LATENT = {
+    **_DENSE,
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
 }
 # (sections of the configuration, model's config.json, processes)
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], int]] = [
@@ -56,16 +67,37 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], int]] = [
     ({"parallel": {"ep": 4}}, _MOE, 4),
     ({"parallel": {"etp": 3}}, _MOE, 3),
     ({"parallel": {"tp": 2, "ep": 2}}, _MOE, 2),
+    ({"parallel": {"tp": 2}}, _LATENT, 2),
     ({"parallel": {"overlap_param_gather": True}}, _DENSE, 1),
     ({"model": {"dtype": "float32", "fp8": {"recipe": "tensorwise"}}}, _DENSE, 1),
-    ({"model": {"fp8": {"recipe": "delayed", "bf16_layers": 1}}}, _DENSE, 1),
+    ({"model": {"fp8": {"recipe": "delayed"}}}, _DENSE, 1),
     ({"model": {"fp8": {"recipe": "mxfp8", "weights": True}}}, _DENSE, 1),
     ({"model": {"fp8": {"recipe": "blockwise", "bf16_layers": 3}}}, _DENSE, 1),
     ({"model": {"fp8": {"recipe": "tensorwise"}}, "parallel": {"tp": 4}}, _DENSE, 4),
     (
         {
-            "model": {"fp8": {"recipe": "delayed", "weights": True}},
+            "model": {"fp8": {"recipe": "tensorwise", "weights": True}},
             "optimizer": {"offload_fraction": 1.0},
+        },
+        _DENSE,
+        1,
+    ),
+    (
+        {
+            "model": {"fp8": {"recipe": "tensorwise", "weights": True}},
+            "algorithm": {"loss": {"reference": {"name": "fixed"}}},
+        },
+        _DENSE,
+        1,
+    ),
+    (
+        {
+            "model": {"fp8": {"recipe": "tensorwise", "weights": True}},
+            "rollout": {
+                "engine": "sglang",
+                "servers": {"colocated": True},
+                "weights": {"transport": "shared"},
+            },
         },
         _DENSE,
         1,
@@ -124,6 +156,41 @@ def resharded() -> str:
     return "\n".join(lines)
 
 
+def attention() -> str:
+    """Rows of the table: the kernel for long packs or "refused", without flash-attn and with it."""
+    shapes = {"up to 128": (128, 128), "192 and 128 (MLA)": (192, 128), "256": (256, 256)}
+    lines = [
+        "| GPU | model.dtype | deterministic | cp | head dimensions | without flash-attn | with it |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    asked = itertools.product(
+        {"A100 (8.0)": (8, 0), "H100 (9.0)": (9, 0), "B200 (10.0)": (10, 0)}.items(),
+        ("bfloat16", "float32"),
+        (False, True),
+        (1, 2),
+    )
+    for (gpu, capability), dtype, deterministic, cp in asked:
+        answers: dict[tuple[str, str], list[str]] = {}
+        for name, dims in shapes.items():
+            of = Attention(dtype, deterministic, cp, *dims)
+            answer = outcome(of, capability, False), outcome(of, capability, True)
+            answers.setdefault(answer, []).append(name)
+        for (without, with_it), names in answers.items():
+            shown = "all" if len(names) == len(shapes) else "; ".join(names)
+            ranks = "1" if cp == 1 else "2 or more"
+            always = str(deterministic).lower()
+            lines.append(f"| {gpu} | {dtype} | {always} | {ranks} | {shown} | {without} | {with_it} |")
+    return "\n".join(lines)
+
+
+def outcome(of: Attention, capability: tuple[int, int], flash_attention: bool) -> str:
+    try:
+        check_attention(of, capability, flash_attention)
+    except ConfigError:
+        return "refused"
+    return kernel(of, capability, flash_attention)
+
+
 def refusal(sections: dict[str, Any], model: dict[str, Any], processes: int) -> str:
     """The error message for a combination."""
     with TemporaryDirectory() as directory:
@@ -156,7 +223,7 @@ def refused() -> str:
     return "\n".join(lines)
 
 
-TABLES = {"proven": proven, "resharded": resharded, "refused": refused}
+TABLES = {"proven": proven, "resharded": resharded, "attention": attention, "refused": refused}
 
 
 def written(text: str) -> str:

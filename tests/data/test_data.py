@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from datetime import datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,11 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megatron_gvpo.config.schema import DataConfig, DatasetConfig
+from megatron_gvpo.data import sources
 from megatron_gvpo.data.order import PromptOrder
 from megatron_gvpo.data.prompts import DataError, PromptWriter, load_prompts
 from megatron_gvpo.data.tokenizer import end_token_id, load_tokenizer
+from megatron_gvpo.runtime import slow_work
 from megatron_gvpo.types import Prompt
 
 CHAT_TEMPLATE = (
@@ -59,7 +63,8 @@ def load(path: Any, tokenizer: PreTrainedTokenizerFast, /, **settings: Any) -> l
     dataset = DatasetConfig(path=str(path), **of_dataset)
     positions = settings.pop("positions", None)
     data = DataConfig(train=dataset, **settings)
-    return load_prompts(dataset, data, tokenizer, end_token_id=END, positions=positions)
+    longest = data.max_prompt_tokens or 1024
+    return load_prompts(dataset, data, tokenizer, longest=longest, end_token_id=END, positions=positions)
 
 
 GOOD = [
@@ -164,7 +169,14 @@ ASK = {"prompt": "?", "answer": "x"}
             "field 'solution' is no string but int 7",
         ),
         ([ASK | {"prompt": 7}], {}, "line 1: the prompt is no string but int 7"),
-        ([ASK | {"prompt": ""}], {}, "line 1: the prompt is empty"),
+        ([ASK | {"prompt": ""}], {}, "line 1: the prompt is empty: it has no tokens"),
+        ([ASK | {"solution": ""}], {"demonstration_key": "solution"}, "line 1: the demonstration (field 'so"),
+        ([ASK, '{"prompt": "1", "prompt": "2", "answer": "x"}'], {}, "line 2: field 'prompt' is given twice"),
+        ([ASK | {"note": {}}, '{"prompt": "1", "n": {"a": 1, "a": 2}}'], {}, "line 2: field 'a' is given tw"),
+        ([ASK, '{"prompt": "1", "answer": NaN}'], {}, "line 2: not valid JSON: NaN is no number"),
+        ([ASK, '{"prompt": "1", "answer": 1e999}'], {}, "line 2: field 'answer' is inf, which is no answer"),
+        (['{"prompt": ' + "[" * 100_000], {}, "line 1: not valid JSON: nested too deeply"),
+        (['{"prompt": ' + "9" * 5000 + "}"], {}, "line 1: Exceeds the limit (4300 digits)"),
         ([ASK, ASK | {"prompt": "\ud83d"}], {}, "a.jsonl, line 2: half of a surrogate pair"),
         ([ASK | {"note": ["cut: \udc00"]}], {}, "a.jsonl, line 1: half of a surrogate pair"),
         ([ASK | {"answer": ["x"]}], {}, "field 'answer' is neither a string nor a number but list ['x']"),
@@ -177,6 +189,71 @@ def test_bad_records(tmp_path: Path, tokenizer: Any, records: list[Any], setting
     with pytest.raises(DataError) as error:
         load(jsonl(tmp_path / "a.jsonl", *records), tokenizer, **settings)
     assert message in str(error.value) and f"{tmp_path}/a.jsonl" in str(error.value)
+
+
+def test_a_line_has_an_end(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "LONGEST_LINE", 2**20)
+    path = jsonl(tmp_path / "a.jsonl", ASK, ASK | {"prompt": "x" * 2**20})
+    with pytest.raises(DataError, match=r"a\.jsonl, line 2: longer than 1 MiB"):
+        load(path, tokenizer)
+
+
+def test_slow_work_shows_itself(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Fails on the old code, which was silent for a minute."""
+    monkeypatch.setattr(slow_work, "FIRST", 0.001)
+    monkeypatch.setattr(slow_work, "AGAIN", 0.001)
+    path = jsonl(tmp_path / "a.jsonl", *[ASK] * 1100)
+    load(path, tokenizer)
+    assert f"reading {path}: " in (told := capfd.readouterr().err) and " records so far" in told
+    monkeypatch.setenv("RANK", "1")
+    load(path, tokenizer)
+    assert capfd.readouterr().err == ""
+
+
+def test_characters_that_the_tokenizer_drops_are_named(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Fails on the old code, which trained on what was left of them, or called the prompt empty."""
+    path = jsonl(tmp_path / "a.jsonl", ASK, ASK | {"prompt": "1 \U0001f600 é"}, ASK | {"prompt": "é"})
+    with caplog.at_level(logging.WARNING):
+        load(path, tokenizer)
+    (said,) = caplog.messages
+    assert said.startswith(f"{path}, line 2: the tokenizer has no token for ") and "U+1F600" in said
+    assert said.endswith("and writes <pad> for them")
+    known = {"<end>": 0, "one": 1, "<unk>": 2}  # the word, and no letter of it
+    words = Tokenizer(models.WordLevel(known, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    caplog.clear()
+    of_words = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>")
+    load(jsonl(tmp_path / "b.jsonl", {"prompt": "one", "answer": 1}), of_words)
+    assert caplog.messages == []
+    pairs = Tokenizer(models.BPE({"<end>": 0, "o": 1, "n": 2, "e": 3, " ": 4}, []))  # as the quickstart's
+    dropping = PreTrainedTokenizerFast(tokenizer_object=pairs, eos_token="<end>")
+    load(jsonl(tmp_path / "c.jsonl", {"prompt": "one !", "answer": 1}), dropping)
+    assert caplog.messages[0].endswith("has no token for '!' (U+0021), and leaves them out")
+    with pytest.raises(DataError, match=r"line 1: the prompt is empty: the tokenizer knows none of str '!'"):
+        load(jsonl(tmp_path / "d.jsonl", {"prompt": "!", "answer": 1}), dropping)
+
+
+def test_a_text_that_the_tokenizer_refuses(tmp_path: Path) -> None:
+    """Fails on the old code with a traceback: tokenizers raises a bare Exception."""
+    words = Tokenizer(models.WordLevel({"<end>": 0, "one": 1}))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    refusing = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>")
+    path = jsonl(tmp_path / "a.jsonl", *({"prompt": text, "answer": 1} for text in ("one", "two")))
+    with pytest.raises(DataError, match=r"a\.jsonl, line 2: the tokenizer cannot write str 'two': WordLevel"):
+        load(path, refusing)
+
+
+def test_a_parquet_record_is_plain_json(tmp_path: Path, tokenizer: Any) -> None:
+    """A checkpoint of accumulated groups holds records as JSON, which has no dates, decimals or bytes."""
+    odd = {"when": datetime(2026, 1, 31), "price": Decimal("1.50"), "raw": b"x\xff", "deep": [{"a": b"y"}]}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([ASK | odd]), tmp_path / "a.parquet")
+    (prompt,) = load(tmp_path / "a.parquet", tokenizer)
+    assert json.loads(json.dumps(prompt.record)) == prompt.record
+    assert prompt.record["price"] == "1.50" and prompt.record["deep"] == [{"a": "y"}]
 
 
 def test_a_system_prompt_needs_a_chat_template(tmp_path: Path, tokenizer: Any, chat_tokenizer: Any) -> None:
@@ -199,19 +276,26 @@ def test_a_chat_template_that_refuses(tmp_path: Path, chat_tokenizer: Any) -> No
         load(jsonl(tmp_path / "a.jsonl", record), chat_tokenizer)
 
 
+def test_a_chat_template_that_fails(tmp_path: Path, chat_tokenizer: Any) -> None:
+    """A template is a program: jinja raises other errors than its own, too."""
+    chat_tokenizer.chat_template = "{% for i in range(99999999999) %}x{% endfor %}"
+    with pytest.raises(DataError, match=r"a.jsonl, line 1: the chat template refuses .*OverflowError"):
+        load(jsonl(tmp_path / "a.jsonl", ASK), chat_tokenizer)
+
+
 def test_a_prompt_with_more_text_is_written_like_the_others(
     tmp_path: Path, tokenizer: Any, chat_tokenizer: Any
 ) -> None:
     """The text goes before or after the last user message."""
     said = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
     path = jsonl(tmp_path / "a.jsonl", {"prompt": "2+2", "answer": "4"}, {"prompt": said, "answer": "2"})
-    data = DataConfig(train=DatasetConfig(path=path), max_prompt_tokens=40)
+    data = DataConfig(train=DatasetConfig(path=path))
     plain, chat = load(path, chat_tokenizer)
-    write = PromptWriter(data.train, data, chat_tokenizer).extended
+    write = PromptWriter(data.train, data, chat_tokenizer, 40).extended
     assert write(plain, " hint").text == "<user>2+2 hint\n<assistant>"
     assert write(chat, "hint ", before=True).text == "<user>hint 1+1\n<assistant>2\n<assistant>"
     assert write(plain, "x" * 40) is None
-    bare = PromptWriter(data.train, data, tokenizer).extended(plain, "1+1=2, ", before=True)
+    bare = PromptWriter(data.train, data, tokenizer, 40).extended(plain, "1+1=2, ", before=True)
     assert (bare.text, tokenizer.decode(bare.token_ids), bare.answer) == ("1+1=2, 2+2", "1+1=2, 2+2", "4")
 
 
@@ -229,6 +313,8 @@ def test_long_prompts_can_be_dropped(
 
 def test_bad_files(tmp_path: Path, tokenizer: Any) -> None:
     (tmp_path / "empty").mkdir()
+    (tmp_path / "folder.jsonl").mkdir()
+    (tmp_path / "folder.jsonl" / "inner.jsonl").mkdir()
     (tmp_path / "a.csv").write_text("prompt,answer\n")
     (tmp_path / "a.parquet").write_text("no Parquet")
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "caf\xe9"}\n')
@@ -237,6 +323,7 @@ def test_bad_files(tmp_path: Path, tokenizer: Any) -> None:
         "missing": "no such file or directory",
         "empty": "no .jsonl or .parquet file in this directory",
         "a.csv": "expected a .jsonl or .parquet file",
+        "folder.jsonl": "no .jsonl or .parquet file in this directory",
         "a.parquet": "not a readable Parquet file",
         "latin.jsonl": "line 1: not UTF-8",
     }.items():

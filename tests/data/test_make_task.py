@@ -44,8 +44,8 @@ def task(make_task: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Pat
 def load_split(task: Path, file: str) -> list[Prompt]:
     tokenizer = load_tokenizer(str(task / "model"))
     dataset = DatasetConfig(path=str(task / "data" / file), demonstration_key="solution")
-    data = DataConfig(train=dataset, max_prompt_tokens=32)
-    return load_prompts(dataset, data, tokenizer, end_token_id=end_token_id(tokenizer))
+    data = DataConfig(train=dataset)
+    return load_prompts(dataset, data, tokenizer, longest=32, end_token_id=end_token_id(tokenizer))
 
 
 @pytest.fixture(scope="module")

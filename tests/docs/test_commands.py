@@ -70,10 +70,12 @@ def test_commands_that_are_not_run_are_understood(block: Block):
 
 
 @pytest.mark.parametrize("block", of("yaml"))
-def test_yaml_is_a_configuration(block: Block):
+def test_yaml_is_a_configuration(block: Block, monkeypatch: pytest.MonkeyPatch):
     """A block is a whole configuration, or part of one."""
     from megatron_gvpo.algorithms.recipe import merge
 
+    for variable in re.findall(r"\{env: (\w+)\}", block.text):
+        monkeypatch.setenv(variable, f"the value of {variable}")
     values = yaml.load(block.text, Loader)
     build_config(merge(yaml.load(GOOD, Loader), values))
 

@@ -16,8 +16,8 @@ import configuration
 
 from megatron_gvpo.algorithms.base import Block
 from megatron_gvpo.algorithms.catalog import _blocks, _places
+from megatron_gvpo.algorithms.field_comments import field_comments
 from megatron_gvpo.algorithms.recipe import recipe_names
-from megatron_gvpo.config.field_comments import field_comments
 
 SECTIONS = list(configuration.sections())
 BLOCKS = {block.__name__: block for place in _places().values() for block in _blocks(place)}

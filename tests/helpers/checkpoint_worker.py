@@ -195,7 +195,6 @@ def fails_on_one_rank(directory: str) -> None:
     for part, failing in PARTS_OF_A_SAVE:
         with _failing(owners.get(part, saving), part) if rank == failing else contextlib.nullcontext():
             hear(checkpoint.save, place / "alone", 2, policy, {}, 1)
-    owners["load"] = loading.dist_checkpointing
     for part, call, failing in PARTS_OF_A_LOAD:
         with _failing(owners.get(part, loading), part, call) if rank == failing else contextlib.nullcontext():
             hear(checkpoint.load, place / "alone" / "step_00000001", policy)
@@ -237,10 +236,10 @@ PARTS_OF_A_SAVE = [
 PARTS_OF_A_LOAD = [
     (part, call, rank)
     for part in (
-        "verify_checkpoint",
+        "open_checkpoint",
         "sharded_state_dict",
         "validate_sharding_integrity",
-        "load",  # dist_checkpointing's
+        "read_state",
         "load_state_dict",
     )
     for call in (1, 2)
@@ -250,11 +249,10 @@ PARTS_OF_A_LOAD = [
 
 def peak_of_a_save(directory: str) -> None:
     """Measure by how many bytes saving in the background raises the process's peak; rank 0 writes peak.pt."""
-    from megatron_gvpo.megatron.checkpoint import saving
     from megatron_gvpo.megatron.checkpoint import sharded as checkpoint
     from megatron_gvpo.megatron.policy import Policy
 
-    place, saving.FILE_BYTES = Path(directory), 8 << 20
+    place = Path(directory)
     case = torch.load(place / "case.pt", weights_only=False)
     policy = Policy(config_of(case, Layout(1), place))
     policy.update(case.rows, at_step_start=False)

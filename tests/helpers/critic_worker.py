@@ -32,7 +32,7 @@ class Found:
 
 
 def run(directory: str) -> None:
-    """Run layout number `run_number()` of work.pt; rank 0 writes run-{number}.pt."""
+    """Run layout number `run_number()` of work.pt; rank 0 writes {layout}-{model}.pt."""
     from megatron_gvpo.megatron.checkpoint import sharded as checkpoint
     from megatron_gvpo.megatron.policy import Policy
 
@@ -69,7 +69,7 @@ def run(directory: str) -> None:
     resumed = [critic.update(case.rows) for _ in range(2)]
     result = Found(at_first_r, value_r, metrics, gradients, next_metrics, resumed, weights, _named(critic))
     if dist.get_rank() == 0:
-        torch.save(result, place / f"run-{number}.pt")
+        torch.save(result, place / f"{layout}-{case.model}.pt")
 
 
 def _heads(critic: Any) -> list[Any]:

@@ -2,29 +2,38 @@
 
     launch("gradient_worker:run", [1, 2, 4], "a directory")
 
-starts one clean process, which imports megatron-core and Megatron-Bridge (this takes longer than most tests)
-and then forks the ranks of every size, one size after the other. Every rank has a default process group. The
-function gets the remaining strings, and writes its results to files. A size may occur several times, and
-`run_number()` tells which run it is: new ranks are cheap, while a Megatron layout that is no longer used is
-not, because its groups keep hundreds of threads.
+The first launch starts one clean process that imports megatron-core and Megatron-Bridge, which takes longer
+than most tests, and lives as long as pytest. Each launch forks it, and the fork forks the ranks of every
+size, one size after the other. Every rank has a default process group. The function gets the remaining
+strings, and writes its results to files. A size may occur several times, and `run_number()` tells which run
+it is: new ranks are cheap, while a Megatron layout that is no longer used is not, because its groups keep
+hundreds of threads.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
+import gc
 import importlib
+import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from real_parts import used
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=120)
+IMPORT_SECONDS = 300.0
 
 
 def launch(target: str, sizes: Sequence[int], *arguments: str, timeout: float = 600) -> None:
@@ -32,24 +41,56 @@ def launch(target: str, sizes: Sequence[int], *arguments: str, timeout: float = 
 
     Raises AssertionError with the end of the output if a rank fails, or is not done in `timeout` seconds.
     """
-    command = [sys.executable, "-W", "ignore", __file__, target, ",".join(map(str, sizes)), *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
+    server = _fork_server()
+    with tempfile.NamedTemporaryFile("r") as log:
+        order = {
+            "target": target,
+            "sizes": list(sizes),
+            "arguments": arguments,
+            "environment": {**os.environ, "OMP_NUM_THREADS": "1"},
+            "path": sys.path,
+            "directory": os.getcwd(),
+            "log": log.name,
+        }
+        assert server.stdin is not None
+        server.stdin.write(json.dumps(order).encode() + b"\n")
+        server.stdin.flush()
+        process = _answer(server, IMPORT_SECONDS)
+        assert process is not None, f"{target}: no process for the ranks after {IMPORT_SECONDS:.0f} s"
         try:
-            problem = f"exit status {code}" if (code := process.wait(timeout)) else None
-        except subprocess.TimeoutExpired:
-            problem = f"not done after {timeout:.0f} s"
+            code = _answer(server, timeout)
+            problem = f"not done after {timeout:.0f} s" if code is None else f"exit status {code}"
         finally:
-            _kill_session(process)
-        log.seek(0)
-        assert problem is None, (
-            f"{target} on {sizes} ranks: {problem}; its output ends:\n{log.read()[-6000:]}"
-        )
+            with contextlib.suppress(ProcessLookupError):  # the ranks are in the session of their parent
+                os.killpg(process, signal.SIGKILL)
+        if code is None:
+            _answer(server, IMPORT_SECONDS)
+        assert code == 0, f"{target} on {sizes} ranks: {problem}; its output ends:\n{log.read()[-6000:]}"
     for size in set(sizes):
         used(f"megatron-core and Megatron-Bridge, {size} rank{'s' * (size > 1)}")
+
+
+@functools.cache
+def _fork_server() -> subprocess.Popen[bytes]:
+    """The process that has imported the libraries. It takes an order a line, and answers with two numbers:
+    the fork's process id, and its exit status.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-W", "ignore", __file__]
+    pipe = subprocess.PIPE
+    server = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, start_new_session=True)
+    atexit.register(server.kill)
+    return server
+
+
+def _answer(server: subprocess.Popen[bytes], timeout: float) -> int | None:
+    """The next number that the server writes, or None if it writes none in time."""
+    assert server.stdout is not None
+    if not select.select([server.stdout], [], [], timeout)[0]:
+        return None
+    line = server.stdout.readline()
+    assert line, f"the process that forks the ranks has ended with {server.wait()}"
+    return int(line)
 
 
 def forget_layout() -> None:
@@ -72,13 +113,6 @@ def run_number() -> int:
     return int(os.environ["LAUNCH_RUN"])
 
 
-def _kill_session(process: subprocess.Popen[bytes]) -> None:
-    """End the process and the ranks, which are in the session of the process that forked them."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
 def _rank(rank: int, target: str, size: int, run: int, store: str, arguments: Sequence[str]) -> None:
     import torch.distributed as dist
 
@@ -92,18 +126,54 @@ def _rank(rank: int, target: str, size: int, run: int, store: str, arguments: Se
     dist.destroy_process_group()
 
 
-def _main(target: str, sizes: str, *arguments: str) -> None:
+def _run(order: dict[str, Any]) -> None:
+    """Fork the ranks of every size, in the environment and directory of the test that asks for them."""
     import torch.multiprocessing as mp
 
-    for module in ("megatron_gvpo.megatron.policy", target.split(":")[0]):
-        importlib.import_module(module)
-    importlib.import_module("megatron_gvpo.megatron.cpu.bridge").import_bridge()
-    for run, size in enumerate(map(int, sizes.split(","))):
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    os.chdir(order["directory"])
+    sys.path[:] = order["path"]
+    target, arguments = order["target"], order["arguments"]
+    importlib.import_module(target.split(":")[0])
+    for run, size in enumerate(order["sizes"]):
         print(f"{target}, run {run}, on {size} rank(s)", flush=True)
         with tempfile.TemporaryDirectory() as directory:
             store = str(Path(directory) / "store")
             mp.start_processes(_rank, (target, size, run, store, arguments), nprocs=size, start_method="fork")
 
 
+def _fork(order: dict[str, Any]) -> int:
+    """Run an order in a process and session of its own; returns its process id."""
+    if (process := os.fork()) != 0:
+        return process
+    code = 1
+    try:
+        os.setsid()
+        log = os.open(order["log"], os.O_WRONLY | os.O_APPEND)
+        for stream, file in enumerate((os.open(os.devnull, os.O_RDONLY), log, log)):
+            os.dup2(file, stream)
+        _run(order)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _serve() -> None:
+    gc.disable()
+    importlib.import_module("megatron_gvpo.megatron.policy")
+    importlib.import_module("megatron_gvpo.megatron.cpu.bridge").import_bridge()
+    gc.freeze()  # the forks share its memory with it as long as nobody writes there
+    gc.enable()
+    for line in sys.stdin:
+        process = _fork(json.loads(line))
+        print(process, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
+
+
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    _serve()

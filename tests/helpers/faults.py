@@ -80,23 +80,36 @@ class Saboteur(Callback):
 
 def kill(process: ServerProcess) -> Callable[[], None]:
     """Action that sends SIGKILL to the server's process group, like an out-of-memory kill or a lost node."""
-    return lambda: _signal(process, signal.SIGKILL)
+    return lambda: _hit(process, 0.0)
 
 
 def stop(process: ServerProcess, seconds: float) -> Callable[[], None]:
     """Action that sends SIGSTOP, and SIGCONT after `seconds`, like a hanging node."""
-
-    def act() -> None:
-        _signal(process, signal.SIGSTOP)
-        threading.Timer(seconds, _signal, (process, signal.SIGCONT)).start()
-
-    return act
+    return lambda: _hit(process, seconds)
 
 
-def _signal(process: ServerProcess, number: signal.Signals) -> None:
-    with suppress(ProcessLookupError):
-        if process.pid is not None:
-            os.killpg(process.pid, number)
+def _hit(process: ServerProcess, seconds: float) -> None:
+    if process.pid is not None:
+        signal_for_a_while(process.pid, seconds, group=True)
+
+
+def signal_for_a_while(pid: int, seconds: float, *, group: bool) -> threading.Timer | None:
+    """Send SIGKILL; or, if `seconds` is not 0, SIGSTOP, and SIGCONT after them by the timer that is returned.
+
+    `group`: to the process group that `pid` leads.
+    """
+    send = os.killpg if group else os.kill
+
+    def signal_if_there(number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            send(pid, number)
+
+    if not seconds:
+        return signal_if_there(signal.SIGKILL)
+    signal_if_there(signal.SIGSTOP)
+    timer = threading.Timer(seconds, signal_if_there, [signal.SIGCONT])
+    timer.start()
+    return timer
 
 
 def faulty_run(

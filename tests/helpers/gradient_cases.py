@@ -304,21 +304,46 @@ RUNS += [(layout, "qwen3_moe, gvpo, replayed") for layout in COMPUTED_AGAIN]
 MODELS = {"untied": "gvpo, groups split"}  # every model's step of its update
 MODELS |= {model: f"{model}, gvpo, groups split" for model in ("tied", *FAMILIES)}
 PROBES = list(dict.fromkeys((layout, STEPS[name].model) for layout, name in RUNS))
-# `make test` runs every layout and every family, with few steps; `make proof` runs all of RUNS.
+# `make test` runs every method on one and two ranks, and every family and every kind of division (tp, sp, pp,
+# vpp, cp, ep, etp, dp, uneven stages, overlap, recomputation, offload) in few layouts and steps; `make proof`
+# runs all of RUNS.
 FEW = ["gvpo, groups split", "gpg, age by token, ranks without signal, accumulated"]
+FEW_LAYOUTS = {
+    "untied": [
+        Layout(2, pp=2, recompute="full", recompute_layers=1),
+        Layout(2, pp=2, stage_layers=(3, 1)),
+        Layout(4, pp=4),
+        Layout(4, cp=4),
+        Layout(4, tp=2, offload=0.5),
+        Layout(4, pp=2, vpp=2, overlap=True),
+        Layout(4, **_SP, pp=2, vpp=2),
+        Layout(4, cp=2, **_SP),
+    ],
+    "tied": [Layout(2, pp=2)],
+    "qwen3": [Layout(2, **_SP, **_PARTS)],
+    "llama3": [Layout(2, **_SP)],
+    "mistral": [Layout(2, cp=2)],
+    "qwen3_moe": [
+        Layout(4, ep=4),
+        Layout(4, ep=2, overlap=True),
+        Layout(4, pp=2, vpp=2, ep=2),
+        Layout(4, cp=2, ep=2),
+        Layout(4, **_SP, ep=2, etp=2),
+        Layout(2, ep=2, **_OF_EXPERTS),
+    ],
+    "deepseek_v2": [Layout(2, **_SP, ep=2)],
+    "deepseek_v3": [Layout(1, **_OF_MLA), Layout(4, **_SP, pp=2, ep=2)],
+}
 
 
 def in_make_test(layout: Layout, name: str) -> bool:
     model = STEPS[name].model
-    if model not in FAMILIES:
-        return name in (CORE if layout in THOROUGH else FEW)
     if name.endswith(", replayed"):
-        return layout in (Layout(1), *COMPUTED_AGAIN)
-    elsewhere = {*THOROUGH, *OTHERS}  # layouts that Qwen2 runs, and dense families
-    wanted = DENSE[:3] if model in ("qwen3", "llama3", "mistral") else []
-    if layout == Layout(1) or layout in wanted[: 3 if model == "qwen3" else 2]:
-        return name == MODELS[model]
-    return name == MODELS[model] and layout not in elsewhere and layout not in DENSE
+        return model == "qwen3_moe" and layout in (Layout(1), Layout(2, pp=2, recompute="full"))
+    if model not in FAMILIES and layout in THOROUGH:
+        return name in CORE
+    few = [*FEW_LAYOUTS.get(model, []), *([Layout(1)] if model in FAMILIES else [])]
+    return layout in few and name in (*FEW, MODELS[model])
 
 
 QUICK = [run for run in RUNS if in_make_test(*run)]

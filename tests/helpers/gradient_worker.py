@@ -107,7 +107,8 @@ UPDATE = {"lr": 1e-2, "eps": 1e-3, "clip_grad": 0.5, "weight_decay": 0.1, "betas
 
 def config_of(case: Case, layout: Layout, directory: Path) -> Config:
     replays = case.model in ("qwen3_moe", "deepseek_v3")  # where rows say which experts; some do
-    components = [{"name": name, "function": "not:called"} for name in case.rows.component_n]
+    named = [{"name": name, "function": "not:called"} for name in case.rows.component_n]
+    components = named or [{"name": "math"}]  # a method that learns from rewards needs one
     return build_config(
         {
             "output_dir": "unused",

@@ -1,20 +1,23 @@
 """Real builds of images, by buildah without a daemon, on a base that is made here from Debian packages.
 
 No registry is needed: the base is this machine's Debian release with its Python under /usr/local, like the
-official Python images. The Debian part is made once and kept in the user's cache. Where buildah cannot be
+official Python images. The base and the image's layers are kept in the user's cache, as a builder keeps
+them: the layer of dependencies is built anew when what makes it has changed. Where buildah cannot be
 installed (this takes root and apt-get), the tests fail and say why.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from debian import install
@@ -44,7 +47,11 @@ ADD system.tar /
 COPY python /usr/local
 RUN ldconfig && python3.12 -c 'import ctypes, lzma, sqlite3, ssl'
 """
+DEPENDENCIES = ("constraints.txt", "pyproject.toml", "megatron_gvpo/versions.txt", "docker/cpu.Dockerfile")
 BUILD_SECONDS = 1500.0
+
+
+MOST_IMAGES = 500  # a store that holds more, of old versions of the code, is begun anew
 
 
 class Images:
@@ -55,6 +62,10 @@ class Images:
         self._environment = {**os.environ, "BUILDAH_ISOLATION": "chroot", "STORAGE_DRIVER": "overlay"}
         self.base = "localhost/base"
 
+    def count(self) -> int:
+        """The number of images and layers."""
+        return len(self("images", "--all", "--quiet").splitlines())
+
     def __call__(self, *arguments: str, timeout: float = BUILD_SECONDS) -> str:
         return _run([*self._command, *arguments], timeout, self._environment)
 
@@ -62,7 +73,7 @@ class Images:
         """Run `docker/build.sh NAME` on the base; returns its output."""
         conf = secrets / "pip.conf"
         conf.write_text("[global]\n" + "".join(f"{k} = {v}\n" for k, v in _pip_settings().items()))
-        builder = " ".join([*self._command, "bud --format docker --layers=false --network host"])
+        builder = " ".join([*self._command, "bud --format docker --layers --network host"])
         options = ["--build-arg", f"BASE_IMAGE={self.base}", "--secret", f"id=pip.conf,src={conf}"]
         options += ["--volume", "/etc/ssl/certs:/etc/ssl/certs:ro"]
         environment = {**self._environment, "BUILDER": builder}
@@ -70,17 +81,52 @@ class Images:
 
 
 @contextmanager
-def store(directory: Path) -> Iterator[Images]:
-    """Context of a store that has the base image, and is removed at the end."""
+def store() -> Iterator[Images]:
+    """Context of the store in the user's cache, which has the base image; its containers are removed.
+
+    One process at a time uses it, and another one waits. Stores that were made otherwise are deleted.
+    """
     install(TOOLS, TOOLS)
-    images = Images(directory)
-    try:
-        _make_base(images, directory / "base")
+    place = _cache() / f"store-{_key(LIBRARIES, BASE, sys.version, *(_text(file) for file in DEPENDENCIES))}"
+    with _locked(place):
+        for other in _cache().glob("store-*[0-9a-f]"):
+            if other != place:
+                with suppress(BlockingIOError), _locked(other, fcntl.LOCK_NB):
+                    shutil.rmtree(other)
+        images = Images(place)
+        if place.exists() and images.count() > MOST_IMAGES:
+            shutil.rmtree(place)
+        if not (place / "base").exists():
+            place.mkdir(exist_ok=True)
+            with tempfile.TemporaryDirectory() as context:
+                _make_base(images, Path(context) / "base")
+            (place / "base").touch()
         used("image")
-        yield images
-    finally:
-        images("rm", "--all")
-        images("rmi", "--all", "--force")
+        try:
+            yield images
+        finally:
+            images("rm", "--all")
+
+
+@contextmanager
+def _locked(place: Path, how: int = 0) -> Iterator[None]:
+    with open(place.with_name(f"{place.name}.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | how)
+        yield
+
+
+def _cache() -> Path:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_gvpo" / "images"
+    cache.mkdir(parents=True, exist_ok=True)
+    return cache
+
+
+def _text(file: str) -> str:
+    return (ROOT / file).read_text()
+
+
+def _key(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:12]
 
 
 def _make_base(images: Images, context: Path) -> None:
@@ -103,11 +149,8 @@ def _make_base(images: Images, context: Path) -> None:
 def _system() -> Path:
     """A tar file of this machine's Debian release in its smallest form, from the cache."""
     release = platform.freedesktop_os_release()["VERSION_CODENAME"]
-    key = hashlib.sha256(LIBRARIES.encode()).hexdigest()[:12]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_gvpo" / "images"
-    file = cache / f"{release}-{key}.tar"
+    file = _cache() / f"{release}-{_key(LIBRARIES)}.tar"
     if not file.exists():
-        cache.mkdir(parents=True, exist_ok=True)
         part = file.with_suffix(f".{os.getpid()}.tar")
         try:
             _run(

@@ -20,7 +20,7 @@ BUCKET_SIZE = 2000
 
 
 def run(directory: str) -> None:
-    """Run case number `run_number()` of work.pt twice; rank 0 writes {number}.pt."""
+    """Run case number `run_number()` of work.pt twice; rank 0 writes {case}.pt."""
     from megatron.core.distributed import DistributedDataParallelConfig
 
     place, number = Path(directory), run_number()
@@ -42,7 +42,7 @@ def run(directory: str) -> None:
             found[overlap] = _updates(config, case.rows, place / f"checkpoint-{number}-{overlap}")
         forget_layout()
     if dist.get_rank() == 0:
-        torch.save(found, place / f"{number}.pt")
+        torch.save(found, place / f"{case.name}.pt")
 
 
 def _updates(config: Any, rows: TrainBatch, root: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -75,7 +76,9 @@ def running(
     """Context of healthy servers of `engine` on the tiny model, under a supervisor."""
     messages: list[str] = []
     config = served_config(engine, task, out, *overrides)
-    supervisor = start_servers(config, key, messages.append)
+    with pytest.MonkeyPatch.context() as environment:  # tests load checkpoints of their own
+        environment.setenv("MEGATRON_GVPO_WEIGHTS", tempfile.gettempdir())
+        supervisor = start_servers(config, key, messages.append)
     try:
         deadline = time.monotonic() + START_SECONDS
         while not all(is_healthy(process.url, 5.0) for process in supervisor.processes):
@@ -86,6 +89,19 @@ def running(
         yield supervisor
     finally:
         supervisor.close()
+
+
+@contextmanager
+def another_node() -> Iterator[tuple[int, str]]:
+    """A process with its own /dev/shm, and the command prefix that enters it."""
+    script = "mount -t tmpfs tmpfs /dev/shm && echo there && exec sleep infinity"
+    process = subprocess.Popen(["unshare", "--mount", "sh", "-c", script], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "there\n"
+        yield process.pid, f"nsenter --target {process.pid} --mount --"
+    finally:
+        process.kill()
+        process.wait()
 
 
 class Client:

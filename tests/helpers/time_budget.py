@@ -2,13 +2,15 @@
 
 How long a test takes is read from benchmarks/results/proof.json, which `pytest --write-times FILE` writes;
 tests that are not in it count as 60 s. `make proof` writes the file, and tools/touched_proofs.py reads
-it for the proofs that a change touches. The end of the output lists what did not run.
+it for the proofs that a change touches, and for the commit that the change began with. The end of the output
+lists what did not run.
 """
 
 from __future__ import annotations
 
 import json
 import platform
+import subprocess
 import time
 from collections import Counter
 from pathlib import Path
@@ -64,7 +66,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     file = session.config.getoption("write_times")
     if file is None or hasattr(session.config, "workerinput"):
         return
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=TIMES.parent, capture_output=True, text=True
+    ).stdout.strip()
     found = {
+        "commit": commit,
         "machine": platform.machine(),
         "total_seconds": round(time.time() - _started),
         "outcomes": dict(Counter(_outcomes.values())),

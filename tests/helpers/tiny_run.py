@@ -46,23 +46,25 @@ ENGINE_REFERENCE = (*GVPO, "algorithm.reference_logprobs=engine")
 SHORT = ("train.max_tokens_per_micro_batch=4096", "data.eval=null", "checkpoint.export_hf=false")
 
 # A model that knows nothing is never right, so this rewards variety. In the middle of step `signal_in` the
-# trainer, which is a worker's parent, gets SIGTERM (with `killed`, what the reward runs, too); in that of
+# trainer, the parent of a worker's guard, gets SIGTERM (with `killed`, what the reward runs, too); in that of
 # step `disk_full_in` its disk fills: no file can grow any more. The first response of step `poison_in` is
 # worth what no gradient can bear. Responses of step s come from weight version s - 1.
 REWARD = """
 import os, resource, signal, subprocess
 
-poisoned = False
+import psutil
+
+poisoned, trainer = False, psutil.Process(os.getppid()).ppid()
 
 def reward(prompt, rollout, signal_in=0, killed=False, disk_full_in=0, poison_in=0, coarse=False):
     global poisoned
     step = rollout.weight_version + 1
     if step == signal_in:
-        os.kill(os.getppid(), signal.SIGTERM)
+        os.kill(trainer, signal.SIGTERM)
         if killed:
             subprocess.run(["sh", "-c", "kill $$"], check=True)
     if step == disk_full_in:
-        trainer, limit = os.getppid(), resource.RLIMIT_FSIZE
+        limit = resource.RLIMIT_FSIZE
         resource.prlimit(trainer, limit, (1, resource.prlimit(trainer, limit)[1]))
     if step == poison_in and not poisoned:
         poisoned = True
@@ -71,7 +73,7 @@ def reward(prompt, rollout, signal_in=0, killed=False, disk_full_in=0, poison_in
     return rollout.token_ids[0] % 2 if coarse else variety
 
 if "SIGNAL_WHILE_LOADING" in os.environ:
-    os.kill(os.getppid(), signal.SIGTERM)
+    os.kill(trainer, signal.SIGTERM)
 """
 
 
@@ -109,8 +111,13 @@ class StopAfter(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def fit(config: Config, callbacks: Sequence[Callback] = (), **how: bool) -> Trainer:
-    """Train with the program's own recorder until the end or an interruption; keeps the process group."""
+def fit(config: Config, callbacks: Sequence[Callback] = (), **how: Any) -> Trainer:
+    """Train with the program's own recorder until the end or an interruption; keeps the process group.
+
+    A resumed run may have other rewards: the options of this file's reward interrupt runs.
+    """
+    if how.get("resume"):
+        how["allow_change"] = ("rewards", *how.get("allow_change", ()))
     try:
         trainer = Trainer(config, [Recorder(), *callbacks], **how)
         used("megatron-core and Megatron-Bridge, 1 rank")

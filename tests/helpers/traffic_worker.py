@@ -91,6 +91,7 @@ def run(directory: str) -> None:
             "model": {"path": case["model"], "dtype": "float32"},
             "data": {"train": {"path": "unused"}},
             "algorithm": {"recipe": "gvpo"},
+            "rewards": {"components": [{"name": "math"}]},
             "train": {"steps": 1, "prompts_per_step": 1, "max_tokens_per_micro_batch": case["budget"]},
             "optimizer": {"lr": 1e-3},
             "parallel": case["parallel"],

@@ -108,7 +108,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     runs = [(layout, cases[name]) for layout, name in RUNS if (layout, name) in wanted]
     torch.save((runs, probes), path / "work.pt")
     ranks = [layout.ranks for layout in dict.fromkeys(layout for layout, _ in runs)]
-    launch("gradient_worker:run", ranks, str(path), timeout=900)
+    launch("gradient_worker:run", ranks, str(path), timeout=1800)
     return path
 
 

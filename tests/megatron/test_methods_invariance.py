@@ -2,7 +2,8 @@
 
 test_gradient_invariance.py proves it for the main methods, with independent formulas and in every layout.
 This file has all losses and aggregations, on one rank, two data-parallel and two context-parallel ranks, in
-packs that split groups, packs that keep them whole, and one response a pack. The reference is the loss
+packs that split groups, packs that keep them whole, and one response a pack: three of these nine pairs in
+`make test`, all of them in `make proof`. The reference is the loss
 itself, called once with all rows on log-probs of `transformers` in fp64, with plain autograd: no split over
 micro-batches and ranks changes it. test_relatives and test_trl prove the formulas.
 """
@@ -49,7 +50,15 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "batch std": {"recipe": "gpg_batch_std"},
 }
 ALGORITHMS["ppo of items"]["loss"] = {"kl_coef": 0.0, "ratio": "item", "aggregation": "token_mean"}
-RUNS = [(name, budget) for name in ALGORITHMS for budget in (SPLIT, ONE_BY_ONE, ALL)]
+BUDGETS = (ONE_BY_ONE, SPLIT, ALL)
+QUICK = list(zip(LAYOUTS, BUDGETS, strict=True))  # on one rank one by one, and so on
+DIVISIONS = [
+    pytest.param(
+        layout, budget, id=f"{layout}, {budget}", marks=() if (layout, budget) in QUICK else pytest.mark.proof
+    )
+    for layout in LAYOUTS
+    for budget in BUDGETS
+]
 
 
 def make_rows() -> TrainBatch:
@@ -131,25 +140,31 @@ def plain(directory: Path) -> Plain:
 
 
 @pytest.fixture(scope="module")
-def found(directory: Path, plain: Plain) -> dict[tuple[str, str], Outcome]:
-    cases = [Case(f"{name} {budget}", ALGORITHMS[name], plain.rows, budget) for name, budget in RUNS]
-    torch.save(
-        ([(layout, case) for layout in LAYOUTS for case in cases], {"untied": cases[0]}),
-        directory / "work.pt",
-    )
-    launch("gradient_worker:run", [layout.ranks for layout in LAYOUTS], str(directory))
+def found(request: pytest.FixtureRequest, directory: Path, plain: Plain) -> dict[tuple[str, str], Outcome]:
+    """{(layout, algorithm and budget): Outcome} in the divisions of the selected tests."""
+    params = [item.callspec.params for item in request.session.items if item.path == request.path]
+    divisions = {(p["layout"], p["budget"]) for p in params}
+    work = [
+        (layout, Case(f"{name} {budget}", algorithm, plain.rows, budget))
+        for layout in LAYOUTS
+        for budget in BUDGETS
+        for name, algorithm in ALGORITHMS.items()
+        if (layout, budget) in divisions
+    ]
+    torch.save((work, {"untied": work[0][1]}), directory / "work.pt")
+    ranks = [layout.ranks for layout in dict.fromkeys(layout for layout, _ in work)]
+    launch("gradient_worker:run", ranks, str(directory))
     parts = [torch.load(file, weights_only=False) for file in directory.glob("results-*.pt")]
     return {key: value for part in parts for key, value in part.items()}
 
 
+@pytest.mark.parametrize(("layout", "budget"), DIVISIONS)
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_loss_and_gradients_do_not_know_the_machine(found, plain, name):
+def test_loss_and_gradients_do_not_know_the_machine(found, plain, name, layout, budget):
     loss, gradients = plain.gradients(AlgorithmConfig.model_validate(ALGORITHMS[name]))
     assert max(float(g.abs().max()) for g in gradients.values()) > 1e-4
-    for layout in LAYOUTS:
-        for budget in (SPLIT, ONE_BY_ONE, ALL):
-            outcome = found[str(layout), f"{name} {budget}"]
-            assert outcome.metrics["loss"] == pytest.approx(loss, rel=TOLERANCE, abs=2e-6), (layout, budget)
-            for key, wanted in gradients.items():
-                difference = (outcome.gradients[key] - wanted).abs().max() / wanted.abs().max()
-                assert difference < TOLERANCE, (str(layout), budget, key)
+    outcome = found[str(layout), f"{name} {budget}"]
+    assert outcome.metrics["loss"] == pytest.approx(loss, rel=TOLERANCE, abs=2e-6)
+    for key, wanted in gradients.items():
+        difference = (outcome.gradients[key] - wanted).abs().max() / wanted.abs().max()
+        assert difference < TOLERANCE, key

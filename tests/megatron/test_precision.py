@@ -36,7 +36,7 @@ from megatron_gvpo.megatron.checkpoint import sharded as checkpoint
         (None, {"cp": 4, "tp": 2, "sequence_parallel": True}, 8, 8),
         (None, {"cp": 2, "tp": 3, "sequence_parallel": True}, 4, 12),
         ("tensorwise", {}, 1, 16),
-        ("delayed", {"cp": 2}, 4, 32),
+        ("tensorwise", {"cp": 2}, 4, 32),
         ("mxfp8", {"tp": 2, "sequence_parallel": True}, 1, 64),
         ("blockwise", {"cp": 2, "tp": 2, "sequence_parallel": True}, 4, 512),
     ],
@@ -82,8 +82,8 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     ("fp8", "wanted"),
     [
         (
-            {"recipe": "delayed", "weights": True},
-            {"fp8": "hybrid", "fp8_param": True, "fp8_amax_history_len": 1024},
+            {"recipe": "tensorwise", "weights": True},
+            {"fp8": "hybrid", "fp8_param": True},
         ),
         (
             {"recipe": "tensorwise", "bf16_layers": 1},

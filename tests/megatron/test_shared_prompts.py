@@ -155,13 +155,20 @@ def test_attention_is_that_of_a_dense_mask(groups: list[tuple[int, list[int]]]) 
     ],
 )
 def test_what_cannot_share_prompts_is_refused(tmp_path: Path, model, parallel, reason: str) -> None:
-    values = {"architectures": ["Qwen2ForCausalLM"], "num_attention_heads": 4, "num_hidden_layers": 2}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 64}
+    values = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        **sizes,
+    }
     (tmp_path / "config.json").write_text(json.dumps({**values, **model}))
     config = build_config(
         {
             "output_dir": "unused",
             "model": {"path": str(tmp_path)},
             "data": {"train": {"path": "unused"}},
+            "rewards": {"components": [{"name": "math"}]},
             "train": {"steps": 1, "prompts_per_step": 1, "share_prompts": True},
             "optimizer": {"lr": 1.0},
             "parallel": parallel,

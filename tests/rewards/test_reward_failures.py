@@ -17,6 +17,18 @@ def strict(prompt, rollout):
 """
 
 
+KILLED = """
+import os, pathlib, signal
+
+def strict(prompt, rollout):
+    mark = pathlib.Path(prompt.record["mark"])
+    if rollout.text == "always" or (rollout.text == "once" and not mark.exists()):
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 1.0
+"""
+
+
 def pool(file: Path, text: str) -> RewardPool:
     file.write_text(text)
     strict = RewardConfig(name="mine", function=f"{file}:strict")
@@ -43,8 +55,18 @@ def test_failures_are_told_at_first_and_when_their_share_doubles(tmp_path: Path)
         assert told("none") == []
 
 
+def test_a_job_whose_worker_was_killed_is_tried_once_more(tmp_path: Path) -> None:
+    """The kernel kills a worker where others have taken the memory; its response should not pay for that."""
+    rollouts = [Rollout([i], [0.0], text, "stop") for i, text in enumerate(["", "once", "always", "fine"])]
+    with pool(tmp_path / "killed.py", KILLED) as rewards:
+        rewards.score([Group(Prompt("p", (1,), "?", record={"mark": str(tmp_path / "mark")}), rollouts)])
+    assert [rollout.rewards["mine"] for rollout in rollouts] == [1.0, 1.0, 0.0, 1.0]
+    [error] = [rollout.reward_errors["mine"] for rollout in rollouts if rollout.reward_errors]
+    assert error == "it ended its process (signal 9, Killed)"
+
+
 def test_a_function_that_is_never_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_gvpo.rewards.pool._START", 0.1)
+    monkeypatch.setattr("megatron_gvpo.rewards.process._START", 0.1)
     said = (
         r"not ready after 0\.1 seconds: importing .*endless\.py:strict takes longer, or waits for something"
     )

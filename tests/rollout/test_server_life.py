@@ -182,12 +182,13 @@ def a_pool(url: str, supervisor: Supervisor | None = None) -> Iterator[tuple[Bac
     loop.close()
 
 
-def test_logs_that_cannot_be_written_are_said_to_be_the_reason(good: Path, tmp_path: Path):
+def test_logs_that_cannot_be_written_are_said_to_be_the_reason(good: Path, task: Path, tmp_path: Path):
     (tmp_path / "run").write_text("a file")
+    own = (f"model.path={task}/model", f"output_dir={tmp_path}/run")
     with pytest.raises(
         ConfigError, match=r"cannot be started: .*run/servers'\. Their logs go to .*run/servers;"
     ):
-        start_servers(config_of(good, f"output_dir={tmp_path}/run"), None, print)
+        start_servers(config_of(good, *own), None, print)
 
 
 def test_an_interrupted_start_leaves_no_server(task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -23,11 +23,11 @@ from tiny_run import (
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_gvpo.callbacks import Callback
+from megatron_gvpo.components import Components
 from megatron_gvpo.config.schema import ConfigError
 from megatron_gvpo.megatron import parallel
 from megatron_gvpo.megatron.checkpoint import sharded as checkpoint
 from megatron_gvpo.megatron.policy import Policy
-from megatron_gvpo.components import Components
 from megatron_gvpo.rollout.request import RolloutError
 from megatron_gvpo.sampling.samplers import EngineSampler
 from megatron_gvpo.trainer import Trainer
@@ -166,8 +166,25 @@ def test_a_run_whose_batches_stay_empty_ends_and_can_go_on(task, tmp_path):
     ):
         fit(config)
     assert [path.name for path in checkpoint.complete(tmp_path / "out/checkpoints")] == ["step_00000001"]
-    fit(configure(task, tmp_path / "out", *GVPO, *SHORT, rewards, "algorithm.shapers=[]"), resume=True)
+    without = configure(task, tmp_path / "out", *GVPO, *SHORT, rewards, "algorithm.shapers=[]")
+    fit(without, resume=True, allow_change=("algorithm.shapers",))
     assert [line["step"] for line in records(tmp_path / "out")] == [0, 1, 2, 3, 4]
+
+
+def test_a_run_goes_on_under_another_recipe(task, tmp_path, caplog):
+    """Members, batch policy and estimator keep their state by name; what the new method lacks is said."""
+    constant = "optimizer.warmup_steps=0"
+    config = configure(task, tmp_path, "algorithm=gvpo_history", *SHORT, "train.steps=1", constant)
+    fit(config)
+    other = ("algorithm=dapo", "algorithm.shapers=[]", *SHORT, "train.steps=2", constant, "optimizer.lr=2e-3")
+    with pytest.raises(ConfigError, match=r'algorithm\.recipe was "gvpo_history" and is "dapo"'):
+        fit(configure(task, tmp_path, *other), resume=True)
+    allowed = ("algorithm", "optimizer.lr")
+    assert fit(configure(task, tmp_path, *other), resume=True, allow_change=allowed).step == 2
+    said = [record.getMessage() for record in caplog.records]
+    assert any("the checkpoint's state of the member replay is left out" in text for text in said)
+    changed = next(text for text in said if text.startswith("continued with other settings: "))
+    assert "optimizer.lr was 0.001 and is 0.002" in changed
 
 
 def test_callbacks_hear_everything_in_order(task, tmp_path):
@@ -228,6 +245,7 @@ def test_an_earlier_run_is_neither_mixed_nor_lost(task, tmp_path):
     shorter = configure(task, tmp_path, *GVPO, "train.steps=1", "optimizer.warmup_steps=0", "data.eval=null")
     fit(shorter, overwrite=True)
     kept = sorted(path.name for path in tmp_path.iterdir())
-    assert kept == ["checkpoints", "curve.png", "data", "hf", "metrics.jsonl", "summary.json"]
+    records_of_it = ["config.yaml", "curve.png", "data", "hf", "metrics.jsonl", "run.json", "summary.json"]
+    assert kept == ["checkpoints", *records_of_it]
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000001"]
     assert [line["step"] for line in records(tmp_path)] == [0, 1]

@@ -14,7 +14,7 @@ from distributed import launch
 from fp8_worker import quantise_checkpoint
 from paths import HELPERS
 from safetensors.torch import load_file, save_file
-from servers import PROMPTS, VLLM_FIRST, engine_python, engine_with, logprobs, running
+from servers import ENGINES, PROMPTS, engine_python, engine_with, logprobs, running
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_gvpo.config.schema import ConfigError
@@ -104,7 +104,8 @@ def test_the_layout_is_what_the_served_checkpoint_holds():
     assert layout == Fp8Layout(frozenset(["a.weight"]), (128, 128), power_of_two=True)
 
 
-@pytest.mark.parametrize("engine", VLLM_FIRST)
+@pytest.mark.proof  # its parts are above: the layout, the bucket, and the engine's own quantiser
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_server_in_fp8_gets_what_its_checkpoint_would_hold_byte_for_byte(engine: str, tmp_path: Path):
     """A bf16 trainer and a real server, of which only the FP8 matrix products are stand-ins."""
     task, served = make_task_in_fp8(tmp_path)

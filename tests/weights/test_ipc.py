@@ -141,7 +141,10 @@ def test_a_mapped_bucket_is_loaded_whatever_it_is_mapped_from(tmp_path: Path, mo
     """Runs the receiver's code, where a handle opens host memory instead of a GPU's."""
     weight, bias = torch.randn(3, 2), torch.randn(5).bfloat16()
     flat = torch.cat([t.flatten().view(torch.uint8) for t in (weight, bias)])
-    file = tmp_path / "bucket"
+    monkeypatch.setenv("MEGATRON_GVPO_MEMORY", str(tmp_path))
+    directory = tmp_path / node.new_name()
+    directory.mkdir(mode=0o700)
+    file = directory / "bucket"
     file.write_bytes(flat.numpy().tobytes() + b"the rest of a larger buffer")
     specs = [TensorSpec("weight", "float32", (3, 2)), TensorSpec("bias", "bfloat16", (5,))]
     assert [name for name, _ in Bucket(specs, flat).tensors()] == ["weight", "bias"]

@@ -16,6 +16,7 @@ from megatron_gvpo.config.schema import Config, ConfigError, load_config
 from megatron_gvpo.rollout.pool import ServerHandle
 from megatron_gvpo.rollout.server import Server
 from megatron_gvpo.weights.bucket import Bucket, TensorSpec
+from megatron_gvpo.weights.node import NodeMemory, new_name
 from megatron_gvpo.weights.receivers import RECEIVERS, receiver_class
 from megatron_gvpo.weights.receivers.sglang import PluginReceiver
 from megatron_gvpo.weights.receivers.vllm import VLLMReceiver
@@ -30,13 +31,14 @@ class RawFiles(Transport):
 
     colocated_ok = False  # it could be: the test of the checks wants one that is not
 
-    def __init__(self, receiver: Callable[[Server], Any], directory: Path, timeout: float) -> None:
-        self._receiver, self._file, self._timeout = receiver, directory / "bucket.raw", timeout
+    def __init__(self, receiver: Callable[[Server], Any], memory: NodeMemory, timeout: float) -> None:
+        self._receiver, self._memory, self._timeout = receiver, memory, timeout
+        self._file = memory.directory / "bucket"  # servers map files of runs' directories alone
         self._buckets = 0
 
     @classmethod
     def create(cls, config: Config, receiver: Callable[[Server], Any], device: torch.device) -> Self:
-        return cls(receiver, Path(config.output_dir).absolute(), config.rollout.weights.timeout)
+        return cls(receiver, NodeMemory(new_name(), torch.device("cpu")), config.rollout.weights.timeout)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -58,6 +60,9 @@ class RawFiles(Transport):
     async def end(self) -> None:
         version = str(self._version)
         await each(self._handles, lambda m: self._receiver(m.server).end_update(version, self._timeout))
+
+    async def close(self) -> None:
+        self._memory.close()
 
 
 class SGLangRawFiles(PluginReceiver):

@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from megatron_gvpo.algorithms.base import Block
-from megatron_gvpo.config.field_comments import field_comments
+from megatron_gvpo.algorithms.field_comments import field_comments
 from megatron_gvpo.config.schema import Config
 
 _LIMITS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
@@ -164,4 +164,7 @@ Every section and key, generated from `megatron_gvpo/config/` and `megatron_gvpo
 
 A configuration is one or more YAML files. Later files win, key by key; `key.sub=value` arguments on the
 command line win over all files. A key that does not exist is an error that names the nearest one. `required`
-keys have no default. The blocks that a method is made of are on the page [Recipes](recipes.md)."""
+keys have no default. The blocks that a method is made of are on the page [Recipes](recipes.md).
+
+`1e-5`, `1_000` and `0x10` are numbers; `010`, `1:30`, `true` and anything in quotes are none. A number
+without a bound of its own lies between -2147483647 and 2147483647 (integers) or between -1e12 and 1e12."""

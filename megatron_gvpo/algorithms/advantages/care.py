@@ -35,7 +35,7 @@ class ConfidenceEstimator(Advantage):
     slack: float = Field(0.01, ge=0)
     right: float = 0.1
     reference: Reference = Reference(name="ema", decay=0.995)
-    ddof: Literal[0, 1] = 1  # std over the group divides by its size minus this
+    ddof: int = Field(1, ge=0, le=1)  # std over the group divides by its size minus this
     eps: float = Field(1e-6, ge=0)  # added to the std, so that nothing is divided by 0
 
     @property

@@ -41,7 +41,7 @@ class Estimator(Advantage):
     name: Literal["group"] = "group"
     baseline: Literal["none", "mean", "loo", "prior"] = "mean"
     scale: Literal["none", "group_std", "batch_std"] = "none"
-    ddof: Literal[0, 1] = 1
+    ddof: int = Field(1, ge=0, le=1)
     eps: float = Field(1e-6, ge=0)
     age: Literal["none", "sample", "token"] = "none"
     whiten: Literal["none", "sequence", "token"] = "none"

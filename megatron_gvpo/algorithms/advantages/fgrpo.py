@@ -33,7 +33,7 @@ class LagrangianEstimator(Advantage):
     rate: float = Field(0.01, gt=0)
     limit: float = Field(5.0, gt=0)
     start: float = Field(0.0, ge=0)  # the first value of every multiplier
-    ddof: Literal[0, 1] = 1  # std over the group divides by its size minus this
+    ddof: int = Field(1, ge=0, le=1)  # std over the group divides by its size minus this
     eps: float = Field(1e-6, ge=0)
 
     @property

@@ -27,7 +27,7 @@ class ComponentEstimator(Advantage):
     weights: dict[str, float] | None = None
     # over the batch: not at all, by responses, by tokens
     whiten: Literal["none", "sequence", "token"] = "sequence"
-    ddof: Literal[0, 1] = 1  # std over the group divides by its size minus this
+    ddof: int = Field(1, ge=0, le=1)  # std over the group divides by its size minus this
     eps: float = Field(1e-4, ge=0)
 
     @property

@@ -38,7 +38,7 @@ class RoleEstimator(Advantage):
     local: str
     blend: float = Field(0.5, ge=0, le=1)
     segments: PositiveInt = 4
-    ddof: Literal[0, 1] = 1  # std over the group divides by its size minus this
+    ddof: int = Field(1, ge=0, le=1)  # std over the group divides by its size minus this
     eps: float = Field(1e-6, ge=0)  # added to the std, so that nothing is divided by 0
 
     @model_validator(mode="after")

@@ -25,7 +25,7 @@ class VirtualEstimator(Advantage):
     name: Literal["virtual"] = "virtual"
     reward: float = 1.0
     count: PositiveInt = 1
-    ddof: Literal[0, 1] = 1  # std over the group divides by its size minus this
+    ddof: int = Field(1, ge=0, le=1)  # std over the group divides by its size minus this
     eps: float = Field(1e-6, ge=0)
 
     def __call__(self, rows: TrainBatch) -> tuple[Tensor, Metrics]:

@@ -34,7 +34,7 @@ class RankEstimator(Advantage):
     overflow: float = -0.1
     complete: float = 0.1
     early: float = -0.1
-    ddof: Literal[0, 1] = 1  # std over the group divides by its size minus this
+    ddof: int = Field(1, ge=0, le=1)  # std over the group divides by its size minus this
     eps: float = Field(1e-4, ge=0)
 
     @property

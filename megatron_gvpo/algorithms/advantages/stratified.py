@@ -27,7 +27,7 @@ class StratifiedEstimator(Advantage):
     name: Literal["stratified"] = "stratified"
     stratum: str
     blend: float = Field(0.8, ge=0, le=1)
-    ddof: Literal[0, 1] = 1  # std over the group divides by its size minus this
+    ddof: int = Field(1, ge=0, le=1)  # std over the group divides by its size minus this
     eps: float = Field(1e-6, ge=0)
 
     @property

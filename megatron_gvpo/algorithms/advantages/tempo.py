@@ -28,7 +28,7 @@ class PrefixTreeEstimator(Advantage):
     per_token: ClassVar[bool] = True
 
     name: Literal["prefix_tree"] = "prefix_tree"
-    ddof: Literal[0, 1] = 1  # std over the group divides by its size minus this
+    ddof: int = Field(1, ge=0, le=1)  # std over the group divides by its size minus this
     eps: float = Field(1e-6, ge=0)
 
     def __call__(self, rows: TrainBatch) -> tuple[Tensor, Metrics]:

@@ -27,7 +27,7 @@ class NoveltyEstimator(Advantage):
     name: Literal["novelty"] = "novelty"
     bonus: float = Field(1.0, ge=0)
     cap: float = Field(1.0, ge=0)
-    ddof: Literal[0, 1] = 1  # std over the group divides by its size minus this
+    ddof: int = Field(1, ge=0, le=1)  # std over the group divides by its size minus this
     eps: float = Field(1e-6, ge=0)  # added to the std, so that nothing is divided by 0
 
     def __call__(self, rows: TrainBatch) -> tuple[Tensor, Metrics]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from megatron_gvpo.algorithms.base import Block
-from megatron_gvpo.runtime.user_functions import check_call, load_function
+from megatron_gvpo.runtime.user_functions import call_function, check_call, load_function, refused
 from megatron_gvpo.types import Prompt
 
 
@@ -66,7 +67,15 @@ class FunctionPrior(Prior):
         return self.expected
 
     def expected(self, prompt: Prompt) -> float:
-        return float(load_function(self.function)(prompt, **self.options))
+        where = ("prior.function", self.function)
+        value = call_function(*where, prompt, **self.options)
+        try:
+            expected = float(value)
+        except (TypeError, ValueError, OverflowError):
+            raise refused(*where, f"expected a number, it returned {type(value).__name__}") from None
+        if not math.isfinite(expected):
+            raise refused(*where, f"expected a finite number, it returned {expected}")
+        return expected
 
 
 class TrackedPrior(Prior):

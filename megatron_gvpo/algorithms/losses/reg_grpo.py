@@ -23,7 +23,7 @@ class RegGRPO(Loss):
 
     name: Literal["reg_grpo"] = "reg_grpo"
     eps: float = Field(0.1, gt=0)
-    ddof: Literal[0, 1] = 1  # std over the group divides by its size minus this
+    ddof: int = Field(1, ge=0, le=1)  # std over the group divides by its size minus this
     kl_coef: float = Field(0.0, ge=0)
     reference: Reference = Reference(name="fixed")
 

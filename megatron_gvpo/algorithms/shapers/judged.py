@@ -23,6 +23,7 @@ class WinRate(Shaper):
     """
 
     outside: ClassVar[bool] = True
+    makes_rewards: ClassVar[bool] = True
 
     name: Literal["win_rate"] = "win_rate"
     function: str  # "module:function" or "file.py:function"
@@ -60,6 +61,7 @@ class GroupSimilarity(Shaper):
     """
 
     outside: ClassVar[bool] = True
+    makes_rewards: ClassVar[bool] = True
 
     name: Literal["group_similarity"] = "group_similarity"
     function: str

@@ -143,8 +143,8 @@ def load(name: str) -> Architecture:
     known = json.loads(resources.files(__package__).joinpath("models.json").read_text())
     if name not in known:
         raise ConfigError(
-            f"--model {name}: neither a directory with a config.json, nor such a file, nor one of the known "
-            f"models {', '.join(known)}"
+            f"--model {name}: expected a directory with a config.json, a config.json, or one of the known "
+            f"models: {', '.join(known)}"
         )
     return from_config(known[name], f"--model {name}")
 
@@ -194,9 +194,9 @@ class _Sizes:
 
     def __getitem__(self, key: str) -> int:
         if self._config.get(key) is None:
-            raise ConfigError(f"{self._where}: no {key} in config.json")
+            raise ConfigError(f"{self._where}: config.json has no {key}")
         if (size := self.get(key, 0)) < 1:
-            raise ConfigError(f"{self._where}: {key}={size} in config.json: at least 1")
+            raise ConfigError(f"{self._where}: {key}={size} in config.json: must be at least 1")
         return size
 
     def get(self, key: str, default: int) -> int:

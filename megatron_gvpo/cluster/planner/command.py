@@ -19,29 +19,38 @@ from megatron_gvpo.config.schema import ConfigError
 
 PREDICTED = "# Predicted, not measured:"  # every config file written by --write begins with this
 
+LARGEST = 10**7  # of any count on the command line
+
 
 def run(options: argparse.Namespace) -> int:
     """Runs the command; returns exit code 0. Raises ConfigError for a wrong option or if nothing can run."""
     for name in ("gpus", "prompts", "k", "prompt_tokens", "mini_batches", "batch_epochs", "top"):
         if getattr(options, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}: at least 1")
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be at least 1")
+        if getattr(options, name) > LARGEST:
+            raise ConfigError(f"--{name.replace('_', '-')}: must be at most {LARGEST}")
     if options.async_steps < 0:
-        raise ConfigError(f"--async-steps {options.async_steps}: at least 0")
+        raise ConfigError(f"--async-steps {options.async_steps}: must be at least 0")
+    if options.async_steps > 100:
+        raise ConfigError("--async-steps: must be at most 100, as rollout.async_steps")
     if not 0 <= options.offload <= 1:
-        raise ConfigError(f"--offload {options.offload}: a fraction, from 0 to 1")
+        raise ConfigError(f"--offload {options.offload}: must be a fraction from 0 to 1")
     if options.prompts % options.mini_batches:
         raise ConfigError(
             f"--mini-batches {options.mini_batches} does not divide --prompts {options.prompts}"
         )
     if options.gpus > NODE and options.gpus % NODE:
-        raise ConfigError(f"--gpus {options.gpus}: more than one node, so a multiple of {NODE}")
+        raise ConfigError(
+            f"--gpus {options.gpus}: more than one node of {NODE} GPUs; give a multiple of {NODE}"
+        )
     file = _writable(options.write) if options.write else None
     model, gpu = architecture.load(options.model), workload.gpu(options.gpu)
     lengths = workload.parse_lengths(options.response_length)
     asks = method(options.recipe, options.mini_batches)
     if asks.compares and options.k < 2:
         raise ConfigError(
-            f"--k {options.k}: --recipe {options.recipe} compares the responses to a prompt: at least 2"
+            f"--k {options.k}: must be at least 2; --recipe {options.recipe} compares the responses to a "
+            "prompt"
         )
     work = workload.Workload(
         options.prompts,
@@ -74,7 +83,7 @@ def _writable(name: str) -> Path:
     if not file.parent.is_dir():
         raise ConfigError(f"--write {name}: there is no directory {file.parent}")
     if file.exists() and not (file.is_file() and file.read_bytes().startswith(PREDICTED.encode())):
-        raise ConfigError(f"--write {name}: is there already, and no plan; give another name")
+        raise ConfigError(f"--write {name}: this exists and is not a plan; give another name")
     return file
 
 

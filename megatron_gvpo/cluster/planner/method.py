@@ -32,8 +32,8 @@ def method(recipe: str, mini_batches: int) -> Method:
     algorithm = AlgorithmConfig.model_validate(recipe)
     if not algorithm.samples_from_policy:
         raise ConfigError(
-            f"--recipe {recipe}: plans are for methods whose responses are sampled; its come from a "
-            f"{algorithm.sampler}"
+            f"--recipe {recipe}: a plan needs a method that samples responses from the policy; the responses "
+            f"of this one come from a {algorithm.sampler}"
         )
     of_estimator = {} if algorithm.estimator is None else algorithm.estimator.reference_policies
     of_loss = algorithm.loss.reference_policies.values()

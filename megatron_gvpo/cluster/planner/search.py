@@ -67,11 +67,13 @@ def search(
     memory. Raises ConfigError with the reasons if no layout can run.
     """
     if fp8 and gpu.fp8_tflops is None:
-        raise ConfigError(f"--fp8: {gpu.name} has no FP8")
+        raise ConfigError(f"--fp8: the GPU {gpu.name} does not support FP8")
     if model.positions and work.longest > model.positions:
         raise ConfigError(
-            f"--prompt-tokens plus the longest response are {work.longest} tokens, and the model has "
-            f"max_position_embeddings={model.positions}"
+            f"--prompt-tokens plus the longest response are {work.longest} tokens, more than the "
+            f"model's max_position_embeddings={model.positions}: a prompt has {work.prompt_tokens} "
+            f"(--prompt-tokens), the longest response {work.lengths.maximum} (--response-length MEAN,max=N; "
+            "without max, 5 times the mean)"
         )
     found: list[Candidate] = []
     reasons: Counter[str] = Counter()
@@ -95,9 +97,9 @@ def search(
         impossible.append(f"the smallest layout that does not fit needs {smallest:.0f} GiB a GPU")
     if not found:
         if with_host:
-            impossible.append("with the optimizer's states in host memory some would fit: --offload 1")
+            impossible.append("some layouts fit with the optimizer's states in host memory: try --offload 1")
         engines = (
-            f"a rollout server is on one machine, whose {min(gpus, NODE)} GPUs cannot hold the "
+            f"a rollout server runs on one machine, whose {min(gpus, NODE)} GPUs cannot hold the "
             f"{2 * model.parameters / 2**30:.0f} GiB of bf16 weights and the longest response's cache"
         )
         raise ConfigError("no layout can run: " + "; ".join(impossible or [engines]))

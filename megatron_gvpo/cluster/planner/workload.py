@@ -45,7 +45,7 @@ def gpu(name: str) -> Gpu:
     known: dict[str, Any] = json.loads(resources.files(__package__).joinpath("gpus.json").read_text())
     del known["sources"]
     if name.lower() not in known:
-        raise ConfigError(f"--gpu {name}: unknown; {', '.join(known)} are described in planner/gpus.json")
+        raise ConfigError(f"--gpu {name}: unknown; planner/gpus.json describes {', '.join(known)}")
     values = known[name.lower()]
     return Gpu(name.lower(), **{key: value for key, value in values.items() if key != "sources"})
 

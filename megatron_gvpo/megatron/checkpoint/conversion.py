@@ -16,10 +16,11 @@ from megatron_gvpo.config.schema import Config, ConfigError, ModelConfig, Parall
 from megatron_gvpo.config.supported_models import check_family
 from megatron_gvpo.data.tokenizer import load_tokenizer
 from megatron_gvpo.megatron import parallel
+from megatron_gvpo.megatron.checkpoint import newest
 from megatron_gvpo.megatron.checkpoint.all_ranks import run_on_all_ranks
 from megatron_gvpo.megatron.checkpoint.loading import load_shards
 from megatron_gvpo.megatron.checkpoint.saving import Writer, save_shards
-from megatron_gvpo.megatron.checkpoint.sharded import CheckpointError, load_weights, newest, weights_state
+from megatron_gvpo.megatron.checkpoint.sharded import CheckpointError, load_weights, weights_state
 from megatron_gvpo.megatron.model.build import build
 from megatron_gvpo.megatron.model.model import Model
 
@@ -60,21 +61,25 @@ def newest_to_hugging_face(config: Config, target: Path) -> int:
     parallel.initialize(config.parallel, config.train.seed)
     model = build(config.model, config.parallel, trained=False)
     step = load_newest(config, model)
-    write_hugging_face(model, config.model.path, target)
+    write_hugging_face(model, config.model, target)
     return step
 
 
 def load_newest(config: Config, model: Model) -> int:
-    """Load a run's newest checkpoint into the model; returns its step. Raises CheckpointError."""
+    """Load a run's newest checkpoint that is not damaged; returns its step. Raises CheckpointError."""
     checkpoints = Path(config.output_dir) / "checkpoints"
-    if (found := newest(checkpoints)) is None:
+
+    def load(directory: Path) -> int:
+        _read(model, directory, f"cannot read {directory}")
+        return int(directory.stem.removeprefix("step_"))
+
+    if (step := newest.load_newest(checkpoints, load)) is None:
         raise CheckpointError(f"{checkpoints}: there is no complete checkpoint")
-    _read(model, found, f"cannot read {found}")
-    return int(found.stem.removeprefix("step_"))
+    return step
 
 
-def write_hugging_face(model: Model, source: str, target: Path) -> None:
-    """Write weights and configuration, and the tokenizer of the directory `source`. A collective.
+def write_hugging_face(model: Model, source: ModelConfig, target: Path) -> None:
+    """Write weights and configuration, and the tokenizer of the directory that `source` names. A collective.
 
     Raises CheckpointError and then leaves `target` unchanged.
     """
@@ -83,7 +88,7 @@ def write_hugging_face(model: Model, source: str, target: Path) -> None:
     def write() -> None:
         model.save_hf(partial)
         if dist.get_rank() == 0:
-            load_tokenizer(source).save_pretrained(partial)
+            load_tokenizer(source.path, source.trust_remote_code).save_pretrained(partial)
             shutil.rmtree(target, ignore_errors=True)
             partial.rename(target)
 

@@ -1,7 +1,7 @@
 """Writes a checkpoint's tensors, now or in the background of training, without a copy of them.
 
 A background save runs beside generation and scoring, which do not change weights. Code that changes weights
-or optimizer waits for it first (`Model.finish_background_work`). So the save needs host memory for one file
+or optimizer waits for it first (`Model.finish_background_work`). So the save needs host memory for one tensor
 at a time only, wherever the optimizer is.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,39 +28,9 @@ from megatron.core.dist_checkpointing.validation import (
     validate_sharding_integrity,
 )
 from torch.distributed import checkpoint as torch_checkpoint
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
 from megatron_gvpo.megatron.checkpoint.all_ranks import run_on_all_ranks, run_on_rank_0
-
-FILE_BYTES = 256 << 20  # most bytes of a file, unless a single tensor is larger
-
-
-class _SmallFiles(torch_checkpoint.FileSystemWriter):
-    """Writes several files, one after the other, where PyTorch's writer would write one.
-
-    PyTorch's writer (2.13) holds copies of all tensors of a file until the file is complete.
-    """
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        files: list[list[WriteItem]] = [[]]
-        held = 0
-        for item in plan.items:
-            data = item.tensor_data
-            size = 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
-            if files[-1] and held + size > FILE_BYTES:
-                files.append([])
-                held = 0
-            files[-1].append(item)
-            held += size
-        written: list[WriteResult] = []
-        for i, items in enumerate(files):
-            names = replace(plan.storage_data, prefix=f"{plan.storage_data.prefix}{i}_")
-            written += super().write_data(replace(plan, items=items, storage_data=names), planner).wait()
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(written)
-        return done
+from megatron_gvpo.megatron.checkpoint.storage import FilesWriter
 
 
 class Writer(TorchDistSaveShardedStrategy):
@@ -89,7 +58,7 @@ class Writer(TorchDistSaveShardedStrategy):
         for state, directory in self._waiting:
             torch_checkpoint.save(
                 state,
-                storage_writer=_SmallFiles(directory),
+                storage_writer=FilesWriter(directory),
                 planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
                 process_group=group,
             )

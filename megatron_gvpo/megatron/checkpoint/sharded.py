@@ -8,7 +8,6 @@ of the same step is renamed first, and counts under its new name until the new c
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from dataclasses import dataclass
@@ -21,19 +20,22 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megatron_gvpo.megatron.checkpoint.all_ranks import CheckpointError as CheckpointError
-from megatron_gvpo.megatron.checkpoint.all_ranks import run_on_all_ranks, run_on_rank_0
+from megatron_gvpo.megatron.checkpoint.all_ranks import (
+    run_on_all_ranks,
+    run_on_rank_0,
+)
 from megatron_gvpo.megatron.checkpoint.loading import load_shards
+from megatron_gvpo.megatron.checkpoint.newest import PARTIAL, REPLACED, complete
+from megatron_gvpo.megatron.checkpoint.newest import load_newest as load_newest
+from megatron_gvpo.megatron.checkpoint.newest import newest as newest
 from megatron_gvpo.megatron.checkpoint.optimizer_checkpoint import optimizer_shards
+from megatron_gvpo.megatron.checkpoint.record import read_record, record_text
 from megatron_gvpo.megatron.checkpoint.saving import BackgroundThread, Writer, save_shards
 from megatron_gvpo.megatron.model.model import Model
 from megatron_gvpo.megatron.optimizer import Optimizer
 from megatron_gvpo.megatron.parallel import megatron_device
 from megatron_gvpo.megatron.policy import Policy
 from megatron_gvpo.megatron.reference_weights import ReferenceWeights
-from megatron_gvpo.runtime.collectives import broadcast_msgpack
-
-_FORMAT = 2  # version of the optimizer's format
-_PARTIAL, _REPLACED = ".partial", ".replaced"
 
 
 def save(
@@ -48,10 +50,8 @@ def save(
     for model in policy.models:  # only one save at a time
         model.finish_background_work()
     final = root / f"step_{step:08d}"
-    partial = final.with_suffix(_PARTIAL)
-    record = {"format": _FORMAT, "step": step, "layout": _layout(policy), **state}
-    # Prompts carry their data record. From Parquet it may have dates, which a run does not read back.
-    text = json.dumps(record, default=str)
+    partial = final.with_suffix(PARTIAL)
+    text = record_text(step, _layout(policy), state)
     writer = Writer(deferred=True)
     run_on_rank_0(f"cannot write {final}", lambda: _fresh_directory(partial))
     for part in _parts(policy, partial):
@@ -63,12 +63,12 @@ def save(
             file.flush()
             os.fsync(file.fileno())  # like the tensors: if the node fails, no named file lacks its content
         if final.exists():  # this step was saved before, and is saved again because the run is interrupted
-            replaced = final.with_suffix(_REPLACED)
+            replaced = final.with_suffix(REPLACED)
             shutil.rmtree(replaced, ignore_errors=True)
             os.replace(final, replaced)
         os.replace(partial, final)
         found = complete(root)
-        unfinished = [path for path in root.glob("step_*") if path.suffix in (_PARTIAL, _REPLACED)]
+        unfinished = [path for path in root.glob("step_*") if path.suffix in (PARTIAL, REPLACED)]
         for path in {*found, *unfinished} - {*found[-keep:]}:  # also those of runs killed while saving
             _remove(path)
 
@@ -96,48 +96,10 @@ def load(directory: Path, policy: Policy) -> dict[str, Any]:
     If any rank cannot read a part of it, every rank raises CheckpointError.
     """
     records: list[dict[str, Any]] = []
-    run_on_all_ranks("", lambda: records.append(_record(directory)))
+    run_on_all_ranks("", lambda: records.append(read_record(directory)))
     [state] = records
     for part in _parts(policy, directory):
         _read(f"cannot read {directory}", part, same_layout=state["layout"] == _layout(policy))
-    return state
-
-
-def complete(root: Path) -> list[Path]:
-    """Return the complete checkpoints under `root`, oldest first."""
-    found = [path for path in root.glob("step_*") if (path / "state.json").is_file()]
-    by_step = {path.stem: path for path in found if path.suffix == _REPLACED}
-    by_step |= {path.name: path for path in found if not path.suffix}
-    return [by_step[step] for step in sorted(by_step)]
-
-
-def newest(root: Path) -> Path | None:
-    """Return the newest complete checkpoint under `root` as rank 0 sees it, on every rank. A collective.
-
-    Rank 0 decides, because a shared file system may show an older state to other nodes for a while. If any
-    rank cannot read `root`, every rank raises CheckpointError.
-    """
-    found: list[Path] = []
-    run_on_all_ranks(f"cannot read {root}", lambda: found.extend(complete(root)))
-    name = broadcast_msgpack(found[-1].name if found else None)
-    return None if name is None else root / name
-
-
-def _record(directory: Path) -> dict[str, Any]:
-    """Read state.json. Raises CheckpointError if this version cannot read the checkpoint."""
-    try:
-        state: dict[str, Any] = json.loads((directory / "state.json").read_text())
-        found = state.get("format", 1) if state["layout"] else None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{directory / 'state.json'} is no state of a checkpoint of this program: "
-            f"{type(error).__name__}: {error}"
-        ) from None
-    if found != _FORMAT:
-        raise CheckpointError(
-            f"{directory} has format {found}, and this version reads format {_FORMAT}: continue with the "
-            "version that wrote it, or start a new run from its weights (megatron-gvpo convert)"
-        )
     return state
 
 
@@ -271,7 +233,7 @@ def _restore_random_state(state: dict[str, Any]) -> None:
 
 def _remove(checkpoint: Path) -> None:
     """Remove a checkpoint. It is renamed first, so that no complete name ever lacks files."""
-    partial = checkpoint.with_suffix(_PARTIAL)
+    partial = checkpoint.with_suffix(PARTIAL)
     if partial != checkpoint:
         shutil.rmtree(partial, ignore_errors=True)
         os.replace(checkpoint, partial)

@@ -96,9 +96,10 @@ def install() -> None:
         return
     _installed = True
     # megatron-core's jit_fuser is torch.compile, whose cache asks for the GPU's name. The environment
-    # variable is for child processes.
+    # variable is for child processes. Inductor, the default backend, would be imported nevertheless.
     os.environ["TORCH_COMPILE_DISABLE"] = "1"
     torch._dynamo.config.disable = True
+    torch.compiler.set_default_backend("eager")
     cuda: Any = torch.cuda
     cuda.current_device = lambda: _CPU
     # Each name gets its own object: dynamo refuses one function under two names.

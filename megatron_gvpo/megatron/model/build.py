@@ -14,6 +14,7 @@ from megatron.core.distributed import finalize_model_grads
 
 from megatron_gvpo.config.parallel_layout import Padding
 from megatron_gvpo.config.schema import ConfigError, ModelConfig, ParallelConfig
+from megatron_gvpo.megatron.model.checked_weights import CheckedWeights
 from megatron_gvpo.megatron.model.complete_weights import check_weights
 from megatron_gvpo.megatron.model.fusions import fuse_weight_gradients, fusions
 from megatron_gvpo.megatron.model.group_limited_router import limit_groups, routing_settings
@@ -43,13 +44,17 @@ def build(
     `replays`: the routers follow `TrainBatch.routing`. `share_prompts`: a group's prompt is computed once.
     `key`: the user's key or option for the directory.
 
-    Raises ConfigError for weights that are not exactly the model's, for a model that Megatron-Bridge does not
-    know, for settings that Megatron refuses, and for settings that this machine cannot run.
+    Raises ConfigError for weights that are not exactly the model's, damaged or not finite, for a model that
+    Megatron-Bridge does not know, for settings that Megatron refuses, and for settings that this machine
+    cannot run.
     """
     # Megatron prints every size, and Megatron-Bridge draws progress bars of its own.
     with megatron_device(), contextlib.redirect_stdout(io.StringIO()):
-        bridge = open_bridge(model)
-        provider = bridge.to_megatron_provider(load_weights=False)
+        bridge = open_bridge(model, key)
+        try:
+            provider = bridge.to_megatron_provider(load_weights=False)
+        except ValueError as error:  # such as an activation that it does not know
+            raise ConfigError(f"{key}={model.path}: Megatron-Bridge refuses config.json: {error}") from None
         on_cpu = not torch.cuda.is_available()
         hf_config = bridge.hf_pretrained.config
         tied = provider.share_embeddings_and_output_weights
@@ -75,6 +80,11 @@ def build(
             _refuse_on_gpu(parallel, share_prompts)
         rotary: list[Any] = []
 
+        def load_weights(chunks: list[Any]) -> None:
+            checked = CheckedWeights(bridge.hf_pretrained.state.source, Path(model.path), key)
+            bridge.load_hf_weights(chunks)
+            checked.finish()
+
         def prepare(chunks: list[Any]) -> list[Any]:
             if on_cpu and not provider.multi_latent_attention:  # latent attention has a rotation of its own
                 from megatron_gvpo.megatron.cpu.packed_attention import defer_rotary
@@ -82,7 +92,7 @@ def build(
                 rotary.extend(defer_rotary(chunk) for chunk in chunks)
             if before_wrapping is None:
                 return chunks
-            bridge.load_hf_weights(chunks)
+            load_weights(chunks)
             return before_wrapping(chunks)
 
         chunks = provider.provide_distributed_model(
@@ -94,7 +104,7 @@ def build(
             pre_wrap_hook=prepare,
         )
         if before_wrapping is None:
-            bridge.load_hf_weights(chunks)
+            load_weights(chunks)
         if trained:
             fuse_weight_gradients(chunks)
             no_sync = [chunk.no_sync for chunk in chunks]

@@ -38,6 +38,7 @@ _REFUSED = {
     ),
     r"\.lora_|\.base_layer\.": "merge the adapter into the weights",
 }
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl")
 _DTYPES = ("F64", "F32", "F16", "BF16")
 
 
@@ -69,6 +70,17 @@ def check_weights(directory: Path, key: str, hf_config: Any, tied: bool) -> None
         raise ConfigError(said)
 
 
+def check_files(directory: Path, key: str) -> None:
+    """Raise ConfigError unless a directory has safetensors that are whole, each tensor in one of them.
+
+    Rollout servers load from such a directory; they would also unpickle `*.bin` files.
+    """
+    try:
+        _headers(directory)
+    except (OSError, SafetensorError, ConfigError) as error:
+        raise ConfigError(f"{key}={directory}: {error}") from None
+
+
 def _expected(hf_config: Any, tied: bool) -> dict[str, tuple[int, ...]]:
     """Return {name in files: shape} of the model's tensors. Raises ConfigError."""
     from transformers import AutoModelForCausalLM
@@ -76,7 +88,8 @@ def _expected(hf_config: Any, tied: bool) -> dict[str, tuple[int, ...]]:
 
     try:
         with torch.device("meta"), no_init_weights():
-            named: dict[str, Tensor] = AutoModelForCausalLM.from_config(deepcopy(hf_config)).state_dict()
+            model = AutoModelForCausalLM.from_config(deepcopy(hf_config), trust_remote_code=False)
+        named: dict[str, Tensor] = model.state_dict()
     except Exception as error:  # sizes that contradict each other cause errors of any type
         first = str(error).partition("\n")[0]
         raise ConfigError(
@@ -115,7 +128,11 @@ def _headers(directory: Path) -> tuple[dict[str, _Stored], set[str]]:
     else:
         files = sorted(directory.glob("*.safetensors"))
     if not files:
-        raise ConfigError("no weights there (*.safetensors)")
+        others = sorted(file.name for kind in _PICKLES for file in directory.glob(kind))
+        raise ConfigError(
+            "no weights there (*.safetensors)"
+            + (f"; {others[0]} is a pickle, which is not read" if others else "")
+        )
     if absent := [file.name for file in files if not file.is_file()]:
         raise ConfigError(f"{absent[0]} is missing there, and {_INDEX} names it")
     found: dict[str, _Stored] = {}

@@ -12,6 +12,7 @@ import torch
 
 from megatron_gvpo.config.schema import ConfigError, ModelConfig
 from megatron_gvpo.megatron.model.settings import DTYPES
+from megatron_gvpo.runtime.heavy_imports import heavy_imports
 from megatron_gvpo.versions import REFERENCE
 
 
@@ -31,10 +32,13 @@ def _keep_root_logger() -> Iterator[None]:
         root.setLevel(level)
 
 
-def open_bridge(model: ModelConfig) -> Any:
-    """Return Megatron-Bridge's AutoBridge for a Hugging Face directory. Raises ConfigError, ImportError."""
+def open_bridge(model: ModelConfig, key: str = "model.path") -> Any:
+    """Return Megatron-Bridge's AutoBridge for a Hugging Face directory.
+
+    `key`: the user's key or option for the directory. Raises ConfigError, ImportError.
+    """
     try:
-        with _keep_root_logger():
+        with _keep_root_logger(), heavy_imports():
             if torch.cuda.is_available():
                 import megatron.bridge as bridge
             else:
@@ -49,8 +53,9 @@ def open_bridge(model: ModelConfig) -> Any:
         ) from error
     os.environ.setdefault("HF_HUB_OFFLINE", "1" if os.path.isdir(model.path) else "0")
     try:
-        return bridge.AutoBridge.from_hf_pretrained(model.path, dtype=DTYPES[model.dtype])
-    except ValueError as error:
-        raise ConfigError(
-            f"model.path={model.path}: Megatron-Bridge cannot build this model: {error}"
-        ) from None
+        return bridge.AutoBridge.from_hf_pretrained(
+            model.path, dtype=DTYPES[model.dtype], trust_remote_code=model.trust_remote_code
+        )
+    except Exception as error:  # values of config.json that contradict each other cause errors of any type
+        said = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+        raise ConfigError(f"{key}={model.path}: Megatron-Bridge cannot build this model: {said}") from None

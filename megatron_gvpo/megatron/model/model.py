@@ -88,6 +88,16 @@ class Model:
         for chunk in self.chunks:
             yield from chunk.parameters()
 
+    def drop_fp8_copies(self) -> None:
+        """Free the FP8 copies of weights that Transformer Engine (2.20.2) keeps between micro-batches.
+
+        A pass makes them anew in its first micro-batch.
+        """
+        for module in (module for chunk in self.chunks for module in chunk.modules()):
+            copies = getattr(module, "_fp8_workspaces", None)
+            if copies:
+                copies.clear()
+
     def gradient_buffers(self) -> Iterator[Tensor]:
         """Yield the buffers in which Megatron's data parallelism sums this rank's gradients."""
         for chunk in self.chunks:

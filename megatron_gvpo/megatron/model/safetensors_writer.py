@@ -1,4 +1,4 @@
-"""Writes a model's tensors as safetensors files, one after the other, with an index."""
+"""Writes a model's tensors as safetensors files, with checksums in the headers, and an index."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 from torch import Tensor
+
+from megatron_gvpo.megatron.checkpoint.checksums import checksum
+from megatron_gvpo.megatron.model.checked_weights import HEADER
 
 
 class SafetensorsWriter:
@@ -46,10 +49,25 @@ class SafetensorsWriter:
 
     def _flush(self) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
-        save_file(self._shard, self._path(len(self._names)), metadata={"format": "pt"})
+        sums = {name: checksum(tensor) for name, tensor in self._shard.items()}
+        metadata = {"format": "pt", HEADER: json.dumps(sums)}
+        save_file(self._shard, self._path(len(self._names)), metadata=metadata)
+        _sort_metadata(self._path(len(self._names)))
         self._names.append(list(self._shard))
         self._total += self._bytes
         self._shard, self._bytes = {}, 0
 
     def _path(self, shard: int) -> Path:
         return self._directory / f"shard-{shard}.safetensors"
+
+
+def _sort_metadata(file: Path) -> None:
+    """Sort the header's metadata, which safetensors writes in random order: equal models are equal files."""
+    with file.open("r+b") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        written = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        assert len(written) <= size, f"{file}: this form of header is unknown"
+        opened.seek(8)
+        opened.write(written.ljust(size))

@@ -92,12 +92,10 @@ def model_settings(
 def _fp8_settings(fp8: FP8Config) -> dict[str, Any]:
     settings: dict[str, Any] = {
         # With one scale a tensor, gradients need the range of e5m2. With a scale a block, e4m3 serves all.
-        "fp8": "hybrid" if fp8.recipe in ("delayed", "tensorwise") else "e4m3",
+        "fp8": "hybrid" if fp8.recipe == "tensorwise" else "e4m3",
         "fp8_recipe": fp8.recipe,
         "fp8_param": fp8.weights,
     }
-    if fp8.recipe == "delayed":
-        settings |= {"fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"}
     if fp8.bf16_layers:
         settings |= {
             "first_last_layers_bf16": True,

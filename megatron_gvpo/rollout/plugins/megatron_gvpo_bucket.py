@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from megatron_gvpo_places import in_memory
 
 
 class Layout:
@@ -27,5 +28,11 @@ class Layout:
         return [(name, part.view(dtype).view(shape)) for name, dtype, shape, part in parts]
 
     def mapped(self, file: str) -> torch.Tensor:
-        """The bucket's bytes in a file in shared memory, uint8 [nbytes], mapped without a copy."""
-        return torch.from_file(file, shared=True, size=self.nbytes, dtype=torch.uint8)
+        """The bucket's bytes in a file in shared memory, uint8 [nbytes], mapped without a copy.
+
+        Raises PermissionError for a file elsewhere, ValueError for one with fewer bytes.
+        """
+        path = in_memory(file)
+        if path.stat().st_size < self.nbytes:  # torch would make it longer
+            raise ValueError(f"{file}: {path.stat().st_size:,} bytes, and the bucket has {self.nbytes:,}")
+        return torch.from_file(str(path), shared=True, size=self.nbytes, dtype=torch.uint8)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron_gvpo_places import in_memory
 
 BYTES = ("allocation", "counter", "event")  # fields of a handle in base64
 NUMBERS = ("bytes", "offset", "counter_offset", "event_sync")
@@ -18,9 +19,9 @@ def tell_gpus(file: str) -> None:
     """Write the UUIDs of the GPUs that this rank sees, as JSON, to `file`.PID.
 
     The folder is in the shared memory of the trainer's nodes. If it does not exist, this rank is on another
-    node, and writes nothing.
+    node, and writes nothing. Raises PermissionError for any other folder.
     """
-    if not Path(file).parent.is_dir():
+    if not in_memory(file).parent.is_dir():
         return
     aside, place = Path(f"{file}.{os.getpid()}.tmp"), Path(f"{file}.{os.getpid()}")
     aside.write_text(json.dumps(gpus()))

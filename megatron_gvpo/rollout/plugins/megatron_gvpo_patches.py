@@ -21,6 +21,21 @@ def check_patched(model: Any) -> None:
             raise RuntimeError(f"a weight patch left NaN in {name}: its loader does not copy in place")
 
 
+def refuse_rearranged_experts(model: Any) -> None:
+    """Raise RuntimeError if vLLM's experts are not kept as they load: a patch would hit other elements.
+
+    Only its Triton kernels keep them so. FlashInfer's, which Blackwell prefers, swap or permute them.
+    """
+    for name, layer in model.named_modules():
+        backend = getattr(getattr(layer, "quant_method", None), "unquantized_backend", None)
+        if backend is not None and backend.name not in ("TRITON", "BATCHED_TRITON"):
+            raise RuntimeError(
+                f"rollout.weights.transport=delta cannot patch {name}: vLLM's backend of its experts is "
+                f"{backend.name}, which rearranges their weights. Start vLLM with --moe-backend triton, or "
+                "use transport=broadcast"
+            )
+
+
 def unpack(wire: torch.Tensor, patches: list[list[Any]]) -> list[tuple[str, torch.Tensor]]:
     """(name, tensor) for each patch [name, dtype, shape, count]; NaN for elements that keep their value.
 

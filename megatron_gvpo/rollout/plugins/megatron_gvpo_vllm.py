@@ -8,8 +8,6 @@ so that the trainer's code is the same for both engines, on CPUs and GPUs.
 from __future__ import annotations
 
 import datetime
-import glob
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +16,9 @@ import torch
 import torch.distributed as dist
 from megatron_gvpo_bucket import Layout
 from megatron_gvpo_ipc import opened, tell_gpus
-from megatron_gvpo_patches import apply_patches, check_patched, unpack
+from megatron_gvpo_patches import apply_patches, check_patched, refuse_rearranged_experts, unpack
+from megatron_gvpo_places import in_weights
+from megatron_gvpo_stores import bind_stores
 from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -148,6 +148,7 @@ class Receiver(WeightTransferEngine):
         parts = zip(bucket.names, bucket.dtypes, bucket.shapes, counts, strict=True)
         patches = [list(part) for part in parts]
         if self.device.type != "cpu":  # in place, outside vLLM's reloading of whole layers
+            refuse_rearranged_experts(self.model)
             self._patched = True
             apply_patches(self.model, wire, patches)
             return
@@ -192,7 +193,7 @@ def forget_expert_kernels(model: torch.nn.Module) -> None:
 
 
 def _tensors_in(directory: str) -> Iterator[tuple[str, torch.Tensor]]:
-    for file in sorted(glob.glob(os.path.join(directory, "*.safetensors"))):
+    for file in in_weights(directory):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - not a mapping
                 yield name, tensors.get_tensor(name)
@@ -200,5 +201,6 @@ def _tensors_in(directory: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 def register() -> None:
     """Called by vLLM in each of its processes."""
+    bind_stores()
     if NAME not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(NAME, Receiver)

@@ -1,0 +1,86 @@
+"""Checks a run that has been through chaos: nothing lost, twice or stale, and equal numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from chaos_job import ChaosError, Job, ledger_of
+from tiny_run import records, weights
+
+PROMPTS, RESPONSES = 4, 4  # of a step, and of a prompt
+STALE = 2e-3  # largest difference of the engine's log-probs and the trainer's; updates are larger by far
+
+
+def check(job: Job, ledger: Path, reference: Path | None, order: Sequence[list[str]]) -> int:
+    """Check a finished job; returns the responses that it trained on. Raises ChaosError.
+
+    `reference`: the output of an undisturbed run, which must be equal in every metric but times, and in every
+    bit of the weights. `order`: the prompts of each step in an undisturbed run.
+    """
+    found = records(job.out)
+    if [record["step"] for record in found] != list(range(job.steps + 1)):
+        raise ChaosError(f"metrics.jsonl has the steps {[record['step'] for record in found]}")
+    history = final_history(ledger_of(ledger))
+    if sorted(history) != list(range(1, job.steps + 1)):
+        raise ChaosError(f"the judge was asked about the steps {sorted(history)}")
+    for step, groups in history.items():
+        _check_step(step, groups, order[step - 1], found[step])
+    if reference is not None:
+        _check_equal(job.out, reference)
+    return sum(len(group["responses"]) for groups in history.values() for group in groups)
+
+
+def final_history(entries: Sequence[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
+    """The groups of every step, as the last process that asked about the step had them.
+
+    A process that was started again repeats the steps after its checkpoint; what it repeats replaces them.
+    """
+    history: dict[int, list[dict[str, Any]]] = {}
+    for entry in entries:
+        versions = {response["version"] for response in entry["responses"]}
+        if len(versions) != 1:
+            raise ChaosError(f"the group of prompt {entry['prompt']} was sampled from weights {versions}")
+        step = versions.pop() + 1
+        groups = history.setdefault(step, [])
+        if groups and groups[0]["process"] != entry["process"]:
+            groups.clear()
+        groups.append(entry)
+    return history
+
+
+def _check_step(step: int, groups: list[dict[str, Any]], prompts: list[str], record: dict[str, Any]) -> None:
+    """Every group is there once, whole and current, and the step's record is of these groups."""
+    asked = [group["prompt"] for group in groups]
+    if asked != prompts:
+        raise ChaosError(f"step {step} trained on the prompts {asked}, and not {prompts}")
+    responses = [response for group in groups for response in group["responses"]]
+    for group in groups:
+        if len(group["responses"]) != RESPONSES:
+            raise ChaosError(f"step {step}: {len(group['responses'])} responses to prompt {group['prompt']}")
+    for response in responses:
+        whole = response["finish"] in ("stop", "length") and response["tokens"]
+        if not whole or len(response["tokens"]) != response["logprobs"] or response["spans"] > 1:
+            raise ChaosError(f"step {step}: an incomplete response: {response}")
+        if response["errors"]:
+            raise ChaosError(f"step {step}: a reward failed: {response['errors']}")
+    rewards = [reward for group in groups for reward in group["rewards"]]
+    mean = sum(rewards) / len(rewards)
+    if not math.isclose(mean, record["reward/mean"], rel_tol=1e-6):
+        raise ChaosError(f"step {step} recorded the mean reward {record['reward/mean']}, and it had {mean}")
+    if record["mismatch/abs_max"] > STALE:
+        raise ChaosError(f"step {step}: log-probs differ by {record['mismatch/abs_max']}: stale weights")
+
+
+def _check_equal(out: Path, reference: Path) -> None:
+    for mine, theirs in zip(records(out), records(reference), strict=True):
+        if mine != theirs:
+            names = sorted(name for name in {*mine, *theirs} if mine.get(name) != theirs.get(name))
+            values = [(name, mine.get(name), theirs.get(name)) for name in names[:3]]
+            raise ChaosError(f"step {mine['step']} differs from the undisturbed run: {values}")
+    ours, others = weights(out), weights(reference)
+    different = [name for name in others if name not in ours or not ours[name].equal(others[name])]
+    if different or len(ours) != len(others):
+        raise ChaosError(f"the weights differ from the undisturbed run's: {different[:3]}")

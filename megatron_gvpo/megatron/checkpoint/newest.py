@@ -1,0 +1,92 @@
+"""Finds the newest checkpoint of a run, and an older one if the newest is damaged."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_gvpo.megatron.checkpoint.all_ranks import (
+    CheckpointError,
+    DamagedCheckpointError,
+    run_on_all_ranks,
+    run_on_rank_0,
+)
+from megatron_gvpo.runtime.collectives import broadcast_msgpack
+
+# Suffixes of a checkpoint's directory: while it is written, while the next of its step takes its name, and
+# when another was loaded because it is damaged.
+PARTIAL, REPLACED, DAMAGED = ".partial", ".replaced", ".damaged"
+
+log = logging.getLogger(__name__)
+
+
+def complete(root: Path) -> list[Path]:
+    """Return the complete checkpoints under `root`, oldest first."""
+    found = [path for path in root.glob("step_*") if (path / "state.json").is_file()]
+    by_step = {path.stem: path for path in found if path.suffix == REPLACED}
+    by_step |= {path.name: path for path in found if not path.suffix}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def newest(root: Path) -> Path | None:
+    """Return the newest complete checkpoint under `root` as rank 0 sees it, on every rank. A collective.
+
+    Rank 0 decides, because a shared file system may show an older state to other nodes for a while. If any
+    rank cannot read `root`, every rank raises CheckpointError.
+    """
+    found: list[Path] = []
+    run_on_all_ranks(f"cannot read {root}", lambda: found.extend(complete(root)))
+    name = broadcast_msgpack(found[-1].name if found else None)
+    return None if name is None else root / name
+
+
+def load_newest[Loaded](root: Path, load: Callable[[Path], Loaded], put_aside: bool = False) -> Loaded | None:
+    """Load the newest checkpoint under `root` that is not damaged; returns what `load` returns. A collective.
+
+    `load` is a collective that raises DamagedCheckpointError on every rank, or on none; a later call must
+    replace everything that a failed one has loaded. Every damaged checkpoint is named in a warning.
+    `put_aside`: rename the damaged ones to step_*.damaged, so that they are not counted as the newest.
+    Returns None if there is no checkpoint. Raises CheckpointError if all are damaged, and whatever `load`
+    raises besides.
+    """
+    found: list[Path] = []
+    run_on_all_ranks(f"cannot read {root}", lambda: found.extend(complete(root)))
+    names = broadcast_msgpack([path.name for path in found])
+    damaged: list[Path] = []
+    problem = ""
+    for i, name in reversed(list(enumerate(names))):
+        try:
+            loaded = load(root / name)
+        except DamagedCheckpointError as error:
+            damaged.append(root / name)
+            problem = problem or str(error)
+            if i and dist.get_rank() == 0:
+                log.warning("%s; trying %s, the checkpoint before it", error, names[i - 1])
+            continue
+        if put_aside:
+            run_on_rank_0(f"cannot rename damaged checkpoints in {root}", lambda: _put_aside(damaged))
+        if damaged and dist.get_rank() == 0:
+            log.warning("%s is used; %s newer, and damaged", root / name, _names(damaged))
+        return loaded
+    if damaged:
+        raise CheckpointError(
+            f"{problem}; no checkpoint in {root} is whole ({_names(damaged)} damaged): copy one from a "
+            "backup, or start the run again with --overwrite"
+        )
+    return None
+
+
+def _names(damaged: list[Path]) -> str:
+    return f"{', '.join(path.name for path in damaged)} {'is' if len(damaged) == 1 else 'are'}"
+
+
+def _put_aside(damaged: list[Path]) -> None:
+    for path in damaged:
+        target = path.with_suffix(DAMAGED)
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(path, target)

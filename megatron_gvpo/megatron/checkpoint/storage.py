@@ -1,0 +1,338 @@
+"""Writes and reads a checkpoint directory's tensors, through the storage interface of PyTorch.
+
+A directory has one file a rank, which holds that rank's entries one after the other: tensors, and bytes of
+small objects. Every entry has a checksum. Reading unpickles nothing that could run code.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import re
+import struct
+import zipfile
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from megatron.core.dist_checkpointing.strategies.torch import MCoreLoadPlanner
+from megatron.core.safe_globals import SafeUnpickler
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemWriter, StorageReader
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from megatron_gvpo.megatron.checkpoint import checksums
+from megatron_gvpo.megatron.checkpoint.all_ranks import CheckpointError, DamagedCheckpointError
+from megatron_gvpo.megatron.checkpoint.safe_metadata import METADATA, read_metadata
+
+_LARGE = 1 << 20  # bytes of a tensor that is written, and read, without a copy of its whole entry
+_ZIP_LENGTHS = 26  # where a record's header has the lengths of its name and of its extra field
+# The words with which torch.load and megatron-core's unpickler refuse a name.
+_NAMED = re.compile(r"(?:GLOBAL|class|function) '?([\w.]+\.[\w]+)")
+
+
+@dataclass(frozen=True)
+class _Written(WriteResult):
+    """An entry that a rank has written, as it tells rank 0."""
+
+    checksum: str
+
+
+class FilesWriter(FileSystemWriter):
+    """Writes one file a rank, and the checksums of all.
+
+    PyTorch's own `write_data` (2.13) holds copies of all tensors of a file until the file is complete. This
+    one holds one tensor.
+    """
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        name = f"{plan.storage_data.prefix}0.distcp"
+        written: list[WriteResult] = []
+        if plan.items:
+            with (Path(self.path) / name).open("wb") as file:
+                for item in plan.items:
+                    offset, data = file.tell(), planner.resolve_data(item)
+                    told = _write(file, data)
+                    length = file.tell() - offset
+                    written.append(_Written(item.index, length, _StorageInfo(name, offset, length), told))
+                file.flush()
+                os.fsync(file.fileno())
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(written)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the list of all entries, and their checksums. Only rank 0 is asked to."""
+        super().finish(metadata, results)
+        directory = Path(self.path)
+        found: checksums.Checksums = defaultdict(dict)
+        for entry in (entry for of_rank in results for entry in of_rank):
+            assert isinstance(entry, _Written)
+            found[entry.storage_data.relative_path][str(entry.storage_data.offset)] = entry.checksum
+        found[METADATA]["0"] = checksums.checksum((directory / METADATA).read_bytes())
+        checksums.write(directory, found)
+
+
+def _write(file: BinaryIO, data: Tensor | io.BytesIO) -> str:
+    """Write one entry; returns its checksum."""
+    if isinstance(data, Tensor):
+        tensor = data.detach().cpu().contiguous()
+        if tensor.untyped_storage().nbytes() != tensor.nbytes:
+            tensor = tensor.clone()  # torch.save would write all that it is a view of
+        if tensor.nbytes > _LARGE:
+            torch.save(tensor, file)
+            return checksums.checksum(tensor)
+        data = io.BytesIO()
+        torch.save(tensor, data)
+    file.write(data.getbuffer())
+    return checksums.checksum(data.getbuffer())
+
+
+class FilesReader(StorageReader):
+    """Reads entries of a directory and compares them with their checksums.
+
+    It reads the small files at once. Raises CheckpointError, DamagedCheckpointError, OSError.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.checksums = checksums.read(directory)
+        if self.checksums is not None and (directory / METADATA).exists():
+            content = (directory / METADATA).read_bytes()
+            checksums.compare(directory / METADATA, 0, content, self.checksums, "the list of tensors")
+        self.metadata = read_metadata(directory)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        pass
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self.metadata
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        by_file: dict[str, list[tuple[_StorageInfo, ReadItem]]] = defaultdict(list)
+        for item in plan.items:
+            place = self._place(item.storage_index)
+            by_file[place.relative_path].append((place, item))
+        for name, items in by_file.items():
+            path = self.directory / name
+            with _opened(path) as file:
+                for place, item in sorted(items, key=lambda each: each[0].offset):
+                    self._read(path, file, place, item, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def read_bytes(self, name: str) -> bytes:
+        """Read an entry that is no tensor."""
+        place = self._place(MetadataIndex(name))
+        path = self.directory / place.relative_path
+        with _opened(path) as file:
+            _check_within(path, file, place, name)
+            return self._bytes(path, file, place, name)
+
+    def _place(self, index: MetadataIndex) -> _StorageInfo:
+        place: _StorageInfo | None = self.metadata.storage_data.get(index)
+        if place is None:
+            raise DamagedCheckpointError(f"{self.directory / METADATA} is damaged: no file has {index.fqn}")
+        return place
+
+    def _read(
+        self, path: Path, file: BinaryIO, place: _StorageInfo, item: ReadItem, planner: LoadPlanner
+    ) -> None:
+        name = item.storage_index.fqn
+        _check_within(path, file, place, name)
+        if item.type == LoadItemType.BYTE_IO:
+            planner.load_bytes(item, io.BytesIO(self._bytes(path, file, place, name)))
+            return
+        dtype, shape = self._stored_as(item.storage_index)
+        target = planner.resolve_tensor(item).detach()
+        if checksums.of_elements(self.checksums, path, place.offset):
+            same = (
+                target.shape == shape and target.dtype == dtype and target.is_cpu and target.is_contiguous()
+            )
+            stored = target if same else torch.empty(shape, dtype=dtype)
+            _read_elements(path, file, place, name, stored)
+            checksums.compare(path, place.offset, stored, self.checksums, name)
+        else:
+            stored = self._tensor(path, file, place, name)
+            if stored.shape != shape or stored.dtype != dtype:
+                raise DamagedCheckpointError(
+                    f"{path} is damaged: {name} is {stored.dtype} {list(stored.shape)} and not {dtype} "
+                    f"{list(shape)}"
+                )
+        if stored is not target:
+            box = [slice(a, a + n) for a, n in zip(item.storage_offsets, item.lengths, strict=True)]
+            target.copy_(stored[tuple(box)])
+        planner.commit_tensor(item, target)
+
+    def _stored_as(self, index: MetadataIndex) -> tuple[torch.dtype, torch.Size]:
+        """Return the dtype and shape of an entry."""
+        entry, number = self.metadata.state_dict_metadata[index.fqn], index.index
+        assert isinstance(entry, TensorStorageMetadata) and number is not None
+        return entry.properties.dtype, entry.chunks[number].sizes
+
+    def _bytes(self, path: Path, file: BinaryIO, place: _StorageInfo, name: str) -> bytes:
+        file.seek(place.offset)
+        data = file.read(place.length)
+        checksums.compare(path, place.offset, data, self.checksums, name)
+        return data
+
+    def _tensor(self, path: Path, file: BinaryIO, place: _StorageInfo, name: str) -> Tensor:
+        """Read an entry whose checksum is that of all its bytes, or that has none."""
+        large = self.checksums is None and place.length > _LARGE
+        stream: Any = _Part(file, place) if large else io.BytesIO(self._bytes(path, file, place, name))
+        try:
+            stored = torch.load(stream, map_location="cpu", weights_only=True)
+        except OSError:
+            raise
+        except Exception as error:  # of many types, as the bytes may be any
+            if (named := _named(error)) is not None:
+                raise CheckpointError(f"{path}: {name} {_refused(named)}") from None
+            raise _unreadable(path, name, error) from None
+        if not isinstance(stored, Tensor):
+            raise DamagedCheckpointError(f"{path} is damaged: {name} is no tensor")
+        return stored
+
+
+def _read_elements(path: Path, file: BinaryIO, place: _StorageInfo, name: str, into: Tensor) -> None:
+    """Read the elements of a large tensor into a contiguous tensor on the CPU, without a copy.
+
+    torch.save writes a zip file, in which the elements are one record that is not compressed.
+    """
+    part = _Part(file, place)
+    try:
+        with zipfile.ZipFile(part) as archive:
+            [record] = [record for record in archive.infolist() if record.filename.endswith("/data/0")]
+        part.seek(record.header_offset + _ZIP_LENGTHS)
+        lengths = struct.unpack("<HH", part.read(4))
+    except OSError:
+        raise
+    except Exception as error:  # of many types, as the bytes may be any
+        raise _unreadable(path, name, error) from None
+    if record.file_size != into.nbytes or record.compress_type != zipfile.ZIP_STORED:
+        raise DamagedCheckpointError(f"{path} is damaged: {name} has {record.file_size} bytes of elements")
+    part.seek(record.header_offset + _ZIP_LENGTHS + 4 + sum(lengths))
+    if part.readinto(into.view(-1).view(torch.uint8).numpy()) != into.nbytes:
+        raise DamagedCheckpointError(f"{path} is damaged: {name} is cut off")
+
+
+class SafeLoadPlanner(MCoreLoadPlanner):
+    """Reads objects that are no tensors as plain values; megatron-core's planner runs what they name."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        name = read_item.dest_index.fqn
+        self.state_dict[name] = plain_values(value.getvalue(), name)
+
+
+def plain_values(data: bytes, name: str) -> Any:
+    """Read numbers, strings, containers and tensors that torch.save wrote. Raises CheckpointError.
+
+    The states of Transformer Engine's layers are tensors that hold a pickle, which that library reads. So
+    they are read here first, by megatron-core's restricted unpickler.
+    """
+    try:
+        values = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        for state in values if "_extra_state" in name else ():
+            if isinstance(state, Tensor) and state.numel():
+                SafeUnpickler(io.BytesIO(state.numpy().tobytes())).load()
+            elif state is not None and not isinstance(state, Tensor):
+                raise CheckpointError(f"{name} {_refused(type(state).__name__)}")
+    except ModuleNotFoundError:  # Transformer Engine is not here, nor a layer that would read its state
+        return [None]
+    except (OSError, CheckpointError):
+        raise
+    except Exception as error:  # of many types, as the bytes may be any
+        if (named := _named(error)) is not None:
+            raise CheckpointError(f"{name} {_refused(named)}") from None
+        first = str(error).partition("\n")[0]
+        raise DamagedCheckpointError(f"{name} is damaged: {type(error).__name__}: {first}") from None
+    return values
+
+
+def _unreadable(path: Path, name: str, error: Exception) -> DamagedCheckpointError:
+    first = str(error).partition("\n")[0]
+    return DamagedCheckpointError(
+        f"{path} is damaged: {name} cannot be read: {type(error).__name__}: {first}"
+    )
+
+
+def _opened(path: Path) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except FileNotFoundError:
+        raise DamagedCheckpointError(f"{path} is missing") from None
+
+
+def _check_within(path: Path, file: BinaryIO, place: _StorageInfo, name: str) -> None:
+    size = os.fstat(file.fileno()).st_size
+    if place.offset + place.length > size:
+        raise DamagedCheckpointError(f"{path} is damaged: it ends at byte {size}, before the end of {name}")
+
+
+def _named(error: Exception) -> str | None:
+    """Return the function or class that a pickle names and its reader refuses; None for other errors."""
+    found = _NAMED.search(str(error)) if isinstance(error, pickle.UnpicklingError) else None
+    return None if found is None else found[1]
+
+
+def _refused(named: str) -> str:
+    return (
+        f"is a pickle that names {named}, which no tensor, number or text needs: nothing of it was run; do "
+        "not use this checkpoint"
+    )
+
+
+class _Part(io.RawIOBase):
+    """The bytes of one entry of an open file, as a file for torch.load."""
+
+    def __init__(self, file: BinaryIO, place: _StorageInfo) -> None:
+        self._file, self._begin, self._length, self._at = file, place.offset, place.length, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + (0, self._at, self._length)[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        self._file.seek(self._begin + self._at)
+        view = memoryview(buffer).cast("B")[: max(self._length - self._at, 0)]
+        count = self._file.readinto(view)  # type: ignore[attr-defined]
+        self._at += count
+        return int(count)

@@ -1,0 +1,106 @@
+"""Decides which attention kernel Transformer Engine would run on a GPU, and refuses layouts that have none.
+
+The rules are those of Transformer Engine's `get_attention_backend` for packs (its format "thd") with a causal
+mask, and of the cuDNN that torch brings. tests/megatron/test_attention_kernel.py asks Transformer Engine's
+own function the same questions. docs/reference/layouts.md has the answers as a table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Literal
+
+from megatron_gvpo.config.errors import ConfigError
+from megatron_gvpo.config.schema import ModelConfig, ParallelConfig
+from megatron_gvpo.versions import REFERENCE
+
+Kernel = Literal["cuDNN", "FlashAttention", "unfused", "none"]
+Capability = tuple[int, int]  # of a GPU: (8, 0) A100, (9, 0) H100, (10, 0) B200
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The properties of an attention layer that the choice of its kernel depends on."""
+
+    dtype: str  # of queries, keys and values; FP8 runs have bfloat16 here
+    deterministic: bool
+    cp: int  # context-parallel ranks
+    head_dim_qk: int
+    head_dim_v: int
+
+    @staticmethod
+    def of(
+        model: ModelConfig, parallel: ParallelConfig, deterministic: bool, shape: dict[str, Any]
+    ) -> Attention:
+        """Returns the attention of a model; `shape`: its config.json."""
+        if shape.get("kv_lora_rank"):
+            qk, v = shape["qk_nope_head_dim"] + shape["qk_rope_head_dim"], shape["v_head_dim"]
+        else:
+            qk = v = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
+        return Attention(model.dtype, deterministic, parallel.cp, qk, v)
+
+
+def kernel(attention: Attention, capability: Capability, flash_attention: bool) -> Kernel:
+    """Returns the kernel of a training pass over long packs; `flash_attention`: flash-attn is installed.
+
+    "unfused" computes all scores of a pack's sequences, padded to the longest, in memory. "none": Transformer
+    Engine raises an error. Where cuDNN serves short packs only, the answer is that of long ones.
+    """
+    if _cudnn(attention, capability):
+        return "cuDNN"
+    widest = max(attention.head_dim_qk, attention.head_dim_v)
+    if flash_attention and attention.dtype == "bfloat16" and widest <= 256 and widest % 8 == 0:
+        return "FlashAttention"
+    return "unfused" if attention.cp == 1 else "none"
+
+
+def _cudnn(attention: Attention, capability: Capability) -> bool:
+    qk, v = attention.head_dim_qk, attention.head_dim_v
+    if attention.dtype != "bfloat16" or capability < (9, 0) or qk % 8 or v % 8:
+        return False
+    if capability < (10, 0):
+        # Deterministically, Transformer Engine turns it off for packs of 2^30 scores or more.
+        fits = max(qk, v) <= 256 and (qk == v or min(qk, v) < 128 or _mla(qk, v))
+        return fits and not attention.deterministic
+    return max(qk, v) <= 128 or _mla(qk, v)
+
+
+def _mla(qk: int, v: int) -> bool:
+    return (qk, v) == (192, 128)  # DeepSeek's latent attention
+
+
+def check_attention(attention: Attention, capability: Capability, flash_attention: bool) -> None:
+    """Raises ConfigError where packs would have no attention kernel, or one whose memory is quadratic.
+
+    float32 on one context-parallel rank has only the latter, and is let through: it is for small checks.
+    """
+    found = kernel(attention, capability, flash_attention)
+    if found not in ("unfused", "none") or (found == "unfused" and attention.dtype == "float32"):
+        return
+    named = f"compute capability {capability[0]}.{capability[1]}"
+    asked = [f"model.dtype={attention.dtype}"] if attention.dtype == "float32" else []
+    asked += [f"parallel.cp={attention.cp}"] if attention.cp > 1 else []
+    if attention.deterministic and (9, 0) <= capability < (10, 0):
+        asked.append("train.deterministic=true")
+    if attention.head_dim_qk > 128:
+        asked += [f"head dimensions {attention.head_dim_qk} and {attention.head_dim_v}"]
+    if attention.dtype == "float32":
+        remedy = "use model.dtype=bfloat16, or parallel.cp=1"
+    elif kernel(attention, capability, flash_attention=True) == "FlashAttention":
+        install = f"pip install --no-build-isolation flash-attn=={REFERENCE['flash-attn']}"
+        remedy = f"install flash-attn, which the trainer's image has ({install})"
+    else:
+        remedy = "no release of flash-attn has one either: use another model"
+    without = "has no attention kernel for packs" if found == "none" else "would keep all scores of a pack"
+    settings = ", ".join(asked) or "model.dtype=bfloat16"
+    raise ConfigError(f"{settings} on a GPU of {named}: Transformer Engine {without} here; {remedy}")
+
+
+def has_flash_attention() -> bool:
+    """Returns True if this environment has flash-attn."""
+    try:
+        version("flash-attn")
+    except PackageNotFoundError:
+        return False
+    return True

@@ -1,0 +1,178 @@
+"""The trainer's end of a reward worker: it starts the process, gives it jobs, takes its replies, ends it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+from megatron_gvpo.config.errors import ConfigError
+from megatron_gvpo.rewards.guard import PATIENCE
+from megatron_gvpo.rewards.printed import Output, Printout
+from megatron_gvpo.rewards.registry import Component
+from megatron_gvpo.rewards.wire import (
+    HUNG_UP,
+    Failed,
+    Importing,
+    Job,
+    Ready,
+    Scored,
+    Setup,
+    Unloadable,
+    WireError,
+    receive_reply,
+    send_order,
+)
+
+_START = 600.0  # seconds that a worker has to import its functions, and a function to import its modules
+_NOTICE = 0.5  # seconds between two notices that a function is importing
+
+
+class Failure(NamedTuple):
+    """The reason why a job has no reward; `killed`: SIGKILL ended its worker, maybe for no fault of it."""
+
+    reason: str
+    killed: bool = False
+
+
+class WorkerProcess:
+    """One worker process, and the jobs that it has yet to answer."""
+
+    def __init__(self, components: Sequence[Component], timeout: float, printout: Printout) -> None:
+        self.pending: deque[Job] = deque()
+        self.ready = False  # its functions are loaded
+        self.failure: Failure | None = None  # why the first of `pending` gets no answer, and no later one
+        self._components, self._timeout = components, timeout
+        self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        end, leash = os.pipe()
+        self._leash: int | None = leash
+        output, their_output = os.pipe()
+        self.output = Output(output, printout)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-u", "-m", "megatron_gvpo.rewards.guard", str(theirs.fileno()), str(end)],
+                pass_fds=[theirs.fileno(), end],
+                stdin=subprocess.DEVNULL,
+                stdout=their_output,
+                stderr=their_output,
+                start_new_session=True,
+            )
+        finally:
+            theirs.close()
+            os.close(end)
+            os.close(their_output)
+        self._limit = self._deadline = time.monotonic() + _START
+        try:
+            send_order(self.channel, Setup(sys.path, list(components), min(_NOTICE, timeout / 4)))
+        except ConnectionError:
+            pass  # it is gone, which `take` finds
+        except OSError as error:
+            self.stop()
+            raise ConfigError(f"rewards: a worker cannot be told its functions: {error}") from None
+
+    def waits_for(self) -> list[int]:
+        """The descriptors from which its replies and its output come."""
+        output = self.output.descriptor
+        return [self.channel.fileno(), *([] if output is None else [output])]
+
+    def give(self, jobs: Sequence[Job]) -> None:
+        """Raises OSError where the process is gone."""
+        send_order(self.channel, jobs)
+        self.pending.extend(jobs)
+        self._begin_job()
+
+    def _begin_job(self) -> None:
+        self._deadline = time.monotonic() + self._timeout
+        self._limit = time.monotonic() + max(_START, self._timeout)
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds until a reply is late; infinite while none is due."""
+        due = self.pending or not self.ready
+        return max(0.0, self._deadline - time.monotonic()) if due else float("inf")
+
+    def take(self) -> dict[int, float | Failure]:
+        """The answers that have come; sets `failure` where the next one will not, or where the process died.
+
+        Raises ConfigError where a component's function cannot be loaded, or not in time.
+        """
+        answers: dict[int, float | Failure] = {}
+        self.output.drain()
+        try:
+            while (reply := receive_reply(self.channel)) is not None:
+                match reply:
+                    case Ready() if not self.ready:
+                        self.ready = True
+                    case Unloadable(index, reason) if not self.ready and index < len(self._components):
+                        raise ConfigError(self._unloadable(index, reason))
+                    case Importing(job):
+                        if self._is_next(job):
+                            self._deadline = min(time.monotonic() + self._timeout, self._limit)
+                    case Scored(job, reward) if self._is_next(job):
+                        answers[self.pending.popleft().number] = reward
+                        self._begin_job()
+                    case Failed(job, reason) if self._is_next(job):
+                        answers[self.pending.popleft().number] = Failure(reason)
+                        self._begin_job()
+                    case _:
+                        raise WireError("no answer to the job")
+        except WireError as error:
+            self.failure = Failure(f"its process sent a message that is none of the worker's ({error})")
+        except (EOFError, OSError):
+            code = self.stop(patience=PATIENCE)
+            self.failure = Failure(self._ended(code), killed=code == -signal.SIGKILL)
+        else:
+            if not self.seconds_left:
+                self.failure = Failure(self._late())
+        return answers
+
+    def _is_next(self, job: int) -> bool:
+        return self.ready and bool(self.pending) and job == self.pending[0].number
+
+    def _unloadable(self, index: int, reason: str) -> str:
+        component = self._components[index]
+        key, value = ("function", component.function) if component.function else ("name", component.name)
+        return f"rewards.components.{index}.{key}={value}: {reason}"
+
+    def _late(self) -> str:
+        if self.ready:
+            return f"it took longer than rewards.timeout={self._timeout:g} seconds"
+        functions = [component.function for component in self._components if component.function]
+        raise ConfigError(
+            f"rewards: a worker was not ready after {_START:g} seconds: importing "
+            f"{', '.join(functions) or 'its functions'} takes longer, or waits for something"
+        )
+
+    def _ended(self, code: int) -> str:
+        how = f"exit code {code}" if code >= 0 else f"signal {-code}, {signal.strsignal(-code)}"
+        if not self.ready:
+            return f"a worker died while it started ({how})"
+        if code == HUNG_UP:
+            return "it closed, or read from, a descriptor of its process that is not its own"
+        return f"it ended its process ({how})"
+
+    def stop(self, patience: float = 0.0) -> int:
+        """End the process after `patience` seconds, and all that it started; its exit code (-n: signal n)."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(patience)
+        if self._leash is not None:
+            with suppress(OSError):
+                os.write(self._leash, b"\n")
+            os.close(self._leash)
+            self._leash = None
+        try:
+            code = self._process.wait(2 * PATIENCE)
+        except subprocess.TimeoutExpired:  # someone has stopped the guard
+            self._process.kill()
+            code = self._process.wait()
+        self.output.drain()
+        self.output.close()
+        self.channel.close()
+        return code

@@ -1,0 +1,92 @@
+"""The output directory while a run uses it: locked, and emptied of what the run replaces."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from megatron_gvpo.config.errors import ConfigError
+from megatron_gvpo.config.schema import Config
+from megatron_gvpo.runs.changes import listed
+from megatron_gvpo.runs.earlier import Earlier, check_earlier_run, newest_step, remove_earlier_run
+from megatron_gvpo.runs.lock import RunLock
+from megatron_gvpo.runs.record import check_unchanged, write_record
+from megatron_gvpo.runtime.collectives import first_problem
+
+log = logging.getLogger(__name__)
+
+
+class RunDirectory:
+    """A run's claim on its output directory.
+
+    `earlier`: how the run treats an earlier one there; `allowed`: the keys that may differ from its settings
+    though they change the mathematics. The methods are collectives: rank 0 looks and writes, and its
+    ConfigErrors are raised on all ranks.
+    """
+
+    def __init__(self, config: Config, earlier: Earlier, allowed: Sequence[str] = ()) -> None:
+        self._config, self._earlier, self._allowed = config, earlier, allowed
+        self._path = Path(config.output_dir)
+        self._is_main = int(os.environ.get("RANK", "0")) == 0
+        self._newest = newest_step(self._path)
+        self._begun = False
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Hold the lock. Raises ConfigError if another run holds it, or was there since this one looked."""
+        with ExitStack() as held:
+
+            def claim() -> None:
+                held.enter_context(RunLock(self._config.output_dir))
+                if not self._begun:
+                    check_earlier_run(self._config, self._earlier)
+                if (newest := newest_step(self._path)) != self._newest:
+                    raise ConfigError(
+                        f"output_dir={self._path}: another run has been there since this one looked: its "
+                        f"newest checkpoint was of step {self._newest}, and is of step {newest}; start again"
+                    )
+
+            self._on_rank_0(claim)
+            try:
+                yield
+            finally:
+                self._newest = newest_step(self._path)
+
+    def begin(self, step: int, resumed: bool) -> None:
+        """Make the directory this run's, from `step`: an earlier run's files go, unless they are continued.
+
+        The record of the run is written. A log line says what differs from the run that is continued.
+        """
+
+        def write() -> None:
+            found = check_unchanged(self._config, self._allowed) if resumed else []
+            if not (resumed or self._begun):
+                if self._newest is not None and self._earlier != "overwrite":
+                    raise ConfigError(
+                        f"output_dir={self._path}: no checkpoint there was read; nothing was removed"
+                    )
+                remove_earlier_run(self._config.output_dir)
+            # `--resume=auto` tells by it a run whose checkpoints were removed from one that never had any.
+            (self._path / "checkpoints").mkdir(exist_ok=True)
+            versions = write_record(self._config, step, int(os.environ.get("WORLD_SIZE", "1")))
+            if found or versions:
+                said = [listed(found), *versions] if found else versions
+                log.warning("continued with other settings: %s", "; ".join(said))
+
+        self._on_rank_0(write)
+        self._begun = True
+
+    def _on_rank_0(self, action: Callable[[], None]) -> None:
+        problem = None
+        try:
+            if self._is_main:
+                action()
+        except ConfigError as error:
+            problem = str(error)
+        except OSError as error:
+            problem = f"output_dir={self._path}: {error}"
+        if (said := first_problem(problem)) is not None:
+            raise ConfigError(said)

@@ -1,0 +1,140 @@
+"""The earlier run in an output directory: continued, refused or replaced, and never mixed with another."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from megatron_gvpo.config.errors import ConfigError
+from megatron_gvpo.observe.jsonl import read_metrics
+
+if TYPE_CHECKING:
+    from megatron_gvpo.config.schema import Config
+
+# Files and directories that a run writes. The directory may also hold files that are not the run's (the
+# quickstart keeps its data there), so only these are removed.
+OWN = (
+    "checkpoints",
+    "hf",
+    "hf.partial",
+    "metrics.jsonl",
+    "summary.json",
+    "curve.png",
+    "samples.jsonl",
+    "tensorboard",
+    "profile",
+    "wandb_run_id",
+    "config.yaml",
+    "run.json",
+)
+# The first line of config.yaml, by which a file of the user's own is told from it.
+HEADER = "# The configuration of the run in this directory, as merged. Written by megatron-gvpo.\n"
+# Those of them that a run writes after its last checkpoint only.
+_LAST = ("hf", "summary.json", "curve.png")
+
+# How a run treats an earlier one: `refuse` refuses to start; `resume` continues it and refuses to start where
+# there is no checkpoint; `auto` continues it, and starts where there is none; `overwrite` replaces it.
+Earlier = Literal["refuse", "resume", "auto", "overwrite"]
+
+
+def earlier_of(resume: bool | Literal["auto"], overwrite: bool) -> Earlier:
+    """The treatment that the arguments of `Trainer`, or the options of `train`, ask for."""
+    if overwrite:
+        return "overwrite"
+    return "auto" if resume == "auto" else "resume" if resume else "refuse"
+
+
+def check_earlier_run(config: Config, earlier: Earlier) -> None:
+    """Raises ConfigError if a run may not start, or has nothing to continue. It changes nothing."""
+    directory = Path(config.output_dir)
+    if earlier == "refuse":
+        _refuse(directory)
+    if earlier in ("resume", "auto") and newest_step(directory) is not None:
+        _check_metrics(directory / "metrics.jsonl")
+    elif earlier in ("resume", "auto"):
+        place, there = directory / "checkpoints", _there(directory)
+        if _has_lost_checkpoints(config, there):
+            raise ConfigError(
+                f"output_dir={directory} holds an earlier run whose checkpoints are gone: there is none in "
+                f"{place}. Put them back, replace the run with --overwrite, or give another output_dir "
+                f"(there is {', '.join(there)})"
+            )
+        if earlier == "resume":
+            raise ConfigError(
+                f"output_dir={directory}: there is no checkpoint in {place} to continue from: start a run "
+                "without --resume, or give --resume=auto, which continues a run where there is one"
+            )
+
+
+def newest_step(directory: Path) -> int | None:
+    """The step of the newest complete checkpoint of the run in `directory`, damaged or not; else None."""
+    found = [
+        path.stem.removeprefix("step_")
+        for path in (directory / "checkpoints").glob("step_*")
+        if path.suffix in ("", ".replaced") and (path / "state.json").is_file()
+    ]
+    return max((int(step) for step in found if step.isdecimal()), default=None)
+
+
+def finished(config: Config) -> str | None:
+    """A sentence for the user if the run in the output directory is finished, else None."""
+    directory, steps = Path(config.output_dir), config.train.steps
+    newest = newest_step(directory)
+    if newest is None or newest < steps or (config.checkpoint.export_hf and not (directory / "hf").is_dir()):
+        return None
+    return (
+        f"output_dir={directory}: this run is finished, nothing is left to do: its newest checkpoint is of "
+        f"step {newest}, and train.steps={steps}. To train on, give more steps, such as "
+        f"train.steps={2 * newest}"
+    )
+
+
+def remove_earlier_run(output_dir: str) -> None:
+    """Removes the files of an earlier run, and nothing else."""
+    for path in (Path(output_dir) / name for name in OWN):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _check_metrics(file: Path) -> None:
+    """Raises ConfigError for metrics that cannot be continued. A last line that was cut off is normal."""
+    try:
+        if file.exists():
+            read_metrics(file)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{error}: the metrics of the run are damaged; mend the line, or move the file away to go on "
+            "without the records so far"
+        ) from None
+
+
+def _refuse(directory: Path) -> None:
+    if found := _there(directory):
+        raise ConfigError(
+            f"output_dir={directory} holds an earlier run: continue it with --resume, replace it with "
+            f"--overwrite, or give another output_dir (there is {', '.join(found)})"
+        )
+
+
+def _has_lost_checkpoints(config: Config, there: list[str]) -> bool:
+    """True if a run without checkpoints has had some: it cannot be started anew without losing something.
+
+    A run makes the directory `checkpoints` before it writes anything else.
+    """
+    if not there:
+        return False
+    if "checkpoints" not in there or set(there) & {*_LAST}:
+        return True
+    every, metrics = config.checkpoint.every, Path(config.output_dir) / "metrics.jsonl"
+    if not every or not metrics.is_file():
+        return False
+    with metrics.open("rb") as lines:  # one line for step 0 if the run evaluates, and one for every step
+        return sum(1 for _ in lines) > every + 1
+
+
+def _there(directory: Path) -> list[str]:
+    return [name for name in OWN if os.path.lexists(directory / name)]

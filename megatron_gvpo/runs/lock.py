@@ -1,0 +1,217 @@
+"""The lock on an output directory: one run at a time writes there.
+
+The lock is an open-file-description lock on OUTPUT_DIR/run.lock. The kernel releases it when the process
+ends, however it ends, and NFS servers know it. Programs that the run starts do not hold it (the descriptor is
+closed on exec), nor do forked children, which close it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import platform
+import struct
+import time
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from megatron_gvpo.config.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+FILE = "run.lock"
+# Seconds to wait for a lock: of a process that lives and may be about to end, as a killed one does for a
+# moment; and of one that is ending, which frees its memory first, or is on another machine.
+PATIENCE_WITH_LIVING, PATIENCE = 1.0, 10.0
+# Seconds to wait for the lock of an earlier start of the same Slurm job: an NFS server keeps the lock of a
+# machine that failed until the machine's lease is over, which takes 90 s by default.
+PATIENCE_WITH_FAILED_NODE = 120.0
+_EXITING = 0x4  # PF_EXITING in the flags of /proc/PID/stat
+
+_open: set[int] = set()  # descriptors of the locks that this process holds
+
+
+def _close_in_child() -> None:
+    while _open:
+        with suppress(OSError):
+            os.close(_open.pop())
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+class RunLock:
+    """A context manager that holds the lock on `output_dir`, which it makes if it must.
+
+    On leaving it removes its file, and the directories that it made and that are still empty.
+    """
+
+    def __init__(self, output_dir: str) -> None:
+        self._directory = Path(output_dir)
+        self._made: list[Path] = []
+        self._descriptor: int | None = None
+
+    def __enter__(self) -> Self:
+        """Raises ConfigError, which names host, process and time, if another run holds the lock."""
+        try:
+            chain = (self._directory, *self._directory.parents)
+            self._made = [path for path in chain if not os.path.lexists(path)]
+            self._directory.mkdir(parents=True, exist_ok=True)
+            _wait_until_free(self._directory)
+            self._take()
+        except OSError as error:
+            self.release()
+            raise ConfigError(
+                f"output_dir={self._directory}: the lock {FILE} cannot be written: {error.strerror}"
+            ) from None
+        except ConfigError:
+            self.release()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def release(self) -> None:
+        if self._descriptor is not None:
+            with suppress(OSError):
+                (self._directory / FILE).unlink()
+            _open.discard(self._descriptor)
+            os.close(self._descriptor)
+            self._descriptor = None
+        with suppress(OSError):  # not empty: the run has written something
+            while self._made:
+                self._made.pop(0).rmdir()
+
+    def _take(self) -> None:
+        path = self._directory / FILE
+        while self._descriptor is None:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                if _lock(descriptor, path):
+                    self._descriptor = descriptor
+            finally:
+                if self._descriptor is None:
+                    os.close(descriptor)
+        _open.add(self._descriptor)
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, (json.dumps(_holder()) + "\n").encode(), 0)
+
+
+def _lock(descriptor: int, path: Path) -> bool:
+    """Lock the open file; False if it no longer has this path, because its holder has just removed it.
+
+    Raises ConfigError if another run holds the lock. On a file system without locks it warns and returns
+    True.
+    """
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _whole_file(fcntl.F_WRLCK))
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            raise ConfigError(_refusal(path.parent)) from None
+        if error.errno in (errno.ENOENT, errno.ESTALE):
+            return False
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+        log.warning(
+            "output_dir=%s: its file system has no locks (%s): nothing keeps two runs apart there",
+            *(path.parent, error.strerror),
+        )
+        return True
+
+
+def check_unlocked(output_dir: str) -> None:
+    """Raises ConfigError, which names host, process and time, if a run writes to the directory.
+
+    It writes nothing. It waits for a run that is ending.
+    """
+    _wait_until_free(Path(output_dir))
+
+
+def _wait_until_free(directory: Path) -> None:
+    begin = time.monotonic()
+    while _is_locked(directory):
+        if time.monotonic() - begin >= _patience(_read_holder(directory)):
+            raise ConfigError(_refusal(directory))
+        time.sleep(0.1)
+
+
+def _is_locked(directory: Path) -> bool:
+    try:
+        descriptor = os.open(directory / FILE, os.O_RDONLY)
+    except OSError:  # no such file; where it cannot be read, writing to it says why
+        return False
+    try:
+        found = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _whole_file(fcntl.F_WRLCK))
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    kind: int = struct.unpack_from("h", found)[0]
+    return kind != fcntl.F_UNLCK
+
+
+def _whole_file(kind: int) -> bytes:
+    """A `struct flock` of 64-bit Linux for the whole file."""
+    return struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 0, 0)
+
+
+def _holder() -> dict[str, Any]:
+    return {
+        "host": platform.node(),
+        "pid": os.getpid(),
+        "since": datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
+        "job": os.environ.get("SLURM_JOB_ID"),
+        "start": os.environ.get("SLURM_RESTART_COUNT", "0"),
+    }
+
+
+def _read_holder(directory: Path) -> dict[str, Any]:
+    """The holder's description of itself; empty while it has not written it."""
+    with suppress(OSError, ValueError):
+        found = json.loads((directory / FILE).read_text())
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+def _patience(holder: dict[str, Any]) -> float:
+    if holder.get("host") == platform.node() and _runs(holder.get("pid")):
+        return PATIENCE_WITH_LIVING
+    ours = _holder()
+    earlier_start = holder.get("job") == ours["job"] is not None and holder.get("start") != ours["start"]
+    return PATIENCE_WITH_FAILED_NODE if earlier_start else PATIENCE
+
+
+def _runs(pid: object) -> bool:
+    """True if the process exists and is not ending."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return False
+    return not int(fields[6]) & _EXITING
+
+
+def _refusal(directory: Path) -> str:
+    holder = _read_holder(directory)
+    who = "another run"
+    if holder:
+        who = f"a run on {holder.get('host')} (process {holder.get('pid')}, since {holder.get('since')})"
+    gone = (
+        ""
+        if holder.get("host") == platform.node()
+        else f"; if that machine is gone, remove {directory / FILE}"
+    )
+    return (
+        f"output_dir={directory}: {who} is writing there: wait for its end, stop it, or give another "
+        f"output_dir{gone}"
+    )

@@ -1,0 +1,208 @@
+"""The record of a run in its output directory: `config.yaml` and `run.json`, compared when it is resumed.
+
+config.yaml is the whole configuration, without secrets; `megatron-gvpo train` takes it. run.json has the
+fingerprints of the files that the run reads, and every start of the run: when, where, by which command, with
+which versions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_gvpo import __version__
+from megatron_gvpo.config.errors import ConfigError
+from megatron_gvpo.config.schema import Config, read_json_object
+from megatron_gvpo.config.secrets import as_written, hide
+from megatron_gvpo.runs.changes import Change, changes, is_allowed, known_keys, listed
+from megatron_gvpo.runs.earlier import HEADER
+from megatron_gvpo.versions import COMPONENTS
+
+CONFIG, RUN = "config.yaml", "run.json"
+_WHOLE = 256 << 20  # bytes up to which a file is hashed whole; of a longer one, 256 pieces of 1 MiB
+_SECONDS = 10.0  # for git
+
+
+def check_unchanged(config: Config, allowed: Sequence[str]) -> list[Change]:
+    """Compare with the record in the output directory; returns the changes that are allowed.
+
+    Raises ConfigError, which names key, old and new value and the option that allows it, for a change of the
+    mathematics that `allowed` does not name; and for a name in `allowed` that is no key. A run without a
+    record, from an earlier version of the program, is not compared.
+    """
+    directory, now = Path(config.output_dir), as_written(config)
+    if unknown := set(allowed) - set(known_keys(now)):
+        raise ConfigError(f"--allow-change {sorted(unknown)[0]}: the configuration has no such key")
+    found = changes(Config, _read_config(directory), now) if (directory / CONFIG).exists() else []
+    found += _changed_files(directory, config)
+    refused = [change for change in found if change.fixed and not is_allowed(change.key, allowed)]
+    if refused:
+        options = " ".join(f"--allow-change {change.key}" for change in refused)
+        raise ConfigError(
+            f"output_dir={directory}: the run there was trained otherwise: {listed(refused)}. Resume with "
+            f"the settings in {directory / CONFIG}, or say that this is meant: {options}"
+        )
+    return found
+
+
+def write_record(config: Config, step: int, world_size: int) -> list[str]:
+    """Write config.yaml, and add this start, from `step`, to run.json.
+
+    Returns the packages whose versions are not those of the start before, as `torch was 2.12 and is 2.13`.
+    """
+    directory, earlier = Path(config.output_dir), _read_run(Path(config.output_dir))
+    start = _start(step, world_size)
+    starts = [*earlier["starts"], start]
+    record = {"files": fingerprints(config), "starts": starts}
+    _replace(directory / CONFIG, HEADER + yaml.safe_dump(as_written(config), sort_keys=False))
+    _replace(directory / RUN, json.dumps(record, indent=2) + "\n")
+    before = starts[-2]["versions"] if len(starts) > 1 else start["versions"]
+    return [
+        f"{name} was {before.get(name)} and is {version}"
+        for name, version in start["versions"].items()
+        if before.get(name) != version
+    ]
+
+
+def fingerprints(config: Config) -> dict[str, dict[str, Any]]:
+    """Size and hash of the data files and of the rewards' files, by the key that names them.
+
+    A hub data set has none.
+    """
+    named = {"data.train.path": config.data.train.path}
+    if config.data.eval is not None:
+        named["data.eval.path"] = config.data.eval.path
+    for i, component in enumerate(config.rewards.components):
+        source = (component.function or "").rpartition(":")[0]
+        if source.endswith(".py"):
+            named[f"rewards.components.{i}.function"] = source
+    found = {key: _fingerprint(Path(path).expanduser()) for key, path in named.items()}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _changed_files(directory: Path, config: Config) -> Iterator[Change]:
+    earlier = _read_run(directory)["files"]
+    for key, now in fingerprints(config).items():
+        before = earlier.get(key)
+        if before is not None and (before["sha256"], before["bytes"]) != (now["sha256"], now["bytes"]):
+            old, new = (f"{value['bytes']} bytes, sha256 {value['sha256'][:8]}" for value in (before, now))
+            yield Change(key, old, new, fixed=not key.startswith("data.eval."))
+
+
+def _fingerprint(path: Path) -> dict[str, Any] | None:
+    files = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
+    digest, size = hashlib.sha256(), 0
+    try:
+        for file in files:
+            if path.is_dir():
+                digest.update(file.name.encode())
+            size += _hash(file, digest)
+    except OSError:  # a hub data set, or a missing file, which loading the data names
+        return None
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def _hash(file: Path, digest: Any) -> int:
+    with file.open("rb") as content:
+        size = os.fstat(content.fileno()).st_size
+        if size <= _WHOLE:
+            while block := content.read(1 << 20):
+                digest.update(block)
+        else:
+            for i in range(256):
+                content.seek(i * (size - (1 << 20)) // 255)
+                digest.update(content.read(1 << 20))
+    return size
+
+
+def _start(step: int, world_size: int) -> dict[str, Any]:
+    return {
+        "time": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "from_step": step,
+        "host": platform.node(),
+        "pid": os.getpid(),
+        "world_size": world_size,
+        "command": hide(shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])),
+        "directory": str(Path.cwd()),
+        "versions": dict(_versions()),
+        "git": {"directory": _git(Path.cwd()), "megatron_gvpo": _git(Path(__file__).parent)},
+    }
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    """The versions of this package, Python and the packages that it builds on, where they are installed."""
+    yield "megatron_gvpo", __version__
+    yield "python", platform.python_version()
+    for component in COMPONENTS:
+        try:
+            yield component.name, metadata.version(component.name)
+        except metadata.PackageNotFoundError:
+            continue
+
+
+def _git(directory: Path) -> dict[str, Any] | None:
+    """The commit that is checked out in `directory`, and whether tracked files differ from it."""
+
+    def ask(*words: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(directory), *words],
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            check=True,
+        ).stdout.strip()
+
+    try:
+        commit = ask("rev-parse", "HEAD")
+        return {"commit": commit, "dirty": bool(ask("status", "--porcelain", "--untracked-files=no"))}
+    except (OSError, subprocess.SubprocessError):  # no git, no repository, or a slow file system
+        return None
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    file = directory / CONFIG
+    try:
+        values = yaml.safe_load(file.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{file}: cannot be read as the configuration of the run there: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file}: this is not the configuration of the run there")
+    return values
+
+
+def _read_run(directory: Path) -> dict[str, Any]:
+    """The content of run.json, checked; empty where there is none."""
+    file = directory / RUN
+    if not file.exists():
+        return {"files": {}, "starts": []}
+    found = read_json_object(file)
+    try:
+        for value in found["files"].values():
+            _ = value["bytes"], value["sha256"][:8]
+        for start in found["starts"]:
+            start["versions"].get("")
+    except (KeyError, TypeError, AttributeError):
+        raise ConfigError(f"{file}: this is not the record of the run there") from None
+    return found
+
+
+def _replace(file: Path, text: str) -> None:
+    """Write a file as a whole: a full disk or a kill leaves the file before it."""
+    aside = file.with_name(file.name + ".tmp")
+    with aside.open("w") as content:
+        content.write(text)
+        content.flush()
+        os.fsync(content.fileno())
+    os.replace(aside, file)

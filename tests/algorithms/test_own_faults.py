@@ -1,0 +1,123 @@
+"""The user's own blocks that raise, or return what cannot be used: one line with the key, file and line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from groups import make_group
+from rows import make_logp, make_rows
+
+from megatron_gvpo.algorithms.curriculum.prior import FunctionPrior
+from megatron_gvpo.algorithms.custom import CustomEstimator, CustomLoss, CustomMember, CustomShaper
+from megatron_gvpo.algorithms.shapers.judged import WinRate
+from megatron_gvpo.cli.with_model import run_with_model
+from megatron_gvpo.rollout.request import RolloutError
+from megatron_gvpo.runtime.user_functions import UserFunctionError, described
+from megatron_gvpo.sampling import shaping
+from megatron_gvpo.types import BatchTotals, LossInputs
+
+
+def mine(directory: Path, arguments: str, body: str) -> str:
+    file = directory / "mine.py"
+    file.write_text(f"import json\nimport torch\n\ndef f({arguments}):\n    {body}\n")
+    return f"{file}:f"
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("return inputs.rows.no_such_column", r"AttributeError: .*no_such_column.* \(mine\.py, line 5\)"),
+        ("return json.loads('{')", r"JSONDecodeError: .* \(mine\.py, line 5\)"),
+        ("return inputs.logp_r", r"expected a scalar tensor, it returned one of shape \(\d+,\) \(mine\.py"),
+        ("return 1.0", r"expected a scalar tensor, it returned float \(mine\.py, line 4\)"),
+        ("return torch.tensor(1)", "expected a scalar tensor"),
+        ("return inputs.logp_r.sum().to('meta')", "it returned a tensor on meta, expected cpu"),
+        ("return torch.tensor(1.0)", r"it does not depend on inputs\.logp_r"),
+        ("return inputs.logp_r.sum(), {'a': 'b'}", r"expected metrics as \{name: number\}"),
+        ("return inputs.logp_r.sum(), {'a': inputs.logp_r}", r"expected metrics as \{name: number\}"),
+        ("return inputs.logp_r.sum(), None", r"expected metrics as \{name: number\}, it returned NoneType"),
+    ],
+)
+def test_a_loss(tmp_path, body, said):
+    loss = CustomLoss(function=mine(tmp_path, "inputs", body), reads=("reward",))
+    rows = make_rows([[1.0, 0.0]])
+    inputs = LossInputs(rows, make_logp(rows).requires_grad_(), BatchTotals.of(rows))
+    with pytest.raises(UserFunctionError, match=rf"^loss\.function={tmp_path}/mine\.py:f: .*{said}") as error:
+        loss(inputs)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (
+            "return rows.reward_n / 0 * 0",
+            r"it returned nan for response 0 of the batch, and no finite number",
+        ),
+        ("return torch.ones(3)", r"expected a tensor of shape \(2,\).*; it returned one of shape \(3,\)"),
+        ("return [1.0, 0.0]", r"expected a tensor of shape \(2,\).*; it returned list"),
+        ("return rows.reward_n + 1j", r"expected a tensor of shape \(2,\)"),
+        ("return 1 / 0", r"ZeroDivisionError: division by zero \(mine\.py, line 5\)"),
+    ],
+)
+def test_an_estimator(tmp_path, body, said):
+    estimator = CustomEstimator(function=mine(tmp_path, "rows", body))
+    with pytest.raises(UserFunctionError, match=rf"^estimator\.function={tmp_path}/mine\.py:f: .*{said}"):
+        estimator(make_rows([[1.0, 0.0]]))
+
+
+def test_a_member_and_what_passes_through_it(tmp_path):
+    member = CustomMember(function=mine(tmp_path, "groups, sampling", "return sampling.ask()"))
+
+    class Engine:
+        def ask(self) -> None:
+            raise RolloutError("no server is left")
+
+    with pytest.raises(UserFunctionError, match=r"^member function=.*AttributeError.*\(mine\.py, line 5\)"):
+        member([make_group([1.0])], None)
+    with pytest.raises(RolloutError, match="no server is left"):
+        member([make_group([1.0])], Engine())
+
+
+@pytest.mark.parametrize("body", ["return 'high'", "return float('nan')", "raise KeyError('x')"])
+def test_a_prior(tmp_path, body):
+    prior = FunctionPrior(function=mine(tmp_path, "prompt", body))
+    with pytest.raises(UserFunctionError, match=r"^prior\.function=.*\(mine\.py, line [45]\)$"):
+        prior.expected(make_group([1.0]).prompt)
+
+
+@pytest.mark.parametrize("body", ["return None", "return ['a', 'b']", "return [10 ** 400, 1.0]", "return 3"])
+def test_a_shaper(tmp_path, body):
+    shaper = CustomShaper(function=mine(tmp_path, "group", body))
+    with pytest.raises(
+        RolloutError, match=r"^step 7: algorithm\.shapers: custom: .*expected a list of numbers"
+    ):
+        shaping.shaped(shaper, [make_group([1, 0])], 7)
+
+
+def test_a_judge_without_a_finite_verdict(tmp_path):
+    judge = WinRate(function=mine(tmp_path, "prompt, a, b", "return float('nan')"))
+    with pytest.raises(RolloutError, match=r"algorithm\.shapers: win_rate: .*2 rewards are not finite"):
+        shaping.shaped(judge, [make_group([1, 0])], 7)
+
+
+def test_a_command_ends_with_the_line(capsys):
+    def work() -> None:
+        raise UserFunctionError("step 5: loss.function=mine.py:f: KeyError: 'x' (mine.py, line 5)")
+
+    assert run_with_model(work) == 1
+    assert capsys.readouterr().err == (
+        "error: step 5: loss.function=mine.py:f: KeyError: 'x' (mine.py, line 5)\n"
+    )
+
+
+def test_an_error_is_one_short_line_whatever_it_says():
+    class MuteError(Exception):
+        def __str__(self) -> str:
+            raise torch.OutOfMemoryError
+
+    assert described(MuteError()) == "MuteError: (its message cannot be shown)"
+    assert described(ValueError("a\n\n  b\x00" + "c" * 10**6)).startswith("ValueError: a b")
+    assert len(described(ValueError("c" * 10**6))) < 600

@@ -1,0 +1,122 @@
+"""The service of a teacher or judge that hangs, floods, lies or is something else: one line, in time."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from groups import make_group
+
+from megatron_gvpo import teacher
+
+KEY = "s3cr3t of the judge"  # in no other text: all later messages of this process hide it
+HTML = b"<!DOCTYPE html>\n<html><body>Please log in</body></html>"
+heard: list[str | None] = []  # the keys that requests brought to /elsewhere
+
+
+def choices(*contents: object) -> bytes:
+    return json.dumps({"choices": [{"message": {"content": content}} for content in contents]}).encode()
+
+
+ANSWERS = {
+    "html": HTML,
+    "nothing": b"",
+    "number": b"7",
+    "list": b'{"choices": 7}',
+    "empty": b'{"choices": [{}]}',
+    "refuses": choices(None),
+    "too many": choices("a", "b"),
+    "deep": b"[" * 100_000,
+}
+
+
+class Service(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        model = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["model"]
+        if model == "fails":
+            return self._send(500, b"<html>\n  out of memory\n</html>")
+        if model == "redirects":
+            self.send_response(302)
+            self.send_header("Location", f"http://{self.headers['Host']}/elsewhere")
+            return self.end_headers()
+        if model == "hangs":
+            time.sleep(5)
+        if model == "drips":
+            self.send_response(200)
+            self.end_headers()
+            for _ in range(50):
+                self.wfile.write(b" ")
+                time.sleep(0.1)
+        if model == "floods":
+            self.send_response(200)
+            self.end_headers()
+            while True:
+                self.wfile.write(b" " * (1 << 20))
+        if model in ANSWERS:
+            self._send(200, ANSWERS[model])
+
+    def do_GET(self) -> None:
+        heard.append(self.headers["Authorization"])
+        self._send(200, choices("stolen"))
+
+    def _send(self, code: int, body: bytes) -> None:
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *_: object) -> None:
+        """Clients that hang up are expected."""
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with Server(("127.0.0.1", 0), Service) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("html", "no JSON: <!DOCTYPE html> <html><body>Please log in</body></html>"),
+        ("nothing", "no JSON: (nothing)"),
+        ("number", "TypeError: 'int' object is not subscriptable"),
+        ("list", "TypeError: "),
+        ("empty", "KeyError: 'message'"),
+        ("refuses", "a response without text"),
+        ("too many", "2 responses, and 1 were asked for"),
+        ("deep", "RecursionError: "),
+        ("fails", "HTTPError: HTTP Error 500: Internal Server Error"),
+        ("redirects", "HTTPError: HTTP Error 302: Found"),
+        ("hangs", "TimeoutError: "),
+        ("drips", "TimeoutError: no whole answer within 1 s"),
+    ],
+)
+def test_a_service_that_gives_no_answer_is_told_in_one_line(url, model, said, monkeypatch):
+    monkeypatch.setenv("KEY_OF_THE_JUDGE", KEY)
+    begin, timeout = time.monotonic(), 1 if model in ("hangs", "drips") else 30
+    with pytest.raises(teacher.TeacherError) as error:
+        teacher.chat([make_group([1.0])], 1, url, model, timeout=timeout, api_key_env="KEY_OF_THE_JUDGE")
+    text = str(error.value)
+    assert text.startswith(f"{url}: prompt p: {said}") and "\n" not in text and len(text) < 500
+    assert time.monotonic() - begin < (4 if timeout == 1 else 30) and KEY not in text
+    assert heard == [], "the key does not follow a redirect"
+
+
+def test_a_service_that_floods(url):
+    said = "an answer of more than 67,108,864 bytes"
+    with pytest.raises(teacher.TeacherError, match=said):
+        teacher.chat([make_group([1.0])], 1, url=url, model="floods", timeout=60)

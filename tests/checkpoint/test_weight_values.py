@@ -1,0 +1,100 @@
+"""Weights that are not finite, or not what was saved, are refused by tensor and file on every load."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gradient_reference as reference
+import pytest
+import torch
+from distributed import launch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron_gvpo.cli import main
+from megatron_gvpo.megatron.model.checked_weights import HEADER
+
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that this program has written."""
+    directory = tmp_path_factory.mktemp("models")
+    reference.save_models(directory)
+    there, back = str(directory / "there"), str(directory / "back")
+    assert main(["convert", str(directory / "untied"), there]) == 0
+    assert main(["convert", there, back, "--like", str(directory / "untied")]) == 0
+    return Path(back)
+
+
+def changed(source: Path, target: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
+    """A copy of a model with other tensors, and without checksums."""
+    shutil.copytree(source, target)
+    tensors = load_file(target / "model.safetensors")
+    change(tensors)
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    return target
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", [UP, "model.norm.weight", "model.layers.3.self_attn.q_proj.bias"])
+def test_values_that_are_not_finite(
+    exported: Path, tmp_path: Path, capsys: Any, name: str, value: float
+) -> None:
+    def spoil(tensors: dict[str, Tensor]) -> None:
+        tensors[name].view(-1)[-1] = value
+
+    model = changed(exported, tmp_path / "model", spoil)
+    assert main(["convert", str(model), str(tmp_path / "there")]) == 2
+    error = capsys.readouterr().err
+    assert (
+        error == f"error: SOURCE={model}: {name} in model.safetensors has values that are NaN or infinite\n"
+    )
+    assert not (tmp_path / "there").exists()
+
+
+def test_what_is_exported_has_checksums(exported: Path, tmp_path: Path, capsys: Any) -> None:
+    file = exported / "model.safetensors"
+    with safe_open(file, "pt") as opened:
+        assert json.loads(opened.metadata()[HEADER]).keys() == set(opened.keys())
+    content = bytearray(file.read_bytes())
+    begin = 8 + int.from_bytes(content[:8], "little")
+    assert list(json.loads(content[8:begin])["__metadata__"]) == ["format", HEADER]  # never in random order
+    for place in (begin, begin + (len(content) - begin) // 2, len(content) - 1):
+        model = tmp_path / str(place)
+        shutil.copytree(exported, model)
+        spoilt = bytearray(content)
+        spoilt[place] ^= 1
+        (model / file.name).write_bytes(spoilt)
+        assert main(["convert", str(model), str(tmp_path / "there")]) == 2
+        error = capsys.readouterr().err
+        assert "in model.safetensors is not what was saved (another checksum)" in error
+        assert error.count("\n") == 1
+    assert main(["convert", str(exported), str(tmp_path / "there")]) == 0
+
+
+def build_two(directory: str) -> None:
+    """On two ranks of a pipeline: the second holds the tensor that is not finite. Both raise."""
+    from megatron_gvpo.config.schema import ConfigError, ModelConfig, ParallelConfig
+    from megatron_gvpo.megatron import parallel
+    from megatron_gvpo.megatron.model.build import build
+
+    layout = ParallelConfig(pp=2)
+    parallel.initialize(layout, seed=0)
+    with pytest.raises(ConfigError, match=r"layers\.3.* NaN or infinite \(on rank 1\)"):
+        build(ModelConfig(path=directory), layout, trained=False)
+
+
+def test_a_rank_that_finds_it_does_not_fail_alone(exported: Path, tmp_path: Path) -> None:
+    def spoil(tensors: dict[str, Tensor]) -> None:
+        tensors["model.layers.3.mlp.up_proj.weight"][0, 0] = torch.nan
+
+    model = changed(exported, tmp_path / "model", spoil)
+    launch("test_weight_values:build_two", [2], str(model), timeout=240)

@@ -1,0 +1,106 @@
+"""Spoiled answers of SGLang and vLLM: success, or an error that the run knows how to take."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from mutate import mutated
+
+from megatron_gvpo.config.schema import SamplingConfig
+from megatron_gvpo.rollout.http import ServerRefused
+from megatron_gvpo.rollout.sglang import SGLang
+from megatron_gvpo.rollout.vllm import VLLM
+
+FUZZ = settings(settings.get_profile("fuzz"))
+SGLANG_ANSWERS = {
+    "/server_info": {
+        "version": "0.5.23", "model_path": "m", "context_length": 99, "tp_size": 2, "pp_size": 1,
+    },
+    "/generate": {
+        "output_ids": [5, 6],
+        "meta_info": {
+            "output_token_logprobs": [[-0.5, 5, None], [-0.25, 6, None]],
+            "input_token_logprobs": [[None, 1, None], [-0.5, 2, None], [-0.25, 3, None], [-1.0, 3, None]],
+            "finish_reason": {"type": "stop", "matched": 6},
+            "weight_version": "3",
+        },
+    },
+    "/model_info": {"weight_version": "3"},
+}  # fmt: skip
+VLLM_ANSWERS = {
+    "/version": {"version": "0.25.1"},
+    "/v1/models": {"data": [{"root": "m", "max_model_len": 99}]},
+    "/get_world_size": {"world_size": 1},
+    "/v1/completions": {
+        "choices": [
+            {
+                "token_ids": [5, 6],
+                "logprobs": {"token_logprobs": [-0.5, -0.25]},
+                "finish_reason": "stop",
+                "prompt_logprobs": [None, {"2": {"logprob": -0.5}}, {"3": {"logprob": -0.25}}],
+            }
+        ]
+    },
+    "/weight_info": {"weight_version": "3"},
+}
+
+
+class Answers:
+    """Stands for the HTTP connection: gives a prepared answer, through JSON as it would come."""
+
+    url = "http://127.0.0.1:1"
+
+    def __init__(self, answers: dict[str, Any]) -> None:
+        self._answers = answers
+
+    async def get(self, path: str, **_: Any) -> Any:
+        return json.loads(json.dumps(self._answers.get(path)))
+
+    async def post(self, path: str, *_: Any, **__: Any) -> Any:
+        return await self.get(path)
+
+
+def ask(kind: Any, answers: dict[str, Any]) -> None:
+    server = kind(Answers(answers))
+    for call in (
+        lambda: server.facts(1.0),
+        lambda: server.sample([1, 2], 9, 0, SamplingConfig(), (6,), 1.0),
+        lambda: server.score([1, 2, 3], 1.0),
+        lambda: server.weight_version(1.0),
+    ):
+        try:
+            found = asyncio.run(call())
+        except ServerRefused as error:
+            assert "\n" not in str(error) and len(str(error)) < 600 and not error.is_request
+        else:
+            if isinstance(found, list):
+                assert all(type(value) in (int, float) for value in found)
+
+
+@pytest.mark.parametrize(("kind", "answers"), [(SGLang, SGLANG_ANSWERS), (VLLM, VLLM_ANSWERS)])
+def test_the_valid_answers_are_read(kind: Any, answers: dict[str, Any]) -> None:
+    server = kind(Answers(answers))
+    assert asyncio.run(server.facts(1.0)).context_length == 99
+    sample = asyncio.run(server.sample([1, 2], 9, 0, SamplingConfig(), (6,), 1.0))
+    assert (sample.token_ids, sample.logprobs, sample.finish_reason) == ([5, 6], [-0.5, -0.25], "stop")
+    assert asyncio.run(server.score([1, 2, 3], 1.0)) == [-0.5, -0.25]
+    assert asyncio.run(server.weight_version(1.0)) == "3"
+
+
+@FUZZ
+@given(answers=mutated(SGLANG_ANSWERS))
+@example(answers={**SGLANG_ANSWERS, "/generate": "<html>"})
+def test_sglangs_answers(answers: dict[str, Any]) -> None:
+    """Fails on the old code: a KeyError of one answer ended the run with a traceback."""
+    ask(SGLang, answers)
+
+
+@FUZZ
+@given(answers=mutated(VLLM_ANSWERS))
+@example(answers={**VLLM_ANSWERS, "/v1/completions": {"choices": []}})
+def test_vllms_answers(answers: dict[str, Any]) -> None:
+    ask(VLLM, answers)

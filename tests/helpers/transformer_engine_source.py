@@ -1,0 +1,107 @@
+"""The Python sources of the pinned Transformer Engine, from its wheel without compiled parts (1.2 MB).
+
+It cannot be imported without a GPU's libraries. Tests read its syntax trees, and load single files of it
+beside stand-ins for everything that they import.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from megatron_gvpo.versions import REFERENCE
+
+CUDNN = (9, 20, 0)  # torch's, of which tests expect the attention kernels
+PACKAGES = ("transformer_engine", "transformer_engine_torch")
+
+
+@cache
+def source() -> Path:
+    """The folder that holds `transformer_engine/`. pip downloads it once; an error of pip fails the test."""
+    version = REFERENCE["transformer-engine"]
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_gvpo"
+    place = home / f"transformer_engine-{version}"
+    home.mkdir(parents=True, exist_ok=True)
+    with (home / "transformer_engine.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (place / ".complete").exists():
+            wanted = f"transformer-engine=={version}"
+            pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+            done = subprocess.run([*pip, "--dest", place, wanted], capture_output=True, text=True)
+            assert done.returncode == 0, f"pip cannot download {wanted}:\n{done.stderr}"
+            [wheel] = place.glob("*.whl")
+            zipfile.ZipFile(wheel).extractall(place)
+            (place / ".complete").touch()
+    return place
+
+
+class _Numbers(type):
+    """The type of a stand-in for a class or an enumeration: each attribute or item is a number of its own."""
+
+    _numbers: dict[str, int]
+
+    def __getattr__(cls, name: str) -> int:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return cls[name]
+
+    def __getitem__(cls, name: str) -> int:
+        return cls._numbers.setdefault(name, _Number(len(cls._numbers)))
+
+
+class _Number(int):
+    @property
+    def value(self) -> int:
+        return int(self)
+
+
+class _StandIn(ModuleType):
+    __path__: list[str] = []  # noqa: RUF012 - a package, as the import system wants it
+    __version__ = "0"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        made = _Numbers(name, (), {"_numbers": {}})
+        setattr(self, name, made)
+        return made
+
+
+class _Finder:
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        return importlib.util.spec_from_loader(name, self) if name.partition(".")[0] in PACKAGES else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _StandIn(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__name__ == "transformer_engine.pytorch.jit":
+            module.__dict__["jit_fuser"] = lambda function: function
+
+
+@contextmanager
+def loaded(file: str) -> Iterator[ModuleType]:
+    """One file of Transformer Engine as a module, beside stand-ins for everything else of it."""
+    finder = _Finder()
+    sys.meta_path.insert(0, finder)
+    spec = importlib.util.spec_from_file_location("loaded_file", source() / "transformer_engine" / file)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules["loaded_file"] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        yield module
+    finally:
+        sys.meta_path.remove(finder)
+        for name in [n for n in sys.modules if n == "loaded_file" or n.partition(".")[0] in PACKAGES]:
+            del sys.modules[name]

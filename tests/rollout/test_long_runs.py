@@ -1,0 +1,37 @@
+"""Long runs on real servers, by the benchmarks that record them in benchmarks/results/."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from real_parts import used
+from servers import ENGINES
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+SECONDS = 3600.0
+
+pytestmark = pytest.mark.proof  # in `make test`: test_faults.py and test_weight_stream.py
+
+
+def run(engine: str, script: str, *arguments: str) -> str:
+    """Run a benchmark; returns its output. It fails, by its exit status, where what it shows is not so."""
+    command = [sys.executable, str(BENCHMARKS / script), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
+    used(f"{engine} server")
+    return done.stdout
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_twenty_random_schedules_of_faults(engine: str) -> None:
+    """In all of them every group is complete, and from the weights of its step."""
+    said = run(engine, "rollout_faults.py", "--engine", engine, "--schedules", "20")
+    assert "20 of 20 schedules passed" in said
+
+
+def test_fifty_delta_pushes_are_exact() -> None:
+    """Afterwards the server's tensors equal, byte for byte, those that it loads from files."""
+    assert '"bit_exact": true' in run("sglang", "delta_steps.py")

@@ -1,0 +1,42 @@
+"""One run with a fault of each kind that needs no server; `make chaos` runs a hundred, with servers, too."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from debian import install
+from paths import ROOT
+from real_parts import used
+
+sys.path.append(str(ROOT / "benchmarks"))
+
+from chaos_schedules import EMBEDDED, Fault, Schedule
+from chaos_suite import Suite
+
+FAULTS = (
+    Fault("stop rank", 2, seconds=1.0, victim=1),
+    Fault("kill rank", 3, delay=0.1, victim=1),
+    Fault("stop reward worker", 3, seconds=0.5),
+    Fault("kill reward worker", 4),
+    Fault("stop judge", 4, delay=0.2, seconds=0.5),
+    Fault("kill judge", 5, delay=0.1, seconds=1.0),
+    Fault("fill disk", 6, "saving", seconds=1.0),
+    Fault("jump clock", 7, size=-3600.0),
+    Fault("tell to stop", 8, delay=0.1),
+    Fault("corrupt checkpoint", 9, delay=0.1),
+    Fault("lose node", 10, "saving"),
+)
+
+
+def test_a_run_survives_a_fault_of_each_kind(tmp_path: Path) -> None:
+    """Its metrics and weights equal an undisturbed run's, and its ends are those that are documented."""
+    install(["faketime"], ["faketime"])
+    assert {fault.kind for fault in FAULTS} == {*EMBEDDED}
+    with Suite(tmp_path, None) as suite:
+        result = suite.try_schedule(Schedule(0, "embedded", "dp2", ("checkpoint.every=1",), FAULTS))
+    assert result["passed"], result["error"]
+    used("embedded rollout engine")
+    codes = result["exit_codes"]
+    assert codes.count(137) == 3 and codes[-1] == 0, "a killed rank, a damaged checkpoint, a lost node"
+    assert {*codes} == {0, 1, 137}, "1: the judge, or the disk"

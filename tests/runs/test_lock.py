@@ -1,0 +1,135 @@
+"""The lock on an output directory: one run at a time, released by death, and seen by a second run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from megatron_gvpo.config.errors import ConfigError
+from megatron_gvpo.runs.lock import FILE, RunLock, check_unlocked
+
+HOLD = """
+import os, subprocess, sys, time
+from megatron_gvpo.runs.lock import RunLock
+with RunLock(sys.argv[1]):
+    if sys.argv[2] == "children":
+        subprocess.Popen(["sleep", "30"], stdout=subprocess.DEVNULL)
+        if os.fork() == 0:
+            os.close(1)
+            time.sleep(30)
+            os._exit(0)
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+@contextmanager
+def held(directory: Path, how: str = "alone") -> Iterator[subprocess.Popen[str]]:
+    """Another process that holds the lock."""
+    command = [sys.executable, "-c", HOLD, str(directory), how]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        yield process
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def test_a_second_run_is_told_who_writes_and_since_when(tmp_path: Path):
+    with held(tmp_path) as other:
+        for take in (RunLock(str(tmp_path)).__enter__, lambda: check_unlocked(str(tmp_path))):
+            begin = time.monotonic()
+            with pytest.raises(
+                ConfigError, match=rf"a run on \S+ \(process {other.pid}, since 20\d\d-.*\) is"
+            ):
+                take()
+            assert time.monotonic() - begin < 3.0, "nobody waits long for a process that lives"
+        assert [path.name for path in tmp_path.iterdir()] == [FILE]
+
+
+def test_a_killed_run_leaves_no_lock_even_where_its_children_live_on(tmp_path: Path):
+    with held(tmp_path, "children") as other:
+        other.kill()
+        with RunLock(str(tmp_path)):  # at once, while the process may still be ending
+            pass
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_gvpo.runs.lock.PATIENCE_WITH_LIVING", 0.0)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_two_runs_of_one_process_take_turns(tmp_path: Path):
+    with RunLock(str(tmp_path)):
+        with pytest.raises(ConfigError, match=rf"process {os.getpid()}, since"), RunLock(str(tmp_path)):
+            pass
+        with pytest.raises(ConfigError):
+            check_unlocked(str(tmp_path))
+    with RunLock(str(tmp_path)):
+        pass
+
+
+def test_nothing_is_left_where_nothing_was_written(tmp_path: Path):
+    check_unlocked(str(tmp_path / "a" / "b"))
+    with RunLock(str(tmp_path / "a" / "b")):
+        assert (tmp_path / "a" / "b" / FILE).is_file()
+    assert list(tmp_path.iterdir()) == []
+    with RunLock(str(tmp_path / "a" / "b")):
+        (tmp_path / "a" / "b" / "metrics.jsonl").touch()
+    assert [path.name for path in tmp_path.rglob("*")] == ["a", "b", "metrics.jsonl"]
+
+
+@pytest.mark.usefixtures("impatient")
+def test_only_one_of_many_at_once_gets_it(tmp_path: Path):
+    """The holder removes the file, so others may have opened a file that no longer has its name."""
+    inside, most = 0, 0
+
+    def use() -> None:
+        nonlocal inside, most
+        for _ in range(50):
+            try:
+                with RunLock(str(tmp_path)):
+                    inside += 1
+                    most = max(most, inside)
+                    time.sleep(0.0005)
+                    inside -= 1
+            except ConfigError:
+                time.sleep(0.0005)
+
+    threads = [threading.Thread(target=use) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == 1
+
+
+def test_an_earlier_start_of_the_same_job_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The file system of a requeued job may release the lock of a failed node late."""
+    monkeypatch.setattr("platform.node", lambda: "the-node-that-failed")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    first = RunLock(str(tmp_path))
+    first.__enter__()
+    monkeypatch.setattr("platform.node", lambda: "another-node")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    monkeypatch.setattr("megatron_gvpo.runs.lock.PATIENCE", 0.0)
+    threading.Timer(0.5, first.release).start()
+    with RunLock(str(tmp_path)):
+        pass
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=rf"output_dir={tmp_path}/file/run: the lock run\.lock cannot be"):
+        RunLock(str(tmp_path / "file" / "run")).__enter__()

@@ -1,0 +1,184 @@
+"""The record of a run, and the comparison of a resumed run with it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from megatron_gvpo.algorithms.base import Block
+from megatron_gvpo.config.errors import ConfigError
+from megatron_gvpo.config.schema import Config, load_config
+from megatron_gvpo.config.section import EVERY_KEY, Section
+from megatron_gvpo.runs.changes import changes, listed
+from megatron_gvpo.runs.record import check_unchanged, fingerprints, write_record
+
+
+def sections(section: type[BaseModel], path: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
+    """The sections of a configuration; those whose keys are all of one kind without what is inside."""
+    yield path, section
+    for name, field in section.model_fields.items():
+        for inner in (field.annotation, *typing.get_args(field.annotation)):
+            if isinstance(inner, type) and issubclass(inner, Section) and not issubclass(inner, Block):
+                yield from sections(inner, f"{path}{name}.")
+
+
+@pytest.mark.parametrize(("path", "section"), list(sections(Config)), ids=lambda value: str(value) or "top")
+def test_every_key_says_whether_it_changes_the_mathematics(path: str, section: type[Section]):
+    """A new key goes into `fixed_keys` or `free_keys` of its section; see `Section`."""
+    if EVERY_KEY in (section.fixed_keys, section.free_keys):
+        assert () in (section.fixed_keys, section.free_keys)
+        return
+    named = [*section.fixed_keys, *section.free_keys]
+    assert len(named) == len(set(named)) and set(named) <= section.model_fields.keys()
+    for name, field in section.model_fields.items():
+        inner = isinstance(field.annotation, type) and issubclass(field.annotation, Section)
+        assert name in named or inner, f"{path}{name} is in neither list"
+
+
+@pytest.fixture
+def run(tmp_path: Path, good: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The configuration of a run that has left a record in `out`."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    Path("mine.py").write_text("def reward(prompt, rollout): return 1.0\n")
+    good.write_text(good.read_text().replace("runs/x", "out"))
+    write(good)
+    return good
+
+
+REWARD = 'rewards.components=[{name: mine, function: "mine.py:reward", options: {share: 0.5}}]'
+
+
+def write(good: Path, *overrides: str) -> None:
+    Path("out").mkdir(exist_ok=True)
+    write_record(load_config([good], [REWARD, *overrides]), 0, 2)
+
+
+def compare(run: Path, *overrides: str, allowed: tuple[str, ...] = ()) -> str:
+    return listed(check_unchanged(load_config([run], [REWARD, *overrides]), allowed))
+
+
+def test_the_saved_configuration_is_the_run_s_and_trains_again(run, monkeypatch):
+    assert compare(run) == ""
+    for recipe in ("gvpo_history", "ppo", "dapo"):
+        config = load_config([run], [f"algorithm={recipe}", REWARD, "data.train.demonstration_key=solution"])
+        monkeypatch.setattr(sys, "argv", ["/bin/megatron-gvpo", "train", str(run)])
+        write_record(config, 0, 2)
+        assert load_config(["out/config.yaml"]) == config
+    record = json.loads(Path("out/run.json").read_text())
+    assert [start["from_step"] for start in record["starts"]] == [0] * 4
+    last = record["starts"][-1]
+    assert last["command"] == shlex.join(["megatron-gvpo", "train", str(run)])
+    assert last["world_size"] == 2 and {"torch", "transformers", "python"} < last["versions"].keys()
+    assert last["git"]["directory"] is None, "the working directory is no repository"
+    assert last["git"]["megatron_gvpo"] is None or len(last["git"]["megatron_gvpo"]["commit"]) == 40
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("train.seed=1", r"train\.seed was 0 and is 1\."),
+        ("optimizer.lr=2e-5", r"optimizer\.lr was 1e-05 and is 2e-05\."),
+        ("optimizer.betas=[0.9,0.99]", r"optimizer\.betas was \[0\.9, 0\.95\] and is \[0\.9, 0\.99\]\."),
+        ("model.dtype=float32", r'model\.dtype was "bfloat16" and is "float32"\.'),
+        ("train.prompts_per_step=8", r"train\.prompts_per_step was 4 and is 8\."),
+        ("rollout.temperature=0.5", r"rollout\.temperature was 1\.0 and is 0\.5\."),
+        ("algorithm.loss.beta=0.3", r"algorithm\.loss\.beta was .* and is 0\.3\."),
+        ("algorithm=dapo", r'algorithm\.recipe was "gvpo" and is "dapo"\.'),
+        ("rewards.components.0.options.share=0.6", r"rewards\.components\.0\.options\.share was 0\.5 and"),
+        ("data.train.limit=5", r"data\.train\.limit was null and is 5\."),
+    ],
+)
+def test_what_changes_the_mathematics_is_refused_unless_it_is_allowed(run, override, said):
+    with pytest.raises(ConfigError, match=rf"^output_dir=out: the run there was trained otherwise: {said}"):
+        compare(run, override)
+    with pytest.raises(ConfigError) as refused:
+        compare(run, override)
+    key = str(refused.value).rpartition("--allow-change ")[2]
+    assert override.startswith(key.removesuffix(".recipe"))
+    section = "algorithm" if key.startswith("algorithm") else key
+    assert compare(run, override, allowed=(section,)) != "", "it is said"
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["train.steps=99", "parallel.tp=2", "logging.progress=off", "checkpoint.every=3", "eval.n=7"],
+)
+def test_what_does_not_is_said(run, override):
+    assert compare(run, override).startswith(override.partition("=")[0] + " was ")
+
+
+def test_other_paths_with_the_same_content_are_no_change(run):
+    Path("train.jsonl").rename("moved.jsonl")
+    assert (
+        compare(run, "data.train.path=moved.jsonl")
+        == 'data.train.path was "train.jsonl" and is "moved.jsonl"'
+    )
+
+
+@pytest.mark.parametrize(
+    ("file", "key"), [("train.jsonl", "data.train.path"), ("mine.py", "rewards.components.0.function")]
+)
+def test_changed_files_are_found(run, file, key):
+    before = Path(file).read_text()
+    Path(file).write_text(before.replace("1", "3"))
+    with pytest.raises(
+        ConfigError, match=rf"{key} was .*(\d+) bytes, sha256 \w+.* and is .*\1 bytes"
+    ) as refused:
+        compare(run)
+    assert f"--allow-change {key}" in str(refused.value)
+    assert compare(run, allowed=(key,)).startswith(key)
+
+
+def test_a_directory_of_data_is_compared_by_names_and_content(tmp_path, good):
+    (tmp_path / "data").mkdir()
+    config = load_config([good], [f"data.train.path={tmp_path}/data"])
+    seen = []
+    for name, text in (("a.jsonl", "1"), ("b.jsonl", "2"), ("b.jsonl", "3")):
+        (tmp_path / "data" / name).write_text(text)
+        seen.append(fingerprints(config)["data.train.path"]["sha256"])
+    assert len(set(seen)) == 3
+
+
+def test_secrets_stay_out_of_the_record(run, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "sk-very-secret-value")
+    reward = (
+        'rewards.components=[{name: mine, function: "mine.py:reward", options: {api_key: {env: JUDGE_KEY}}}]'
+    )
+    monkeypatch.setattr(sys, "argv", ["megatron-gvpo", "train", "judge=sk-very-secret-value"])
+    config = load_config([run], [reward])
+    write_record(config, 0, 1)
+    text = Path("out/config.yaml").read_text() + Path("out/run.json").read_text()
+    assert "sk-very-secret-value" not in text and "JUDGE_KEY" in text
+    assert listed(check_unchanged(config, ())) == ""
+    assert load_config(["out/config.yaml"]) == config
+
+
+def test_a_key_that_a_new_version_has_added_had_its_default():
+    old, new = (
+        {"output_dir": "x", "train": {"steps": 3}},
+        {"output_dir": "x", "train": {"steps": 3, "seed": 0}},
+    )
+    assert changes(Config, old, new) == []
+    new["train"] = {"steps": 3, "seed": 4}
+    assert listed(changes(Config, old, new)) == "train.seed was 0 and is 4"
+
+
+def test_what_cannot_be_compared_is_named(run):
+    with pytest.raises(ConfigError, match=r"--allow-change optimizer\.learning_rate: .* no such key"):
+        compare(run, allowed=("optimizer.learning_rate",))
+    for name, content in (("config.yaml", "[1]"), ("config.yaml", "a: [\x00"), ("run.json", '{"files": 3}')):
+        before = Path("out", name).read_text()
+        Path("out", name).write_text(content)
+        with pytest.raises(ConfigError, match=rf"out/{name}: "):
+            compare(run)
+        Path("out", name).write_text(before)
+    Path("out/config.yaml").unlink()
+    assert compare(run, "train.seed=4") == "", "a run of an earlier version has no record"

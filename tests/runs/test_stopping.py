@@ -1,0 +1,170 @@
+"""Ctrl-C, a lost terminal and `nohup`, with real processes on a terminal of their own."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from tiny_run import SHORT
+
+from megatron_gvpo.cli import main
+from megatron_gvpo.runs.earlier import newest_step
+
+STEPS = ("train.steps=100000", "algorithm=gvpo", *SHORT)
+SAVED = (
+    r"stopped on request; the checkpoint is complete \(.*/step_\d+\): continue with `train \.\.\. --resume`"
+)
+
+
+@contextmanager
+def terminal(*command: str) -> Iterator[tuple[psutil.Popen, int]]:
+    """Run `python -m megatron_gvpo COMMAND` as the foreground job of a terminal."""
+    ours, theirs = pty.openpty()
+    process = psutil.Popen(
+        [sys.executable, "-c", FOREGROUND, *command],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=os.environ,
+    )
+    os.close(theirs)
+    try:
+        yield process, ours
+    finally:
+        family = [process, *process.children(recursive=True)] if process.is_running() else []
+        for member in family:
+            with suppress(psutil.NoSuchProcess):
+                member.kill()
+        with suppress(OSError):
+            os.close(ours)
+
+
+FOREGROUND = """
+import fcntl, os, sys, termios
+os.setsid()
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.executable, [sys.executable, "-m", "megatron_gvpo", *sys.argv[1:]])
+"""
+
+
+def wait_for(condition: Callable[[], object], process: psutil.Popen, seconds: float = 300.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, "the run has ended"
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def rest(terminal: int) -> str:
+    """The output until the terminal has no process any more."""
+    text = b""
+    with suppress(OSError):
+        while block := os.read(terminal, 1 << 16):
+            text += block
+    return text.decode(errors="replace")
+
+
+def trained(out: Path, steps: int = 2) -> Callable[[], bool]:
+    return lambda: (
+        (out / "metrics.jsonl").exists() and len((out / "metrics.jsonl").read_bytes().splitlines()) >= steps
+    )
+
+
+def arguments(task: Path, out: Path, *more: str) -> list[str]:
+    return ["train", str(task / "run.yaml"), f"output_dir={out}", "logging.progress=lines", *STEPS, *more]
+
+
+def test_ctrl_c_saves_on_all_ranks_and_meanwhile_the_directory_is_locked(task, tmp_path, capsys):
+    """The terminal sends the signal to the launcher and would send it to the ranks; they get it once."""
+    given = arguments(task, tmp_path / "run", "--nproc=2")
+    with terminal(*given) as (process, screen):
+        wait_for(trained(tmp_path / "run"), process)
+        before = (tmp_path / "run" / "config.yaml").read_bytes()
+        for how in (["--overwrite"], ["--resume=auto"]):
+            assert main([*given[:-1], "train.seed=7", *how]) == 2
+            assert re.search(
+                r"a run on \S+ \(process \d+, since .*\) is writing there", capsys.readouterr().err
+            )
+        assert (tmp_path / "run" / "config.yaml").read_bytes() == before
+        os.write(screen, b"\x03")
+        said = rest(screen)
+        assert process.wait(60) == 0, said
+    assert said.count("Ctrl-C: the run saves after this step") == 1
+    assert len(re.findall(SAVED, said)) == 1 and "Traceback" not in said
+    assert newest_step(tmp_path / "run") is not None
+    assert not (tmp_path / "run" / "run.lock").exists()
+
+
+def test_a_second_ctrl_c_ends_at_once_with_all_that_was_started(task, tmp_path):
+    slow = tmp_path / "slow.py"
+    slow.write_text("import time\n\ndef reward(prompt, rollout):\n    time.sleep(60)\n    return 0.0\n")
+    reward = f'rewards.components=[{{"name": "slow", "function": "{slow}:reward"}}]'
+    given = arguments(task, tmp_path / "run", reward, "rewards.timeout=100")
+    with terminal(*given) as (process, screen):
+        wait_for((tmp_path / "run" / "run.json").exists, process)
+        wait_for(lambda: process.children(), process)
+        time.sleep(2.0)  # the rewards are asked
+        started = process.children(recursive=True)
+        os.write(screen, b"\x03")
+        time.sleep(1.0)
+        assert process.poll() is None, "it waits for the step"
+        os.write(screen, b"\x03")
+        assert process.wait(10) == -signal.SIGINT
+        _, alive = psutil.wait_procs(started, 10)
+        assert alive == []
+    assert newest_step(tmp_path / "run") is None
+
+
+def test_a_lost_terminal_saves(task, tmp_path):
+    with terminal(*arguments(task, tmp_path / "run")) as (process, screen):
+        wait_for(trained(tmp_path / "run"), process)
+        os.close(screen)
+        assert process.wait(120) in (0, None)
+    assert newest_step(tmp_path / "run") is not None
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGHUP, 129)])
+def test_before_training_nothing_is_written(task, tmp_path, sent, code):
+    process = start(arguments(task, tmp_path / "run"))
+    wait_for(lambda: handles(process.pid, sent), process)
+    process.send_signal(sent)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert error == "stopped on request before training began; nothing was written\n"
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_nohup_ignores_stays_ignored_and_a_closed_pipe_ends_no_run(task, tmp_path):
+    process = start(arguments(task, tmp_path / "run"), "nohup")
+    wait_for(trained(tmp_path / "run", 1), process)
+    assert process.stdout is not None
+    process.stdout.close()
+    process.send_signal(signal.SIGHUP)
+    steps = len((tmp_path / "run" / "metrics.jsonl").read_bytes().splitlines())
+    wait_for(trained(tmp_path / "run", steps + 3), process)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(120) == 0
+    assert newest_step(tmp_path / "run") is not None
+
+
+def start(given: Sequence[str], *before: str) -> psutil.Popen:
+    command = [*before, sys.executable, "-m", "megatron_gvpo", *given]
+    return psutil.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def handles(pid: int, number: signal.Signals) -> bool:
+    (caught,) = re.findall(r"SigCgt:\s+(\w+)", Path(f"/proc/{pid}/status").read_text())
+    python = signal.SIGINT  # Python has a handler of its own for it: wait for another one of ours
+    return all(int(caught, 16) >> (n - 1) & 1 for n in {number, signal.SIGTERM, python})

@@ -1,0 +1,142 @@
+"""Batches that teach nothing: which they are for each loss, the warnings, and the end of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from megatron_gvpo.algorithms.config import AlgorithmConfig
+from megatron_gvpo.config.schema import ConfigError, load_config
+from megatron_gvpo.groups import Group, Prompt, Rollout
+from megatron_gvpo.rollout.request import RolloutError
+from megatron_gvpo.sampling.empty_batches import EmptyBatches
+from megatron_gvpo.types import TrainBatch
+
+
+def group(*rewards: float, errors: dict[str, str] | None = None, finish: str = "stop") -> Group:
+    rollouts = [
+        Rollout([5, 6], [-1.0, -1.0], "x", finish, reward=r, reward_errors=errors or {}) for r in rewards
+    ]
+    return Group(Prompt("p", (1, 2), "1+1="), rollouts)
+
+
+def signal(recipe: str | dict[str, object], *groups: Group) -> bool:
+    algorithm = AlgorithmConfig.model_validate(recipe).sized(8)
+    rows = TrainBatch.from_groups(groups)
+    if algorithm.estimator is not None:
+        rows, _ = algorithm.estimator.build().fill(rows)
+    return algorithm.loss.has_signal(rows.trained())
+
+
+EQUAL = [group(1, 1), group(0, 0)]
+NO_BASELINE = {"recipe": None, "loss": "pg", "estimator": {"baseline": "none"}}
+CUSTOM = {"name": "custom", "function": "operator:pos", "reads": ["reward"]}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "equal", "zero"),
+    [
+        ("gvpo", False, False),
+        ("dpo", False, False),
+        ("gpg", False, False),
+        ("grpo", False, False),
+        ("sft", True, True),
+        (NO_BASELINE, True, False),  # a reward is its own advantage, until all are 0
+        ({"recipe": None, "loss": CUSTOM}, True, False),
+        ({"recipe": None, "loss": {**CUSTOM, "groups": True}}, False, False),
+        ({"recipe": None, "loss": {**CUSTOM, "reads": []}}, True, True),
+    ],
+)
+def test_each_loss_says_what_it_learns_from(recipe, equal, zero):
+    assert signal(recipe, group(1, 0), group(1, 1))
+    assert signal(recipe, *EQUAL) == equal
+    assert signal(recipe, group(0, 0), group(0, 0)) == zero
+
+
+def watch(good, *overrides: str) -> EmptyBatches:
+    return EmptyBatches(load_config([good], ["train.max_empty_batches=3", *overrides]))
+
+
+def check(watching: EmptyBatches, step: int, groups: Sequence[Group]) -> list[str]:
+    return watching.check(step, groups, [TrainBatch.from_groups(groups)])
+
+
+def test_a_run_without_signal_is_warned_and_ends(good):
+    """Fails on the old code, which trained to the end on nothing."""
+    watching = watch(good)
+    [said] = check(watching, 1, EQUAL)
+    assert said == (
+        "step 1: the loss gvpo has no signal in the batch: its rewards differ in no group (rewards: they are "
+        "from 0 to 1); the run ends after 3 such batches in a row (train.max_empty_batches)"
+    )
+    assert check(watching, 2, EQUAL) == []  # said once
+    assert check(watching, 3, [group(1, 0)]) == []
+    assert check(watching, 4, EQUAL) == check(watching, 5, EQUAL) == []
+    with pytest.raises(RolloutError, match=r"step 6: the loss gvpo has no signal .* for 3 batches in a row"):
+        check(watching, 6, EQUAL)
+
+
+def test_a_reward_that_always_fails_ends_the_run(good):
+    seen = "{name: seen, function: x:y, weight: 0}"
+    watching = watch(good, f"rewards.components=[{{name: math}}, {{name: mine, function: x:y}}, {seen}]")
+    failed = [group(1, 0, errors={"mine": "ValueError: no", "seen": "of no weight"})]
+    [said] = check(watching, 1, failed)
+    assert said.startswith(
+        "step 1: the reward mine failed for all 2 responses of the batch: ValueError: no; "
+    )
+    check(watching, 2, failed)
+    with pytest.raises(RolloutError, match=r"step 3: the reward mine failed for all 2 responses"):
+        check(watching, 3, failed)
+
+
+def test_all_masked_and_all_cut_off(good):
+    masked = group(1, 0)
+    for rollout in masked.rollouts:
+        rollout.trained = False
+    [said] = watch(good).check(1, [masked], [])
+    assert "no response of the batch is trained: all are masked" in said
+    watching = watch(good)
+    [said] = check(watching, 1, [group(1, 0, finish="length")])
+    assert said.startswith("step 1: every response was cut off at rollout.max_tokens=1024: raise it")
+    for step in range(2, 9):  # budgets are legitimate, where rewards differ
+        assert check(watching, step, [group(1, 0, finish="length")]) == []
+
+
+def test_advantages_of_tokens_count():
+    rows = TrainBatch.from_groups([group(0, 0)])
+    loss = AlgorithmConfig.model_validate("gpg").loss
+    assert not loss.has_signal(rows.with_columns(advantage_r=torch.zeros(4)))
+    assert loss.has_signal(rows.with_columns(advantage_r=torch.tensor([0, 0, 0, 0.5])))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ["rewards.components=[]"],
+            "rewards.components=[]: algorithm.loss=gvpo learns from rewards",
+        ),
+        (
+            ["rewards.components=[]", "algorithm=grpo"],
+            "rewards.components=[]: algorithm.loss=ppo learns",
+        ),
+        (
+            ["rewards.components=[]", "data.eval.path=e"],
+            "rewards.components=[]: data.eval is given",
+        ),
+        (["rewards.components=[{name: math, weight: 0}]"], "rewards.components: all weights are 0, so all"),
+    ],
+)
+def test_no_rewards_at_all_are_an_error_at_the_start(good, overrides, said):
+    with pytest.raises(ConfigError) as error:
+        load_config([good], overrides)
+    assert str(error.value).startswith(said)
+
+
+def test_methods_without_rewards_need_none(good):
+    none, solutions = "rewards.components=[]", "data.train.demonstration_key=s"
+    assert load_config([good], [none, "algorithm=sft", solutions]).rewards.components == ()
+    judged = "algorithm={recipe: gvpo, shapers: [{name: custom, function: 'builtins:sorted'}]}"
+    assert load_config([good], [none, judged]).rewards.components == ()

@@ -1,0 +1,208 @@
+"""Every name and keyword of Transformer Engine, SGLang, vLLM, NCCL's bindings and pynvml that GPU paths use.
+
+They are compared with the Python sources of the pinned releases. Nothing of them is run, so a release that
+renames something is found in seconds and without a GPU.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+
+import megatron.core
+import pytest
+from interfaces import Library, Uses
+from paths import ROOT
+from servers import engine_python
+from transformer_engine_source import CUDNN, source
+
+from megatron_gvpo.config.schema import load_config
+from megatron_gvpo.rollout.start import DIALECTS
+from megatron_gvpo.versions import REFERENCE
+
+PACKAGE = ROOT / "megatron_gvpo"
+SITE = Path(megatron.core.__path__[0]).parents[1]
+# Names that the sources cannot settle: {file: (problem, why it is none)}.
+NONE_OF_OURS = {
+    "megatron/core/extensions/transformer_engine.py": (
+        "general_gemm takes no workspace",
+        "passed only to releases that have _get_workspace",
+    ),
+    "megatron/core/fp8_utils.py": (
+        "there is no transformer_engine.pytorch.cpp_extensions.cast_to_fp8",
+        "the branch of releases before 2.2",
+    ),
+    "megatron/core/tensor_parallel/inference_layers.py": (
+        "there is no transformer_engine.pytorch.cpp_extensions.rmsnorm_fwd",
+        "Megatron's own inference, which nothing here uses",
+    ),
+    "megatron/bridge/models/gpt_full_te_layer_autocast_spec.py": (
+        "transformer_engine.pytorch.TransformerLayer.__init__ takes no ub_atomic_gemm_ag, ub_atomic_gemm_rs, "
+        "ub_split_ag, ub_split_rs",
+        "a layer specification that no supported model has",
+    ),
+}
+
+
+def users(package: str) -> list[Path]:
+    imports = re.compile(r"^\s*(?:import|from) transformer_engine\b", re.MULTILINE)
+    return [f for f in sorted((SITE / package).rglob("*.py")) if imports.search(f.read_text())]
+
+
+@pytest.mark.parametrize("package", ["megatron/core", "megatron/bridge"])
+def test_transformer_engine_has_what_megatron_uses(package: str) -> None:
+    library, used, problems = Library(source(), "transformer_engine"), 0, {}
+    for file in users(package):
+        found = Uses(library, file, REFERENCE["transformer-engine"])
+        name, used = str(file.relative_to(SITE)), used + found.used
+        if wrong := [p for p in found.problems if p.split(": ", 1)[1] != NONE_OF_OURS.get(name, ("",))[0]]:
+            problems[name] = wrong
+    assert not problems
+    assert used > 40, "the check has looked at names"
+
+
+def test_transformer_engine_has_what_this_package_uses() -> None:
+    """Attributes that are named in strings, and environment variables."""
+    text = "\n".join(file.read_text() for file in (source() / "transformer_engine" / "pytorch").rglob("*.py"))
+    ours = "\n".join(file.read_text() for file in PACKAGE.rglob("*.py"))
+    for attribute in ("_fp8_workspaces", "fuse_wgrad_accumulation"):
+        assert f'"{attribute}"' in ours and re.search(rf"self\.{attribute}\b", text), attribute
+    for name in set(re.findall(r"\bNVTE_\w+", ours)):
+        assert re.search(rf"[\"']{name}[\"']", text), name
+
+
+def test_a_missing_name_or_keyword_is_found(tmp_path: Path) -> None:
+    """The check itself, on what this release lacks."""
+    file = tmp_path / "user.py"
+    file.write_text(
+        "import transformer_engine as te\n"
+        "from transformer_engine.pytorch import Lynear\n"
+        "try:\n    from transformer_engine.pytorch import Older\nexcept ImportError:\n    Older = None\n"
+        "class Mine(te.pytorch.Linear):\n"
+        "    def __init__(self):\n"
+        "        extra = {}\n        extra['colour'] = 1\n"
+        "        super().__init__(1, 2, bias=True, shape=3, **extra)\n"
+        "if is_te_min_version('99.0'):\n    te.pytorch.FromTheFuture()\n"
+        "te.pytorch.Linear(1, 2, bias=False)\n"
+    )
+    found = Uses(Library(source(), "transformer_engine"), file, REFERENCE["transformer-engine"])
+    assert found.problems == [
+        "2: there is no transformer_engine.pytorch.Lynear",
+        "11: transformer_engine.pytorch.Linear.__init__ takes no colour, shape",
+    ]
+
+
+def test_pynvml_has_what_the_monitor_reads() -> None:
+    import pynvml
+
+    text = (PACKAGE / "observe" / "gpus.py").read_text()
+    names = set(re.findall(r"\bnvml\.(\w+)", text)) | set(re.findall(r"\bpynvml\.(\w+)", text))
+    names |= {f"nvmlClocksThrottleReason{r}" for r in re.findall(r'"((?:Sw|Hw)\w+)"', text)}
+    assert len(names) > 25 and {name for name in names if not hasattr(pynvml, name)} == set()
+
+
+def test_torch_has_the_nccl_bindings_that_both_sides_use() -> None:
+    """Read from texts: a build of torch for CPUs has none of them to ask."""
+    text = "\n".join(file.read_text() for file in PACKAGE.rglob("*.py"))
+    used = set(re.findall(r"\b(?:dist|torch)\.((?:cuda\.)?(?:ProcessGroupNCCL|nccl)\.\w+)", text))
+    assert used >= {"ProcessGroupNCCL.Options", "cuda.nccl.version"}
+    stub = (SITE / "torch" / "_C" / "_distributed_c10d.pyi").read_text()
+    options = stub.split("class ProcessGroupNCCL(")[1]
+    for name in used - {"cuda.nccl.version"}:
+        assert re.search(rf"\b(?:class|def) {name.rpartition('.')[2]}\b", options), name
+    assert "def version" in (SITE / "torch" / "cuda" / "nccl.py").read_text()
+
+
+@cache
+def site_of(engine: str) -> Path:
+    [site] = Path(engine_python(engine)).parents[1].glob("lib/python3*/site-packages")
+    return site
+
+
+def options_of(engine: str) -> set[str]:
+    """The options of the engine's server, from the strings and the fields of its settings."""
+    files = {
+        "sglang": ["sglang/srt/server_args.py", "sglang/srt/arg_groups/fields/*.py"],
+        "vllm": ["vllm/engine/arg_utils.py", "vllm/entrypoints/launchers/cli_args.py"],
+    }
+    found = set[str]()
+    for file in (file for pattern in files[engine] for file in site_of(engine).glob(pattern)):
+        tree = ast.parse(file.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("--"):
+                found.add(node.value)
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                found.add("--" + node.target.id.replace("_", "-"))
+    return found
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_the_engines_have_the_options_of_our_command_lines(engine: str, good: Path) -> None:
+    """With everything on that only GPUs have: colocation, routed experts, patched experts."""
+    model = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8}
+    (good.parent / "config.json").write_text(json.dumps(model))
+    base = [f"model.path={good.parent}", f"rollout.engine={engine}", "rollout.router_replay=true"]
+    base += ["rollout.servers.context_length=64"]
+    used = set[str]()
+    for more in (
+        ["rollout.servers.colocated=true", "rollout.weights.transport=shared"],
+        ["rollout.weights.transport=delta"],
+    ):
+        launch = DIALECTS[engine].launch(load_config([good], [*base, *more]), 1, None, True)
+        used |= {word for word in launch.command if word.startswith("--")}
+        file = {"vllm": "vllm/envs.py", "sglang": "sglang/srt/environ.py"}[engine]
+        settings = (site_of(engine) / file).read_text()
+        for name in launch.environment:
+            assert not name.startswith(("VLLM_", "SGLANG_")) or re.search(rf"\b{name}\b", settings), name
+    assert len(used) > 8 and used - options_of(engine) == set()
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_the_engines_have_the_routes_that_we_ask(engine: str) -> None:
+    ours = [PACKAGE / "rollout" / f"{engine}.py", PACKAGE / "weights" / "receivers" / f"{engine}.py"]
+    asked = {
+        node.value
+        for file in ours
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if re.fullmatch(r"/[a-z_0-9/]+", node.value)
+    }
+    served = set[str]()
+    for file in (site_of(engine) / engine).rglob("entrypoints/**/*.py"):
+        served |= set(re.findall(r"\.(?:get|post|put|api_route|route)\(\s*\"(/[^\"]*)\"", file.read_text()))
+    assert len(asked) > 8 and asked - served == set()
+
+
+def test_sglangs_memory_tags() -> None:
+    """The parts of a sleeping server's memory, of which CPU servers have none."""
+    constants = (site_of("sglang") / "sglang" / "srt" / "constants.py").read_text()
+    ours = (PACKAGE / "rollout" / "sglang.py").read_text()
+    for tag in ("weights", "kv_cache", "cuda_graph"):
+        assert f'= "{tag}"' in constants and f'"{tag}"' in ours
+    requests = (site_of("sglang") / "sglang" / "srt" / "managers" / "io_struct.py").read_text()
+    assert re.search(r"class ResumeMemoryOccupationReqInput\(.*\):(?:\n    .*)*?\n    tags:", requests)
+
+
+def test_vllms_names_that_only_gpus_use() -> None:
+    site = site_of("vllm")
+    plugin = Uses(Library(site, "vllm"), PACKAGE / "rollout" / "plugins" / "megatron_gvpo_vllm.py")
+    assert plugin.used > 5 and plugin.problems == []
+    backends = (site / "vllm/model_executor/layers/fused_moe/oracle/unquantized.py").read_text()
+    [enumeration] = re.findall(r"class UnquantizedMoeBackend\(.*?\):\n(.*?)\n\n", backends, re.DOTALL)
+    for name in ("TRITON", "BATCHED_TRITON", "FLASHINFER_CUTLASS", "FLASHINFER_TRTLLM"):
+        assert f"{name} =" in enumeration
+    assert '"triton": UnquantizedMoeBackend.TRITON' in backends, "what --moe-backend triton means"
+    method = (site / "vllm/model_executor/layers/fused_moe/unquantized_fused_moe_method.py").read_text()
+    assert "self.unquantized_backend" in method
+    waking = (site / "vllm/entrypoints/serve/dev/sleep/api_router.py").read_text()
+    assert 'getlist("tags")' in waking and re.search(r"level: .*int.*\n    mode: ", waking)
+
+
+def test_cudnn_is_the_one_that_the_attention_table_was_made_for() -> None:
+    pinned = re.search(r"^nvidia-cudnn-cu13==([\d.]+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert pinned is not None and tuple(map(int, pinned[1].split(".")[:3])) == CUDNN
+    assert version("megatron-core") == REFERENCE["megatron-core"]
