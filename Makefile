@@ -20,7 +20,7 @@ test: venv engines  ## the test suite: every real part at least once
 	$(PYTEST) $(OPTIONS)
 
 proof: venv engines  ## all tests and long proofs, for hours; outcomes and times go to benchmarks/results/proof.json
-	$(PYTEST) -m "proof or not proof" --every-part -rs --write-times benchmarks/results/proof.json $(OPTIONS)
+	$(PYTEST) -m "proof or not proof" --every-part --fuzz 4000 -rs --write-times benchmarks/results/proof.json $(OPTIONS)
 
 chaos: venv engines  ## whole runs with seeded faults, for hours; it goes on where it was stopped, in runs/chaos
 	mkdir -p runs/chaos

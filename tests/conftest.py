@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 torch.set_num_threads(1)
 gc.disable()  # until the tests are collected: their imports make a million objects, none of them garbage
-pytest_plugins = ["failures", "real_parts", "time_budget", "work_groups"]
+pytest_plugins = ["failures", "fuzz_settings", "real_parts", "time_budget", "work_groups"]
 
 
 def pytest_collection_finish() -> None:

@@ -125,6 +125,8 @@ def _check_sizes(model: dict[str, Any], where: str) -> None:
             raise refuse(key, f": must be at least {least}")
         if value > largest:
             raise refuse(key, f": must be at most {largest}")
+    if experts(model) and model.get("moe_intermediate_size", 1) is None:
+        raise ConfigError(f"{where}: moe_intermediate_size=null in config.json: the model has experts")
     for key in _POSITIVE:
         value = model.get(key)
         if value is not None and (type(value) not in (int, float) or not 0 < value < math.inf):

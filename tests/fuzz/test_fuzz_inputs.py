@@ -134,6 +134,7 @@ LAYOUTS = [
 
 @FUZZ
 @example(model=MODELS[0] | {"num_key_value_heads": None}, layout=LAYOUTS[-1])
+@example(model=MODELS[1] | {"moe_intermediate_size": None}, layout=LAYOUTS[0])
 @given(model=st.sampled_from(MODELS).flatmap(mutated), layout=st.sampled_from(LAYOUTS))
 def test_model_files(model: Any, layout: Any, good: Path, capsys: pytest.CaptureFixture[str]) -> None:
     world, overrides = layout
