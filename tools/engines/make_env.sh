@@ -8,13 +8,18 @@ set -euo pipefail
 engine=${1:?usage: make_env.sh sglang|vllm}
 here=$(cd "$(dirname "$0")" && pwd)
 case $engine in
-  sglang | vllm) ;;
+  # Installed without their dependencies, which name the CUDA builds of torch and of the kernels.
+  sglang) bare=(sglang sglang-router) ;;
+  vllm) bare=() ;;
   *) echo "make_env.sh: there is no engine '$engine'; known: sglang, vllm" >&2; exit 2 ;;
 esac
 
-# The name carries what the environment is made of, so that a change builds a new one.
-versions=$here/../../megatron_gvpo/versions.txt
-key=$(cat "$0" "$versions" "$here/$engine.txt" "$here/sgl_kernel/__init__.py" | sha256sum | cut -c1-12)
+# The pins of the packages that are asked for here, and no others.
+asked=$(printf '^%s==\n' $(cat "$here/$engine.txt") "${bare[@]}")
+pins=$(grep -f <(echo "$asked") "$here/../../megatron_gvpo/versions.txt" | sed 's/ *#.*//')
+
+# The name carries what the environment is made of, so that a change builds a new one, and a pin of another package does not.
+key=$({ echo "$pins"; cat "$0" "$here/$engine.txt" "$here/sgl_kernel/__init__.py"; } | sha256sum | cut -c1-12)
 dir=${XDG_CACHE_HOME:-$HOME/.cache}/megatron_gvpo/engines/$engine-$key
 if [ -e "$dir/.complete" ]; then
   echo "$dir/bin/python"
@@ -38,13 +43,13 @@ flock 9 # two builders: the second waits, then finds it done
 if [ ! -e "$dir/.complete" ]; then
   rm -rf "$dir"
   "$(find_python)" -m venv "$dir"
-  pip=("$dir/bin/python" -m pip install --quiet --disable-pip-version-check --constraint "$versions")
+  echo "$pins" >"$dir/pins.txt"
+  pip=("$dir/bin/python" -m pip install --quiet --disable-pip-version-check --constraint "$dir/pins.txt")
   "${pip[@]}" torch >&2
   "${pip[@]}" -r "$here/$engine.txt" >&2
   site=$("$dir/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
   if [ "$engine" = sglang ]; then
-    # Without its dependencies: they name the CUDA builds of torch and of the kernels.
-    "${pip[@]}" --no-deps sglang sglang-router >&2
+    "${pip[@]}" --no-deps "${bare[@]}" >&2
     cp -r "$here/sgl_kernel" "$site/"
     # torchvision registers shapes of operators that its CUDA build alone has, at import; nothing else is used of it.
     : >"$site/torchvision/_meta_registrations.py"
