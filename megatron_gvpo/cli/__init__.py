@@ -12,12 +12,12 @@ import sys
 from collections.abc import Sequence
 
 from megatron_gvpo import __version__
-from megatron_gvpo.cli import convert, doctor, export, plan, recipes, serve, slurm, train
+from megatron_gvpo.cli import convert, doctor, export, plan, recipes, report, serve, slurm, train
 from megatron_gvpo.cli import eval as evaluate
 from megatron_gvpo.cli.terminal import refuse
 from megatron_gvpo.config.errors import ConfigError
 
-COMMANDS = (train, evaluate, export, serve, recipes, slurm, plan, convert, doctor)
+COMMANDS = (train, evaluate, export, report, serve, recipes, slurm, plan, convert, doctor)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

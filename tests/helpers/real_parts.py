@@ -26,6 +26,7 @@ PARTS = (
     "TRL's losses",
     "Slurm",
     "image",
+    "Chromium",
 )
 
 _passed: Counter[str] = Counter()

@@ -25,8 +25,8 @@ from megatron_gvpo.observe import (
     time_report,
 )
 from megatron_gvpo.observe.live import sparkline
-from megatron_gvpo.observe.report import smooth
 from megatron_gvpo.observe.status import Status, clock
+from megatron_gvpo.observe.summary import smooth
 
 QUIET = LoggingConfig(tensorboard=False)
 

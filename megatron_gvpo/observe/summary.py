@@ -1,4 +1,4 @@
-"""Reports after a run: the curves of reward and pass@1 as a picture, time and memory as tables."""
+"""Summaries after a run: the curves of reward and pass@1 as a picture, time and memory as tables."""
 
 from __future__ import annotations
 

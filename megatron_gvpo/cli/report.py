@@ -1,0 +1,54 @@
+"""`megatron-gvpo report`: one HTML file with a run's curves, samples and configuration."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from megatron_gvpo.cli.terminal import say
+from megatron_gvpo.config.errors import ConfigError
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("report", help="write a page with the curves and samples of runs")
+    add_runs(parser)
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="the page (default: report.html in the first RUN)"
+    )
+    parser.set_defaults(run=run)
+
+
+def add_runs(parser: argparse.ArgumentParser) -> None:
+    """The arguments that `report` and `watch` share."""
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="output directory of a run; several are compared"
+    )
+    parser.add_argument(
+        "--responses",
+        type=int,
+        default=10_000,
+        metavar="N",
+        help="show at most about N responses, of evenly chosen steps (default: 10000)",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write the page. Raises ConfigError for what is no run, and for a file that cannot be written."""
+    from megatron_gvpo.observe.report import read_run, report_of, write_page
+
+    check(options)
+    file = options.out or options.runs[0] / "report.html"
+    report = report_of([read_run(directory) for directory in options.runs], options.responses)
+    try:
+        write_page(report, file)
+    except OSError as error:
+        raise ConfigError(f"--out {file}: {error.strerror}") from None
+    say(f"{file}: {file.stat().st_size / 2**20:.1f} MiB")
+    return 0
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raises ConfigError for a number of responses that is none."""
+    if options.responses < 0:
+        raise ConfigError(f"--responses {options.responses}: want 0 or more")

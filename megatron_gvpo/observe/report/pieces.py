@@ -1,0 +1,70 @@
+"""Splits a response's text into the pieces that its tokens stand for, so that a page can colour them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+UNFINISHED = "\ufffd"  # decoders give it for a character of which a token has only a part
+
+
+class Pieces:
+    """The texts of tokens, by the tokenizer of the run's model."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, str] = {}
+        # At the start of a text, some decoders drop a token's space: each is decoded after this one.
+        self._before = 0
+        self._text_before = self._decode([self._before])
+
+    @classmethod
+    def of_run(cls, directory: Path, model: str | None, began_in: str | None) -> Pieces | None:
+        """The tokenizer in `directory`/hf, or in the run's model.path; None where neither has one.
+
+        `began_in`: the directory in which the run was started, which a relative model.path refers to.
+        """
+        from tokenizers import Tokenizer
+
+        places = [directory / "hf"]
+        if model is not None:
+            places += [Path(began_in or ".", model).expanduser(), Path(model).expanduser()]
+        for place in places:
+            try:
+                return cls(Tokenizer.from_file(str(place / "tokenizer.json")))
+            except Exception:  # the library raises bare Exceptions: no file, a damaged one, another version
+                continue
+        return None
+
+    def split(self, token_ids: Sequence[int]) -> list[str]:
+        """The piece of every token; together they are the text, special tokens included.
+
+        A character whose bytes are spread over several tokens is in the last one's piece.
+        """
+        pieces = [self._piece(token) for token in token_ids]
+        if any(UNFINISHED in piece for piece in pieces):
+            return self._in_context(token_ids)
+        return pieces
+
+    def _piece(self, token: int) -> str:
+        if (found := self._known.get(token)) is None:
+            found = self._decode([self._before, token]).removeprefix(self._text_before)
+            self._known[token] = found
+        return found
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
+    def _in_context(self, token_ids: Sequence[int]) -> list[str]:
+        from tokenizers.decoders import DecodeStream
+
+        stream = DecodeStream(skip_special_tokens=False)
+        pieces = [stream.step(self._tokenizer, token) or "" for token in token_ids]
+        known, whole = "".join(pieces), self._decode(token_ids)
+        if whole.startswith(known):
+            pieces[-1] += whole[len(known) :]  # a last character that is not complete
+        return pieces

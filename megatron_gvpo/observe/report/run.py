@@ -1,0 +1,111 @@
+"""A run's records, as the report needs them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_gvpo.config.errors import ConfigError
+from megatron_gvpo.observe.jsonl import read_metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The records of one run.
+
+    `records`: the lines of metrics.jsonl; `config`: the values of config.yaml by dotted key; `starts`: those
+    in run.json. A file that the directory lacks leaves its field empty.
+    """
+
+    directory: Path
+    records: list[dict[str, Any]]
+    config: dict[str, Any]
+    starts: list[dict[str, Any]]
+
+
+def read_run(directory: Path) -> Run:
+    """Read a run's directory. Raises ConfigError for one without metrics, and for a damaged file."""
+    file = directory / "metrics.jsonl"
+    try:
+        records = read_metrics(file)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{directory}: no run there (no metrics.jsonl); give the output_dir of a run"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(error)) from None
+    return Run(directory, records, _config(directory / "config.yaml"), _starts(directory / "run.json"))
+
+
+def columns(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The records as columns: `{"step": [...], "metrics": {name: [value or None, ...]}}`.
+
+    Of two records of a step, which a run that was stopped may have, the values of the later one count.
+    """
+    by_step: dict[int, dict[str, Any]] = {}
+    for record in records:
+        by_step.setdefault(record["step"], {}).update(record)
+    steps = sorted(by_step)
+    names = dict.fromkeys(name for step in steps for name in by_step[step] if name != "step")
+    values = {name: [_short(by_step[step].get(name)) for step in steps] for name in names}
+    return {"step": steps, "metrics": {name: column for name, column in values.items() if any_number(column)}}
+
+
+def any_number(column: Sequence[float | None]) -> bool:
+    return any(value is not None for value in column)
+
+
+def short_names(directories: Sequence[Path]) -> list[str]:
+    """The shortest ends of the paths that tell them from one another."""
+    parts = [path.resolve().parts for path in directories]
+    for length in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(path[-length:]) for path in parts]
+        if len(set(names)) == len(names):
+            return names
+    raise ConfigError(f"{directories[0]} is given twice")
+
+
+def _short(value: Any) -> float | None:
+    """A number with six digits, as many as a curve shows; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(f"{value:.6g}")
+
+
+def _config(file: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(file.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{file}: cannot be read as a configuration: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file}: this is not the configuration of a run")
+    return dict(_flat(values))
+
+
+def _flat(values: Any, at: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(values, dict | list) and values:
+        items = values.items() if isinstance(values, dict) else enumerate(values)
+        simple = isinstance(values, list) and not any(isinstance(value, dict | list) for value in values)
+        if not simple:
+            for key, value in items:
+                yield from _flat(value, f"{at}.{key}" if at else str(key))
+            return
+    yield at, values
+
+
+def _starts(file: Path) -> list[dict[str, Any]]:
+    try:
+        starts = json.loads(file.read_text())["starts"]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{file}: this is not the record of a run: {error}") from None
+    keep = ("time", "from_step", "host", "world_size", "command", "directory", "versions")
+    return [{key: start.get(key) for key in keep} for start in starts if isinstance(start, dict)]
