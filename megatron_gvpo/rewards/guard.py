@@ -19,10 +19,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+from megatron_gvpo.runtime.parent_death import die_with_parent
+
 # Slurm's signals and Ctrl-C reach every process of a run; only the trainer decides what they mean.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 PATIENCE = 5.0  # seconds to kill the processes that a reward started
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def main() -> NoReturn:
@@ -30,13 +32,11 @@ def main() -> NoReturn:
     trainer, guard = os.getppid(), os.getpid()
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    _control(_PR_SET_CHILD_SUBREAPER, 1)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     if (worker := os.fork()) == 0:
         os.close(leash)
         os.setsid()  # a function that kills its process group does not kill the guard
-        _control(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != guard:
-            os._exit(1)
+        die_with_parent(guard)
         _be_the_first_to_go()
 
         from megatron_gvpo.rewards.worker import work
@@ -50,10 +50,6 @@ def main() -> NoReturn:
         signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
         os.kill(os.getpid(), -code)
     os._exit(abs(code))
-
-
-def _control(option: int, value: int) -> None:
-    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def _be_the_first_to_go() -> None:

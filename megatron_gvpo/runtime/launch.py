@@ -10,8 +10,10 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from types import FrameType
 
+from megatron_gvpo.runtime.parent_death import die_with_parent
 from megatron_gvpo.runtime.signals import stopping_signals
 
 # Seconds that the other ranks have to end by themselves after one has failed with an error, which they may be
@@ -26,7 +28,8 @@ def launch(processes: int, arguments: Sequence[str]) -> int:
     give them half a minute, and would report that as a failure, like wrong input, with a page of its text.
     Each rank leads a process group of its own, so that Ctrl-C reaches it once, through this process. A second
     Ctrl-C ends the ranks at once.
-    A rank that a signal killed is named on stderr, because it could not say anything itself.
+    A rank that a signal killed is named on stderr, because it could not say anything itself. Ranks are killed
+    when this process is.
     """
     environment = _environment(processes)
     command = [sys.executable, "-m", "megatron_gvpo", *arguments]
@@ -45,7 +48,8 @@ def launch(processes: int, arguments: Sequence[str]) -> int:
     try:
         for rank in range(processes):
             numbered = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            ranks.append(subprocess.Popen(command, env=numbered, process_group=0))
+            begin = partial(die_with_parent, os.getpid())
+            ranks.append(subprocess.Popen(command, env=numbered, process_group=0, preexec_fn=begin))
         failed, code = _wait(ranks)
         if presses > 1:
             return 128 + signal.SIGINT

@@ -125,6 +125,22 @@ def test_a_second_ctrl_c_ends_at_once_with_all_that_was_started(task, tmp_path):
     assert newest_step(tmp_path / "run") is None
 
 
+def test_a_killed_launcher_takes_its_ranks_along(task, tmp_path):
+    """Fails on the old code, where the ranks went on training, and held the lock on the directory."""
+    process = start(arguments(task, tmp_path / "run", "--nproc=2"))
+    wait_for(lambda: len(process.children()) == 2, process)
+    ranks = process.children()
+    try:
+        time.sleep(1.0)
+        process.kill()
+        _, alive = psutil.wait_procs(ranks, 10)
+        assert alive == []
+    finally:
+        for rank in ranks:
+            with suppress(psutil.NoSuchProcess):
+                rank.kill()
+
+
 def test_a_lost_terminal_saves(task, tmp_path):
     with terminal(*arguments(task, tmp_path / "run")) as (process, screen):
         wait_for(trained(tmp_path / "run"), process)
