@@ -23,13 +23,14 @@ from megatron_gvpo.config.errors import ConfigError
 from megatron_gvpo.config.preflight import preflight
 from megatron_gvpo.config.schema import Config, as_config
 from megatron_gvpo.megatron import parallel
+from megatron_gvpo.megatron.checkpoint.sharded import CheckpointError
 from megatron_gvpo.megatron.policy import UpdateResult
 from megatron_gvpo.observe.rollout_metrics import rollout_statistics, trained_tokens
 from megatron_gvpo.rollout.request import RolloutError
 from megatron_gvpo.runs.directory import RunDirectory
 from megatron_gvpo.runs.earlier import Earlier, earlier_of, finished
 from megatron_gvpo.runs.turn import Turn
-from megatron_gvpo.runtime.collectives import broadcast_msgpack, first_problem
+from megatron_gvpo.runtime.collectives import all_have_failed, broadcast_msgpack, first_problem
 from megatron_gvpo.runtime.rank_variables import check_rank_variables
 from megatron_gvpo.runtime.signals import Interrupt, Interrupted
 from megatron_gvpo.runtime.user_functions import UserFunctionError
@@ -38,6 +39,7 @@ from megatron_gvpo.types import Group, TrainBatch
 log = logging.getLogger(__name__)
 
 Metrics = dict[str, float]
+FAILING = 10.0  # seconds between the first and the last rank that a function of the user's fails on
 
 
 class Trainer:
@@ -79,6 +81,8 @@ class Trainer:
         self.step = found or 0
         self._saving: Path | None = None  # a checkpoint that may not be complete yet
         self._saved: Path | None = None  # the last complete one
+        self._saved_step = self.step  # of the last one, which a resumed run has read
+        self._updated = False  # the weights are no longer those of `step`
         self._resume_point: dict[str, Any] = self.components.state_dict()
 
     def fit(self) -> Metrics:
@@ -87,8 +91,9 @@ class Trainer:
         Raises Interrupted after SIGTERM, SIGUSR1, SIGINT (Ctrl-C) or SIGHUP, and RolloutError when no server
         will give responses any more, a teacher or judge of the user's fails, or train.max_empty_batches
         batches in a row teach nothing. A checkpoint is saved first. Raises UserFunctionError where a loss,
-        estimator, member or prior of the user's fails, perhaps on this rank alone, and ConfigError when it is
-        called again.
+        estimator, member or prior of the user's fails, perhaps on this rank alone: a checkpoint is saved
+        first if all ranks fail before the step has changed the weights. Raises ConfigError when it is called
+        again.
         """
         with self._turn.fit(lambda: self.step, self.config.train.steps):
             return self._fit()
@@ -121,7 +126,7 @@ class Trainer:
                     try:
                         metrics = self._train_step(step, interrupt)
                     except UserFunctionError as error:
-                        raise UserFunctionError(f"step {step}: {error}") from error
+                        raise UserFunctionError(f"step {step}: {error}; {self._kept()}") from error
                     self._notify("on_step", step, metrics)
                     if step == steps or (every and step % every == 0):
                         self.save()
@@ -156,7 +161,7 @@ class Trainer:
         metrics |= (mismatch := self.components.mismatch.take())
         if self.is_main and (warning := self.components.mismatch.warning(step, mismatch)):
             log.warning(warning)
-        self.step, self._resume_point = step, components.state_dict()
+        self.step, self._resume_point, self._updated = step, components.state_dict(), False
         if self._samples_from_policy and not components.engine.shares_gpus:  # otherwise right before sampling
             components.sync(step)
         seconds, phases = time.perf_counter() - begin, timer.take()
@@ -253,6 +258,7 @@ class Trainer:
         for _ in range(self.config.train.batch_epochs):
             for i, rows in enumerate(mini_batches):
                 results.append(result := self._update(rows, first=not results))
+                self._updated = True
                 if len(results) == 1:
                     references = self.config.algorithm.loss.reference_policies.items()
                     at_start = [f"{column}_logp_r" for column, policy in references if policy == STEP_START]
@@ -285,6 +291,7 @@ class Trainer:
         """Write, or begin to write, a checkpoint; a run resumed from it does what this one does next."""
         self._finish_saving()
         self._saving = self.components.save(self.step, self._resume_point)
+        self._saved_step = self.step
         if not self.config.checkpoint.asynchronous:
             self._finish_saving()
 
@@ -293,6 +300,21 @@ class Trainer:
             self.components.finish_saving()
             self._saved, self._saving = self._saving, None
             self._notify("on_checkpoint", self._saved)
+
+    def _kept(self) -> str:
+        """Save the step before the one that failed, where all ranks know of it; says where `--resume` begins.
+
+        A step that failed after an update of the weights leaves nothing to save.
+        """
+        if self._saved_step < self.step and not self._updated and all_have_failed(FAILING):
+            try:
+                self.save()
+                self._finish_saving()
+            except CheckpointError as error:
+                return f"and no checkpoint could be saved: {error}"
+        if not self._saved_step:
+            return "no checkpoint has been saved yet (checkpoint.every)"
+        return f"`train ... --resume` continues from step {self._saved_step}"
 
     def _notify(self, event: str, *args: Any) -> None:
         for callback in self.callbacks:

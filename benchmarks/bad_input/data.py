@@ -118,10 +118,9 @@ DATA = [
         arguments=("data.train.path=data/none",),
     ),
     whole(
-        "a directory of mixed schemas",
+        "a directory of JSON lines and parquet",
         lambda t: None,
-        "data",
-        expected="either",
+        expected="runs",
         arguments=("data.train.path=data",),
     ),
     whole("a FIFO", fifo, "train.jsonl"),
@@ -129,6 +128,9 @@ DATA = [
         "a link to itself",
         lambda t: ((t / "data/train.jsonl").unlink(), (t / "data/train.jsonl").symlink_to("train.jsonl")),
         "train.jsonl",
+    ),
+    whole(
+        "a home that nobody has", lambda t: None, "~nosuch", arguments=("data.train.path=~nosuch/t.jsonl",)
     ),
     whole(
         "JSON lines called parquet",

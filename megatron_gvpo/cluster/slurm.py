@@ -49,7 +49,7 @@ def render(config: Config, given: Sequence[str], job: Job, program: str = "train
         command=shlex.join(["megatron-gvpo", *sys.argv[1:]]).replace("\n", " "),  # a comment
         job=job,
         options=[_directive(option) for option in job.sbatch],
-        name=shlex.quote(Path(config.output_dir).resolve().name),
+        name=shlex.quote(Path(os.path.realpath(config.output_dir)).name),
         output_dir=shlex.quote(config.output_dir),
         config=shlex.join(given),
         program=shlex.join([*RANK, program]),
@@ -76,7 +76,7 @@ def unseen(config: Config, given: Sequence[str], job: Job) -> list[str]:
     """Lists, as `key=path`, the config's paths that are outside the directories mounted in the containers."""
     if job.container is None:
         return []
-    seen = [Path.cwd(), *(Path(mount).resolve() for mount in job.mounts)]
+    seen = [Path.cwd(), *(Path(os.path.realpath(mount)) for mount in job.mounts)]
     named = [("configuration", word) for word in given if "=" not in word]
     named += [("output_dir", config.output_dir), ("model.path", config.model.path)]
     named += [("data.train.path", config.data.train.path)]
@@ -84,7 +84,7 @@ def unseen(config: Config, given: Sequence[str], job: Job) -> list[str]:
     return [
         f"{name}={path}"
         for name, path in named
-        if not any(Path(path).resolve().is_relative_to(directory) for directory in seen)
+        if not any(Path(os.path.realpath(path)).is_relative_to(directory) for directory in seen)
     ]
 
 

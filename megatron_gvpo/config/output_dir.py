@@ -34,7 +34,7 @@ def check_output_dir(config: Config) -> None:
         read["data.eval.path"] = config.data.eval.path
     for key, path in read.items():
         for own in (directory / name for name in OWN):
-            if Path(path).expanduser().resolve().is_relative_to(own.resolve()):
+            if Path(os.path.realpath(path)).is_relative_to(os.path.realpath(own)):
                 raise ConfigError(
                     f"{key}={path} is in {own}, which a run in output_dir={directory} replaces: give another "
                     "output_dir"

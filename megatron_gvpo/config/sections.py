@@ -69,7 +69,7 @@ class DatasetConfig(Section):
     free_keys = ("path",)  # the files' content is compared
 
     # A .jsonl or .parquet file, a directory of such files, or the name of a hub data set.
-    path: str = Field(min_length=1)
+    path: LocalPath
     split: str = "train"  # The split of a hub data set.
     prompt_key: str = "prompt"  # The field with the prompt: a string, or a list of chat messages.
     # The field with the answer that rewards compare with; null where no reward needs one.

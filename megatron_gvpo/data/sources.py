@@ -39,7 +39,7 @@ def read_records(path: str, split: str = "train") -> Iterator[Record]:
 
 
 def _read_records(path: str, split: str) -> Iterator[Record]:
-    local = Path(path).expanduser()
+    local = Path(path)
     if local.is_dir():
         files = sorted(file for file in local.iterdir() if file.suffix in _READERS and not file.is_dir())
         if not files:

@@ -26,6 +26,8 @@ from megatron_gvpo.megatron.model.model import Model
 from megatron_gvpo.megatron.optimizer import Optimizer, Update
 from megatron_gvpo.megatron.reference_weights import ReferenceWeights
 from megatron_gvpo.megatron.scorer import Scorer
+from megatron_gvpo.runtime.collectives import first_problem
+from megatron_gvpo.runtime.user_functions import UserFunctionError
 from megatron_gvpo.types import BatchTotals, LossInputs, TrainBatch
 
 
@@ -69,7 +71,8 @@ class Policy(Scorer):
 
         `at_step_start`: there was no update since the step began. So the policy at the step's start is the
         present policy, and the rows' columns of its log-probs may be missing. `keep_logp`: return the
-        log-probs of the update's own forward.
+        log-probs of the update's own forward. Raises UserFunctionError on all ranks, with the weights as they
+        were, where the user's loss fails on any.
         """
         loss, totals = self._loss, BatchTotals.of(rows)
         mine, some_split = my_micro_batches(self.model, rows, self._budget, loss.couples_groups)
@@ -91,10 +94,15 @@ class Policy(Scorer):
                     surrogate = (rows.weight_r * output.logp_r).sum()
                 return surrogate + bonus, (logp_r, detached(extra))
             filled = _with_references(rows, logp_r)
-            value, metrics = loss(LossInputs(filled, output.logp_r, totals))
+            try:
+                value, metrics = loss(LossInputs(filled, output.logp_r, totals))
+            except UserFunctionError as error:  # raised below: the other ranks are in the same schedule
+                problems.append(str(error))
+                value, metrics = 0 * output.logp_r.sum(), {}
             trained = value if output.surrogate is None else output.surrogate
             return trained + bonus, (logp_r, detached({"loss": value + bonus, **metrics} | extra))
 
+        problems: list[str] = []  # of the user's loss
         self.optimizer.zero_grad()
         memory_profile = self._first_update_profile()
         head = LogprobHead(
@@ -103,6 +111,8 @@ class Policy(Scorer):
         with memory_profile or contextlib.nullcontext():
             packs = [rows.select(index) for index in mine]
             results = forward.run(self.model, packs, micro_batch_loss, head=head)
+        if (said := first_problem(problems[0] if problems else None)) is not None:
+            raise UserFunctionError(said)
         logp_r = gather(rows, mine, [logp for logp, _ in results]) if split or keep_logp else None
         summed = sum_over_ranks([floats(metrics) for _, metrics in results])
         if split:  # the loss and its metrics are defined on whole groups only

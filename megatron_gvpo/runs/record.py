@@ -88,7 +88,7 @@ def fingerprints(config: Config) -> dict[str, dict[str, Any]]:
         source = (component.function or "").rpartition(":")[0]
         if source.endswith(".py"):
             named[f"rewards.components.{i}.function"] = source
-    found = {key: _fingerprint(Path(path).expanduser()) for key, path in named.items()}
+    found = {key: _fingerprint(Path(path)) for key, path in named.items()}
     return {key: value for key, value in found.items() if value is not None}
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from datetime import timedelta
+from itertools import count
 from typing import Any
 
 import msgpack
@@ -44,6 +47,26 @@ def first_problem(problem: str | None, group: dist.ProcessGroup | None = None) -
     if not failed:
         return None
     return f"{said[failed[0]]}{f' (on rank {failed[0]})' if len(failed) < len(said) else ''}"
+
+
+_votes = count()
+
+
+def all_have_failed(seconds: float) -> bool:
+    """Returns True if every rank calls this within `seconds`, on all ranks alike.
+
+    No collective, which would wait for the ranks that have not failed: they are waiting elsewhere.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return True
+    store, key = dist.distributed_c10d._get_default_store(), f"megatron_gvpo/failed/{next(_votes)}"
+    if store.add(f"{key}/ranks", 1) == dist.get_world_size():
+        return bool(store.compare_set(key, "", "all") == b"all")
+    with suppress(RuntimeError):  # the time is over, or the rank with the store has gone
+        store.wait([key], timedelta(seconds=seconds))
+    with suppress(RuntimeError):
+        return bool(store.compare_set(key, "", "not all") == b"all")
+    return False
 
 
 def broadcast_msgpack(obj: Any, src: int = 0, group: dist.ProcessGroup | None = None) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import os
 import shutil
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +39,7 @@ def run_directory(config: Config) -> Path:
     out, shared = Path(config.output_dir).absolute(), config.rollout.weights.directory
     if shared is None:
         return out / "weights"
-    digest = hashlib.blake2b(str(out.resolve()).encode(), digest_size=4).hexdigest()
+    digest = hashlib.blake2b(os.path.realpath(out).encode(), digest_size=4).hexdigest()
     return Path(shared).absolute() / f"{out.name}-{digest}"
 
 

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from tiny_run import configure, fit, reward_options
 
 from megatron_gvpo.config.schema import ConfigError
+from megatron_gvpo.runtime.collectives import all_have_failed
+from megatron_gvpo.runtime.user_functions import UserFunctionError
 
 
 def interrupted_and_not(task: str, runs: str) -> None:
@@ -37,3 +39,24 @@ def a_reward_that_one_rank_lacks(task: str, out: str) -> None:
     with pytest.raises(ConfigError) as error:
         fit(configure(Path(task), Path(out) / "run", "algorithm=gvpo", reward))
     (Path(out) / f"{rank}.txt").write_text(str(error.value))
+
+
+def a_loss_that_fails(task: str, out: str, *overrides: str) -> None:
+    """Train with a loss that fails on one rank; all ranks must raise its error."""
+    rank = dist.get_rank()
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(dist.get_world_size())
+    with pytest.raises(UserFunctionError) as error:
+        fit(configure(Path(task), Path(out) / "run", *overrides))
+    (Path(out) / f"{rank}.txt").write_text(str(error.value))
+
+
+def one_rank_fails(out: str) -> None:
+    """Fail on rank 0 alone, then on both ranks."""
+    first = all_have_failed(0.2) if dist.get_rank() == 0 else None
+    dist.barrier()
+    if dist.get_rank() == 1:
+        all_have_failed(0.2)
+    dist.barrier()
+    both = all_have_failed(20.0)
+    if dist.get_rank() == 0:
+        (Path(out) / "alone.txt").write_text(str([first, both]))

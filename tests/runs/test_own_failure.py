@@ -1,0 +1,82 @@
+"""A loss of the user's that fails in the middle of a run: no step that was trained is lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from distributed import launch
+from tiny_run import assert_same_run, configure, fit
+
+from megatron_gvpo.runs.earlier import newest_step
+from megatron_gvpo.runtime.user_functions import UserFunctionError
+
+# With two updates a step, the calls of step 3 on one rank are the fifth and the sixth.
+LOSS = """
+import os
+
+calls = 0
+
+def loss(inputs):
+    global calls
+    calls += 1
+    if calls == int(os.environ.get("FAIL_AT", "0")) and os.environ.get("RANK", "0") == os.environ["FAIL_ON"]:
+        raise KeyError("x")
+    return -(inputs.rows.token_advantages() * inputs.logp_r).sum() / inputs.totals.tokens
+"""
+
+
+def method(directory: Path, name: str) -> tuple[str, ...]:
+    """Overrides with a loss in a file of its own, which counts its calls anew."""
+    (directory / name).write_text(LOSS)
+    loss = f"{{name: custom, function: '{directory / name}:loss'}}"
+    return (
+        f"algorithm={{recipe: null, loss: {loss}, estimator: {{}}}}",
+        "train.mini_batches=2",
+        "train.max_tokens_per_micro_batch=4096",
+        "data.eval=null",
+    )
+
+
+def fails_on(monkeypatch: pytest.MonkeyPatch, rank: int, call: int) -> None:
+    monkeypatch.setenv("FAIL_ON", str(rank))
+    monkeypatch.setenv("FAIL_AT", str(call))
+
+
+def test_the_steps_before_are_saved_and_go_on(task, tmp_path, monkeypatch):
+    """Fails on the old code: with checkpoint.every=0 all steps were lost."""
+    fails_on(monkeypatch, 0, 5)
+    with pytest.raises(UserFunctionError) as error:
+        fit(configure(task, tmp_path / "run", *method(tmp_path, "wrong.py")))
+    assert str(error.value) == (
+        f"step 3: loss.function={tmp_path}/wrong.py:loss: KeyError: 'x' (wrong.py, line 10); "
+        "`train ... --resume` continues from step 2"
+    )
+    fails_on(monkeypatch, 0, 0)
+    mended = method(tmp_path, "mended.py")
+    fit(configure(task, tmp_path / "run", *mended), resume=True, allow_change=["algorithm"])
+    fit(configure(task, tmp_path / "whole", *mended))
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+def test_a_step_that_has_changed_the_weights_is_not_saved(task, tmp_path, monkeypatch):
+    fails_on(monkeypatch, 0, 6)
+    with pytest.raises(UserFunctionError, match=r"no checkpoint has been saved yet \(checkpoint\.every\)$"):
+        fit(configure(task, tmp_path / "run", *method(tmp_path, "wrong.py")))
+    assert newest_step(tmp_path / "run") is None
+
+
+def test_all_ranks_hear_of_a_loss_that_fails_on_one(task, tmp_path, monkeypatch):
+    fails_on(monkeypatch, 1, 5)
+    launch("trainer_worker:a_loss_that_fails", [2], str(task), str(tmp_path), *method(tmp_path, "wrong.py"))
+    said = {(tmp_path / f"{rank}.txt").read_text() for rank in range(2)}
+    assert len(said) == 1
+    assert said.pop().endswith(
+        "KeyError: 'x' (wrong.py, line 10) (on rank 1); `train ... --resume` continues from step 2"
+    )
+    assert newest_step(tmp_path / "run") == 2
+
+
+def test_a_rank_that_fails_alone_is_not_waited_for_long(tmp_path):
+    launch("trainer_worker:one_rank_fails", [2], str(tmp_path))
+    assert (tmp_path / "alone.txt").read_text() == "[False, True]"
