@@ -24,7 +24,9 @@ case $name in
     ;;
   *) echo "build.sh: there is no image '$name'; known: cpu, trainer, sglang, vllm" >&2; exit 2 ;;
 esac
-revision=$(git describe --always --dirty 2>/dev/null || echo unknown)
+# What `megatron-gvpo --version` says: the commit, and whether tracked files differ from it.
+revision=$(git rev-parse HEAD 2>/dev/null || true)
+[ -z "$(git status --porcelain --untracked-files=no 2>/dev/null)" ] || revision+=" changed"
 # Options that are given come last, and win.
 exec ${BUILDER:-docker build} --file "docker/$file.Dockerfile" "${arguments[@]}" --build-arg "REVISION=$revision" \
   --tag "megatron_gvpo:$name" "$@" .

@@ -5,7 +5,7 @@ RUN useradd --create-home --uid 10001 gvpo
 # The dependencies are a layer of their own, which another version of this package's code leaves as it is.
 # pip's own cache, and a pip.conf where packages come from an index of your own: neither stays in the image.
 COPY constraints.txt pyproject.toml /tmp/source/
-COPY megatron_gvpo/versions.txt /tmp/source/megatron_gvpo/
+COPY megatron_gvpo/__init__.py megatron_gvpo/versions.txt /tmp/source/megatron_gvpo/
 RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
     touch /tmp/source/README.md /tmp/source/LICENSE && python3.12 -m venv /opt/megatron_gvpo \
     && /opt/megatron_gvpo/bin/pip install --constraint /tmp/source/constraints.txt setuptools /tmp/source \
@@ -14,10 +14,11 @@ RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip.conf,t
     && rm -r /tmp/source
 COPY constraints.txt pyproject.toml README.md LICENSE /tmp/source/
 COPY megatron_gvpo /tmp/source/megatron_gvpo
+ARG REVISION
 RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
-    /opt/megatron_gvpo/bin/pip install --no-deps --no-build-isolation /tmp/source && rm -r /tmp/source
+    echo "${REVISION}" >/tmp/source/megatron_gvpo/commit.txt \
+    && /opt/megatron_gvpo/bin/pip install --no-deps --no-build-isolation /tmp/source && rm -r /tmp/source
 COPY examples /opt/megatron_gvpo/examples
-ARG REVISION=unknown
 LABEL org.opencontainers.image.title="megatron_gvpo, CPU" \
       org.opencontainers.image.description="The quickstart of megatron_gvpo on a machine without GPUs" \
       org.opencontainers.image.licenses="Apache-2.0" \

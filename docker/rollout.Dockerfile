@@ -12,7 +12,7 @@ COPY megatron_gvpo /megatron_gvpo
 COPY docker/packages.sh /
 
 FROM ${SGLANG_IMAGE} AS sglang
-ARG REVISION=unknown
+ARG REVISION
 LABEL org.opencontainers.image.title="megatron_gvpo, SGLang rollouts" \
       org.opencontainers.image.description="SGLang servers that take weights from megatron_gvpo" \
       org.opencontainers.image.licenses="Apache-2.0" \
@@ -22,6 +22,7 @@ ARG NCCL_VERSION
 ARG MSGPACK_VERSION
 RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
     sh /opt/megatron_gvpo/packages.sh "${NCCL_VERSION}" "msgpack==${MSGPACK_VERSION}" \
+    && echo "${REVISION}" >/opt/megatron_gvpo/megatron_gvpo/commit.txt \
     && useradd --create-home --uid 10001 gvpo
 ENV PYTHONPATH=/opt/megatron_gvpo:/opt/megatron_gvpo/megatron_gvpo/rollout/plugins \
     HEALTH_URL=http://127.0.0.1:30000/health
@@ -32,7 +33,7 @@ HEALTHCHECK --interval=30s --timeout=10s --start-period=10m \
 ENTRYPOINT ["python3", "-m", "megatron_gvpo", "serve"]
 
 FROM ${VLLM_IMAGE} AS vllm
-ARG REVISION=unknown
+ARG REVISION
 LABEL org.opencontainers.image.title="megatron_gvpo, vLLM rollouts" \
       org.opencontainers.image.description="vLLM servers that take weights from megatron_gvpo" \
       org.opencontainers.image.licenses="Apache-2.0" \
@@ -42,6 +43,7 @@ ARG NCCL_VERSION
 ARG MSGPACK_VERSION
 RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
     sh /opt/megatron_gvpo/packages.sh "${NCCL_VERSION}" "msgpack==${MSGPACK_VERSION}" \
+    && echo "${REVISION}" >/opt/megatron_gvpo/megatron_gvpo/commit.txt \
     && useradd --create-home --uid 10001 gvpo
 ENV PYTHONPATH=/opt/megatron_gvpo:/opt/megatron_gvpo/megatron_gvpo/rollout/plugins \
     HEALTH_URL=http://127.0.0.1:30000/health

@@ -29,8 +29,10 @@ RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip.conf,t
     pip install --constraint /tmp/source/constraints.txt --no-build-isolation flash-attn
 COPY pyproject.toml README.md LICENSE /tmp/source/
 COPY megatron_gvpo /tmp/source/megatron_gvpo
+ARG REVISION
 RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
-    pip install --constraint /tmp/source/constraints.txt /tmp/source \
+    echo "${REVISION}" >/tmp/source/megatron_gvpo/commit.txt \
+    && pip install --constraint /tmp/source/constraints.txt /tmp/source \
     && pip install --constraint /tmp/source/constraints.txt --no-deps megatron-bridge
 # The servers' NCCL, which is newer than what torch asks for: NCCL refuses a group of two versions.
 ARG NCCL_VERSION
@@ -52,7 +54,7 @@ RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip.conf,t
 FROM ${APEX}-apex AS built
 
 FROM ${BASE_IMAGE}
-ARG REVISION=unknown
+ARG REVISION
 LABEL org.opencontainers.image.title="megatron_gvpo, trainer" \
       org.opencontainers.image.description="RL post-training with GVPO and GPG on megatron-core" \
       org.opencontainers.image.licenses="Apache-2.0" \

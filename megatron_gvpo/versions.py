@@ -1,11 +1,18 @@
-"""The packages that megatron_gvpo builds on, for `doctor`. versions.txt lists their reference versions."""
+"""The version of megatron_gvpo, and the packages that it builds on.
+
+versions.txt lists their reference versions.
+"""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 from importlib import resources
+from pathlib import Path
 from typing import Literal
+
+from megatron_gvpo import __version__
+from megatron_gvpo.runtime.commit import Commit, package_commit
 
 PYTHON_REFERENCE = "3.12"
 PYTHON_TESTED = ">=3.12,<3.13"
@@ -18,6 +25,19 @@ REFERENCE = dict(
         re.MULTILINE,
     )
 )
+
+
+def own_commit() -> Commit | None:
+    """The commit of this package, or None where nothing names it. It may ask git."""
+    return package_commit(Path(__file__).parent)
+
+
+def own_version() -> str:
+    """`1.2.3 (commit 0123456789ab)`; with `, changed` where tracked files of the checkout differ from it."""
+    commit = own_commit()
+    if commit is None:
+        return f"{__version__} (commit unknown)"
+    return f"{__version__} (commit {commit.commit[:12]}{', changed' if commit.dirty else ''})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,11 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from megatron_gvpo import __version__
 from megatron_gvpo.cli import convert, doctor, export, plan, recipes, report, serve, slurm, train
 from megatron_gvpo.cli import eval as evaluate
 from megatron_gvpo.cli.terminal import refuse
 from megatron_gvpo.config.errors import ConfigError
+from megatron_gvpo.versions import own_version
 
 COMMANDS = (train, evaluate, export, report, serve, recipes, slurm, plan, convert, doctor)
 
@@ -51,11 +51,19 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
+class _Version(argparse.Action):
+    """Asks for the commit when the option is given: git takes a while."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(f"megatron-gvpo {own_version()}")
+        parser.exit()
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron-gvpo", description="RL post-training of Megatron models with GVPO, GPG and relatives."
     )
-    parser.add_argument("--version", action="version", version=__version__)
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and its commit")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add_parser(commands)

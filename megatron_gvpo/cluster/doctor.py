@@ -24,7 +24,7 @@ from packaging.specifiers import SpecifierSet
 
 from megatron_gvpo import __version__
 from megatron_gvpo.observe.gpus import GIB, Gpu, driver_version, list_gpus
-from megatron_gvpo.versions import COMPONENTS, PYTHON_TESTED, REFERENCE, Component
+from megatron_gvpo.versions import COMPONENTS, PYTHON_TESTED, REFERENCE, Component, own_version
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +270,7 @@ def _print(result: Report) -> None:
             grid.add_row(f"  {name}", value)
         console.print(grid)
 
-    console.print(Text(f"megatron-gvpo {__version__}", "bold"))
+    console.print(Text(f"megatron-gvpo {own_version()}", "bold"))
     heading("This machine")
     rows(result.machine | {f"GPU {gpu.index}": _gpu_line(gpu) for gpu in result.gpus})
 

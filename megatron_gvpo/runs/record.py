@@ -12,9 +12,9 @@ import json
 import os
 import platform
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
@@ -28,11 +28,11 @@ from megatron_gvpo.config.schema import Config, read_json_object
 from megatron_gvpo.config.secrets import as_written, hide
 from megatron_gvpo.runs.changes import Change, changes, is_allowed, known_keys, listed
 from megatron_gvpo.runs.earlier import HEADER
-from megatron_gvpo.versions import COMPONENTS
+from megatron_gvpo.runtime.commit import Commit, checked_out
+from megatron_gvpo.versions import COMPONENTS, own_commit
 
 CONFIG, RUN = "config.yaml", "run.json"
 _WHOLE = 256 << 20  # bytes up to which a file is hashed whole; of a longer one, 256 pieces of 1 MiB
-_SECONDS = 10.0  # for git
 
 
 def check_unchanged(config: Config, allowed: Sequence[str]) -> list[Change]:
@@ -137,8 +137,12 @@ def _start(step: int, world_size: int) -> dict[str, Any]:
         "command": hide(shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])),
         "directory": str(Path.cwd()),
         "versions": dict(_versions()),
-        "git": {"directory": _git(Path.cwd()), "megatron_gvpo": _git(Path(__file__).parent)},
+        "git": {"directory": _fields(checked_out(Path.cwd())), "megatron_gvpo": _fields(own_commit())},
     }
+
+
+def _fields(commit: Commit | None) -> dict[str, Any] | None:
+    return None if commit is None else asdict(commit)
 
 
 def _versions() -> Iterator[tuple[str, str]]:
@@ -150,25 +154,6 @@ def _versions() -> Iterator[tuple[str, str]]:
             yield component.name, metadata.version(component.name)
         except metadata.PackageNotFoundError:
             continue
-
-
-def _git(directory: Path) -> dict[str, Any] | None:
-    """The commit that is checked out in `directory`, and whether tracked files differ from it."""
-
-    def ask(*words: str) -> str:
-        return subprocess.run(
-            ["git", "-C", str(directory), *words],
-            capture_output=True,
-            text=True,
-            timeout=_SECONDS,
-            check=True,
-        ).stdout.strip()
-
-    try:
-        commit = ask("rev-parse", "HEAD")
-        return {"commit": commit, "dirty": bool(ask("status", "--porcelain", "--untracked-files=no"))}
-    except (OSError, subprocess.SubprocessError):  # no git, no repository, or a slow file system
-        return None
 
 
 def _read_config(directory: Path) -> dict[str, Any]:

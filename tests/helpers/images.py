@@ -47,7 +47,13 @@ ADD system.tar /
 COPY python /usr/local
 RUN ldconfig && python3.12 -c 'import ctypes, lzma, sqlite3, ssl'
 """
-DEPENDENCIES = ("constraints.txt", "pyproject.toml", "megatron_gvpo/versions.txt", "docker/cpu.Dockerfile")
+DEPENDENCIES = (
+    "constraints.txt",
+    "pyproject.toml",
+    "megatron_gvpo/__init__.py",
+    "megatron_gvpo/versions.txt",
+    "docker/cpu.Dockerfile",
+)
 BUILD_SECONDS = 1500.0
 
 
