@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from megatron_gvpo.turns import Turn, turn_of
+
 Source = Literal["policy", "replay", "exit", "demonstration", "file"]
 
 
@@ -56,6 +58,10 @@ class Rollout:
     sample has the `logprobs` of the time when it was sampled, or none. A response that is not `trained`
     counts in its group's statistics and has no gradient. `routing` is set with `rollout.router_replay`: the
     routing of the whole response by the weights that sampled its end.
+
+    In a conversation, `token_ids`, `logprobs` and `spans` are the policy's own tokens only, of all its turns;
+    `turns` has what came from outside. `messages` is the conversation after the prompt, as a chat, for judges
+    and rewards. `counts` holds numbers that the environment and its limits gave, such as tool calls.
     """
 
     token_ids: list[int]
@@ -70,6 +76,9 @@ class Rollout:
     source: Source = "policy"
     trained: bool = True
     routing: Routing | None = None
+    turns: list[Turn] = field(default_factory=list)  # empty: one response
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    counts: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -120,4 +129,6 @@ def rollout_of(fields: Mapping[str, Any]) -> Rollout:
     if routing is not None:
         layers, per_token, width, ids = routing
         routing = Routing(layers, per_token, width, base64.b64decode(ids))
-    return Rollout(**{**fields, "spans": [tuple(span) for span in fields["spans"]], "routing": routing})
+    spans = [tuple(span) for span in fields["spans"]]
+    turns = [turn_of(values) for values in fields.get("turns", ())]
+    return Rollout(**{**fields, "spans": spans, "routing": routing, "turns": turns})

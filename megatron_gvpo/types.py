@@ -18,6 +18,7 @@ from megatron_gvpo.groups import Rollout as Rollout
 from megatron_gvpo.groups import Routing as Routing
 from megatron_gvpo.groups import Scored as Scored
 from megatron_gvpo.runtime.lazy_torch import torch
+from megatron_gvpo.turns import Segment, Turn, segments
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,9 +66,19 @@ class TrainBatch:
     item_r: Tensor | None = None  # int64: which item of its response the token belongs to
     weight_r: Tensor | None = None  # dL/dlogp, if known before the forward
     routing: list[Routing | None] | None = None  # the experts that each row is sent through
+    turns: list[Sequence[Turn]] | None = None  # of conversations; a row without turns is one response
 
     def __len__(self) -> int:
         return len(self.response_ids)
+
+    def segments(self, row: int) -> list[Segment]:
+        """The sequences of tokens that hold the row's own tokens, each after its context."""
+        return segments(self.prompt_ids[row], self.response_ids[row], self.turns[row] if self.turns else ())
+
+    @cached_property
+    def tokens(self) -> list[int]:
+        """Tokens of every row's sequences, the prompt and what came from outside included; n numbers."""
+        return [sum(len(segment.ids) for segment in self.segments(i)) for i in range(len(self))]
 
     @cached_property
     def length_n(self) -> Tensor:
@@ -192,6 +203,7 @@ class TrainBatch:
                 [r.source == "demonstration" for _, r in rollouts], dtype=torch.bool
             ),
             routing=_routing([(groups[g].prompt, rollout) for g, rollout in rollouts]),
+            turns=[r.turns for _, r in rollouts] if any(r.turns for _, r in rollouts) else None,
             component_n={
                 name: torch.tensor([r.rewards.get(name, 0.0) for _, r in rollouts], dtype=torch.float32)
                 for name in names
@@ -215,6 +227,8 @@ def _routing(rollouts: Sequence[tuple[Prompt, Rollout]]) -> list[Routing | None]
     for i, ((prompt, rollout), routing) in enumerate(zip(rollouts, found, strict=True)):
         if routing is None:
             continue
+        if rollout.turns:
+            raise ValueError(f"response {i} of the batch has turns, and the experts of a single response")
         tokens = len(prompt.token_ids) + len(rollout.token_ids) - 1
         size = tokens * routing.layers * routing.per_token * routing.width
         if len(routing.ids) != size:

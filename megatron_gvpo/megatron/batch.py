@@ -44,23 +44,30 @@ class PackedBatch:
         padding: Padding = Padding(1, 1),  # noqa: B008 - frozen
         share_prompts: bool = False,
     ) -> PackedBatch:
-        """Pack `rows`; with `share_prompts`, neighbours with equal prompts have one copy."""
+        """Pack `rows`; with `share_prompts`, neighbours with equal prompts have one copy.
+
+        A conversation's row is as many sequences as it has segments (`TrainBatch.segments`).
+        """
+        assert rows.routing is None or rows.turns is None, "the experts of conversations cannot be replayed"
         if share_prompts:
             assert padding.sequence == 1, "share_prompts: a shared prompt cannot be cut over context ranks"
             assert rows.routing is None, (
                 "share_prompts: responses may route the tokens of a prompt differently"
             )
+            assert rows.turns is None, "share_prompts: the turns of a conversation have contexts of their own"
             return _pack_shared(rows, padding)
         tokens: list[int] = []
-        response: list[Tensor] = []
+        response_r = torch.zeros(rows.offsets[-1], dtype=torch.int64)
         lengths: list[int] = []
-        for prompt, answer in zip(rows.prompt_ids, rows.response_ids, strict=True):
-            begin = len(tokens)
-            first = begin + len(prompt) - 1  # the hidden state here predicts answer[0]
-            response.append(torch.arange(first, first + len(answer)))
-            tokens += [*prompt, *answer[:-1]]  # no label follows the last token
-            tokens += [0] * (-(len(tokens) - begin) % padding.sequence)
-            lengths.append(len(tokens) - begin)
+        for i, offset in enumerate(rows.offsets[:-1]):
+            for segment in rows.segments(i):
+                begin = len(tokens)
+                for place, first, count in segment.own:  # the hidden state before a token predicts it
+                    predicting_r = torch.arange(begin + place - 1, begin + place - 1 + count)
+                    response_r[offset + first : offset + first + count] = predicting_r
+                tokens += segment.ids[:-1] or segment.ids  # no label follows the last token
+                tokens += [0] * (-(len(tokens) - begin) % padding.sequence)
+                lengths.append(len(tokens) - begin)
         pad = -len(tokens) % padding.pack if tokens else padding.pack
         if pad:
             tokens += [0] * pad
@@ -69,8 +76,8 @@ class PackedBatch:
             rows=rows,
             token_t=torch.tensor(tokens, dtype=torch.int64),
             position_t=torch.cat([torch.arange(length) for length in lengths]),
-            response_r=torch.cat(response) if response else torch.zeros(0, dtype=torch.int64),
-            index_r=torch.arange(int(rows.length_n.sum())),
+            response_r=response_r,
+            index_r=torch.arange(rows.offsets[-1]),
             label_r=torch.tensor([t for answer in rows.response_ids for t in answer], dtype=torch.int64),
             lengths=lengths,
             experts_t=_experts(rows.routing, lengths),

@@ -16,7 +16,7 @@ from megatron_gvpo.algorithms.advantages.gae import Critic as CriticOptions
 from megatron_gvpo.config.schema import Config
 from megatron_gvpo.megatron import forward
 from megatron_gvpo.megatron.batch import PackedBatch
-from megatron_gvpo.megatron.microbatch import detached, floats, gather, my_micro_batches, sum_over_ranks
+from megatron_gvpo.megatron.microbatch import detached, floats, my_share, sum_over_ranks
 from megatron_gvpo.megatron.model.build import build
 from megatron_gvpo.megatron.model.model import Model
 from megatron_gvpo.megatron.optimizer import Optimizer
@@ -95,26 +95,25 @@ class Critic:
 
     def values(self, rows: TrainBatch) -> Tensor:
         """Return V before every response token, without gradient, fp32 [r] on the CPU of every rank."""
-        mine, _ = my_micro_batches(self.model, rows, self._budget, keep_groups=False)
+        share = my_share(self.model, rows, self._budget, keep_groups=False)
 
         def keep(_: TrainBatch, value_r: Tensor) -> tuple[Tensor, Tensor]:
             return value_r.new_zeros(()), value_r.detach()
 
-        packs = [rows.select(index) for index in mine]
-        return gather(rows, mine, forward.run(self.model, packs, keep, head=value_head, forward_only=True))
+        values = forward.run(self.model, share.packs(rows), keep, head=value_head, forward_only=True)
+        return share.gather(rows, values)
 
     def update(self, rows: TrainBatch) -> dict[str, float]:
         """One optimizer update towards `rows.return_r`; returns metrics."""
         totals = BatchTotals.of(rows)
-        mine, _ = my_micro_batches(self.model, rows, self._budget, keep_groups=False)
+        share = my_share(self.model, rows, self._budget, keep_groups=False)
 
         def loss(rows: TrainBatch, value_r: Tensor) -> tuple[Tensor, Any]:
             value, metrics = self._options.loss(rows, value_r, totals)
             return value, detached(metrics)
 
         self.optimizer.zero_grad()
-        packs = [rows.select(index) for index in mine]
-        results = forward.run(self.model, packs, loss, head=value_head)
+        results = forward.run(self.model, share.packs(rows), loss, head=value_head)
         metrics = sum_over_ranks([floats(result) for result in results])
         self.model.finish_background_work()
         update = self.optimizer.apply()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,19 +13,52 @@ from torch import Tensor
 
 from megatron_gvpo.megatron.microbatch_plan import plan
 from megatron_gvpo.megatron.model.model import Model
+from megatron_gvpo.megatron.pieces import Pieces
 from megatron_gvpo.runtime.collectives import all_gather_msgpack
 from megatron_gvpo.types import TrainBatch
 
 
-def my_micro_batches(
-    model: Model, rows: TrainBatch, max_tokens: int, keep_groups: bool
-) -> tuple[list[list[int]], bool]:
-    """Return (row indices of this rank's micro-batches, True if a group is split between micro-batches)."""
+@dataclass(frozen=True)
+class Share:
+    """This rank's share of an optimizer step's rows, in micro-batches.
+
+    A conversation that has several segments and more tokens than the budget is divided by segment: each is a
+    row of its own there.
+    """
+
+    micro_batches: list[list[int]]  # indices of `pieces`, or of the rows where no row is divided
+    split_groups: bool  # a group is divided between micro-batches
+    pieces: Pieces | None  # where a row is divided
+
+    @property
+    def split_rows(self) -> bool:
+        return self.pieces is not None
+
+    def packs(self, rows: TrainBatch) -> list[TrainBatch]:
+        """The rows of each micro-batch, with the columns of `rows`."""
+        if self.pieces is not None:
+            rows = self.pieces.of(rows)
+        return [rows.select(index) for index in self.micro_batches]
+
+    def gather(self, rows: TrainBatch, results: list[Tensor]) -> Tensor:
+        """Gather the ranks' values of their packs' tokens: fp32 [r] of all rows, on every rank's CPU."""
+        if self.pieces is not None:
+            whole_r = torch.zeros(rows.offsets[-1], dtype=torch.float32)
+            whole_r[self.pieces.token_r] = gather(self.pieces.of(rows), self.micro_batches, results)
+            return whole_r
+        return gather(rows, self.micro_batches, results)
+
+
+def my_share(model: Model, rows: TrainBatch, max_tokens: int, keep_groups: bool) -> Share:
+    """Divide the rows, the same way on every rank, into micro-batches of at most `max_tokens` tokens."""
     dp_size = parallel_state.get_data_parallel_world_size()
     mcore = model.config
     multiple = mcore.pipeline_model_parallel_size if len(model.chunks) > 1 else 1
-    whole = plan(rows, dp_size, max_tokens, mcore.hidden_size, keep_groups, multiple, model.share_prompts)
-    return whole.micro_batches[parallel_state.get_data_parallel_rank()], whole.split_groups
+    pieces = Pieces.divide(rows, max_tokens)
+    divided = rows if pieces is None else pieces.of(rows)
+    whole = plan(divided, dp_size, max_tokens, mcore.hidden_size, keep_groups, multiple, model.share_prompts)
+    mine = whole.micro_batches[parallel_state.get_data_parallel_rank()]
+    return Share(mine, whole.split_groups, pieces)
 
 
 def gather(rows: TrainBatch, micro_batches: list[list[int]], results: list[Tensor]) -> Tensor:

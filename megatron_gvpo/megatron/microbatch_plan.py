@@ -39,7 +39,7 @@ def plan(
     an interleaved pipeline needs; some are empty if there are too few rows. `share_prompts`: a row with the
     same prompt as the row before it in its group adds only its response.
     """
-    tokens = [len(p) + len(r) for p, r in zip(rows.prompt_ids, rows.response_ids, strict=True)]
+    tokens = list(rows.tokens)
     items, split = _items(rows, tokens, max_tokens, keep_groups, share_prompts)
     if share_prompts:  # count an item's tokens as PackedBatch.pack will pack them
         for item in items:

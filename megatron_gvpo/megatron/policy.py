@@ -21,7 +21,7 @@ from megatron_gvpo.megatron.critic import Critic
 from megatron_gvpo.megatron.device_memory import DeviceMemory
 from megatron_gvpo.megatron.forward import LogprobHead
 from megatron_gvpo.megatron.memory_profile import MemoryProfile
-from megatron_gvpo.megatron.microbatch import detached, floats, gather, my_micro_batches, sum_over_ranks
+from megatron_gvpo.megatron.microbatch import detached, floats, my_share, sum_over_ranks
 from megatron_gvpo.megatron.model.model import Model
 from megatron_gvpo.megatron.optimizer import Optimizer, Update
 from megatron_gvpo.megatron.reference_weights import ReferenceWeights
@@ -75,8 +75,8 @@ class Policy(Scorer):
         were, where the user's loss fails on any.
         """
         loss, totals = self._loss, BatchTotals.of(rows)
-        mine, some_split = my_micro_batches(self.model, rows, self._budget, loss.couples_groups)
-        split = (some_split and loss.couples_groups) or loss.couples_step
+        share = my_share(self.model, rows, self._budget, loss.couples_groups)
+        split = (share.split_groups and loss.couples_groups) or share.split_rows or loss.couples_step
         rows = self._with_weights_first(rows, totals, at_step_start, split)
 
         def micro_batch_loss(rows: TrainBatch, values: tuple[Any, ...]) -> tuple[Tensor, Any]:
@@ -109,11 +109,10 @@ class Policy(Scorer):
             self._temperature, self.model.vocab_size, loss.wants_entropy, self._stash_bytes, memory_profile
         )
         with memory_profile or contextlib.nullcontext():
-            packs = [rows.select(index) for index in mine]
-            results = forward.run(self.model, packs, micro_batch_loss, head=head)
+            results = forward.run(self.model, share.packs(rows), micro_batch_loss, head=head)
         if (said := first_problem(problems[0] if problems else None)) is not None:
             raise UserFunctionError(said)
-        logp_r = gather(rows, mine, [logp for logp, _ in results]) if split or keep_logp else None
+        logp_r = share.gather(rows, [logp for logp, _ in results]) if split or keep_logp else None
         summed = sum_over_ranks([floats(metrics) for _, metrics in results])
         if split:  # the loss and its metrics are defined on whole groups only
             assert logp_r is not None
@@ -139,8 +138,8 @@ class Policy(Scorer):
     ) -> TrainBatch:
         """Fill `weight_r` = dL/dlogp if it is known before the forward: the head then needs one pass less.
 
-        If a coupled group is `split` over micro-batches, the weights must be known first: a scoring pass at
-        the present weights computes them.
+        If a coupled group or a row is `split` over micro-batches, the weights must be known first: a scoring
+        pass at the present weights computes them.
         """
         loss = self._loss
         other_policies = rows.old_logp_r is not None or rows.ref_logp_r is not None

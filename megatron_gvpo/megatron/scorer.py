@@ -12,7 +12,7 @@ from megatron_gvpo.kernels.linear_logprob import LinearLogprob
 from megatron_gvpo.megatron import forward, parallel
 from megatron_gvpo.megatron.device_memory import DeviceMemory
 from megatron_gvpo.megatron.forward import LogprobHead
-from megatron_gvpo.megatron.microbatch import gather, my_micro_batches
+from megatron_gvpo.megatron.microbatch import my_share
 from megatron_gvpo.megatron.model.build import build
 from megatron_gvpo.types import TrainBatch
 
@@ -40,9 +40,7 @@ class Scorer:
 
         `temperature`: default the sampling temperature.
         """
-        micro_batches, _ = my_micro_batches(
-            self.model, rows, self._budget, keep_groups=self.model.share_prompts
-        )
+        share = my_share(self.model, rows, self._budget, keep_groups=self.model.share_prompts)
 
         def keep(_: TrainBatch, values: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
             output = LinearLogprob(*values)
@@ -50,12 +48,12 @@ class Scorer:
 
         scored = forward.run(
             self.model,
-            [rows.select(index) for index in micro_batches],
+            share.packs(rows),
             keep,
             head=LogprobHead(temperature or self._temperature, self.model.vocab_size),
             forward_only=True,
         )
-        return gather(rows, micro_batches, scored)
+        return share.gather(rows, scored)
 
     def weights(self, on_host: bool = True) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, full tensor). A collective: iterate it to the end on every rank.

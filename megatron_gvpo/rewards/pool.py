@@ -77,7 +77,10 @@ class RewardPool:
         for g, group in enumerate(groups):
             prompt = _prompt(group.prompt)
             for rollout in group.rollouts:
-                key = (g, rollout.text, tuple(rollout.token_ids), rollout.finish_reason)
+                if rollout.messages or rollout.counts:  # a conversation: the environment may have differed
+                    key: tuple[Any, ...] = (g, id(rollout))
+                else:
+                    key = (g, rollout.text, tuple(rollout.token_ids), rollout.finish_reason)
                 if key not in same:
                     jobs += self._jobs(len(jobs), prompt, rollout)
                 same.setdefault(key, []).append(rollout)

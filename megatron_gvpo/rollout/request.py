@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_gvpo.config.schema import SamplingConfig
 from megatron_gvpo.groups import Prompt, Rollout
+from megatron_gvpo.turns import turn_of
 
 
 class RolloutError(RuntimeError):
@@ -70,4 +71,7 @@ def pack(rows: Iterable[Iterable[Rollout]]) -> list[list[dict[str, Any]]]:
 
 def unpack(rows: Iterable[Iterable[dict[str, Any]]]) -> list[list[Rollout]]:
     """The rows of rollouts that `pack` was given."""
-    return [[Rollout(**values) for values in row] for row in rows]
+    return [
+        [Rollout(**{**values, "turns": [turn_of(turn) for turn in values["turns"]]}) for values in row]
+        for row in rows
+    ]

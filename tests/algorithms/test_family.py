@@ -27,6 +27,7 @@ from megatron_gvpo.algorithms.advantages.stratified import StratifiedEstimator
 from megatron_gvpo.algorithms.advantages.tempo import PrefixTreeEstimator, value_changes
 from megatron_gvpo.algorithms.advantages.v05 import ShrunkEstimator
 from megatron_gvpo.algorithms.advantages.xrpo import NoveltyEstimator
+from megatron_gvpo.turns import Turn
 from megatron_gvpo.types import TrainBatch
 
 
@@ -177,6 +178,18 @@ def test_tempo_changes_add_up_to_what_a_response_is_worth():
     changes = value_changes(responses, rewards)
     reached = [sum(rewards) / 4 + sum(change) for change in changes]
     assert reached == pytest.approx([1.0, 0.0, 0.5, 3.0])
+
+
+def test_tempo_tells_conversations_apart_by_what_the_environment_said():
+    """The same tokens after other observations are another branch."""
+    rows = make_rows([[1, 0]], lengths=[2, 2])
+    rows.response_ids = [(5, 6), (5, 6)]
+    plain, _ = PrefixTreeEstimator(eps=0.0).fill(rows)
+    assert plain.advantage_r.tolist() == pytest.approx([0.707106, 0.707106, -0.707106, -0.707106], abs=1e-5)
+    rows.turns = [[Turn(0), Turn(1, 0, None, (7,))], [Turn(0), Turn(1, 0, None, (8,))]]
+    parted, _ = PrefixTreeEstimator(eps=0.0).fill(rows)
+    wanted = [0.707106, 2 * 0.707106, -0.707106, -2 * 0.707106]
+    assert parted.advantage_r.tolist() == pytest.approx(wanted, abs=1e-5)
 
 
 def test_xrpo_vector():

@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megatron_gvpo.config.schema import build_config
 from megatron_gvpo.megatron import parallel
 from megatron_gvpo.megatron.batch import PackedBatch
-from megatron_gvpo.megatron.microbatch import my_micro_batches
+from megatron_gvpo.megatron.microbatch import my_share
 from megatron_gvpo.megatron.policy import Policy
 from megatron_gvpo.observe.traffic_counter import Traffic
 from megatron_gvpo.types import TrainBatch
@@ -99,8 +99,8 @@ def run(directory: str) -> None:
     )
     policy = Policy(config)
     rows = rows_of(case["lengths"])
-    mine, _ = my_micro_batches(policy.model, rows, case["budget"], keep_groups=True)
-    packs = [PackedBatch.pack(rows.select(index), policy.model.padding) for index in mine]
+    share = my_share(policy.model, rows, case["budget"], keep_groups=True)
+    packs = [PackedBatch.pack(pack, policy.model.padding) for pack in share.packs(rows)]
     with Traffic(parallel.group_names()) as traffic:
         policy.update(rows, at_step_start=case["at_step_start"])
     result = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 class PrefixTreeEstimator(Advantage):
     """A_it = [ (r_i - mean) + V(s_{t+1}) - V(s_t) ] / (std + eps), fp32 [r].
 
-    V(s) is the mean reward of the group's responses that begin with the prefix s. The difference is 0 except
-    where responses part. Division by the std is second-hand knowledge.
+    V(s) is the mean reward of the group's responses that begin with the prefix s, in a conversation with what
+    the environment said in it. The difference is 0 except where responses part. Division by the std is
+    second-hand knowledge.
     """
 
     per_token: ClassVar[bool] = True
@@ -36,7 +37,7 @@ class PrefixTreeEstimator(Advantage):
         change_r = torch.zeros(len(rows.seq_r), dtype=torch.float64)
         for members in members_of_groups(rows):
             rewards = reward_n[members].tolist()
-            changes = value_changes([rows.response_ids[i] for i in members], rewards)
+            changes = value_changes([_steps(rows, i) for i in members], rewards)
             for i, change in zip(members, changes, strict=True):
                 change_r[rows.offsets[i] : rows.offsets[i] + len(change)] = torch.tensor(
                     change, dtype=torch.float64
@@ -48,7 +49,16 @@ class PrefixTreeEstimator(Advantage):
         return advantage_r.float(), {"branching": (change_r != 0).double().mean()}
 
 
-def value_changes(responses: Sequence[Sequence[int]], rewards: Sequence[float]) -> list[list[float]]:
+def _steps(rows: TrainBatch, row: int) -> Sequence[Hashable]:
+    """The row's tokens; the first of a turn together with what was given before it."""
+    tokens: list[Hashable] = list(rows.response_ids[row])
+    for turn in rows.turns[row] if rows.turns else ():
+        if turn.begin < len(tokens):
+            tokens[turn.begin] = (tokens[turn.begin], turn.after, turn.keep, turn.given)
+    return tokens
+
+
+def value_changes(responses: Sequence[Sequence[Hashable]], rewards: Sequence[float]) -> list[list[float]]:
     """V(s_{t+1}) - V(s_t) of every response up to where it is alone; 0 from there on."""
     changes: list[list[float]] = [[] for _ in responses]
     values = [sum(rewards) / len(rewards)] * len(responses)
@@ -56,7 +66,7 @@ def value_changes(responses: Sequence[Sequence[int]], rewards: Sequence[float]) 
     together, t = list(range(len(responses))), 0  # the responses that still share their prefix with another
     while together:
         together = [i for i in together if t < len(responses[i])]
-        names: dict[tuple[int, int], int] = {}
+        names: dict[tuple[int, Hashable], int] = {}
         for i in together:
             key = (node[i], responses[i][t])
             node[i] = names.setdefault(key, nodes + len(names))

@@ -1,0 +1,286 @@
+"""The gradient of a conversation is that of its own tokens in the contexts in which they were sampled.
+
+The reference is transformers in fp64 with plain autograd: every turn is scored in its own context, a forward
+a turn, and the loss is called once with all rows. Megatron gets the same conversations in three forms: as
+they were held, with every turn as a segment of its own, and with the prompt moved into what the environment
+gave. The loss must not know the form, the packing or the layout (test_gradient_invariance.py says what would
+break it), nor that a budget divides a conversation by segment.
+"""
+
+from __future__ import annotations
+
+import random
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import gradient_reference as reference
+import pytest
+import torch
+from distributed import launch
+from gradient_worker import TEMPERATURE, Case, Layout, Outcome
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_gvpo.algorithms.config import AlgorithmConfig
+from megatron_gvpo.megatron.batch import PackedBatch
+from megatron_gvpo.megatron.pieces import Pieces
+from megatron_gvpo.turns import Turn, segments
+from megatron_gvpo.types import BatchTotals, LossInputs, TrainBatch
+
+TOLERANCE = 2e-5  # of the largest entry of a parameter's gradient
+ONE_BY_ONE, SPLIT, ALL = 1, 40, 10_000  # budgets in tokens: the first two divide conversations by segment
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "gvpo": {"recipe": "gvpo", "loss": {"beta": 0.3}},
+    "grpo with kl": {"recipe": "grpo", "loss": {"kl_coef": 0.5}},
+    "gspo": {"recipe": "gspo", "loss": {"clip_low": 0.05, "clip_high": 0.05}},
+    "dapo with entropy": {"recipe": "dapo", "shapers": [], "loss": {"entropy_coef": 0.1}},
+    "gpg": {"recipe": "gpg", "estimator": {"age": "token"}},
+    "disco": {"recipe": "disco", "loss": {"kl_limit": 0.0, "kl_coef": 10.0}},
+}
+FORMS = ("held", "segment a turn", "prompt as given")
+QUICK = [(Layout(1), SPLIT), (Layout(2, cp=2), ALL)]
+MORE = [
+    *((Layout(1), budget) for budget in (ONE_BY_ONE, ALL)),
+    *((Layout(2), budget) for budget in (ONE_BY_ONE, SPLIT, ALL)),
+    *((Layout(2, cp=2), budget) for budget in (ONE_BY_ONE, SPLIT)),
+    *((Layout(2, tp=2, sequence_parallel=True), budget) for budget in (SPLIT, ALL)),
+    *((Layout(2, pp=2, vpp=2), budget) for budget in (SPLIT, ALL)),
+    *((Layout(4, cp=2, tp=2, sequence_parallel=True), budget) for budget in (SPLIT, ALL)),
+]
+QUICK_METHODS = ("gvpo", "grpo with kl", "gspo")
+RUNS = [
+    pytest.param(
+        *(layout, budget, name),
+        id=f"{layout}, {budget}, {name}",
+        marks=() if (layout, budget) in QUICK and name in QUICK_METHODS else pytest.mark.proof,
+    )
+    for layout, budget in (*QUICK, *MORE)
+    for name in ALGORITHMS
+]
+
+Talk = tuple[list[int], list[int], list[Turn]]  # prompt, own tokens, turns
+
+
+def conversation(seed: int, most_turns: int = 6) -> Talk:
+    """A random conversation: turns follow each other, or branch from an earlier one, or drop a part of it."""
+    rng = random.Random(seed)
+
+    def tokens(count: int) -> list[int]:
+        return [rng.randrange(reference.VOCABULARY) for _ in range(count)]
+
+    prompt, own, turns, ends = tokens(rng.randint(1, 6)), list[int](), list[Turn](), list[list[int]]()
+    for k in range(rng.randint(1, most_turns)):
+        after = -1 if k == 0 else rng.choice([k - 1] * 4 + list(range(-1, k)))
+        context = prompt if after < 0 else ends[after]
+        keep = None if rng.random() < 0.7 else rng.randint(1, len(context))
+        given, said = tokens(rng.randint(0, 5)), tokens(rng.randint(1, 5))
+        turns.append(Turn(len(own), after, keep, tuple(given)))
+        ends.append([*context[:keep], *given, *said])
+        own += said
+    return prompt, own, turns
+
+
+def contexts(talk: Talk) -> list[tuple[list[int], list[int]]]:
+    """(context, own tokens) of every turn, by the definition of a turn."""
+    prompt, own, turns = talk
+    ends, found = [], []
+    for i, turn in enumerate(turns):
+        before = prompt if turn.after < 0 else ends[turn.after]
+        context = [*before[: turn.keep], *turn.given]
+        said = own[turn.begin : turns[i + 1].begin if i + 1 < len(turns) else len(own)]
+        ends.append(context + said)
+        found.append((context, said))
+    return found
+
+
+def in_form(talk: Talk, form: str) -> Talk:
+    prompt, own, turns = talk
+    if form == "segment a turn":
+        pairs = zip(turns, contexts(talk), strict=True)
+        return prompt, own, [Turn(turn.begin, -1, 0, tuple(context)) for turn, (context, _) in pairs]
+    if form == "prompt as given":
+        moved = [
+            turn if turn.after >= 0 else Turn(turn.begin, -1, None, (*prompt[1 : turn.keep], *turn.given))
+            for turn in turns or [Turn(0)]
+        ]
+        return prompt[:1], own, moved
+    return talk
+
+
+def rows_of(talks: list[Talk]) -> TrainBatch:
+    """Groups of three; every other group has two different prompts, as after a hint."""
+    return TrainBatch(
+        prompt_ids=[prompt for prompt, _, _ in talks],
+        response_ids=[own for _, own, _ in talks],
+        group_n=torch.arange(len(talks)) // 3,
+        reward_n=torch.tensor([0.25 * (i * i % 5) for i in range(len(talks))]),
+        truncated_n=torch.zeros(len(talks), dtype=torch.bool),
+        turns=[turns for _, _, turns in talks],
+    )
+
+
+TALKS = [conversation(seed) for seed in range(9)]
+# A response without turns among the conversations.
+TALKS[4] = (TALKS[4][0], TALKS[4][1], [])
+
+
+def with_turns(talk: Talk) -> Talk:
+    return talk if talk[2] else (talk[0], talk[1], [Turn(0)])
+
+
+class Plain:
+    """transformers' log-probs of every turn in its own context; the rows as in a later mini-batch."""
+
+    def __init__(self, directory: Path) -> None:
+        model = reference.load(directory / "untied")
+        self.parameters = dict(model.named_parameters())
+        logp, entropy = [], []
+        for talk in TALKS:
+            for context, said in contexts(with_turns(talk)):
+                logits = model(input_ids=torch.tensor([context + said])).logits[0, len(context) - 1 : -1]
+                of_all = torch.log_softmax(logits / TEMPERATURE, -1)
+                logp.append(of_all.gather(1, torch.tensor(said)[:, None])[:, 0])
+                entropy.append(-(of_all.exp() * of_all).sum(-1))
+        self.logp_r, self.entropy = torch.cat(logp), torch.cat(entropy).mean()
+        generator = torch.Generator().manual_seed(1)
+        base_r = self.logp_r.detach().float()
+        self.old_r, self.ref_r = (
+            base_r + scale * torch.randn(base_r.shape, generator=generator) for scale in (0.1, 0.3)
+        )
+        self.rows = {form: self._rows([in_form(talk, form) for talk in TALKS]) for form in FORMS}
+
+    def _rows(self, talks: list[Talk]) -> TrainBatch:
+        return rows_of(talks).with_columns(old_logp_r=self.old_r, ref_logp_r=self.ref_r)
+
+    def gradients(self, algorithm: AlgorithmConfig) -> tuple[float, dict[str, torch.Tensor]]:
+        rows = self.rows["held"]
+        if algorithm.estimator is not None:
+            rows, _ = algorithm.estimator.fill(rows)
+        double = {
+            name: column.double()
+            for name in ("reward_n", "advantage_n", "advantage_r", "old_logp_r", "ref_logp_r")
+            if (column := getattr(rows, name)) is not None
+        }
+        share, _ = algorithm.loss(LossInputs(rows.with_columns(**double), self.logp_r, BatchTotals.of(rows)))
+        loss = share - algorithm.loss.entropy_coef * self.entropy
+        gradients = torch.autograd.grad(loss, list(self.parameters.values()), retain_graph=True)
+        return loss.item(), dict(zip(self.parameters, gradients, strict=True))
+
+
+def environment_tokens_in_the_sums(rows: TrainBatch) -> TrainBatch:
+    """The mistake of a missing mask: what the environment said is trained as if the policy had said it."""
+    responses, places = [], list[int]()
+    next_own = count()
+    for talk in map(with_turns, TALKS):
+        ids: list[int] = []
+        for turn, (_, said) in zip(talk[2], contexts(talk), strict=True):
+            ids += [*turn.given, *said]
+            places += [-1] * len(turn.given) + [next(next_own) for _ in said]
+        responses.append(ids)
+    old, ref = ([0.0 if p < 0 else float(c[p]) for p in places] for c in (rows.old_logp_r, rows.ref_logp_r))
+    return TrainBatch(
+        *(rows.prompt_ids, responses, rows.group_n, rows.reward_n, rows.truncated_n),
+        old_logp_r=torch.tensor(old),
+        ref_logp_r=torch.tensor(ref),
+    )
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("conversations")
+    reference.save_models(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def plain(directory: Path) -> Plain:
+    return Plain(directory)
+
+
+@pytest.fixture(scope="module")
+def found(request: pytest.FixtureRequest, directory: Path, plain: Plain) -> dict[tuple[str, str], Outcome]:
+    """{(layout, "method, budget, form"): Outcome} of the selected tests."""
+    items = [item for item in request.session.items if item.path == request.path]
+    params = [
+        item.callspec.params
+        for item in items
+        if hasattr(item, "callspec") and "budget" in item.callspec.params
+    ]
+    wanted = {(p["layout"], p["budget"], p["name"]) for p in params}
+    work = [
+        (layout, Case(f"{name}, {budget}, {form}", ALGORITHMS[name], rows, budget))
+        for layout, budget, name in sorted(wanted, key=lambda run: (run[0].ranks, str(run[0]), *run[1:]))
+        for form, rows in plain.rows.items()
+    ]
+    wrong = environment_tokens_in_the_sums(plain.rows["held"])
+    work.append((work[0][0], Case("wrong", ALGORITHMS["gvpo"], wrong, ALL)))
+    probe = Case("probe", ALGORITHMS["gvpo"], plain.rows["held"], ALL)
+    torch.save((work, {"untied": probe}), directory / "work.pt")
+    ranks = [layout.ranks for layout in dict.fromkeys(layout for layout, _ in work)]
+    launch("gradient_worker:run", ranks, str(directory), timeout=1800)
+    parts = [torch.load(file, weights_only=False) for file in directory.glob("results-*.pt")]
+    return {key: value for part in parts for key, value in part.items()}
+
+
+@pytest.mark.parametrize(("layout", "budget", "name"), RUNS)
+def test_loss_and_gradients_are_those_of_every_turn_in_its_own_context(
+    found: dict[tuple[str, str], Outcome], plain: Plain, layout: Layout, budget: int, name: str
+) -> None:
+    loss, gradients = plain.gradients(AlgorithmConfig.model_validate(ALGORITHMS[name]))
+    assert max(float(g.abs().max()) for g in gradients.values()) > 1e-4
+    for form in FORMS:
+        outcome = found[str(layout), f"{name}, {budget}, {form}"]
+        assert outcome.metrics["loss"] == pytest.approx(loss, rel=TOLERANCE, abs=2e-6), form
+        for key, wanted in gradients.items():
+            difference = (outcome.gradients[key] - wanted).abs().max() / wanted.abs().max()
+            assert difference < TOLERANCE, (form, key)
+
+
+def test_environment_tokens_in_the_sums_would_be_seen(
+    found: dict[tuple[str, str], Outcome], plain: Plain
+) -> None:
+    [wrong] = [outcome for (_, name), outcome in found.items() if name == "wrong"]
+    _, gradients = plain.gradients(AlgorithmConfig.model_validate(ALGORITHMS["gvpo"]))
+    for key, wanted in gradients.items():
+        difference = (wrong.gradients[key] - wanted).abs().max() / wanted.abs().max()
+        assert difference > 1000 * TOLERANCE, key
+
+
+def test_the_small_budgets_divide_conversations_by_segment(plain: Plain) -> None:
+    for form in ("held", "segment a turn"):
+        for budget in (ONE_BY_ONE, SPLIT):
+            pieces = Pieces.divide(plain.rows[form], budget)
+            assert pieces is not None and len(pieces.row_n) > len(TALKS)
+            assert sorted(pieces.token_r.tolist()) == list(range(len(plain.logp_r))), "every token once"
+        assert Pieces.divide(plain.rows[form], ALL) is None
+    assert len({len(segments(*talk)) for talk in TALKS}) > 1
+
+
+@given(st.integers(0, 10**6))
+def test_every_own_token_is_predicted_from_exactly_its_context(seed: int) -> None:
+    talk = conversation(seed)
+    pack = PackedBatch.pack(rows_of([talk]))
+    begins = [i for i, position in enumerate(pack.position_t.tolist()) if position == 0]
+    before = [
+        pack.token_t[max(b for b in begins if b <= place) : place + 1].tolist()
+        for place in pack.response_r.tolist()
+    ]
+    wanted = [context + said[:j] for context, said in contexts(talk) for j in range(len(said))]
+    assert before == wanted
+    assert pack.label_r.tolist() == talk[1]
+
+
+@pytest.mark.parametrize(
+    ("turns", "said"),
+    [
+        ([Turn(1)], "the first turn begins with own token 1: want 0"),
+        ([Turn(0), Turn(3), Turn(2, 1)], "turn 1 has the own tokens 3 to 2"),
+        ([Turn(0), Turn(2, 1)], "continues turn 1"),
+        ([Turn(0, -1, 3)], "turn 0 keeps 3 of 2 tokens"),
+        ([Turn(0, -1, 0)], "turn 0 begins without any token before it"),
+    ],
+)
+def test_turns_that_no_conversation_has_are_refused(turns: list[Turn], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        segments([1, 2], [3, 4, 5, 6], turns)
