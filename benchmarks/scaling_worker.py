@@ -30,7 +30,7 @@ from megatron_gvpo.cluster.planner.workload import Layout
 from megatron_gvpo.config.schema import Config
 from megatron_gvpo.megatron import parallel
 from megatron_gvpo.megatron.batch import PackedBatch
-from megatron_gvpo.megatron.microbatch import my_micro_batches
+from megatron_gvpo.megatron.microbatch import my_share
 from megatron_gvpo.observe.timer import PhaseTimer
 from megatron_gvpo.observe.traffic_counter import Traffic
 
@@ -125,8 +125,8 @@ def _formula(
     policy, sizes = trainer.components.policy, trainer.config.parallel
     config = trainer.config
     budget, keep_groups = config.train.max_tokens_per_micro_batch, config.algorithm.loss.couples_groups
-    mine, _ = my_micro_batches(policy.model, rows, budget, keep_groups)
-    packs = [PackedBatch.pack(rows.select(index), policy.model.padding) for index in mine]
+    share = my_share(policy.model, rows, budget, keep_groups)
+    packs = [PackedBatch.pack(pack, policy.model.padding) for pack in share.packs(rows)]
     try:
         return update_bytes(
             model,
