@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 from megatron_gvpo.config.secrets import as_written
 from megatron_gvpo.observe import MetricLogger, Progress, memory_report, plot_curve, read_metrics, time_report
 from megatron_gvpo.observe.monitor import DeviceMonitor, by_machine
+from megatron_gvpo.observe.rollouts.writer import RolloutWriter
 from megatron_gvpo.runtime.collectives import all_gather_msgpack
 
 if TYPE_CHECKING:
+    from megatron_gvpo.observe.rollouts.table import Responses
     from megatron_gvpo.trainer import Trainer
 
 
@@ -30,6 +32,12 @@ class Callback:
 
     def on_step(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
         """Called after every step, and with step 0 after the evaluation that precedes the first step."""
+
+    def on_responses(self, trainer: Trainer, responses: Responses) -> None:
+        """Called with the responses of a step, or of an evaluation, if logging.rollouts saves them.
+
+        `on_step` follows. Change nothing in them.
+        """
 
     def on_checkpoint(self, trainer: Trainer, directory: Path) -> None:
         """Called when the checkpoint in `directory` is complete."""
@@ -48,19 +56,24 @@ class OutputError(RuntimeError):
 class Recorder(Callback):
     """Shows progress and writes the run's records, on rank 0.
 
-    The records are metrics.jsonl and TensorBoard, and at the end summary.json and curve.png. The first rank
-    of every machine reads its GPUs' state for the metrics device/*. Raises OutputError, on all ranks at once,
-    if the file system refuses a write.
+    The records are metrics.jsonl, TensorBoard and the responses in rollouts/, and at the end summary.json and
+    curve.png. The first rank of every machine reads its GPUs' state for the metrics device/*. Raises
+    OutputError, on all ranks at once, if the file system refuses a write.
     """
 
     def __init__(self) -> None:
         self._opened = ExitStack()
         self._monitor: DeviceMonitor | None = None
+        self._responses: list[Responses] = []  # of the present step
 
     def on_start(self, trainer: Trainer) -> None:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             self._monitor = self._opened.enter_context(DeviceMonitor())
         self._write(trainer, lambda: self._open(trainer))
+
+    def on_responses(self, trainer: Trainer, responses: Responses) -> None:
+        if trainer.is_main:
+            self._responses.append(responses.with_texts(trainer.components.tokenizer.decode))
 
     def on_step(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
         taken = all_gather_msgpack(self._monitor.take() if self._monitor else None)
@@ -94,21 +107,26 @@ class Recorder(Callback):
             raise _refused(trainer, problems[0])
 
     def _open(self, trainer: Trainer) -> None:
-        config = trainer.config
+        config, resume_step = trainer.config, trainer.step if trainer.resumed else None
         self._directory = Path(config.output_dir)
         self._logger = MetricLogger(
             config.logging,
             self._directory,
-            resume_step=trainer.step if trainer.resumed else None,
+            resume_step=resume_step,
             run_config=as_written(config),
         )
         self._opened.callback(self._logger.close)
+        components = [component.name for component in config.rewards.components]
+        self._rollouts = RolloutWriter(self._directory, config.logging.rollouts, components, resume_step)
+        self._opened.callback(self._rollouts.close)
         self._progress = Progress(config.logging.progress, config.train.steps, title=config.output_dir)
         self._opened.callback(self._progress.close)
         self._begin = time.perf_counter()
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._logger.log(step, metrics)
+        while self._responses:
+            self._rollouts.write(self._responses.pop(0))
         self._progress.update(step, metrics)
         if table := memory_report(metrics):
             self._progress.note(table)

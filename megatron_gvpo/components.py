@@ -20,6 +20,7 @@ from megatron_gvpo.data.prompts import PromptWriter
 from megatron_gvpo.data.sources import DataError
 from megatron_gvpo.data.task import Task, load_task
 from megatron_gvpo.data.tracker import SuccessTracker, WeightedOrder
+from megatron_gvpo.groups import Group
 from megatron_gvpo.megatron.checkpoint import sharded as checkpoint
 from megatron_gvpo.megatron.checkpoint.conversion import write_hugging_face
 from megatron_gvpo.megatron.policy import Policy
@@ -50,7 +51,7 @@ class Components:
         self.timer = PhaseTimer(synchronize=torch.cuda.is_available())
         task = load_task(config)
         algorithm = config.algorithm.sized(config.rollout.max_tokens)
-        self.prompts = task.prompts
+        self.prompts, self.tokenizer = task.prompts, task.tokenizer
         self.tracker = SuccessTracker(algorithm.tracker) if algorithm.needs_tracker else None
         self.order: Order = PromptOrder(len(self.prompts), config.train.seed, config.data.shuffle)
         if self.tracker is not None and algorithm.prompts.weighted:
@@ -100,8 +101,11 @@ class Components:
         """Give the engine the policy's weights, unless it has this version. A collective."""
         self._source.sync(version)
 
-    def evaluate(self, version: int) -> dict[str, float]:
-        """Metrics of the present policy on the held-out prompts; empty without any. A collective."""
+    def evaluate(self, version: int) -> tuple[list[Group], dict[str, float]]:
+        """Responses of the present policy to the held-out prompts, and metrics; empty without prompts.
+
+        A collective.
+        """
         return self._source.evaluate(version)
 
     def state_dict(self) -> dict[str, Any]:

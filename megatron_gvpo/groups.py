@@ -57,7 +57,8 @@ class Rollout:
     failed (it counts as 0). `source` says where the response comes from; one that the present engine did not
     sample has the `logprobs` of the time when it was sampled, or none. A response that is not `trained`
     counts in its group's statistics and has no gradient. `routing` is set with `rollout.router_replay`: the
-    routing of the whole response by the weights that sampled its end.
+    routing of the whole response by the weights that sampled its end. `seconds` is the time that sampling
+    took, and `server` the URL of the server that sampled the response's end.
 
     In a conversation, `token_ids`, `logprobs` and `spans` are the policy's own tokens only, of all its turns;
     `turns` has what came from outside. `messages` is the conversation after the prompt, as a chat, for judges
@@ -79,6 +80,8 @@ class Rollout:
     turns: list[Turn] = field(default_factory=list)  # empty: one response
     messages: list[dict[str, Any]] = field(default_factory=list)
     counts: dict[str, float] = field(default_factory=dict)
+    seconds: float | None = None
+    server: str | None = None
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +26,7 @@ from megatron_gvpo.megatron import parallel
 from megatron_gvpo.megatron.checkpoint.sharded import CheckpointError
 from megatron_gvpo.megatron.policy import UpdateResult
 from megatron_gvpo.observe.rollout_metrics import rollout_statistics, trained_tokens
+from megatron_gvpo.observe.rollouts.table import Responses, TrainedRows
 from megatron_gvpo.rollout.request import RolloutError
 from megatron_gvpo.runs.directory import RunDirectory
 from megatron_gvpo.runs.earlier import Earlier, earlier_of, finished
@@ -156,8 +157,11 @@ class Trainer:
         with timer.phase("scoring"):
             mini_batches = [self._freeze_references(rows, i == 0) for i, rows in enumerate(mini_batches)]
         with timer.phase("training"):
-            results = self._updates(mini_batches)
+            results = self._updates(mini_batches, saved := self.config.logging.rollouts.saves(step))
             components.policy.end_step()
+        if saved:
+            trained = [self._trained(rows, r) for rows, r in zip(mini_batches, results, strict=False)]
+            self._notify("on_responses", Responses("train", step, groups, trained))
         metrics |= (mismatch := self.components.mismatch.take())
         if self.is_main and (warning := self.components.mismatch.warning(step, mismatch)):
             log.warning(warning)
@@ -210,7 +214,8 @@ class Trainer:
         metrics |= {f"batch/{name}": value for name, value in self.components.batch_policy.metrics.items()}
         count, estimator = self.config.train.mini_batches, self.components.estimator
         bounds = [len(groups) * i // count for i in range(count + 1)]
-        mini_batches = [TrainBatch.from_groups(groups[a:b]) for a, b in pairwise(bounds) if a < b]
+        places = [0, *accumulate(len(group.rollouts) for group in groups)]
+        mini_batches = [TrainBatch.from_groups(groups[a:b], places[a]) for a, b in pairwise(bounds) if a < b]
         if estimator is not None:
             for i, rows in enumerate(mini_batches):
                 mini_batches[i], statistics = estimator.fill(self._judged(rows))
@@ -248,16 +253,17 @@ class Trainer:
             columns[f"{column}_logp_r"] = now_r if reference == STEP_START else policy.score_reference(rows)
         return rows.with_columns(**columns)
 
-    def _updates(self, mini_batches: list[TrainBatch]) -> list[UpdateResult]:
+    def _updates(self, mini_batches: list[TrainBatch], saved: bool) -> list[UpdateResult]:
         """Update with every mini-batch, `train.batch_epochs` times, against the same reference policies.
 
         In a second pass the first mini-batch needs log-probs of the policy at step start, too. Its first
-        forward computed them.
+        forward computed them. `saved`: the first pass keeps the weights of tokens.
         """
         results: list[UpdateResult] = []
-        for _ in range(self.config.train.batch_epochs):
+        for epoch in range(self.config.train.batch_epochs):
             for i, rows in enumerate(mini_batches):
-                results.append(result := self._update(rows, first=not results))
+                keep_weights = saved and epoch == 0
+                results.append(result := self._update(rows, not results, keep_weights))
                 self._updated = True
                 if len(results) == 1:
                     references = self.config.algorithm.loss.reference_policies.items()
@@ -265,7 +271,15 @@ class Trainer:
                     mini_batches[i] = rows.with_columns(**dict.fromkeys(at_start, result.logp_r))
         return results
 
-    def _update(self, rows: TrainBatch, first: bool) -> UpdateResult:
+    def _trained(self, rows: TrainBatch, result: UpdateResult) -> TrainedRows:
+        """The trainer's numbers of an update of the first pass; log-probs at step start where it has them."""
+        references = self.config.algorithm.loss.reference_policies.items()
+        at_start = [f"{column}_logp_r" for column, policy in references if policy == STEP_START]
+        known = [logp_r for name in at_start if (logp_r := getattr(rows, name)) is not None]
+        logp_r = result.logp_r if self._engine_reference or not known else known[0]
+        return TrainedRows(rows, logp_r, result.weight_r)
+
+    def _update(self, rows: TrainBatch, first: bool, keep_weights: bool) -> UpdateResult:
         """One optimizer update; the first of a step also measures the mismatch of engine and trainer.
 
         With the engine's log-probs as the reference, that mismatch corrects the later updates. The first one
@@ -276,7 +290,9 @@ class Trainer:
             rows = rows.with_columns(ref_logp_r=self.components.mismatch.corrected(rows))
         again = self.config.train.batch_epochs > 1
         kept = first and (again or rows.engine_logp_r is not None)
-        result = self.components.policy.update(rows, at_step_start=first, keep_logp=kept)
+        result = self.components.policy.update(
+            rows, at_step_start=first, keep_logp=kept, keep_weights=keep_weights
+        )
         if (critic := self.components.policy.critic) is not None:
             result = replace(result, metrics=result.metrics | critic.update(rows))
         if first and result.logp_r is not None:
@@ -285,7 +301,10 @@ class Trainer:
 
     def evaluate(self) -> Metrics:
         """Metrics of the present policy on the held-out prompts; empty without any."""
-        return self.components.evaluate(self.step)
+        groups, metrics = self.components.evaluate(self.step)
+        if groups and self.config.logging.rollouts.every:
+            self._notify("on_responses", Responses("eval", self.step, groups))
+        return metrics
 
     def save(self) -> None:
         """Write, or begin to write, a checkpoint; a run resumed from it does what this one does next."""

@@ -63,6 +63,7 @@ class TrainBatch:
     version_r: Tensor | None = None  # int64: the weight version that sampled the token
     value_r: Tensor | None = None  # the critic's value before the token and before the step's updates
     return_r: Tensor | None = None  # the critic's targets
+    place_n: Tensor | None = None  # int64: the row's number among all responses of the step
     item_r: Tensor | None = None  # int64: which item of its response the token belongs to
     weight_r: Tensor | None = None  # dL/dlogp, if known before the forward
     routing: list[Routing | None] | None = None  # the experts that each row is sent through
@@ -179,8 +180,8 @@ class TrainBatch:
         return rows
 
     @staticmethod
-    def from_groups(groups: Sequence[Group]) -> TrainBatch:
-        """The batch of all rollouts, in order.
+    def from_groups(groups: Sequence[Group], first: int = 0) -> TrainBatch:
+        """The batch of all rollouts, in order; `first` is the place of the first one in the step.
 
         Raises ValueError for log-probs or experts that do not match their tokens.
         """
@@ -195,6 +196,7 @@ class TrainBatch:
             truncated_n=torch.tensor([rollout.finish_reason == "length" for _, rollout in rollouts]),
             engine_logp_r=_engine_logp([rollout for _, rollout in rollouts]),
             version_r=torch.tensor([v for _, r in rollouts for v in _versions(r)], dtype=torch.int64),
+            place_n=torch.arange(first, first + len(rollouts)),
             prior_n=None
             if set(priors) <= {None}
             else torch.tensor([math.nan if p is None else p for p in priors], dtype=torch.float32),

@@ -249,8 +249,26 @@ class CheckpointConfig(Section):
     export_hf: bool = True  # Write a Hugging Face checkpoint, OUTPUT_DIR/hf, after the last step.
 
 
+class RolloutFilesConfig(Section):
+    """The responses of the run as Parquet files, OUTPUT_DIR/rollouts."""
+
+    free_keys = EVERY_KEY
+
+    # Save the responses of every so many steps, and of evaluations; 0: none.
+    every: NonNegativeInt = 1
+    groups: PositiveInt | None = None  # Save at most this many groups of a step, evenly spread. Default: all.
+    # Gigabytes (10^9 bytes) that the files may take together; the oldest are removed above it.
+    max_gb: float = Field(4.0, gt=0)
+
+    def saves(self, step: int) -> bool:
+        """True if the responses of this training step are saved."""
+        return self.every > 0 and step % self.every == 0
+
+
 class LoggingConfig(Section):
     free_keys = EVERY_KEY
+
+    rollouts: RolloutFilesConfig = RolloutFilesConfig()
 
     tensorboard: bool = True  # Write TensorBoard events to OUTPUT_DIR/tensorboard.
     wandb_project: str | None = None  # Log to this Weights & Biases project too.

@@ -40,6 +40,7 @@ class UpdateResult:
     logp_r: Tensor | None  # before the update, fp32 [r] on the CPU of every rank; None unless asked for
     head: dict[str, float]  # how the head computed its gradient; depends on the machine
     memory: dict[str, float] = field(default_factory=dict)  # MemoryProfile.metrics of a run's first update
+    weight_r: Tensor | None = None  # dL/dlogp at `logp_r`, fp32 [r] on the CPU; None unless asked for
 
 
 class Policy(Scorer):
@@ -66,15 +67,18 @@ class Policy(Scorer):
         with self.reference.swapped_in():
             return self.score(rows.with_columns(routing=None))  # the reference's own routers choose experts
 
-    def update(self, rows: TrainBatch, *, at_step_start: bool, keep_logp: bool = False) -> UpdateResult:
+    def update(
+        self, rows: TrainBatch, *, at_step_start: bool, keep_logp: bool = False, keep_weights: bool = False
+    ) -> UpdateResult:
         """Take one optimizer update on `rows`, which hold whole groups.
 
         `at_step_start`: there was no update since the step began. So the policy at the step's start is the
         present policy, and the rows' columns of its log-probs may be missing. `keep_logp`: return the
-        log-probs of the update's own forward. Raises UserFunctionError on all ranks, with the weights as they
-        were, where the user's loss fails on any.
+        log-probs of the update's own forward. `keep_weights`: return these and the loss's gradient by them.
+        Raises UserFunctionError on all ranks, with the weights as they were, where the user's loss fails on
+        any.
         """
-        loss, totals = self._loss, BatchTotals.of(rows)
+        loss, totals, kept = self._loss, BatchTotals.of(rows), keep_logp or keep_weights
         share = my_share(self.model, rows, self._budget, loss.couples_groups)
         split = (share.split_groups and loss.couples_groups) or share.split_rows or loss.couples_step
         rows = self._with_weights_first(rows, totals, at_step_start, split)
@@ -112,7 +116,7 @@ class Policy(Scorer):
             results = forward.run(self.model, share.packs(rows), micro_batch_loss, head=head)
         if (said := first_problem(problems[0] if problems else None)) is not None:
             raise UserFunctionError(said)
-        logp_r = share.gather(rows, [logp for logp, _ in results]) if split or keep_logp else None
+        logp_r = share.gather(rows, [logp for logp, _ in results]) if split or kept else None
         summed = sum_over_ranks([floats(metrics) for _, metrics in results])
         if split:  # the loss and its metrics are defined on whole groups only
             assert logp_r is not None
@@ -124,8 +128,11 @@ class Policy(Scorer):
             metrics = summed
         memory = {} if memory_profile is None else memory_profile.metrics()
         of_head = {name: metrics.pop(name) for name in list(metrics) if name.startswith("head/")}
+        weight_r = rows.weight_r
+        if keep_weights and weight_r is None and logp_r is not None:
+            weight_r, _ = token_weights(loss, _with_references(rows, logp_r), logp_r, totals)
         self.model.finish_background_work()
-        return UpdateResult(self.optimizer.apply(), metrics, logp_r, of_head, memory)
+        return UpdateResult(self.optimizer.apply(), metrics, logp_r, of_head, memory, weight_r)
 
     def _first_update_profile(self) -> MemoryProfile | None:
         """Return a profile for a run's first update, then None."""

@@ -256,13 +256,13 @@ class ServerPool:
 
     async def _respond(self, asked: _Asked, index: int, sampling: SamplingConfig) -> Rollout:
         """One response, from as many servers and weight versions as it takes."""
-        token_ids: list[int] = []
-        logprobs: list[float] = []
+        token_ids, logprobs, failures = list[int](), list[float](), list[str]()
         spans: list[tuple[int, int, int]] = []
-        failures: list[str] = []
+        begin: float | None = None
         while len(failures) < ATTEMPTS:
             async with self._connections:
                 handle = await self._choose(asked)
+                begin = begin or time.monotonic()
                 version = handle.version
                 answer = await self._ask(handle, asked.request, index, token_ids, sampling)
             if isinstance(answer, Lost):
@@ -277,6 +277,7 @@ class ServerPool:
             aborted = answer.finish_reason == "abort"
             if not aborted or len(token_ids) >= sampling.max_tokens:
                 rollout = _rollout(token_ids, logprobs, "length" if aborted else answer.finish_reason, spans)
+                rollout.seconds, rollout.server = time.monotonic() - begin, handle.server.url
                 if sampling.wants_routing and not aborted:
                     rollout.routing = self._routing(handle, asked.request, rollout, answer)
                 return rollout

@@ -22,7 +22,7 @@ OWN = (
     "metrics.jsonl",
     "summary.json",
     "curve.png",
-    "samples.jsonl",
+    "rollouts",
     "tensorboard",
     "profile",
     "wandb_run_id",

@@ -7,6 +7,7 @@ prompt is encoded once for its n samples, and finished rows leave the batch. Onl
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Sequence
 from itertools import batched
 from typing import Any
@@ -149,6 +150,7 @@ class LocalModel:
         token_ns = torch.zeros(n, steps, dtype=torch.int64, device=device)
         logp_ns = torch.zeros(n, steps, dtype=torch.float32, device=device)
         length_n = torch.full((n,), steps, device=device)
+        begin, seconds_n = time.perf_counter(), torch.zeros(n, dtype=torch.float64, device=device)
 
         # Left padding puts every prompt's last token into the last column.
         width = max(map(len, prompts))
@@ -174,6 +176,7 @@ class LocalModel:
             stopped = torch.isin(token, stop)
             if stopped.any():
                 length_n[live[stopped]] = step + 1
+                seconds_n[live[stopped]] = time.perf_counter() - begin
                 rows = (~stopped).nonzero().squeeze(1)
                 cache.batch_select_indices(rows)
                 live, token, start, mask = live[rows], token[rows], start[rows], mask[rows]
@@ -181,6 +184,8 @@ class LocalModel:
                 break
             end = width + step + 1
             logits = self._forward(token[:, None], (end - 1 - start)[:, None], mask[:, :end], cache)
+
+        seconds_n[live] = time.perf_counter() - begin  # of those that reached the limit
 
         if not torch.isfinite(logp_ns).all():
             raise FloatingPointError(
@@ -192,8 +197,11 @@ class LocalModel:
         logprobs = [row[:length] for row, length in zip(logp_ns.tolist(), lengths, strict=True)]
         texts = self._tokenizer.batch_decode(token_ids, skip_special_tokens=True)
         return [
-            Rollout(ids, logps, text, "stop" if ids[-1] in stop_ids else "length", self.version)
-            for ids, logps, text in zip(token_ids, logprobs, texts, strict=True)
+            Rollout(
+                *(ids, logps, text, "stop" if ids[-1] in stop_ids else "length", self.version),
+                seconds=seconds,
+            )
+            for ids, logps, text, seconds in zip(token_ids, logprobs, texts, seconds_n.tolist(), strict=True)
         ]
 
     def _forward(self, ids: Tensor, positions: Tensor, mask: Tensor, cache: DynamicCache) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Self
 
 from megatron_gvpo.config.schema import Config, ConfigError, SamplingConfig
 from megatron_gvpo.data.task import Task, load_task
+from megatron_gvpo.groups import Group
 from megatron_gvpo.megatron.checkpoint.conversion import load_newest
 from megatron_gvpo.megatron.scorer import Scorer
 from megatron_gvpo.observe import PhaseTimer
@@ -52,16 +53,19 @@ class RolloutSource:
             with self._timer.phase("sync"):
                 self.engine.sync(version)
 
-    def evaluate(self, version: int) -> dict[str, float]:
-        """Metrics of the present policy on the held-out prompts; empty without any. A collective."""
+    def evaluate(self, version: int) -> tuple[list[Group], dict[str, float]]:
+        """Responses of the present policy to the held-out prompts, and metrics; empty without prompts.
+
+        A collective.
+        """
         if not self._task.eval_prompts:
-            return {}
+            return [], {}
         self.sync(version)
         options = self._config.eval
         sampler = self.sampler(options.n, options.sampling)
         groups = sampler.collect(sampler.submit(self._task.eval_prompts, options.seed))
         self._timer.take()
-        return summarise(groups, options.k)
+        return groups, summarise(groups, options.k)
 
     def __enter__(self) -> Self:
         with ExitStack() as opened:  # closes what is open where the next part cannot be opened
@@ -94,4 +98,4 @@ def evaluate(config: Config, resume: bool) -> dict[str, float]:
     policy = Scorer(config)
     step = load_newest(config, policy.model) if resume else 0
     with RolloutSource(config, task, policy, PhaseTimer()) as source:
-        return source.evaluate(step)
+        return source.evaluate(step)[1]

@@ -32,8 +32,8 @@ def with_gap(monkeypatch, gap: float, versions_behind: int = 0) -> None:
     """Make an engine's log-probs too small by `gap` in every token, and its weights older."""
     from_groups = TrainBatch.from_groups
 
-    def perturbed(groups):
-        rows = from_groups(groups)
+    def perturbed(*groups):
+        rows = from_groups(*groups)
         return rows.with_columns(
             engine_logp_r=rows.engine_logp_r - gap, version_r=rows.version_r - versions_behind
         )
@@ -80,9 +80,9 @@ def test_what_older_weights_sampled_has_them_as_its_reference(task, tmp_path, mo
     trained = []
     update = Policy.update
 
-    def spy(self, rows, *, at_step_start, keep_logp=False):
+    def spy(self, rows, *, at_step_start, **kept):
         trained.append((at_step_start, rows))
-        return update(self, rows, at_step_start=at_step_start, keep_logp=keep_logp)
+        return update(self, rows, at_step_start=at_step_start, **kept)
 
     monkeypatch.setattr(Policy, "update", spy)
     with_gap(monkeypatch, 0.0, versions_behind=1)

@@ -101,8 +101,8 @@ def test_every_step_samples_and_trains_on_all_its_responses(task, tmp_path, monk
         sampled.append([(group.prompt.id, len(group.rollouts)) for group in groups])
         return groups
 
-    def spy_on_rows(groups):
-        rows = from_groups(groups)
+    def spy_on_rows(*groups):
+        rows = from_groups(*groups)
         trained.append(len(rows))
         return rows
 
@@ -121,11 +121,11 @@ def test_every_epoch_of_a_batch_compares_with_the_policy_at_step_start(task, tmp
     """This includes the first mini-batch, whose first update needs no log-probs of that policy."""
     update, updates, at_start = Policy.update, [], []
 
-    def spy(self, rows, *, at_step_start, keep_logp=False):
+    def spy(self, rows, *, at_step_start, **kept):
         if at_step_start:
             at_start.append(self.score(rows))
         updates.append((at_step_start, rows))
-        return update(self, rows, at_step_start=at_step_start, keep_logp=keep_logp)
+        return update(self, rows, at_step_start=at_step_start, **kept)
 
     monkeypatch.setattr(Policy, "update", spy)
     epochs = ("algorithm=grpo", "train.mini_batches=2", "train.batch_epochs=2", "algorithm.loss.kl_coef=0")

@@ -1,0 +1,174 @@
+"""Builds the table of a step's responses, or of an evaluation's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from megatron_gvpo.groups import Group, Prompt, Rollout
+from megatron_gvpo.observe.rollouts.schema import Kind, schema
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_gvpo.types import TrainBatch
+
+
+@dataclass(frozen=True)
+class TrainedRows:
+    """The rows of an optimizer update, with the trainer's numbers of their tokens, fp32 [r] on the CPU."""
+
+    rows: TrainBatch
+    logp_r: Tensor | None
+    weight_r: Tensor | None  # dL/dlogp
+
+
+@dataclass(frozen=True)
+class Responses:
+    """All responses of a training step, or of the evaluation after it.
+
+    `trained` has the updates of a training step's first pass; their `rows.place_n` are places in the list of
+    all responses.
+    """
+
+    kind: Kind
+    step: int
+    groups: Sequence[Group]
+    trained: Sequence[TrainedRows] = ()
+
+    def with_texts(self, decode: Callable[..., str]) -> Responses:
+        """The same with texts for the responses that have none, such as demonstrations."""
+        groups = [
+            replace(
+                group,
+                rollouts=[
+                    rollout
+                    if rollout.text
+                    else replace(rollout, text=decode(rollout.token_ids, skip_special_tokens=True))
+                    for rollout in group.rollouts
+                ],
+            )
+            if any(not rollout.text for rollout in group.rollouts)
+            else group
+            for group in self.groups
+        ]
+        return replace(self, groups=groups)
+
+
+class _Place(NamedTuple):
+    """A response and where it stands."""
+
+    row: int  # among all responses of the step
+    group: int
+    member: int
+    prompt: Prompt
+    rollout: Rollout
+
+
+def table(responses: Responses, components: Sequence[str], groups: int | None = None) -> pa.Table:
+    """The table with the columns of `schema(components)`, of all groups or of `groups`, evenly spread."""
+    places = list(_places(responses.groups, groups))
+    rollouts = [place.rollout for place in places]
+    found = _trained(responses.trained)
+    mine = [found.get(place.row, _Numbers()) for place in places]
+    columns: dict[str, list[Any]] = {
+        "step": [responses.step] * len(places),
+        "kind": [responses.kind] * len(places),
+        "group": [place.group for place in places],
+        "member": [place.member for place in places],
+        "prompt_id": [_utf8(place.prompt.id) for place in places],
+        "prompt": [_utf8(place.prompt.text) for place in places],
+        "prompt_ids": [place.prompt.token_ids for place in places],
+        "response": [_utf8(rollout.text) for rollout in rollouts],
+        "response_ids": [rollout.token_ids for rollout in rollouts],
+        "reward": [rollout.reward for rollout in rollouts],
+        "rewards": [_fields(rollout.rewards, components) for rollout in rollouts],
+        "reward_errors": [_fields(_errors(rollout), components) for rollout in rollouts],
+        "advantage": [_mean(numbers.advantages) for numbers in mine],
+        "advantages": [_unless_equal(numbers.advantages) for numbers in mine],
+        "weight": [_mean(numbers.weights) for numbers in mine],
+        "weights": [_unless_equal(numbers.weights) for numbers in mine],
+        "source": [rollout.source for rollout in rollouts],
+        "version_first": [_version(rollout, 0) for rollout in rollouts],
+        "version_last": [_version(rollout, -1) for rollout in rollouts],
+        "rollout_logprobs": [rollout.logprobs or None for rollout in rollouts],
+        "trainer_logprobs": [numbers.logprobs for numbers in mine],
+        "finish_reason": [rollout.finish_reason for rollout in rollouts],
+        "prompt_tokens": [len(place.prompt.token_ids) for place in places],
+        "response_tokens": [len(rollout.token_ids) for rollout in rollouts],
+        "seconds": [rollout.seconds for rollout in rollouts],
+        "server": [rollout.server for rollout in rollouts],
+    }
+    return pa.Table.from_pydict(columns, schema=schema(components))
+
+
+class _Numbers(NamedTuple):
+    """The trainer's numbers of one response, a value for each token; None where it has none."""
+
+    logprobs: np.ndarray | None = None
+    advantages: np.ndarray | None = None
+    weights: np.ndarray | None = None
+
+
+def _trained(updates: Sequence[TrainedRows]) -> dict[int, _Numbers]:
+    """The numbers of the rows of all updates, by the response's place in the step."""
+    found: dict[int, _Numbers] = {}
+    for update in updates:
+        rows = update.rows
+        assert rows.place_n is not None, "the trainer numbers the rows of a step"
+        has_advantages = rows.advantage_n is not None or rows.advantage_r is not None
+        columns = (update.logp_r, rows.token_advantages() if has_advantages else None, update.weight_r)
+        arrays = [None if column is None else column.numpy() for column in columns]
+        for i, place in enumerate(rows.place_n.tolist()):
+            begin, end = rows.offsets[i : i + 2]
+            found[place] = _Numbers(*(None if array is None else array[begin:end] for array in arrays))
+    return found
+
+
+def _places(groups: Sequence[Group], limit: int | None) -> Iterator[_Place]:
+    """The responses of at most `limit` groups, which are evenly spread over all."""
+    count = len(groups) if limit is None else min(limit, len(groups))
+    chosen = {i * len(groups) // count for i in range(count)}
+    row = 0
+    for g, group in enumerate(groups):
+        for member, rollout in enumerate(group.rollouts):
+            if g in chosen:
+                yield _Place(row, g, member, group.prompt, rollout)
+            row += 1
+
+
+def _fields(values: dict[str, Any], components: Sequence[str]) -> dict[str, Any] | None:
+    return {name: values.get(name) for name in components} if components else None
+
+
+def _errors(rollout: Rollout) -> dict[str, str]:
+    return {name: _utf8(error) for name, error in rollout.reward_errors.items()}
+
+
+def _utf8(text: str) -> str:
+    """The text without halves of surrogate pairs, which data may have and UTF-8 cannot."""
+    return text if text.isascii() else text.encode(errors="replace").decode()
+
+
+def _mean(values: np.ndarray | None) -> float | None:
+    if values is None or not len(values):
+        return None
+    return float(values[0]) if _are_equal(values) else float(values.mean(dtype=np.float64))
+
+
+def _unless_equal(values: np.ndarray | None) -> np.ndarray | None:
+    return None if values is None or not len(values) or _are_equal(values) else values
+
+
+def _are_equal(values: np.ndarray) -> bool:
+    return bool((values == values[0]).all())
+
+
+def _version(rollout: Rollout, end: int) -> int | None:
+    """The weight version of the first (0) or last (-1) token; None where this run's engine sampled none."""
+    version = rollout.spans[end][0] if rollout.spans else rollout.weight_version
+    return None if version < 0 else version

@@ -1,0 +1,202 @@
+"""The responses of real runs as Parquet files: their values, the limit on disk, resumed runs, readers."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from distributed import launch
+from tiny_run import GVPO, SHORT, StopAfter, configure, fit, records
+
+from megatron_gvpo.config.sections import RolloutFilesConfig
+from megatron_gvpo.groups import Group, Prompt, Rollout
+from megatron_gvpo.observe.rollouts.reader import read_rollouts, saved_steps
+from megatron_gvpo.observe.rollouts.schema import COLUMNS, file_name, schema
+from megatron_gvpo.observe.rollouts.table import Responses, table
+from megatron_gvpo.observe.rollouts.writer import RolloutWriter
+
+pytestmark = pytest.mark.usefixtures("leave_the_process_group")
+
+
+def rows(out: Path, kind: str = "train", **chosen: object) -> list[dict]:
+    return read_rollouts(out, kind, **chosen).to_pylist()
+
+
+def test_a_run_saves_every_response(finished):
+    assert saved_steps(finished) == [1, 2, 3, 4]
+    assert saved_steps(finished, "eval") == [0, 2, 4]
+    assert sorted(path.name for path in (finished / "rollouts").iterdir()) == sorted(
+        [file_name("train", s) for s in (1, 2, 3, 4)] + [file_name("eval", s) for s in (0, 2, 4)]
+    )
+    lines = {line["step"]: line for line in records(finished)}
+    for step in (1, 2, 3, 4):
+        found = rows(finished, steps=[step])
+        assert [(r["group"], r["member"]) for r in found] == [(g, m) for g in range(4) for m in range(4)]
+        assert {r["step"] for r in found} == {step} and {r["kind"] for r in found} == {"train"}
+        assert np.mean([r["reward"] for r in found]) == pytest.approx(lines[step]["reward/mean"])
+        assert {r["version_first"] for r in found} == {r["version_last"] for r in found} == {step - 1}
+        for r in found:
+            assert r["response_tokens"] == len(r["response_ids"]) > 0
+            assert r["response"] or r["response_tokens"] == 1, "an end token alone has no text"
+            assert r["prompt_tokens"] == len(r["prompt_ids"]) > 0 and r["prompt"] and r["prompt_id"]
+            variety = len(set(r["response_ids"])) / len(r["response_ids"])
+            assert r["reward"] == r["rewards"]["variety"] == pytest.approx(variety)
+            assert r["reward_errors"] == {"variety": None}
+            assert r["finish_reason"] == "stop" or r["response_tokens"] == 10
+            assert r["seconds"] > 0 and r["server"] is None and r["source"] == "policy"
+    for r in rows(finished, "eval"):
+        assert r["trainer_logprobs"] is r["weight"] is r["weights"] is r["advantage"] is None
+        assert r["version_first"] == r["step"] and len(r["rollout_logprobs"]) == r["response_tokens"]
+
+
+def test_the_trainers_numbers_belong_to_their_tokens(finished):
+    """Engine and trainer compute the same log-probs, so a shifted or swapped row would show."""
+    lines = {line["step"]: line for line in records(finished)}
+    for step in (1, 2, 3, 4):
+        found = rows(finished, steps=[step])
+        gaps = [np.subtract(r["trainer_logprobs"], r["rollout_logprobs"]) for r in found]
+        assert max(np.abs(gap).max() for gap in gaps) < 1e-4, "by the policy at the step's start"
+        compared = np.concatenate(gaps).astype(np.float64)
+        assert np.abs(compared).mean() == pytest.approx(lines[step]["mismatch/abs_mean"], rel=1e-3)
+
+
+def test_weights_are_the_gradient_of_gvpos_loss(finished):
+    """The first mini-batch of GVPO at the step's start: w is the centred reward by a factor."""
+    first = [r for r in rows(finished, steps=[1]) if r["group"] < 2]
+    centred = {}
+    for g in (0, 1):
+        rewards = np.array([r["reward"] for r in first if r["group"] == g])
+        centred |= {(g, m): value for m, value in enumerate(rewards - rewards.mean())}
+    assert all(r["weights"] is None for r in first), "one weight for all tokens of a response"
+    ratios = [r["weight"] / centred[r["group"], r["member"]] for r in first]
+    assert ratios == pytest.approx([ratios[0]] * len(ratios), rel=1e-4) and ratios[0] < 0
+    assert any(r["weight"] != 0 for r in rows(finished, steps=[1]) if r["group"] >= 2)
+
+
+@pytest.fixture(scope="module")
+def layouts(task, tmp_path_factory) -> Path:
+    """The first step of the run `finished`, on two ranks in three layouts."""
+    out = tmp_path_factory.mktemp("layouts")
+    launch("rollouts_worker:first_step", [2], str(task), str(out), timeout=300)
+    return out
+
+
+@pytest.mark.parametrize("layout", ["dp2", "tp2", "pp2"])
+def test_every_layout_saves_all_rows(finished, layouts, layout):
+    ours, theirs = rows(layouts / layout, steps=[1]), rows(finished, steps=[1])
+    assert len(ours) == 16
+    for mine, other in zip(ours, theirs, strict=True):
+        for name in ("trainer_logprobs", "rollout_logprobs", "weight", "reward"):
+            assert mine.pop(name) == pytest.approx(other.pop(name), rel=1e-3, abs=1e-5), name
+        mine.pop("seconds"), other.pop("seconds")
+        assert mine == other
+
+
+def test_a_resumed_run_replaces_what_came_after_its_checkpoint(task, tmp_path):
+    out = tmp_path / "run"
+    fit(configure(task, out, *GVPO, *SHORT, "checkpoint.every=2"), [StopAfter(2)])
+    before = {path.name: path.stat().st_mtime_ns for path in (out / "rollouts").iterdir()}
+    assert sorted(before) == [file_name("train", 1), file_name("train", 2)]
+    for name in (file_name("train", 3), file_name("eval", 3), file_name("train", 9)):
+        (out / "rollouts" / name).write_bytes(b"of a step that the checkpoint does not have")
+    (out / "rollouts" / "step_000003.parquet.tmp").write_bytes(b"cut off")
+    (out / "rollouts" / "notes.parquet").write_bytes(b"the user's own")
+    fit(configure(task, out, *GVPO, *SHORT, "checkpoint.every=2"), resume=True)
+    after = {path.name: path.stat().st_mtime_ns for path in (out / "rollouts").iterdir()}
+    assert sorted(after) == ["notes.parquet", *(file_name("train", step) for step in (1, 2, 3, 4))]
+    assert {name: after[name] for name in before} == before
+    assert [r["step"] for r in rows(out)] == [step for step in (1, 2, 3, 4) for _ in range(16)]
+
+
+def test_fewer_steps_fewer_groups_or_none(task, tmp_path):
+    few = ("logging.rollouts={every: 2, groups: 3}", "train.steps=2")
+    fit(configure(task, tmp_path / "few", *GVPO, *SHORT, *few))
+    found = rows(tmp_path / "few")
+    assert {r["step"] for r in found} == {2}
+    assert [r["group"] for r in found] == [g for g in (0, 1, 2) for _ in range(4)]
+    assert all(np.allclose(r["trainer_logprobs"], r["rollout_logprobs"], atol=1e-4) for r in found)
+    fit(configure(task, tmp_path / "none", *GVPO, *SHORT, "logging.rollouts.every=0", "train.steps=1"))
+    assert not (tmp_path / "none" / "rollouts").exists()
+
+
+def responses(step: int, kind: str = "train", text: str = "text", **fields: object) -> Responses:
+    prompt = Prompt("p", (1, 2), text)
+    rollout = Rollout([3, 4], [-1.0, -2.0], text, "stop", 0, rewards={"a": 1.0}, reward=1.0)
+    return Responses(kind, step, [Group(prompt, [replace(rollout, **fields)])])
+
+
+def writer(out: Path, max_gb: float = 1.0, components: tuple[str, ...] = ("a",)) -> RolloutWriter:
+    return RolloutWriter(out, RolloutFilesConfig(max_gb=max_gb), components, None)
+
+
+def test_the_oldest_files_go_above_the_limit(tmp_path, caplog):
+    size = len(_bytes(tmp_path, responses(1)))
+    files = writer(tmp_path, max_gb=3.5 * size / 1e9)
+    with caplog.at_level(logging.WARNING):
+        for step in range(1, 7):
+            files.write(responses(step))
+        files.write(responses(6, "eval"))
+        files.close()
+    assert saved_steps(tmp_path) == [5, 6] and saved_steps(tmp_path, "eval") == [6]
+    [said] = [record.getMessage() for record in caplog.records]
+    assert "logging.rollouts.max_gb" in said and "first step_000001.parquet" in said
+    files = writer(tmp_path / "small", max_gb=1e-9)
+    files.write(responses(1))
+    files.write(responses(2))
+    files.close()
+    assert saved_steps(tmp_path / "small") == [2], "the newest stays, however large"
+
+
+def _bytes(directory: Path, of: Responses) -> bytes:
+    pq.write_table(table(of, ["a"]), directory / "one", compression="zstd")
+    return (directory / "one").read_bytes()
+
+
+def test_an_error_of_the_thread_is_raised_where_it_is_seen(tmp_path):
+    (tmp_path / "rollouts").write_text("a file in the way")
+    files = writer(tmp_path)
+    files.write(responses(1))
+    with pytest.raises(FileExistsError):
+        files.close()
+
+
+def test_unusual_responses(tmp_path):
+    files = writer(tmp_path, components=())
+    odd = responses(
+        1, text="half \ud83d", weight_version=-1, source="demonstration", logprobs=[], token_ids=[]
+    )
+    files.write(odd)
+    files.write(responses(2, spans=[(4, 0, 1), (5, 1, 2)], reward=math.nan))
+    files.close()
+    first, second = rows(tmp_path)
+    assert first["prompt"] == "half ?" and first["response_ids"] == []
+    assert first["rollout_logprobs"] is first["version_first"] is first["rewards"] is None
+    assert (second["version_first"], second["version_last"]) == (4, 5) and math.isnan(second["reward"])
+
+
+def test_files_of_other_versions_are_read_together(tmp_path):
+    files = writer(tmp_path)
+    files.write(responses(1))
+    files.close()
+    newer = table(responses(2), ["a", "b"]).drop_columns("seconds")
+    turns = pa.array([[{"role": "user", "text": "hello"}]])
+    pq.write_table(newer.append_column("turns", turns), tmp_path / "rollouts" / file_name("train", 2))
+    first, second = rows(tmp_path)
+    assert first["turns"] is None and second["turns"] == [{"role": "user", "text": "hello"}]
+    assert first["rewards"] == {"a": 1.0, "b": None} and second["seconds"] is None
+    assert read_rollouts(tmp_path, steps=[2], columns=["reward", "seconds"]).column_names == ["reward"]
+    (tmp_path / "rollouts" / file_name("train", 3)).write_bytes(b"PAR1 damaged")
+    with pytest.raises(ValueError, match=r"step_000003.parquet: not a file of rollouts"):
+        rows(tmp_path)
+    assert read_rollouts(tmp_path / "nothing").num_rows == 0
+
+
+def test_the_schema_is_that_of_the_columns():
+    assert schema(["a"]).names == [column.name for column in COLUMNS]
+    assert table(responses(1), ["a"]).schema == schema(["a"])
