@@ -11,6 +11,7 @@ if __name__ == "__main__":
 import command_line
 import configuration
 import metrics
+import rollouts
 
 from megatron_gvpo.algorithms import catalog
 
@@ -18,6 +19,7 @@ PAGES = {
     "configuration.md": configuration.page,
     "recipes.md": catalog.markdown,
     "metrics.md": metrics.page,
+    "rollouts.md": rollouts.page,
     "command_line.md": command_line.page,
 }
 
