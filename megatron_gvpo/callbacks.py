@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from megatron_gvpo.config.secrets import as_written
 from megatron_gvpo.observe import MetricLogger, Progress, memory_report, plot_curve, read_metrics, time_report
+from megatron_gvpo.observe.loggers.services import ServiceError
 from megatron_gvpo.observe.monitor import DeviceMonitor, by_machine
 from megatron_gvpo.observe.rollouts.writer import RolloutWriter
 from megatron_gvpo.runtime.collectives import all_gather_msgpack
@@ -50,7 +51,10 @@ class Callback:
 
 
 class OutputError(RuntimeError):
-    """The run's records could not be written, e.g. on a full disk; complete checkpoints are untouched."""
+    """The run's records could not be written, e.g. on a full disk, or a tracking service could not be opened.
+
+    Complete checkpoints are untouched.
+    """
 
 
 class Recorder(Callback):
@@ -90,7 +94,7 @@ class Recorder(Callback):
         try:
             self._opened.close()
         except OSError as error:
-            raise _refused(trainer, str(error)) from None
+            raise OutputError(_refused(trainer, error)) from None
 
     def _write(self, trainer: Trainer, write: Callable[[], None]) -> None:
         """Calls `write` on rank 0 and raises its failure on all ranks, so that none waits for a failed rank.
@@ -102,9 +106,11 @@ class Recorder(Callback):
             if trainer.is_main:
                 write()
         except OSError as error:
+            problem = _refused(trainer, error)
+        except ServiceError as error:
             problem = str(error)
         if problems := [text for text in all_gather_msgpack(problem) if text]:
-            raise _refused(trainer, problems[0])
+            raise OutputError(problems[0])
 
     def _open(self, trainer: Trainer) -> None:
         config, resume_step = trainer.config, trainer.step if trainer.resumed else None
@@ -148,8 +154,8 @@ class Recorder(Callback):
         self._progress.close()
 
 
-def _refused(trainer: Trainer, problem: str) -> OutputError:
-    return OutputError(
+def _refused(trainer: Trainer, problem: OSError) -> str:
+    return (
         f"cannot write the records in output_dir={trainer.config.output_dir}: {problem}; complete "
         "checkpoints there are untouched: make room and continue with --resume"
     )

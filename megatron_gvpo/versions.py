@@ -149,11 +149,19 @@ COMPONENTS = (
         instead="no GPU metrics",
         install="pip install nvidia-ml-py",
     ),
-    Component(
-        name="wandb",
-        purpose="Weights & Biases logging",
-        need="optional",
-        instead="metrics.jsonl and TensorBoard",
-        install="pip install wandb",
+    *(
+        Component(
+            name=package,
+            purpose=f"{title} logging",
+            need="optional",
+            instead="metrics.jsonl and TensorBoard",
+            install=f"pip install {package}",
+        )
+        for package, title in (
+            ("wandb", "Weights & Biases"),
+            ("trackio", "trackio"),
+            ("mlflow-skinny", "MLflow"),
+            ("swanlab", "SwanLab"),
+        )
     ),
 )

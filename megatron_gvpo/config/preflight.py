@@ -15,6 +15,7 @@ from megatron_gvpo.config.parallel_layout import check_layout
 from megatron_gvpo.config.schema import Config, read_model_config
 from megatron_gvpo.megatron.model.attention_kernel import Attention, check_attention, has_flash_attention
 from megatron_gvpo.observe.gpus import list_gpus
+from megatron_gvpo.observe.loggers.services import SERVICES
 from megatron_gvpo.runs.earlier import Earlier, check_earlier_run, newest_step
 from megatron_gvpo.runs.lock import check_unlocked
 from megatron_gvpo.runs.record import check_unchanged
@@ -74,11 +75,13 @@ def _check_attention(config: Config) -> None:
 
 
 def _check_loggers(config: Config) -> None:
-    if config.logging.wandb_project is not None and find_spec("wandb") is None:
-        raise ConfigError(
-            f"logging.wandb_project={config.logging.wandb_project}: Weights & Biases is not installed: "
-            "pip install wandb, or leave it out"
-        )
+    for service in SERVICES:
+        project = getattr(config.logging, service.key)
+        if project is not None and find_spec(service.package) is None:
+            raise ConfigError(
+                f"logging.{service.key}={project}: {service.title} is not installed: "
+                f"pip install {service.install}, or leave it out"
+            )
 
 
 def _check_rewards(config: Config) -> None:

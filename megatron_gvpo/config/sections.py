@@ -272,6 +272,9 @@ class LoggingConfig(Section):
 
     tensorboard: bool = True  # Write TensorBoard events to OUTPUT_DIR/tensorboard.
     wandb_project: str | None = None  # Log to this Weights & Biases project too.
+    trackio_project: str | None = None  # Log to this trackio project too.
+    mlflow_experiment: str | None = None  # Log to this MLflow experiment too.
+    swanlab_project: str | None = None  # Log to this SwanLab project too.
     # How the terminal shows progress: a live display, a line a step, nothing; auto looks at the terminal.
     progress: Literal["auto", "live", "lines", "off"] = "auto"
     # Run torch's profiler over the steps [first, last].

@@ -26,6 +26,11 @@ OWN = (
     "tensorboard",
     "profile",
     "wandb_run_id",
+    "mlflow_run_id",
+    "mlflow.db",
+    "mlruns",
+    "swanlab",
+    "swanlab_run_id",
     "config.yaml",
     "run.json",
 )

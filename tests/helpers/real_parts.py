@@ -27,6 +27,7 @@ PARTS = (
     "Slurm",
     "image",
     "Chromium",
+    "trackio, MLflow and SwanLab",
 )
 
 _passed: Counter[str] = Counter()

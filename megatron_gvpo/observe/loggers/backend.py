@@ -1,0 +1,38 @@
+"""The protocol of a place that gets a run's metrics and samples, and what it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+
+class Sample(NamedTuple):
+    """One response, as people read it."""
+
+    kind: str  # "train" or "eval"
+    prompt: str
+    response: str
+    reward: float
+
+
+class RunInfo(NamedTuple):
+    """A run, as its backends see it when they open."""
+
+    output_dir: Path
+    name: str  # what the service calls the run, if nothing else names it
+    resumed: bool
+    config: Mapping[str, Any]  # as written, without secrets
+
+
+class Backend(Protocol):
+    """A place that gets metrics and samples, on rank 0. Steps come in order."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add the metrics of a step; values may be NaN or infinite."""
+
+    def show(self, step: int, samples: Sequence[Sample]) -> None:
+        """Add a table of a few responses of a step."""
+
+    def close(self) -> None:
+        """Finish; nothing follows."""

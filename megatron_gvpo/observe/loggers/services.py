@@ -1,0 +1,136 @@
+"""The tracking services that a run can log to, each with the key of the section `logging` that names it.
+
+A new service is a class with the methods of `Backend`, made from (name, run), and a line here.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from typing import TYPE_CHECKING, NamedTuple
+
+from megatron_gvpo.observe.loggers.backend import Backend, RunInfo, Sample
+
+if TYPE_CHECKING:
+    from megatron_gvpo.config.schema import LoggingConfig
+
+log = logging.getLogger(__name__)
+
+
+class Service(NamedTuple):
+    key: str  # of `logging`; its value is the project
+    title: str
+    package: str  # to import
+    install: str
+    writer: str  # the class, in the module of this package that has the package's name
+
+
+SERVICES = (
+    Service("wandb_project", "Weights & Biases", "wandb", "wandb", "WandbWriter"),
+    Service("trackio_project", "trackio", "trackio", "trackio", "TrackioWriter"),
+    Service("mlflow_experiment", "MLflow", "mlflow", "'megatron-gvpo[mlflow]'", "MlflowWriter"),
+    Service("swanlab_project", "SwanLab", "swanlab", "swanlab", "SwanlabWriter"),
+)
+
+
+class ServiceError(RuntimeError):
+    """A tracking service could not be opened: no key, no network, or a run of this name."""
+
+
+def open_services(config: LoggingConfig, run: RunInfo, logged_until: int) -> list[Backend]:
+    """Opens every service that the section `logging` names.
+
+    `logged_until` is the last step that an earlier part of this run has logged, -1 without one: the
+    services append, so they are not given such a step again. Raises ImportError, which names the key and the
+    command, if a package is not installed, and ServiceError if a service cannot be opened.
+    """
+    opened: list[Backend] = []
+    for service in SERVICES:
+        if (project := getattr(config, service.key)) is None:
+            continue
+        try:
+            import_module(service.package)
+        except ImportError as error:
+            raise ImportError(
+                f"logging.{service.key}={project!r} needs {service.title}, which cannot be imported "
+                f"({error}): pip install {service.install} (or set logging.{service.key}=null)"
+            ) from None
+        module = import_module(f"megatron_gvpo.observe.loggers.{service.package}_writer")
+        try:
+            with _keeping_handlers():
+                writer = getattr(module, service.writer)(project, run)
+        except Exception as error:
+            raise ServiceError(
+                f"logging.{service.key}={project}: {service.title} cannot be opened: {_said(error)}"
+            ) from None
+        opened.append(_Tolerant(writer, service, logged_until))
+    return opened
+
+
+class _Tolerant:
+    """A service that may fail while the run goes on: its first failure is a warning, and it gets no more.
+
+    metrics.jsonl has every step in any case.
+    """
+
+    def __init__(self, writer: Backend, service: Service, logged_until: int) -> None:
+        self._writer: Backend | None = writer
+        self._service = service
+        self._logged_until = logged_until
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._writer is not None and step > self._logged_until:
+            try:
+                self._writer.log(step, metrics)
+            except Exception as error:
+                self._give_up(step, error)
+
+    def show(self, step: int, samples: Sequence[Sample]) -> None:
+        if self._writer is not None and step > self._logged_until:
+            try:
+                self._writer.show(step, samples)
+            except Exception as error:
+                self._give_up(step, error)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            try:
+                self._writer.close()
+            except Exception as error:
+                self._give_up(None, error)
+
+    def _give_up(self, step: int | None, error: Exception) -> None:
+        self._writer = None
+        when = "at the end of the run" if step is None else f"at step {step}"
+        log.warning(
+            "%s (logging.%s) failed %s and gets no more of this run: %s; metrics.jsonl has every step",
+            self._service.title,
+            self._service.key,
+            when,
+            _said(error),
+        )
+
+
+@contextmanager
+def _keeping_handlers() -> Generator[None]:
+    """Restores the handlers of signals and exceptions, which some services replace: Ctrl-C saves the run."""
+    ours = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    signals = {number: signal.getsignal(number) for number in ours}
+    hook = sys.excepthook
+    try:
+        yield
+    finally:
+        sys.excepthook = hook
+        for number, handler in signals.items():
+            signal.signal(number, handler)
+
+
+def _said(error: Exception) -> str:
+    """The kind of an error and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__

@@ -1,0 +1,126 @@
+"""Runs logged to the real packages of the tracking services, without a network."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from real_parts import used
+
+from megatron_gvpo.config.schema import LoggingConfig
+from megatron_gvpo.observe.loggers.backend import Sample
+from megatron_gvpo.observe.loggers.logger import MetricLogger
+from megatron_gvpo.observe.loggers.services import SERVICES, ServiceError
+
+HELPERS = Path(__file__).parents[1] / "helpers"
+ROOT = HELPERS.parents[1]
+
+
+@pytest.fixture(scope="session")
+def services_python() -> Path:
+    """The Python of an environment with the services' packages, built once in the user's cache."""
+    used("trackio, MLflow and SwanLab")
+    pins = HELPERS / "services.txt"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_gvpo"
+    cache.mkdir(parents=True, exist_ok=True)
+    home = cache / f"services-{hashlib.sha256(pins.read_bytes()).hexdigest()[:12]}"
+    with open(f"{home}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (home / ".complete").exists():
+            uv = [sys.executable, "-m", "uv"]
+            subprocess.run([*uv, "venv", "--quiet", "--clear", "--python", sys.executable, home], check=True)
+            install = ["pip", "install", "--quiet", "--python", home / "bin" / "python", "-r", pins]
+            subprocess.run([*uv, *install], check=True, timeout=600)
+            (home / ".complete").touch()
+    return home / "bin" / "python"
+
+
+@pytest.mark.parametrize("service", ["trackio", "mlflow", "swanlab"])
+def test_a_resumed_run_continues_in_the_service_and_repeats_nothing(service, services_python, tmp_path):
+    surroundings = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{HELPERS}",
+        "TRACKIO_DIR": str(tmp_path / "trackio"),
+        "SWANLAB_MODE": "offline",
+        "HF_HUB_OFFLINE": "1",
+    }
+    surroundings.pop("MLFLOW_TRACKING_URI", None)
+    script = [services_python, HELPERS / "log_to_service.py", service, tmp_path / "run"]
+    done = subprocess.run(script, env=surroundings, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    held = json.loads(done.stdout.splitlines()[-1])
+    assert held["samples"] == list(range(8))
+    assert held["config"] == {"steps": 8}
+    if service != "swanlab":
+        assert held["values"] == [[step, step / 8] for step in range(8)]
+
+
+def test_wandb_gets_a_table_of_samples(tmp_path, monkeypatch):
+    import wandb
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    logger = MetricLogger(LoggingConfig(tensorboard=False, wandb_project="p"), tmp_path, resume_step=None)
+    logger.show(0, [Sample("eval", "1+1=", "two", 1.0)])
+    logger.log(0, {"reward/mean": 1.0})
+    logger.close()
+    wandb.teardown()
+    [table] = tmp_path.glob("wandb/offline-run-*/files/media/table/samples*.json")
+    assert json.loads(table.read_text())["data"] == [["eval", "1+1=", "two", 1.0]]
+
+
+class Broken:
+    """A stand-in for the package `wandb` whose service fails."""
+
+    def __init__(self, at: str) -> None:
+        self.at = at
+
+    def init(self, **_):
+        return self if self.at != "init" else self.fail()
+
+    id = "1"
+
+    def log(self, *_, **__):
+        self.fail()
+
+    def fail(self):
+        raise ConnectionError("no route to host\nand much more")
+
+    finish = Table = fail
+
+
+def test_a_service_that_cannot_be_opened_is_named_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", Broken("init"))
+    monkeypatch.delitem(sys.modules, "megatron_gvpo.observe.loggers.wandb_writer", raising=False)
+    said = r"^logging.wandb_project=p: Weights & Biases cannot be opened: ConnectionError: no route to host$"
+    with pytest.raises(ServiceError, match=said):
+        MetricLogger(LoggingConfig(tensorboard=False, wandb_project="p"), tmp_path, resume_step=None)
+    monkeypatch.delitem(sys.modules, "megatron_gvpo.observe.loggers.wandb_writer", raising=False)
+
+
+def test_a_service_that_fails_costs_no_step(tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "wandb", Broken("log"))
+    monkeypatch.delitem(sys.modules, "megatron_gvpo.observe.loggers.wandb_writer", raising=False)
+    logger = MetricLogger(LoggingConfig(tensorboard=False, wandb_project="p"), tmp_path, resume_step=None)
+    with caplog.at_level(logging.WARNING):
+        for step in range(3):
+            logger.log(step, {"reward/mean": 1.0})
+        logger.close()
+    [warning] = caplog.messages
+    assert warning == (
+        "Weights & Biases (logging.wandb_project) failed at step 0 and gets no more of this run: "
+        "ConnectionError: no route to host; metrics.jsonl has every step"
+    )
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+    monkeypatch.delitem(sys.modules, "megatron_gvpo.observe.loggers.wandb_writer", raising=False)
+
+
+@pytest.mark.parametrize("service", SERVICES, ids=lambda service: service.title)
+def test_each_service_has_its_key(service):
+    assert service.key in LoggingConfig.model_fields
