@@ -26,7 +26,8 @@ def main(service: str, output_dir: Path) -> None:
             logger.show(step, [Sample("train", "1+1=", "</b>\n2", 0.5)])
             logger.log(step, {"eval/pass@1": step / 8, "train/loss": math.nan if step == 1 else 1.0})
         logger.close()
-    print(json.dumps({"trackio": in_trackio, "mlflow": in_mlflow, "swanlab": in_swanlab}[service](output_dir)))
+    held = {"trackio": in_trackio, "mlflow": in_mlflow, "swanlab": in_swanlab}[service]
+    print(json.dumps(held(output_dir)))
 
 
 def in_trackio(output_dir: Path) -> dict:

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_gvpo.observe.loggers.backend import Backend, RunInfo, Sample
 from megatron_gvpo.observe.jsonl import JsonlWriter, read_metrics
+from megatron_gvpo.observe.loggers.backend import Backend, RunInfo, Sample
 from megatron_gvpo.observe.loggers.services import open_services
 from megatron_gvpo.observe.loggers.tensorboard import TensorBoardWriter
 

@@ -31,8 +31,8 @@ class SwanlabWriter:
 
     def show(self, step: int, samples: Sequence[Sample]) -> None:
         texts = [
-            swanlab.Text(f"{sample.prompt}\n\n{sample.response}", f"{sample.kind}, reward {sample.reward:.4g}")
-            for sample in samples
+            swanlab.Text(f"{prompt}\n\n{response}", f"{kind}, reward {reward:.4g}")
+            for kind, prompt, response, reward in samples
         ]
         self._run.log({"samples": texts}, step=step)
 
