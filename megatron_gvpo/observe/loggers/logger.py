@@ -51,8 +51,9 @@ class MetricLogger:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         numbers = {name: float(value) for name, value in metrics.items()}
-        for backend in (*self._backends, self._metrics):
+        for backend in self._backends:
             backend.log(step, numbers)
+        self._metrics.log(step, numbers)
 
     def show(self, step: int, samples: Sequence[Sample]) -> None:
         """Give a few responses of a step to the backends that have a place for them. Call it before `log`."""
@@ -60,5 +61,6 @@ class MetricLogger:
             backend.show(step, samples)
 
     def close(self) -> None:
-        for backend in (*self._backends, self._metrics):
+        for backend in self._backends:
             backend.close()
+        self._metrics.close()
