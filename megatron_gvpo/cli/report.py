@@ -35,11 +35,11 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write the page. Raises ConfigError for what is no run, and for a file that cannot be written."""
-    from megatron_gvpo.observe.report import read_run, report_of, write_page
+    from megatron_gvpo.observe.report import Reporter, write_page
 
     check(options)
     file = options.out or options.runs[0] / "report.html"
-    report = report_of([read_run(directory) for directory in options.runs], options.responses)
+    report = Reporter(options.runs, options.responses).report()
     try:
         write_page(report, file)
     except OSError as error:

@@ -16,7 +16,7 @@ from scipy.stats import binomtest
 from megatron_gvpo.cli import main
 from megatron_gvpo.observe.report.intervals import interval
 from megatron_gvpo.observe.report.pieces import Pieces
-from megatron_gvpo.observe.report.samples import chosen, pass_intervals, saved
+from megatron_gvpo.observe.report.samples import chosen, pass_intervals
 
 
 @pytest.fixture(scope="module")
@@ -216,14 +216,14 @@ def test_a_cut_character_stays_in_the_last_piece(tmp_path: Path):
 
 def test_files_are_chosen_evenly_within_the_number(tmp_path: Path):
     run = make_run(tmp_path / "run", steps=20, prompts=2, k=2, words=3)
-    files = saved(run)
-    assert len(files) == 25 and chosen(files, 1000) == files
-    some = chosen(files, 52)
+    sizes = {file: (4, 30) for file in sorted((run / "rollouts").iterdir(), key=lambda file: file.stem[5:])}
+    assert len(sizes) == 25 and chosen(sizes, 1000) == list(sizes)
+    some = chosen(sizes, 52)
     steps = [int(file.stem[5:]) for file in some if file.stem.startswith("step")]
     assert len(some) <= 13 and len(some) >= 11 and steps[0] == 1 and steps[-1] == 20
     gaps = [b - a for a, b in pairwise(steps)]
     assert max(gaps) - min(gaps) <= 1
-    assert len(chosen(files, 0)) == 4
+    assert len(chosen(sizes, 0)) == 4
 
 
 @pytest.mark.parametrize(("right", "count"), [(0, 7), (3, 7), (50, 100), (99, 100)])

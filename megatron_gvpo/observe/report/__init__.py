@@ -1,10 +1,9 @@
-"""The report of one or several runs: one HTML file with curves, samples and configurations.
+"""The report of one or several runs: one HTML page with curves, samples and configurations.
 
-`run` reads a run's directory, `samples` packs its saved responses, `page` writes the file. The page itself,
-with its style and scripts, is in the folder `assets/`.
+`run` reads records; `samples` chooses saved responses, which `packing` packs; `page` collects the data and
+writes the page; `watch` serves it while the runs go on. The page itself is in the folder `assets/`.
 """
 
-from megatron_gvpo.observe.report.page import report_of, write_page
-from megatron_gvpo.observe.report.run import Run, read_run
+from megatron_gvpo.observe.report.page import Reporter, write_page
 
-__all__ = ["Run", "read_run", "report_of", "write_page"]
+__all__ = ["Reporter", "write_page"]

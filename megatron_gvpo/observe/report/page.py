@@ -24,8 +24,8 @@ from markupsafe import Markup
 from megatron_gvpo.observe.metric_names import SECTIONS, entry
 from megatron_gvpo.observe.report.layout import QUESTIONS
 from megatron_gvpo.observe.report.pieces import Pieces
-from megatron_gvpo.observe.report.run import Run, columns, short_names
-from megatron_gvpo.observe.report.samples import pack, pass_intervals, saved
+from megatron_gvpo.observe.report.run import Run, columns, read_run, short_names
+from megatron_gvpo.observe.report.samples import Packer, pass_intervals
 
 ASSETS = resources.files("megatron_gvpo.observe.report") / "assets"
 STYLES = ("uplot/uPlot.min.css", "style.css")
@@ -38,7 +38,6 @@ SCRIPTS = (
     "config.js",
     "main.js",
 )
-RESPONSES = 10_000  # responses of all runs in a report, by default
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,26 +48,49 @@ class Report:
     blocks: dict[str, bytes]
 
 
-def report_of(runs: Sequence[Run], responses: int = RESPONSES) -> Report:
-    """Collect the data of a page with at most about `responses` responses, an equal share of each run.
+class Reporter:
+    """Collects the data of a page, again and again where runs go on.
 
-    Raises ConfigError for a run that is given twice.
+    `responses`: about how many the page has at most, an equal share of each run. Raises ConfigError for a run
+    that is given twice.
     """
-    names = short_names([run.directory for run in runs])
-    packed = [
-        _run(run, name, i, responses // len(runs))
-        for i, (run, name) in enumerate(zip(runs, names, strict=True))
-    ]
-    logged = {name for found, _ in packed for name in found["metrics"]}
-    index = {
-        "made": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "runs": [found for found, _ in packed],
-        "words": {name: [e.unit, e.meaning] for name in sorted(logged) if (e := entry(name)) is not None},
-        "questions": {title: list(wanted) for title, wanted in QUESTIONS.items()},
-        "sections": {title: [metric.name for metric in metrics] for title, metrics in SECTIONS.items()},
-        "section_of": {name: _section(name) for name in sorted(logged)},
-    }
-    return Report(index, {name: block for _, blocks in packed for name, block in blocks.items()})
+
+    def __init__(self, directories: Sequence[Path], responses: int) -> None:
+        self._names = short_names(directories)
+        self._directories, self._share = directories, responses // len(directories)
+        self._packers = [Packer(directory) for directory in directories]
+
+    def report(self) -> Report:
+        """Read the runs. Raises ConfigError for a directory without a run, and for damaged files."""
+        runs = [read_run(directory) for directory in self._directories]
+        found = [self._of_run(number, run) for number, run in enumerate(runs)]
+        logged = sorted({name for values, _ in found for name in values["metrics"]})
+        index = {
+            "made": datetime.now().astimezone().isoformat(timespec="seconds"),
+            "runs": [values for values, _ in found],
+            "words": {name: [e.unit, e.meaning] for name in logged if (e := entry(name)) is not None},
+            "questions": {title: list(wanted) for title, wanted in QUESTIONS.items()},
+            "sections": {title: [metric.name for metric in metrics] for title, metrics in SECTIONS.items()},
+            "section_of": {name: _section(name) for name in logged},
+        }
+        return Report(index, {name: block for _, blocks in found for name, block in blocks.items()})
+
+    def _of_run(self, number: int, run: Run) -> tuple[dict[str, Any], dict[str, bytes]]:
+        found = columns(run.records)
+        began_in = run.starts[0].get("directory") if run.starts else None
+        pieces = Pieces.of_run(run.directory, run.config.get("model.path"), began_in)
+        samples = self._packers[number].pack(pieces, self._share, prefix=f"{number}/")
+        intervals = {}
+        for metric, column in found["metrics"].items():
+            if match := re.fullmatch(r"eval/pass@(\d+)", metric):
+                values = {s: v for s, v in zip(found["step"], column, strict=True) if v is not None}
+                intervals[metric] = pass_intervals(samples.correct, values, int(match[1]))
+        values = {
+            **{"name": self._names[number], "directory": str(run.directory)},
+            **{"config": run.config, "starts": run.starts, **found, "intervals": intervals},
+            **{"samples": samples.index, "has_tokens": pieces is not None},
+        }
+        return values, samples.blocks
 
 
 def write_page(report: Report, file: Path) -> None:
@@ -96,29 +118,6 @@ def html(blocks: Mapping[str, bytes], connect: bool = False) -> str:
 
 def compressed(values: Mapping[str, Any]) -> bytes:
     return gzip.compress(json.dumps(values, separators=(",", ":")).encode(), mtime=0)
-
-
-def _run(run: Run, name: str, number: int, responses: int) -> tuple[dict[str, Any], dict[str, bytes]]:
-    found = columns(run.records)
-    began_in = run.starts[0].get("directory") if run.starts else None
-    pieces = Pieces.of_run(run.directory, run.config.get("model.path"), began_in)
-    samples = pack(saved(run.directory), pieces, responses, prefix=f"{number}/")
-    intervals = {}
-    for metric, column in found["metrics"].items():
-        if match := re.fullmatch(r"eval/pass@(\d+)", metric):
-            values = {s: v for s, v in zip(found["step"], column, strict=True) if v is not None}
-            intervals[metric] = pass_intervals(samples.correct, values, int(match[1]))
-    values = {
-        "name": name,
-        "directory": str(run.directory),
-        "config": run.config,
-        "starts": run.starts,
-        **found,
-        "intervals": intervals,
-        "samples": samples.index,
-        "has_tokens": pieces is not None,
-    }
-    return values, samples.blocks
 
 
 def _section(name: str) -> str:

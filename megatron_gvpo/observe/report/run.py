@@ -29,14 +29,19 @@ class Run:
 
 
 def read_run(directory: Path) -> Run:
-    """Read a run's directory. Raises ConfigError for one without metrics, and for a damaged file."""
+    """Read a run's directory. Raises ConfigError for a directory without a run, and for a damaged file.
+
+    A run that has begun and made no step has no records.
+    """
     file = directory / "metrics.jsonl"
     try:
         records = read_metrics(file)
     except FileNotFoundError:
-        raise ConfigError(
-            f"{directory}: no run there (no metrics.jsonl); give the output_dir of a run"
-        ) from None
+        if not (directory / "run.json").exists():
+            raise ConfigError(
+                f"{directory}: no run there (no metrics.jsonl); give the output_dir of a run"
+            ) from None
+        records = []
     except (OSError, ValueError) as error:
         raise ConfigError(str(error)) from None
     return Run(directory, records, _config(directory / "config.yaml"), _starts(directory / "run.json"))

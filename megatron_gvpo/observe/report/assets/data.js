@@ -28,7 +28,7 @@ function decode(text) {
 
 async function ask(name) {
   const answer = await fetch(`data/${name}`, { cache: "no-store" });
-  if (!answer.ok) throw new Error(`${name}: the server answered ${answer.status}`);
+  if (!answer.ok) throw new Error(await answer.text());
   return answer.arrayBuffer();
 }
 

@@ -67,6 +67,46 @@ function take(index) {
   legend();
 }
 
+// With `watch`: ask every few seconds, and read the data again when they have changed.
+const SECONDS = 3;
+
+async function refresh() {
+  const live = byId("live");
+  try {
+    const answer = await fetch("version", { cache: "no-store" });
+    if (await answer.json() !== state.index.version) {
+      recent.clear();
+      const chosen = fileName();
+      take(await block("index"));
+      restore(chosen);
+    }
+    live.textContent = "live";
+    live.classList.remove("bad");
+  } catch (error) {
+    live.textContent = "not connected";
+    live.classList.add("bad");
+    live.title = error.message;
+  }
+  setTimeout(refresh, 1000 * SECONDS);
+}
+
+const fileName = () => samplesOf(browser.run).files[browser.file]?.name;
+
+// Draw the view anew, with what was open and chosen. The files of samples may have other numbers now.
+function restore(chosen) {
+  const found = samplesOf(browser.run).files.findIndex(file => file.name === chosen);
+  browser.file = found < 0 ? null : found;
+  const opened = [...document.querySelectorAll("details.more[open] summary")].map(summary => summary.firstChild.textContent);
+  const [scroll, listed] = [window.scrollY, byId("entries")?.scrollTop];
+  const focused = document.activeElement?.id;
+  redraw();
+  for (const details of document.querySelectorAll("details.more"))
+    if (opened.includes(details.querySelector("summary").firstChild.textContent)) details.open = true;
+  if (focused) byId(focused)?.focus({ preventScroll: true });
+  if (listed) byId("entries").scrollTop = listed;
+  window.scrollTo(0, scroll);
+}
+
 async function open() {
   take(await block("index"));
   byId("opening").remove();
@@ -78,6 +118,8 @@ async function open() {
   document.addEventListener("keydown", keys);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
   view(location.hash.slice(1) in VIEWS ? location.hash.slice(1) : "curves");
+  byId("live").hidden = !watching;
+  if (watching) setTimeout(refresh, 1000 * SECONDS);
   document.documentElement.dataset.open = Math.round(performance.now());
 }
 

@@ -1,0 +1,40 @@
+"""`megatron-gvpo watch`: the report's page while the runs go on, on this machine's loopback address."""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import suppress
+from typing import Any
+
+from megatron_gvpo.cli.report import add_runs, check
+from megatron_gvpo.cli.terminal import say
+from megatron_gvpo.config.errors import ConfigError
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("watch", help="show the report of runs in a browser while they go on")
+    add_runs(parser)
+    parser.add_argument(
+        "--port", type=int, default=8900, metavar="N", help="port on 127.0.0.1 (default: 8900; 0: any)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serve until Ctrl-C. Raises ConfigError for what is no run, and for a port that is taken."""
+    from megatron_gvpo.observe.report.watch import Watched, WatchServer
+
+    check(options)
+    if not 0 <= options.port < 2**16:
+        raise ConfigError(f"--port {options.port}: want 0 to 65535")
+    watched = Watched(options.runs, options.responses)
+    watched.block("index")  # input that is wrong is refused here, in the terminal
+    try:
+        server = WatchServer(watched, options.port)
+    except OSError as error:
+        raise ConfigError(f"--port {options.port}: {error.strerror}; give another, or 0 for any") from None
+    say(f"{server.url}  (Ctrl-C ends it; from another machine: ssh -L {server.server_port}:localhost:"
+        f"{server.server_port} THIS_MACHINE, then http://localhost:{server.server_port}/)")  # fmt: skip
+    with server, suppress(KeyboardInterrupt):
+        server.serve_forever()
+    return 0

@@ -1,0 +1,171 @@
+"""Packs one file of saved responses for the page: numbers to sort by, texts, and numbers of each token."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from megatron_gvpo.config.errors import ConfigError
+from megatron_gvpo.observe.report.pieces import Pieces
+
+SNIPPET = 100  # characters of a text that lists show
+
+# Per-token numbers are rounded to integers: a page needs colours and two digits.
+HUNDREDTHS, THOUSANDTHS = 100.0, 1000.0
+_TOKENS = ("rollout_logprobs", "trainer_logprobs", "advantages", "weights")
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """The responses of one file.
+
+    `rows`: a column for each property to sort by; `texts` and `tokens`: gzip of JSON, which the page reads
+    when it shows or searches the responses; `correct`: numbers of correct and of all samples of each prompt.
+    """
+
+    rows: dict[str, list[Any]]
+    texts: bytes
+    tokens: bytes
+    correct: list[tuple[int, int]]
+
+    def __len__(self) -> int:
+        return len(self.rows["reward"])
+
+
+def pack(file: Path, pieces: Pieces | None) -> Packed:
+    """Pack the responses in a file. Without `pieces`, a response is one text, whose tokens have no colours.
+
+    Raises ConfigError for a damaged file, FileNotFoundError for one that the run has removed.
+    """
+    table = read(file)
+    texts, tokens = _blocks(table, pieces)
+    return Packed(_rows(table, texts), _compressed(texts), _compressed(tokens), _correct(table))
+
+
+def read(file: Path, wanted: list[str] | None = None) -> Any:
+    """The table in a file, or these columns of it. Raises as `pack` does."""
+    try:
+        return pq.read_table(file, columns=wanted)
+    except FileNotFoundError:
+        raise
+    except (OSError, pa.ArrowException) as error:
+        raise ConfigError(f"{file}: cannot be read as saved responses: {error}") from None
+
+
+def _blocks(table: Any, pieces: Pieces | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    groups, prompts = table["group"].to_pylist(), table["prompt"].to_pylist()
+    texts: dict[str, Any] = {
+        "prompts": dict(zip(groups, prompts, strict=True)),
+        "ids": dict(zip(groups, table["prompt_id"].to_pylist(), strict=True)),
+        "responses": table["response"].to_pylist(),
+        "rewards": _structs(table, "rewards"),
+        "errors": _structs(table, "reward_errors"),
+    }
+    tokens: dict[str, Any] = {"lengths": None}
+    if pieces is not None:
+        split = [pieces.split(ids) for ids in table["response_ids"].to_pylist()]
+        texts["responses"] = ["".join(row) for row in split]
+        # JavaScript counts UTF-16 units.
+        tokens["lengths"] = [[len(p) + sum(c > "\uffff" for c in p) for p in row] for row in split]
+    engine, trainer, advantages, weights = (_ragged(table, name) for name in _TOKENS)
+    tokens["surprise"] = [_integers(None if row is None else -row, HUNDREDTHS) for row in engine]
+    tokens["gap"] = [_integers(row, THOUSANDTHS) for row in map(_difference, trainer, engine)]
+    tokens["largest_advantage"], tokens["advantage"] = _shares(advantages, _numbers(table, "advantage"))
+    tokens["largest_weight"], tokens["weight"] = _shares(weights, _numbers(table, "weight"))
+    return texts, tokens
+
+
+def _rows(table: Any, texts: dict[str, Any]) -> dict[str, list[Any]]:
+    rows: dict[str, list[Any]] = {"row": list(range(table.num_rows))}
+    engine, trainer = _ragged(table, "rollout_logprobs"), _ragged(table, "trainer_logprobs")
+    gaps = [None if row is None else np.abs(row) for row in map(_difference, trainer, engine)]
+    for name in ("group", "member", "source", "finish_reason", "server", "version_first", "version_last"):
+        rows[name] = table[name].to_pylist()
+    for name in ("reward", "advantage", "seconds"):
+        rows[name] = [_rounded(value) for value in table[name].to_pylist()]
+    rows["tokens"] = table["response_tokens"].to_pylist()
+    rows["surprise"] = [_mean(None if row is None else -row) for row in engine]
+    rows["mismatch"] = [_mean(row) for row in gaps]
+    rows["prompt"] = [_snippet(prompt) for prompt in table["prompt"].to_pylist()]
+    rows["start"] = [_snippet(response) for response in texts["responses"]]
+    return rows
+
+
+def _ragged(table: Any, name: str) -> list[np.ndarray | None]:
+    """A column of lists as arrays, float64; None where it is null, empty, or absent."""
+    if name not in table.column_names:
+        return [None] * table.num_rows
+    rows = table[name].to_numpy(zero_copy_only=False)
+    return [None if row is None or not len(row) else np.asarray(row, np.float64) for row in rows]
+
+
+def _structs(table: Any, name: str) -> list[dict[str, Any]]:
+    """The fields of each struct that are not null."""
+    rows = table[name].to_pylist() if name in table.column_names else [None] * table.num_rows
+    return [{key: value for key, value in (row or {}).items() if value is not None} for row in rows]
+
+
+def _difference(one: np.ndarray | None, other: np.ndarray | None) -> np.ndarray | None:
+    return None if one is None or other is None or len(one) != len(other) else one - other
+
+
+def _integers(row: np.ndarray | None, factor: float) -> list[int] | None:
+    """The numbers by `factor`, rounded; 0 where one is not finite."""
+    return (
+        None if row is None else np.rint(np.nan_to_num(row * factor, posinf=0, neginf=0)).astype(int).tolist()
+    )
+
+
+def _numbers(table: Any, name: str) -> list[float | None]:
+    return table[name].to_pylist() if name in table.column_names else [None] * table.num_rows
+
+
+def _shares(
+    rows: Sequence[np.ndarray | None], numbers: Sequence[float | None]
+) -> tuple[float, list[list[int] | None]]:
+    """The largest absolute value, and thousandths of it: one for each token, or one for a whole response."""
+    both = zip(rows, numbers, strict=True)
+    given = [row if row is not None else None if x is None else np.array([x]) for row, x in both]
+    largest = max((float(np.nanmax(np.abs(row))) for row in given if row is not None), default=0.0)
+    return _rounded(largest) or 0.0, [
+        None if row is None else _integers(row / (largest or 1.0), THOUSANDTHS) for row in given
+    ]
+
+
+def _mean(row: np.ndarray | None) -> float | None:
+    finite = None if row is None else row[np.isfinite(row)]
+    return None if finite is None or not len(finite) else _rounded(float(finite.mean()))
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None or not np.isfinite(value) else float(f"{value:.5g}")
+
+
+def _snippet(text: str) -> str:
+    return " ".join(text[: 2 * SNIPPET].split())[:SNIPPET]
+
+
+def _correct(table: Any) -> list[tuple[int, int]]:
+    """Numbers of correct and of all samples of each prompt, as `sampling.evaluation` counts them."""
+    counts: dict[int, list[int]] = {}
+    rewards = table["reward"].to_pylist()
+    for group, reward, parts in zip(
+        table["group"].to_pylist(), rewards, _structs(table, "rewards"), strict=True
+    ):
+        score = next(iter(parts.values()), reward)
+        count = counts.setdefault(group, [0, 0])
+        count[0] += score >= 1 - 1e-6
+        count[1] += 1
+    return [(right, n) for right, n in counts.values()]
+
+
+def _compressed(values: dict[str, Any]) -> bytes:
+    return gzip.compress(json.dumps(values, separators=(",", ":")).encode(), compresslevel=6, mtime=0)
