@@ -31,7 +31,7 @@ from megatron_gvpo.sampling.batch_queue import BatchQueue, Order
 from megatron_gvpo.sampling.composed import ComposedSampler
 from megatron_gvpo.sampling.empty_batches import EmptyBatches
 from megatron_gvpo.sampling.samplers import DatasetSampler, FileSampler, Sampler, responses_of
-from megatron_gvpo.sampling.shaping import Shapers
+from megatron_gvpo.sampling.shaping import run_shapers
 from megatron_gvpo.sampling.source import RolloutSource
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class Components:
             self.order = WeightedOrder(self.prompts, config.train.seed, algorithm.prompts, self.tracker)
         self.members = [member.build() for member in algorithm.members]
         self.empty_batches = EmptyBatches(config)
-        self.shapers = Shapers(algorithm.shapers, config.train.max_empty_batches)
+        self._shapers = algorithm.shapers
         self.estimator = None if algorithm.estimator is None else algorithm.estimator.build()
         self.batch_policy: BatchPolicy = config.algorithm.batch_policy.build(config.train.prompts_per_step)
         self.policy = Policy(config)
@@ -96,6 +96,12 @@ class Components:
             expected=algorithm.prior.function_of_prompt,
             policy=self.policy.score,
         )
+
+    def shape(self, groups: list[Group], step: int) -> tuple[list[Group], list[str]]:
+        """The groups that the method's shapers leave, and warnings. A collective. Raises RolloutError."""
+        with self.timer.phase("reward"):  # they may ask a judge
+            left, dropped = run_shapers(self._shapers, groups, step)
+        return left, self.empty_batches.check_shaped(step, groups, left, dropped)
 
     def sync(self, version: int) -> None:
         """Give the engine the policy's weights, unless it has this version. A collective."""

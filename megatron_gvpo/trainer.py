@@ -12,15 +12,12 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_gvpo.algorithms.base import STEP_START
 from megatron_gvpo.callbacks import Callback
 from megatron_gvpo.components import Components
 from megatron_gvpo.config.cross_checks import advice
-from megatron_gvpo.config.errors import ConfigError
-from megatron_gvpo.config.preflight import preflight
 from megatron_gvpo.config.schema import Config, as_config
 from megatron_gvpo.megatron import parallel
 from megatron_gvpo.megatron.checkpoint.sharded import CheckpointError
@@ -29,10 +26,10 @@ from megatron_gvpo.observe.rollout_metrics import rollout_statistics, trained_to
 from megatron_gvpo.observe.rollouts.table import Responses, TrainedRows
 from megatron_gvpo.rollout.request import RolloutError
 from megatron_gvpo.runs.directory import RunDirectory
-from megatron_gvpo.runs.earlier import Earlier, earlier_of, finished
+from megatron_gvpo.runs.earlier import earlier_of, finished
+from megatron_gvpo.runs.preflight_on_ranks import preflight_on_ranks
 from megatron_gvpo.runs.turn import Turn
-from megatron_gvpo.runtime.collectives import all_have_failed, broadcast_msgpack, first_problem
-from megatron_gvpo.runtime.rank_variables import check_rank_variables
+from megatron_gvpo.runtime.collectives import all_have_failed, broadcast_msgpack
 from megatron_gvpo.runtime.signals import Interrupt, Interrupted
 from megatron_gvpo.runtime.user_functions import UserFunctionError
 from megatron_gvpo.types import Group, TrainBatch
@@ -68,7 +65,7 @@ class Trainer:
         earlier = earlier_of(resume, overwrite)
         config = as_config(config)
         if not checked:
-            _preflight_on_all_ranks(config, earlier, allow_change)
+            preflight_on_ranks(config, "train", earlier=earlier, allowed=allow_change)
         self.config = config
         self.callbacks = list(callbacks)
         self._samples_from_policy = config.algorithm.samples_from_policy
@@ -151,9 +148,7 @@ class Trainer:
         components.profiler.step(step)
         groups = self._draw_groups(interrupt)
         mini_batches, metrics = self._mini_batches(groups)
-        for said in components.empty_batches.check(self.step + 1, groups, mini_batches):
-            if self.is_main:
-                log.warning(said)
+        self._warn(components.empty_batches.check(self.step + 1, groups, mini_batches))
         with timer.phase("scoring"):
             mini_batches = [self._freeze_references(rows, i == 0) for i, rows in enumerate(mini_batches)]
         with timer.phase("training"):
@@ -199,11 +194,8 @@ class Trainer:
             if any(rollout.reward_errors for group in groups for rollout in group.rollouts):
                 # A signal that ends the job ends the rewards' subprocesses, too: never train on such rewards.
                 interrupt.check()
-            sampled = len(groups)
-            with components.timer.phase("reward"):  # they may ask a judge
-                groups = components.shapers(groups, self.step + 1)
-            if self.is_main and not groups:
-                log.warning("step %d: algorithm.shapers dropped all %d groups", self.step + 1, sampled)
+            groups, warnings = components.shape(groups, self.step + 1)
+            self._warn(warnings)
             if groups and (batch := components.batch_policy.offer(groups)) is not None:
                 return batch
             self._resume_point = components.state_dict()
@@ -335,22 +327,10 @@ class Trainer:
             return "no checkpoint has been saved yet (checkpoint.every)"
         return f"`train ... --resume` continues from step {self._saved_step}"
 
+    def _warn(self, warnings: Sequence[str]) -> None:
+        for said in warnings if self.is_main else ():
+            log.warning(said)
+
     def _notify(self, event: str, *args: Any) -> None:
         for callback in self.callbacks:
             getattr(callback, event)(self, *args)
-
-
-def _preflight_on_all_ranks(config: Config, earlier: Earlier, allowed: Sequence[str]) -> None:
-    """Raise ConfigError on every rank for what `preflight` refuses on any: one node may lack a file.
-
-    Without a process group each rank raises its own.
-    """
-    problem = None
-    try:
-        if not dist.is_initialized():
-            check_rank_variables()
-        preflight(config, "train", int(os.environ.get("WORLD_SIZE", "1")), earlier=earlier, allowed=allowed)
-    except ConfigError as error:
-        problem = str(error)
-    if (said := first_problem(problem)) is not None:
-        raise ConfigError(said)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Gives the command line bad inputs, and counts how it takes them.
 
-usage: benchmarks/bad_input/run.py [--room ROOM ...] [--name PART] [--out FILE.json]
+usage: benchmarks/bad_input/run.py [--room ROOM ...] [--name PART] [--limit SECONDS] [--out FILE.json]
 
 Every input runs in a process of its own, forked from one that has imported the libraries, in a fresh
 directory. Outcomes: `good` (refused in one line that names the key, file or line; or rightly accepted),
@@ -35,7 +35,7 @@ sys.path[:0] = [
     str(ROOT / "examples" / "quickstart"),
 ]
 
-LIMIT = 150.0  # seconds of one input
+LIMIT = 150.0  # seconds of one input, on an idle machine
 LONGEST_LINE = 2000  # characters of an error that still counts as one line
 
 
@@ -43,6 +43,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Give the command line bad inputs.")
     parser.add_argument("--room", action="append", help="only these classes of inputs")
     parser.add_argument("--name", default="", help="only inputs whose name contains this")
+    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds until an input counts as a hang")
     parser.add_argument("--out", type=Path, help="write the outcomes as JSON")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -56,7 +57,7 @@ def main() -> int:
         _make_material(home, any(c.resumed for c in chosen))
         for case in chosen:
             begin = time.perf_counter()
-            outcome, shown = _try(case, home)
+            outcome, shown = _try(case, home, options.limit)
             outcomes.setdefault(case.room, {})[case.name] = outcome
             seconds = time.perf_counter() - begin
             print(f"{outcome:16s} {case.room:12s} {case.name}  ({seconds:.1f} s)  {shown[:230]}", flush=True)
@@ -108,13 +109,14 @@ def _make_task(home: Path) -> None:
     (home / "task" / "run.yaml").write_text(config)
 
 
-def _try(case: Any, home: Path) -> tuple[str, str]:
+def _try(case: Any, home: Path, limit: float) -> tuple[str, str]:
     """Run one case; returns its outcome and the line that a user sees last."""
     here = home / "case"
     shutil.rmtree(here, ignore_errors=True)
     shutil.copytree(home / ("stopped" if case.resumed else "task"), here, symlinks=True)
     case.spoil(here)
-    code, text = _forked(_command, home / "case.log", here, list(case.arguments), case.environment)
+    log = home / "case.log"
+    code, text = _forked(_command, log, here, list(case.arguments), case.environment, limit=limit)
     lines = [line for line in text.splitlines() if line.strip()]
     last = lines[-1] if lines else ""
     told = any(word in text for word in case.says) if case.says else bool(text.strip())
@@ -143,7 +145,11 @@ def _command(here: Path, arguments: list[str], environment: dict[str, str]) -> N
 
 
 def _forked(
-    function: Callable[..., None], log: Path, *arguments: Any, stop: Callable[[], bool] = lambda: False
+    function: Callable[..., None],
+    log: Path,
+    *arguments: Any,
+    stop: Callable[[], bool] = lambda: False,
+    limit: float = 4 * LIMIT,
 ) -> tuple[int | None, str]:
     """Call a function in a child with its output in `log`; returns its exit code (None: too late) and output.
 
@@ -153,6 +159,7 @@ def _forked(
     child = os.fork()
     if child == 0:
         os.setsid()
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as in a Python process of its own
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(output, 1)
@@ -170,7 +177,7 @@ def _forked(
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-    deadline, stopped = time.monotonic() + LIMIT, False
+    deadline, stopped = time.monotonic() + limit, False
     while True:
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:

@@ -34,8 +34,9 @@ def preflight(
 ) -> None:
     """Raise ConfigError if `command` cannot run with this configuration in `world_size` processes.
 
-    The command line calls it before it loads torch, `Trainer` for Python users, and `slurm` before the job
-    waits in a queue. `slurm` asks for a job that trains, on `world_size` ranks of other machines.
+    The command line calls it before it loads torch; `Trainer`, `evaluate` and `newest_to_hugging_face` call
+    it for Python users, and `slurm` before the job waits in a queue. `slurm` asks for a job that trains, on
+    `world_size` ranks of other machines.
 
     `earlier`: how `train` or `slurm` treats an earlier run in the output directory; None does not look.
     `allowed`: the keys that change the mathematics and may differ from those of the run that is resumed.

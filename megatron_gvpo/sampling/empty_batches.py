@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 
 from megatron_gvpo.config.schema import Config
 from megatron_gvpo.groups import Group, Rollout
 from megatron_gvpo.rollout.request import RolloutError
 from megatron_gvpo.types import TrainBatch
 
+SHAPED = "shaped"  # the kind of batches of which shapers leave nothing
+
 
 class EmptyBatches:
     """Warns of the first batch of each kind that teaches nothing; train.max_empty_batches end the run.
 
-    A batch teaches nothing where the loss has no signal in any group, or where a component of the reward
-    failed for every response. (`Shapers` does the same for batches of which shapers leave nothing.) Every
-    rank has the same groups, so all come to the same result.
+    A batch teaches nothing where shapers leave none of its groups, where the loss has no signal in any group,
+    or where a component of the reward failed for every response. Every rank has the same groups, so all come
+    to the same result.
     """
 
     def __init__(self, config: Config) -> None:
@@ -27,14 +29,44 @@ class EmptyBatches:
         self._said: set[str] = set()
 
     def check(self, step: int, groups: Sequence[Group], mini_batches: Sequence[TrainBatch]) -> list[str]:
-        """Returns warnings about the batch of a step. Raises RolloutError at the limit."""
+        """Returns warnings about the batch that a step trains on. Raises RolloutError at the limit."""
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         sampled = [rollout for rollout in rollouts if rollout.source == "policy"]
         found = self._failed(sampled)
         if not any(self._loss.has_signal(rows) for rows in mini_batches):
             found["signal"] = lambda: self._no_signal(rollouts, mini_batches)
-        for kind in self._in_a_row.keys() - found.keys():
-            del self._in_a_row[kind]
+        said = self._count(step, found, self._in_a_row.keys() - {SHAPED})
+        cut = bool(sampled) and all(rollout.finish_reason == "length" for rollout in sampled)
+        if cut and self._first("cut"):
+            said.append(
+                f"step {step}: every response was cut off at rollout.max_tokens={self._max_tokens}: raise "
+                "it, or see that the model knows its end token"
+            )
+        return said
+
+    def check_shaped(
+        self, step: int, groups: Sequence[Group], left: Sequence[Group], dropped: Mapping[str, int]
+    ) -> list[str]:
+        """Returns warnings about groups that went through the shapers. Raises RolloutError at the limit.
+
+        `dropped`: the number of groups, by the shaper.
+        """
+
+        def sentence() -> str:
+            rewards = [reward for group in groups for reward in group.rewards]
+            by = ", ".join(f"{name} dropped {count}" for name, count in dropped.items())
+            return (
+                f"nothing is left to train on: {by} groups, whose rewards were from {min(rewards):g} to "
+                f"{max(rewards):g}. If these are not what they should be, see rewards.components; otherwise "
+                "loosen these shapers, take other prompts or a larger rollout.n"
+            )
+
+        return self._count(step, {} if left else {SHAPED: sentence}, {SHAPED})
+
+    def _count(self, step: int, found: Mapping[str, Callable[[], str]], looked_for: Set[str]) -> list[str]:
+        """Count what was found in a batch, and forget what was looked for and not found."""
+        for kind in looked_for - found.keys():
+            self._in_a_row.pop(kind, None)
         self._in_a_row.update(found.keys())
         for kind, text in found.items():
             if (count := self._in_a_row[kind]) >= self._limit:
@@ -43,14 +75,7 @@ class EmptyBatches:
                     "can be learned; train.max_empty_batches sets how many there may be"
                 )
         limit = f"the run ends after {self._limit} such batches in a row (train.max_empty_batches)"
-        said = [f"step {step}: {text()}; {limit}" for kind, text in found.items() if self._first(kind)]
-        cut = bool(sampled) and all(rollout.finish_reason == "length" for rollout in sampled)
-        if cut and self._first("cut"):
-            said.append(
-                f"step {step}: every response was cut off at rollout.max_tokens={self._max_tokens}: raise "
-                "it, or see that the model knows its end token"
-            )
-        return said
+        return [f"step {step}: {text()}; {limit}" for kind, text in found.items() if self._first(kind)]
 
     def _first(self, kind: str) -> bool:
         """True when the run meets this kind for the first time."""

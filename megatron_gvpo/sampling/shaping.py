@@ -1,14 +1,12 @@
-"""Runs the shapers of a method on every batch, and ends a run of which they leave nothing."""
+"""Runs the shapers of a method on a batch."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 
 from megatron_gvpo.algorithms.shapers.base import Shaper, rewarded
 from megatron_gvpo.groups import Group
-from megatron_gvpo.rollout.request import RolloutError
 from megatron_gvpo.sampling.on_rank0 import call_on_rank0
 
 
@@ -27,37 +25,16 @@ def shaped(shaper: Shaper, groups: list[Group], step: int) -> list[Group]:
     return [rewarded(group, mine) for group, mine in zip(groups, rewards, strict=True)]
 
 
-class Shapers:
-    """Runs `algorithm.shapers`, one after the other, on every rank alike.
+def run_shapers(
+    shapers: Sequence[Shaper], groups: list[Group], step: int
+) -> tuple[list[Group], dict[str, int]]:
+    """Run `algorithm.shapers`, one after the other, on every rank alike. A collective.
 
-    Raises RolloutError where they leave nothing of `limit` batches in a row: the run would sample for ever.
+    Returns the groups that are left, and how many each shaper dropped, by its key and name.
     """
-
-    def __init__(self, shapers: Sequence[Shaper], limit: int) -> None:
-        self._shapers, self._limit = shapers, limit
-        self._forget()
-
-    def _forget(self) -> None:
-        self._batches, self._rewards = 0, list[float]()
-        self._dropped = Counter[str]()  # groups, by the shaper
-
-    def __call__(self, groups: list[Group], step: int) -> list[Group]:
-        left = groups
-        for i, shaper in enumerate(self._shapers):
-            before, left = len(left), shaped(shaper, left, step)
-            self._dropped[f"algorithm.shapers.{i} ({shaper.name})"] += before - len(left)
-        if left:
-            self._forget()
-            return left
-        self._batches += 1
-        self._rewards += [reward for group in groups for reward in group.rewards]
-        if self._batches < self._limit:
-            return left
-        dropped = ", ".join(f"{name} dropped {count}" for name, count in self._dropped.most_common() if count)
-        low, high = min(self._rewards), max(self._rewards)
-        raise RolloutError(
-            f"step {step}: nothing was left to train on of {self._batches} batches in a row: {dropped} "
-            f"groups, whose rewards were from {low:g} to {high:g}. If these are not what they should be, see "
-            "rewards.components; otherwise loosen these shapers, take other prompts or a larger rollout.n, "
-            "or raise train.max_empty_batches"
-        )
+    left, dropped = groups, dict[str, int]()
+    for i, shaper in enumerate(shapers):
+        before, left = len(left), shaped(shaper, left, step)
+        if before > len(left):
+            dropped[f"algorithm.shapers.{i} ({shaper.name})"] = before - len(left)
+    return left, dropped

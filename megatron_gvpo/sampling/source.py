@@ -14,6 +14,7 @@ from megatron_gvpo.megatron.checkpoint.conversion import load_newest
 from megatron_gvpo.megatron.scorer import Scorer
 from megatron_gvpo.observe import PhaseTimer
 from megatron_gvpo.rewards.pool import RewardPool
+from megatron_gvpo.runs.preflight_on_ranks import preflight_on_ranks
 from megatron_gvpo.runtime.collectives import first_problem
 from megatron_gvpo.runtime.environment import prepare
 from megatron_gvpo.sampling.engine import NoEngine, RolloutEngine, engine_class
@@ -90,9 +91,10 @@ class RolloutSource:
 def evaluate(config: Config, resume: bool) -> dict[str, float]:
     """Metrics of `model.path`, or of the run's newest checkpoint, on the held-out prompts. A collective.
 
-    It builds no gradients and no optimizer, which take most of the memory of training. Raises ConfigError,
-    DataError, CheckpointError, RolloutError.
+    It builds no gradients and no optimizer, which take most of the memory of training. Raises ConfigError
+    for what `preflight` refuses, before anything is loaded; DataError, CheckpointError, RolloutError.
     """
+    preflight_on_ranks(config, "eval")
     prepare(config)
     task = load_task(config)
     policy = Scorer(config)

@@ -78,6 +78,28 @@ def test_a_run_without_signal_is_warned_and_ends(good):
         check(watching, 6, EQUAL)
 
 
+def test_shapers_that_leave_nothing_end_the_run(good):
+    """A draw of which they leave something starts the count again, and is not yet a batch with signal."""
+    watching = watch(good)
+    draw, dropped = [group(1, 1), group(0, 0)], {"algorithm.shapers.0 (drop)": 2}
+    [said] = watching.check_shaped(1, draw, [], dropped)
+    assert said.startswith(
+        "step 1: nothing is left to train on: algorithm.shapers.0 (drop) dropped 2 groups, whose rewards "
+        "were from 0 to 1. "
+    )
+    assert watching.check_shaped(1, draw, [], dropped) == []
+    check(watching, 1, EQUAL)
+    assert watching.check_shaped(2, draw, draw[:1], {}) == []
+    for _ in range(2):
+        assert watching.check_shaped(2, draw, [], dropped) == []
+    with pytest.raises(RolloutError, match=r"step 2: nothing is left .* for 3 batches in a row"):
+        watching.check_shaped(2, draw, [], dropped)
+    watching.check_shaped(3, draw, draw, {})
+    check(watching, 3, EQUAL)
+    with pytest.raises(RolloutError, match=r"step 4: the loss gvpo has no signal .* for 3 batches in a row"):
+        check(watching, 4, EQUAL)
+
+
 def test_a_reward_that_always_fails_ends_the_run(good):
     seen = "{name: seen, function: x:y, weight: 0}"
     watching = watch(good, f"rewards.components=[{{name: math}}, {{name: mine, function: x:y}}, {seen}]")

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron_gvpo.config.output_dir import check_empty
 from megatron_gvpo.config.schema import Config, ConfigError, ModelConfig, ParallelConfig, read_model_config
 from megatron_gvpo.config.supported_models import check_family
 from megatron_gvpo.data.tokenizer import load_tokenizer
@@ -23,6 +24,7 @@ from megatron_gvpo.megatron.checkpoint.saving import Writer, save_shards
 from megatron_gvpo.megatron.checkpoint.sharded import CheckpointError, load_weights, weights_state
 from megatron_gvpo.megatron.model.build import build
 from megatron_gvpo.megatron.model.model import Model
+from megatron_gvpo.runs.preflight_on_ranks import preflight_on_ranks
 
 _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.jinja", "generation_*")
 
@@ -30,8 +32,9 @@ _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", 
 def to_megatron(source: Path, target: Path) -> None:
     """Write the weights of the Hugging Face directory `source` as a Megatron directory.
 
-    Raises ConfigError, CheckpointError.
+    Raises ConfigError, also where `target` is not empty, and CheckpointError.
     """
+    check_empty(target, f"TARGET={target}")
     model = _build(source, "SOURCE")
     target.mkdir(parents=True, exist_ok=True)
 
@@ -43,8 +46,9 @@ def to_hugging_face(source: Path, target: Path, like: Path) -> None:
     """Write the weights of the Megatron directory `source` as a Hugging Face directory.
 
     `like`: the Hugging Face directory that the model came from, for its configuration and tokenizer.
-    Raises ConfigError, CheckpointError.
+    Raises ConfigError, also where `target` is not empty, and CheckpointError.
     """
+    check_empty(target, f"TARGET={target}")
     model = _build(like, "--like")
     _read(model, source, f"cannot read {source} as weights of {like}")
     run_on_all_ranks(f"cannot write {target}", lambda: model.save_hf(target))
@@ -56,8 +60,11 @@ def to_hugging_face(source: Path, target: Path, like: Path) -> None:
 def newest_to_hugging_face(config: Config, target: Path) -> int:
     """Write the weights of a run's newest checkpoint as a Hugging Face directory; returns its step.
 
-    A collective. It needs no data, optimizer or engine. Raises ConfigError, CheckpointError.
+    A collective. It needs no data, optimizer or engine. Raises ConfigError for what `preflight` refuses,
+    before anything is loaded, and where `target` is not empty; CheckpointError.
     """
+    preflight_on_ranks(config, "export")
+    check_empty(target, f"--out {target}")
     parallel.initialize(config.parallel, config.train.seed)
     model = build(config.model, config.parallel, trained=False)
     step = load_newest(config, model)

@@ -1,0 +1,42 @@
+"""Python's entry points refuse what the command line refuses, before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from tiny_run import configure
+
+from megatron_gvpo.config.errors import ConfigError
+from megatron_gvpo.megatron.checkpoint import conversion
+from megatron_gvpo.sampling.source import evaluate
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("data.eval=null", "data.eval is missing: it names the held-out prompts"),
+        ("parallel.tp=2", "parallel.tp"),
+        ("rewards.components=[{name: x, function: 'gone.py:f'}]", "there is no file gone.py"),
+    ],
+)
+def test_eval(task: Path, tmp_path: Path, override: str, said: str) -> None:
+    """Fails on the old code: it loaded the model, and had no metrics where there were no prompts."""
+    with pytest.raises(ConfigError, match=said):
+        evaluate(configure(task, tmp_path / "run", override), resume=False)
+    assert not dist.is_initialized()
+
+
+def test_export_and_conversion_keep_what_is_there(task: Path, tmp_path: Path) -> None:
+    """Fails on the old code, which replaced the directory."""
+    config = configure(task, tmp_path / "run")
+    (kept := tmp_path / "full" / "mine").parent.mkdir()
+    kept.write_text("x")
+    with pytest.raises(ConfigError, match=r"full: this directory is not empty"):
+        conversion.newest_to_hugging_face(config, kept.parent)
+    with pytest.raises(ConfigError, match=r"full: this directory is not empty"):
+        conversion.to_megatron(task / "model", kept.parent)
+    with pytest.raises(ConfigError, match=r"parallel\.tp"):
+        conversion.newest_to_hugging_face(configure(task, tmp_path / "run", "parallel.tp=2"), tmp_path / "o")
+    assert kept.read_text() == "x" and not dist.is_initialized()
