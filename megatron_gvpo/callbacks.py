@@ -15,6 +15,7 @@ from megatron_gvpo.observe import MetricLogger, Progress, memory_report, plot_cu
 from megatron_gvpo.observe.loggers.services import ServiceError
 from megatron_gvpo.observe.monitor import DeviceMonitor, by_machine
 from megatron_gvpo.observe.rollouts.writer import RolloutWriter
+from megatron_gvpo.observe.samples import few_samples, worth_showing
 from megatron_gvpo.runtime.collectives import all_gather_msgpack
 
 if TYPE_CHECKING:
@@ -125,11 +126,20 @@ class Recorder(Callback):
         components = [component.name for component in config.rewards.components]
         self._rollouts = RolloutWriter(self._directory, config.logging.rollouts, components, resume_step)
         self._opened.callback(self._rollouts.close)
-        self._progress = Progress(config.logging.progress, config.train.steps, title=config.output_dir)
+        self._progress = Progress(
+            config.logging.progress,
+            config.train.steps,
+            title=config.output_dir,
+            phase=trainer.components.timer.current,
+        )
         self._opened.callback(self._progress.close)
         self._begin = time.perf_counter()
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
+        samples = [sample for responses in self._responses for sample in few_samples(responses)]
+        if worth_showing(step, samples):
+            self._logger.show(step, samples)
+            self._progress.sample(samples[-1 if step % 2 else 0])
         self._logger.log(step, metrics)
         while self._responses:
             self._rollouts.write(self._responses.pop(0))

@@ -32,6 +32,11 @@ def add_parser(commands: Any) -> None:
     )
     earlier.add_argument("--overwrite", action="store_true", help="replace an earlier run in output_dir")
     configured.add_allow_change(parser)
+    said = parser.add_mutually_exclusive_group()
+    said.add_argument("--quiet", action="store_true", help="print warnings and errors only")
+    said.add_argument(
+        "--verbose", action="store_true", help="print a line for every step, with all its metrics"
+    )
     parser.set_defaults(run=run)
 
 
@@ -43,6 +48,10 @@ def run(options: argparse.Namespace) -> int:
         from megatron_gvpo.runs.earlier import earlier_of, finished
         from megatron_gvpo.runtime.environment import prepare
 
+        if options.quiet:
+            options.config.append("logging.progress=off")
+        if options.verbose:
+            options.config.append("logging.progress=all")
         config = configured.load(options)
         earlier = earlier_of(options.resume, options.overwrite)
         allowed = options.allow_change

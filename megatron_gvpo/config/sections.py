@@ -275,8 +275,9 @@ class LoggingConfig(Section):
     trackio_project: str | None = None  # Log to this trackio project too.
     mlflow_experiment: str | None = None  # Log to this MLflow experiment too.
     swanlab_project: str | None = None  # Log to this SwanLab project too.
-    # How the terminal shows progress: a live display, a line a step, nothing; auto looks at the terminal.
-    progress: Literal["auto", "live", "lines", "off"] = "auto"
+    # How the terminal shows progress. live: a display; lines: one at least every 30 seconds; all: every step
+    # with all its metrics; off: nothing; auto: live on a terminal, else lines.
+    progress: Literal["auto", "live", "lines", "all", "off"] = "auto"
     # Run torch's profiler over the steps [first, last].
     profile_steps: tuple[PositiveInt, PositiveInt] | None = None
 

@@ -17,6 +17,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from megatron_gvpo.observe.loggers.backend import Sample
+from megatron_gvpo.observe.samples import one_line
 from megatron_gvpo.observe.status import Status, clock, show
 
 MAX_WIDTH = 100
@@ -50,6 +52,7 @@ class LiveDisplay:
     def __init__(self, status: Status, stream: TextIO, title: str) -> None:
         self._status = status
         self._title = title
+        self._sample: Sample | None = None
         self._console = Console(file=stream, force_terminal=True)
         self._live = Live(
             console=self._console,
@@ -67,6 +70,9 @@ class LiveDisplay:
     def update(self, status: Status) -> None:
         self._status = status
 
+    def sample(self, sample: Sample) -> None:
+        self._sample = sample
+
     def note(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False)
 
@@ -77,20 +83,23 @@ class LiveDisplay:
             handler.setStream(stream)
 
     def _draw(self) -> RenderableType:
-        return draw(self._status, self._title, min(self._console.width, MAX_WIDTH))
+        return draw(self._status, self._title, min(self._console.width, MAX_WIDTH), self._sample)
 
 
-def draw(status: Status, title: str, width: int) -> RenderableType:
-    """Return the panel, `width` columns wide."""
+def draw(status: Status, title: str, width: int, sample: Sample | None = None) -> RenderableType:
+    """Return the panel, `width` columns wide, with the latest sample if there is one."""
     inside = width - 4
-    body = Group(
+    parts = [
         _bar(status),
         Text(),
         _numbers(status, inside),
         _course(status, inside),
         Text(),
         *_time(status, inside),
-    )
+    ]
+    if sample is not None:
+        parts += [Text(), Text(one_line(sample, inside), no_wrap=True, overflow="ellipsis")]
+    body = Group(*parts)
     heading = Text(title, "bold")
     return Panel(body, title=heading, title_align="left", border_style="bright_black", width=width)
 

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Literal, Protocol, Self, TextIO
 
+from megatron_gvpo.observe.loggers.backend import Sample
+from megatron_gvpo.observe.samples import one_line
 from megatron_gvpo.observe.status import Status, clock, show
 
 SECONDS_BETWEEN_LINES = 10.0
+LONGEST_SILENCE = 30.0  # seconds after which a line says what a long step does
+WIDTH = 100  # characters of a sample's line
+
+Phase = Callable[[], tuple[str, float] | None]  # the phase of the step that runs, and its seconds so far
+
+
+def _unknown() -> None:
+    return None
 
 
 class Display(Protocol):
     def update(self, status: Status) -> None: ...
+
+    def sample(self, sample: Sample) -> None: ...
 
     def note(self, text: str) -> None: ...
 
@@ -25,17 +38,20 @@ class Progress:
     """Shows the metrics of every step; use it on rank 0 only.
 
     `mode`: "live" draws a display in place; "lines" prints a line every ten seconds and for every
-    evaluation; "off" shows nothing; "auto" is live on a terminal and lines elsewhere. Text that the program
-    prints goes above the live display. Close it, or use it as a context manager.
+    evaluation; "all" prints every step with all its metrics; "off" shows nothing; "auto" is live on a
+    terminal and lines elsewhere. `phase` tells what a long step does: where no line came for 30 seconds, one
+    says it. Text that the program prints goes above the live display. Close it, or use it as a context
+    manager.
     """
 
     def __init__(
         self,
-        mode: Literal["auto", "live", "lines", "off"],
+        mode: Literal["auto", "live", "lines", "all", "off"],
         total_steps: int,
         stream: TextIO | None = None,
         *,
         title: str = "training",
+        phase: Phase = _unknown,
     ) -> None:
         stream = sys.stdout if stream is None else stream
         self.status = Status(total_steps)
@@ -45,13 +61,18 @@ class Progress:
 
             self._display = LiveDisplay(self.status, stream, title)
         elif mode != "off":
-            self._display = LineDisplay(stream)
+            self._display = LineDisplay(stream, total_steps, phase, every_step=mode == "all")
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the metrics of step `step`; a metric that it lacks keeps its latest value."""
         self.status.update(step, metrics)
         if self._display is not None:
             self._display.update(self.status)
+
+    def sample(self, sample: Sample) -> None:
+        """Show one response."""
+        if self._display is not None:
+            self._display.sample(sample)
 
     def note(self, text: str) -> None:
         """Print a line that stays, such as "checkpoint written" or "step skipped"."""
@@ -73,24 +94,56 @@ class Progress:
 
 
 class LineDisplay:
-    """Prints a line every ten seconds, and for every evaluation, the first and the last step."""
+    """Prints a line every ten seconds, and for every evaluation, the first and the last step.
 
-    def __init__(self, stream: TextIO) -> None:
+    A thread prints what a step does if it prints nothing for LONGEST_SILENCE seconds.
+    """
+
+    def __init__(self, stream: TextIO, total_steps: int, phase: Phase, every_step: bool) -> None:
         self._stream = stream
         self._next = 0.0
+        self._total = total_steps
+        self._every_step = every_step
+        self._phase = phase
+        self._step: int | None = None  # the last that ended
+        self._spoke = time.monotonic()
+        self._over = threading.Event()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._break_silence, name="progress lines", daemon=True)
+        self._thread.start()
 
     def update(self, status: Status) -> None:
-        now = time.monotonic()
+        now, self._step = time.monotonic(), status.step
         evaluated = any(name.startswith("eval/") for name in status.metrics)
-        if now >= self._next or evaluated or status.step == status.total_steps:
+        if self._every_step:
+            metrics = "".join(f"\n  {name} {value:.6g}" for name, value in sorted(status.metrics.items()))
+            self.note(format_line(status) + metrics)
+        elif now >= self._next or evaluated or status.step == status.total_steps:
             self._next = now + SECONDS_BETWEEN_LINES
             self.note(format_line(status))
 
+    def sample(self, sample: Sample) -> None:
+        self.note(f"  {one_line(sample, WIDTH - 2)}")
+
     def note(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
+        encoding = self._stream.encoding or "utf-8"
+        with self._lock:
+            print(text.encode(encoding, "replace").decode(encoding), file=self._stream, flush=True)
+            self._spoke = time.monotonic()
 
     def close(self) -> None:
-        pass
+        self._over.set()
+        self._thread.join()
+
+    def _break_silence(self) -> None:
+        while not self._over.wait(max(0.0, self._spoke + LONGEST_SILENCE - time.monotonic())):
+            if time.monotonic() - self._spoke < LONGEST_SILENCE:
+                continue
+            if (running := self._phase()) is None or self._step is None:
+                self._spoke = time.monotonic()
+                continue
+            phase, seconds = running
+            self.note(f"step {self._step + 1}/{self._total}: {phase} for {clock(seconds)} so far")
 
 
 def format_line(status: Status) -> str:

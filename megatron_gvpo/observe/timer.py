@@ -18,15 +18,18 @@ class PhaseTimer:
     def __init__(self, *, synchronize: bool = False) -> None:
         self.totals: dict[str, float] = {}
         self._since_take: defaultdict[str, float] = defaultdict(float)
+        self._current: tuple[str, float] | None = None  # the phase that runs, and since when
         self._synchronize = synchronize
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Count the time inside the block, also if the block raises."""
         start = self._now()
+        self._current = (name, start)
         try:
             yield
         finally:
+            self._current = None
             seconds = self._now() - start
             self._since_take[name] += seconds
             self.totals[name] = self.totals.get(name, 0.0) + seconds
@@ -36,6 +39,11 @@ class PhaseTimer:
         taken = dict(self._since_take)
         self._since_take.clear()
         return taken
+
+    def current(self) -> tuple[str, float] | None:
+        """Return the phase that runs and its seconds so far; None between phases. Any thread may ask."""
+        now = self._current
+        return None if now is None else (now[0], time.perf_counter() - now[1])
 
     def _now(self) -> float:
         if self._synchronize:

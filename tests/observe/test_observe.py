@@ -10,12 +10,15 @@ import pty
 import re
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from megatron_gvpo.config.schema import LoggingConfig
+from megatron_gvpo.groups import Group, Prompt, Rollout
 from megatron_gvpo.observe import (
     MetricLogger,
     PhaseTimer,
@@ -24,7 +27,10 @@ from megatron_gvpo.observe import (
     read_metrics,
     time_report,
 )
-from megatron_gvpo.observe.live import sparkline
+from megatron_gvpo.observe.live import CELLS, draw, sparkline
+from megatron_gvpo.observe.loggers.backend import Sample
+from megatron_gvpo.observe.rollouts.table import Responses
+from megatron_gvpo.observe.samples import few_samples, one_line, worth_showing
 from megatron_gvpo.observe.status import Status, clock
 from megatron_gvpo.observe.summary import smooth
 
@@ -187,6 +193,61 @@ def test_lines_for_first_last_and_evaluated_steps_only():
     assert "rollout 50%, training 25%, other 25%" in lines[2] and "left" not in lines[2]
     assert lines[3:] == ["checkpoint [20] saved"]
     assert stream.getvalue().isascii()
+
+
+def test_all_has_every_metric_of_every_step():
+    stream = io.StringIO()
+    with Progress("all", 2, stream) as progress:
+        progress.update(1, STEP)
+        progress.update(2, STEP)
+    lines = stream.getvalue().splitlines()
+    assert [line for line in lines if line.startswith("step")][1].startswith("step 2/2")
+    assert lines.count("  train/kl 0.01") == 2
+
+
+def test_a_long_step_says_what_it_does(monkeypatch):
+    monkeypatch.setattr("megatron_gvpo.observe.progress.LONGEST_SILENCE", 0.05)
+    stream, spoken = io.StringIO(), threading.Event()
+
+    def phase():
+        return ("rollout", 75.0) if not spoken.is_set() else None
+
+    with Progress("lines", 20, stream, phase=phase) as progress:
+        time.sleep(0.2)
+        assert stream.getvalue() == "", "nothing to say before the first step has a number"
+        progress.update(3, STEP)
+        while "so far" not in stream.getvalue():
+            time.sleep(0.01)
+        spoken.set()
+    assert stream.getvalue().splitlines()[1] == "step 4/20: rollout for 1:15 so far"
+
+
+HOSTILE = Sample("train", "What is\n1+1?", "\x1b[2J\x07" + "so " * 90 + "\\boxed{2}\u202e", 1.0)
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_a_sample_is_one_line_that_ends_with_its_answer(width):
+    line = one_line(HOSTILE, width)
+    assert len(line) <= width and line.isprintable() and "boxed{2}" in line
+    assert line.startswith("train, reward 1: What is")
+
+
+def test_few_samples_are_spread_from_the_best_to_the_worst():
+    rewards = (3.0, math.nan, 1.0, 5.0, 2.0)
+    rollouts = [Rollout([1], [-0.5], str(reward), "stop", reward=reward) for reward in rewards]
+    groups = [Group(Prompt("p", (1,), "q"), rollouts)]
+    shown = few_samples(Responses("eval", 7, groups))
+    assert [sample.response for sample in shown] == ["5.0", "3.0", "1.0", "nan"]
+    assert worth_showing(7, shown) and not worth_showing(8, [])
+
+
+def test_the_live_display_fits_80_columns():
+    status = Status(1000)
+    status.update(999, dict.fromkeys([name for name, _ in CELLS], 123456.789) | STEP)
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    console.print(draw(status, "runs/a/rather/long/name/of/a/directory", 80, HOSTILE))
+    lines = console.file.getvalue().splitlines()
+    assert {len(line) for line in lines} == {80}, "nothing wraps"
 
 
 def test_off_is_silent(capfd):
