@@ -130,7 +130,7 @@ WEIGHTS = [
     case(
         "max_position_embeddings null", with_values(max_position_embeddings="lots"), "max_position_embeddings"
     ),
-    case("another activation", with_values(hidden_act="sparkle"), "hidden_act"),
+    case("another activation", with_values(hidden_act="sparkle"), "sparkle"),
     case(
         "unknown architecture",
         with_values(architectures=["Qwen99ForCausalLM"], model_type="qwen99"),

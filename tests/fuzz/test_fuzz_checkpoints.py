@@ -1,0 +1,124 @@
+"""Spoiled checkpoints: they load as they were saved, or one line of ours says that they are damaged."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
+from mutate import ODD, mutated, spoiled
+from torch.distributed import checkpoint as torch_checkpoint
+
+from megatron_gvpo.megatron.checkpoint.all_ranks import CheckpointError
+from megatron_gvpo.megatron.checkpoint.loading import open_checkpoint
+from megatron_gvpo.megatron.checkpoint.record import read_record, record_text
+from megatron_gvpo.megatron.checkpoint.storage import FilesWriter, SafeLoadPlanner
+
+FUZZ = settings(settings.get_profile("fuzz"))
+VALUES = {"small": torch.arange(12.0).view(3, 4), "half": torch.ones(5, dtype=torch.bfloat16)}
+COMMON = {"step": 7, "rates": [0.5, 1e-3]}
+STATE = {"order": {"epoch": 1, "next": [3, 4]}, "tracker": None, "blocks": {"members": ["replay"]}}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("checkpoint") / "step_00000007"
+    torch.save([COMMON], common := io.BytesIO())
+    state = {**VALUES, "common_state/shard_0_1": common}
+    planner = MCoreSavePlanner(flatten_state_dict=False)
+    torch_checkpoint.save(state, storage_writer=FilesWriter(directory), planner=planner, no_dist=True)
+    (directory / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    (directory / "state.json").write_text(record_text(7, {"processes": 1}, STATE))
+    return directory
+
+
+def load(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    state = {name: torch.zeros_like(value) for name, value in VALUES.items()}
+    planner = SafeLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    wanted = {**state, "common_state/shard_0_1": io.BytesIO()}
+    record = read_record(directory)
+    reader = open_checkpoint(directory)
+    try:
+        torch_checkpoint.load(wanted, storage_reader=reader, planner=planner, no_dist=True)
+    except torch_checkpoint.CheckpointException as error:
+        raise error.failures[0][0] from None
+    return record, wanted
+
+
+def is_loaded_or_refused(directory: Path, checksums: bool = True) -> None:
+    """Load the directory. With `checksums`, what loads must be what was saved."""
+    try:
+        record, loaded = load(directory)
+    except CheckpointError as error:
+        text = str(error)
+        assert str(directory) in text and "\n" not in text and len(text) < 1200, text
+        return
+    if checksums:
+        assert loaded["common_state/shard_0_1"] == [COMMON]
+        assert all(torch.equal(loaded[name], value) for name, value in VALUES.items())
+        assert {key: record[key] for key in STATE} == STATE and record["step"] == 7
+
+
+def with_file(directory: Path, name: str, content: bytes, check: Callable[[], None]) -> None:
+    """Check the directory with another content of one file."""
+    before = (directory / name).read_bytes()
+    (directory / name).write_bytes(content)
+    try:
+        check()
+    finally:
+        (directory / name).write_bytes(before)
+
+
+@FUZZ
+@given(data=st.data(), name=st.sampled_from(["state.json", "metadata.json", "checksums.json", ".metadata"]))
+def test_files(checkpoint: Path, data: st.DataObject, name: str) -> None:
+    content = data.draw(spoiled((checkpoint / name).read_bytes()))
+    whole = name != "checksums.json"  # another list may lack the checksum of something, and all is as it was
+    with_file(checkpoint, name, content, lambda: is_loaded_or_refused(checkpoint, whole))
+
+
+@FUZZ
+@given(data=st.data(), name=st.sampled_from(["state.json", "metadata.json", "checksums.json"]))
+def test_values(checkpoint: Path, data: st.DataObject, name: str) -> None:
+    value = data.draw(mutated(json.loads((checkpoint / name).read_bytes())))
+    with_file(checkpoint, name, json.dumps(value).encode(), lambda: is_loaded_or_refused(checkpoint, False))
+
+
+@FUZZ
+@given(data=st.data())
+def test_lists_of_tensors(checkpoint: Path, data: st.DataObject) -> None:
+    """Without checksums, as an earlier version wrote it: the list's values are all there is to go by."""
+    listed = pickle.loads((checkpoint / ".metadata").read_bytes())
+    places, tensors = list(listed.storage_data.values()), list(listed.state_dict_metadata.values())
+    parts = [part for tensor in tensors for part in getattr(tensor, "chunks", ())]
+    part = data.draw(st.sampled_from([listed, *places, *tensors, *parts]))
+    name = data.draw(st.sampled_from(sorted(vars(part)) or ["x"]))
+    near = st.tuples(st.integers(-2, 9)) | st.tuples(st.integers(0, 4), st.integers(0, 5)).map(torch.Size)
+    value = data.draw(st.sampled_from(ODD) | near | st.integers(-5, 5000) | st.sampled_from(places))
+    object.__setattr__(part, name, value)
+
+    def check() -> None:
+        before = (checkpoint / "checksums.json").rename(checkpoint / "aside")
+        try:
+            is_loaded_or_refused(checkpoint, False)
+        finally:
+            before.rename(checkpoint / "checksums.json")
+
+    with_file(checkpoint, ".metadata", pickle.dumps(listed), check)
+
+
+@FUZZ
+@given(data=st.data())
+@example(data=None)
+def test_tensors(checkpoint: Path, data: st.DataObject | None) -> None:
+    [name] = [file.name for file in checkpoint.glob("*.distcp")]
+    content = b"" if data is None else data.draw(spoiled((checkpoint / name).read_bytes()))
+    with_file(checkpoint, name, content, lambda: is_loaded_or_refused(checkpoint))
