@@ -26,6 +26,7 @@ from megatron_gvpo.megatron.checkpoint.conversion import write_hugging_face
 from megatron_gvpo.megatron.policy import Policy
 from megatron_gvpo.observe import PhaseTimer, ProfileWindow, profile_window
 from megatron_gvpo.observe.mismatch import THRESHOLDS, MismatchWatch
+from megatron_gvpo.observe.spans import phase_markers
 from megatron_gvpo.runtime.environment import prepare
 from megatron_gvpo.sampling.batch_queue import BatchQueue, Order
 from megatron_gvpo.sampling.composed import ComposedSampler
@@ -48,7 +49,8 @@ class Components:
     def __init__(self, config: Config) -> None:
         prepare(config)  # the command line has done so; a user of the Python API has not
         self.config = config
-        self.timer = PhaseTimer(synchronize=torch.cuda.is_available())
+        self._markers = phase_markers(config.logging, config.output_dir, dist.get_rank())
+        self.timer = PhaseTimer(synchronize=torch.cuda.is_available(), markers=self._markers)
         task = load_task(config)
         algorithm = config.algorithm.sized(config.rollout.max_tokens)
         self.prompts, self.tokenizer = task.prompts, task.tokenizer
@@ -65,7 +67,7 @@ class Components:
         threshold = config.rollout.mismatch_threshold or THRESHOLDS[config.model.dtype]
         self.mismatch = MismatchWatch(threshold, config.rollout.top_p)
         self.profiler: ProfileWindow = profile_window(
-            config.logging.profile_steps, Path(config.output_dir), dist.get_rank()
+            config.logging, Path(config.output_dir), dist.get_rank()
         )
         self._source = RolloutSource(config, task, self.policy, self.timer)
         self.engine = self._source.engine
@@ -214,6 +216,8 @@ class Components:
         with ExitStack() as opened:  # closes what is open where the next part cannot be opened
             opened.enter_context(self._source)
             opened.enter_context(self.profiler)
+            for marker in self._markers:
+                opened.callback(marker.close)
             self._opened = opened.pop_all()
         return self
 

@@ -83,6 +83,16 @@ def _check_loggers(config: Config) -> None:
                 f"logging.{service.key}={project}: {service.title} is not installed: "
                 f"pip install {service.install}, or leave it out"
             )
+    if config.logging.opentelemetry and find_spec("opentelemetry.exporter.otlp.proto.http") is None:
+        raise ConfigError(
+            "logging.opentelemetry=true: its packages are not installed: "
+            "pip install 'megatron-gvpo[opentelemetry]', or leave it out"
+        )
+    if config.logging.profiler == "nsys" and config.logging.profile_steps and not list_gpus():
+        raise ConfigError(
+            "logging.profiler=nsys: it records the NVIDIA GPUs of this machine, which has none; "
+            "logging.profiler=torch profiles CPUs, too"
+        )
 
 
 def _check_rewards(config: Config) -> None:

@@ -278,8 +278,11 @@ class LoggingConfig(Section):
     # How the terminal shows progress. live: a display; lines: one at least every 30 seconds; all: every step
     # with all its metrics; off: nothing; auto: live on a terminal, else lines.
     progress: Literal["auto", "live", "lines", "all", "off"] = "auto"
-    # Run torch's profiler over the steps [first, last].
+    # Run a profiler over the steps [first, last].
     profile_steps: tuple[PositiveInt, PositiveInt] | None = None
+    # torch's profiler, or Nsight Systems, under which the run was started; nsys also marks the phases (NVTX).
+    profiler: Literal["torch", "nsys"] = "torch"
+    opentelemetry: bool = False  # Send the phases of steps as spans to OTEL_EXPORTER_OTLP_ENDPOINT.
 
     @model_validator(mode="after")
     def _possible(self) -> Self:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_gvpo.observe.spans import Marker
 
 
 class PhaseTimer:
@@ -13,13 +17,15 @@ class PhaseTimer:
 
     A phase may be entered many times a step. Phases must not be nested. With `synchronize`, a phase waits
     for the GPU before its clock starts and stops, so that a kernel counts in the phase that launched it.
+    `markers` mark the phases for other tools.
     """
 
-    def __init__(self, *, synchronize: bool = False) -> None:
+    def __init__(self, *, synchronize: bool = False, markers: Sequence[Marker] = ()) -> None:
         self.totals: dict[str, float] = {}
         self._since_take: defaultdict[str, float] = defaultdict(float)
         self._current: tuple[str, float] | None = None  # the phase that runs, and since when
         self._synchronize = synchronize
+        self._markers = markers
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -27,7 +33,10 @@ class PhaseTimer:
         start = self._now()
         self._current = (name, start)
         try:
-            yield
+            with ExitStack() as marked:
+                for marker in self._markers:
+                    marked.enter_context(marker.phase(name))
+                yield
         finally:
             self._current = None
             seconds = self._now() - start

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import gzip
+import http.server
 import json
 import re
+import threading
 import types
+from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
+from megatron_gvpo.config.schema import LoggingConfig
+from megatron_gvpo.observe import PhaseTimer, profile_window
 from megatron_gvpo.observe import gpus as device
-from megatron_gvpo.observe import profile_window
 from megatron_gvpo.observe.monitor import DeviceMonitor, by_machine
+from megatron_gvpo.observe.spans import phase_markers
+
+NINE_STEPS = LoggingConfig(profile_steps=(1, 9))
 
 
 def test_profiler_records_its_window_and_nothing_else(tmp_path):
     import torch
 
     operations = [torch.sin, torch.cos, torch.exp, torch.tanh]
-    with profile_window((1, 2), tmp_path, rank=3) as window:
+    with profile_window(LoggingConfig(profile_steps=(1, 2)), tmp_path, rank=3) as window:
         for step, operation in enumerate(operations):
             window.step(step)
             operation(torch.ones(4))
@@ -30,16 +38,79 @@ def test_profiler_records_its_window_and_nothing_else(tmp_path):
 
 
 def test_profiler_window_cut_short_by_an_error_still_leaves_its_trace(tmp_path):
-    with pytest.raises(KeyError), profile_window((1, 9), tmp_path, rank=0) as window:
+    with pytest.raises(KeyError), profile_window(NINE_STEPS, tmp_path, rank=0) as window:
         window.step(1)
         raise KeyError
     assert (tmp_path / "profile" / "rank0_steps1-9.json.gz").is_file()
 
 
 def test_no_profiler_window_leaves_nothing(tmp_path):
-    with profile_window(None, tmp_path, rank=0) as window:
+    with profile_window(LoggingConfig(), tmp_path, rank=0) as window:
         window.step(1)
     assert not list(tmp_path.iterdir())
+
+
+class Collector(http.server.BaseHTTPRequestHandler):
+    """Takes spans as a collector does, and parses them with OpenTelemetry's own schema."""
+
+    received: ClassVar[list] = []
+
+    def do_POST(self):
+        from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.headers.get("Content-Encoding") == "gzip":
+            body = gzip.decompress(body)
+        self.received.append((self.path, ExportTraceServiceRequest.FromString(body)))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+
+def test_phases_are_spans_of_opentelemetry(monkeypatch):
+    with http.server.HTTPServer(("127.0.0.1", 0), Collector) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        markers = phase_markers(LoggingConfig(opentelemetry=True), "runs/x", rank=3)
+        timer = PhaseTimer(markers=markers)
+        with timer.phase("rollout"):
+            pass
+        with pytest.raises(KeyError), timer.phase("training"):
+            raise KeyError
+        for marker in markers:
+            marker.close()
+        server.shutdown()
+    [(path, request)] = Collector.received
+    assert path == "/v1/traces"
+    [of_run] = request.resource_spans
+    assert {"rank", "output_dir", "service.name"} <= {pair.key for pair in of_run.resource.attributes}
+    spans = [span for scope in of_run.scope_spans for span in scope.spans]
+    assert [span.name for span in spans] == ["rollout", "training"]
+    assert all(span.end_time_unix_nano >= span.start_time_unix_nano for span in spans)
+    assert spans[1].events[0].name == "exception"
+
+
+def test_nsys_gets_a_range_for_each_phase_and_the_window(monkeypatch):
+    """torch's own calls, recorded: without a driver the ranges go nowhere, and the profiler cannot start."""
+    import torch
+
+    calls = []
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: calls.append(name))
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append("end"))
+    monkeypatch.setattr(torch.cuda.profiler, "start", lambda: calls.append("start"))
+    monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: calls.append("stop"))
+    logging = LoggingConfig(profiler="nsys", profile_steps=(2, 3))
+    timer = PhaseTimer(markers=phase_markers(logging, "runs/x", rank=0))
+    with profile_window(logging, Path("unused"), rank=0) as window:
+        for step in range(1, 6):
+            window.step(step)
+            with timer.phase(f"step {step}"):
+                pass
+    ranges = [[f"step {step}", "end"] for step in range(1, 6)]
+    expected = [*ranges[0], "start", *ranges[1], *ranges[2], "stop", *ranges[3], *ranges[4]]
+    assert calls == expected
 
 
 def stand_in_for_a_driver(monkeypatch, **answers) -> None:
