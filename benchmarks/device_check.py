@@ -6,6 +6,7 @@
   head       the fused log-prob head on the device against fp64: log-probs and both gradients, every mode
   layers     this machine's layers (Transformer Engine's on a GPU) against the local layers of CPU runs, which
              a process without a GPU computes: the same weights, one pack, log-probs and gradients
+  shared     shared prompts, by PyTorch's FlashAttention, against whole sequences on a CPU; the time saved
   train      updates of models with random weights, shaped like Qwen2.5-1.5B and like 7B with fewer layers:
              tokens a second, MFU, seconds of head, body, optimizer and weight export, peak memory by part;
              head and update in every mode of the head, the head's share, and the speed-up over an update
@@ -37,6 +38,7 @@ from typing import Any
 import device_head
 import device_ipc
 import device_offload
+import device_shared
 import torch
 from device_model import (
     SHAPES,
@@ -72,6 +74,7 @@ def main() -> None:
         report["missing"]["gpu"] = "torch finds no CUDA device, so the checks ran on the CPU"
     attempt(report, "head", partial(device_head.head, args.smoke))
     attempt(report, "layers", layers)
+    attempt(report, "shared", partial(device_shared.check, args.smoke, layers))
     attempt(report, "offload", partial(device_offload.offload, args.smoke))
     if torch.cuda.is_available():
         attempt(report, "ipc", partial(device_ipc.check, args.smoke))
@@ -132,8 +135,13 @@ def no_fp8() -> str:
     return ""
 
 
-def layers() -> dict[str, Any]:
-    """Compare log-probs and gradients of one pack: here, and with local layers in a process without a GPU."""
+def layers(
+    sections: dict[str, dict[str, Any]] | None = None, limits: dict[str, float] | None = None
+) -> dict[str, Any]:
+    """Compare log-probs and gradients of one pack: here, and with local layers in a process without a GPU.
+
+    `sections` replace these sections of the configuration here; `limits`: the largest errors by dtype.
+    """
     found: dict[str, Any] = {"right": True}
     with tempfile.TemporaryDirectory() as directory:
         place = Path(directory)
@@ -142,9 +150,10 @@ def layers() -> dict[str, Any]:
         subprocess.run([sys.executable, __file__, "--local", str(place)], check=True, env=environment)
         local = torch.load(place / "local.pt")
         # On a GPU, Transformer Engine multiplies float32 matrices in TF32: 3 bits more than bfloat16.
-        limits = {"float32": 4e-3, "bfloat16": 3e-2} if torch.cuda.is_available() else {"float32": 1e-6}
+        if limits is None:
+            limits = {"float32": 4e-3, "bfloat16": 3e-2} if torch.cuda.is_available() else {"float32": 1e-6}
         for dtype, limit in limits.items():
-            one_pack(place, dtype, place / "here.pt")
+            one_pack(place, dtype, place / "here.pt", sections)
             here = torch.load(place / "here.pt")
             clean_up()
             errors = {"logp": float((here["logp_r"] - local["logp_r"]).abs().max())}
@@ -156,9 +165,9 @@ def layers() -> dict[str, Any]:
     return found
 
 
-def one_pack(place: Path, dtype: str, out: Path) -> None:
+def one_pack(place: Path, dtype: str, out: Path, sections: dict[str, dict[str, Any]] | None = None) -> None:
     """Write log-probs of made-up rows and the gradients, under Hugging Face names, of their weighted sum."""
-    policy = policy_of(place, dtype, max_tokens=4096)
+    policy = policy_of(place, dtype, max_tokens=4096, sections=sections)
     rows = made_rows(groups=3, k=3, prompt=7, response=20, vocab=TINY["vocab_size"], ragged=True)
     gradients: dict[str, Any] = {}
     apply = policy.optimizer.apply

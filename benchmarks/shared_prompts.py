@@ -1,13 +1,10 @@
-"""Computes what train.share_prompts saves in tokens and flops, by formula, and measures the time.
+"""Predicts what train.share_prompts saves, by the planner's formulas, and measures it on this CPU.
 
-A group of k responses of r tokens to a prompt of p tokens has k (p + r) tokens in whole sequences, and p + k
-r with a shared prompt. Matrix products take 6 flops for each parameter of the layers and token, forward and
-backward. Causal attention, without recomputing, takes 12 flops for each channel of its heads and pair of
-tokens that attend to each other. The head processes response tokens only, in both cases. The shape is
-Qwen2.5-7B's.
-
-The time is measured on whole updates of a small model by the real policy in one process, in turn with and
-without sharing. The table says if lengths were scaled down to fit a CPU. Only the ratio applies elsewhere.
+Whole updates of a small model by the real policy in one process take turns with and without sharing, `--runs`
+times. Each run gives the ratio of CPU seconds (of this process, which other work disturbs least) and of
+seconds; another update gives the peak of activations. Beside them is the planner's prediction for the same
+small model and lengths, and for Qwen2.5-7B. The table says if lengths were scaled down to fit a CPU. Only
+ratios apply elsewhere.
 """
 
 from __future__ import annotations
@@ -18,70 +15,59 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from megatron_gvpo.cluster.planner import architecture
+from megatron_gvpo.cluster.planner.sharing import sharing
+from megatron_gvpo.cluster.planner.workload import Lengths, Workload
+
 CASES = {"150+850, k=5": (150, 850, 5, 1), "4000+1000, k=8": (4000, 1000, 8, 8)}  # prompt, response, k, scale
-QWEN_7B = {"layers": 28, "hidden": 3584, "heads": 28, "kv_heads": 4, "head_dim": 128, "ffn": 18944}
-VOCAB = 152_064
+MODEL = "Qwen/Qwen2.5-7B"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--groups", type=int, default=2, help="prompts of an update (2)")
     parser.add_argument("--hidden", type=int, default=256, help="hidden size of the small model (256)")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/shared_prompts_cpu.json")
     args = parser.parse_args()
-    report: dict[str, Any] = {"cpu": platform.processor() or platform.machine()}
-    report["threads"] = os.environ.get("OMP_NUM_THREADS")
-    cases = {}
+    report: dict[str, Any] = {
+        "command": "python benchmarks/shared_prompts.py",
+        "cpu": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": os.environ.get("OMP_NUM_THREADS"),
+        "cpu_update": {"groups": args.groups, "hidden": args.hidden, "layers": 4},
+        "cases": {},
+    }
     for name, (prompt, response, k, scale) in CASES.items():
-        found = formula(prompt, response, k)
-        found["cpu"] = measured(prompt // scale, response // scale, k, args) | {"lengths_divided_by": scale}
-        cases[name] = found
-        tokens, flops = found["tokens"], found["flops"]
-        seconds = found["cpu"]["ratio"]
+        found = {MODEL: predicted(MODEL, prompt, response, k), "lengths_divided_by": scale}
+        found |= measured(prompt // scale, response // scale, k, args)
+        report["cases"][name] = found
+        left = {key: value["ratio"] for key, value in found[MODEL].items()}
+        print(f"{name}: predicted for {MODEL}, of whole sequences': {left}")
         print(
-            f"{name}: tokens {tokens['whole']} -> {tokens['shared']} ({tokens['ratio']:.2f}), "
-            f"flops with the head {flops['ratio']:.2f} of whole sequences', time on this CPU {seconds:.2f} "
-            f"(lengths / {scale})"
+            f"  on this CPU, lengths / {scale}: CPU seconds {found['cpu_s']['ratio']:.2f}, activations "
+            f"{found['activation_mib']['ratio']:.2f}; the planner says "
+            f"{found['predicted']['flops']['ratio']:.2f} and {found['predicted']['tokens']['ratio']:.2f}"
         )
-    measured_with = {"groups": args.groups, "hidden": args.hidden, "layers": 4, "rounds": args.rounds}
-    report |= {"formulas": "Qwen2.5-7B", "cpu_update": measured_with, "cases": cases}
     args.out.write_text(json.dumps(report, indent=2) + "\n")
 
 
-def formula(prompt: int, response: int, k: int) -> dict[str, dict[str, float]]:
-    """Return tokens and flops of one group, forward and backward."""
-    m = QWEN_7B
-    width = m["heads"] * m["head_dim"]
-    attention = m["hidden"] * (2 * width + 2 * m["kv_heads"] * m["head_dim"])
-    layers = m["layers"] * (attention + 3 * m["hidden"] * m["ffn"])
-    head = 6 * m["hidden"] * VOCAB * k * response
-
-    def flops(tokens: int, pairs: float) -> float:
-        return 6 * layers * tokens + 12 * m["layers"] * width * pairs + head
-
-    def causal(n: int) -> float:
-        return n * (n + 1) / 2
-
-    tokens = {"whole": k * (prompt + response), "shared": prompt + k * response}
-    pairs = {
-        "whole": k * causal(prompt + response),
-        "shared": causal(prompt) + k * (prompt * response + causal(response)),
-    }
-    of = {kind: flops(tokens[kind], pairs[kind]) for kind in tokens}
-    found: dict[str, Mapping[str, float]] = {"tokens": tokens, "attention_pairs": pairs, "flops": of}
-    return {name: {**v, "ratio": v["shared"] / v["whole"]} for name, v in found.items()}
+def predicted(model: str, prompt: int, response: int, k: int) -> dict[str, dict[str, float]]:
+    """Return the planner's costs of one group of k responses of this length."""
+    exact = Lengths(response - 1e-3, response - 1e-4, response)
+    found = sharing(architecture.load(model), Workload(1, k, prompt, exact))
+    assert found is not None
+    return found.to_dict()
 
 
-def measured(prompt: int, response: int, k: int, args: argparse.Namespace) -> dict[str, float]:
-    """Return the median seconds of an update, and the median of the rounds' ratios."""
+def measured(prompt: int, response: int, k: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Return what updates took in every run, the medians of the runs' ratios, and the prediction."""
     import torch
     import transformers
 
@@ -128,21 +114,41 @@ def measured(prompt: int, response: int, k: int, args: argparse.Namespace) -> di
                 }
             )
         )
-    rounds: list[dict[bool, float]] = []
-    for i in range(args.rounds + 1):
-        took = {}
-        for shared in (False, True):
+        forecast = predicted(directory, prompt, response, k)
+    activations = {shared: activations_of(policy, rows, shared) for shared in (False, True)}
+    runs: list[dict[str, float]] = []
+    for i in range(args.runs + 1):
+        run = {"load_before": round(os.getloadavg()[0], 1)}
+        for shared, kind in ((False, "whole"), (True, "shared")):
             policy.model.share_prompts = shared
-            begin = time.perf_counter()
+            begin, cpu_begin = time.perf_counter(), time.process_time()
             policy.update(rows, at_step_start=True)
-            took[shared] = time.perf_counter() - begin
-        rounds += [took] if i else []  # the first round fills caches
+            run[f"{kind}_s"] = time.perf_counter() - begin
+            run[f"{kind}_cpu_s"] = time.process_time() - cpu_begin
+        runs += [run] if i else []  # the first fills caches
     parallel.shut_down()
     return {
-        "whole_s": median(r[False] for r in rounds),
-        "shared_s": median(r[True] for r in rounds),
-        "ratio": median(r[True] / r[False] for r in rounds),
+        "predicted": forecast,
+        "cpu_s": {"ratio": median(run["shared_cpu_s"] / run["whole_cpu_s"] for run in runs)},
+        "seconds": {"ratio": median(run["shared_s"] / run["whole_s"] for run in runs)},
+        "activation_mib": {
+            "whole": activations[False],
+            "shared": activations[True],
+            "ratio": activations[True] / activations[False],
+        },
+        "runs": runs,
     }
+
+
+def activations_of(policy: Any, rows: Any, shared: bool) -> float:
+    """Return the peak of activations in an update, in MiB."""
+    from megatron_gvpo.megatron.memory_profile import MemoryProfile
+
+    policy.model.share_prompts = shared
+    policy._first_update_profile = lambda: MemoryProfile((policy.model, policy.optimizer))
+    memory: dict[str, float] = policy.update(rows, at_step_start=True).memory
+    policy._first_update_profile = lambda: None
+    return 1024 * memory["memory/activations_gib"]
 
 
 if __name__ == "__main__":

@@ -57,6 +57,9 @@ def add_parser(commands: Any) -> None:
         metavar="FRACTION",
         help="share of the optimizer's states in host memory (default: 0)",
     )
+    parser.add_argument(
+        "--share-prompts", action="store_true", help="train with train.share_prompts: a group's prompt once"
+    )
     parser.add_argument("--top", default=5, help="number of layouts to show (default: 5)", **number)
     parser.add_argument("--write", metavar="FILE.yaml", help="write the best layout as a configuration file")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")

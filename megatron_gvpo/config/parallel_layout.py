@@ -226,6 +226,11 @@ def _check_shared_prompts(config: Config, model: dict[str, Any]) -> None:
         reason = "megatron-core rotates the latent attention's keys by their place in a sequence"
     elif model.get("sliding_window") and model.get("use_sliding_window", True):
         reason = f"the model's sliding_window={model['sliding_window']} does not end where the prompt does"
+    elif "core_attn" in config.parallel.offload_modules:
+        reason = (
+            f"parallel.offload_modules={list(config.parallel.offload_modules)} frees the attention's inputs, "
+            "which shared prompts rotate inside it"
+        )
     if reason:
         raise ConfigError(f"train.share_prompts=true is not possible here: {reason}; leave it out")
 

@@ -13,7 +13,12 @@ from megatron_gvpo.config.errors import ConfigError
 from megatron_gvpo.config.output_dir import check_output_dir
 from megatron_gvpo.config.parallel_layout import check_layout
 from megatron_gvpo.config.schema import Config, read_model_config
-from megatron_gvpo.megatron.model.attention_kernel import Attention, check_attention, has_flash_attention
+from megatron_gvpo.megatron.model.attention_kernel import (
+    Attention,
+    check_attention,
+    check_shared_prompts,
+    has_flash_attention,
+)
 from megatron_gvpo.observe.gpus import list_gpus
 from megatron_gvpo.observe.loggers.services import SERVICES
 from megatron_gvpo.runs.earlier import Earlier, check_earlier_run, newest_step
@@ -73,6 +78,8 @@ def _check_attention(config: Config) -> None:
             continue
         attention = Attention.of(config.model, config.parallel, config.train.deterministic, shape)
         check_attention(attention, capability, has_flash_attention())
+        if config.train.share_prompts:
+            check_shared_prompts(attention, capability)
 
 
 def _check_loggers(config: Config) -> None:

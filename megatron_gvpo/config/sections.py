@@ -197,7 +197,7 @@ class TrainConfig(Section):
     # End the run after this many batches in a row that teach nothing: algorithm.shapers drop every group, the
     # loss has no signal in any group (such as equal rewards), or a reward fails for every response.
     max_empty_batches: PositiveInt = 20
-    share_prompts: bool = False  # Compute the prompt of a group's responses once; on CPUs only.
+    share_prompts: bool = False  # Compute the prompt of a group's responses once in a micro-batch.
     # MiB that a rank may keep between a micro-batch's forward and backward for the output layer's gradient; 0
     # keeps nothing and recomputes (docs/explanation/head.md).
     head_stash_mb: NonNegativeInt = 1024

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, zip_longest
 
 import torch
 from torch import Tensor
@@ -32,8 +32,8 @@ class PackedBatch:
     index_r: Tensor  # int64 indices into the rows' token columns
     label_r: Tensor  # int64
     lengths: list[int]  # of all the pack's sequences, with padding; padding at the end is one more sequence
-    # With shared prompts, a prompt is a sequence, and each response to it is another. For every sequence, the
-    # number of the next sequences that attend to it and continue from its last position.
+    # Shared prompts are the first sequences. For each of them, the number of responses that continue it: the
+    # next sequences are these responses, in the prompts' order.
     followers: list[int] = field(default_factory=list)
     # The experts of every token, from router replay: int16 [t, layers, experts a token]; -1: router chooses.
     experts_t: Tensor | None = None
@@ -82,6 +82,13 @@ class PackedBatch:
             lengths=lengths,
             experts_t=_experts(rows.routing, lengths),
         )
+
+    @property
+    def positions(self) -> int:
+        """The number of positions that tokens have: 1 + the largest."""
+        begins = [n for n, count in zip(self.lengths, self.followers, strict=False) for _ in range(count)]
+        begins = [0] * len(self.followers) + begins
+        return max(begin + n for begin, n in zip_longest(begins, self.lengths, fillvalue=0))
 
     def cut(self, parts: int, part: int) -> PackedBatch:
         """Return the tokens of context-parallel rank `part` of `parts`, in all columns."""
@@ -137,46 +144,53 @@ def _decoded(routing: Routing) -> Tensor:
     return flat.view(-1, routing.layers, routing.per_token)
 
 
+@dataclass
+class _Segment:
+    ids: Sequence[int]
+    first_position: int
+    begin: int = -1  # in the pack
+
+
 def _pack_shared(rows: TrainBatch, padding: Padding) -> PackedBatch:
-    """Pack every run of rows with the same prompt as the prompt once, and the responses after it.
+    """Pack every run of rows with the same prompt as the prompt once, and the responses behind all prompts.
 
     The prompt's last token predicts the first token of all its responses.
     """
-    tokens: list[int] = []
-    positions: list[Tensor] = []
-    response: list[Tensor] = []
-    lengths: list[int] = []
+    prompts: list[_Segment] = []
+    responses: list[_Segment] = []
+    others: list[_Segment] = []  # prompt and response in one, of rows that share nothing
     followers: list[int] = []
-
-    def segment(ids: Sequence[int], first_position: int) -> int:
-        begin = len(tokens)
-        tokens.extend(ids)
-        positions.append(torch.arange(first_position, first_position + len(ids)))
-        lengths.append(len(ids))
-        followers.append(0)
-        return begin
-
+    predicts: list[tuple[_Segment, int, int]] = []  # segment, and the part of it that predicts a response
     pairs = list(zip(rows.prompt_ids, rows.response_ids, strict=True))
     for prompt, run in groupby(pairs, key=lambda pair: pair[0]):
         answers = [answer for _, answer in run]
-        if len(answers) == 1:  # not shared: prompt and response stay one sequence
-            begin = segment([*prompt, *answers[0][:-1]], 0) + len(prompt) - 1
-            response.append(torch.arange(begin, begin + len(answers[0])))
+        inputs = [answer[:-1] for answer in answers]  # no label follows the last token
+        if len(answers) == 1:
+            others.append(_Segment([*prompt, *inputs[0]], 0))
+            predicts.append((others[-1], len(prompt) - 1, len(answers[0])))
             continue
-        last, place = segment(prompt, 0) + len(prompt) - 1, len(lengths) - 1
-        for answer in answers:
-            response.append(torch.tensor([last]))
-            if len(answer) > 1:  # no label follows the last token
-                begin = segment(answer[:-1], len(prompt))
-                response.append(torch.arange(begin, begin + len(answer) - 1))
-                followers[place] += 1
-    pad = -len(tokens) % padding.pack if tokens else padding.pack
-    if pad:
-        segment([0] * pad, 0)
+        shared = _Segment(prompt, 0)
+        followers += [count] if (count := sum(map(bool, inputs))) else []
+        (prompts if count else others).append(shared)
+        for tokens in inputs:
+            predicts.append((shared, len(prompt) - 1, 1))
+            if tokens:
+                responses.append(_Segment(tokens, len(prompt)))
+                predicts.append((responses[-1], 0, len(tokens)))
+    segments = [*prompts, *responses, *others]
+    total = sum(len(segment.ids) for segment in segments)
+    if pad := -total % padding.pack if total else padding.pack:
+        segments.append(_Segment([0] * pad, 0))
+    lengths = [len(segment.ids) for segment in segments]
+    for segment, begin in zip(segments, accumulate(lengths, initial=0), strict=False):
+        segment.begin = begin
+    response = [torch.arange(count) + segment.begin + first for segment, first, count in predicts]
     return PackedBatch(
         rows=rows,
-        token_t=torch.tensor(tokens, dtype=torch.int64),
-        position_t=torch.cat(positions),
+        token_t=torch.tensor([token for segment in segments for token in segment.ids], dtype=torch.int64),
+        position_t=torch.cat(
+            [torch.arange(n) + s.first_position for s, n in zip(segments, lengths, strict=True)]
+        ),
         response_r=torch.cat(response) if response else torch.zeros(0, dtype=torch.int64),
         index_r=torch.arange(int(rows.length_n.sum())),
         label_r=torch.tensor([t for answer in rows.response_ids for t in answer], dtype=torch.int64),

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -29,12 +28,14 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 
 from megatron_gvpo.kernels.linear_logprob import LinearLogprob, linear_logprob
+from megatron_gvpo.megatron.attention.core import OwnPackedSeqParams
+from megatron_gvpo.megatron.attention.merged import Sequences
 from megatron_gvpo.megatron.batch import PackedBatch
 from megatron_gvpo.megatron.memory_profile import MemoryProfile
 from megatron_gvpo.megatron.model.activation_offload import offloaded_activations
 from megatron_gvpo.megatron.model.model import Model
 from megatron_gvpo.megatron.parallel import device, megatron_device
-from megatron_gvpo.types import TrainBatch, on_device
+from megatron_gvpo.types import TrainBatch
 
 # (rows of one micro-batch, the head's output) -> (its part of the step's loss, a result for the caller)
 LossFunction = Callable[[TrainBatch, Any], tuple[Tensor, Any]]
@@ -174,27 +175,24 @@ def gather_context_parallel(mine_r: Tensor, batch: PackedBatch) -> Tensor:
 
 
 def _packed_params(model: Model, batch: PackedBatch) -> PackedSeqParams:
-    assert model.local or not batch.followers, "Transformer Engine's attention cannot share prompts"
-    ends = torch.tensor(list(accumulate(batch.lengths, initial=0)), dtype=torch.int32)
-    cu_seqlens, longest = on_device(ends, batch.token_t.device), max(batch.lengths)
+    sequences = Sequences.of(batch.lengths, batch.followers, batch.token_t.device)
+    ends, longest = sequences.all.ends, sequences.all.longest
     common: dict[str, Any] = {
         "qkv_format": "thd",
-        "cu_seqlens_q": cu_seqlens,
-        "cu_seqlens_kv": cu_seqlens,
+        "cu_seqlens_q": ends,
+        "cu_seqlens_kv": ends,
         "max_seqlen_q": longest,
         "max_seqlen_kv": longest,
     }
     if model.config.context_parallel_size > 1:  # the lengths include padding
-        common |= {"cu_seqlens_q_padded": cu_seqlens, "cu_seqlens_kv_padded": cu_seqlens}
-    if not model.local:
+        common |= {"cu_seqlens_q_padded": ends, "cu_seqlens_kv_padded": ends}
+    if not model.own_attention:
         return PackedSeqParams(**common)
-    from megatron_gvpo.megatron.cpu.packed_attention import LocalPackedSeqParams
-    from megatron_gvpo.megatron.cpu.rotary import angles
-
-    angles_t = None
+    freqs_t = angles_t = None
     if model.rotary:
-        freqs_t = model.rotary[0](int(batch.position_t.max()) + 1, packed_seq=True)[batch.position_t]
-        angles_t = angles(freqs_t, model.config.rotary_interleaved)
-    return LocalPackedSeqParams(
-        **common, angles_t=angles_t, lengths=tuple(batch.lengths), followers=tuple(batch.followers)
-    )
+        freqs_t = model.rotary[0](batch.positions, packed_seq=True)[batch.position_t]
+        if model.local:
+            from megatron_gvpo.megatron.cpu.rotary import angles
+
+            angles_t = angles(freqs_t, model.config.rotary_interleaved)
+    return OwnPackedSeqParams(**common, sequences=sequences, freqs_t=freqs_t, angles_t=angles_t)

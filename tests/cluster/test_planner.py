@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+import re
 import subprocess
 import sys
 from argparse import Namespace
@@ -16,7 +18,15 @@ import torch
 from distributed import launch
 from tiny_run import configure, fit
 
-from megatron_gvpo.cluster.planner import architecture, command, method, search, time, workload
+from megatron_gvpo.cluster.planner import (
+    architecture,
+    command,
+    method,
+    search,
+    sharing,
+    time,
+    workload,
+)
 from megatron_gvpo.cluster.planner import memory_model as memory
 from megatron_gvpo.cluster.planner.workload import Layout, Lengths, Workload
 from megatron_gvpo.config.parallel_layout import check_layout
@@ -250,6 +260,64 @@ def test_rollout_time_is_that_of_every_single_step():
         running = [n for n in lengths if n > token]
         slow += step.seconds(len(running), len(running) * (200 + token + 0.5))
     assert time.rollout_seconds(model, gpu, 1, 1, work) == pytest.approx(slow, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "k", "tokens", "pairs"),
+    [(150, 850, 5, (5000, 4400), (2.5e6, 2.455e6)), (4000, 1000, 8, (40000, 12000), (1e8, 4.4e7))],
+)
+def test_shared_prompts_save_what_a_count_by_hand_says(prompt, response, k, tokens, pairs):
+    model = architecture.load("Qwen/Qwen2.5-7B")
+    fixed = Lengths(response - 1e-6, response - 1e-7, response)
+    found = sharing.sharing(model, Workload(1, k, prompt, fixed)).to_dict()
+    width = 28 * 128
+    layer = 2 * 3584 * width + 2 * 3584 * 4 * 128 + 3 * 3584 * 18944
+    for kind, t, p in zip(("whole", "shared"), tokens, pairs, strict=True):
+        assert found["tokens"][kind] == pytest.approx(t)
+        assert found["pairs"][kind] == pytest.approx(p)
+        flops = 6 * 28 * layer * t + 12 * 28 * width * p + 6 * 3584 * 152_064 * k * response
+        assert found["flops"][kind] == pytest.approx(flops, rel=1e-3)  # and biases and norms
+    ratio = tokens[1] / tokens[0]
+    assert found["activation_gib"]["ratio"] == found["tokens"]["ratio"] == pytest.approx(ratio, abs=1e-4)
+
+
+def test_the_documented_savings_are_the_planners_and_the_measured_ones():
+    cases = json.loads((ROOT / "benchmarks/results/shared_prompts_cpu.json").read_text())["cases"]
+    document = (ROOT / "docs/reference/layouts.md").read_text()
+    for name, case in cases.items():
+        prompt, response, k = map(int, re.findall(r"\d+", name))
+        fixed = Lengths(response - 1e-3, response - 1e-4, response)
+        model = architecture.load("Qwen/Qwen2.5-7B")
+        found = sharing.sharing(model, Workload(1, k, prompt, fixed)).to_dict()
+        cells = [f"{prompt} + {response}, k={k}", *(f"{found[cost]['ratio']:.2f}" for cost in found)]
+        measured, predicted = case["cpu_s"]["ratio"], case["predicted"]["flops"]["ratio"]
+        cells += [f"{case['lengths_divided_by']}", f"{measured:.2f} ({predicted:.2f})"]
+        cells += [f"{case['activation_mib']['ratio']:.2f}"]
+        assert f"| {' | '.join(cells)} |" in document
+        assert case["Qwen/Qwen2.5-7B"] == found
+
+
+def test_a_plan_with_shared_prompts_trains_faster_and_keeps_groups_whole():
+    model, gpu = architecture.load("Qwen/Qwen2.5-7B"), workload.gpu("h800")
+    whole = Workload(256, 8, 4000, Lengths(1000, 1500, 2000))
+    shared = dataclasses.replace(whole, share_prompts=True)
+    took, less = (time.seconds(model, gpu, Layout(8, tp=2), work, 16384) for work in (whole, shared))
+    assert less.training < 0.36 * took.training and less.scoring == took.scoring == 0
+    assert less.rollout == took.rollout and less.optimizer == took.optimizer
+    best = search.search(model, gpu, 16, shared).best
+    assert all(c.layout.cp == 1 for c in best)
+    assert min(c.micro_tokens for c in best) >= 4000 + 8 * 1000
+    with_critic = dataclasses.replace(whole, critic=True)
+    of_critic = time.model_flops(model, with_critic) - time.model_flops(model, whole)
+    both = time.model_flops(model, dataclasses.replace(with_critic, share_prompts=True))
+    assert both == pytest.approx(time.model_flops(model, shared) + of_critic)  # which shares nothing
+
+
+def test_a_model_that_cannot_share_prompts_is_told_so(tmp_path: Path):
+    assert (
+        sharing.sharing(architecture.load("deepseek-ai/DeepSeek-V3"), Workload(1, 2, 10, Lengths(5, 6, 7)))
+        is None
+    )
 
 
 def test_a_longer_tail_costs_time_at_the_same_mean():

@@ -117,6 +117,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], int]] = [
     ({"parallel": {"offload_modules": ["attn_norm"]}}, _DENSE, 1),
     ({"train": {"share_prompts": True}, "parallel": {"cp": 2}}, _DENSE, 2),
     ({"train": {"share_prompts": True}}, {**_DENSE, "sliding_window": 4096}, 1),
+    ({"train": {"share_prompts": True}, "parallel": {"offload_modules": ["core_attn"]}}, _DENSE, 1),
     ({"rollout": {"engine": "sglang", "router_replay": True}}, _DENSE, 1),
     ({}, {**_DENSE, "architectures": ["GPT2LMHeadModel"]}, 1),
     ({}, {**_MOE, "architectures": ["DeepseekV3ForCausalLM"], "norm_topk_prob": False}, 1),

@@ -39,9 +39,11 @@ def attention() -> Iterator[Any]:
 
 
 def packed_params(lengths: list[int]) -> Any:
-    from megatron_gvpo.megatron.cpu.packed_attention import LocalPackedSeqParams
+    from megatron_gvpo.megatron.attention.core import OwnPackedSeqParams
+    from megatron_gvpo.megatron.attention.merged import Sequences
 
-    return LocalPackedSeqParams(qkv_format="thd", lengths=tuple(lengths))
+    sequences = Sequences.of(lengths, [], torch.device("cpu"))
+    return OwnPackedSeqParams(qkv_format="thd", sequences=sequences)
 
 
 def dense(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], window: int = 10**9) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import flash_on_cpu
 import torch
 import torch.distributed as dist
 from distributed import forget_layout, run_number
@@ -13,11 +14,18 @@ from megatron_gvpo.megatron.batch import PackedBatch
 
 
 def run(directory: str) -> None:
-    """Run this launch's part of work.pt, [(layout, budget, case), ...]; rank 0 writes a file for each.
+    """Run this launch's part of work.pt, [(layout, budget, core, case), ...]; rank 0 writes a file for each.
+
+    With the core "GPU", layers have the core attention of GPU runs in the place of the CPU's.
 
     A file holds {shared: (outcome, log-probs of a scoring pass, tokens in this rank's packs)}.
     """
+    from megatron_gvpo.megatron.attention.core import SharedPromptAttention
+    from megatron_gvpo.megatron.cpu import spec
     from megatron_gvpo.megatron.policy import Policy
+
+    flash_on_cpu.install()
+    cores = {"CPU": spec.LocalAttention, "GPU": SharedPromptAttention}
 
     place, packs = Path(directory), []
     pack = PackedBatch.pack
@@ -28,8 +36,9 @@ def run(directory: str) -> None:
         return batch
 
     PackedBatch.pack = counted  # type: ignore[method-assign, assignment]
-    for layout, budget, case in torch.load(place / "work.pt", weights_only=False)[run_number()]:
+    for layout, budget, core, case in torch.load(place / "work.pt", weights_only=False)[run_number()]:
         config = config_of(case, layout, place)
+        spec.LocalAttention = cores[core]  # type: ignore[assignment, misc]
         policy = Policy(config)
         found = {}
         for shared in (False, True):
@@ -39,5 +48,5 @@ def run(directory: str) -> None:
             tokens = sum(packs)
             found[shared] = outcome, policy.score(case.rows), tokens
         if dist.get_rank() == 0:
-            torch.save(found, place / f"shared-{layout}-{case.model}-{budget}.pt")
+            torch.save(found, place / f"shared-{layout}-{case.model}-{budget}-{core}.pt")
         forget_layout()

@@ -15,7 +15,12 @@ from transformer_engine_source import CUDNN, loaded
 
 from megatron_gvpo.config.preflight import preflight
 from megatron_gvpo.config.schema import ConfigError, ModelConfig, ParallelConfig
-from megatron_gvpo.megatron.model.attention_kernel import Attention, check_attention, kernel
+from megatron_gvpo.megatron.model.attention_kernel import (
+    Attention,
+    check_attention,
+    check_shared_prompts,
+    kernel,
+)
 from megatron_gvpo.observe import gpus
 from megatron_gvpo.versions import REFERENCE
 
@@ -128,6 +133,19 @@ def test_what_has_no_kernel_is_refused_with_the_remedy() -> None:
     ]:
         with pytest.raises(ConfigError, match=message):
             check_attention(attention, capability, False)
+
+
+def test_shared_prompts_are_refused_where_flash_attention_does_not_run() -> None:
+    for dims in (64, 128, 256):
+        check_shared_prompts(Attention("bfloat16", True, 1, dims, dims), (8, 0))
+    for attention, capability, message in [
+        (Attention("float32", False, 1, 128, 128), (9, 0), r"bfloat16, and this is model\.dtype=float32"),
+        (Attention("bfloat16", False, 1, 128, 128), (7, 5), r"8\.0, and this GPU has 7\.5"),
+        (Attention("bfloat16", False, 1, 100, 100), (9, 0), r"multiples of 8 .* the model's is 100"),
+        (Attention("bfloat16", False, 1, 512, 512), (9, 0), r"up to 256, and the model's is 512"),
+    ]:
+        with pytest.raises(ConfigError, match=rf"train\.share_prompts=true .* {message}; set it to false"):
+            check_shared_prompts(attention, capability)
 
 
 def test_the_first_second_of_a_run_asks_the_machines_gpus(

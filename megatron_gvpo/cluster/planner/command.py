@@ -13,6 +13,7 @@ import yaml
 from megatron_gvpo.cluster.planner import architecture, workload
 from megatron_gvpo.cluster.planner.method import method
 from megatron_gvpo.cluster.planner.search import Candidate, Plan, search
+from megatron_gvpo.cluster.planner.sharing import Sharing, sharing
 from megatron_gvpo.cluster.planner.time import NODE
 from megatron_gvpo.cluster.planner.workload import Layout
 from megatron_gvpo.config.schema import ConfigError
@@ -61,16 +62,21 @@ def run(options: argparse.Namespace) -> int:
         asks.scoring,
         asks.critic,
         options.batch_epochs,
+        options.share_prompts,
     )
+    saved = sharing(model, work)
+    if options.share_prompts and saved is None:
+        what = "latent attention" if model.latent else "a sliding window"
+        raise ConfigError(f"--share-prompts: a model with {what} cannot share prompts; leave it out")
     plan = search(
         model, gpu, options.gpus, work, ahead=options.async_steps, fp8=options.fp8, offload=options.offload
     )
     if file is not None:
         _write(file, overlay(plan.best[0], model.layers, work, options))
     if options.json:
-        print(json.dumps(to_dict(plan, options, model.parameters), indent=2))
+        print(json.dumps(to_dict(plan, options, model.parameters, saved), indent=2))
     else:
-        _print(plan, options, model, work)
+        _print(plan, options, model, work, saved)
     return 0
 
 
@@ -107,6 +113,7 @@ def overlay(chosen: Candidate, layers: int, work: workload.Workload, options: ar
         rollout["async_steps"] = layout.async_steps
     train = {"prompts_per_step": work.prompts, "mini_batches": work.mini_batches}
     train |= {"batch_epochs": work.batch_epochs} if work.batch_epochs > 1 else {}
+    train |= {"share_prompts": True} if work.share_prompts else {}
     train["max_tokens_per_micro_batch"] = chosen.micro_tokens
     values: dict[str, Any] = {"parallel": parallel(layout, layers), "rollout": rollout, "train": train}
     if layout.fp8:
@@ -133,7 +140,9 @@ def parallel(layout: Layout, layers: int) -> dict[str, Any]:
     return keys | {"recompute": "full" if layout.recompute else "none"}
 
 
-def to_dict(plan: Plan, options: argparse.Namespace, parameters: int) -> dict[str, Any]:
+def to_dict(
+    plan: Plan, options: argparse.Namespace, parameters: int, saved: Sharing | None
+) -> dict[str, Any]:
     """Returns the plan in plain types, for --json. `parameters`: parameters of the model."""
     return {
         "predicted": True,
@@ -146,11 +155,16 @@ def to_dict(plan: Plan, options: argparse.Namespace, parameters: int) -> dict[st
         "best": [candidate.to_dict() for candidate in plan.best[: options.top]],
         "losers": plan.losers,
         "impossible": plan.impossible,
+        "shared_prompts": None if saved is None else saved.to_dict(),
     }
 
 
 def _print(
-    plan: Plan, options: argparse.Namespace, model: architecture.Architecture, work: workload.Workload
+    plan: Plan,
+    options: argparse.Namespace,
+    model: architecture.Architecture,
+    work: workload.Workload,
+    saved: Sharing | None,
 ) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -184,6 +198,8 @@ def _print(
     console.print(f"\npredicted memory of the first, in GiB on its fullest GPU: {parts}")
     if best.layout.offload:
         console.print(f"and in host memory, for the optimizer: {best.host_gib:.0f} GiB a node")
+    if saved is not None:
+        console.print(f"\n{saved.text(work.share_prompts)}")
     if not best.layout.rollout_gpus:
         console.print("colocated: assumes that trainer and servers use the GPU's memory in turn")
     for title, lines in (("why not otherwise", plan.losers), ("what cannot run", plan.impossible)):

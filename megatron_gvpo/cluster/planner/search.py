@@ -80,7 +80,8 @@ def search(
     smallest: float | None = None
     with_host = False  # a layout that does not fit would fit with all optimizer states in host memory
     for where in _places(model, gpu, gpus, work, ahead):
-        for layout in _layouts(model, replace(where, offload=offload), fp8, reasons):
+        divided = replace(where, offload=offload)
+        for layout in _layouts(model, divided, fp8, reasons, work.share_prompts):
             if work.responses / work.mini_batches < layout.dp:
                 reasons["more data-parallel ranks than responses in a mini-batch"] += 1
                 continue
@@ -135,15 +136,18 @@ def _with_engines(model: Architecture, gpu: Gpu, layout: Layout, work: Workload)
         yield replace(layout, rollout_tp=min(timed)[1])
 
 
-def _layouts(model: Architecture, where: Layout, fp8: bool, reasons: Counter[str]) -> Iterator[Layout]:
+def _layouts(
+    model: Architecture, where: Layout, fp8: bool, reasons: Counter[str], share_prompts: bool = False
+) -> Iterator[Layout]:
     """Yields every division of the trainer's GPUs that Megatron supports for this model."""
+    whole = model.window or share_prompts  # sequences that context parallelism cannot cut
     gpus = where.gpus
     for tp in (size for size in SIZES if size <= min(NODE, gpus)):
         if model.heads % tp or model.ffn % tp or (model.latent is None and model.kv_heads % tp):
             reasons[f"tp={tp} does not divide the attention heads or the MLP"] += 1
             continue
         for pp in (size for size in range(1, gpus + 1) if gpus % (tp * size) == 0 and size <= model.layers):
-            for cp in (size for size in SIZES[: 1 if model.window else 4] if gpus % (tp * pp * size) == 0):
+            for cp in (size for size in SIZES[: 1 if whole else 4] if gpus % (tp * pp * size) == 0):
                 for ep in SIZES if model.experts else (1,):
                     if model.experts % ep or gpus % (pp * ep):
                         continue
@@ -162,7 +166,9 @@ def _fit(model: Architecture, gpu: Gpu, layout: Layout, work: Workload) -> tuple
     least = float("inf")
     share = work.tokens / work.mini_batches / layout.dp
     for tokens in MICRO_TOKENS:
-        if tokens < work.longest and tokens != max(MICRO_TOKENS):
+        # A prompt is shared by the responses in a micro-batch: it has room for a whole group.
+        least_tokens = max(work.longest, work.group_tokens) if work.share_prompts else work.longest
+        if tokens < least_tokens and tokens != max(MICRO_TOKENS):
             break
         used = memory(model, layout, min(tokens, share), max(1, int(share // tokens)), work.critic)
         least = min(least, used.total / 2**30)

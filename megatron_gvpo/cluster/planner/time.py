@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 
 from megatron_gvpo.cluster.planner.architecture import Architecture
@@ -73,6 +73,7 @@ def seconds(model: Architecture, gpu: Gpu, layout: Layout, work: Workload, micro
     scoring = forward * work.scoring * bubble
     optimizer = updates * _optimizer(model, gpu, layout)
     if work.critic:  # the critic computes values before the updates, then is updated itself
+        work = replace(work, share_prompts=False)
         forward, backward = _passes(model, gpu, layout, work, critic=True)
         training += epochs * (forward * (1 + layout.recompute) + backward) * bubble
         scoring += forward * bubble
@@ -88,21 +89,16 @@ def seconds(model: Architecture, gpu: Gpu, layout: Layout, work: Workload, micro
 
 def model_flops(model: Architecture, work: Workload) -> float:
     """Counts the operations of training one step without recomputation, as MFU is defined."""
-    forward = _forward_flops(model, work) + work.critic * _forward_flops(model, work, critic=True)
+    forward = forward_flops(model, work)
+    if work.critic:
+        forward += forward_flops(model, replace(work, share_prompts=False), critic=True)
     return 3 * work.batch_epochs * forward
 
 
-def _forward_flops(model: Architecture, work: Workload, critic: bool = False) -> float:
-    mean = work.prompt_tokens + work.lengths.mean
-    # A token attends to half its sequence on average. Long sequences have more tokens and so weigh more.
-    context = _mean_square(work) / mean / 2
+def forward_flops(model: Architecture, work: Workload, critic: bool = False) -> float:
+    """Counts the operations of the forward pass over a step's tokens."""
     head = 0.0 if critic else model.head_flops(work.responses * work.lengths.mean)
-    return model.layer_flops(work.tokens, context) + head
-
-
-def _mean_square(work: Workload) -> float:
-    lengths = work.lengths.sample(200)
-    return sum((work.prompt_tokens + n) ** 2 for n in lengths) / len(lengths)
+    return model.layer_flops(work.tokens, work.pairs / work.tokens) + head
 
 
 def _passes(
@@ -115,7 +111,7 @@ def _passes(
     """
     fraction = MIXTURE_FRACTION if model.moe_layers else 1.0
     reach = gpu.flops(layout.fp8) * fraction
-    compute = _forward_flops(model, work, critic) / (layout.gpus * reach)
+    compute = forward_flops(model, work, critic) / (layout.gpus * reach)
     state = round(2 * model.hidden * work.tokens / (layout.dp * layout.cp))  # bytes of hidden states, bf16
     network = gpu.network_gb_per_s * gpu.network_fraction * 1e9
     nvlink = gpu.nvlink_gb_per_s * gpu.network_fraction * 1e9

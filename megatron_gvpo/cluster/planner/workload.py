@@ -116,6 +116,7 @@ class Workload:
     scoring: float = 0.0  # forward passes of the policy before the first update
     critic: bool = False
     batch_epochs: int = 1  # passes of updates over the mini-batches
+    share_prompts: bool = False  # a group's prompt is computed once (train.share_prompts)
 
     @property
     def updates(self) -> int:
@@ -129,7 +130,23 @@ class Workload:
     @property
     def tokens(self) -> float:
         """Mean number of tokens, of prompts and responses, in one pass over the step's batch."""
-        return self.responses * (self.prompt_tokens + self.lengths.mean)
+        return self.prompts * self.group_tokens
+
+    @property
+    def group_tokens(self) -> float:
+        """Mean number of tokens of a prompt's responses, with the prompt once or before each of them."""
+        return self._copies * self.prompt_tokens + self.k * self.lengths.mean
+
+    @property
+    def pairs(self) -> float:
+        """Mean number of pairs of tokens that attend to each other in one pass over the step's batch."""
+        prompt, lengths = self.prompt_tokens, self.lengths.sample(200)
+        response = sum(prompt * n + n * n / 2 for n in lengths) / len(lengths)
+        return self.prompts * (self._copies * prompt**2 / 2 + self.k * response)
+
+    @property
+    def _copies(self) -> int:
+        return 1 if self.share_prompts else self.k
 
     @property
     def longest(self) -> int:

@@ -2,12 +2,12 @@
 
 PyTorch has no variable-length attention for CPUs. So its flash kernel gets the pack sequence by sequence, as
 views: no padding, no copies of the inputs, and a sequence's keys stay in the cache. Neighbours of equal
-length go together. One autograd function spans the whole pack, because a function a sequence would cost more
-than short sequences do. It also lets several query heads share a key head, which the kernel supports and its
-public function does not.
+length go together. One autograd function (`attention/merged.py`) spans the whole pack, because a function a
+sequence would cost more than short sequences do. It also lets several query heads share a key head, which the
+kernel supports and its public function does not.
 
 RoPE is applied here too, to the whole pack at once, because megatron-core's unfused rotary embedding loops
-over the sequences of a pack. `defer_rotary` removes it from the model's own path.
+over the sequences of a pack.
 
 Under context parallelism a rank has two chunks of every sequence's queries, and gathers all keys and values.
 """
@@ -15,12 +15,10 @@ Under context parallelism a rank has two chunks of every sequence's queries, and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -28,41 +26,15 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
+from megatron_gvpo.megatron.attention.core import OwnPackedSeqParams
+from megatron_gvpo.megatron.attention.merged import Spans, merged_attention
 from megatron_gvpo.megatron.batch import context_parallel_indices
 from megatron_gvpo.megatron.cpu.rotary import rotate
-from megatron_gvpo.megatron.cpu.shared_prompts import SharedAttention
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-
-@dataclass
-class LocalPackedSeqParams(PackedSeqParams):
-    """PackedSeqParams with the inputs of the local attention, computed once a micro-batch."""
-
-    angles_t: tuple[Tensor, Tensor] | None = None  # cosine and sine of every token's position; see rotary.py
-    lengths: tuple[int, ...] = ()  # of the sequences, in tokens
-    followers: tuple[int, ...] = ()  # see PackedBatch; empty if no prompt is shared
-
-
-class _NoRotary(torch.nn.Module):
-    """Returns no frequencies, so that megatron-core's attention does not rotate queries and keys."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> None:
-        return None
-
-    @staticmethod
-    def get_rotary_seq_len(*args: Any, **kwargs: Any) -> int:
-        return 0
-
-
-def defer_rotary(model: Any) -> Any:
-    """Remove the rotary module from a GPTModel and return it; the caller puts its angles into the pack."""
-    rotary, model.rotary_pos_emb = model.rotary_pos_emb, _NoRotary()
-    return rotary
 
 
 class LocalAttention(MegatronModule):
@@ -98,27 +70,23 @@ class LocalAttention(MegatronModule):
         attention_mask: Tensor | None,
         attn_mask_type: Any = None,
         attention_bias: Tensor | None = None,
-        packed_seq_params: LocalPackedSeqParams | None = None,
+        packed_seq_params: OwnPackedSeqParams | None = None,
         **_: Any,
     ) -> Tensor:
         pack = packed_seq_params
-        assert pack is not None and pack.lengths, "LocalAttention needs packed sequences"
+        assert pack is not None and pack.sequences is not None, "LocalAttention needs packed sequences"
+        lengths = pack.sequences.all.lengths
         if self.positions:
             key = self._sum_positional_gradient(key)
         if pack.angles_t is not None:
             interleaved = self.config.rotary_interleaved
             query, key = (rotate(x, pack.angles_t, interleaved) for x in (query, key))
         if self.cp_group.size() > 1:
-            return self._across_ranks(query, key, value, pack.lengths).flatten(1)
-        if self.window is not None and max(pack.lengths) > self.window[0] + 1:
-            parts = zip(*(x.split(pack.lengths) for x in (query, key, value)), strict=True)
+            return self._across_ranks(query, key, value, lengths).flatten(1)
+        if self.window is not None and max(lengths) > self.window[0] + 1:
+            parts = zip(*(x.split(lengths) for x in (query, key, value)), strict=True)
             return torch.cat([self._masked(q, k, v, 0) for q, k, v in parts]).flatten(1)
-        if any(pack.followers):
-            shared = (pack.lengths, pack.followers)
-            out: Tensor = SharedAttention.apply(query, key, value, *shared, self.scale)
-            return out.flatten(1)
-        out_tnd: Tensor = _PackedAttention.apply(query, key, value, pack.lengths, self.scale)
-        return out_tnd.flatten(1)
+        return merged_attention(query, key, value, pack.sequences, LocalKernel(), self.scale).flatten(1)
 
     def _across_ranks(self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...]) -> Tensor:
         """Attend from this rank's queries [t / cp, n, d] to the keys of the whole pack up to each query."""
@@ -160,42 +128,61 @@ class LocalAttention(MegatronModule):
         return torch.cat([own, shared], dim=-1)
 
 
-class _PackedAttention(torch.autograd.Function):
-    """query [t, n, d], key and value [t, n_kv, d] -> [t, n, d], causal within each sequence."""
+class LocalKernel:
+    """PyTorch's flash attention for CPUs as a `PartialAttention`."""
 
-    @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], scale: float | None
-    ) -> Tensor:
-        sequences = zip(*(_sequences(x, lengths) for x in (query, key, value)), strict=True)
-        results = [_flash(q, k, v, 0.0, True, scale=scale) for q, k, v in sequences]
-        out = _pack([out for out, _ in results])
-        ctx.save_for_backward(query, key, value, out, *(logsumexp for _, logsumexp in results))
-        ctx.lengths, ctx.scale = lengths, scale
-        return out
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rows: Spans,
+        columns: Spans,
+        causal: bool,
+        scale: float | None,
+    ) -> tuple[Tensor, Tensor]:
+        q, k, v = _cut(query, rows, columns), _cut(key, columns, rows), _cut(value, columns, rows)
+        results = [_flash(*run, 0.0, causal, scale=scale) for run in zip(q, k, v, strict=True)]
+        lse = [lse.transpose(0, 1).flatten(1) for _, lse in results]
+        return _pack([out for out, _ in results]), torch.cat(lse, dim=1)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, *logsumexps = ctx.saved_tensors
-        inputs = zip(
-            *(_sequences(x, ctx.lengths) for x in (grad, query, key, value, out)), logsumexps, strict=True
-        )
-        grads = [_flash_backward(*sequence, 0.0, True, scale=ctx.scale) for sequence in inputs]
-        return *(_pack(pieces) for pieces in zip(*grads, strict=True)), None, None
+    def backward(
+        self,
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        rows: Spans,
+        columns: Spans,
+        causal: bool,
+        scale: float | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        g, q, o, s = (_cut(x, rows, columns) for x in (grad, query, out, lse.t()[..., None]))
+        k, v = (_cut(x, columns, rows) for x in (key, value))
+        statistics = [x.squeeze(-1).contiguous() for x in s]
+        runs = zip(g, q, k, v, o, statistics, strict=True)
+        grads = [_flash_backward(*run, 0.0, causal, scale=scale) for run in runs]
+        dq, dk, dv = (_pack(pieces) for pieces in zip(*grads, strict=True))
+        return dq, dk, dv
 
 
-def _sequences(x_tnd: Tensor, lengths: tuple[int, ...]) -> list[Tensor]:
-    """Return views [b, n, length, d], one for each run of b neighbours of equal length."""
-    views, begin = [], 0
-    for length, run in groupby(lengths):
-        end = begin + length * len(list(run))
-        views.append(x_tnd[begin:end].unflatten(0, (-1, length)).transpose(1, 2))
-        begin = end
-    return views
+def _cut(x_tnd: Tensor, spans: Spans, others: Spans) -> list[Tensor]:
+    """Return views [b, n, length, d] of the spans, each of b neighbours of equal length.
+
+    Neighbours also have equal lengths in `others`.
+    """
+    pairs = zip(spans.lengths, others.lengths, strict=True)
+    runs = [(length, len(list(run))) for (length, _), run in groupby(pairs)]
+    pieces = x_tnd.split([length * count for length, count in runs])
+    return [
+        piece.unflatten(0, (count, length)).transpose(1, 2)
+        for piece, (length, count) in zip(pieces, runs, strict=True)
+    ]
 
 
 def _pack(sequences: Sequence[Tensor]) -> Tensor:
-    """The inverse of `_sequences`: a list of [b, n, length, d] -> [t, n, d]."""
+    """The inverse of `_cut`: a list of [b, n, length, d] -> [t, n, d]."""
     pieces = [x.transpose(1, 2).flatten(0, 1) for x in sequences]
     return torch.cat(pieces) if len(pieces) > 1 else pieces[0]

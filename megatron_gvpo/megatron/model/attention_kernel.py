@@ -97,6 +97,22 @@ def check_attention(attention: Attention, capability: Capability, flash_attentio
     raise ConfigError(f"{settings} on a GPU of {named}: Transformer Engine {without} here; {remedy}")
 
 
+def check_shared_prompts(attention: Attention, capability: Capability) -> None:
+    """Raises ConfigError where the kernels of `megatron/attention/flash.py` cannot compute shared prompts."""
+    qk, v = attention.head_dim_qk, attention.head_dim_v
+    if attention.dtype != "bfloat16":
+        reason = f"it takes bfloat16, and this is model.dtype={attention.dtype}"
+    elif capability < (8, 0):
+        reason = f"it needs compute capability 8.0, and this GPU has {capability[0]}.{capability[1]}"
+    elif qk != v or qk % 8 or qk > 256:
+        reason = f"it takes head dimensions that are multiples of 8 up to 256, and the model's is {qk}"
+    else:
+        return
+    raise ConfigError(
+        f"train.share_prompts=true needs FlashAttention on a GPU, and {reason}; set it to false"
+    )
+
+
 def has_flash_attention() -> bool:
     """Returns True if this environment has flash-attn."""
     try:

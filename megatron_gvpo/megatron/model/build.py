@@ -14,6 +14,7 @@ from megatron.core.distributed import finalize_model_grads
 
 from megatron_gvpo.config.parallel_layout import Padding
 from megatron_gvpo.config.schema import ConfigError, ModelConfig, ParallelConfig
+from megatron_gvpo.megatron.attention.core import attend_to_shared_prompts, defer_rotary
 from megatron_gvpo.megatron.model.checked_weights import CheckedWeights
 from megatron_gvpo.megatron.model.complete_weights import check_weights
 from megatron_gvpo.megatron.model.fusions import fuse_weight_gradients, fusions
@@ -69,6 +70,8 @@ def build(
             from megatron_gvpo.megatron.cpu.spec import local_block_spec
 
             provider.transformer_layer_spec = local_block_spec
+        elif share_prompts:
+            provider.transformer_layer_spec = attend_to_shared_prompts(provider.transformer_layer_spec)
         provider.transformer_layer_spec = limit_groups(hf_config, provider.transformer_layer_spec)
         try:
             provider.finalize()
@@ -77,8 +80,8 @@ def build(
         if on_cpu:
             _refuse_on_cpu(model, parallel)
         else:
-            _refuse_on_gpu(parallel, share_prompts)
-        rotary: list[Any] = []
+            _refuse_on_gpu(parallel)
+        own_attention, rotary = on_cpu or share_prompts, list[Any]()
 
         def load_weights(chunks: list[Any]) -> None:
             checked = CheckedWeights(bridge.hf_pretrained.state.source, Path(model.path), key)
@@ -86,9 +89,7 @@ def build(
             checked.finish()
 
         def prepare(chunks: list[Any]) -> list[Any]:
-            if on_cpu and not provider.multi_latent_attention:  # latent attention has a rotation of its own
-                from megatron_gvpo.megatron.cpu.packed_attention import defer_rotary
-
+            if own_attention and not provider.multi_latent_attention:  # which has a rotation of its own
                 rotary.extend(defer_rotary(chunk) for chunk in chunks)
             if before_wrapping is None:
                 return chunks
@@ -118,19 +119,15 @@ def build(
         padding=Padding.of(model, parallel),
         local=on_cpu,
         overlaps_param_gather=trained and parallel.overlap_param_gather,
+        own_attention=own_attention,
         rotary=rotary,
         share_prompts=share_prompts,
         replay=Replay(chunks) if replays else None,
     )
 
 
-def _refuse_on_gpu(parallel: ParallelConfig, share_prompts: bool) -> None:
-    """Raise ConfigError for settings that Transformer Engine cannot run, or not in this environment."""
-    if share_prompts:
-        raise ConfigError(
-            "train.share_prompts=true is not possible on a GPU: Transformer Engine's attention over packs "
-            "neither attends to two sequences at once nor returns softmax statistics; set it to false"
-        )
+def _refuse_on_gpu(parallel: ParallelConfig) -> None:
+    """Raise ConfigError for settings that Transformer Engine cannot run in this environment."""
     if parallel.offload_modules and os.environ.get("NVTE_CPU_OFFLOAD_V1") != "1":
         raise ConfigError(
             f"parallel.offload_modules={list(parallel.offload_modules)}: Transformer Engine would also move "

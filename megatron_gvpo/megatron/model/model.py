@@ -29,7 +29,8 @@ class Model:
     padding: Padding  # of every pack
     local: bool  # on CPU, with the local layers
     overlaps_param_gather: bool  # after an update, other ranks' shards of the weights are still the old ones
-    rotary: list[Any]  # one module a chunk if the local attention applies RoPE, else empty
+    own_attention: bool  # the layers have this package's core attention
+    rotary: list[Any]  # one module a chunk if this package's core attention applies RoPE, else empty
     share_prompts: bool = False  # compute a group's prompt once
     replay: Replay | None = None  # the hooks for router replay
     _background_work: list[Callable[[], None]] = field(default_factory=list)

@@ -1,0 +1,90 @@
+"""This package's core attention in Megatron's layers: what it takes of a pack, and how layers get it.
+
+Transformer Engine's attention over packs can neither attend to two sequences at once nor return softmax
+statistics. With shared prompts, GPU runs therefore have `SharedPromptAttention` in its place. CPU runs always
+have a core attention of their own (`megatron/cpu/packed_attention.py`).
+
+megatron-core rotates queries and keys by their place in a sequence, and a response's places begin after its
+prompt's. So the core attention rotates them, by the positions of the pack; `defer_rotary` removes the
+rotation from the model's own path.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from megatron_gvpo.megatron.attention.flash import FlashAttention
+from megatron_gvpo.megatron.attention.merged import Sequences, merged_attention
+
+
+@dataclass
+class OwnPackedSeqParams(PackedSeqParams):
+    """PackedSeqParams with the inputs of this package's core attention, computed once a micro-batch."""
+
+    sequences: Sequences | None = None
+    freqs_t: Tensor | None = None  # megatron-core's rotary frequencies of every token's position [t, 1, 1, d]
+    angles_t: tuple[Tensor, Tensor] | None = None  # on CPU, their cosine and sine; see cpu/rotary.py
+
+
+class _NoRotary(torch.nn.Module):
+    """Returns no frequencies, so that megatron-core's attention does not rotate queries and keys."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    @staticmethod
+    def get_rotary_seq_len(*args: Any, **kwargs: Any) -> int:
+        return 0
+
+
+def defer_rotary(model: Any) -> Any:
+    """Remove the rotary module from a GPTModel and return it; the caller puts its frequencies into packs."""
+    rotary, model.rotary_pos_emb = model.rotary_pos_emb, _NoRotary()
+    return rotary
+
+
+class SharedPromptAttention(MegatronModule):
+    """Attention with the interface of megatron-core's core attention, for `thd` packs, without dropout.
+
+    query [t, n, d], key and value [t, n_kv, d] of this rank -> [t, n * d].
+    """
+
+    def __init__(self, config: Any, softmax_scale: float | None = None, **_: Any) -> None:
+        super().__init__(config=config)
+        self.scale = softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        packed_seq_params: OwnPackedSeqParams | None = None,
+        **_: Any,
+    ) -> Tensor:
+        pack = packed_seq_params
+        assert pack is not None and pack.sequences is not None and pack.freqs_t is not None
+        query, key = (apply_rotary_pos_emb(x[:, None], pack.freqs_t, self.config)[:, 0] for x in (query, key))
+        return merged_attention(query, key, value, pack.sequences, FlashAttention(), self.scale).flatten(1)
+
+
+def attend_to_shared_prompts(spec_of: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `spec_of`, which returns the spec of a layer or of a stage's layers, to change core attention."""
+
+    def changed(config: Any, vp_stage: int | None = None) -> Any:
+        stage = {"vp_stage": vp_stage} if "vp_stage" in inspect.signature(spec_of).parameters else {}
+        spec = spec_of(config, **stage)
+        for layer in getattr(spec, "layer_specs", [spec]):
+            layer.submodules.self_attention.submodules.core_attention = SharedPromptAttention
+        return spec
+
+    return changed

@@ -1,0 +1,167 @@
+"""Causal attention over a pack in which responses share the keys and values of their prompt.
+
+Every sequence of the pack attends causally to itself. A response's queries also attend to its whole prompt.
+The two parts are computed separately and merged by their softmax statistics (Milakov and Gimelshein, 2018; as
+flash attention merges tiles, arXiv 2205.14135).
+
+The backward pass is exact. For a probability p = exp(score - lse), the gradient of the score is
+p (grad_out . value - grad_out . out), where `lse` is the logarithm of the softmax's denominator. A kernel
+that gets the merged `out` and `lse` in the place of its own therefore returns its part's share of the whole
+gradient. The shares of a query add up, and a prompt's keys get the sum over its responses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, islice
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_gvpo.types import on_device
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Stretches of tokens that lie one after the other, the first at the beginning of a tensor."""
+
+    lengths: tuple[int, ...]  # in tokens; none is 0
+    ends: Tensor  # int32 [spans + 1] on the tokens' device: 0, then the end of every span
+
+    @staticmethod
+    def of(lengths: Sequence[int], device: torch.device) -> Spans:
+        ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        return Spans(tuple(lengths), on_device(ends, device))
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """The sequences of a pack. Prompts that are shared come first, and then the responses to them."""
+
+    all: Spans
+    prompts: Spans | None = None  # the shared prompts; None if there are none
+    responses: Spans | None = None  # for every shared prompt, the tokens of all responses to it
+
+    @staticmethod
+    def of(lengths: Sequence[int], followers: Sequence[int], device: torch.device) -> Sequences:
+        """`lengths`: tokens of each sequence. `followers`: see `PackedBatch`."""
+        whole = Spans.of(lengths, device)
+        if not followers:
+            return Sequences(whole)
+        behind = iter(lengths[len(followers) :])
+        responses = [sum(islice(behind, count)) for count in followers]
+        prompts = Spans.of(lengths[: len(followers)], device)
+        return Sequences(whole, prompts, Spans.of(responses, device))
+
+
+class PartialAttention(Protocol):
+    """A kernel of attention from spans of queries (`rows`) to as many spans of keys (`columns`)."""
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rows: Spans,
+        columns: Spans,
+        causal: bool,
+        scale: float | None,
+    ) -> tuple[Tensor, Tensor]:
+        """query [t, n, d], key and value [s, n_kv, d] -> output [t, n, d], logsumexp of scores [n, t].
+
+        The logsumexp is in fp32, of fp64 queries in fp64. `causal`: rows and columns are equal, and no query
+        attends to later keys. `scale` of the scores: None for 1 / sqrt(d).
+        """
+        ...
+
+    def backward(
+        self,
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        rows: Spans,
+        columns: Spans,
+        causal: bool,
+        scale: float | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of query, key and value, in tensors of their own.
+
+        `out` and `lse` are those of the whole softmax, of which these keys may be a part.
+        """
+        ...
+
+
+def merged_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sequences: Sequences,
+    kernel: PartialAttention,
+    scale: float | None,
+) -> Tensor:
+    """query [t, n, d], key and value [t, n_kv, d] -> [t, n, d]."""
+    out_tnd: Tensor = _Merged.apply(query, key, value, sequences, kernel, scale)
+    return out_tnd
+
+
+class _Merged(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sequences: Sequences,
+        kernel: PartialAttention,
+        scale: float | None,
+    ) -> Tensor:
+        spans = sequences.all
+        out, lse = kernel.forward(query, key, value, spans, spans, True, scale)
+        if (prompts := sequences.prompts) is not None and (responses := sequences.responses) is not None:
+            front, behind = _places(prompts, responses)
+            other, other_lse = kernel.forward(
+                query[behind], key[front], value[front], responses, prompts, False, scale
+            )
+            own, own_lse = out[behind], lse[:, behind]
+            share_n = torch.sigmoid(other_lse - own_lse).t()[..., None]  # of the prompt in the softmax
+            own.copy_(torch.lerp(own.to(lse.dtype), other.to(lse.dtype), share_n))
+            own_lse.copy_(torch.logaddexp(own_lse, other_lse))
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.sequences, ctx.kernel, ctx.scale = sequences, kernel, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse = ctx.saved_tensors
+        sequences, kernel, scale = ctx.sequences, ctx.kernel, ctx.scale
+        spans = sequences.all
+        total = kernel.backward(grad, query, key, value, out, lse, spans, spans, True, scale)
+        if sequences.prompts is not None:
+            front, behind = _places(sequences.prompts, sequences.responses)
+            shares = kernel.backward(
+                *(grad[behind], query[behind], key[front], value[front], out[behind], lse[:, behind]),
+                *(sequences.responses, sequences.prompts, False, scale),
+            )
+            for whole, place, share in zip(total, (behind, front, front), shares, strict=True):
+                whole[place] += share
+        return *total, None, None, None
+
+
+def _places(prompts: Spans, responses: Spans) -> tuple[slice, slice]:
+    """Return where the shared prompts are in the pack, and where all responses to them are."""
+    return slice(0, prompts.tokens), slice(prompts.tokens, prompts.tokens + responses.tokens)
