@@ -45,8 +45,8 @@ def main() -> None:
         "cases": {},
     }
     for name, (prompt, response, k, scale) in CASES.items():
-        found = {MODEL: predicted(MODEL, prompt, response, k), "lengths_divided_by": scale}
-        found |= measured(prompt // scale, response // scale, k, args)
+        found: dict[str, Any] = {MODEL: predicted(MODEL, prompt, response, k)}
+        found |= {"lengths_divided_by": scale} | measured(prompt // scale, response // scale, k, args)
         report["cases"][name] = found
         left = {key: value["ratio"] for key, value in found[MODEL].items()}
         print(f"{name}: predicted for {MODEL}, of whole sequences': {left}")
