@@ -5,8 +5,9 @@
 
   head       the fused log-prob head on the device against fp64: log-probs and both gradients, every mode
   layers     this machine's layers (Transformer Engine's on a GPU) against the local layers of CPU runs, which
-             a process without a GPU computes: the same weights, one pack, log-probs and gradients
-  shared     shared prompts, by PyTorch's FlashAttention, against whole sequences on a CPU; the time saved
+             a process without a GPU computes: the same weights, one pack, log-probs and gradients; and with
+             shared prompts here, by PyTorch's FlashAttention on a GPU
+  shared     the time of updates with shared prompts and without, and the planner's prediction
   train      updates of models with random weights, shaped like Qwen2.5-1.5B and like 7B with fewer layers:
              tokens a second, MFU, seconds of head, body, optimizer and weight export, peak memory by part;
              head and update in every mode of the head, the head's share, and the speed-up over an update
@@ -74,7 +75,7 @@ def main() -> None:
         report["missing"]["gpu"] = "torch finds no CUDA device, so the checks ran on the CPU"
     attempt(report, "head", partial(device_head.head, args.smoke))
     attempt(report, "layers", layers)
-    attempt(report, "shared", partial(device_shared.check, args.smoke, layers))
+    attempt(report, "shared", partial(device_shared.times, args.smoke))
     attempt(report, "offload", partial(device_offload.offload, args.smoke))
     if torch.cuda.is_available():
         attempt(report, "ipc", partial(device_ipc.check, args.smoke))
@@ -135,13 +136,8 @@ def no_fp8() -> str:
     return ""
 
 
-def layers(
-    sections: dict[str, dict[str, Any]] | None = None, limits: dict[str, float] | None = None
-) -> dict[str, Any]:
-    """Compare log-probs and gradients of one pack: here, and with local layers in a process without a GPU.
-
-    `sections` replace these sections of the configuration here; `limits`: the largest errors by dtype.
-    """
+def layers() -> dict[str, Any]:
+    """Compare log-probs and gradients of one pack: here, and with local layers in a process without a GPU."""
     found: dict[str, Any] = {"right": True}
     with tempfile.TemporaryDirectory() as directory:
         place = Path(directory)
@@ -150,24 +146,26 @@ def layers(
         subprocess.run([sys.executable, __file__, "--local", str(place)], check=True, env=environment)
         local = torch.load(place / "local.pt")
         # On a GPU, Transformer Engine multiplies float32 matrices in TF32: 3 bits more than bfloat16.
-        if limits is None:
-            limits = {"float32": 4e-3, "bfloat16": 3e-2} if torch.cuda.is_available() else {"float32": 1e-6}
-        for dtype, limit in limits.items():
-            one_pack(place, dtype, place / "here.pt", sections)
+        limits = {"float32": 4e-3, "bfloat16": 3e-2} if torch.cuda.is_available() else {"float32": 1e-6}
+        variants = {dtype: (dtype, False, limit) for dtype, limit in limits.items()}
+        dtype, limit = list(limits.items())[-1]
+        variants[f"{dtype}, shared prompts"] = (dtype, True, 10 * limit if dtype == "float32" else limit)
+        for name, (dtype, share_prompts, limit) in variants.items():
+            one_pack(place, dtype, place / "here.pt", share_prompts)
             here = torch.load(place / "here.pt")
             clean_up()
             errors = {"logp": float((here["logp_r"] - local["logp_r"]).abs().max())}
             errors["gradient"] = max(
                 float((here["gradients"][n] - g).norm() / g.norm()) for n, g in local["gradients"].items()
             )
-            found[dtype] = errors
+            found[name] = errors
             found["right"] = found["right"] and max(errors.values()) < limit
     return found
 
 
-def one_pack(place: Path, dtype: str, out: Path, sections: dict[str, dict[str, Any]] | None = None) -> None:
+def one_pack(place: Path, dtype: str, out: Path, share_prompts: bool = False) -> None:
     """Write log-probs of made-up rows and the gradients, under Hugging Face names, of their weighted sum."""
-    policy = policy_of(place, dtype, max_tokens=4096, sections=sections)
+    policy = policy_of(place, dtype, max_tokens=4096, share_prompts=share_prompts)
     rows = made_rows(groups=3, k=3, prompt=7, response=20, vocab=TINY["vocab_size"], ragged=True)
     gradients: dict[str, Any] = {}
     apply = policy.optimizer.apply

@@ -58,6 +58,7 @@ def policy_of(
     max_tokens: int,
     fp8: str | None = None,
     sections: dict[str, dict[str, Any]] | None = None,
+    share_prompts: bool = False,
 ) -> Policy:
     """Build a policy; `sections` replace these sections of the configuration."""
     return Policy(
@@ -67,7 +68,10 @@ def policy_of(
                 "model": {"path": str(place), "dtype": dtype, "fp8": {"recipe": fp8} if fp8 else None},
                 "data": {"train": {"path": "unused"}},
                 "algorithm": {"recipe": "gvpo"},
-                "train": {"steps": 1, "prompts_per_step": 1, "max_tokens_per_micro_batch": max_tokens},
+                "train": {
+                    **{"steps": 1, "prompts_per_step": 1, "share_prompts": share_prompts},
+                    "max_tokens_per_micro_batch": max_tokens,
+                },
                 "optimizer": {"lr": 1e-6},
                 **(sections or {}),
             }

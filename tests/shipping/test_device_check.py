@@ -23,7 +23,7 @@ def test_the_smoke_form_runs_what_there_is_and_names_what_is_missing(tmp_path: P
     assert "failed" not in found
     results = found["results"]
     trained = ["qwen2.5-1.5b", "7b, 8 layers"]
-    assert {"head", "layers", *trained} <= results.keys()
+    assert {"head", "layers", "shared", *trained} <= results.keys()
     assert all(part["right"] for part in results.values())
     assert {"float32 stash", "bfloat16 weights_first", "bfloat16 recompute"} <= results["head"].keys()
     assert results["layers"]["float32"]["gradient"] < 1e-3
@@ -42,5 +42,6 @@ def test_the_smoke_form_runs_what_there_is_and_names_what_is_missing(tmp_path: P
     if not torch.cuda.is_available():
         assert found["missing"].keys() == {"gpu", "fp8", "ipc"}
         assert results["layers"]["float32"] == {"logp": 0.0, "gradient": 0.0}, "the same layers, twice"
+        assert 0 < results["layers"]["float32, shared prompts"]["gradient"] < 1e-5
     for line in (*trained, "missing: fp8", "memory_gib head"):
         assert line in done.stdout
