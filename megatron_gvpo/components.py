@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -49,7 +50,8 @@ class Components:
     def __init__(self, config: Config) -> None:
         prepare(config)  # the command line has done so; a user of the Python API has not
         self.config = config
-        self._markers = phase_markers(config.logging, config.output_dir, dist.get_rank())
+        rank = int(os.environ.get("RANK", "0"))  # there is no process group before the policy
+        self._markers = phase_markers(config.logging, config.output_dir, rank)
         self.timer = PhaseTimer(synchronize=torch.cuda.is_available(), markers=self._markers)
         task = load_task(config)
         algorithm = config.algorithm.sized(config.rollout.max_tokens)
