@@ -46,6 +46,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "docker": ("shipping",),
     "constraints.txt": ("shipping",),
     "pyproject.toml": ("shipping",),
+    "setup.py": ("shipping",),
+    "locks": ("shipping",),
     "examples": ("runs",),
     "tools/engines": ("rollout", "weights"),
 }

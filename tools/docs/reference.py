@@ -11,6 +11,7 @@ if __name__ == "__main__":
 import command_line
 import configuration
 import metrics
+import resolved
 import rollouts
 
 from megatron_gvpo.algorithms import catalog
@@ -21,6 +22,8 @@ PAGES = {
     "metrics.md": metrics.page,
     "rollouts.md": rollouts.page,
     "command_line.md": command_line.page,
+    "versions.md": resolved.page,
+    "changelog.md": Path(__file__).parents[2].joinpath("CHANGELOG.md").read_text,
 }
 
 if __name__ == "__main__":

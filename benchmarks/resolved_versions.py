@@ -1,0 +1,99 @@
+"""Resolve the packages of every image together, and check that they fit: one CUDA, one NCCL.
+
+usage: python benchmarks/resolved_versions.py [--out benchmarks/results/resolved_versions.json]
+
+Needs uv and a package index. Nothing is installed: uv reads the packages' metadata, for Python 3.12 on Linux
+x86_64. The trainer's packages are those of locks/gpu.txt. The engines' are what their releases resolve to on
+the day; the engines' own images may hold others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+from packaging.version import Version
+
+from megatron_gvpo.versions import PYTHON_REFERENCE, REFERENCE
+
+ROOT = Path(__file__).resolve().parent.parent
+PLATFORM = "x86_64-manylinux_2_39"  # Ubuntu 24.04, of the images
+SECONDS = 300.0  # for uv
+
+
+def main() -> int:
+    """Write the table; returns 1, with a line for each reason, where the packages do not fit."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "benchmarks" / "results" / "resolved_versions.json"
+    )
+    out: Path = parser.parse_args().out
+    images = {"trainer": pins((ROOT / "locks" / "gpu.txt").read_text())}
+    images |= {engine: resolved(engine) for engine in ("sglang", "vllm")}
+    found = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "python": PYTHON_REFERENCE,
+        "platform": PLATFORM,
+        "nccl": REFERENCE["nccl"],
+        "images": images,
+    }
+    out.write_text(json.dumps(found, indent=1) + "\n")
+    wrong = problems(images)
+    print(*wrong or [f"{out.name}: the packages of {', '.join(images)} fit together"], sep="\n")
+    return bool(wrong)
+
+
+def resolved(engine: str) -> dict[str, str]:
+    """The versions by package, of the engine's release and of all that it needs.
+
+    Raises RuntimeError with uv's words where uv cannot resolve them.
+    """
+    options = f"--no-header --no-annotate --prerelease=allow --python-platform {PLATFORM}"
+    done = subprocess.run(
+        f"{sys.executable} -m uv pip compile - {options} --python-version {PYTHON_REFERENCE}".split(),
+        input=f"{engine}=={REFERENCE[engine]}\n",
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    if done.returncode:
+        raise RuntimeError(f"uv cannot resolve {engine}=={REFERENCE[engine]}:\n{done.stderr}")
+    return pins(done.stdout)
+
+
+def pins(text: str) -> dict[str, str]:
+    """The versions by package, of lines `name==version ; marker`; packages for other systems are left out."""
+    lines = re.findall(r"^([\w.-]+)==([\w.+]+)(.*)", text, re.MULTILINE)
+    others = re.compile(r"sys_platform == '(?!linux)")
+    return {name: version for name, version, marker in lines if not others.search(marker)}
+
+
+def problems(images: dict[str, dict[str, str]]) -> list[str]:
+    """The reasons why trainer and servers cannot work together with these packages, a line each."""
+    found = []
+    for image, packages in images.items():
+        asked = packages["nvidia-nccl-cu13"]
+        if Version(asked) > Version(REFERENCE["nccl"]):
+            found.append(f"{image}: its torch needs NCCL {asked}; versions.txt has {REFERENCE['nccl']}")
+        if Version(packages["cuda-toolkit"]) != Version(REFERENCE["cuda-toolkit"]):
+            cuda = packages["cuda-toolkit"]
+            found.append(
+                f"{image}: its torch needs CUDA {cuda}; versions.txt has {REFERENCE['cuda-toolkit']}"
+            )
+        for package in ("transformers", image):
+            if package in REFERENCE and packages[package] != REFERENCE[package]:
+                found.append(f"{image}: {package} {packages[package]}; versions.txt has {REFERENCE[package]}")
+        wrong_cuda = sorted(
+            name for name in packages if re.fullmatch(r"nvidia-(nccl|cudnn|nvshmem)-cu1[0-2]", name)
+        )
+        found += [f"{image}: {name} is for another CUDA" for name in wrong_cuda]
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,156 @@
+"""Installing without an image: the locks are current, and the wheel resolves with its extras and installs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.version import Version
+from paths import ROOT
+
+from megatron_gvpo import __version__
+from megatron_gvpo.versions import REFERENCE
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import resolved_versions
+
+UV = (sys.executable, "-m", "uv")
+GPU = "x86_64-manylinux_2_39"  # Ubuntu 24.04, of the trainer's image
+
+
+def run(*command: str | Path, cwd: Path = ROOT, seconds: float = 300, **more: str) -> str:
+    done = subprocess.run(
+        command, cwd=cwd, env=os.environ | more, capture_output=True, text=True, timeout=seconds
+    )
+    assert done.returncode == 0, f"{command}: {done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+    return done.stdout + done.stderr
+
+
+def pins(text: str) -> dict[str, str]:
+    return dict(re.findall(r"^([\w-]+)==([\w.+]+)", text, re.MULTILINE))
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    shutil.copytree(ROOT / "megatron_gvpo", source / "megatron_gvpo")
+    program = f"from setuptools import build_meta; build_meta.build_wheel({str(out)!r})"
+    run(sys.executable, "-W", "ignore", "-c", program, cwd=source)
+    [built] = out.glob("*.whl")
+    return built
+
+
+@pytest.fixture
+def empty(tmp_path: Path) -> Path:
+    """The Python of an empty environment."""
+    run(*UV, "venv", "--quiet", "--seed", "--python", sys.executable, tmp_path / "empty")
+    return tmp_path / "empty" / "bin" / "python"
+
+
+def test_the_locks_are_current(tmp_path: Path):
+    """Locking again changes nothing: they agree with pyproject.toml, constraints.txt and versions.txt."""
+    for file in (ROOT / "locks").glob("*.txt"):
+        shutil.copy(file, tmp_path)
+    run(ROOT / "tools" / "lock.sh", tmp_path)
+    for name in ("cpu.txt", "gpu.txt"):
+        old, new = (directory.joinpath(name).read_text() for directory in (ROOT / "locks", tmp_path))
+        assert new == old, (
+            f"locks/{name} is not what tools/lock.sh writes: run it, and commit what it changes"
+        )
+
+
+@pytest.mark.parametrize("name", ["cpu", "gpu"])
+def test_a_lock_names_hashes_and_no_index_and_pins_what_the_images_get(name: str):
+    text = (ROOT / "locks" / f"{name}.txt").read_text()
+    packages = pins(text)
+    assert len(packages) > 80 and "://" not in text
+    for entry in re.split(r"\n(?=\w)", text)[1:]:
+        assert "--hash=sha256:" in entry, entry.splitlines()[0]
+    constraints = pins((ROOT / "constraints.txt").read_text()) | REFERENCE
+    for package, locked in packages.items():
+        assert Version(locked) == Version(constraints[package]), package
+    assert ("transformer-engine-torch" in packages) == ("flash-attn" in packages) == (name == "gpu")
+
+
+def test_the_versions_that_were_resolved_together_fit():
+    """The committed table: one CUDA, no torch that needs a newer NCCL, the versions of versions.txt."""
+    found = json.loads((ROOT / "benchmarks" / "results" / "resolved_versions.json").read_text())
+    assert found["images"].keys() == {"trainer", "sglang", "vllm"} and found["nccl"] == REFERENCE["nccl"]
+    lock = (ROOT / "locks" / "gpu.txt").read_text()
+    assert found["images"]["trainer"] == resolved_versions.pins(lock), "run benchmarks/resolved_versions.py"
+    assert resolved_versions.problems(found["images"]) == []
+
+
+@pytest.mark.parametrize(
+    ("package", "changed", "said"),
+    [
+        ("nvidia-nccl-cu13", "99.1", "vllm: its torch needs NCCL 99.1"),
+        ("cuda-toolkit", "12.9", "vllm: its torch needs CUDA 12.9"),
+        ("transformers", "4.0", "vllm: transformers 4.0"),
+        ("vllm", "0.1", "vllm: vllm 0.1"),
+        ("nvidia-cudnn-cu12", "9.0", "vllm: nvidia-cudnn-cu12 is for another CUDA"),
+    ],
+)
+def test_versions_that_do_not_fit_are_named(package: str, changed: str, said: str):
+    found = json.loads((ROOT / "benchmarks" / "results" / "resolved_versions.json").read_text())
+    images = found["images"] | {"vllm": found["images"]["vllm"] | {package: changed}}
+    [problem] = resolved_versions.problems(images)
+    assert problem.startswith(said)
+
+
+def test_no_uv_lock_is_committed():
+    assert run("git", "ls-files", "uv.lock", "**/uv.lock") == ""
+
+
+def test_the_lock_fits_this_python(empty: Path):
+    said = run(*UV, "pip", "sync", "--dry-run", "--require-hashes", "--python", empty, "locks/cpu.txt")
+    assert f"+ torch=={REFERENCE['torch']}" in said
+
+
+def test_uv_sync_resolves(tmp_path: Path):
+    """Without a lock uv takes the newest versions of pyproject.toml's ranges, megatron-bridge included."""
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "megatron_gvpo", tmp_path / "megatron_gvpo")
+    sync = (*UV, "sync", "--dry-run", "--no-dev", "--group", "bridge", "--python", sys.executable)
+    said = run(*sync, cwd=tmp_path, VIRTUAL_ENV="")
+    assert f"+ megatron-bridge=={REFERENCE['megatron-bridge']}" in said
+
+
+def test_the_wheel_resolves_with_all_its_extras(wheel: Path, empty: Path):
+    [metadata] = importlib.metadata.distributions(path=[str(wheel)])
+    extras = metadata.metadata.get_all("Provides-Extra") or []
+    assert {"gpu", "wandb"} <= set(extras)
+    asked = f"megatron-gvpo[{','.join(extras)}] @ file://{wheel}"
+    options = ("--dry-run", "--python", empty, "--constraints", "constraints.txt")
+    said = run(*UV, "pip", "install", *options, "--python-platform", GPU, asked)
+    for package in ("torch", "megatron-core", "transformer-engine-torch"):
+        assert f"+ {package}=={REFERENCE[package]}" in said
+    assert "+ wandb==" in said
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("installer", ["uv", "pip"])
+def test_the_wheel_installs_into_an_empty_environment(installer: str, wheel: Path, empty: Path):
+    """As docs/howto/install.md says; `doctor` then finds everything that the main job needs on a CPU."""
+    if installer == "uv":
+        run(*UV, "pip", "sync", "--require-hashes", "--python", empty, "locks/cpu.txt", seconds=3000)
+        run(*UV, "pip", "install", "--no-deps", "--python", empty, wheel)
+    else:
+        pip = (empty, "-m", "pip", "install", "--quiet", "--constraint", "constraints.txt")
+        run(*pip, f"megatron-gvpo[wandb] @ file://{wheel}", seconds=3000)
+        run(*pip, "--no-deps", "megatron-bridge")
+    program = empty.with_name("megatron-gvpo")
+    elsewhere = wheel.parent
+    assert run(program, "--version", cwd=elsewhere).startswith(f"megatron-gvpo {__version__} (commit ")
+    assert "Ready: the main job can run here." in run(program, "doctor", cwd=elsewhere)
