@@ -95,7 +95,8 @@ class WeightSyncConfig(Section):
     fixed_keys = ("in_flight",)
     free_keys = ("transport", "bucket_mb", "address", "directory", "attempts", "timeout")
 
-    # `broadcast`: a process group with all servers. `delta`: the same, with only the changed elements.
+    # `broadcast`: a process group with all servers. `sharded`: each rank sends the parts that it holds to the
+    # server ranks that hold them. `delta`: as `broadcast`, with only the changed elements.
     # `shared`: memory of the trainer's nodes, for servers on them. `disk`: files.
     transport: Annotated[str, AfterValidator(known_transport)] = "broadcast"
     # MiB of extra memory for a push: one half is sent while the other is filled.

@@ -14,6 +14,7 @@ from megatron_gvpo.megatron.device_memory import DeviceMemory
 from megatron_gvpo.megatron.forward import LogprobHead
 from megatron_gvpo.megatron.microbatch import my_share
 from megatron_gvpo.megatron.model.build import build
+from megatron_gvpo.megatron.model.own_weights import OwnWeights
 from megatron_gvpo.types import TrainBatch
 
 
@@ -61,3 +62,7 @@ class Scorer:
         `on_host`: on the CPU; otherwise on the model's device.
         """
         return self.model.export(on_host)
+
+    def own_weights(self) -> OwnWeights:
+        """This rank's own weights, ready to be read. A collective: every rank calls it."""
+        return self.model.own_weights()

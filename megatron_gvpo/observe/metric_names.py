@@ -139,9 +139,12 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         ),
     ),
     "Weight pushes to servers": (
-        Metric("sync/bytes", "bytes", "Bytes sent to each server."),
+        Metric(
+            "sync/bytes", "bytes", "Bytes sent to each server; sharded: bytes that the trainer's ranks sent."
+        ),
         Metric("sync/gb_per_s", "GB/s", "Those bytes by the seconds of the whole push."),
         Metric("sync/wire_s", "s", "Until the servers had the bytes, before they loaded them."),
+        Metric("sync/most_sent", "bytes", "sharded: what the trainer rank sent that sent most."),
         Metric("sync/changed", "share", "delta: elements that changed."),
         Metric("sync/ipc", "share", "shared: servers that mapped the trainer's GPU memory."),
     ),

@@ -60,11 +60,20 @@ class Broadcast(Transport):
     forms_group: ClassVar[bool] = True
     colocated_ok: ClassVar[bool] = False  # NCCL forms no group of two processes on the same GPU
 
-    def __init__(self, receiver: Callable[[Server], Any], address: str, backend: str, timeout: float) -> None:
-        self._receiver = receiver
+    def __init__(
+        self,
+        receiver: Callable[[Server], Any],
+        address: str,
+        backend: str,
+        timeout: float,
+        trainers: int = 1,
+    ) -> None:
+        """`trainers`: ranks of the trainer in the group; those of the servers follow them."""
+        self._receiver, self._trainers = receiver, trainers
         self._address, self._backend, self._timeout = address, backend, timeout
         self._group: WeightGroup | None = None
         self._handles: list[ServerHandle] = []
+        self._offsets: dict[str, int] = {}  # by url
         self._version = -1
         self._wire_s = 0.0
 
@@ -140,24 +149,24 @@ class Broadcast(Transport):
 
     async def _meet(self, handles: Sequence[ServerHandle]) -> None:
         self._handles = list(handles)
-        processes = []
+        world = self._trainers
+        self._offsets = {}
         for handle in handles:
+            self._offsets[handle.server.url] = world
             try:
-                processes.append((await handle.server.facts(self._timeout)).processes)
+                world += (await handle.server.facts(self._timeout)).processes
             except (ServerGone, ServerRefused) as error:  # it died after its last health check
                 raise PushFailed(str(error), [handle]) from None
-        offsets = [1 + sum(processes[:i]) for i in range(len(processes))]
         self._group = group = WeightGroup(
-            self._address, 1 + sum(processes), self._backend, min(60.0, self._timeout), self._timeout
+            self._address, world, self._backend, min(60.0, self._timeout), self._timeout
         )
 
         async def join(handle: ServerHandle) -> None:
-            offset = offsets[self._handles.index(handle)]
-            await self._group_receiver(handle).join(group.meeting, offset, self._timeout)
+            await self._group_receiver(handle).join(group.meeting, self._offset(handle), self._timeout)
 
         joins = self._start(join)
         prefixes = self._group_receiver(handles[0]).group_prefixes(group.meeting)
-        connected = asyncio.create_task(asyncio.to_thread(group.connect, prefixes))
+        connected = asyncio.create_task(self._connect(group, prefixes))
         await asyncio.wait([connected, *joins], return_when=asyncio.FIRST_EXCEPTION)
         self._raise_failed(joins)
         try:
@@ -168,6 +177,14 @@ class Broadcast(Transport):
         self._raise_failed(joins)
         for handle in handles:
             handle.joined()
+
+    async def _connect(self, group: WeightGroup, prefixes: Sequence[str]) -> None:
+        """Join the group with all of the trainer's ranks; returns when all others are there, too."""
+        await asyncio.to_thread(group.connect, prefixes)
+
+    def _offset(self, handle: ServerHandle) -> int:
+        """The rank of the server's first process in the group."""
+        return self._offsets[handle.server.url]
 
     @contextlib.asynccontextmanager
     async def _whole_or_discarded(self) -> AsyncIterator[None]:

@@ -72,6 +72,39 @@ class Sending:
             self._problem = error
 
 
+@dataclass(frozen=True)
+class Membership:
+    """One rank in a group, which can send to others. The group needs the store as long as it is used."""
+
+    store: dist.Store
+    group: Any  # in torch's stubs a backend is no process group
+    rank: int
+    backend: str  # "gloo" or "nccl"
+
+
+def join(meeting: Rendezvous, rank: int, timeout: float, patience: float) -> Membership:
+    """Join a group as another rank of the trainer; blocks until all ranks are there.
+
+    `timeout` and `patience` as in WeightGroup. Raises torch's RuntimeError after the timeout.
+    """
+    limit = datetime.timedelta(seconds=timeout)
+    store = dist.TCPStore(meeting.address, meeting.port, meeting.world_size, False, limit)
+    return Membership(store, _form(store, rank, meeting, limit, patience), rank, meeting.backend)
+
+
+def _form(
+    store: dist.Store, rank: int, meeting: Rendezvous, timeout: datetime.timedelta, patience: float
+) -> Any:
+    if meeting.backend != "nccl":
+        return dist.ProcessGroupGloo(store, rank, meeting.world_size, timeout)
+    options = dist.ProcessGroupNCCL.Options()
+    # After this time torch's watchdog ends the whole process. The caller's patience ends earlier, and costs
+    # only one push.
+    options._timeout = datetime.timedelta(seconds=2 * patience + 60)
+    with _failures_are_ours():
+        return dist.ProcessGroupNCCL(store, rank, meeting.world_size, options)
+
+
 class WeightGroup:
     """Rank 0's side of the process group."""
 
@@ -93,16 +126,11 @@ class WeightGroup:
         store: dist.Store = self._tcp
         for prefix in prefixes:
             store = dist.PrefixStore(prefix, store)
-        world = self.meeting.world_size
-        if self.meeting.backend == "nccl":
-            options = dist.ProcessGroupNCCL.Options()
-            # After this time torch's watchdog ends the whole process. The caller's patience ends earlier, and
-            # costs only one push.
-            options._timeout = datetime.timedelta(seconds=2 * self._patience + 60)
-            with _failures_are_ours():
-                self._group = dist.ProcessGroupNCCL(store, 0, world, options)
-        else:
-            self._group = dist.ProcessGroupGloo(store, 0, world, self._timeout)
+        self._group = _form(store, 0, self.meeting, self._timeout, self._patience)
+
+    def membership(self) -> Membership:
+        """Rank 0's own membership. Call it after `connect`."""
+        return Membership(self._tcp, self._group, 0, self.meeting.backend)
 
     def broadcast(self, tensor: Tensor) -> Sending:
         """Begin a broadcast from this rank to all others; returns at once."""

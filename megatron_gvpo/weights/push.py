@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_gvpo.config.servers import WeightSyncConfig
+from megatron_gvpo.megatron.model.own_weights import OwnWeights
 from megatron_gvpo.rollout import leader
 from megatron_gvpo.rollout.background_loop import BackgroundLoop
 from megatron_gvpo.rollout.http import ServerGone, ServerRefused
@@ -25,6 +26,7 @@ from megatron_gvpo.weights.transport import PushFailed, Transport, each
 RETRY_AFTER = 2.0  # seconds; by then the pool has noticed a server that died
 
 Stream = Iterable[tuple[str, Tensor]]
+Weights = Iterator[tuple[str, Tensor]] | OwnWeights
 
 
 class Publisher:
@@ -117,9 +119,12 @@ class Publisher:
         """Prepare, send to and conclude with the targets; returns the bytes sent to each."""
         self._run(each(targets, self._prepare))
         self._run(self._transport.begin(targets, version))
-        if self._fp8 is not None:
-            stream = self._fp8.quantised(stream)
-        sent = self._send_buckets(self._checked(stream, version))
+        if isinstance(stream, OwnWeights):
+            sent = self._run(self._transport.send_own(stream, self._expected, self._optional))
+        else:
+            if self._fp8 is not None:
+                stream = self._fp8.quantised(stream)
+            sent = self._send_buckets(self._checked(stream, version))
         self._run(self._transport.end())
         if self._colocated:
             self._closed += targets
@@ -211,9 +216,9 @@ class Publisher:
 
 def push(
     publisher: Publisher | None,
-    weights: Callable[[], Iterator[tuple[str, Tensor]]],
+    weights: Callable[[], Weights],
     version: int,
-    follow: Callable[[Iterator[tuple[str, Tensor]]], None] | None = None,
+    follow: Callable[[Weights], None] | None = None,
 ) -> None:
     """Push until every healthy server has the weights, and at least one server is healthy. A collective.
 

@@ -17,7 +17,7 @@ from torch import distributed as dist
 
 from megatron_gvpo.weights.bucket import Bucket
 from megatron_gvpo.weights.node import NodeMemory
-from megatron_gvpo.weights.transport import PushFailed
+from megatron_gvpo.weights.transport import Follower, PushFailed
 
 PATIENCE = 10  # a relay waits for an order for this many times `rollout.weights.timeout`
 
@@ -64,36 +64,17 @@ class Relays:
         return answers
 
 
-class Relay:
-    """A relay's side, on `rank`."""
+class Orders:
+    """Rank 0's orders to `rank`, and the answers."""
 
-    def __init__(self, store: dist.Store, rank: int, memory: NodeMemory, timeout: float) -> None:
+    def __init__(self, store: dist.Store, rank: int, timeout: float) -> None:
         # A connection of its own, because one that waits blocks all other threads that use it.
         self._store: dist.Store = store.clone()  # type: ignore[attr-defined] # torch's stubs lack it
-        self._rank, self._memory, self._timeout = rank, memory, timeout
+        self._rank, self._timeout = rank, timeout
         self._number = 0
 
-    def follow(self, buckets: Iterator[Bucket]) -> None:
-        """Carry out the orders of one push, to its end. Raises RuntimeError if rank 0 falls silent.
-
-        The caller must iterate what is then left of the stream.
-        """
-        while (order := self._next())["do"] != "over":
-            if order["do"] == "look":
-                self._answer(self._memory.seen())
-                continue
-            for bucket in buckets:  # rank 0 takes part in the stream from here on
-                if (order := self._next())["do"] == "over":
-                    return
-                try:
-                    self._answer(self._memory.offer(bucket.flat, order["handles"], order["file"]))
-                except PushFailed as failure:
-                    self._answer({"problem": str(failure)})
-
-    def close(self) -> None:
-        self._memory.close()
-
-    def _next(self) -> Order:
+    def next(self) -> Order:
+        """Wait for the next order. Raises RuntimeError if rank 0 falls silent."""
         key, limit = f"order.{self._number}", PATIENCE * self._timeout
         try:
             self._store.wait([key], timedelta(seconds=limit))
@@ -107,8 +88,35 @@ class Relay:
         found: Order = order["each"][str(self._rank)] if "each" in order else order
         return found
 
-    def _answer(self, said: dict[str, Any]) -> None:
+    def answer(self, said: dict[str, Any]) -> None:
         self._store.set(self._answer_key(), json.dumps(said))
 
     def _answer_key(self) -> str:
         return f"answer.{self._number - 1}.{self._rank}"
+
+
+class Relay(Follower):
+    """A relay's side, on `rank`."""
+
+    def __init__(self, store: dist.Store, rank: int, memory: NodeMemory, timeout: float) -> None:
+        self._orders, self._memory = Orders(store, rank, timeout), memory
+
+    def follow(self, buckets: Iterator[Bucket]) -> None:
+        """Carry out the orders of one push, to its end. Raises RuntimeError if rank 0 falls silent.
+
+        The caller must iterate what is then left of the stream.
+        """
+        while (order := self._orders.next())["do"] != "over":
+            if order["do"] == "look":
+                self._orders.answer(self._memory.seen())
+                continue
+            for bucket in buckets:  # rank 0 takes part in the stream from here on
+                if (order := self._orders.next())["do"] == "over":
+                    return
+                try:
+                    self._orders.answer(self._memory.offer(bucket.flat, order["handles"], order["file"]))
+                except PushFailed as failure:
+                    self._orders.answer({"problem": str(failure)})
+
+    def close(self) -> None:
+        self._memory.close()

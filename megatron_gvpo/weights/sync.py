@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_gvpo.config.schema import Config, ConfigError, ModelConfig, read_model_config
+from megatron_gvpo.megatron.model.own_weights import OwnWeights
 from megatron_gvpo.rollout.http import ServerGone, ServerRefused
 from megatron_gvpo.rollout.pool import ServerHandle
 from megatron_gvpo.rollout.request import RolloutError
@@ -21,7 +21,7 @@ from megatron_gvpo.runtime.collectives import broadcast_msgpack
 from megatron_gvpo.types import Prompt, TrainBatch
 from megatron_gvpo.weights.bucket import DoubleBuffer, buckets
 from megatron_gvpo.weights.fp8 import fp8_layout
-from megatron_gvpo.weights.push import Publisher, push
+from megatron_gvpo.weights.push import Publisher, Weights, push
 from megatron_gvpo.weights.receivers import receiver_class
 from megatron_gvpo.weights.stored_tensors import stored_tensors
 from megatron_gvpo.weights.transport import Follower
@@ -107,7 +107,11 @@ class WeightSync:
 
     def push(self, version: int) -> None:
         """Give all healthy servers the present weights. Raises RolloutError."""
-        weights = partial(self._policy.weights, on_host=False)
+
+        def weights() -> Weights:
+            policy = self._policy
+            return policy.own_weights() if self._kind.sends_own else policy.weights(on_host=False)
+
         push(self._publisher, weights, version, None if self._follower is None else self._follow)
 
     def open_servers(self) -> None:
@@ -122,10 +126,13 @@ class WeightSync:
         if self._follower is not None:
             self._follower[0].close()
 
-    def _follow(self, stream: Iterator[tuple[str, Tensor]]) -> None:
-        """The follower's part in a push: the stream in the same buckets as rank 0's."""
+    def _follow(self, stream: Weights) -> None:
+        """The follower's part in a push: its own weights, or the stream in the same buckets as rank 0's."""
         assert self._follower is not None
         follower, halves = self._follower
+        if isinstance(stream, OwnWeights):
+            follower.follow_own(stream)
+            return
         if self._fp8 is not None:
             stream = self._fp8.quantised(stream)
         try:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import Any, ClassVar, Protocol, Self
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import torch
 
@@ -14,6 +14,9 @@ from megatron_gvpo.rollout.http import ServerGone, ServerRefused
 from megatron_gvpo.rollout.pool import ServerHandle
 from megatron_gvpo.rollout.server import Server
 from megatron_gvpo.weights.bucket import Bucket
+
+if TYPE_CHECKING:
+    from megatron_gvpo.megatron.model.own_weights import OwnWeights
 
 
 class PushFailed(Exception):  # noqa: N818 - an outcome that the pusher deals with
@@ -62,6 +65,10 @@ class Follower(Protocol):
     def follow(self, buckets: Iterator[Bucket]) -> None:
         """Take part in one push. `buckets` are rank 0's; the caller iterates what is left of them."""
 
+    def follow_own(self, own: OwnWeights) -> None:
+        """Take part in one push in which every rank sends what it holds (`Transport.sends_own`)."""
+        raise TypeError(f"{type(self).__name__} follows buckets")
+
     def close(self) -> None: ...
 
 
@@ -76,6 +83,9 @@ class Transport(Protocol):
     colocated_ok: ClassVar[bool] = True  # it reaches servers on the trainer's own GPUs
     fp8_ok: ClassVar[bool] = True  # it can change a model that the servers keep in FP8
     host_buckets: ClassVar[bool] = False  # it reads its buckets on the host, so they are filled there
+    # Every rank sends the weights that it holds itself: `send_own` takes the place of all `send`s, and a
+    # follower's `follow_own` that of `follow`.
+    sends_own: ClassVar[bool] = False
 
     @classmethod
     def check(cls, config: Config) -> None:
@@ -109,6 +119,16 @@ class Transport(Protocol):
 
         The buffer of the bucket is overwritten some time after this returns.
         """
+
+    async def send_own(
+        self, own: OwnWeights, expected: Mapping[str, tuple[int, ...]], optional: frozenset[str]
+    ) -> int:
+        """Have all ranks send what they hold; returns the bytes of the servers' tensors.
+
+        `expected`: shapes of the servers' tensors by name; the trainer may lack those in `optional`. Raises
+        ValueError for others that it lacks.
+        """
+        raise TypeError(f"{type(self).__name__} sends buckets")
 
     @abstractmethod
     async def end(self) -> None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 TRANSPORTS: dict[str, str] = {
     "broadcast": "megatron_gvpo.weights.broadcast:Broadcast",
+    "sharded": "megatron_gvpo.weights.sharded:Sharded",
     "delta": "megatron_gvpo.weights.delta:Delta",
     "shared": "megatron_gvpo.weights.shared:Shared",
     "disk": "megatron_gvpo.weights.disk:Disk",

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from megatron_gvpo.cluster.planner import architecture, workload
+from megatron_gvpo.cluster.planner import architecture, push, workload
 from megatron_gvpo.cluster.planner.method import method
 from megatron_gvpo.cluster.planner.search import Candidate, Plan, search
 from megatron_gvpo.cluster.planner.sharing import Sharing, sharing
@@ -200,7 +200,14 @@ def _print(
         console.print(f"and in host memory, for the optimizer: {best.host_gib:.0f} GiB a node")
     if saved is not None:
         console.print(f"\n{saved.text(work.share_prompts)}")
-    if not best.layout.rollout_gpus:
+    if best.layout.rollout_gpus:
+        gpu = workload.gpu(options.gpu)
+        whole, shards = (kind(model, gpu, best.layout).seconds for kind in (push.broadcast, push.sharded))
+        console.print(
+            f"predicted for a weight push: {whole:.1f} s with rollout.weights.transport=broadcast, which is "
+            f"counted above, and {shards:.1f} s with sharded"
+        )
+    else:
         console.print("colocated: assumes that trainer and servers use the GPU's memory in turn")
     for title, lines in (("why not otherwise", plan.losers), ("what cannot run", plan.impossible)):
         if lines:

@@ -14,6 +14,7 @@ import random
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 
+from megatron_gvpo.cluster.planner import push
 from megatron_gvpo.cluster.planner.architecture import Architecture
 from megatron_gvpo.cluster.planner.memory_model import engine_room, shard
 from megatron_gvpo.cluster.planner.traffic import layer_backward, layer_forward, on_the_wire, optimizer_bytes
@@ -78,7 +79,7 @@ def seconds(model: Architecture, gpu: Gpu, layout: Layout, work: Workload, micro
         training += epochs * (forward * (1 + layout.recompute) + backward) * bubble
         scoring += forward * bubble
         optimizer += updates * _optimizer(model, gpu, layout, critic=True)
-    sync = _sync(model, gpu, layout)
+    sync = push.broadcast(model, gpu, layout).seconds
     overlapped = layout.rollout_gpus > 0 and layout.async_steps > 0
     if overlapped:
         waiting = max(0.0, rollout - training - scoring - optimizer)
@@ -151,12 +152,6 @@ def _optimizer(model: Architecture, gpu: Gpu, layout: Layout, critic: bool = Fal
     return moved + max(
         device, 40 * on_host / (gpu.host_gb_per_s * gpu.memory_fraction * 1e9), 6 * on_host / link
     )
-
-
-def _sync(model: Architecture, gpu: Gpu, layout: Layout) -> float:
-    """Returns the seconds of a weight push: the first rank gathers all weights, then broadcasts them."""
-    link = gpu.network_gb_per_s if layout.rollout_gpus else gpu.nvlink_gb_per_s
-    return 2 * 2 * model.parameters / (min(link, gpu.network_gb_per_s) * 0.4 * 1e9)
 
 
 @cache

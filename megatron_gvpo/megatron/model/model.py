@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from megatron_gvpo.config.parallel_layout import Padding
+from megatron_gvpo.megatron.model.own_weights import OwnWeights, find_own_weights
 from megatron_gvpo.megatron.model.router_replay import Replay
 from megatron_gvpo.megatron.model.safetensors_writer import SafetensorsWriter
 from megatron_gvpo.megatron.parallel import megatron_device
@@ -33,6 +34,7 @@ class Model:
     rotary: list[Any]  # one module a chunk if this package's core attention applies RoPE, else empty
     share_prompts: bool = False  # compute a group's prompt once
     replay: Replay | None = None  # the hooks for router replay
+    _own: OwnWeights | None = None
     _background_work: list[Callable[[], None]] = field(default_factory=list)
 
     def add_background_work(self, wait: Callable[[], None]) -> None:
@@ -83,6 +85,14 @@ class Model:
                 if name.endswith(("embed_tokens.weight", "lm_head.weight")):
                     tensor = tensor[: self.vocab_size]
                 yield name, tensor
+
+    def own_weights(self) -> OwnWeights:
+        """This rank's own weights, complete until they next change. A collective: every rank calls it."""
+        self.finish_param_gather()
+        if self._own is None:
+            with megatron_device(), torch.no_grad():
+                self._own = find_own_weights(self.bridge, self.chunks, self.vocab_size)
+        return self._own
 
     def weights(self) -> Iterator[Tensor]:
         """Yield this rank's parameters."""

@@ -1,4 +1,4 @@
-"""Runs inside SGLang's schedulers: loads weights from shared memory, and patches from a process group.
+"""Runs inside SGLang's schedulers: loads weights from shared memory, patches and shards from process groups.
 
 SGLang calls `receive` as a custom weight loader (`--custom-weight-loader megatron_gvpo_sglang.receive`, with
 this folder on the server's PYTHONPATH) for each request to /update_weights_from_tensor that names it. The one
@@ -17,15 +17,18 @@ import torch.distributed as dist
 from megatron_gvpo_bucket import Layout
 from megatron_gvpo_ipc import opened, tell_gpus
 from megatron_gvpo_patches import apply_patches, check_patched
+from megatron_gvpo_shards import Shards
 
 _groups: dict[str, tuple[Any, Any]] = {}  # by name: a process group, and its store, which it needs
+_shards: list[Shards] = []  # this rank's part in the group's sharded pushes, if any
 
 
 def receive(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
     """Carry out an order.
 
     "join" joins a process group, "apply" applies the patches of its next broadcast, "check" checks them after
-    the last, "load" loads a bucket from shared memory, "tell" writes which GPUs this rank sees.
+    the last, "load" loads a bucket from shared memory, "tell" writes which GPUs this rank sees, "learn"
+    learns this rank's layout, "shards" takes part in a sharded push, and "leave" leaves its group.
     """
     order = json.loads(bytes(named_tensors[0][1].cpu().numpy()))
     if order["op"] == "join":
@@ -36,6 +39,12 @@ def receive(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]
         tell_gpus(order["file"])
     elif order["op"] == "check":
         check_patched(model)
+    elif order["op"] == "learn":
+        _part_in(model, order).learn(model.load_weights)
+    elif order["op"] == "shards":
+        _receive_shards(model)
+    elif order["op"] == "leave":
+        _leave_shards()
     else:
         _apply(model, order)
 
@@ -51,6 +60,7 @@ def _join(order: dict[str, Any]) -> None:
     else:
         group = dist.ProcessGroupGloo(store, order["rank"], world, timeout)
     _groups.clear()  # the trainer uses one group at a time, and may never have left the last
+    _shards.clear()
     _groups[order["name"]] = (group, store)
 
 
@@ -58,6 +68,26 @@ def _apply(model: torch.nn.Module, order: dict[str, Any]) -> None:
     wire = torch.empty(order["bytes"], dtype=torch.uint8, device=next(model.parameters()).device)
     _groups[order["name"]][0].broadcast([wire], dist.BroadcastOptions()).wait()
     apply_patches(model, wire, order["patches"])
+
+
+def _part_in(model: torch.nn.Module, order: dict[str, Any]) -> Shards:
+    group, store = _groups[order["name"]]
+    _shards[:] = [Shards(group, store, order["rank"], next(model.parameters()).device)]
+    return _shards[0]
+
+
+def _receive_shards(model: Any) -> None:
+    try:
+        _shards[0].receive(model.load_weights)
+    except BaseException:  # other ranks wait for this one, until its connections end
+        _leave_shards()
+        raise
+
+
+def _leave_shards() -> None:
+    while _shards:
+        _shards.pop().close()
+    _groups.clear()
 
 
 def _load(model: Any, order: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from megatron_gvpo_bucket import Layout
 from megatron_gvpo_ipc import opened, tell_gpus
 from megatron_gvpo_patches import apply_patches, check_patched, refuse_rearranged_experts, unpack
 from megatron_gvpo_places import in_weights
+from megatron_gvpo_shards import Shards
 from megatron_gvpo_stores import bind_stores
 from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import (
@@ -51,7 +52,8 @@ class Bucket(WeightTransferUpdateInfo):
     They come by broadcast, or are in `file` in shared memory, or in a GPU's memory (one of `handles` for each
     rank), or are all files of `directory`. With `counts` they are `size` bytes of patches, by broadcast (see
     megatron_gvpo_patches). With `tell` there are none: the ranks write which GPUs they see (see
-    megatron_gvpo_ipc).
+    megatron_gvpo_ipc). With `shards` there are none either: "learn" has the ranks learn their layouts, and
+    "receive" has them take part in a sharded push (see megatron_gvpo_shards).
     """
 
     names: list[str]
@@ -61,6 +63,7 @@ class Bucket(WeightTransferUpdateInfo):
     file: str | None = None
     handles: list[dict[str, Any]] | None = None
     tell: str | None = None
+    shards: str | None = None
     counts: list[int] | None = None
     size: int = 0
 
@@ -77,6 +80,8 @@ class Receiver(WeightTransferEngine):
     # On CPU, a copy of each tensor that was patched. It outlives a process group, as the patched weights do.
     _copy: dict[str, torch.Tensor]
     _store: Any = None
+    _shards: Shards | None = None
+    _group_rank = 0
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -88,7 +93,7 @@ class Receiver(WeightTransferEngine):
         self._store = dist.TCPStore(
             init_info.master_address, init_info.master_port, init_info.world_size, False, timeout
         )
-        rank = init_info.rank_offset + self._rank
+        self._group_rank = rank = init_info.rank_offset + self._rank
         if init_info.backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
@@ -124,6 +129,9 @@ class Receiver(WeightTransferEngine):
         if update_info.tell is not None:
             tell_gpus(update_info.tell)
             return
+        if update_info.shards is not None:
+            self._take_shards(learn=update_info.shards == "learn")
+            return
         if update_info.counts is not None:
             self._receive_patches(update_info, update_info.counts)
             return
@@ -142,6 +150,20 @@ class Receiver(WeightTransferEngine):
         else:
             flat = self._broadcast(layout.nbytes)
         self.model.load_weights(layout.views(flat))
+
+    def _take_shards(self, learn: bool) -> None:
+        self._reload()
+        if learn:
+            self._shards = Shards(self._group, self._store, self._group_rank, self.device)
+            self._shards.learn(self.model.load_weights)
+            self.finish_weight_update()  # without weights, which come before the server serves
+            return
+        assert self._shards is not None, "its layout was not learned"
+        try:
+            self._shards.receive(self.model.load_weights)
+        except BaseException:  # other ranks wait for this one, until its connections end
+            self.shutdown()
+            raise
 
     def _receive_patches(self, bucket: Bucket, counts: list[int]) -> None:
         wire = self._broadcast(bucket.size)
@@ -177,7 +199,9 @@ class Receiver(WeightTransferEngine):
         return wire
 
     def shutdown(self) -> None:
-        self._group = self._store = None
+        if self._shards is not None:
+            self._shards.close()
+        self._group = self._store = self._shards = None
 
 
 def forget_expert_kernels(model: torch.nn.Module) -> None:

@@ -20,6 +20,7 @@ from megatron_gvpo.weights.delta import DeltaReceiver, Patch
 from megatron_gvpo.weights.disk import DiskReceiver
 from megatron_gvpo.weights.group import Rendezvous
 from megatron_gvpo.weights.receivers.base import HttpReceiver
+from megatron_gvpo.weights.sharded import ShardedReceiver
 from megatron_gvpo.weights.shared import SharedPlace, SharedReceiver
 from megatron_gvpo.weights.transport import WeightReceiver
 
@@ -90,8 +91,8 @@ class PluginReceiver(SGLangReceiver):
         await self._http.post("/update_weights_from_tensor", body, timeout=timeout)
 
 
-class SGLangDelta(PluginReceiver, DeltaReceiver):
-    """Patches, through a process group of the plugin's."""
+class PluginGroupReceiver(PluginReceiver):
+    """Forms a process group with the plugin."""
 
     def group_prefixes(self, meeting: Rendezvous) -> list[str]:
         """None: the plugin joins with the bare store."""
@@ -115,6 +116,10 @@ class SGLangDelta(PluginReceiver, DeltaReceiver):
     async def leave(self, meeting: Rendezvous, timeout: float) -> None:
         """Nothing to do: the plugin forgets a group when it joins the next."""
 
+
+class SGLangDelta(PluginGroupReceiver, DeltaReceiver):
+    """Patches, through a process group of the plugin's."""
+
     async def receive_patches(
         self, patches: Sequence[Patch], size: int, meeting: Rendezvous, timeout: float
     ) -> None:
@@ -124,6 +129,21 @@ class SGLangDelta(PluginReceiver, DeltaReceiver):
 
     async def check_patches(self, timeout: float) -> None:
         await self.order_all({"op": "check"}, timeout)
+
+
+class SGLangSharded(PluginGroupReceiver, ShardedReceiver):
+    """Shards, through a process group of the plugin's."""
+
+    async def learn(self, meeting: Rendezvous, rank_offset: int, timeout: float) -> None:
+        processes = (await self._server.facts(timeout)).processes
+        order = {"op": "learn", "name": meeting.name}
+        await self.order([order | {"rank": rank_offset + i} for i in range(processes)], timeout)
+
+    async def receive_shards(self, timeout: float) -> None:
+        await self.order_all({"op": "shards"}, timeout)
+
+    async def leave(self, meeting: Rendezvous, timeout: float) -> None:
+        await self.order_all({"op": "leave"}, timeout)
 
 
 class SGLangShared(PluginReceiver, SharedReceiver):
@@ -153,6 +173,7 @@ class SGLangDisk(SGLangReceiver, DiskReceiver):
 
 RECEIVERS: dict[str, type[WeightReceiver]] = {
     "broadcast": SGLangBroadcast,
+    "sharded": SGLangSharded,
     "delta": SGLangDelta,
     "shared": SGLangShared,
     "disk": SGLangDisk,

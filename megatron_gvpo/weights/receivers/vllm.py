@@ -14,6 +14,7 @@ from megatron_gvpo.weights.delta import DeltaReceiver, Patch
 from megatron_gvpo.weights.disk import DiskReceiver
 from megatron_gvpo.weights.group import Rendezvous
 from megatron_gvpo.weights.receivers.base import HttpReceiver
+from megatron_gvpo.weights.sharded import ShardedReceiver
 from megatron_gvpo.weights.shared import SharedPlace, SharedReceiver
 from megatron_gvpo.weights.transport import WeightReceiver
 
@@ -38,8 +39,8 @@ class VLLMReceiver(HttpReceiver):
         await self._http.post("/update_weights", {"update_info": info | more}, timeout=timeout)
 
 
-class VLLMBroadcast(VLLMReceiver, BroadcastReceiver):
-    """Whole tensors, through a process group of the plugin's."""
+class VLLMGroupReceiver(VLLMReceiver):
+    """Forms a process group with the plugin."""
 
     def group_prefixes(self, meeting: Rendezvous) -> list[str]:
         """None: the plugin joins with the bare store."""
@@ -59,6 +60,10 @@ class VLLMBroadcast(VLLMReceiver, BroadcastReceiver):
     async def leave(self, meeting: Rendezvous, timeout: float) -> None:
         await self._http.post("/shutdown_weight_transfer_engine", timeout=timeout)
 
+
+class VLLMBroadcast(VLLMGroupReceiver, BroadcastReceiver):
+    """Whole tensors, through a process group of the plugin's."""
+
     async def receive(self, specs: Sequence[TensorSpec], meeting: Rendezvous, timeout: float) -> None:
         await self.update(specs, timeout)
 
@@ -73,6 +78,16 @@ class VLLMDelta(VLLMBroadcast, DeltaReceiver):
 
     async def check_patches(self, timeout: float) -> None:
         """Nothing to do: the plugin checks at the end of the update."""
+
+
+class VLLMSharded(VLLMGroupReceiver, ShardedReceiver):
+    """Shards, through the same process group."""
+
+    async def learn(self, meeting: Rendezvous, rank_offset: int, timeout: float) -> None:
+        await self.update([], timeout, shards="learn")
+
+    async def receive_shards(self, timeout: float) -> None:
+        await self.update([], timeout, shards="receive")
 
 
 class VLLMShared(VLLMReceiver, SharedReceiver):
@@ -97,6 +112,7 @@ class VLLMDisk(VLLMReceiver, DiskReceiver):
 
 RECEIVERS: dict[str, type[WeightReceiver]] = {
     "broadcast": VLLMBroadcast,
+    "sharded": VLLMSharded,
     "delta": VLLMDelta,
     "shared": VLLMShared,
     "disk": VLLMDisk,

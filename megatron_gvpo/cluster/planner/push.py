@@ -1,0 +1,49 @@
+"""Predicts the seconds of a weight push to servers on GPUs of their own, by transport, and what limits it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_gvpo.cluster.planner.architecture import Architecture
+from megatron_gvpo.cluster.planner.memory_model import shard
+from megatron_gvpo.cluster.planner.workload import Gpu, Layout
+from megatron_gvpo.weights.shards.plan import ROUNDS
+
+# Of the network's bandwidth, with gathering, copies and loading. With it DeepSeek-V3 to servers of 32 GPUs is
+# predicted at 2.4 s; NeMo-RL's resharding took 2.4 to 2.8 s (its docs/design-docs/nccl-reshard-refit.md).
+PUSH_FRACTION = 0.4
+ELEMENT = 2  # bytes of a weight in bf16
+
+
+@dataclass(frozen=True)
+class Push:
+    """One push. `busiest_trainer` and `server` are the bytes that such a rank sends or receives."""
+
+    seconds: float
+    busiest_trainer: float
+    server: float
+
+
+def broadcast(model: Architecture, gpu: Gpu, layout: Layout) -> Push:
+    """All weights are gathered by the trainer's first rank, then pass through it to every server rank."""
+    size = float(ELEMENT * model.parameters)
+    link = gpu.network_gb_per_s if layout.rollout_gpus else min(gpu.nvlink_gb_per_s, gpu.network_gb_per_s)
+    return Push(2 * size / (link * PUSH_FRACTION * 1e9), size, size)
+
+
+def sharded(model: Architecture, gpu: Gpu, layout: Layout) -> Push:
+    """Every trainer rank sends its share once, and the servers pass it on along a chain.
+
+    The trainer rank with the largest share or a server rank with its part sets the pace. The chain is full
+    after 1 / ROUNDS of that time, as the push is cut into as many rounds for each of its links.
+    """
+    copies = layout.dp * layout.cp
+    expert_copies = layout.gpus // (layout.pp * layout.ep)
+    stages = [shard(model, layout, stage) for stage in range(layout.pp)]
+    # Ranks of a stage hold the same dense weights tp by tp, so each sends as much of them.
+    share = max(held.dense / copies + held.experts / expert_copies for held in stages) * ELEMENT
+    one_server = Layout(layout.rollout_tp, tp=layout.rollout_tp, ep=layout.rollout_tp)
+    part = shard(model, one_server, 0).total * ELEMENT
+    pace = max(share, part) / (gpu.network_gb_per_s * PUSH_FRACTION * 1e9)
+    fill = 1 / ROUNDS if layout.engines > 1 else 0.0
+    return Push(pace * (1 + fill), share, part)

@@ -1,0 +1,121 @@
+"""The weights that this rank itself holds, and their places in the Hugging Face tensors.
+
+Megatron-Bridge converts between both. So that no code here repeats its rules, tensors that hold their own
+positions in place of weights are converted once: what comes out says where each of this rank's elements goes.
+The conversion gathers the tensors of one pipeline stage over tensor parallelism, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_ROWS = 4096  # rows of a tensor that are looked at together
+
+
+@dataclass(frozen=True)
+class OwnPart:
+    """Rows `top` to `bottom`, columns `left` to `right` (without the last) of a Hugging Face tensor.
+
+    Tensors are tables here: a vector has one column, and further dimensions are columns. The rows begin in
+    this rank's tensor number `source` at element `offset`, and every `stride` elements after it.
+    """
+
+    name: str
+    top: int
+    bottom: int
+    left: int
+    right: int
+    source: int
+    offset: int
+    stride: int
+
+
+@dataclass(frozen=True)
+class OwnWeights:
+    """This rank's tensors, and the parts of the Hugging Face tensors that are in them."""
+
+    tensors: list[Tensor]
+    parts: list[OwnPart]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (number, tensor): no collective, unlike the stream of all weights."""
+        for number, tensor in enumerate(self.tensors):
+            yield str(number), tensor.detach()
+
+    def read(self, part: OwnPart) -> Tensor:
+        """The present weights of a part, [rows, columns], as a view."""
+        size = (part.bottom - part.top, part.right - part.left)
+        tensor = self.tensors[part.source].detach()  # Megatron keeps many in one buffer
+        return tensor.as_strided(size, (part.stride, 1), tensor.storage_offset() + part.offset)
+
+
+def find_own_weights(bridge: Any, chunks: list[Any], vocab_size: int) -> OwnWeights:
+    """Find this rank's part of the weights. A collective over all ranks.
+
+    `vocab_size`: rows of the embedding and the head, without Megatron's padding. Raises ValueError for a
+    tensor whose elements do not lie in rows.
+    """
+    found = OwnWeights([], [])
+    # The groups over which a conversion would bring tensors from other stages and other experts' ranks.
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True, backend="gloo")
+    for task in bridge.get_conversion_tasks(chunks):
+        if task is None or task.param_weight is None:
+            continue
+        weight, mapping = task.param_weight, task.mapping
+        mapping.set_process_groups_from_pg_collection(SimpleNamespace(pp=alone, ep=alone))
+        size, number = weight.numel(), len(found.tensors)
+        first = mapping.tp_rank * size
+        kind = torch.int32 if mapping.tp_size * size < 2**31 else torch.int64
+        positions = torch.arange(first, first + size, dtype=kind, device=weight.device).view(weight.shape)
+        if not weight.is_contiguous():
+            raise ValueError(f"{task.global_param_name}: not contiguous, so its parts cannot be sent")
+        width = 1 if weight.dim() < 2 else weight.shape[-1]
+        for name, places in mapping.megatron_to_hf(positions, task.megatron_module).items():
+            if name.endswith(("embed_tokens.weight", "lm_head.weight")):
+                places = places[:vocab_size]
+            table = places.reshape(len(places), -1) if places.dim() else places.reshape(1, 1)
+            found.parts.extend(_parts(name, table, first, size, width, number))
+        found.tensors.append(weight)
+    return found
+
+
+def _parts(name: str, places: Tensor, first: int, size: int, width: int, source: int) -> Iterator[OwnPart]:
+    """Yield the parts of a tensor at whose `places` [rows, columns] are our `first` to `first + size`."""
+    left, right, begin = (
+        torch.cat(found).tolist() for found in zip(*_rows(name, places, first, size), strict=True)
+    )
+    top = 0
+    for row in range(1, len(left) + 1):
+        goes_on = (
+            row < len(left)
+            and (left[row], right[row]) == (left[row - 1], right[row - 1])
+            and begin[row] == begin[row - 1] + width
+        )
+        if not goes_on:
+            if right[top] > left[top]:
+                yield OwnPart(name, top, row, left[top], right[top], source, begin[top], width)
+            top = row
+
+
+def _rows(name: str, places: Tensor, first: int, size: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield, for some rows at a time: the first column that is ours, the next that is not, and the place."""
+    for rows in places.split(_ROWS):
+        local = rows.long() - first
+        mine = (local >= 0) & (local < size)
+        count = mine.sum(1)
+        left = mine.int().argmax(1)
+        begin = local.gather(1, left[:, None]).squeeze(1)
+        column = torch.arange(rows.shape[1], device=rows.device)
+        expected = begin[:, None] + column - left[:, None]
+        inside = (column >= left[:, None]) & (column < (left + count)[:, None])
+        if not torch.equal(inside, mine) or not torch.equal(local[mine], expected[mine]):
+            raise ValueError(f"{name}: this rank's elements do not lie in rows, so they cannot be sent")
+        begin = torch.where(count > 0, begin, -1)  # rows of other ranks are no part
+        yield left, left + count, begin

@@ -1,0 +1,140 @@
+"""Tensors of which this rank has parts, for the plugins in both engines.
+
+An engine's checkpoint loader takes whole tensors and copies the part that its rank holds. A `Slice` stands
+for a whole tensor and has no memory of its own: the loader narrows it, and what it then copies is looked up
+in the parts that the rank has. Before the first push the loaders run once with slices that have no parts,
+which only note what would be copied: that is the rank's layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+Box = tuple[int, int, int, int]  # rows from, to (without), columns from, to
+
+
+class Whole:
+    """A whole tensor, as a table: its first dimension is the rows, all others are the columns."""
+
+    def __init__(self, name: str, dtype: torch.dtype, shape: Iterable[int]) -> None:
+        self.name, self.dtype, self.shape = name, dtype, torch.Size(shape)
+        self.rows = self.shape[0] if self.shape else 1
+        self.columns = self.shape.numel() // max(1, self.rows)
+        self.copied: set[Box] = set()
+        self.parts: dict[Box, torch.Tensor] | None = None  # [rows, columns] each; None: copies are only noted
+
+    @property
+    def everything(self) -> Box:
+        return (0, self.rows, 0, self.columns)
+
+    def needed(self) -> list[Box]:
+        """The boxes that were copied, without those inside others."""
+        boxes = sorted(self.copied)
+        return [b for b in boxes if not any(_inside(b, other) and b != other for other in boxes)]
+
+    def part(self, view: torch.Tensor) -> torch.Tensor:
+        """The values of a view of the whole tensor. Raises RuntimeError if this rank did not get them."""
+        assert self.parts is not None
+        top, bottom, left, right = box = _box(view, self)
+        for mine, values in self.parts.items():
+            if _inside(box, mine):
+                width = mine[3] - mine[2]
+                strides = [_rows(s, self) * width if _rows(s, self) else s for s in view.stride()]
+                return values.as_strided(view.shape, strides, (top - mine[0]) * width + left - mine[2])
+        raise RuntimeError(
+            f"{self.name}: the engine copies rows {top} to {bottom - 1}, columns {left} to {right - 1}, and "
+            "did not when its layout was learned"
+        )
+
+
+class Slice(torch.Tensor):
+    """Stands for a whole tensor, or a view of one. It is on the meta device."""
+
+    _whole: Whole | None  # None: what became of a slice by other operations than views, in a first run
+
+    @staticmethod
+    def of(whole: Whole) -> Slice:
+        return _as_slice(torch.empty(whole.shape, dtype=whole.dtype, device="meta"), whole)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.copy_ and isinstance(args[1], Slice):
+            return _copy(args[0], args[1])
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+            if isinstance(result, torch.Tensor):
+                return _wrap(result, args, kwargs)
+            if isinstance(result, tuple | list):
+                return type(result)(
+                    _wrap(r, args, kwargs) if isinstance(r, torch.Tensor) else r for r in result
+                )
+            return result
+
+
+def _copy(target: torch.Tensor, source: Slice) -> torch.Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        whole = source._whole
+        if target.device.type == "meta":  # vLLM counts the elements that will come
+            return target.copy_(torch.empty(source.shape, dtype=source.dtype, device="meta"))
+        if whole is None:
+            return target
+        if whole.parts is None:
+            whole.copied.add(_box(source, whole))
+            return target
+        return target.copy_(whole.part(source))
+
+
+def _wrap(result: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
+    """A view of a slice is a slice. Tensors of which anything else was made are needed as a whole."""
+    slices = [a for a in _leaves((args, kwargs)) if isinstance(a, Slice)]
+    for given in slices:
+        if result.untyped_storage()._cdata == given.untyped_storage()._cdata and result.dtype == given.dtype:
+            return _as_slice(result, given._whole)
+    for whole in {given._whole for given in slices} - {None}:
+        assert whole is not None
+        if whole.parts is not None:
+            raise RuntimeError(
+                f"{whole.name}: the engine computes with it, and this rank has only a part of it"
+            )
+        whole.copied.add(whole.everything)
+    return _as_slice(result, None) if slices and result.device.type == "meta" else result
+
+
+def _leaves(found: Any) -> Iterable[Any]:
+    if isinstance(found, tuple | list):
+        for value in found:
+            yield from _leaves(value)
+    elif isinstance(found, dict):
+        yield from _leaves(list(found.values()))
+    else:
+        yield found
+
+
+def _as_slice(tensor: torch.Tensor, whole: Whole | None) -> Slice:
+    made = tensor.as_subclass(Slice)
+    made._whole = whole
+    return made
+
+
+def _box(view: torch.Tensor, whole: Whole) -> Box:
+    """The smallest box of whole rows or within all of them that has all elements of a view."""
+    top, left = divmod(int(view.storage_offset()), max(1, whole.columns))
+    extent = [(size - 1, stride) for size, stride in zip(view.shape, view.stride(), strict=True)]
+    down = sum(steps * _rows(stride, whole) for steps, stride in extent)
+    right = left + sum(steps * stride for steps, stride in extent if not _rows(stride, whole)) + 1
+    if right <= whole.columns:
+        return (top, top + down + 1, left, right)
+    return whole.everything
+
+
+def _rows(stride: int, whole: Whole) -> int:
+    """The rows that a stride spans; 0 if it is one between columns."""
+    return 0 if stride % max(1, whole.columns) else stride // max(1, whole.columns)
+
+
+def _inside(box: Box, other: Box) -> bool:
+    return other[0] <= box[0] and box[1] <= other[1] and other[2] <= box[2] and box[3] <= other[3]

@@ -1,0 +1,324 @@
+"""Weights by shards: every trainer rank sends what it holds, and every server rank gets what it holds.
+
+No tensor is gathered. All ranks of the trainer and of the servers are in one process group. The first push
+over a group learns the servers' layouts, and rank 0 plans from them and from the trainer's
+(megatron_gvpo.weights.shards.plan). Then each rank carries out its part of the plan, push after push.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import zlib
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+
+import torch
+import torch.distributed as dist
+
+from megatron_gvpo.config.schema import Config
+from megatron_gvpo.rollout.server import Server
+from megatron_gvpo.runtime.collectives import broadcast_msgpack
+from megatron_gvpo.weights.broadcast import Broadcast, GroupReceiver
+from megatron_gvpo.weights.bucket import Bucket
+from megatron_gvpo.weights.group import Membership, Rendezvous, WeightGroup, group_address, join
+from megatron_gvpo.weights.node import new_name
+from megatron_gvpo.weights.relay import Orders, Relays
+from megatron_gvpo.weights.shards.plan import Box, Layout, Plan, Table, plan_push
+from megatron_gvpo.weights.shards.sender import Sender, Stopped
+from megatron_gvpo.weights.transport import Follower, PushFailed
+
+if TYPE_CHECKING:
+    from megatron_gvpo.megatron.model.own_weights import OwnWeights
+
+STOP = "stop"  # a key of the group's store: the push has failed
+
+
+class ShardedReceiver(GroupReceiver, Protocol):
+    """The calls to a server that a sharded push needs."""
+
+    @abstractmethod
+    async def learn(self, meeting: Rendezvous, rank_offset: int, timeout: float) -> None:
+        """Every rank of the server writes its layout to the group's store."""
+
+    @abstractmethod
+    async def receive_shards(self, timeout: float) -> None:
+        """Every rank takes part in a push; returns when its weights are loaded."""
+
+
+class Sharded(Broadcast):
+    """Rank 0's side: it leads, and sends its own part like the others.
+
+    As with a broadcast, a group is kept from push to push while the servers are the same, and never used
+    again after a failure.
+    """
+
+    sends_own: ClassVar[bool] = True
+    fp8_ok: ClassVar[bool] = (
+        False  # blocks of FP8 have scales, which a rank cannot compute from its part alone
+    )
+
+    def __init__(
+        self,
+        receiver: Callable[[Server], Any],
+        address: str,
+        backend: str,
+        timeout: float,
+        relays: Relays,
+        dtype: torch.dtype,
+        limit: int,
+    ) -> None:
+        """`relays` give the trainer's other ranks orders; `limit`: bytes that a rank sends in a round."""
+        super().__init__(receiver, address, backend, timeout, trainers=1 + len(relays))
+        self._relays, self._dtype, self._limit = relays, dtype, limit
+        self._sender: Sender | None = None
+        self.plan: Plan | None = None
+        self.held: list[Layout] = []  # what each of the trainer's ranks holds
+        self.counted: Counter[tuple[int, int]] = Counter()  # bytes over each link in the last push
+
+    @classmethod
+    def create(cls, config: Config, receiver: Callable[[Server], Any], device: torch.device) -> Self:
+        name = broadcast_msgpack(new_name())
+        timeout, others = config.rollout.weights.timeout, range(1, dist.get_world_size())
+        return cls(
+            receiver,
+            group_address(config),
+            "nccl" if device.type == "cuda" else "gloo",
+            timeout,
+            Relays(_orders(name), list(others), timeout),
+            getattr(torch, config.model.dtype),
+            config.rollout.weights.bucket_mb * 2**19,  # a half, as for other transports
+        )
+
+    @classmethod
+    def follower(cls, config: Config, device: torch.device) -> Follower | None:
+        name = broadcast_msgpack(None)
+        orders = Orders(_orders(name), dist.get_rank(), config.rollout.weights.timeout)
+        return ShardFollower(orders, getattr(torch, config.model.dtype), config.rollout.weights.timeout)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """`sync/most_sent`: the bytes of the trainer rank that sent most."""
+        sent: Counter[int] = Counter()
+        for (source, _), size in self.counted.items():
+            sent[source] += size
+        most = max((sent[rank] for rank in range(self._trainers)), default=0)
+        return super().metrics | {"sync/most_sent": float(most)}
+
+    async def send(self, bucket: Bucket) -> int:
+        raise TypeError("a sharded push has no buckets")
+
+    async def send_own(
+        self, own: OwnWeights, expected: Mapping[str, tuple[int, ...]], optional: frozenset[str]
+    ) -> int:
+        """Send all ranks' parts; returns the bytes of the tensors that servers have.
+
+        `expected`: shapes of the servers' tensors by name; the trainer may lack those in `optional`. Raises
+        PushFailed, and ValueError for tensors that servers have and the trainer does not.
+        """
+        assert self._group is not None and self._sender is not None, "begin first"
+        async with self._whole_or_discarded():
+            if self.plan is None:
+                await self._prepare(own, expected, optional)
+            begin = time.monotonic()
+            await self._all_at_once(own)
+            self._wire_s = time.monotonic() - begin
+        assert self.plan is not None
+        self.counted = self._counts(self._group.membership())
+        if self.counted != self.plan.link_bytes():
+            raise AssertionError("the bytes that were sent are not those of the plan")
+        whole = {parcel.cell: parcel.nbytes for parcel in self.plan.parcels}
+        return sum(whole.values())
+
+    def over(self) -> None:
+        self._relays.tell({"do": "over"})
+
+    async def _connect(self, group: WeightGroup, prefixes: Sequence[str]) -> None:
+        """Form the group: rank 0, the trainer's other ranks, and meanwhile the servers."""
+        meeting = group.meeting
+        order = {
+            "do": "join",
+            "address": meeting.address,
+            "port": meeting.port,
+            "world_size": meeting.world_size,
+            "name": meeting.name,
+            "backend": meeting.backend,
+        }
+        theirs = asyncio.to_thread(self._relays.ask, [order] * len(self._relays), "to join the group")
+        await asyncio.gather(super()._connect(group, prefixes), theirs)
+        member = group.membership()
+        self._sender = Sender(member, self._dtype, self._timeout, lambda: member.store.check([STOP]))
+
+    async def _prepare(
+        self, own: OwnWeights, expected: Mapping[str, tuple[int, ...]], optional: frozenset[str]
+    ) -> None:
+        """Learn the layouts, plan, and give each rank its part."""
+        assert self._group is not None and self._sender is not None
+        store = self._group.membership().store
+        orders = [{"do": "tell"}] * len(self._relays)
+        await asyncio.to_thread(self._relays.ask, orders, "to tell what they hold")
+        self._sender.tell(own)
+        told = [_read(store, f"held.{rank}") for rank in range(self._trainers)]
+        dtypes = {name: dtype for parts in told for name, dtype, *_ in parts}
+        own_dtype = str(self._dtype).removeprefix("torch.")
+        tables = [
+            (name, dtypes.get(name, own_dtype), shape)
+            for name, shape in expected.items()
+            if name in dtypes or name not in optional
+        ]
+        store.set("tables", zlib.compress(json.dumps(tables).encode(), 1))  # type: ignore[arg-type]
+        learned = self._start(
+            lambda m: self._shard_receiver(m).learn(self._meeting, self._offset(m), self._timeout)
+        )
+        await asyncio.wait(learned)
+        self._raise_failed(learned)
+        numbers = {name: i for i, (name, _, _) in enumerate(tables)}
+        self.held = [_layout([(numbers[n], box) for n, _, *box in parts if n in numbers]) for parts in told]
+        said = [store.get(f"needs.{rank}") for rank in range(self._trainers, self._meeting.world_size)]
+        # Ranks with the same layout, such as many servers', tell it in the same bytes.
+        distinct = {needs: _needs(needs) for needs in set(said)}
+        needed = [distinct[needs] for needs in said]
+        sized = [_table(name, dtype, shape) for name, dtype, shape in tables]
+        _check_sizes(sized, self.held)
+        plan = await asyncio.to_thread(plan_push, sized, self.held, needed, self._limit)
+        for rank, part in plan.parts().items():
+            store.set(f"plan.{rank}", part.packed())  # type: ignore[arg-type] # torch's stubs know no bytes
+        self.plan = plan
+
+    async def _all_at_once(self, own: OwnWeights) -> None:
+        """Servers receive while the trainer's ranks send. Any failure stops all of them."""
+        assert self._group is not None and self._sender is not None
+        store = self._group.membership().store
+        posts = self._start(lambda m: self._shard_receiver(m).receive_shards(self._timeout))
+        orders = [{"do": "send"}] * len(self._relays)
+        sends = [
+            asyncio.create_task(asyncio.to_thread(self._sender.send, own)),
+            asyncio.create_task(asyncio.to_thread(self._relays.ask, orders, "to send their shards")),
+        ]
+        waiting: set[asyncio.Task[Any]] = {*posts, *sends}
+        done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_EXCEPTION)
+        failed = [task for task in done if task.exception() is not None]
+        if not failed:
+            return
+        store.set(STOP, "1")
+        await asyncio.wait(sends)
+        await asyncio.wait(posts, timeout=5.0)  # a server that is well may still be receiving
+        for task in posts:
+            task.cancel()
+        self._raise_failed({task: m for task, m in posts.items() if task.done() and not task.cancelled()})
+        problem = failed[0].exception()
+        if isinstance(
+            problem, RuntimeError | Stopped | PushFailed
+        ):  # RuntimeError is torch's, for a dead rank
+            raise PushFailed(f"a sharded push failed: {problem}", self._handles) from None
+        assert problem is not None
+        raise problem
+
+    async def _discard(self) -> None:
+        if self._group is not None:
+            self._relays.tell({"do": "leave"})
+        self._sender, self.plan = None, None
+        await super()._discard()
+
+    def _counts(self, member: Membership) -> Counter[tuple[int, int]]:
+        """The bytes over each link, as both its ends have counted them. Raises ValueError if they differ."""
+        ends: dict[str, set[int]] = {}
+        for rank in range(self._meeting.world_size):
+            for link, size in json.loads(member.store.get(f"counted.{rank}")).items():
+                ends.setdefault(link, set()).add(size)
+        counted: Counter[tuple[int, int]] = Counter()
+        for link, sizes in ends.items():
+            source, target = map(int, link.split("-"))
+            [counted[source, target]] = sizes
+        return counted
+
+    @property
+    def _meeting(self) -> Rendezvous:
+        assert self._group is not None
+        return self._group.meeting
+
+    def _shard_receiver(self, handle: Any) -> ShardedReceiver:
+        made: ShardedReceiver = self._receiver(handle.server)
+        return made
+
+
+class ShardFollower(Follower):
+    """Another trainer rank's side: it carries out rank 0's orders."""
+
+    def __init__(self, orders: Orders, dtype: torch.dtype, timeout: float) -> None:
+        self._orders, self._dtype, self._timeout = orders, dtype, timeout
+        self._sender: Sender | None = None
+
+    def follow(self, buckets: Iterator[Bucket]) -> None:
+        raise TypeError("a sharded push has no buckets")
+
+    def follow_own(self, own: OwnWeights) -> None:
+        """Take part in one push, to its end. Raises RuntimeError if rank 0 falls silent."""
+        while (order := self._orders.next())["do"] != "over":
+            if order["do"] == "leave":
+                self.close()
+                continue
+            try:
+                self._carry_out(order, own)
+            except (RuntimeError, Stopped) as error:  # RuntimeError is torch's, for a dead rank
+                self.close()
+                self._orders.answer({"problem": str(error)})
+            else:
+                self._orders.answer({})
+
+    def close(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
+
+    def _carry_out(self, order: dict[str, Any], own: OwnWeights) -> None:
+        if order["do"] == "join":
+            self.close()
+            meeting = Rendezvous(**{key: value for key, value in order.items() if key != "do"})
+            member = join(meeting, dist.get_rank(), min(60.0, self._timeout), self._timeout)
+            self._sender = Sender(member, self._dtype, self._timeout, lambda: member.store.check([STOP]))
+            return
+        assert self._sender is not None, "not joined"
+        if order["do"] == "tell":
+            self._sender.tell(own)
+        else:
+            self._sender.send(own)
+
+
+def _orders(name: str) -> dist.Store:
+    return dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+
+
+def _read(store: dist.Store, key: str) -> Any:
+    return json.loads(zlib.decompress(store.get(key)))
+
+
+def _layout(parts: Sequence[tuple[int, Sequence[int]]]) -> Layout:
+    found: dict[int, list[Box]] = {}
+    for number, box in parts:
+        found.setdefault(number, []).append(Box(*box))
+    return found
+
+
+def _check_sizes(tables: Sequence[Table], held: Sequence[Layout]) -> None:
+    """Raise ValueError for a tensor of which the trainer holds more than the servers' has."""
+    for number, box in ((n, box) for layout in held for n, boxes in layout.items() for box in boxes):
+        table = tables[number]
+        if box.bottom > table.rows or box.right > table.columns:
+            raise ValueError(
+                f"{table.name}: the trainer holds rows up to {box.bottom}, columns up to {box.right}, and it "
+                f"has {table.rows} x {table.columns} on the servers"
+            )
+
+
+def _needs(packed: bytes) -> Layout:
+    return {number: [Box(*box) for box in boxes] for number, boxes in json.loads(zlib.decompress(packed))}
+
+
+def _table(name: str, dtype: str, shape: Sequence[int]) -> Table:
+    size = torch.Size(shape)
+    rows = shape[0] if shape else 1
+    return Table(name, rows, size.numel() // max(1, rows), getattr(torch, dtype).itemsize)

@@ -1,0 +1,1 @@
+"""A sharded push: the plan, and the ranks that send their parts."""

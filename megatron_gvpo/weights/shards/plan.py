@@ -1,0 +1,266 @@
+"""Plans a sharded push: which rank sends which part of which tensor to whom. Pure data, from both layouts.
+
+Every tensor is a table of rows and columns (a vector has one column; further dimensions are columns), and a
+layout says which boxes of it a rank holds. The plan cuts the tensors along the edges of all boxes. Each of
+these cells is sent by one trainer rank that holds it to the first server rank that needs it. That one passes
+it on to the next, and so forth along a chain, so that a trainer rank sends every cell once, however many
+servers there are, and a server rank sends no more than it receives.
+
+A rank's cells are sent in rounds of at most `limit` bytes, so that a chain passes one round on while the
+next one comes. All that a rank sends another in one round is one message.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+ROUNDS = 8  # rounds for each link of the longest chain: it fills in an eighth of the push's time
+LEAST = 2**20  # bytes of a round that are worth a message
+
+
+class Box(NamedTuple):
+    """Rows `top` to `bottom` and columns `left` to `right` of a tensor, without the last ones."""
+
+    top: int
+    bottom: int
+    left: int
+    right: int
+
+    def contains(self, other: Box) -> bool:
+        rows = self.top <= other.top and other.bottom <= self.bottom
+        return rows and self.left <= other.left and other.right <= self.right
+
+    @property
+    def elements(self) -> int:
+        return (self.bottom - self.top) * (self.right - self.left)
+
+
+class Table(NamedTuple):
+    """A tensor: its Hugging Face name, its size as a table, and the bytes of an element."""
+
+    name: str
+    rows: int
+    columns: int
+    itemsize: int
+
+
+class Cell(NamedTuple):
+    """A part of the tensor with this number."""
+
+    tensor: int
+    box: Box
+
+
+Layout = Mapping[int, Sequence[Box]]  # the boxes that a rank holds, by the number of the tensor
+
+
+class Parcel(NamedTuple):
+    """A cell on its way: from the trainer rank `owner` through all `receivers`, in this order."""
+
+    cell: Cell
+    nbytes: int
+    owner: int
+    receivers: tuple[int, ...]
+    round: int
+
+
+@dataclass(frozen=True)
+class Message:
+    """All that goes from one rank to another in a round, in this order."""
+
+    source: int
+    target: int
+    cells: list[Cell]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One rank's part in a push, by round."""
+
+    receives: list[list[Message]]
+    sends: list[list[Message]]
+
+    def packed(self) -> bytes:
+        """The part for the store: JSON, compressed. The servers' plugin reads it (megatron_gvpo_shards)."""
+        receives = [[[m.source, _listed(m.cells)] for m in messages] for messages in self.receives]
+        sends = [[[m.target, _listed(m.cells)] for m in messages] for messages in self.sends]
+        return zlib.compress(json.dumps({"receives": receives, "sends": sends}).encode(), 1)
+
+
+def unpack_sends(packed: bytes, rank: int) -> list[list[Message]]:
+    """What `rank` sends, by round, from its packed part."""
+    sends = json.loads(zlib.decompress(packed))["sends"]
+    return [
+        [Message(rank, target, [Cell(t, Box(*box)) for t, *box in cells]) for target, cells in messages]
+        for messages in sends
+    ]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Ranks 0 to `trainers` - 1 are the trainer's; the servers' follow."""
+
+    tables: list[Table]
+    trainers: int
+    world: int
+    parcels: list[Parcel]
+    rounds: int
+
+    def link_bytes(self) -> Counter[tuple[int, int]]:
+        """The bytes that go over each link (from rank, to rank) in one push."""
+        links: Counter[tuple[int, int]] = Counter()
+        for parcel in self.parcels:
+            for link in _links(parcel):
+                links[link] += parcel.nbytes
+        return links
+
+    def sent_bytes(self) -> Counter[int]:
+        """The bytes that each rank sends in one push."""
+        sent: Counter[int] = Counter()
+        for (source, _), size in self.link_bytes().items():
+            sent[source] += size
+        return sent
+
+    def parts(self) -> dict[int, Part]:
+        """What each rank sends and receives."""
+        messages: dict[tuple[int, int, int], list[Cell]] = defaultdict(list)
+        for parcel in self.parcels:
+            for source, target in _links(parcel):
+                messages[parcel.round, source, target].append(parcel.cell)
+        found = {
+            rank: Part([[] for _ in range(self.rounds)], [[] for _ in range(self.rounds)])
+            for rank in range(self.world)
+        }
+        for (number, source, target), cells in sorted(messages.items()):
+            message = Message(source, target, cells)
+            found[source].sends[number].append(message)
+            found[target].receives[number].append(message)
+        return found
+
+
+def plan_push(tables: Sequence[Table], held: Sequence[Layout], needed: Sequence[Layout], limit: int) -> Plan:
+    """Plan a push of `tables` from trainer ranks that hold `held` to server ranks that need `needed`.
+
+    `limit`: bytes that a trainer rank sends in one round at most. Of the ranks that hold a cell, the one that
+    sends least sends it. Raises ValueError for a part that a server needs and no trainer rank holds.
+    """
+    trainers = len(held)
+    holders, takers = _by_box(held, 0), _by_box(needed, trainers)
+    longest = max((len(ranks) for boxes in takers.values() for ranks in boxes.values()), default=1)
+    total = sum(table.rows * table.columns * table.itemsize for table in tables)
+    limit = min(limit, max(LEAST, total // (trainers * ROUNDS * longest)))
+    loose: list[tuple[Cell, int, tuple[int, ...], tuple[int, ...]]] = []
+    for number, table in enumerate(tables):
+        boxes, theirs = holders.get(number, {}), takers.get(number, {})
+        for box, by, to in _cells(table[1:], tuple(boxes), tuple(theirs), limit):
+            owners = _union([boxes[ours] for ours in by])
+            if not owners:
+                raise ValueError(
+                    f"{table.name}: servers need rows {box.top} to {box.bottom - 1}, columns {box.left} to "
+                    f"{box.right - 1}, and no rank of the trainer holds them"
+                )
+            receivers = _union([theirs[other] for other in to])
+            loose.append((Cell(number, box), box.elements * table.itemsize, owners, receivers))
+    owner = _balanced([(size, owners) for _, size, owners, _ in loose], trainers)
+    filled: Counter[int] = Counter()
+    rounds: Counter[int] = Counter()
+    parcels = []
+    for (cell, size, _, receivers), rank in zip(loose, owner, strict=True):
+        if filled[rank] and filled[rank] + size > limit:
+            rounds[rank] += 1
+            filled[rank] = 0
+        filled[rank] += size
+        parcels.append(Parcel(cell, size, rank, receivers, rounds[rank]))
+    last = max((parcel.round for parcel in parcels), default=-1)
+    return Plan(list(tables), trainers, trainers + len(needed), parcels, last + 1)
+
+
+def fair_shares(plan: Plan, held: Sequence[Layout]) -> list[float]:
+    """The bytes that each trainer rank must send at least, if all that hold the same parts share them evenly.
+
+    Where the parts that ranks hold in common are nested, as with Megatron's parallelisms, no plan's busiest
+    rank among them sends less than the largest of their shares.
+    """
+    groups: Counter[tuple[int, ...]] = Counter()
+    holders = _by_box(held, 0)
+    for parcel in plan.parcels:
+        boxes = holders[parcel.cell.tensor]
+        groups[_union([ranks for box, ranks in boxes.items() if box.contains(parcel.cell.box)])] += (
+            parcel.nbytes
+        )
+    shares = [0.0] * len(held)
+    for owners in groups:
+        inside = set(owners)
+        size = sum(size for others, size in groups.items() if inside.issuperset(others))
+        for rank in owners:
+            shares[rank] = max(shares[rank], size / len(owners))
+    return shares
+
+
+def _balanced(cells: Sequence[tuple[int, tuple[int, ...]]], ranks: int) -> list[int]:
+    """The owner of each cell (bytes, the ranks that hold it); cells with the fewest holders choose first."""
+    load = [0] * ranks
+    owner = [0] * len(cells)
+    for index in sorted(range(len(cells)), key=lambda i: len(cells[i][1])):
+        size, owners = cells[index]
+        owner[index] = chosen = min(owners, key=load.__getitem__)
+        load[chosen] += size
+    return owner
+
+
+def _by_box(layouts: Sequence[Layout], first: int) -> dict[int, dict[Box, tuple[int, ...]]]:
+    """The ranks, counted from `first`, that hold each box of each tensor."""
+    alike: dict[int, list[int]] = defaultdict(list)  # ranks with the very same layout, such as many servers'
+    for rank, layout in enumerate(layouts, first):
+        alike[id(layout)].append(rank)
+    found: dict[int, dict[Box, tuple[int, ...]]] = defaultdict(dict)
+    for ranks in map(tuple, alike.values()):
+        for number, boxes in layouts[ranks[0] - first].items():
+            by = found[number]
+            for box in boxes:
+                by[box] = _union([by[box], ranks]) if box in by else ranks
+    return found
+
+
+@lru_cache(maxsize=4096)  # most tensors of a model are cut like others
+def _cells(
+    size: tuple[int, int, int], held: tuple[Box, ...], needed: tuple[Box, ...], limit: int
+) -> list[tuple[Box, tuple[Box, ...], tuple[Box, ...]]]:
+    """(cell, the boxes in `held` around it, those in `needed`) for every part of a tensor that is needed.
+
+    `size`: rows, columns, bytes of an element. A cell has at most `limit` bytes, or one row.
+    """
+    _, _, itemsize = size
+    rows = sorted({edge for box in (*held, *needed) for edge in (box.top, box.bottom)})
+    columns = sorted({edge for box in (*held, *needed) for edge in (box.left, box.right)})
+    cells = []
+    for top, bottom in pairwise(rows):
+        for left, right in pairwise(columns):
+            whole = Box(top, bottom, left, right)
+            to = tuple(box for box in needed if box.contains(whole))
+            if not to:
+                continue
+            by = tuple(box for box in held if box.contains(whole))
+            step = max(1, limit // ((right - left) * itemsize))
+            for start in range(top, bottom, step):
+                cells.append((Box(start, min(bottom, start + step), left, right), by, to))
+    return cells
+
+
+def _listed(cells: Iterable[Cell]) -> list[list[int]]:
+    return [[cell.tensor, *cell.box] for cell in cells]
+
+
+def _links(parcel: Parcel) -> Iterable[tuple[int, int]]:
+    return zip((parcel.owner, *parcel.receivers), parcel.receivers, strict=False)
+
+
+def _union(ranks: list[tuple[int, ...]]) -> tuple[int, ...]:
+    return ranks[0] if len(ranks) == 1 else tuple(sorted({rank for some in ranks for rank in some}))

@@ -1,0 +1,173 @@
+"""A sharded push as data: every server rank gets all that it holds, once, and no rank sends too much."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_gvpo.weights.shards.plan import Box, Layout, Plan, Table, fair_shares, plan_push
+
+
+def whole(table: Table) -> Box:
+    return Box(0, table.rows, 0, table.columns)
+
+
+def split(table: Table, parts: int, part: int, by_rows: bool) -> Box:
+    """One of `parts` equal parts of a tensor."""
+    if by_rows:
+        return Box(table.rows * part // parts, table.rows * (part + 1) // parts, 0, table.columns)
+    return Box(0, table.rows, table.columns * part // parts, table.columns * (part + 1) // parts)
+
+
+def check(plan: Plan, held: list[Layout], needed: list[Layout], limit: int) -> None:
+    """Follow every byte: owners hold what they send, relays pass on what came, receivers get all once."""
+    got: dict[int, Counter[tuple[int, int, int]]] = defaultdict(Counter)
+    for parcel in plan.parcels:
+        number, box = parcel.cell
+        assert any(other.contains(box) for other in held[parcel.owner][number])
+        assert parcel.nbytes == box.elements * plan.tables[number].itemsize
+        for receiver in parcel.receivers:
+            places = ((number, r, c) for r in range(*box[:2]) for c in range(*box[2:]))
+            got[receiver].update(places)
+    for rank, layout in enumerate(needed, plan.trainers):
+        boxes = ((number, box) for number, boxes in layout.items() for box in boxes)
+        places = {(number, r, c) for number, box in boxes for r in range(*box[:2]) for c in range(*box[2:])}
+        assert set(got[rank]) == places and set(got[rank].values()) <= {1}
+    parts = plan.parts()
+    there: dict[int, set[tuple[int, Box]]] = defaultdict(set)
+    for number in range(plan.rounds):
+        for rank in range(plan.trainers, plan.world):  # a relay passes on what came in this round
+            came = [cell for message in parts[rank].receives[number] for cell in message.cells]
+            there[rank] |= set(came)
+            for message in parts[rank].sends[number]:
+                assert message.source == rank < message.target and set(message.cells) <= set(came)
+        for rank in range(plan.trainers):
+            assert not parts[rank].receives[number]
+            sizes = [
+                b.elements * plan.tables[t].itemsize for m in parts[rank].sends[number] for t, b in m.cells
+            ]
+            assert sum(sizes) <= limit or len(sizes) == 1
+    links = plan.link_bytes()
+    assert links.total() == sum(parcel.nbytes * len(parcel.receivers) for parcel in plan.parcels)
+
+
+def in_trainer(tables: list[Table], tp: int, pp: int, dp: int) -> list[Layout]:
+    """Ranks in Megatron's order; even tensors are split by rows, odd ones by columns, each fifth is not."""
+    ranks = []
+    for stage in range(pp):
+        for _ in range(dp):
+            for part in range(tp):
+                mine = {}
+                for i, table in enumerate(tables):
+                    if i * pp // len(tables) == stage:
+                        mine[i] = [whole(table) if i % 5 == 4 else split(table, tp, part, i % 2 == 0)]
+                ranks.append(mine)
+    return ranks
+
+
+def in_servers(tables: list[Table], servers: list[int]) -> list[Layout]:
+    """Servers of so many ranks; splits differ from the trainer's for every third tensor."""
+    return [
+        {
+            i: [whole(table) if i % 5 == 4 else split(table, tp, part, i % 2 == 0 or i % 3 == 0)]
+            for i, table in enumerate(tables)
+        }
+        for tp in servers
+        for part in range(tp)
+    ]
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 7)), min_size=1, max_size=12),
+    trainer=st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3)),
+    servers=st.lists(st.integers(1, 3), min_size=1, max_size=3),
+    limit=st.integers(4, 200),
+)
+@settings(max_examples=80, deadline=None)
+def test_every_byte_reaches_every_rank_that_holds_it_once(sizes, trainer, servers, limit):
+    tables = [Table(f"t{i}", rows, columns, 2 + 2 * (i % 2)) for i, (rows, columns) in enumerate(sizes)]
+    held, needed = in_trainer(tables, *trainer), in_servers(tables, servers)
+    plan = plan_push(tables, held, needed, limit)
+    check(plan, held, needed, limit)
+    largest = max(parcel.nbytes for parcel in plan.parcels)
+    for rank, share in enumerate(fair_shares(plan, held)):
+        assert plan.sent_bytes()[rank] <= share + largest
+
+
+def test_two_servers_cost_the_trainer_no_more_than_one():
+    """TP2 x PP2 trainers to servers of two ranks: the first server passes all on to the second."""
+    tables = [Table(f"t{i}", 64, 32, 4) for i in range(10)]
+    held = in_trainer(tables, 2, 2, 1)
+    total = sum(table.rows * table.columns * table.itemsize for table in tables)
+    replicated = 2 * 64 * 32 * 4  # two of the ten tensors, which both ranks of a server hold
+    one, two = (plan_push(tables, held, in_servers(tables, [2] * n), 1000) for n in (1, 2))
+    for plan in (one, two):
+        sent = plan.sent_bytes()
+        assert sum(sent[rank] for rank in range(4)) == total
+        assert max(sent[rank] for rank in range(4)) <= total / 4 + 1000
+    assert sum(two.sent_bytes().values()) == 2 * (total + replicated)
+
+
+def test_a_part_that_nobody_holds_is_named():
+    tables = [Table("a", 4, 1, 2), Table("w", 8, 6, 2)]
+    held = [{0: [whole(tables[0])], 1: [Box(0, 4, 0, 6)]}]
+    with pytest.raises(ValueError, match=r"^w: servers need rows 4 to 7, columns 0 to 5, and no rank"):
+        plan_push(tables, held, [{1: [Box(0, 8, 0, 6)]}], 100)
+
+
+def deepseek(layers: int = 61, dense: int = 3, experts: int = 256) -> list[tuple[Table, str]]:
+    """DeepSeek-V3's tensors (671B parameters), and how each is split: by rows, by columns or not."""
+    hidden, heads = 7168, 128
+    found = [(Table("embed", 129280, hidden, 2), "rows")]
+    for i in range(layers):
+        found += [(Table(f"{i}.q_a", 1536, hidden, 2), "no"), (Table(f"{i}.kv_a", 576, hidden, 2), "no")]
+        found += [
+            (Table(f"{i}.q_b", heads * 192, 1536, 2), "rows"),
+            (Table(f"{i}.norms", 2 * hidden + 2048, 1, 2), "no"),
+        ]
+        found += [
+            (Table(f"{i}.kv_b", heads * 256, 512, 2), "rows"),
+            (Table(f"{i}.o", hidden, heads * 128, 2), "columns"),
+        ]
+        ffn = (
+            [("mlp", 18432)]
+            if i < dense
+            else [("shared", 2048), *((f"experts.{e}", 2048) for e in range(experts))]
+        )
+        for name, width in ffn:
+            found += [(Table(f"{i}.{name}.{part}", width, hidden, 2), "rows") for part in ("gate", "up")]
+            found.append((Table(f"{i}.{name}.down", hidden, width, 2), "columns"))
+        if i >= dense:
+            found.append((Table(f"{i}.router", experts, hidden, 2), "no"))
+    return [*found, (Table("head", 129280, hidden, 2), "rows")]
+
+
+@pytest.mark.parametrize("layers", [5, pytest.param(61, marks=pytest.mark.proof)])
+def test_a_plan_for_671b_takes_seconds(layers: int):
+    """Trainers of pp16 (or fewer stages) and ep16 to four servers of 32 ranks: each rank sends its share."""
+    model = deepseek(layers)
+    tables = [table for table, _ in model]
+    stages = min(16, layers)
+    held: list[dict[int, list[Box]]] = [{} for _ in range(16 * stages)]
+    needed: list[dict[int, list[Box]]] = [{} for _ in range(32)]
+    for i, (table, kind) in enumerate(model):
+        head, *parts = table.name.split(".")
+        stage = int(head) * stages // layers if head.isdigit() else {"embed": 0, "head": stages - 1}[head]
+        mine = [int(parts[1]) // 16] if parts[:1] == ["experts"] else list(range(16))
+        for rank in mine:
+            held[16 * stage + rank][i] = [whole(table)]
+        for rank, layout in enumerate(needed):
+            layout[i] = [whole(table) if kind == "no" else split(table, 32, rank, kind == "rows")]
+    begin = time.process_time()
+    plan = plan_push(tables, held, 4 * needed, 256 * 2**20)
+    seconds = time.process_time() - begin
+    sent, total = plan.sent_bytes(), sum(table.rows * table.columns * 2 for table in tables)
+    assert sum(sent[rank] for rank in range(len(held))) == total
+    shares = fair_shares(plan, held)
+    assert max(sent[rank] - shares[rank] for rank in range(len(held))) <= 256 * 2**20
+    assert seconds < 60, f"{seconds:.1f} s of CPU time"
+    print(f"{total / 2e9:.0f}B: {len(plan.parcels)} cells, {plan.rounds} rounds, planned in {seconds:.1f} s")

@@ -1,0 +1,235 @@
+"""Sharded pushes: what ranks hold, what loaders copy, and every byte on its way; without a server."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import launch
+from torch import Tensor
+
+from megatron_gvpo.megatron.model.own_weights import OwnPart, OwnWeights
+from megatron_gvpo.rollout.server import PLUGINS
+from megatron_gvpo.weights.group import Membership
+from megatron_gvpo.weights.shards.plan import Box, Table, plan_push
+from megatron_gvpo.weights.shards.sender import Sender
+
+sys.path.insert(0, str(PLUGINS))
+
+from megatron_gvpo_shards import Shards
+from megatron_gvpo_slices import Slice, Whole
+
+FULL = {
+    "m.layers.0.self_attn.q": torch.randn(8, 6),
+    "m.layers.0.self_attn.v": torch.randn(8, 6),
+    "o": torch.randn(6, 8),
+    "bias": torch.randn(8),
+    "norm": torch.randn(6),
+    "ignored": torch.randn(3, 3),
+}
+
+
+class Engine(torch.nn.Module):
+    """A rank's model as engines have it: q and v are one parameter, and o is split by columns."""
+
+    def __init__(self, part: int) -> None:
+        super().__init__()
+        self.part = part
+        shapes = {"qv": (8, 6), "o": (6, 4), "bias": (4,), "norm": (6,)}
+        for name, shape in shapes.items():
+            self.register_parameter(name, torch.nn.Parameter(torch.zeros(shape), requires_grad=False))
+        self.calls: list[set[str]] = []
+
+    def load_weights(self, weights) -> None:
+        self.calls.append({name for name, _ in weights})
+        for name, tensor in weights:
+            first = 4 * self.part
+            if name[-1] in "qv" and "attn" in name:
+                row = {"q": 0, "v": 4}[name[-1]]
+                self.qv.data.narrow(0, row, 4).copy_(tensor.narrow(0, first, 4))
+            elif name == "o":
+                self.o.data.copy_(tensor[:, first : first + 4])
+            elif name == "bias":
+                self.bias.data.copy_(tensor.chunk(2)[self.part])
+            elif name == "norm":
+                assert self.norm.shape == tensor.shape and tensor.dtype == torch.float32
+                self.norm.data.copy_(tensor)
+
+    def expected(self, full: dict[str, Tensor]) -> dict[str, Tensor]:
+        rows = slice(4 * self.part, 4 * self.part + 4)
+        qv = torch.cat([full[f"m.layers.0.self_attn.{x}"][rows] for x in "qv"])
+        return {"qv": qv, "o": full["o"][:, rows], "bias": full["bias"][rows], "norm": full["norm"]}
+
+
+def own_parts(rank: int, full: dict[str, Tensor]) -> OwnWeights:
+    """What one of two trainer ranks holds: q and v in one tensor as Megatron has them, two heads each."""
+    q, v = (full[f"m.layers.0.self_attn.{x}"][4 * rank : 4 * rank + 4] for x in "qv")
+    qv = torch.cat([q[:2], v[:2], q[2:], v[2:]])
+    parts = []
+    for head in range(2):
+        for kind, x in enumerate("qv"):
+            top, offset = 4 * rank + 2 * head, 6 * (4 * head + 2 * kind)
+            parts.append(OwnPart(f"m.layers.0.self_attn.{x}", top, top + 2, 0, 6, 0, offset, 6))
+    columns = full["o"][:, 4 * rank : 4 * rank + 4].contiguous()
+    parts.append(OwnPart("o", 0, 6, 4 * rank, 4 * rank + 4, 1, 0, 4))
+    parts.append(OwnPart("bias", 4 * rank, 4 * rank + 4, 0, 1, 2, 0, 1))
+    parts.append(OwnPart("norm", 0, 6, 0, 1, 3, 0, 1))
+    return OwnWeights(
+        [qv, columns, full["bias"][4 * rank : 4 * rank + 4].clone(), full["norm"].clone()], parts
+    )
+
+
+class Ranks:
+    """Two trainer ranks and two servers of two ranks, each a thread; the last ones have the model."""
+
+    def __init__(self, timeout: float = 20.0) -> None:
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.models = [Engine(rank % 2) for rank in range(4)]
+        self.senders: list[Sender] = []
+        self.shards: list[Shards] = []
+        self.errors: dict[int, BaseException] = {}
+        made: dict[int, tuple[dist.Store, object]] = {}
+
+        def meet(rank: int) -> None:
+            store = dist.TCPStore("127.0.0.1", self.store.port, is_master=False)
+            made[rank] = (store, dist.ProcessGroupGloo(store, rank, 6, timedelta(seconds=timeout)))
+
+        self.together({rank: lambda rank=rank: meet(rank) for rank in range(6)})
+        for rank in range(6):
+            store, group = made[rank]
+            if rank < 2:
+                member = Membership(store, group, rank, "gloo")
+                self.senders.append(Sender(member, torch.float32, timeout, lambda: False))
+            else:
+                self.shards.append(Shards(group, store, rank, torch.device("cpu")))
+
+    def together(self, work: dict[int, Callable[[], None]]) -> None:
+        def one(rank: int) -> None:
+            try:
+                work[rank]()
+            except BaseException as error:
+                self.errors[rank] = error.with_traceback(None)  # its frames would keep the group
+                (self.senders[rank] if rank < 2 else self.shards[rank - 2]).close()
+
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in work]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive(), "a rank hangs"
+
+    def prepare(self, full: dict[str, Tensor], limit: int) -> None:
+        tables = [(name, "float32", list(tensor.shape)) for name, tensor in full.items()]
+        self.store.set("tables", zlib.compress(json.dumps(tables).encode()))
+        for shards, model in zip(self.shards, self.models, strict=True):
+            shards.learn(model.load_weights)
+            model.calls.clear()
+        sized = [Table(n, s[0], torch.Size(s).numel() // s[0], 4) for n, _, s in tables]
+        numbers = {name: i for i, (name, _, _) in enumerate(tables)}
+        held: list[dict[int, list[Box]]] = [{}, {}]
+        for rank in range(2):
+            for part in own_parts(rank, full).parts:
+                box = Box(part.top, part.bottom, part.left, part.right)
+                held[rank].setdefault(numbers[part.name], []).append(box)
+        told = [json.loads(zlib.decompress(self.store.get(f"needs.{rank}"))) for rank in range(2, 6)]
+        needed = [{i: [Box(*box) for box in boxes] for i, boxes in layout} for layout in told]
+        self.plan = plan_push(sized, held, needed, limit)
+        for rank, part in self.plan.parts().items():
+            self.store.set(f"plan.{rank}", part.packed())
+
+    def push(self, full: dict[str, Tensor], servers: tuple[int, ...] = (2, 3, 4, 5)) -> None:
+        work = {r: lambda r=r: self.senders[r].send(own_parts(r, full)) for r in range(2)}
+        for rank in servers:
+            shards, model = self.shards[rank - 2], self.models[rank - 2]
+            work[rank] = lambda s=shards, m=model: s.receive(m.load_weights)
+        self.together(work)
+
+
+def test_a_push_gives_every_rank_its_slices_over_and_over():
+    ranks = Ranks()
+    ranks.prepare(FULL, limit=40)
+    assert not any(model.calls or model.qv.any() for model in ranks.models), "learning changes nothing"
+    for step in range(3):
+        full = {name: tensor + step for name, tensor in FULL.items()}
+        ranks.push(full)
+        assert not ranks.errors, ranks.errors
+        for model in ranks.models:
+            for name, tensor in model.expected(full).items():
+                assert torch.equal(getattr(model, name), tensor), name
+    links: dict[tuple[int, int], int] = {}
+    for rank in range(6):
+        for link, size in json.loads(ranks.store.get(f"counted.{rank}")).items():
+            assert links.setdefault(tuple(map(int, link.split("-"))), size) == size, (
+                "both ends count the same"
+            )
+    assert links == dict(ranks.plan.link_bytes())
+    attention = {name for name in FULL if "attn" in name}
+    assert all(attention in model.calls for model in ranks.models), "loaders may fuse these"
+    # Each rank of a server has half of everything but the norm, and nothing was sent of "ignored".
+    half = sum(FULL[name].nbytes for name in FULL if name not in ("norm", "ignored")) // 2
+    assert ranks.plan.sent_bytes()[0] + ranks.plan.sent_bytes()[1] == 2 * half + FULL["norm"].nbytes
+
+
+def test_a_rank_that_leaves_ends_the_push_of_all_others():
+    """The first server's second rank never receives. When it leaves, nobody waits for long."""
+    ranks = Ranks(timeout=30.0)
+    ranks.prepare(FULL, limit=40)
+    leave = threading.Timer(1.0, ranks.shards[1].close)
+    leave.start()
+    begin = time.monotonic()
+    ranks.push(FULL, servers=(2, 4, 5))
+    assert set(ranks.errors) == {0, 1, 2, 4, 5} and time.monotonic() - begin < 15
+
+
+def learned(shape: tuple[int, ...], copy: Callable[[Tensor], None]) -> list[tuple[int, int, int, int]]:
+    whole = Whole("w", torch.float32, shape)
+    copy(Slice.of(whole))
+    return whole.needed()
+
+
+def test_what_a_loader_copies_is_learned_whatever_views_it_takes():
+    target = torch.zeros(4, 3)
+    rows = learned((8, 6), lambda w: target.copy_(w[2:6].narrow(1, 3, 3)))
+    assert rows == [(2, 6, 3, 6)]
+    assert learned((6, 8), lambda w: target.copy_(w.t()[4:, :3])) == [(0, 3, 4, 8)]
+    assert learned((2, 4, 6), lambda w: target.copy_(w[1].view(4, 6)[:, :3])) == [(1, 2, 0, 21)]
+    assert learned((8,), lambda w: target[0].copy_(w.split(3)[1])) == [(3, 6, 0, 1)]
+    assert learned((), lambda w: target[0, 0].copy_(w)) == [(0, 1, 0, 1)]
+    assert learned((8, 6), lambda w: target.copy_(torch.cat([w, w])[:4, :3])) == [(0, 8, 0, 6)]
+    assert learned((8, 6), lambda w: target.copy_(w.to(torch.bfloat16)[:4, :3])) == [(0, 8, 0, 6)]
+    assert learned((8, 6), lambda w: None) == []
+    assert not target.any()
+
+
+def test_a_slice_gives_what_the_whole_tensor_would_and_nothing_else():
+    full = torch.arange(48.0).view(8, 6)
+    whole = Whole("w", torch.float32, (8, 6))
+    whole.parts = {(2, 6, 3, 6): full[2:6, 3:6].clone()}
+    target = torch.zeros(4, 3)
+    target.copy_(Slice.of(whole)[2:6].narrow(1, 3, 3))
+    assert torch.equal(target, full[2:6, 3:])
+    target[:3, :2].copy_(Slice.of(whole).t()[3:, 4:6])
+    assert torch.equal(target[:3, :2], full.t()[3:, 4:6])
+    with pytest.raises(RuntimeError, match=r"^w: the engine copies rows 0 to 3, columns 0 to 2, which"):
+        target.copy_(Slice.of(whole)[:4, :3])
+    with pytest.raises(RuntimeError, match=r"^w: the engine computes with it"):
+        target.copy_(Slice.of(whole)[2:6, 3:] * 2)
+
+
+@pytest.mark.parametrize("layout", ["tp2 pp2"])
+def test_the_parts_that_ranks_hold_are_those_of_the_export(layout: str, task: Path, tmp_path: Path):
+    """Put together, they are the exported tensors, byte for byte, and each rank reads its present weights."""
+    launch("sharded_worker:parts", [4], str(task), str(tmp_path), layout)
+    exported, assembled = (torch.load(tmp_path / name) for name in ("exported", "assembled"))
+    assert exported.keys() == assembled.keys()
+    for name, tensor in exported.items():
+        assert torch.equal(assembled[name], tensor.reshape(assembled[name].shape)), name
