@@ -14,6 +14,7 @@ import zlib
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import torch
@@ -180,7 +181,10 @@ class Sharded(Broadcast):
         said = [store.get(f"needs.{rank}") for rank in range(self._trainers, self._meeting.world_size)]
         # Ranks with the same layout, such as many servers', tell it in the same bytes.
         distinct = {needs: _needs(needs) for needs in set(said)}
-        needed = [distinct[needs] for needs in said]
+        firsts = [self._offset(m) - self._trainers for m in self._handles]
+        needed = [
+            [distinct[needs] for needs in said[first:last]] for first, last in pairwise([*firsts, len(said)])
+        ]
         sized = [_table(name, dtype, shape) for name, dtype, shape in tables]
         _check_sizes(sized, self.held)
         plan = await asyncio.to_thread(plan_push, sized, self.held, needed, self._limit)

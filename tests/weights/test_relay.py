@@ -119,7 +119,7 @@ def test_a_node_without_memory_and_one_that_is_silent_are_named(tmp_path, monkey
 
 def test_a_rank_0_that_is_silent_is_a_named_wait(tmp_path, monkeypatch):
     with relays(tmp_path, monkeypatch, [1]) as (_, [other]):
-        other._timeout = 0.01
+        other._orders._timeout = 0.01
         with pytest.raises(RuntimeError, match=r"rank 1: .* rank 0 has said nothing for 0\.1 s"):
             other.follow(stream(1))
 

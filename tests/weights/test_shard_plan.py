@@ -23,14 +23,16 @@ def split(table: Table, parts: int, part: int, by_rows: bool) -> Box:
     return Box(0, table.rows, table.columns * part // parts, table.columns * (part + 1) // parts)
 
 
-def check(plan: Plan, held: list[Layout], needed: list[Layout], limit: int) -> None:
+def check(plan: Plan, held: list[Layout], servers: list[list[Layout]], limit: int) -> None:
     """Follow every byte: owners hold what they send, relays pass on what came, receivers get all once."""
+    needed = [layout for server in servers for layout in server]
     got: dict[int, Counter[tuple[int, int, int]]] = defaultdict(Counter)
     for parcel in plan.parcels:
         number, box = parcel.cell
         assert any(other.contains(box) for other in held[parcel.owner][number])
         assert parcel.nbytes == box.elements * plan.tables[number].itemsize
-        for receiver in parcel.receivers:
+        assert parcel.links[0] == (parcel.owner, parcel.first)
+        for _, receiver in parcel.links:
             places = ((number, r, c) for r in range(*box[:2]) for c in range(*box[2:]))
             got[receiver].update(places)
     for rank, layout in enumerate(needed, plan.trainers):
@@ -52,7 +54,7 @@ def check(plan: Plan, held: list[Layout], needed: list[Layout], limit: int) -> N
             ]
             assert sum(sizes) <= limit or len(sizes) == 1
     links = plan.link_bytes()
-    assert links.total() == sum(parcel.nbytes * len(parcel.receivers) for parcel in plan.parcels)
+    assert links.total() == sum(parcel.nbytes * len(parcel.links) for parcel in plan.parcels)
 
 
 def in_trainer(tables: list[Table], tp: int, pp: int, dp: int) -> list[Layout]:
@@ -69,15 +71,17 @@ def in_trainer(tables: list[Table], tp: int, pp: int, dp: int) -> list[Layout]:
     return ranks
 
 
-def in_servers(tables: list[Table], servers: list[int]) -> list[Layout]:
+def in_servers(tables: list[Table], servers: list[int]) -> list[list[Layout]]:
     """Servers of so many ranks; splits differ from the trainer's for every third tensor."""
     return [
-        {
-            i: [whole(table) if i % 5 == 4 else split(table, tp, part, i % 2 == 0 or i % 3 == 0)]
-            for i, table in enumerate(tables)
-        }
+        [
+            {
+                i: [whole(table) if i % 5 == 4 else split(table, tp, part, i % 2 == 0 or i % 3 == 0)]
+                for i, table in enumerate(tables)
+            }
+            for part in range(tp)
+        ]
         for tp in servers
-        for part in range(tp)
     ]
 
 
@@ -116,7 +120,7 @@ def test_a_part_that_nobody_holds_is_named():
     tables = [Table("a", 4, 1, 2), Table("w", 8, 6, 2)]
     held = [{0: [whole(tables[0])], 1: [Box(0, 4, 0, 6)]}]
     with pytest.raises(ValueError, match=r"^w: servers need rows 4 to 7, columns 0 to 5, and no rank"):
-        plan_push(tables, held, [{1: [Box(0, 8, 0, 6)]}], 100)
+        plan_push(tables, held, [[{1: [Box(0, 8, 0, 6)]}]], 100)
 
 
 def deepseek(layers: int = 61, dense: int = 3, experts: int = 256) -> list[tuple[Table, str]]:
@@ -163,7 +167,7 @@ def test_a_plan_for_671b_takes_seconds(layers: int):
         for rank, layout in enumerate(needed):
             layout[i] = [whole(table) if kind == "no" else split(table, 32, rank, kind == "rows")]
     begin = time.process_time()
-    plan = plan_push(tables, held, 4 * needed, 256 * 2**20)
+    plan = plan_push(tables, held, 4 * [needed], 256 * 2**20)
     seconds = time.process_time() - begin
     sent, total = plan.sent_bytes(), sum(table.rows * table.columns * 2 for table in tables)
     assert sum(sent[rank] for rank in range(len(held))) == total

@@ -142,7 +142,7 @@ class Ranks:
                 held[rank].setdefault(numbers[part.name], []).append(box)
         told = [json.loads(zlib.decompress(self.store.get(f"needs.{rank}"))) for rank in range(2, 6)]
         needed = [{i: [Box(*box) for box in boxes] for i, boxes in layout} for layout in told]
-        self.plan = plan_push(sized, held, needed, limit)
+        self.plan = plan_push(sized, held, [needed[:2], needed[2:]], limit)
         for rank, part in self.plan.parts().items():
             self.store.set(f"plan.{rank}", part.packed())
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megatron_gvpo.cluster.planner.architecture import Architecture
 from megatron_gvpo.cluster.planner.memory_model import shard
 from megatron_gvpo.cluster.planner.workload import Gpu, Layout
-from megatron_gvpo.weights.shards.plan import ROUNDS
+from megatron_gvpo.weights.shards.plan import LEAST, ROUNDS
 
 # Of the network's bandwidth, with gathering, copies and loading. With it DeepSeek-V3 to servers of 32 GPUs is
 # predicted at 2.4 s; NeMo-RL's resharding took 2.4 to 2.8 s (its docs/design-docs/nccl-reshard-refit.md).
@@ -34,8 +34,8 @@ def broadcast(model: Architecture, gpu: Gpu, layout: Layout) -> Push:
 def sharded(model: Architecture, gpu: Gpu, layout: Layout) -> Push:
     """Every trainer rank sends its share once, and the servers pass it on along a chain.
 
-    The trainer rank with the largest share or a server rank with its part sets the pace. The chain is full
-    after 1 / ROUNDS of that time, as the push is cut into as many rounds for each of its links.
+    The trainer rank with the largest share or a server rank with its part sets the pace. The chain takes a
+    round for each link on the way to the last rank to fill.
     """
     copies = layout.dp * layout.cp
     expert_copies = layout.gpus // (layout.pp * layout.ep)
@@ -45,5 +45,6 @@ def sharded(model: Architecture, gpu: Gpu, layout: Layout) -> Push:
     one_server = Layout(layout.rollout_tp, tp=layout.rollout_tp, ep=layout.rollout_tp)
     part = shard(model, one_server, 0).total * ELEMENT
     pace = max(share, part) / (gpu.network_gb_per_s * PUSH_FRACTION * 1e9)
-    fill = 1 / ROUNDS if layout.engines > 1 else 0.0
-    return Push(pace * (1 + fill), share, part)
+    way = layout.engines + layout.rollout_tp  # links from the trainer to the last rank
+    rounds = min(ROUNDS * way, max(share, part) / LEAST)
+    return Push(pace * (1 + way / rounds), share, part)

@@ -2,11 +2,11 @@
 
 Every tensor is a table of rows and columns (a vector has one column; further dimensions are columns), and a
 layout says which boxes of it a rank holds. The plan cuts the tensors along the edges of all boxes. Each of
-these cells is sent by one trainer rank that holds it to the first server rank that needs it. That one passes
-it on to the next, and so forth along a chain, so that a trainer rank sends every cell once, however many
-servers there are, and a server rank sends no more than it receives.
+these cells is sent by one trainer rank that holds it to the first server rank that needs it. A chain passes
+it on from server to server, and inside a server to its other ranks that need it, so that a trainer rank
+sends every cell once, however many servers there are.
 
-A rank's cells are sent in rounds of at most `limit` bytes, so that a chain passes one round on while the
+Cells are sent in rounds of at most `limit` bytes for a rank, so that a chain passes one round on while the
 next one comes. All that a rank sends another in one round is one message.
 """
 
@@ -21,7 +21,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-ROUNDS = 8  # rounds for each link of the longest chain: it fills in an eighth of the push's time
+ROUNDS = 8  # rounds for each link of the longest way: it fills in an eighth of the push's time
 LEAST = 2**20  # bytes of a round that are worth a message
 
 
@@ -62,13 +62,18 @@ Layout = Mapping[int, Sequence[Box]]  # the boxes that a rank holds, by the numb
 
 
 class Parcel(NamedTuple):
-    """A cell on its way: from the trainer rank `owner` through all `receivers`, in this order."""
+    """A cell on its way: from the trainer rank `owner` to its first receiver, and on over `route`."""
 
     cell: Cell
     nbytes: int
     owner: int
-    receivers: tuple[int, ...]
+    first: int
+    route: tuple[tuple[int, int], ...]
     round: int
+
+    @property
+    def links(self) -> tuple[tuple[int, int], ...]:
+        return ((self.owner, self.first), *self.route)
 
 
 @dataclass(frozen=True)
@@ -117,7 +122,7 @@ class Plan:
         """The bytes that go over each link (from rank, to rank) in one push."""
         links: Counter[tuple[int, int]] = Counter()
         for parcel in self.parcels:
-            for link in _links(parcel):
+            for link in parcel.links:
                 links[link] += parcel.nbytes
         return links
 
@@ -132,7 +137,7 @@ class Plan:
         """What each rank sends and receives."""
         messages: dict[tuple[int, int, int], list[Cell]] = defaultdict(list)
         for parcel in self.parcels:
-            for source, target in _links(parcel):
+            for source, target in parcel.links:
                 messages[parcel.round, source, target].append(parcel.cell)
         found = {
             rank: Part([[] for _ in range(self.rounds)], [[] for _ in range(self.rounds)])
@@ -145,17 +150,20 @@ class Plan:
         return found
 
 
-def plan_push(tables: Sequence[Table], held: Sequence[Layout], needed: Sequence[Layout], limit: int) -> Plan:
-    """Plan a push of `tables` from trainer ranks that hold `held` to server ranks that need `needed`.
+def plan_push(
+    tables: Sequence[Table], held: Sequence[Layout], needed: Sequence[Sequence[Layout]], limit: int
+) -> Plan:
+    """Plan a push of `tables` from trainer ranks that hold `held` to servers whose ranks need `needed`.
 
-    `limit`: bytes that a trainer rank sends in one round at most. Of the ranks that hold a cell, the one that
-    sends least sends it. Raises ValueError for a part that a server needs and no trainer rank holds.
+    `limit`: bytes that a trainer rank sends, and that a server rank gets from the trainer, in one round at
+    most. Of the ranks that hold a cell, the one that sends least sends it. Raises ValueError for a part that
+    a server needs and no trainer rank holds.
     """
     trainers = len(held)
-    holders, takers = _by_box(held, 0), _by_box(needed, trainers)
-    longest = max((len(ranks) for boxes in takers.values() for ranks in boxes.values()), default=1)
-    total = sum(table.rows * table.columns * table.itemsize for table in tables)
-    limit = min(limit, max(LEAST, total // (trainers * ROUNDS * longest)))
+    ranks = [layout for server in needed for layout in server]
+    servers = tuple(number for number, server in enumerate(needed) for _ in server)
+    limit = min(limit, max(LEAST, _most(tables, held, ranks) // (ROUNDS * (len(needed) + _longest(needed)))))
+    holders, takers = _by_box(held, 0), _by_box(ranks, trainers)
     loose: list[tuple[Cell, int, tuple[int, ...], tuple[int, ...]]] = []
     for number, table in enumerate(tables):
         boxes, theirs = holders.get(number, {}), takers.get(number, {})
@@ -169,17 +177,14 @@ def plan_push(tables: Sequence[Table], held: Sequence[Layout], needed: Sequence[
             receivers = _union([theirs[other] for other in to])
             loose.append((Cell(number, box), box.elements * table.itemsize, owners, receivers))
     owner = _balanced([(size, owners) for _, size, owners, _ in loose], trainers)
-    filled: Counter[int] = Counter()
-    rounds: Counter[int] = Counter()
-    parcels = []
-    for (cell, size, _, receivers), rank in zip(loose, owner, strict=True):
-        if filled[rank] and filled[rank] + size > limit:
-            rounds[rank] += 1
-            filled[rank] = 0
-        filled[rank] += size
-        parcels.append(Parcel(cell, size, rank, receivers, rounds[rank]))
-    last = max((parcel.round for parcel in parcels), default=-1)
-    return Plan(list(tables), trainers, trainers + len(needed), parcels, last + 1)
+    rounds = _rounds(
+        [(rank, to[0], size) for rank, (_, size, _, to) in zip(owner, loose, strict=True)], limit
+    )
+    parcels = [
+        Parcel(cell, size, rank, receivers[0], _route(receivers, servers, trainers), number)
+        for (cell, size, _, receivers), rank, number in zip(loose, owner, rounds, strict=True)
+    ]
+    return Plan(list(tables), trainers, trainers + len(ranks), parcels, max(rounds, default=-1) + 1)
 
 
 def fair_shares(plan: Plan, held: Sequence[Layout]) -> list[float]:
@@ -229,6 +234,62 @@ def _by_box(layouts: Sequence[Layout], first: int) -> dict[int, dict[Box, tuple[
     return found
 
 
+def _rounds(cells: Sequence[tuple[int, int, int]], limit: int) -> list[int]:
+    """The round of each cell (owner, first receiver, bytes). All owners are done at about the same time."""
+    total: Counter[int] = Counter()
+    before: list[int] = []
+    for rank, _, size in cells:
+        before.append(total[rank])
+        total[rank] += size
+    found = [0] * len(cells)
+    now: dict[int, tuple[int, int]] = {}  # the round that a rank is in, and its bytes in it
+    for index in sorted(range(len(cells)), key=lambda i: before[i] / total[cells[i][0]]):
+        *both, size = cells[index]
+        number = max(now.get(rank, (0, 0))[0] for rank in both)
+        filled = [bytes_ if at == number else 0 for at, bytes_ in (now.get(rank, (0, 0)) for rank in both)]
+        if max(filled) and max(filled) + size > limit:
+            number, filled = number + 1, [0, 0]
+        for rank, bytes_ in zip(both, filled, strict=True):
+            now[rank] = (number, bytes_ + size)
+        found[index] = number
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _route(
+    receivers: tuple[int, ...], servers: tuple[int, ...], trainers: int
+) -> tuple[tuple[int, int], ...]:
+    """The links from a cell's first receiver to the others.
+
+    A chain goes through the first receiver of each server, and from there another through the others of it.
+    """
+    links: list[tuple[int, int]] = []
+    first = before = receivers[0]
+    for rank in receivers[1:]:
+        if servers[rank - trainers] == servers[first - trainers]:
+            links.append((before, rank))
+        else:
+            links.append((first, rank))
+            first = rank
+        before = rank
+    return tuple(links)
+
+
+def _most(tables: Sequence[Table], held: Sequence[Layout], ranks: Sequence[Layout]) -> int:
+    """About the bytes of the rank that sends or gets most."""
+    different = {id(layout): layout for layout in ranks}.values()
+    gets = (
+        sum(box.elements * tables[number].itemsize for number, boxes in layout.items() for box in boxes)
+        for layout in different
+    )
+    total = sum(table.rows * table.columns * table.itemsize for table in tables)
+    return max([total // len(held), *gets])
+
+
+def _longest(needed: Sequence[Sequence[Layout]]) -> int:
+    return max(map(len, needed), default=1)
+
+
 @lru_cache(maxsize=4096)  # most tensors of a model are cut like others
 def _cells(
     size: tuple[int, int, int], held: tuple[Box, ...], needed: tuple[Box, ...], limit: int
@@ -256,10 +317,6 @@ def _cells(
 
 def _listed(cells: Iterable[Cell]) -> list[list[int]]:
     return [[cell.tensor, *cell.box] for cell in cells]
-
-
-def _links(parcel: Parcel) -> Iterable[tuple[int, int]]:
-    return zip((parcel.owner, *parcel.receivers), parcel.receivers, strict=False)
 
 
 def _union(ranks: list[tuple[int, ...]]) -> tuple[int, ...]:
