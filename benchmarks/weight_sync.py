@@ -42,6 +42,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from sync_model import change, make_model
+from sync_ranks import measure_ranks
 from sync_server import ROOT, cpu_seconds, device, engine_python, served, two_gpus
 from torch import Tensor
 
@@ -71,6 +72,9 @@ Weights = dict[str, Tensor]
 
 def main() -> None:
     args = parse()
+    if args.ranks:
+        against_ranks(args)
+        return
     path = args.out or ROOT / "benchmarks" / "results" / f"weight_sync_{args.device}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {"machine": machine(args), "settings": settings(args), "results": []}
@@ -86,6 +90,18 @@ def main() -> None:
                 del weights
 
 
+def against_ranks(args: argparse.Namespace) -> None:
+    """Measure pushes by shards against the trainer's ranks; writes results/sync_ranks_cpu.json."""
+    path = args.out or ROOT / "benchmarks" / "results" / "sync_ranks_cpu.json"
+    args.engines = []
+    report: dict[str, Any] = {"machine": machine(args), "rounds": args.rounds, "results": []}
+    for ranks in args.ranks:
+        row = measure_ranks(ranks, args.megabytes[0], args.rounds)
+        report["results"].append(row)
+        print(row, flush=True)
+        path.write_text(json.dumps(report, indent=2) + "\n")
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -94,6 +110,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--megabytes", type=int, nargs="+", default=[10, 200, 2000], metavar="MB")
     parser.add_argument("--engines", nargs="*", choices=DIALECTS, default=list(DIALECTS))
     parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS))
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="measure pushes by shards from N trainer ranks, without engines (sync_ranks.py)",
+    )
     parser.add_argument("--rounds", type=int, default=5, help="measured pushes of each transport (5)")
     parser.add_argument("--bucket-mb", type=int, default=512, help="rollout.weights.bucket_mb (512)")
     parser.add_argument("--changed", type=int, default=50, help="every N-th element changes a push (50)")

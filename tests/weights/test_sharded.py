@@ -219,7 +219,7 @@ def test_a_slice_gives_what_the_whole_tensor_would_and_nothing_else():
     assert torch.equal(target, full[2:6, 3:])
     target[:3, :2].copy_(Slice.of(whole).t()[3:, 4:6])
     assert torch.equal(target[:3, :2], full.t()[3:, 4:6])
-    with pytest.raises(RuntimeError, match=r"^w: the engine copies rows 0 to 3, columns 0 to 2, which"):
+    with pytest.raises(RuntimeError, match=r"^w: the engine copies rows 0 to 3, columns 0 to 2, and did"):
         target.copy_(Slice.of(whole)[:4, :3])
     with pytest.raises(RuntimeError, match=r"^w: the engine computes with it"):
         target.copy_(Slice.of(whole)[2:6, 3:] * 2)

@@ -1,0 +1,54 @@
+"""Sharded pushes from four trainer ranks to two real servers of two ranks each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import moe_task
+import pytest
+from distributed import launch
+from servers import ENGINES, running
+
+pytestmark = pytest.mark.proof  # tests/weights/test_sharded.py has the same ranks, without engines
+TWO_OF_TWO = ("rollout.servers.tp=2", "rollout.servers.count=2")
+
+
+def assert_equal_from_files(directory: Path, steps: range) -> None:
+    """Each server computes with the tensors that it has after it loads the export from files."""
+    for server in ("0", "1"):
+        found = [(directory / server / f"checksum-{step}").read_text() for step in steps]
+        assert len(set(found)) == len(found), "each push changed the weights"
+        for step, pushed in zip(steps, found, strict=True):
+            assert pushed == (directory / server / f"checksum-{step}-from-files").read_text()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_two_servers_of_two_ranks_get_their_shards(engine: str, task: Path, tmp_path: Path):
+    """Checksums, the probe's log-probs and the bytes of every link are right, push after push."""
+    with running(engine, task, tmp_path, *TWO_OF_TWO) as supervisor:
+        urls = ",".join(process.url for process in supervisor.processes)
+        launch("sharded_worker:push", [4], engine, urls, str(task), str(tmp_path), "tp2 pp2")
+        assert_equal_from_files(tmp_path, range(3))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_experts_go_from_their_ranks_to_the_servers(engine: str, task: Path, tmp_path: Path):
+    """The same holds for a mixture of experts, whose experts are on different ranks of the trainer."""
+    moe = moe_task.make(task, tmp_path / "task")
+    with running(engine, moe, tmp_path, *TWO_OF_TWO) as supervisor:
+        urls = ",".join(process.url for process in supervisor.processes)
+        launch("sharded_worker:push", [4], engine, urls, str(moe), str(tmp_path), "ep2 tp2")
+        assert_equal_from_files(tmp_path, range(3))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_server_or_the_trainer_that_is_killed_in_mid_push_is_back_in_the_next(
+    engine: str, task: Path, tmp_path: Path
+):
+    with running(engine, task, tmp_path, *TWO_OF_TWO) as supervisor:
+        urls = ",".join(process.url for process in supervisor.processes)
+        with pytest.raises(AssertionError, match=r"exit status|SIGKILL"):
+            launch("sharded_worker:interrupted", [4], engine, urls, str(task), str(tmp_path), "tp2 pp2")
+        pid = str(supervisor.processes[0].pid)
+        launch("sharded_worker:killed", [4], engine, urls, str(task), str(tmp_path), "tp2 pp2", pid)
+        assert_equal_from_files(tmp_path, range(1, 2))
