@@ -23,7 +23,7 @@ import torch.distributed as dist
 from megatron_gvpo.config.schema import Config
 from megatron_gvpo.rollout.server import Server
 from megatron_gvpo.runtime.collectives import broadcast_msgpack
-from megatron_gvpo.weights.broadcast import Broadcast, GroupReceiver
+from megatron_gvpo.weights.broadcast import LEAVE, Broadcast, GroupReceiver
 from megatron_gvpo.weights.bucket import Bucket
 from megatron_gvpo.weights.group import Membership, Rendezvous, WeightGroup, group_address, join
 from megatron_gvpo.weights.node import new_name
@@ -208,15 +208,15 @@ class Sharded(Broadcast):
         if not failed:
             return
         store.set(STOP, "1")
-        await asyncio.wait(sends)
-        await asyncio.wait(posts, timeout=5.0)  # a server that is well may still be receiving
+        # A server that refused to receive leaves, and so ends the waits of all ranks that send to it.
+        leaves = self._start(lambda m: self._group_receiver(m).leave(self._meeting, LEAVE))
+        await asyncio.gather(*leaves, return_exceptions=True)
+        await asyncio.wait([*sends, *posts], timeout=self._timeout)
         for task in posts:
             task.cancel()
         self._raise_failed({task: m for task, m in posts.items() if task.done() and not task.cancelled()})
         problem = failed[0].exception()
-        if isinstance(
-            problem, RuntimeError | Stopped | PushFailed
-        ):  # RuntimeError is torch's, for a dead rank
+        if isinstance(problem, RuntimeError | Stopped | PushFailed):  # RuntimeError: torch's, of a dead rank
             raise PushFailed(f"a sharded push failed: {problem}", self._handles) from None
         assert problem is not None
         raise problem

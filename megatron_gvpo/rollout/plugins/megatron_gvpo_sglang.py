@@ -44,7 +44,8 @@ def receive(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]
     elif order["op"] == "shards":
         _receive_shards(model)
     elif order["op"] == "leave":
-        _leave_shards()
+        if order["name"] in _groups:  # it may come late, when this rank is in another group
+            _leave_shards()
     else:
         _apply(model, order)
 

@@ -143,7 +143,7 @@ class SGLangSharded(PluginGroupReceiver, ShardedReceiver):
         await self.order_all({"op": "shards"}, timeout)
 
     async def leave(self, meeting: Rendezvous, timeout: float) -> None:
-        await self.order_all({"op": "leave"}, timeout)
+        await self.order_all({"op": "leave", "name": meeting.name}, timeout)
 
 
 class SGLangShared(PluginReceiver, SharedReceiver):
