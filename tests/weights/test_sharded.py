@@ -71,7 +71,7 @@ class Engine(torch.nn.Module):
 
 
 def own_parts(rank: int, full: dict[str, Tensor]) -> OwnWeights:
-    """What one of two trainer ranks holds: q and v in one tensor as Megatron has them, two heads each."""
+    """The weights of one of two trainer ranks: q and v in one tensor, as Megatron has them."""
     q, v = (full[f"m.layers.0.self_attn.{x}"][4 * rank : 4 * rank + 4] for x in "qv")
     qv = torch.cat([q[:2], v[:2], q[2:], v[2:]])
     parts = []

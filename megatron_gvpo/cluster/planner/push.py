@@ -9,8 +9,9 @@ from megatron_gvpo.cluster.planner.memory_model import shard
 from megatron_gvpo.cluster.planner.workload import Gpu, Layout
 from megatron_gvpo.weights.shards.plan import LEAST, ROUNDS
 
-# Of the network's bandwidth, with gathering, copies and loading. With it DeepSeek-V3 to servers of 32 GPUs is
-# predicted at 2.4 s; NeMo-RL's resharding took 2.4 to 2.8 s (its docs/design-docs/nccl-reshard-refit.md).
+# The share of the network that a push reaches, with gathering, copies and loading. With it DeepSeek-V3 to
+# servers of 32 GPUs is predicted at 2.5 s; NeMo-RL's resharding took 2.4 to 2.8 s (its
+# docs/design-docs/nccl-reshard-refit.md).
 PUSH_FRACTION = 0.4
 ELEMENT = 2  # bytes of a weight in bf16
 

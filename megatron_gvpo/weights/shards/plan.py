@@ -100,7 +100,7 @@ class Part:
 
 
 def unpack_sends(packed: bytes, rank: int) -> list[list[Message]]:
-    """What `rank` sends, by round, from its packed part."""
+    """The messages that `rank` sends, by round, from its packed part."""
     sends = json.loads(zlib.decompress(packed))["sends"]
     return [
         [Message(rank, target, [Cell(t, Box(*box)) for t, *box in cells]) for target, cells in messages]
@@ -134,7 +134,7 @@ class Plan:
         return sent
 
     def parts(self) -> dict[int, Part]:
-        """What each rank sends and receives."""
+        """The messages of each rank."""
         messages: dict[tuple[int, int, int], list[Cell]] = defaultdict(list)
         for parcel in self.parcels:
             for source, target in parcel.links:
