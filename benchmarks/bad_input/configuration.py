@@ -13,7 +13,8 @@ def value(override: str, *says: str, expected: Expected = "refused") -> Case:
     key = override.partition("=")[0].split(".")[-1]
     engine = ("rollout.engine=vllm",) if override.startswith(("rollout.servers", "rollout.weights")) else ()
     arguments = (*TRAIN, *engine, override)
-    return Case("configuration", override[:60], arguments, expected=expected, says=says or (key,))
+    says = says or (() if expected == "either" else (key,))
+    return Case("configuration", override[:60], arguments, expected=expected, says=says)
 
 
 def file(name: str, text: str | bytes, *says: str, expected: Expected = "refused") -> Case:

@@ -15,7 +15,7 @@ from typing import Any, TextIO, cast
 from megatron_gvpo.config.secrets import hide
 
 SILENCE = 1.0  # seconds before a notice says what is being loaded
-SCREENFUL = 2000  # characters of an error's message that are shown
+SCREENFUL, END = 2000, 400  # characters of an error's message that are shown, and of its end among them
 
 
 def say(text: str, file: TextIO | None = None) -> None:
@@ -39,9 +39,13 @@ def refuse(error: Exception, code: int = 2, everywhere: bool = False) -> int:
 
 
 def _readable(text: str) -> str:
-    """At most a screenful of a text, without characters that move the cursor: it may hold a user's data."""
+    """At most a screenful of a text, without characters that move the cursor: it may hold a user's data.
+
+    The end is kept, too: the problem often follows what was given.
+    """
     if len(text) > SCREENFUL:
-        text = f"{text[:SCREENFUL]} ... ({len(text) - SCREENFUL} more characters)"
+        more = f" ... ({len(text) - SCREENFUL} more characters) ... "
+        text = text[: SCREENFUL - END] + more + text[-END:]
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 

@@ -88,7 +88,9 @@ def open_checkpoint(directory: Path) -> FilesReader:
     except (ValueError, KeyError, TypeError):
         raise DamagedCheckpointError(f"{file} is damaged: it names no sharded_backend") from None
     if backend != "torch_dist":
-        raise DamagedCheckpointError(f"{file}: sharded_backend={backend!r}; this version reads torch_dist")
+        raise DamagedCheckpointError(
+            f"{file}: sharded_backend={str(backend)[:40]!r}; this version reads torch_dist"
+        )
     if (legacy := directory / "common.pt").exists():
         raise CheckpointError(f"{legacy}: no checkpoint of this program has this file; it was not read")
     return FilesReader(directory)

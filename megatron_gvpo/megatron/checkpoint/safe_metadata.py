@@ -126,12 +126,14 @@ def _tensor(values: dict[str, Any]) -> TensorStorageMetadata:
     dtype = values["properties"].values[0]
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{dtype!r} is no dtype")
-    chunks = [_of(chunk, "ChunkStorageMetadata") for chunk in values["chunks"]]
-    return TensorStorageMetadata(
-        TensorProperties(dtype=dtype),
-        _size(values["size"]),
-        [ChunkStorageMetadata(_size(chunk["offsets"]), _size(chunk["sizes"])) for chunk in chunks],
-    )
+    size, chunks = _size(values["size"]), list[ChunkStorageMetadata]()
+    for described in values["chunks"]:
+        chunk = _of(described, "ChunkStorageMetadata")
+        begin, extent = _size(chunk["offsets"]), _size(chunk["sizes"])
+        if any(first + count > whole for first, count, whole in zip(begin, extent, size, strict=True)):
+            raise ValueError("a part of a tensor lies outside of it")
+        chunks.append(ChunkStorageMetadata(begin, extent))
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
 
 
 def _of(found: Any, kind: str) -> dict[str, Any]:
