@@ -13,6 +13,7 @@ EVERY_KEY = ("*",)  # all keys of a section, and those to come, are of one kind 
 # The bounds of a number that states none of its own: 32-bit counters, and squares that float32 still holds.
 LARGEST_COUNT = 2**31 - 1
 LARGEST_NUMBER = 1e12
+MIB = 2**20  # bytes
 
 Seconds = Annotated[float, Field(gt=0, le=1e6)]  # of a wait: the system's poll takes at most 2^31 ms
 Processes = Annotated[int, Field(gt=0, le=1024)]  # to start on one machine

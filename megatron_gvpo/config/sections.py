@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
-from megatron_gvpo.config.section import EVERY_KEY, LocalPath, Processes, Seconds, Section, Seed
+from megatron_gvpo.config.section import EVERY_KEY, MIB, LocalPath, Processes, Seconds, Section, Seed
 from megatron_gvpo.config.servers import ServersConfig, WeightSyncConfig
 from megatron_gvpo.rewards.registry import BUILT_IN
 from megatron_gvpo.sampling.engine import ENGINES, SERVED, known_engine
@@ -203,6 +203,10 @@ class TrainConfig(Section):
     head_stash_mb: NonNegativeInt = 1024
     seed: Seed = 0  # Seed of sampling, order and initialisation.
     deterministic: bool = False  # Repeat the metrics bit for bit under the same layout; slower on a GPU.
+
+    @property
+    def head_stash_bytes(self) -> int:
+        return self.head_stash_mb * MIB
 
     @property
     def updates(self) -> int:

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
-from megatron_gvpo.config.section import EVERY_KEY, LocalPath, Processes, Seconds, Section
+from megatron_gvpo.config.section import EVERY_KEY, MIB, LocalPath, Processes, Seconds, Section
 from megatron_gvpo.weights.transports import known_transport
 
 
@@ -114,3 +114,7 @@ class WeightSyncConfig(Section):
     # failed pushes in a row.
     attempts: PositiveInt = 3
     timeout: Seconds = 300.0  # Seconds for one part of a push, such as a bucket.
+
+    @property
+    def bucket_bytes(self) -> int:
+        return self.bucket_mb * MIB

@@ -55,7 +55,7 @@ class Policy(Scorer):
         self._trained = [(self.model, self.optimizer), *critics]
         self.memory = DeviceMemory(*self._trained)
         self._loss: Loss = config.algorithm.loss.sized(config.rollout.max_tokens)
-        self._stash_bytes = config.train.head_stash_mb << 20
+        self._stash_bytes = config.train.head_stash_bytes
         self._measured = False
         self._background_group: dist.ProcessGroup | None = None
         other = next((r for r in config.algorithm.reference_policies if r != STEP_START), None)

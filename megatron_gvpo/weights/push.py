@@ -52,7 +52,7 @@ class Publisher:
         report: Callable[[str], None],
     ) -> None:
         self._pool, self._loop, self._transport, self._settings = pool, loop, transport, settings
-        self._dtype, self._halves = dtype, DoubleBuffer(settings.bucket_mb * 2**20, device)
+        self._dtype, self._halves = dtype, DoubleBuffer(settings.bucket_bytes, device)
         self._expected, self._optional, self._fp8, self._report = expected, optional, fp8, report
         self._colocated = colocated
         self._closed: list[ServerHandle] = []  # they have the weights and wait for `open`

@@ -93,7 +93,7 @@ class WeightSync:
         if servers is not None:
             self._publisher = self._publish(servers)
         elif (follower := self._kind.follower(self._config, _device())) is not None:
-            limit = self._config.rollout.weights.bucket_mb * 2**20
+            limit = self._config.rollout.weights.bucket_bytes
             self._follower = follower, DoubleBuffer(limit, _device())
 
     def expected_probe(self) -> Tensor | None:

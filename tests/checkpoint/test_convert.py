@@ -9,6 +9,7 @@ import gradient_reference as reference
 import pytest
 import torch
 from safetensors.torch import load_file
+from small_constants import small_constants
 
 from megatron_gvpo.cli import main
 
@@ -20,8 +21,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+def weights(directory: Path) -> dict[str, torch.Tensor]:
+    return {name: t for file in directory.glob("*.safetensors") for name, t in load_file(file).items()}
+
+
 def assert_same_weights(one: Path, other: Path) -> None:
-    ours, theirs = load_file(one / "model.safetensors"), load_file(other / "model.safetensors")
+    ours, theirs = weights(one), weights(other)
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         assert tensor.dtype == theirs[name].dtype and torch.equal(tensor, theirs[name]), name
@@ -37,6 +42,19 @@ def test_there_and_back(models: Path, tmp_path: Path, family: str) -> None:
     reference.transformers.AutoModelForCausalLM.from_config(config).save_pretrained(like)
     assert main(["convert", str(there), str(back), "--like", str(like)]) == 0
     assert_same_weights(back, models / family)
+
+
+def test_there_and_back_in_several_files(models: Path, tmp_path: Path) -> None:
+    """The same with a source of several files, through sizes that large models exceed."""
+    source, there, back = tmp_path / "source", tmp_path / "megatron", tmp_path / "hf"
+    model = reference.transformers.AutoModelForCausalLM.from_pretrained(models / "qwen3_moe")
+    model.save_pretrained(source, max_shard_size="30KB")
+    with small_constants():
+        assert main(["convert", str(source), str(there)]) == 0
+        assert main(["convert", str(there), str(back), "--like", str(source)]) == 0
+    assert all(len(list(directory.glob("model-*.safetensors"))) > 2 for directory in (source, back))
+    assert_same_weights(back, models / "qwen3_moe")
+    reference.transformers.AutoModelForCausalLM.from_pretrained(back)  # reads the index
 
 
 def test_what_is_refused(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

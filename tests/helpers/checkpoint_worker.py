@@ -18,7 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from distributed import forget_layout, run_number
-from gradient_worker import Case, Layout, config_of
+from gradient_cases import small
+from gradient_worker import Case, Layout, config_of, sizes_of
 from torch import Tensor
 
 MOMENTS = ("param", "exp_avg", "exp_avg_sq")
@@ -47,13 +48,14 @@ def run(directory: str) -> None:
     place = Path(directory)
     for layout, source, case in torch.load(place / "work.pt", weights_only=False)[run_number()]:
         name = f"{source}-{case.model}"
-        policy = Policy(config_of(case, layout, place))
-        if layout == source:
-            policy.update(case.rows, at_step_start=False)
-            checkpoint.save(place / name, 1, policy, {"mine": 7}, keep=1)
-        else:
-            assert checkpoint.load(checkpoint.complete(place / name)[-1], policy)["mine"] == 7
-        found = _continued(policy, case)
+        with sizes_of(layout):
+            policy = Policy(config_of(case, layout, place))
+            if layout == source:
+                policy.update(case.rows, at_step_start=False)
+                checkpoint.save(place / name, 1, policy, {"mine": 7}, keep=1)
+            else:
+                assert checkpoint.load(checkpoint.complete(place / name)[-1], policy)["mine"] == 7
+            found = _continued(policy, case)
         if dist.get_rank() == 0:
             torch.save(found, place / f"{layout}-of-{name}.pt")
         forget_layout()
@@ -284,6 +286,11 @@ MOVES: dict[tuple[str, Layout], list[Layout]] = {
     ("qwen3_moe", EVERYWHERE): [Layout(1), EXPERTS, Layout(4, pp=4)],
     ("qwen3_moe", EXPERTS): [Layout(2, tp=2, etp=2, sequence_parallel=True), INTERLEAVED],
     ("deepseek_v3", EVERYWHERE): [Layout(2, ep=2), Layout(2, pp=2)],
+    # Many buckets, and tensors that are written and read without a copy.
+    ("untied", small(Layout(2))): [Layout(1), small(Layout(2, pp=2)), small(SQUARE)],
+    ("tied", small(Layout(4, pp=2))): [small(Layout(4)), small(Layout(2, offload=0.5)), INTERLEAVED],
+    ("qwen3_moe", small(EXPERTS)): [small(EVERYWHERE), Layout(2, pp=2)],
+    ("deepseek_v3", small(Layout(2, ep=2))): [small(EVERYWHERE)],
 }
 # `make test` runs these moves, `make proof` all of MOVES.
 QUICK: set[tuple[str, Layout, Layout]] = {
@@ -293,4 +300,5 @@ QUICK: set[tuple[str, Layout, Layout]] = {
     ("untied", Layout(2, offload=0.5), Layout(1)),
     ("qwen3_moe", EVERYWHERE, Layout(1)),
     ("deepseek_v3", EVERYWHERE, Layout(2, ep=2)),
+    ("tied", small(Layout(4, pp=2)), small(Layout(4))),
 }

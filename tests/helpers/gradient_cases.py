@@ -301,12 +301,23 @@ RUNS += [
     if step.model == model
 ]
 RUNS += [(layout, "qwen3_moe, gvpo, replayed") for layout in COMPUTED_AGAIN]
+# Every layout again with overlap, and with the sizes of small_constants.py cut down.
+SMALL_STEPS = {"gvpo, groups split", "tied, gvpo, groups split", "grpo with kl"}
+SMALL_STEPS |= {f"{family}, gvpo, groups split" for family in FAMILIES}
+SMALL_STEPS |= {f"{family}, grpo, fewer rows than ranks" for family in FAMILIES}
+
+
+def small(layout: Layout) -> Layout:
+    return replace(layout, overlap=True, small=True)
+
+
+RUNS += list(dict.fromkeys((small(layout), name) for layout, name in RUNS if name in SMALL_STEPS))
 MODELS = {"untied": "gvpo, groups split"}  # every model's step of its update
 MODELS |= {model: f"{model}, gvpo, groups split" for model in ("tied", *FAMILIES)}
 PROBES = list(dict.fromkeys((layout, STEPS[name].model) for layout, name in RUNS))
 # `make test` runs every method on one and two ranks, and every family and every kind of division (tp, sp, pp,
-# vpp, cp, ep, etp, dp, uneven stages, overlap, recomputation, offload) in few layouts and steps; `make proof`
-# runs all of RUNS.
+# vpp, cp, ep, etp, dp, uneven stages, overlap, recomputation, offload) in few layouts and steps, and small
+# constants in few layouts; `make proof` runs all of RUNS.
 FEW = ["gvpo, groups split", "gpg, age by token, ranks without signal, accumulated"]
 FEW_LAYOUTS = {
     "untied": [
@@ -334,10 +345,18 @@ FEW_LAYOUTS = {
     "deepseek_v2": [Layout(2, **_SP, ep=2)],
     "deepseek_v3": [Layout(1, **_OF_MLA), Layout(4, **_SP, pp=2, ep=2)],
 }
+FEW_SMALL = {
+    "untied": [Layout(2), Layout(4, pp=2, vpp=2)],
+    "tied": [Layout(4, pp=2)],
+    "qwen3_moe": [Layout(4, ep=2)],
+    "deepseek_v3": [Layout(4, **_SP, pp=2, ep=2)],
+}
 
 
 def in_make_test(layout: Layout, name: str) -> bool:
     model = STEPS[name].model
+    if layout.small:
+        return layout in map(small, FEW_SMALL.get(model, []))
     if name.endswith(", replayed"):
         return model == "qwen3_moe" and layout in (Layout(1), Layout(2, pp=2, recompute="full"))
     if model not in FAMILIES and layout in THOROUGH:

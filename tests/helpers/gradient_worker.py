@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from distributed import run_number
+from small_constants import small_constants
 from torch import Tensor
 
 from megatron_gvpo.config.schema import Config, build_config
@@ -35,6 +37,7 @@ class Layout:
     recompute_layers: int | None = None
     recompute_modules: tuple[str, ...] = ("core_attn",)
     offload: float = 0.0  # of the optimizer's states
+    small: bool = False  # under small_constants
 
     @property
     def dp(self) -> int:
@@ -50,12 +53,13 @@ class Layout:
             of = "+".join(self.recompute_modules) if self.recompute == "selective" else of
             parts.append(f"recompute_{self.recompute}" + (f"_{of}" if of else ""))
         parts += [f"offload{self.offload:g}"] if self.offload else []
+        parts += ["small"] * self.small
         return "-".join(parts) or "single"
 
     @property
     def settings(self) -> dict[str, Any]:
         """The section `parallel` of a configuration."""
-        others = ("ranks", "overlap", "offload")
+        others = ("ranks", "overlap", "offload", "small")
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in others}
         return given | {"overlap_grad_reduce": self.overlap, "overlap_param_gather": self.overlap}
 
@@ -84,6 +88,8 @@ class Outcome:
 
     metrics: dict[str, float]
     gradients: dict[str, Tensor]
+    grad_norm: float  # by which Megatron's optimizer clips
+    stash_share: float  # of the tokens whose exponentials the head has kept
 
 
 @dataclass(frozen=True)
@@ -97,6 +103,7 @@ class Probe:
     updated_logp_r: Tensor
     updated: dict[str, Tensor]
     grad_norm: float
+    buckets: int  # that are communicated on their own, on this rank
 
 
 TEMPERATURE = 0.8
@@ -124,6 +131,10 @@ def config_of(case: Case, layout: Layout, directory: Path) -> Config:
     )
 
 
+def sizes_of(layout: Layout) -> contextlib.AbstractContextManager[None]:
+    return small_constants() if layout.small else contextlib.nullcontext()
+
+
 def run(directory: str) -> None:
     """Run every case and probe of one layout; rank 0 writes results-{layout}.pt."""
     from megatron.core import parallel_state
@@ -135,15 +146,16 @@ def run(directory: str) -> None:
     layout = list(dict.fromkeys(layout for layout, _ in runs))[run_number()]
     cases = [case for of, case in runs if of == layout]
     results: dict[tuple[str, str], Outcome | Probe] = {}
-    for model in dict.fromkeys(case.model for case in cases):
-        probe = probes[model]
-        policy = Policy(config_of(probe, layout, place))
-        exported = _copy(policy.weights())
-        for case in (case for case in cases if case.model == model):
-            print(f"{layout}: {case.name}", flush=True)
-            results[str(layout), case.name] = _gradients(policy, case, config_of(case, layout, place))
-        results[str(layout), model] = _probe(policy, probe, config_of(probe, layout, place), exported)
-        parallel_state.destroy_model_parallel()
+    with sizes_of(layout):
+        for model in dict.fromkeys(case.model for case in cases):
+            probe = probes[model]
+            policy = Policy(config_of(probe, layout, place))
+            exported = _copy(policy.weights())
+            for case in (case for case in cases if case.model == model):
+                print(f"{layout}: {case.name}", flush=True)
+                results[str(layout), case.name] = _gradients(policy, case, config_of(case, layout, place))
+            results[str(layout), model] = _probe(policy, probe, config_of(probe, layout, place), exported)
+            parallel_state.destroy_model_parallel()
     if dist.get_rank() == 0:
         torch.save(results, place / f"results-{layout}.pt")
 
@@ -158,24 +170,31 @@ def _configure(policy: Any, config: Config) -> None:
 
 
 def _gradients(policy: Any, case: Case, config: Config) -> Outcome:
-    """Loss and gradients of one case; the weights do not change."""
+    """Loss, gradients and their norm of one case; the weights do not change."""
+    from megatron_gvpo.megatron.parallel import megatron_device
+
     _configure(policy, config)
     rows = case.rows
     if config.algorithm.estimator is not None:
         rows, _ = config.algorithm.estimator.fill(rows)
     gradients: dict[str, Tensor] = {}
-    apply, policy.optimizer.apply = (
-        policy.optimizer.apply,
-        lambda: gradients.update(_export_gradients(policy)),
-    )
+    norms: list[float] = []
+
+    def instead_of_an_update() -> None:
+        with megatron_device():
+            policy.optimizer.megatron.prepare_grads()
+            norms.append(float(policy.optimizer.megatron.get_grad_norm()))
+        gradients.update(_export_gradients(policy))
+
+    apply, policy.optimizer.apply = policy.optimizer.apply, instead_of_an_update
     if case.first is not None:
         watch = MismatchWatch(threshold=1.0)
         watch.compare(case.first, _own_logp(policy, case.first), version=0)
         rows = rows.with_columns(ref_logp_r=watch.corrected(rows))
         gradients.clear()
-    metrics = policy.update(rows, at_step_start=case.at_step_start).metrics
+    result = policy.update(rows, at_step_start=case.at_step_start)
     policy.optimizer.apply = apply
-    return Outcome(metrics, gradients)
+    return Outcome(result.metrics, gradients, norms[-1], result.head["head/stash"])
 
 
 def _own_logp(policy: Any, rows: TrainBatch) -> Tensor:
@@ -190,7 +209,12 @@ def _probe(policy: Any, case: Case, config: Config, exported: dict[str, Tensor])
     logp_r = policy.score(case.rows)
     update = policy.update(case.rows, at_step_start=case.at_step_start).update
     updated_logp_r = policy.score(case.rows)  # before an export, which would settle the weights
-    return Probe(exported, logp_r, updated_logp_r, _copy(policy.weights()), update.grad_norm)
+    buckets = sum(
+        len(group)
+        for c in policy.model.chunks
+        for group in (c.bucket_groups, c.expert_parallel_bucket_groups)
+    )
+    return Probe(exported, logp_r, updated_logp_r, _copy(policy.weights()), update.grad_norm, buckets)
 
 
 @torch.no_grad()

@@ -5,32 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from distributed import forget_layout, run_number
 from gradient_worker import config_of
+from small_constants import small_constants
 
 from megatron_gvpo.types import TrainBatch
-
-# Elements; megatron-core closes a bucket at 40 million. The output layer of the tiny models, even one of two
-# shards of it, has more: an untied one fills the first bucket alone, as that of a large model does.
-BUCKET_SIZE = 2000
 
 
 def run(directory: str) -> None:
     """Run case number `run_number()` of work.pt twice; rank 0 writes {case}.pt."""
-    from megatron.core.distributed import DistributedDataParallelConfig
-
     place, number = Path(directory), run_number()
     layout, case = torch.load(place / "work.pt", weights_only=False)[number]
-
-    check = DistributedDataParallelConfig.__post_init__
-
-    def with_small_buckets(self: Any) -> None:
-        self.bucket_size = BUCKET_SIZE
-        check(self)
 
     found: dict[bool, dict[str, Any]] = {}
     for overlap in (False, True):
@@ -38,7 +26,7 @@ def run(directory: str) -> None:
         # Far from a minimum, where a gradient is a small difference of large terms and shows their rounding.
         slow = config.optimizer.model_copy(update={"lr": 1e-3})
         config = config.model_copy(update={"optimizer": slow})
-        with mock.patch.object(DistributedDataParallelConfig, "__post_init__", with_small_buckets):
+        with small_constants():
             found[overlap] = _updates(config, case.rows, place / f"checkpoint-{number}-{overlap}")
         forget_layout()
     if dist.get_rank() == 0:

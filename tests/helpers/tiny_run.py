@@ -147,7 +147,7 @@ def records(out: Path) -> list[dict[str, Any]]:
 
 def weights(out: Path) -> dict[str, Tensor]:
     """The weights that the run exported."""
-    return load_file(out / "hf" / "model.safetensors")
+    return {name: t for file in (out / "hf").glob("*.safetensors") for name, t in load_file(file).items()}
 
 
 def assert_same_run(one: Path, other: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from small_constants import small_constants
 from tiny_run import configure, fit, reward_options
 
 from megatron_gvpo.config.schema import ConfigError
@@ -17,17 +19,20 @@ from megatron_gvpo.runtime.user_functions import UserFunctionError
 def interrupted_and_not(task: str, runs: str) -> None:
     """Run whole, and interrupted in the second step and resumed, both data- and tensor-parallel.
 
-    The signal reaches one rank only.
+    The signal reaches one rank only. The data-parallel runs overlap communication, with small constants.
     """
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(dist.get_rank()), str(dist.get_world_size())
-    for layout, override in {"dp2": "parallel.tp=1", "tp2": "parallel.tp=2"}.items():
-        common = (override, "algorithm=gvpo", "train.mini_batches=2", "train.deterministic=true")
+    overlap = ("parallel.overlap_grad_reduce=true", "parallel.overlap_param_gather=true")
+    layouts = {"dp2": (overlap, small_constants()), "tp2": (("parallel.tp=2",), nullcontext())}
+    for layout, (overrides, sizes) in layouts.items():
+        common = (*overrides, "algorithm=gvpo", "train.mini_batches=2", "train.deterministic=true")
         whole, parts = (Path(runs) / f"{layout}-{name}" for name in ("whole", "parts"))
-        fit(configure(Path(task), whole, *common))
-        signal = reward_options(Path(task), signal_in=2 if dist.get_rank() == 0 else 0)
-        stopped = fit(configure(Path(task), parts, *common, signal))
-        assert stopped.step == 2
-        fit(configure(Path(task), parts, *common), resume=True)
+        with sizes:
+            fit(configure(Path(task), whole, *common))
+            signal = reward_options(Path(task), signal_in=2 if dist.get_rank() == 0 else 0)
+            stopped = fit(configure(Path(task), parts, *common, signal))
+            assert stopped.step == 2
+            fit(configure(Path(task), parts, *common), resume=True)
 
 
 def a_reward_that_one_rank_lacks(task: str, out: str) -> None:

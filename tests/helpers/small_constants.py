@@ -1,0 +1,147 @@
+"""Sizes from which on libraries and this package act otherwise, cut down so that a tiny model is above them.
+
+    with small_constants():
+        ...
+
+A bucket of Megatron closes at 40 million elements, an export's file at 5 GiB: a model of 30,000 elements has
+one bucket and one file, and a test on it says nothing about the second. `CONSTANTS` is the list of such
+places; docs/explanation/audit.md says which other sizes were found, and why they are not here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A size in the code: `module:NAME`, or `module:function(parameter)` for a parameter's default."""
+
+    place: str
+    real: object
+    small: object
+    meaning: str
+
+
+CONSTANTS = [
+    Constant(
+        "megatron.core.distributed:DistributedDataParallelConfig.__init__(bucket_size)",
+        None,  # DistributedDataParallel then takes max(40_000_000, 1_000_000 * ranks)
+        2000,
+        # The output layer of the tiny models, even one of two shards of it, has more: an untied one fills the
+        # first bucket alone, as that of a large model does.
+        "elements at which Megatron closes a bucket of gradients and gathered weights",
+    ),
+    Constant(
+        "megatron_gvpo.kernels.linear_logprob:_CPU_LOGITS",
+        288 * MIB,
+        4000,
+        "bytes of one tile of logits in the head",
+    ),
+    Constant("megatron_gvpo.config.sections:MIB", MIB, 2, "unit of train.head_stash_mb: 2 KiB of stash"),
+    Constant("megatron_gvpo.config.servers:MIB", MIB, 2**13, "unit of rollout.weights.bucket_mb"),
+    Constant(
+        "megatron_gvpo.megatron.model.model:Model.save_hf(shard_bytes)",
+        5 * 2**30,
+        20_000,
+        "bytes of one safetensors file of an export",
+    ),
+    Constant(
+        "megatron_gvpo.megatron.checkpoint.storage:_LARGE",
+        MIB,
+        1000,
+        "bytes from which on a checkpoint's tensor is written and read without a copy",
+    ),
+    Constant(
+        "megatron_gvpo.megatron.model.complete_weights:_ROWS",
+        4096,
+        7,
+        "rows of a stored output layer that are compared at a time with tied embeddings",
+    ),
+    Constant("megatron_gvpo.data.prompts:_AT_ONCE", 1024, 5, "records that are tokenised in one call"),
+    Constant("megatron_gvpo.rewards.pool:_CHUNK", 32, 2, "rewards that are ordered from a worker at once"),
+    Constant("megatron_gvpo.rewards.wire:_SHORT", 2**16, 100, "bytes of an order that needs no file"),
+]
+
+
+@dataclass(frozen=True)
+class ServerOption:
+    """A size of a rollout server: an option of its command line, or an environment variable."""
+
+    name: str
+    real: str
+    small: str
+    meaning: str
+
+
+_PART = "tokens of a prompt that are computed at once; a longer prompt is computed in parts"
+# Requests of a step need more than the cache, which holds one response of the longest length and little more.
+SERVER_OPTIONS = {
+    "sglang": [
+        ServerOption("--chunked-prefill-size", "2048 to 16384, by GPU", "16", _PART),
+        ServerOption("--max-prefill-tokens", "16384", "24", "tokens of new prompts in one batch"),
+        ServerOption("--max-total-tokens", "by GPU memory", "300", "tokens in the cache"),
+        ServerOption("SGLANG_LOGPROB_CHUNK_SIZE", "2048", "5", "rows of logits of a prompt at once"),
+        # How much of max_tokens a new request is thought to need: below it, requests are taken back.
+        ServerOption("SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION", "4096", "4", "tokens set aside for a request"),
+    ],
+    "vllm": [
+        ServerOption("--max-num-batched-tokens", "2048 to 16384, by GPU", "16", _PART),
+        ServerOption("--max-num-seqs", "256 to 1024, by GPU", "6", "responses that are computed at once"),
+        ServerOption("--block-size", "16, on a CPU 128", "16", "tokens of a block of the cache"),
+        ServerOption("--num-gpu-blocks-override", "by GPU memory", "18", "blocks of the cache"),
+        ServerOption("VLLM_V1_OUTPUT_PROC_CHUNK_SIZE", "128", "2", "responses that are passed on at once"),
+    ],
+}
+
+
+def small_servers(engine: str) -> tuple[str, dict[str, str]]:
+    """Return an override of the configuration, and environment variables, for servers with small sizes."""
+    options = [option for option in SERVER_OPTIONS[engine] if option.name.startswith("--")]
+    variables = {o.name: o.small for o in SERVER_OPTIONS[engine] if o not in options}
+    arguments = [word for option in options for word in (option.name, option.small)]
+    return f"rollout.servers.args={json.dumps(arguments)}", variables
+
+
+@contextlib.contextmanager
+def small_constants() -> Iterator[None]:
+    """Context with every size of CONSTANTS cut down. Raises AssertionError where one is not the real one."""
+    with contextlib.ExitStack() as stack:
+        for constant in CONSTANTS:
+            read, write = _place(constant.place)
+            assert read() == constant.real, f"{constant.place} is {read()}, and not {constant.real}"
+            write(constant.small)
+            stack.callback(write, constant.real)
+        yield
+
+
+def _place(place: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    """Return functions that read and write the constant."""
+    module, path = place.split(":")
+    path, _, parameter = path.removesuffix(")").partition("(")
+    *outer, name = path.split(".")
+    owner: Any = importlib.import_module(module)
+    for part in outer:
+        owner = getattr(owner, part)
+    if not parameter:
+        return lambda: getattr(owner, name), lambda value: setattr(owner, name, value)
+    function = getattr(owner, name)
+    with_defaults = [
+        p.name for p in inspect.signature(function).parameters.values() if p.default is not p.empty
+    ]
+    index = with_defaults.index(parameter)
+
+    def write(value: Any) -> None:
+        defaults = list(function.__defaults__)
+        defaults[index] = value
+        function.__defaults__ = tuple(defaults)
+
+    return lambda: function.__defaults__[index], write
