@@ -21,6 +21,7 @@ from megatron_gvpo.weights.bucket import Bucket, TensorSpec
 from megatron_gvpo.weights.group import Rendezvous
 from megatron_gvpo.weights.transport import each
 
+_MOST = 2**31  # elements of a tensor whose positions int32 holds; a larger one is sent whole
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -116,7 +117,7 @@ class Delta(Broadcast):
         bits = _BITS[flat.itemsize]
         position = (flat.view(bits) != old.to(flat.device).view(bits)).nonzero().squeeze(1)
         old.copy_(flat)
-        if not self._sparse:
+        if not self._sparse or len(flat) > _MOST:
             return None
         self._changed += len(position)
         self._elements += len(flat)

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import checkpoint_worker
-from gradient_cases import FAMILIES, RUNS, STEPS
+from gradient_cases import FAMILIES, RUNS, STEPS, small
 
 from megatron_gvpo.config.parallel_layout import check_layout
 from megatron_gvpo.config.schema import ConfigError, build_config
@@ -138,15 +138,20 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], int]] = [
 
 
 def proven() -> str:
-    """Rows of the table: layout, processes, families, optimizer updates compared with transformers."""
+    """Rows of the table: layout, processes, families, optimizer updates compared with transformers, and those
+    with overlap and small constants.
+    """
     models: dict[Any, dict[str, int]] = {}
     for layout, name in RUNS:
         counts = models.setdefault(layout, {})
         counts[STEPS[name].model] = counts.get(STEPS[name].model, 0) + 1
-    lines = ["| layout | processes | families | updates |", "|---|---|---|---|"]
+    lines = ["| layout | processes | families | updates | cut down |", "|---|---|---|---|---|"]
     for layout in sorted(models, key=lambda layout: (layout.ranks, str(layout))):
+        if layout.small:
+            continue
         names = ", ".join(FAMILY_NAMES[model] for model in FAMILY_NAMES if model in models[layout])
-        lines.append(f"| {layout} | {layout.ranks} | {names} | {sum(models[layout].values())} |")
+        counts = (sum(models.get(of, {}).values()) for of in (layout, small(layout)))
+        lines.append(f"| {layout} | {layout.ranks} | {names} | {' | '.join(map(str, counts))} |")
     return "\n".join(lines)
 
 

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from rows import make_rows
 from servers import PROMPTS, checksum, receiver
-from small_constants import small_constants
 from tiny_run import configure
 
 from megatron_gvpo.config.schema import Config, SamplingConfig
@@ -40,14 +39,8 @@ def served_engine(config: Config, policy: Policy) -> ServedEngine:
 def run(engine: str, url: str, task: str, out: str, layout: str) -> None:
     """Push before and after training steps, over each transport; write the server's answers.
 
-    The delta transport sends everything the first time, and a few changed elements the second time. Buckets
-    and files are so small that the weights need several.
+    The delta transport sends everything the first time, and a few changed elements the second time.
     """
-    with small_constants():
-        _push_and_compare(engine, url, task, out, layout)
-
-
-def _push_and_compare(engine: str, url: str, task: str, out: str, layout: str) -> None:
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(dist.get_rank()), str(dist.get_world_size())
     directory = Path(out)
     overrides = [f"rollout.engine={engine}", f"rollout.servers.urls=[{url}]", "algorithm=grpo"]

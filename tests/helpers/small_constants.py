@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -70,45 +69,6 @@ CONSTANTS = [
     Constant("megatron_gvpo.rewards.pool:_CHUNK", 32, 2, "rewards that are ordered from a worker at once"),
     Constant("megatron_gvpo.rewards.wire:_SHORT", 2**16, 100, "bytes of an order that needs no file"),
 ]
-
-
-@dataclass(frozen=True)
-class ServerOption:
-    """A size of a rollout server: an option of its command line, or an environment variable."""
-
-    name: str
-    real: str
-    small: str
-    meaning: str
-
-
-_PART = "tokens of a prompt that are computed at once; a longer prompt is computed in parts"
-# Requests of a step need more than the cache, which holds one response of the longest length and little more.
-SERVER_OPTIONS = {
-    "sglang": [
-        ServerOption("--chunked-prefill-size", "2048 to 16384, by GPU", "16", _PART),
-        ServerOption("--max-prefill-tokens", "16384", "24", "tokens of new prompts in one batch"),
-        ServerOption("--max-total-tokens", "by GPU memory", "300", "tokens in the cache"),
-        ServerOption("SGLANG_LOGPROB_CHUNK_SIZE", "2048", "5", "rows of logits of a prompt at once"),
-        # How much of max_tokens a new request is thought to need: below it, requests are taken back.
-        ServerOption("SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION", "4096", "4", "tokens set aside for a request"),
-    ],
-    "vllm": [
-        ServerOption("--max-num-batched-tokens", "2048 to 16384, by GPU", "16", _PART),
-        ServerOption("--max-num-seqs", "256 to 1024, by GPU", "6", "responses that are computed at once"),
-        ServerOption("--block-size", "16, on a CPU 128", "16", "tokens of a block of the cache"),
-        ServerOption("--num-gpu-blocks-override", "by GPU memory", "18", "blocks of the cache"),
-        ServerOption("VLLM_V1_OUTPUT_PROC_CHUNK_SIZE", "128", "2", "responses that are passed on at once"),
-    ],
-}
-
-
-def small_servers(engine: str) -> tuple[str, dict[str, str]]:
-    """Return an override of the configuration, and environment variables, for servers with small sizes."""
-    options = [option for option in SERVER_OPTIONS[engine] if option.name.startswith("--")]
-    variables = {o.name: o.small for o in SERVER_OPTIONS[engine] if o not in options}
-    arguments = [word for option in options for word in (option.name, option.small)]
-    return f"rollout.servers.args={json.dumps(arguments)}", variables
 
 
 @contextlib.contextmanager

@@ -168,3 +168,5 @@ def test_loss_and_gradients_do_not_know_the_machine(found, plain, name, layout, 
     for key, wanted in gradients.items():
         difference = (outcome.gradients[key] - wanted).abs().max() / wanted.abs().max()
         assert difference < TOLERANCE, key
+    norm = torch.stack([wanted.norm() for wanted in gradients.values()]).norm().item()
+    assert outcome.grad_norm == pytest.approx(norm, rel=TOLERANCE)

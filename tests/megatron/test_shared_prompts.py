@@ -74,6 +74,8 @@ def test_gradients_are_those_of_whole_sequences(
     for name, wanted in reference.as_in_file(gradients).items():
         difference = (shared.gradients[name] - wanted).abs().max()
         assert difference <= TOLERANCE * wanted.abs().max() + nothing, name
+    norm = torch.stack([wanted.norm() for wanted in gradients.values()]).norm().item()
+    assert shared.grad_norm == pytest.approx(norm, rel=TOLERANCE)
     if budget == "groups whole" and layout == Layout(1):
         rows, *_ = sampled_for(STEPS[step_of(model)], place)
         answers = sum(len(r) - 1 for r in rows.response_ids)

@@ -103,6 +103,20 @@ def test_patches_change_the_changed_elements_alone_through_a_fused_sharded_loade
     assert torch.equal(model.qv, torch.cat([full["q"][2:], full["v"][2:]]))
 
 
+def test_a_tensor_with_more_elements_than_positions_is_sent_whole(monkeypatch):
+    delta = Wire(itself, "127.0.0.1", "gloo", 1.0)
+    monkeypatch.setattr("megatron_gvpo.weights.delta._MOST", 23)
+    counts = []
+    for sparse in (False, True):
+        delta._sparse = sparse
+        flat = torch.zeros(24 + 23)
+        flat[::7] += sparse
+        specs = [TensorSpec("above", "float32", (24,)), TensorSpec("at", "float32", (23,))]
+        asyncio.run(delta.send(Bucket(specs, flat.view(torch.uint8))))
+        counts.append([count for *_, count in delta.patches])
+    assert counts == [[-1, -1], [-1, 3]]
+
+
 def test_a_loader_that_patches_cannot_go_through_is_refused():
     class Adds(Fused):
         def load_weights(self, weights):
