@@ -56,6 +56,9 @@ def launch(target: str, sizes: Sequence[int], *arguments: str, timeout: float = 
         server.stdin.write(json.dumps(order).encode() + b"\n")
         server.stdin.flush()
         process = _answer(server, IMPORT_SECONDS)
+        if process is None:  # what it answers later would be taken for the answers to the next order
+            server.kill()
+            _fork_server.cache_clear()
         assert process is not None, f"{target}: no process for the ranks after {IMPORT_SECONDS:.0f} s"
         try:
             code = _answer(server, timeout)

@@ -7,16 +7,18 @@ backward, and DDP divides the gradient by D before it sums over the ranks:
 
     gradient = sum_d sum_m 1/D 1/M grad returned_dm.
 
-So the gradient of sum_dm share_dm comes out exactly if every share is normalised by the *whole* step's
-sizes and returned times M D, with the same M on all ranks. A normaliser of one micro-batch or one rank
-(its own tokens, its own mean, M without D) agrees with the reference on one micro-batch and one rank, and
-nowhere else. Tensor and pipeline parallelism add what must be summed exactly once: the gradients of norms
-and of an embedding that two stages hold, the head's part of the hidden states' gradient; and a vocabulary
-that must be padded. Context parallelism adds that every rank of a group has the whole loss and the gradients
-of its own tokens, interleaved pipelines an order of chunks and micro-batches, experts data-parallel groups of
-their own, and overlapped communication weights that are stale until someone asks. A group that is split
-needs its sequences' weights from a scoring pass. With the engine's log-probs as the reference, the mean gap
-that is taken off them must be that of all ranks' rows.
+So the gradient of sum_dm share_dm comes out exactly if every share is normalised by the *whole* step's sizes
+and returned times M D, with the same M on all ranks. A normaliser of one micro-batch or one rank (its own
+tokens, its own mean, M without D) agrees with the reference on one micro-batch and one rank, and nowhere
+else. Tensor and pipeline parallelism add what must be summed exactly once: the gradients of norms and of an
+embedding that two stages hold, the head's part of the hidden states' gradient; and a vocabulary that must be
+padded. Context parallelism adds that every rank of a group has the whole loss and the gradients of its own
+tokens, interleaved pipelines an order of chunks and micro-batches, experts data-parallel groups of their own,
+and overlapped communication weights that are stale until someone asks. Every layout runs a second time with
+overlap and with the sizes cut down from which on a model has many buckets of gradients and weights, and its
+head many tiles (small_constants.py). A group that is split needs its sequences' weights from a scoring pass.
+With the engine's log-probs as the reference, the mean gap that is taken off them must be that of all ranks'
+rows.
 
 The reference is fp64 transformers and autograd, sequence by sequence (gradient_reference.py). Everything
 is compared with it, so that the layouts agree with each other. The measure is the largest difference over
