@@ -17,6 +17,8 @@ import pyarrow.parquet as pq
 import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from megatron_gvpo.observe.rollouts.schema import schema
+
 HOSTILE = (
     "</script><script>document.title='owned'</script>",
     "<img src=x onerror=\"document.title='owned'\">",
@@ -127,15 +129,7 @@ def _rows(
 
 
 def _write(file: Path, rows: list[dict[str, Any]]) -> None:
-    struct = {"rewards": pa.float64(), "reward_errors": pa.string()}
-    kinds: dict[str, Any] = {name: pa.struct([("math", type_)]) for name, type_ in struct.items()}
-    numbers = ("advantages", "rollout_logprobs", "trainer_logprobs", "weights")
-    kinds |= dict.fromkeys(numbers, pa.list_(pa.float32()))
-    kinds |= dict.fromkeys(("prompt_ids", "response_ids"), pa.list_(pa.int32()))
-    kinds |= {"server": pa.string()}
-    table = pa.Table.from_pylist(rows)
-    arrays = [pa.array([row[name] for row in rows], kinds.get(name)) for name in table.column_names]
-    pq.write_table(pa.table(arrays, names=table.column_names), file)
+    pq.write_table(pa.Table.from_pylist(rows, schema(["math"])), file)
 
 
 def _metrics(draw: random.Random, step: int, rows: list[dict[str, Any]]) -> dict[str, float]:

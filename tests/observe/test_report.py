@@ -196,7 +196,7 @@ def test_no_run_is_refused_in_a_line(tmp_path: Path, runs: list[Path], capsys: p
     assert "--responses -1" in refused(str(runs[0]), "--responses", "-1")
     broken = make_run(tmp_path / "broken", steps=1)
     (broken / "rollouts/step_000001.parquet").write_bytes(b"PAR1")
-    assert "step_000001.parquet: cannot be read" in refused(str(broken))
+    assert "step_000001.parquet: not a file of rollouts" in refused(str(broken))
 
 
 @pytest.mark.parametrize("unknown", ["", "12 → 😀", "e\u0301 ∑ 漢字 \ud7ff", "\x00\n\t", "𝕏" * 5])
@@ -214,13 +214,14 @@ def test_a_cut_character_stays_in_the_last_piece(tmp_path: Path):
     assert "".join(Pieces(tokenizer).split(ids)).startswith("ab ")
 
 
-def test_files_are_chosen_evenly_within_the_number(tmp_path: Path):
-    run = make_run(tmp_path / "run", steps=20, prompts=2, k=2, words=3)
-    sizes = {file: (4, 30) for file in sorted((run / "rollouts").iterdir(), key=lambda file: file.stem[5:])}
-    assert len(sizes) == 25 and chosen(sizes, 1000) == list(sizes)
+def test_steps_are_chosen_evenly_within_the_number():
+    sizes = {("train", step): (4, 30) for step in range(1, 21)} | {
+        ("eval", step): (4, 30) for step in range(5)
+    }
+    assert chosen(sizes, 1000) == list(sizes)
     some = chosen(sizes, 52)
-    steps = [int(file.stem[5:]) for file in some if file.stem.startswith("step")]
-    assert len(some) <= 13 and len(some) >= 11 and steps[0] == 1 and steps[-1] == 20
+    steps = [step for kind, step in some if kind == "train"]
+    assert 11 <= len(some) <= 13 and steps[0] == 1 and steps[-1] == 20
     gaps = [b - a for a, b in pairwise(steps)]
     assert max(gaps) - min(gaps) <= 1
     assert len(chosen(sizes, 0)) == 4

@@ -1,4 +1,4 @@
-"""Packs one file of saved responses for the page: numbers to sort by, texts, and numbers of each token."""
+"""Packs the saved responses of a step for the page: numbers to sort by, texts, and numbers of each token."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from megatron_gvpo.config.errors import ConfigError
 from megatron_gvpo.observe.report.pieces import Pieces
+from megatron_gvpo.observe.rollouts.reader import read_rollouts
+from megatron_gvpo.observe.rollouts.schema import Kind, schema
 
 SNIPPET = 100  # characters of a text that lists show
 
@@ -25,7 +25,7 @@ _TOKENS = ("rollout_logprobs", "trainer_logprobs", "advantages", "weights")
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """The responses of one file.
+    """The responses of one step.
 
     `rows`: a column for each property to sort by; `texts` and `tokens`: gzip of JSON, which the page reads
     when it shows or searches the responses; `correct`: numbers of correct and of all samples of each prompt.
@@ -40,24 +40,21 @@ class Packed:
         return len(self.rows["reward"])
 
 
-def pack(file: Path, pieces: Pieces | None) -> Packed:
-    """Pack the responses in a file. Without `pieces`, a response is one text, whose tokens have no colours.
-
-    Raises ConfigError for a damaged file, FileNotFoundError for one that the run has removed.
-    """
-    table = read(file)
+def pack(table: Any, pieces: Pieces | None) -> Packed:
+    """Pack a table. Without `pieces`, a response is one text, whose tokens have no colours."""
+    if not table.num_rows:
+        return Packed({"reward": []}, b"", b"", [])
     texts, tokens = _blocks(table, pieces)
     return Packed(_rows(table, texts), _compressed(texts), _compressed(tokens), _correct(table))
 
 
-def read(file: Path, wanted: list[str] | None = None) -> Any:
-    """The table in a file, or these columns of it. Raises as `pack` does."""
+def read(directory: Path, kind: Kind, step: int, wanted: Sequence[str] | None = None) -> Any:
+    """The responses of a step; without rows where the run has removed them. Raises ConfigError if damaged."""
     try:
-        return pq.read_table(file, columns=wanted)
-    except FileNotFoundError:
-        raise
-    except (OSError, pa.ArrowException) as error:
-        raise ConfigError(f"{file}: cannot be read as saved responses: {error}") from None
+        table = read_rollouts(directory, kind, {step}, wanted)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return table if table.num_rows else schema([]).empty_table()
 
 
 def _blocks(table: Any, pieces: Pieces | None) -> tuple[dict[str, Any], dict[str, Any]]:

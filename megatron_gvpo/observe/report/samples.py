@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,10 +14,13 @@ from typing import Any
 from megatron_gvpo.observe.report.intervals import interval
 from megatron_gvpo.observe.report.packing import Packed, pack, read
 from megatron_gvpo.observe.report.pieces import Pieces
+from megatron_gvpo.observe.rollouts.reader import DIRECTORY, saved_steps
+from megatron_gvpo.observe.rollouts.schema import Kind, file_name
 
+KINDS: tuple[Kind, ...] = ("eval", "train")
 MOST_TOKENS = 10_000_000  # of all responses in a report: the page has about 6 bytes for each
 
-_Stamp = tuple[str, int]  # a file's name, and when it was written
+_File = tuple[Kind, int]  # a kind and a step
 
 
 @dataclass(slots=True)
@@ -38,51 +41,56 @@ class Packer:
     """Packs the saved responses of a run again and again, as `watch` does; each file only once."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory / "rollouts"
-        self._sizes: dict[_Stamp, tuple[int, int]] = {}
-        self._packed: dict[_Stamp, Packed] = {}
+        self._directory = directory
+        self._sizes: dict[tuple[_File, int], tuple[int, int]] = {}  # by file and the time when it was written
+        self._packed: dict[tuple[_File, int], Packed] = {}
 
     def pack(self, pieces: Pieces | None, most: int, prefix: str) -> Samples:
         """Pack the responses of about `most` (`chosen`). `prefix`: of the blocks' names.
 
         Raises ConfigError for a damaged file. A file that the run removes meanwhile is left out.
         """
-        sizes: dict[Path, tuple[int, int]] = {}
-        for file in self._saved():
-            with suppress(FileNotFoundError):
-                sizes[file] = self._size(file)
+        written = self._written()
+        sizes = self._measure(written)
         rows: dict[str, list[Any]] = defaultdict(list)
         samples = Samples({"files": [], "rows": rows, "total": sum(count for count, _ in sizes.values())})
-        kept: dict[_Stamp, Packed] = {}
+        kept: dict[tuple[_File, int], Packed] = {}
         for file in chosen(sizes, most):
-            with suppress(FileNotFoundError):
-                stamp = _stamp(file)
-                kept[stamp] = packed = self._packed.get(stamp) or pack(file, pieces)
+            stamp = file, written[file]
+            packed = self._packed.get(stamp) or pack(read(self._directory, *file), pieces)
+            if len(packed):
+                kept[stamp] = packed
                 _add(samples, packed, file, prefix)
         self._packed = kept
         return samples
 
-    def _saved(self) -> list[Path]:
-        """The files with responses, by step."""
-        found = [file for file in self._directory.glob("*.parquet") if file.stem[:5] in ("step_", "eval_")]
-        return sorted(found, key=lambda file: (file.stem[5:], file.stem))
+    def _written(self) -> dict[_File, int]:
+        """When each file was written, in nanoseconds; by step."""
+        found: dict[_File, int] = {}
+        for kind in KINDS:
+            for step in saved_steps(self._directory, kind):
+                with suppress(FileNotFoundError):
+                    path = self._directory / DIRECTORY / file_name(kind, step)
+                    found[kind, step] = path.stat().st_mtime_ns
+        return dict(sorted(found.items(), key=lambda item: (item[0][1], item[0][0])))
 
-    def _size(self, file: Path) -> tuple[int, int]:
-        stamp = _stamp(file)
-        if stamp not in self._sizes:
-            tokens = read(file, ["response_tokens"])["response_tokens"].to_numpy()
-            self._sizes[stamp] = len(tokens), int(tokens.sum())
-        return self._sizes[stamp]
+    def _measure(self, written: dict[_File, int]) -> dict[_File, tuple[int, int]]:
+        """The numbers of responses and of their tokens, by file."""
+        for file, when in written.items():
+            if (file, when) not in self._sizes:
+                tokens = read(self._directory, *file, ["response_tokens"])["response_tokens"].to_numpy()
+                self._sizes[file, when] = len(tokens), int(tokens.sum())
+        return {file: self._sizes[file, when] for file, when in written.items()}
 
 
-def chosen(sizes: dict[Path, tuple[int, int]], most: int) -> list[Path]:
+def chosen(sizes: Mapping[_File, tuple[int, int]], most: int) -> list[_File]:
     """Whole files, evenly over the steps and with the first and last, of at most `most` responses together.
 
     The first and the last file of each kind are taken in any case. `sizes`: responses and tokens by file.
     """
-    kinds = [[file for file in sizes if file.stem.startswith(kind)] for kind in ("step_", "eval_")]
+    kinds = [[file for file in sizes if file[0] == kind] for kind in KINDS]
 
-    def spread(count: int) -> set[Path]:
+    def spread(count: int) -> set[_File]:
         return {found for of_kind in kinds for found in _spread(of_kind, count)}
 
     def too_many(count: int) -> bool:
@@ -94,20 +102,16 @@ def chosen(sizes: dict[Path, tuple[int, int]], most: int) -> list[Path]:
     return [file for file in sizes if file in taken]
 
 
-def _spread(files: Sequence[Path], count: int) -> list[Path]:
+def _spread(files: Sequence[_File], count: int) -> list[_File]:
     """At most `count` of the files, at least 2, with equal distances."""
     if len(files) <= count:
         return list(files)
     return [files[round(i * (len(files) - 1) / (count - 1))] for i in range(count)]
 
 
-def _stamp(file: Path) -> _Stamp:
-    return file.name, file.stat().st_mtime_ns
-
-
-def _add(samples: Samples, packed: Packed, file: Path, prefix: str) -> None:
-    kind, step = "eval" if file.stem.startswith("eval_") else "train", int(file.stem[5:])
-    name, files, rows = f"{prefix}{file.stem}", samples.index["files"], samples.index["rows"]
+def _add(samples: Samples, packed: Packed, file: _File, prefix: str) -> None:
+    kind, step = file
+    name, files, rows = f"{prefix}{kind}/{step}", samples.index["files"], samples.index["rows"]
     rows["file"] += [len(files)] * len(packed)
     for column, values in packed.rows.items():
         rows[column] += values
