@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from megatron_gvpo.config.secrets import as_written
 from megatron_gvpo.observe import MetricLogger, Progress, memory_report, plot_curve, read_metrics, time_report
+from megatron_gvpo.observe.alerts import Finder
 from megatron_gvpo.observe.loggers.services import ServiceError
 from megatron_gvpo.observe.monitor import DeviceMonitor, by_machine
 from megatron_gvpo.observe.rollouts.writer import RolloutWriter
@@ -133,6 +134,10 @@ class Recorder(Callback):
             phase=trainer.components.timer.current,
         )
         self._opened.callback(self._progress.close)
+        self._alerts = Finder()
+        if resume_step is not None:
+            for record in read_metrics(self._directory / "metrics.jsonl"):
+                self._alerts.update(record["step"], {n: v for n, v in record.items() if n != "step"})
         self._begin = time.perf_counter()
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -140,10 +145,15 @@ class Recorder(Callback):
         if worth_showing(step, samples):
             self._logger.show(step, samples)
             self._progress.sample(samples[-1 if step % 2 else 0])
+        alerts = self._alerts.update(step, metrics)
+        for alert in alerts:
+            self._logger.tell(alert)
         self._logger.log(step, metrics)
         while self._responses:
             self._rollouts.write(self._responses.pop(0))
         self._progress.update(step, metrics)
+        for alert in alerts:
+            self._progress.note(f"ALERT {alert}")
         if table := memory_report(metrics):
             self._progress.note(table)
 

@@ -24,11 +24,21 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "reward/groups_with_signal", "share", "Groups whose responses do not all have the same reward."
         ),
         Metric(
+            "reward/length_correlation",
+            "-1 to 1",
+            "Correlation of a response's reward with its length, inside the groups.",
+        ),
+        Metric(
             "reward/errors", "responses", "Responses of which a reward component failed and counted as 0."
         ),
     ),
     "Responses": (
         Metric("response/length", "tokens", "Mean length of the responses."),
+        Metric(
+            "response/entropy",
+            "nats a token",
+            "Estimate of the policy's entropy: mean of minus the engine's log-prob of the tokens it sampled.",
+        ),
         Metric("response/truncated", "share", "Responses that were cut off at rollout.max_tokens."),
         Metric("response/from_policy", "share", "Responses that the policy itself sampled in this run."),
         Metric("response/weight_version", "steps", "Mean version of the weights that sampled the responses."),
@@ -136,6 +146,13 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("time/sync", "s", "New weights to the rollout engine."),
         Metric(
             "throughput/tokens_per_s", "tokens/s", "Prompt and response tokens of the batch by time/step."
+        ),
+    ),
+    "Rollout servers, where there are several": (
+        Metric(
+            "server/<server>/relative_time",
+            "factor",
+            "Seconds for a token of a response on this server, by those on the median server.",
         ),
     ),
     "Weight pushes to servers": (

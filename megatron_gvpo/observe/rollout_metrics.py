@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from statistics import fmean
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from statistics import fmean, median_low
+from urllib.parse import urlsplit
 
-from megatron_gvpo.types import Group
+from megatron_gvpo.types import Group, Rollout
 
 
 def rollout_statistics(groups: Sequence[Group], version: int) -> dict[str, float]:
@@ -32,7 +35,38 @@ def rollout_statistics(groups: Sequence[Group], version: int) -> dict[str, float
     for name in sorted({name for rollout in rollouts for name in rollout.rewards}):
         scored = [rollout.rewards[name] for rollout in rollouts if name in rollout.rewards]
         statistics[f"reward/{name}"] = fmean(scored)
-    return statistics
+    if (correlation := _length_correlation(groups)) is not None:
+        statistics["reward/length_correlation"] = correlation
+    logprobs = [logprob for rollout in sampled for logprob in rollout.logprobs]
+    if logprobs:
+        statistics["response/entropy"] = -math.fsum(logprobs) / len(logprobs)
+    return statistics | _server_times(sampled)
+
+
+def _length_correlation(groups: Sequence[Group]) -> float | None:
+    """Pearson's correlation of reward and length, without their groups' means; None if one is constant."""
+    pairs = []
+    for group in groups:
+        lengths = [len(rollout.token_ids) for rollout in group.rollouts]
+        reward, length = fmean(group.rewards), fmean(lengths)
+        pairs += [(r - reward, n - length) for r, n in zip(group.rewards, lengths, strict=True)]
+    scale = math.sqrt(math.fsum(r * r for r, _ in pairs) * math.fsum(n * n for _, n in pairs))
+    return math.fsum(r * n for r, n in pairs) / scale if scale > 1e-12 else None
+
+
+def _server_times(rollouts: Iterable[Rollout]) -> dict[str, float]:
+    """Seconds a token on each server, by those on the median server; empty for a single server."""
+    seconds: defaultdict[str, float] = defaultdict(float)
+    tokens: defaultdict[str, int] = defaultdict(int)
+    for rollout in rollouts:
+        if rollout.server is not None and rollout.seconds is not None:
+            seconds[rollout.server] += rollout.seconds
+            tokens[rollout.server] += len(rollout.token_ids)
+    rates = {server: seconds[server] / tokens[server] for server in sorted(seconds) if tokens[server]}
+    middle = median_low(rates.values()) if len(rates) > 1 else 0.0
+    if middle <= 0:
+        return {}
+    return {f"server/{urlsplit(s).netloc or s}/relative_time": rate / middle for s, rate in rates.items()}
 
 
 def trained_tokens(groups: Sequence[Group]) -> int:

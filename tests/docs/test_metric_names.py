@@ -15,7 +15,7 @@ from megatron_gvpo.observe.metric_names import SECTIONS, entry
 PACKAGE = Path(__file__).parents[2] / "megatron_gvpo"
 PREFIXES = (
     *("reward", "response", "batch", "advantage", "train", "mismatch"),
-    *("eval", "time", "throughput", "sync", "head", "memory", "device"),
+    *("eval", "time", "throughput", "sync", "head", "memory", "device", "server"),
 )
 # Blocks of these files and folders name their metrics relative to a prefix that the trainer adds.
 RELATIVE = {
@@ -24,6 +24,7 @@ RELATIVE = {
     "algorithms/curriculum": "batch",
     "observe/mismatch.py": "mismatch",
 }
+PUT_TOGETHER = {"memory/host_optimizer_gib", "train/entropy", "server/a:1/relative_time"}
 CRITIC = {"value", "value_loss", "value_clip_fraction"}  # the critic's loss stands beside its estimator
 
 
@@ -117,7 +118,7 @@ def test_no_entry_is_stale():
     critic = {"train/value_grad_norm", "train/value_skipped"}
     source = "".join(file.read_text() for file in (PACKAGE / "megatron").glob("*.py"))
     assert all(f'"{name.split("/")[1].removesuffix("_gib")}"' in source for name in parts | critic)
-    put_together = sensors | parts | critic | {"memory/host_optimizer_gib", "train/entropy"}
+    put_together = sensors | parts | critic | PUT_TOGETHER
     users = {"reward/<component>", "train/<metric>"}
     covered = {found.name for name in written_names() | put_together if (found := entry(name))}
     assert [name for name in described() if name not in covered | users] == []

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from megatron_gvpo.config.schema import LoggingConfig
+from megatron_gvpo.observe.alerts import Alert
 from megatron_gvpo.observe.loggers.backend import Sample
 from megatron_gvpo.observe.loggers.logger import MetricLogger
 
@@ -24,6 +25,8 @@ def main(service: str, output_dir: Path) -> None:
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "Ctrl-C must stay ours"
         for step in steps:
             logger.show(step, [Sample("train", "1+1=", "</b>\n2", 0.5)])
+            if step in (1, 6):
+                logger.tell(Alert(step, "no signal", "nothing to learn", "the prompts"))
             logger.log(step, {"eval/pass@1": step / 8, "train/loss": math.nan if step == 1 else 1.0})
         logger.close()
     held = {"trackio": in_trackio, "mlflow": in_mlflow, "swanlab": in_swanlab}[service]
@@ -37,6 +40,7 @@ def in_trackio(output_dir: Path) -> dict:
     return {
         "values": [[row["step"], row["eval/pass@1"]] for row in rows if "eval/pass@1" in row],
         "samples": [row["step"] for row in rows if "samples" in row],
+        "alerts": [alert["text"] for alert in SQLiteStorage.get_alerts("project", output_dir.name)],
         "config": SQLiteStorage.get_run_config("project", output_dir.name)["train"],
     }
 
@@ -52,19 +56,23 @@ def in_mlflow(output_dir: Path) -> dict:
     return {
         "values": [[m.step, m.value] for m in client.get_metric_history(run_id, "eval/pass_at_1")],
         "samples": [int(path.stem[5:]) for path in sorted(artifacts.glob("samples/*.json"))],
+        "alerts": [text for tag, text in found[0].data.tags.items() if tag.startswith("alert")],
         "config": {"steps": 8} if "steps: 8" in (artifacts / "config.yaml").read_text() else None,
     }
 
 
 def in_swanlab(output_dir: Path) -> dict:
     files = sorted((output_dir / "swanlab").glob("run-*"))
-    texts = sorted(path for run in files for path in run.glob("media/text/*.txt"))
+    every = sorted(path for run in files for path in run.glob("media/text/*.txt"))
+    alerts = [path.read_text() for path in every if "nothing to learn" in path.read_text()]
+    texts = [path for path in every if path.read_text() not in alerts]
     assert "</b>\n2" in texts[0].read_text()
     assert len({next(run.glob("*.swanlab")).name for run in files}) == 1, "one run, continued"
     config = (files[-1] / "files" / "config.yaml").read_text()
     return {
         "values": [],  # its records are in a format of its own
         "samples": [int(path.name.partition("-")[0]) for path in texts],
+        "alerts": alerts,
         "config": {"steps": 8} if "steps" in config and "8" in config else None,
     }
 

@@ -139,7 +139,7 @@ def records(out: Path) -> list[dict[str, Any]]:
         {
             name: value
             for name, value in record.items()
-            if not name.startswith(("time/", "throughput/", "memory/"))
+            if not name.startswith(("time/", "throughput/", "memory/", "server/"))
         }
         for record in read_metrics(out / "metrics.jsonl")
     ]

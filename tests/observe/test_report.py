@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections.abc import Iterator
@@ -112,6 +113,19 @@ def test_curves_have_words_units_intervals_and_a_keyboard(page: Page, report: st
     page.key("ArrowRight")
     page.key("ArrowRight")
     assert "step 2" in page.wait(f"{length}.querySelector('.at')?.textContent", "the values of a step")
+
+
+def test_alerts_are_said_at_the_top(page: Page, tmp_path: Path):
+    run, hostile = make_run(tmp_path / "run", steps=12), "<img src=x onerror=alert(1)>"
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.dumps({**r, f"reward/{hostile}": 1.0, "reward/groups_with_signal": 0.0}) for r in records]
+    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert main(["report", str(run)]) == 0
+    page.open(f"file://{run}/report.html")
+    said = text(page, ".alerts")
+    assert "2 alerts" in said and "step 9" in said and f"The reward component {hostile} gave 1" in said
+    assert "step 4" in said and "Look at reward/mean" in said
+    assert page.look("document.querySelectorAll('img').length") == 0
 
 
 def test_a_run_can_be_hidden(page: Page, report: str):

@@ -15,6 +15,7 @@ import pytest
 from real_parts import used
 
 from megatron_gvpo.config.schema import LoggingConfig
+from megatron_gvpo.observe.alerts import Alert
 from megatron_gvpo.observe.loggers.backend import Sample
 from megatron_gvpo.observe.loggers.logger import MetricLogger
 from megatron_gvpo.observe.loggers.services import SERVICES, ServiceError
@@ -57,6 +58,8 @@ def test_a_resumed_run_continues_in_the_service_and_repeats_nothing(service, ser
     assert done.returncode == 0, done.stderr
     held = json.loads(done.stdout.splitlines()[-1])
     assert held["samples"] == list(range(8))
+    said = [f"step {step}: nothing to learn. Look at the prompts." for step in (1, 6)]
+    assert sorted(held["alerts"]) == said
     assert held["config"] == {"steps": 8}
     if service != "swanlab":
         assert held["values"] == [[step, step / 8] for step in range(8)]
@@ -68,9 +71,12 @@ def test_wandb_gets_a_table_of_samples(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     logger = MetricLogger(LoggingConfig(tensorboard=False, wandb_project="p"), tmp_path, resume_step=None)
     logger.show(0, [Sample("eval", "1+1=", "two", 1.0)])
+    logger.tell(Alert(0, "no signal", "nothing to learn", "the prompts"))
     logger.log(0, {"reward/mean": 1.0})
     logger.close()
     wandb.teardown()
+    [records] = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    assert b"nothing to learn" in records.read_bytes()
     [table] = tmp_path.glob("wandb/offline-run-*/files/media/table/samples*.json")
     assert json.loads(table.read_text())["data"] == [["eval", "1+1=", "two", 1.0]]
 

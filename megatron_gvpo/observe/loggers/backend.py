@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from megatron_gvpo.observe.alerts import Alert
+
 
 class Sample(NamedTuple):
     """One response, as people read it."""
@@ -33,6 +35,9 @@ class Backend(Protocol):
 
     def show(self, step: int, samples: Sequence[Sample]) -> None:
         """Add a table of a few responses of a step."""
+
+    def tell(self, alert: Alert) -> None:
+        """Add an alert, in words."""
 
     def close(self) -> None:
         """Finish; nothing follows."""

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_gvpo.observe.alerts import Alert
 from megatron_gvpo.observe.jsonl import JsonlWriter, read_metrics
 from megatron_gvpo.observe.loggers.backend import Backend, RunInfo, Sample
 from megatron_gvpo.observe.loggers.services import open_services
@@ -59,6 +60,11 @@ class MetricLogger:
         """Give a few responses of a step to the backends that have a place for them. Call it before `log`."""
         for backend in self._backends:
             backend.show(step, samples)
+
+    def tell(self, alert: Alert) -> None:
+        """Give an alert to the backends. metrics.jsonl needs none: alerts follow from its metrics."""
+        for backend in self._backends:
+            backend.tell(alert)
 
     def close(self) -> None:
         for backend in self._backends:

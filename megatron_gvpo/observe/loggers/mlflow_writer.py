@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from mlflow import MlflowClient
 from mlflow.entities import Metric
 
+from megatron_gvpo.observe.alerts import Alert
 from megatron_gvpo.observe.loggers.backend import RunInfo, Sample
 
 MOST_METRICS = 1000  # in one request, MLflow's limit
@@ -46,6 +47,9 @@ class MlflowWriter:
     def show(self, step: int, samples: Sequence[Sample]) -> None:
         rows = [sample._asdict() for sample in samples]
         self._client.log_dict(self._run_id, {"samples": rows}, f"samples/step_{step:06}.json")
+
+    def tell(self, alert: Alert) -> None:
+        self._client.set_tag(self._run_id, f"alert/{alert.step:06}/{alert.rule}", str(alert))
 
     def close(self) -> None:
         self._client.set_terminated(self._run_id)

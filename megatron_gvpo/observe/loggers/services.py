@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
+from megatron_gvpo.observe.alerts import Alert
 from megatron_gvpo.observe.loggers.backend import Backend, RunInfo, Sample
 
 if TYPE_CHECKING:
@@ -96,6 +97,13 @@ class _Tolerant:
                 self._writer.show(step, samples)
             except Exception as error:
                 self._give_up(step, error)
+
+    def tell(self, alert: Alert) -> None:
+        if self._writer is not None and alert.step > self._logged_until:
+            try:
+                self._writer.tell(alert)
+            except Exception as error:
+                self._give_up(alert.step, error)
 
     def close(self) -> None:
         if self._writer is not None:

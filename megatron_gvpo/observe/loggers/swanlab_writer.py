@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import swanlab
 
+from megatron_gvpo.observe.alerts import Alert
 from megatron_gvpo.observe.loggers.backend import RunInfo, Sample
 
 
@@ -35,6 +36,9 @@ class SwanlabWriter:
             for kind, prompt, response, reward in samples
         ]
         self._run.log({"samples": texts}, step=step)
+
+    def tell(self, alert: Alert) -> None:
+        self._run.log({"alerts": swanlab.Text(str(alert), alert.rule)}, step=alert.step)
 
     def close(self) -> None:
         self._run.finish()

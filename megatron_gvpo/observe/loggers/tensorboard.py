@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatron_gvpo.observe.alerts import Alert
 from megatron_gvpo.observe.loggers.backend import Sample
 
 
@@ -33,6 +34,9 @@ class TensorBoardWriter:
         for kind in {sample.kind: None for sample in samples}:
             text = "\n\n".join(_markdown(sample) for sample in samples if sample.kind == kind)
             self._writer.add_text(f"samples/{kind}", text, global_step=step)
+
+    def tell(self, alert: Alert) -> None:
+        self._writer.add_text("alerts", f"**{alert.rule}**\n\n    {alert}", global_step=alert.step)
 
     def close(self) -> None:
         self._writer.close()

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import trackio
 
+from megatron_gvpo.observe.alerts import Alert
 from megatron_gvpo.observe.loggers.backend import RunInfo, Sample
 
 
@@ -31,6 +32,9 @@ class TrackioWriter:
     def show(self, step: int, samples: Sequence[Sample]) -> None:
         table = trackio.Table(columns=list(Sample._fields), data=[list(sample) for sample in samples])
         trackio.log({"samples": table}, step=step)
+
+    def tell(self, alert: Alert) -> None:
+        trackio.alert(title=alert.rule, text=str(alert))
 
     def close(self) -> None:
         trackio.finish()

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import wandb
 
+from megatron_gvpo.observe.alerts import Alert
 from megatron_gvpo.observe.loggers.backend import RunInfo, Sample
 
 
@@ -30,6 +31,9 @@ class WandbWriter:
     def show(self, step: int, samples: Sequence[Sample]) -> None:
         table = wandb.Table(columns=list(Sample._fields), data=[list(sample) for sample in samples])
         self._run.log({"samples": table}, step=step)
+
+    def tell(self, alert: Alert) -> None:
+        self._run.alert(title=alert.rule, text=str(alert), level="WARN")
 
     def close(self) -> None:
         self._run.finish()

@@ -21,6 +21,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from megatron_gvpo.observe.alerts import alerts_of
 from megatron_gvpo.observe.metric_names import SECTIONS, entry
 from megatron_gvpo.observe.report.layout import QUESTIONS
 from megatron_gvpo.observe.report.pieces import Pieces
@@ -88,6 +89,7 @@ class Reporter:
         values = {
             **{"name": self._names[number], "directory": str(run.directory)},
             **{"config": run.config, "starts": run.starts, **found, "intervals": intervals},
+            "alerts": [alert._asdict() for alert in alerts_of(run.records)],
             **{"samples": samples.index, "has_tokens": pieces is not None},
         }
         return values, samples.blocks

@@ -15,7 +15,7 @@ function showCurves(root) {
   const logged = new Set(state.index.runs.flatMap(run => Object.keys(run.metrics)));
   const shown = new Set();
   const parts = [glance()];
-  if (state.index.alerts) parts.push(alertList());
+  parts.push(alertList());
   for (const [title, wanted] of Object.entries(questions)) {
     const names = wanted.flatMap(name => matching(name, logged)).filter(name => !shown.has(name));
     names.forEach(name => shown.add(name));
@@ -25,6 +25,7 @@ function showCurves(root) {
   }
   parts.push(memoryTables());
   const rest = [...logged].filter(name => !shown.has(name));
+  if (rest.length) parts.push(h("h2", {}, "All other metrics"));
   for (const title of [...Object.keys(sections), "Other metrics"]) {
     const names = rest.filter(name => sectionOf[name] === title);
     if (names.length) parts.push(folded(title.replaceAll("`", ""), names));
@@ -66,6 +67,20 @@ function glance() {
   });
   return h("div", { class: "wide" }, h("table", { class: "glance" },
     h("thead", {}, h("tr", {}, heads.map(head => h("th", { scope: "col" }, head)))), h("tbody", {}, rows)));
+}
+
+// The alerts of the runs that are shown, newest first; the first few at once.
+function alertList() {
+  const several = state.index.runs.length > 1;
+  const all = runsShown().flatMap(([run, i]) => run.alerts.map(alert => ({ ...alert, i, run: run.name })));
+  if (!all.length) return null;
+  all.sort((a, b) => b.step - a.step);
+  const items = all.map(({ step, rule, says, look, i, run }) => h("li", {},
+    h("span", { class: "at" }, `step ${step}`), h("div", {}, h("b", {}, rule), several ? [" ", swatch(i), run] : null,
+      h("p", {}, `${says[0].toUpperCase()}${says.slice(1)}.`), h("p", { class: "look" }, `Look at ${look}.`))));
+  const rest = items.splice(4);
+  const more = rest.length > 0 && h("details", { class: "more" }, h("summary", {}, `${rest.length} earlier`), h("ol", {}, rest));
+  return h("section", { class: "alerts", "aria-label": "Alerts" }, h("h2", {}, all.length === 1 ? "One alert" : `${all.length} alerts`), h("ol", {}, items), more);
 }
 
 const cell = (head, ...content) => h("td", { "data-head": head }, h("span", {}, ...content));

@@ -1,0 +1,108 @@
+"""Finds alerts in the metrics of a run, step by step. The same metrics always give the same alerts."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from megatron_gvpo.observe.alerts.rules import RULES, Condition, Rule
+
+
+class Alert(NamedTuple):
+    step: int
+    rule: str
+    says: str
+    look: str
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.says}. Look at {self.look}."
+
+
+class Finder:
+    """Remembers the metrics of a run and finds what the rules describe."""
+
+    def __init__(self, rules: Sequence[Rule] = RULES) -> None:
+        self._rules = rules
+        self._values: defaultdict[str, list[float]] = defaultdict(list)  # of each metric
+        self._held: dict[tuple[str, str], int] = {}  # rule and metric -> calls since it held
+        self._patterns = {c.metric: _pattern(c.metric) for rule in rules for c in rule.conditions}
+
+    def update(self, step: int, metrics: Mapping[str, Any]) -> list[Alert]:
+        """Add the metrics of a step; returns the alerts that it gives. NaN and infinity are left out."""
+        for name, value in metrics.items():
+            if isinstance(value, int | float) and math.isfinite(value):
+                self._values[name].append(float(value))
+        found = []
+        for rule in self._rules:
+            pattern = self._patterns[rule.conditions[0].metric]
+            for name in filter(pattern.fullmatch, metrics):
+                if not self._holds(rule, name):
+                    if (key := (rule.name, name)) in self._held:
+                        self._held[key] += 1
+                elif self._is_new(rule, name):
+                    found.append(self._alert(rule, name, step))
+        return found
+
+    def _is_new(self, rule: Rule, name: str) -> bool:
+        """True unless the rule held for this metric in the last `steps` steps."""
+        since = self._held.get((rule.name, name))
+        self._held[rule.name, name] = 0
+        return since is None or since > rule.steps
+
+    def _holds(self, rule: Rule, name: str) -> bool:
+        first, *others = rule.conditions
+        return self._is(first, name, rule.steps) and all(self._is(c, c.metric, rule.steps) for c in others)
+
+    def _is(self, condition: Condition, name: str, steps: int) -> bool:
+        values = self._values[name]
+        if len(values) < steps or (condition.kind in ("rises", "falls") and len(values) < 2 * steps):
+            return False
+        now, before = fmean(values[-steps:]), fmean(values[:steps])
+        match condition.kind:
+            case "above":
+                return now > condition.value
+            case "below":
+                return now < condition.value
+            case "rises":
+                return now > condition.value * before > 0
+            case "falls":
+                return now < condition.value * before
+            case "constant":
+                return len(set(values[-steps:])) == 1
+
+    def _alert(self, rule: Rule, name: str, step: int) -> Alert:
+        values = self._values[name]
+        stands = self._patterns[rule.conditions[0].metric].fullmatch(name)
+        words = {
+            "now": fmean(values[-rule.steps :]),
+            "before": fmean(values[: rule.steps]),
+            "name": stands[1] if stands is not None and stands.groups() else name,
+            "steps": rule.steps,
+        }
+        return Alert(step, rule.name, rule.says.format(**words), rule.look)
+
+
+def alerts_of(records: Iterable[Mapping[str, Any]]) -> list[Alert]:
+    """The alerts of a run, from the lines of its metrics.jsonl."""
+    finder = Finder()
+    return [alert for record in records for alert in finder.update(record["step"], _metrics(record))]
+
+
+def _metrics(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in record.items() if name != "step"}
+
+
+# Metrics of all rewards together, which are no component's.
+_NO_COMPONENT = ("mean", "groups_with_signal", "errors", "length_correlation")
+
+
+def _pattern(metric: str) -> re.Pattern[str]:
+    parts = re.split(r"<[^>]+>", metric)
+    between = r"([^/]+)"
+    if metric == "reward/<component>":
+        between = rf"((?!(?:{'|'.join(_NO_COMPONENT)})$)[^/]+)"
+    return re.compile(between.join(map(re.escape, parts)))

@@ -1,0 +1,209 @@
+"""Alerts: each rule on a made-up run, and on a real run that was made to fail that way."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_run import GVPO, SHORT, StopAfter, configure, fit
+
+from megatron_gvpo.callbacks import Callback
+from megatron_gvpo.groups import Group, Prompt, Rollout
+from megatron_gvpo.observe import read_metrics
+from megatron_gvpo.observe.alerts import Alert, Finder, alerts_of
+from megatron_gvpo.observe.alerts.rules import RULES
+from megatron_gvpo.observe.metric_names import entry
+from megatron_gvpo.observe.rollout_metrics import rollout_statistics
+from megatron_gvpo.trainer import Trainer
+
+STEPS = 40
+HEALTHY = {
+    "reward/mean": lambda step: 0.3 + 0.01 * step,
+    "reward/math": lambda step: 0.3 + 0.01 * step,
+    "reward/groups_with_signal": lambda step: 0.6,
+    "reward/length_correlation": lambda step: -0.1,
+    "reward/errors": lambda step: 0.0,
+    "response/length": lambda step: 200 + step,
+    "response/entropy": lambda step: 0.9 - 0.01 * step,
+    "mismatch/kl": lambda step: 1e-4 * (1 + step % 2),
+    "server/10.0.0.1:80/relative_time": lambda step: 1.0,
+    "server/10.0.0.2:80/relative_time": lambda step: 1.2,
+}
+Curve = Callable[[int], float]
+
+
+def run(**changed: Curve) -> list[dict[str, Any]]:
+    """The records of a run that is healthy but for these metrics."""
+    curves: Mapping[str, Curve] = {**HEALTHY, **changed}
+    return [{"step": step, **{n: c(step) for n, c in curves.items()}} for step in range(1, STEPS + 1)]
+
+
+def late(bad: float, good: float) -> Curve:
+    """Bad from step 20 on."""
+    return lambda step: bad if step >= 20 else good
+
+
+def dying(step: int) -> float:
+    return step / 100 if step < 20 else 0.0
+
+
+@pytest.mark.parametrize(
+    ("rule", "changed", "step", "words"),
+    [
+        ("entropy collapse", {"response/entropy": late(0.05, 0.9)}, 24, "from 0.9 to 0.05 nats"),
+        (
+            "reward for length",
+            {"response/length": late(900, 200), "reward/length_correlation": late(0.8, 0.0)},
+            23,
+            "from 200 to 760 tokens",
+        ),
+        ("mismatch rises", {"mismatch/kl": late(1e-2, 1e-4)}, 20, "from 0.0001 to 0.0034"),
+        ("no signal", {"reward/groups_with_signal": late(0.0, 0.6)}, 24, "0% have"),
+        ("dead reward component", {"reward/math": dying}, 29, "math gave 0 on average"),
+        ("slow server", {"server/10.0.0.2:80/relative_time": late(9.0, 1.0)}, 20, "10.0.0.2:80 takes 3.7"),
+    ],
+)
+def test_each_rule_finds_its_trouble(rule: str, changed: dict[str, Curve], step: int, words: str):
+    found = alerts_of(run(**changed))
+    assert {alert.rule for alert in found} == {rule}
+    assert [alert.step for alert in found] == [step]
+    assert words in found[0].says and str(found[0]).startswith(f"step {step}: ")
+
+
+def test_every_rule_is_tested_here_and_its_metrics_exist():
+    marks = test_each_rule_finds_its_trouble.pytestmark  # type: ignore[attr-defined]
+    assert {case[0] for mark in marks for case in mark.args[1]} == {rule.name for rule in RULES}
+    for rule in RULES:
+        for condition in rule.conditions:
+            assert entry(condition.metric) is not None, condition.metric
+
+
+def test_a_healthy_run_has_no_alert():
+    assert alerts_of(run()) == []
+
+
+def test_an_alert_is_said_again_only_after_it_was_over():
+    on_off = {"reward/groups_with_signal": lambda step: 0.0 if step % 20 < 8 else 0.6}
+    assert [alert.step for alert in alerts_of(run(**on_off))] == [5, 24]  # type: ignore[arg-type]
+    flapping = {"mismatch/kl": lambda step: 1e-4 if step < 10 else 1e-2 * (step % 2)}
+    assert len(alerts_of(run(**flapping))) == 1  # type: ignore[arg-type]
+
+
+def test_values_that_are_not_finite_are_left_out():
+    finder = Finder()
+    for step in range(1, 20):
+        bad = {"reward/groups_with_signal": float("nan"), "mismatch/kl": None}
+        assert finder.update(step, bad) == []
+
+
+# --- the metrics that rules need ---
+
+
+def rollouts(*lengths: int, rewards: tuple[float, ...], **fields: Any) -> Group:
+    rows = [
+        Rollout([1] * n, [-0.5] * n, "", "stop", reward=reward, **fields)
+        for n, reward in zip(lengths, rewards, strict=True)
+    ]
+    return Group(Prompt("p", (1,), "?"), rows)
+
+
+def test_reward_and_length_are_compared_inside_groups():
+    import numpy as np
+
+    long = rollouts(10, 20, 30, rewards=(0.0, 1.0, 1.0))
+    short = rollouts(1, 2, 3, rewards=(9.0, 5.0, 1.0))
+    found = rollout_statistics([long, short], 0)["reward/length_correlation"]
+    lengths = np.array([-10, 0, 10, -1, 0, 1])
+    rewards = np.array([-2 / 3, 1 / 3, 1 / 3, 4, 0, -4])
+    assert found == pytest.approx(np.corrcoef(lengths, rewards)[0, 1])
+    assert "reward/length_correlation" not in rollout_statistics([rollouts(2, 2, rewards=(0.0, 1.0))], 0)
+    assert rollout_statistics([long], 0)["response/entropy"] == pytest.approx(0.5)
+
+
+def test_a_servers_time_is_compared_with_the_median_server():
+    groups = [
+        rollouts(10, 10, rewards=(0.0, 1.0), server=f"http://10.0.0.{i}:80", seconds=seconds)
+        for i, seconds in enumerate((1.0, 1.1, 5.0), start=1)
+    ]
+    found = rollout_statistics(groups, 0)
+    assert found["server/10.0.0.3:80/relative_time"] == pytest.approx(5 / 1.1)
+    assert found["server/10.0.0.2:80/relative_time"] == 1
+    assert not [name for name in rollout_statistics(groups[:1], 0) if name.startswith("server/")]
+
+
+# --- real runs ---
+
+REWARD = """
+def same(prompt, rollout): return 0.5
+def long(prompt, rollout): return len(rollout.token_ids) / 10
+def sharp(prompt, rollout): return rollout.token_ids.count(rollout.token_ids[0]) / len(rollout.token_ids)
+"""
+
+
+def rules_of(
+    task: Path, out: Path, reward: str, *overrides: str, callbacks: tuple[Callback, ...] = ()
+) -> set[str]:
+    """The rules that a run with this reward gave alerts of."""
+    (out.parent / "rewards.py").write_text(REWARD)
+    component = [{"name": "made", "function": f"{out.parent}/rewards.py:{reward}"}]
+    settings = (*GVPO, *SHORT, f"rewards.components={json.dumps(component)}", *overrides)
+    fit(configure(task, out, *settings), callbacks)
+    return {alert.rule for alert in alerts_of(read_metrics(out / "metrics.jsonl"))}
+
+
+@pytest.mark.usefixtures("leave_the_process_group")
+class TestRealRuns:
+    def test_a_reward_that_is_always_the_same(
+        self, task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ):
+        found = rules_of(task, tmp_path / "run", "same", "train.steps=11", "logging.tensorboard=true")
+        assert found == {"no signal", "dead reward component"}
+        said = capsys.readouterr().out
+        assert "ALERT step 5: nearly all groups are solved or failed" in said
+        assert "ALERT step 10: the reward component made gave 0.5" in said
+        events = b"".join(file.read_bytes() for file in (tmp_path / "run/tensorboard").glob("events*"))
+        assert b"the reward component made gave 0.5" in events
+
+    def test_a_resumed_run_remembers(self, task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+        (tmp_path / "rewards.py").write_text(REWARD)
+        component = [{"name": "made", "function": f"{tmp_path}/rewards.py:same"}]
+        settings = (*GVPO, *SHORT, f"rewards.components={json.dumps(component)}", "train.steps=7")
+        fit(configure(task, tmp_path / "run", *settings), [StopAfter(3)])
+        assert "ALERT" not in capsys.readouterr().out
+        fit(configure(task, tmp_path / "run", *settings), resume=True)
+        assert "ALERT step 5: " in capsys.readouterr().out
+
+    def test_a_reward_for_length(self, task: Path, tmp_path: Path):
+        stops = json.dumps(list(range(0, 20, 4)))
+        length = ("rollout.max_tokens=30", f"rollout.stop_token_ids={stops}", "train.steps=14", "rollout.n=8")
+        lr = ("optimizer.lr=0.01", "optimizer.decay=constant")
+        assert "reward for length" in rules_of(task, tmp_path / "run", "long", *length, *lr)
+
+    def test_an_entropy_that_collapses(self, task: Path, tmp_path: Path):
+        lr = ("optimizer.lr=0.02", "optimizer.decay=constant", "train.steps=16", "rollout.n=8")
+        assert "entropy collapse" in rules_of(task, tmp_path / "run", "sharp", *lr)
+
+    def test_weights_that_do_not_reach_the_engine(self, task: Path, tmp_path: Path):
+        lr = ("optimizer.lr=0.01", "optimizer.decay=constant", "train.steps=8", "optimizer.warmup_steps=0")
+        assert "mismatch rises" in rules_of(task, tmp_path / "run", "long", *lr, callbacks=(LosePushes(3),))
+
+
+class LosePushes(Callback):
+    """From a step on, pushes report success and the engine keeps its weights."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step(self, trainer: Trainer, step: int, metrics: object) -> None:
+        if step == self.step:
+            model = trainer.components.engine._model  # type: ignore[attr-defined]
+            model.load = lambda weights, version: setattr(model, "version", version)
+
+
+def test_alerts_are_tuples_that_a_page_can_show():
+    assert Alert(3, "rule", "words", "place")._asdict() == {
+        **{"step": 3, "rule": "rule", "says": "words", "look": "place"}
+    }
