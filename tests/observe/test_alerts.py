@@ -179,7 +179,7 @@ class TestRealRuns:
     def test_a_reward_for_length(self, task: Path, tmp_path: Path):
         stops = json.dumps(list(range(0, 20, 4)))
         length = ("rollout.max_tokens=30", f"rollout.stop_token_ids={stops}", "train.steps=14", "rollout.n=8")
-        lr = ("optimizer.lr=0.01", "optimizer.decay=constant")
+        lr = ("optimizer.lr=0.002", "optimizer.decay=constant")
         assert "reward for length" in rules_of(task, tmp_path / "run", "long", *length, *lr)
 
     def test_an_entropy_that_collapses(self, task: Path, tmp_path: Path):
