@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from distributed import forget_layout, run_number
 from gradient_worker import config_of
-from small_constants import small_constants
+from small_constants import late_gathers, small_constants
 
 from megatron_gvpo.types import TrainBatch
 
@@ -26,7 +26,7 @@ def run(directory: str) -> None:
         # Far from a minimum, where a gradient is a small difference of large terms and shows their rounding.
         slow = config.optimizer.model_copy(update={"lr": 1e-3})
         config = config.model_copy(update={"optimizer": slow})
-        with small_constants():
+        with small_constants(), late_gathers():
             found[overlap] = _updates(config, case.rows, place / f"checkpoint-{number}-{overlap}")
         forget_layout()
     if dist.get_rank() == 0:

@@ -13,9 +13,14 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
+
+from torch import Tensor
 
 MIB = 2**20
 
@@ -71,6 +76,38 @@ CONSTANTS = [
 ]
 
 
+@dataclass(frozen=True)
+class ServerOption:
+    """A size of a rollout server: an option of its command line, or an environment variable."""
+
+    name: str
+    real: str
+    small: str
+    meaning: str
+
+
+_PART = "tokens of a prompt that are computed at once; a longer prompt is computed in parts"
+# Requests of a step need more than the cache, which holds one response of the longest length and little more.
+SERVER_OPTIONS = {
+    "sglang": [
+        ServerOption("--chunked-prefill-size", "2048 to 16384, by GPU", "16", _PART),
+        ServerOption("--max-prefill-tokens", "16384", "24", "tokens of new prompts in one batch"),
+        ServerOption("--max-total-tokens", "by GPU memory", "300", "tokens in the cache"),
+        ServerOption("SGLANG_LOGPROB_CHUNK_SIZE", "2048", "5", "rows of logits of a prompt at once"),
+        # How much of max_tokens a new request is thought to need: below it, requests are taken back.
+        ServerOption("SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION", "4096", "4", "tokens set aside for a request"),
+    ],
+}
+
+
+def small_servers(engine: str) -> tuple[str, dict[str, str]]:
+    """Return an override of the configuration, and environment variables, for servers with small sizes."""
+    options = [option for option in SERVER_OPTIONS[engine] if option.name.startswith("--")]
+    variables = {o.name: o.small for o in SERVER_OPTIONS[engine] if o not in options}
+    arguments = [word for option in options for word in (option.name, option.small)]
+    return f"rollout.servers.args={json.dumps(arguments)}", variables
+
+
 @contextlib.contextmanager
 def small_constants() -> Iterator[None]:
     """Context with every size of CONSTANTS cut down. Raises AssertionError where one is not the real one."""
@@ -80,6 +117,36 @@ def small_constants() -> Iterator[None]:
             assert read() == constant.real, f"{constant.place} is {read()}, and not {constant.real}"
             write(constant.small)
             stack.callback(write, constant.real)
+        yield
+
+
+@contextlib.contextmanager
+def late_gathers() -> Iterator[None]:
+    """Context in which overlapped gathers of weights arrive when they are waited for, and never before.
+
+    On a network they arrive any time. In a tiny model on one machine they are there at once, so that a reader
+    that does not wait would go unnoticed.
+    """
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Group
+
+    start = Group.start_param_sync
+
+    def start_late(group: Any, force_sync: bool = False) -> None:
+        before = [bucket.param_data.clone() for bucket in group.buckets]
+        start(group, force_sync)
+        if group.param_gather_handle is None:
+            return
+        group.param_gather_handle.wait()
+        arrived = [bucket.param_data.clone() for bucket in group.buckets]
+
+        def write(tensors: list[Tensor]) -> None:
+            for bucket, tensor in zip(group.buckets, tensors, strict=True):
+                bucket.param_data.copy_(tensor)
+
+        write(before)
+        group.param_gather_handle = SimpleNamespace(wait=lambda: write(arrived))
+
+    with mock.patch.object(Group, "start_param_sync", start_late):
         yield
 
 

@@ -1,0 +1,49 @@
+"""Real servers whose prompts, batches and caches exceed every size: what they answer is still exact.
+
+A tiny model's prompts are computed at once, and its responses fit into the cache. Real ones do not: a long
+prompt is computed in parts, the log-probs of a prompt in parts, and responses that the cache has no room for
+are taken back and computed again.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from servers import Client, logprobs, pool_of, running
+from small_constants import SERVER_OPTIONS, small_servers
+
+from megatron_gvpo.config.schema import SamplingConfig
+from megatron_gvpo.rollout.request import Request
+
+TAKEN_BACK = {"sglang": "kv cache pool is full. retract requests"}
+
+
+@pytest.mark.parametrize("engine", SERVER_OPTIONS)
+def test_answers_are_exact_above_every_size(
+    engine: str, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    override, variables = small_servers(engine)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    prompts = [torch.randint(2, 20, (length,), generator=generator).tolist() for length in (3, 40, 70, 120)]
+    with running(engine, task, tmp_path, override) as supervisor:
+        client = Client(engine, supervisor.processes[0].url)
+        pool = pool_of(client, [])
+        sampling = SamplingConfig(temperature=0.7, max_tokens=90)
+        requests = [Request(tuple(prompt), 8, seed=7 + i) for i, prompt in enumerate(prompts)]
+        groups = client.loop.run(pool.generate(requests, sampling))
+        scores = [client("score", prompt) for prompt in prompts]
+        client.loop.run(pool.stop())
+        client.close()
+        log = supervisor.processes[0].log.read_text()
+    for prompt, score, group in zip(prompts, scores, groups, strict=True):
+        expected = logprobs(task / "model", prompt[:1], prompt[1:])
+        torch.testing.assert_close(torch.tensor(score), expected, rtol=0, atol=2e-4)
+        for rollout in group:
+            assert len(rollout.token_ids) == 90 or rollout.token_ids[-1] == 1
+            expected = logprobs(task / "model", prompt, rollout.token_ids, temperature=0.7)
+            torch.testing.assert_close(torch.tensor(rollout.logprobs), expected, rtol=0, atol=2e-4)
+    assert TAKEN_BACK[engine] in log.lower(), "the cache had room for all"
