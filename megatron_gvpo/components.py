@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +29,8 @@ from megatron_gvpo.megatron.policy import Policy
 from megatron_gvpo.observe import PhaseTimer, ProfileWindow, profile_window
 from megatron_gvpo.observe.mismatch import THRESHOLDS, MismatchWatch
 from megatron_gvpo.observe.spans import phase_markers
+from megatron_gvpo.runs.best import Best
+from megatron_gvpo.runtime.collectives import broadcast_msgpack
 from megatron_gvpo.runtime.environment import prepare
 from megatron_gvpo.sampling.batch_queue import BatchQueue, Order
 from megatron_gvpo.sampling.composed import ComposedSampler
@@ -68,6 +71,7 @@ class Components:
         self.policy = Policy(config)
         threshold = config.rollout.mismatch_threshold or THRESHOLDS[config.model.dtype]
         self.mismatch = MismatchWatch(threshold, config.rollout.top_p)
+        self.best = Best(config.checkpoint.keep_best)
         self.profiler: ProfileWindow = profile_window(
             config.logging, Path(config.output_dir), dist.get_rank()
         )
@@ -162,6 +166,7 @@ class Components:
         if isinstance(self.estimator, Stateful) and blocks["estimator"] == saved["estimator"]:
             self.estimator.load_state_dict(state.get("estimator", {}))
         self.mismatch.load_state_dict(state.get("mismatch", {}))
+        self.best.load_state_dict(state.get("best", {}))
         if (lost := _without_state(saved, blocks, state)) and dist.get_rank() == 0:
             log.warning("the method has changed: the checkpoint's state of %s is left out", ", ".join(lost))
 
@@ -188,13 +193,24 @@ class Components:
             ) from None
         return int(state["step"])
 
-    def save(self, step: int, state: dict[str, Any]) -> Path:
-        """Write a checkpoint of the policy and `state`, or begin to write it. A collective."""
+    def save(self, step: int, state: dict[str, Any], metrics: Mapping[str, float]) -> Path:
+        """Write a checkpoint of the policy and `state`, or begin to write it, and the step's exports.
+
+        `metrics` are the step's, by which it may be the best. A collective.
+        """
+        options, out = self.config.checkpoint, Path(self.config.output_dir)
+        is_best = broadcast_msgpack(self.best.offer(step, metrics))  # ranks may differ in times and memory
+        state = {**state, "best": self.best.state_dict()}
         with self.timer.phase("checkpoint"):
-            options = self.config.checkpoint
-            return checkpoint.save(
-                self.checkpoints, step, self.policy, state, options.keep, options.asynchronous
+            path = checkpoint.save(
+                *(self.checkpoints, step, self.policy, state, options.keep, options.asynchronous),
+                best=self.best.step,
             )
+        if is_best:
+            self.export_hf(out / "hf_best")
+        if options.exports(step):
+            self.export_hf(out / "exports" / path.name)
+        return path
 
     def finish_saving(self) -> None:
         """Wait for a checkpoint that is still being written. Raises CheckpointError where writing fails."""

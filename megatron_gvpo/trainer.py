@@ -77,6 +77,7 @@ class Trainer:
         self._directory = RunDirectory(config, earlier, allow_change)
         self.resumed = found is not None
         self.step = found or 0
+        self._metrics: Metrics = {}  # of `step`, if this process has trained it
         self._saving: Path | None = None  # a checkpoint that may not be complete yet
         self._saved: Path | None = None  # the last complete one
         self._saved_step = self.step  # of the last one, which a resumed run has read
@@ -122,7 +123,7 @@ class Trainer:
             try:
                 for step in range(self.step + 1, steps + 1):
                     try:
-                        metrics = self._train_step(step, interrupt)
+                        metrics = self._metrics = self._train_step(step, interrupt)
                     except UserFunctionError as error:
                         raise UserFunctionError(f"step {step}: {error}; {self._kept()}") from error
                     self._notify("on_step", step, metrics)
@@ -301,7 +302,7 @@ class Trainer:
     def save(self) -> None:
         """Write, or begin to write, a checkpoint; a run resumed from it does what this one does next."""
         self._finish_saving()
-        self._saving = self.components.save(self.step, self._resume_point)
+        self._saving = self.components.save(self.step, self._resume_point, self._metrics)
         self._saved_step = self.step
         if not self.config.checkpoint.asynchronous:
             self._finish_saving()

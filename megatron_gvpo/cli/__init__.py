@@ -11,13 +11,13 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from megatron_gvpo.cli import convert, doctor, export, plan, recipes, report, serve, slurm, train, watch
+from megatron_gvpo.cli import convert, doctor, export, plan, recipes, report, runs, serve, slurm, train, watch
 from megatron_gvpo.cli import eval as evaluate
 from megatron_gvpo.cli.terminal import refuse
 from megatron_gvpo.config.errors import ConfigError
 from megatron_gvpo.versions import own_version
 
-COMMANDS = (train, evaluate, export, report, watch, serve, recipes, slurm, plan, convert, doctor)
+COMMANDS = (train, evaluate, export, runs, report, watch, serve, recipes, slurm, plan, convert, doctor)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

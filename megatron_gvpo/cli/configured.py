@@ -42,6 +42,18 @@ def add_allow_change(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_step(parser: argparse.ArgumentParser, meaning: str) -> None:
+    parser.add_argument("--step", type=_step, metavar="N", help=meaning)
+
+
+def check_step(config: Config, options: argparse.Namespace) -> None:
+    """Raises ConfigError, which lists the steps, for a --step of which the run has no checkpoint."""
+    from megatron_gvpo.runs.earlier import check_step
+
+    if options.step is not None:
+        check_step(config.output_dir, options.step)
+
+
 def load(options: argparse.Namespace) -> Config:
     """The configuration that the arguments name. Raises ConfigError."""
     from megatron_gvpo.cli.terminal import say
@@ -71,6 +83,12 @@ def world_size(options: argparse.Namespace) -> int:
 def is_launcher(options: argparse.Namespace) -> bool:
     """True in the process that is to start the ranks, and is none itself."""
     return options.nproc > 1 and "WORLD_SIZE" not in os.environ
+
+
+def _step(text: str) -> int:
+    if not text.isdecimal() or len(text) > 9:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r}: expected the number of a step")
+    return int(text)
 
 
 def _processes(text: str) -> int:

@@ -18,16 +18,18 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--resume", action="store_true", help="evaluate the newest checkpoint instead of model.path"
     )
+    configured.add_step(parser, "evaluate the checkpoint of this step instead of model.path")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the metrics of `model.path`, or of the newest checkpoint. Raises ConfigError."""
+    """Print the metrics of `model.path`, or of a checkpoint. Raises ConfigError."""
     from megatron_gvpo.config.preflight import preflight
     from megatron_gvpo.runtime.environment import prepare
 
     config = configured.load(options)
     preflight(config, "eval", configured.world_size(options))
+    configured.check_step(config, options)
     if configured.is_launcher(options):
         from megatron_gvpo.runtime.launch import launch
 
@@ -37,6 +39,6 @@ def run(options: argparse.Namespace) -> int:
     def evaluate() -> None:
         with loading("the engine"), heavy_imports():
             from megatron_gvpo.sampling.source import evaluate
-        say(json.dumps(evaluate(config, options.resume), indent=2))
+        say(json.dumps(evaluate(config, options.resume or options.step is not None, options.step), indent=2))
 
     return run_with_model(evaluate)

@@ -1,4 +1,4 @@
-"""`megatron-gvpo export`: a run's newest checkpoint as a Hugging Face directory."""
+"""`megatron-gvpo export`: a checkpoint of a run as a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from megatron_gvpo.cli.with_model import run_with_model
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("export", help="write the newest checkpoint as a Hugging Face directory")
+    parser = commands.add_parser("export", help="write a checkpoint as a Hugging Face directory")
     configured.add_arguments(parser)
+    configured.add_step(parser, "export the checkpoint of this step (default: the newest)")
     parser.add_argument("--out", required=True, metavar="DIR", help="directory to write; empty or new")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the newest checkpoint to --out, which must be empty or not exist. Raises ConfigError."""
+    """Write the checkpoint to --out, which must be empty or not exist. Raises ConfigError."""
     from megatron_gvpo.config.output_dir import check_empty
     from megatron_gvpo.config.preflight import preflight
     from megatron_gvpo.runtime.environment import prepare
 
     config = configured.load(options)
     preflight(config, "export", configured.world_size(options))
+    configured.check_step(config, options)
     check_empty(Path(options.out), f"--out {options.out}")
     if configured.is_launcher(options):
         from megatron_gvpo.runtime.launch import launch
@@ -34,9 +36,9 @@ def run(options: argparse.Namespace) -> int:
     prepare(config)
 
     def export() -> None:
-        from megatron_gvpo.megatron.checkpoint.conversion import newest_to_hugging_face
+        from megatron_gvpo.megatron.checkpoint.conversion import checkpoint_to_hugging_face
 
-        written = newest_to_hugging_face(config, Path(options.out))
+        written = checkpoint_to_hugging_face(config, Path(options.out), options.step)
         say(f"step {written} written to {options.out}")
 
     return run_with_model(export)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from math import lcm
 from typing import TYPE_CHECKING
 
 from megatron_gvpo.algorithms.base import STEP_START
+from megatron_gvpo.observe.metric_names import entry
 from megatron_gvpo.weights.transports import transport_class
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ def check_combinations(config: Config) -> None:
         _components,
         _evaluation,
         _schedule,
+        _checkpoints,
         _offload,
         _fp8_weights,
     ):
@@ -232,6 +235,33 @@ def _schedule(config: Config) -> None:
         )
     if optimizer.min_lr > optimizer.lr:
         raise ValueError(f"optimizer.min_lr={optimizer.min_lr} exceeds optimizer.lr={optimizer.lr}")
+
+
+def _checkpoints(config: Config) -> None:
+    options, steps = config.checkpoint, config.train.steps
+    if options.export_every and not options.every:
+        raise ValueError(
+            f"checkpoint.export_every={options.export_every} with checkpoint.every=0, which writes only the "
+            "last checkpoint: set checkpoint.every"
+        )
+    if options.keep_best is None:
+        return
+    metric = options.keep_best.metric
+    if not options.every:
+        raise ValueError(
+            f"checkpoint.keep_best: {metric} with checkpoint.every=0, which writes only the last checkpoint: "
+            "set checkpoint.every"
+        )
+    if entry(metric) is None and not metric.startswith(("train/", "advantage/")):  # which users' code may log
+        raise ValueError(f"checkpoint.keep_best.metric={metric}: no metric has this name")
+    if metric.startswith("eval/") and config.data.eval is None:
+        raise ValueError(f"checkpoint.keep_best.metric={metric} needs held-out prompts: set data.eval")
+    if metric.startswith("eval/") and not 0 < lcm(options.every, config.eval.every) < steps:
+        raise ValueError(
+            f"checkpoint.keep_best.metric={metric}: only the last checkpoint would be evaluated, with "
+            f"checkpoint.every={options.every}, eval.every={config.eval.every} and train.steps={steps}: make "
+            "eval.every equal to checkpoint.every, or a divisor or multiple of it"
+        )
 
 
 def _offload(config: Config) -> None:

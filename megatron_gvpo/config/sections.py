@@ -244,6 +244,13 @@ class EvalConfig(Section):
     seed: Seed = 1234  # Seed of the evaluation's samples, the same at every step.
 
 
+class BestConfig(Section):
+    free_keys = EVERY_KEY
+
+    metric: str  # Such as `eval/pass@1`; a checkpoint of a step that has no such metric is no candidate.
+    order: Literal["highest", "lowest"] = "highest"  # Which value is best.
+
+
 class CheckpointConfig(Section):
     free_keys = EVERY_KEY
 
@@ -251,6 +258,14 @@ class CheckpointConfig(Section):
     keep: PositiveInt = 2  # Complete checkpoints that stay on disk, the newest.
     asynchronous: bool = False  # Write while the next step generates and scores.
     export_hf: bool = True  # Write a Hugging Face checkpoint, OUTPUT_DIR/hf, after the last step.
+    # Write a Hugging Face checkpoint of every so many checkpoints too, in OUTPUT_DIR/exports; 0: none.
+    export_every: NonNegativeInt = 0
+    # Keep the checkpoint with the best value of a metric too, and write it to OUTPUT_DIR/hf_best.
+    keep_best: BestConfig | None = None
+
+    def exports(self, step: int) -> bool:
+        """True if the checkpoint of this step is exported on the way."""
+        return self.export_every > 0 and step % (self.every * self.export_every) == 0
 
 
 class RolloutFilesConfig(Section):

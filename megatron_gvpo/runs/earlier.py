@@ -19,6 +19,9 @@ OWN = (
     "checkpoints",
     "hf",
     "hf.partial",
+    "hf_best",
+    "hf_best.partial",
+    "exports",
     "metrics.jsonl",
     "summary.json",
     "curve.png",
@@ -73,14 +76,29 @@ def check_earlier_run(config: Config, earlier: Earlier) -> None:
             )
 
 
-def newest_step(directory: Path) -> int | None:
-    """The step of the newest complete checkpoint of the run in `directory`, damaged or not; else None."""
+def checkpoint_steps(directory: Path) -> list[int]:
+    """The steps of the complete checkpoints of the run in `directory`, damaged or not, in rising order."""
     found = [
         path.stem.removeprefix("step_")
         for path in (directory / "checkpoints").glob("step_*")
         if path.suffix in ("", ".replaced") and (path / "state.json").is_file()
     ]
-    return max((int(step) for step in found if step.isdecimal()), default=None)
+    return sorted({int(step) for step in found if step.isdecimal()})
+
+
+def newest_step(directory: Path) -> int | None:
+    """The step of the newest complete checkpoint of the run in `directory`, damaged or not; else None."""
+    return max(checkpoint_steps(directory), default=None)
+
+
+def check_step(output_dir: str, step: int) -> None:
+    """Raises ConfigError, which lists the steps, for a --step of which there is no checkpoint."""
+    there = checkpoint_steps(Path(output_dir))
+    if step not in there:
+        raise ConfigError(
+            f"--step {step}: {Path(output_dir) / 'checkpoints'} has no complete checkpoint of this step (it "
+            f"has: {', '.join(map(str, there)) or 'none'})"
+        )
 
 
 def finished(config: Config) -> str | None:

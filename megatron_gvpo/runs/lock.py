@@ -139,13 +139,14 @@ def check_unlocked(output_dir: str) -> None:
 
 def _wait_until_free(directory: Path) -> None:
     begin = time.monotonic()
-    while _is_locked(directory):
+    while is_locked(directory):
         if time.monotonic() - begin >= _patience(_read_holder(directory)):
             raise ConfigError(_refusal(directory))
         time.sleep(0.1)
 
 
-def _is_locked(directory: Path) -> bool:
+def is_locked(directory: Path) -> bool:
+    """True if a run writes to the output directory."""
     try:
         descriptor = os.open(directory / FILE, os.O_RDONLY)
     except OSError:  # no such file; where it cannot be read, writing to it says why

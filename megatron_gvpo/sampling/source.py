@@ -10,7 +10,7 @@ from typing import Self
 from megatron_gvpo.config.schema import Config, ConfigError, SamplingConfig
 from megatron_gvpo.data.task import Task, load_task
 from megatron_gvpo.groups import Group
-from megatron_gvpo.megatron.checkpoint.conversion import load_newest
+from megatron_gvpo.megatron.checkpoint.conversion import load_checkpoint
 from megatron_gvpo.megatron.scorer import Scorer
 from megatron_gvpo.observe import PhaseTimer
 from megatron_gvpo.rewards.pool import RewardPool
@@ -88,16 +88,17 @@ class RolloutSource:
         self._opened.__exit__(kind, error, trace)
 
 
-def evaluate(config: Config, resume: bool) -> dict[str, float]:
-    """Metrics of `model.path`, or of the run's newest checkpoint, on the held-out prompts. A collective.
+def evaluate(config: Config, resume: bool, step: int | None = None) -> dict[str, float]:
+    """Metrics of `model.path`, or of a checkpoint of the run, on the held-out prompts. A collective.
 
-    It builds no gradients and no optimizer, which take most of the memory of training. Raises ConfigError
-    for what `preflight` refuses, before anything is loaded; DataError, CheckpointError, RolloutError.
+    `resume`: of the checkpoint of `step`, or else the newest. It builds no gradients and no optimizer, which
+    take most of the memory of training. Raises ConfigError for what `preflight` refuses, before anything is
+    loaded; DataError, CheckpointError, RolloutError.
     """
     preflight_on_ranks(config, "eval")
     prepare(config)
     task = load_task(config)
     policy = Scorer(config)
-    step = load_newest(config, policy.model) if resume else 0
+    loaded = load_checkpoint(config, policy.model, step) if resume else 0
     with RolloutSource(config, task, policy, PhaseTimer()) as source:
-        return source.evaluate(step)[1]
+        return source.evaluate(loaded)[1]

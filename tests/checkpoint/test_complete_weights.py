@@ -228,7 +228,7 @@ def test_resume_and_export_with_another_tying(task, tied_task, tmp_path):
             fit(config, resume=True)
         assert re.match("cannot read .*step_00000001: " + re.escape(said), str(refused.value))
         with pytest.raises(CheckpointError, match="^cannot read .*step_00000001: " + re.escape(said)):
-            conversion.newest_to_hugging_face(config, tmp_path / "hf")
+            conversion.checkpoint_to_hugging_face(config, tmp_path / "hf")
         forget_layout()
     assert not (tmp_path / "hf").exists()
     for name, place in moving.items():  # and what fits goes on

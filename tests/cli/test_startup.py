@@ -37,6 +37,7 @@ def run(program: str, **options) -> subprocess.CompletedProcess[str]:
         ("recipes show dapo", 0),
         (PLAN, 0),
         ("train none.yaml", 2),
+        ("runs tests", 0),
     ],
 )
 def test_a_command_that_needs_no_torch_loads_none(arguments: str, code: int) -> None:

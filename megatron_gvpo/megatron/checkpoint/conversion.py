@@ -57,32 +57,36 @@ def to_hugging_face(source: Path, target: Path, like: Path) -> None:
             shutil.copy(file, target)
 
 
-def newest_to_hugging_face(config: Config, target: Path) -> int:
-    """Write the weights of a run's newest checkpoint as a Hugging Face directory; returns its step.
+def checkpoint_to_hugging_face(config: Config, target: Path, step: int | None = None) -> int:
+    """Write the weights of a run's checkpoint as a Hugging Face directory; returns its step.
 
-    A collective. It needs no data, optimizer or engine. Raises ConfigError for what `preflight` refuses,
-    before anything is loaded, and where `target` is not empty; CheckpointError.
+    `step`: default the newest. A collective. It needs no data, optimizer or engine. Raises ConfigError for what
+    `preflight` refuses, before anything is loaded, and where `target` is not empty; CheckpointError.
     """
     preflight_on_ranks(config, "export")
     check_empty(target, f"--out {target}")
     parallel.initialize(config.parallel, config.train.seed)
     model = build(config.model, config.parallel, trained=False)
-    step = load_newest(config, model)
+    step = load_checkpoint(config, model, step)
     write_hugging_face(model, config.model, target)
     return step
 
 
-def load_newest(config: Config, model: Model) -> int:
-    """Load a run's newest checkpoint that is not damaged; returns its step. Raises CheckpointError."""
+def load_checkpoint(config: Config, model: Model, step: int | None = None) -> int:
+    """Load the weights of a run's checkpoint, of `step` or else the newest that is not damaged.
+
+    Returns its step. Raises CheckpointError. A collective.
+    """
     checkpoints = Path(config.output_dir) / "checkpoints"
 
     def load(directory: Path) -> int:
         _read(model, directory, f"cannot read {directory}")
         return int(directory.stem.removeprefix("step_"))
 
-    if (step := newest.load_newest(checkpoints, load)) is None:
-        raise CheckpointError(f"{checkpoints}: there is no complete checkpoint")
-    return step
+    if (found := newest.load_newest(checkpoints, load, step=step)) is None:
+        which = "no complete checkpoint" if step is None else f"no complete checkpoint of step {step}"
+        raise CheckpointError(f"{checkpoints}: there is {which}")
+    return found
 
 
 def write_hugging_face(model: Model, source: ModelConfig, target: Path) -> None:

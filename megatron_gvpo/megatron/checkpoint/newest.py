@@ -45,8 +45,12 @@ def newest(root: Path) -> Path | None:
     return None if name is None else root / name
 
 
-def load_newest[Loaded](root: Path, load: Callable[[Path], Loaded], put_aside: bool = False) -> Loaded | None:
+def load_newest[Loaded](
+    root: Path, load: Callable[[Path], Loaded], put_aside: bool = False, step: int | None = None
+) -> Loaded | None:
     """Load the newest checkpoint under `root` that is not damaged; returns what `load` returns. A collective.
+
+    `step`: load only the checkpoint of this step.
 
     `load` is a collective that raises DamagedCheckpointError on every rank, or on none; a later call must
     replace everything that a failed one has loaded. Every damaged checkpoint is named in a warning.
@@ -56,7 +60,8 @@ def load_newest[Loaded](root: Path, load: Callable[[Path], Loaded], put_aside: b
     """
     found: list[Path] = []
     run_on_all_ranks(f"cannot read {root}", lambda: found.extend(complete(root)))
-    names = broadcast_msgpack([path.name for path in found])
+    wanted = [path.name for path in found if step is None or path.stem == f"step_{step:08d}"]
+    names = broadcast_msgpack(wanted)
     damaged: list[Path] = []
     problem = ""
     for i, name in reversed(list(enumerate(names))):

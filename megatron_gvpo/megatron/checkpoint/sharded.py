@@ -39,13 +39,20 @@ from megatron_gvpo.megatron.reference_weights import ReferenceWeights
 
 
 def save(
-    root: Path, step: int, policy: Policy, state: dict[str, Any], keep: int, asynchronous: bool = False
+    root: Path,
+    step: int,
+    policy: Policy,
+    state: dict[str, Any],
+    keep: int,
+    asynchronous: bool = False,
+    best: int | None = None,
 ) -> Path:
     """Write `root`/step_<step> and remove all but the newest `keep` checkpoints. A collective.
 
-    `state` holds JSON values. `asynchronous`: return before the write is done. The directory gets its name
-    when it is complete, before the next change of weights or optimizer. If any rank fails to write, every
-    rank raises CheckpointError: here or, if asynchronous, in `Model.finish_background_work`.
+    `best`: the step whose checkpoint stays, too. `state` holds JSON values. `asynchronous`: return before the
+    write is done. The directory gets its name when it is complete, before the next change of weights or
+    optimizer. If any rank fails to write, every rank raises CheckpointError: here or, if asynchronous, in
+    `Model.finish_background_work`.
     """
     for model in policy.models:  # only one save at a time
         model.finish_background_work()
@@ -69,7 +76,8 @@ def save(
         os.replace(partial, final)
         found = complete(root)
         unfinished = [path for path in root.glob("step_*") if path.suffix in (PARTIAL, REPLACED)]
-        for path in {*found, *unfinished} - {*found[-keep:]}:  # also those of runs killed while saving
+        kept = {*found[-keep:], *(path for path in found if path.stem == f"step_{best or 0:08d}")}
+        for path in {*found, *unfinished} - kept:  # also those of runs killed while saving
             _remove(path)
 
     def write(group: dist.ProcessGroup | None = None) -> None:

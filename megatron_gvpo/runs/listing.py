@@ -1,0 +1,103 @@
+"""The runs below a directory: their state, step and best evaluation, from the files that they leave."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_gvpo.runs.earlier import checkpoint_steps
+from megatron_gvpo.runs.lock import is_locked
+
+State = Literal["running", "finished", "stopped"]
+
+_DEPTH = 4  # of directories below the one that is searched
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """A run on disk.
+
+    `state`: `running` while a process holds its lock, `finished` after its last step, otherwise `stopped`:
+    interrupted or failed. `checkpoint` is the newest complete one. `best` is the highest value of
+    the metric, at `best_step`; None where no step has it.
+    """
+
+    directory: Path
+    state: State
+    step: int | None
+    checkpoint: int | None
+    reward: float | None  # mean of the last step
+    best: float | None
+    best_step: int | None
+
+
+def find_runs(root: Path, metric: str) -> list[RunSummary]:
+    """The runs in `root` and below it, by path; a run's own directories are not searched.
+
+    Raises OSError for a `root` that cannot be read.
+    """
+    return [_summary(directory, metric) for directory in _directories(root, _DEPTH)]
+
+
+def _directories(directory: Path, depth: int) -> Iterator[Path]:
+    if (directory / "run.json").is_file():
+        yield directory
+    elif depth:
+        with os.scandir(directory) as entries:
+            inner = sorted(e.path for e in entries if e.is_dir(follow_symlinks=False) and e.name[0] != ".")
+        for path in inner:
+            with suppress(PermissionError):
+                yield from _directories(Path(path), depth - 1)
+
+
+def _summary(directory: Path, metric: str) -> RunSummary:
+    last, best = _metrics(directory / "metrics.jsonl", metric)
+    steps, step = checkpoint_steps(directory), last.get("step")
+    value, best_step = best or (None, None)
+    return RunSummary(
+        directory,
+        "running" if is_locked(directory) else "finished" if _finished_at(directory) == step else "stopped",
+        step,
+        steps[-1] if steps else None,
+        last.get("reward/mean"),
+        value,
+        best_step,
+    )
+
+
+def _finished_at(directory: Path) -> int | None:
+    """The last step of a run that came to its end; a run that was continued since may have later ones."""
+    with suppress(OSError, ValueError, AttributeError):
+        steps = json.loads((directory / "summary.json").read_text()).get("steps")
+        return steps if type(steps) is int else None
+    return None
+
+
+def _metrics(file: Path, metric: str) -> tuple[dict[str, Any], tuple[float, int] | None]:
+    """(the last step's record, the metric's highest value and the first step that has it)."""
+    best: tuple[float, int] | None = None
+    last, key = b"", json.dumps(metric).encode() + b":"
+    with suppress(OSError), file.open("rb") as lines:
+        for line in lines:
+            if not line.endswith(b"\n"):  # cut off, or being written
+                break
+            last = line
+            if key in line:  # only such lines are parsed: a file may have 100,000
+                record = _record(line)
+                value = record.get(metric)
+                if isinstance(value, float | int) and (best is None or value > best[0]):
+                    best = value, record["step"]
+    return _record(last), best
+
+
+def _record(line: bytes) -> dict[str, Any]:
+    with suppress(ValueError):
+        found = json.loads(line)
+        if isinstance(found, dict) and type(found.get("step")) is int:
+            return found
+    return {}

@@ -1,0 +1,110 @@
+"""Exports on the way, the best checkpoint, and `--step` of `eval` and `export`, on a real run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from good_config import GOOD
+from safetensors.torch import load_file
+from tiny_run import GVPO, StopAfter, configure, fit, records
+
+from megatron_gvpo.cli import main
+from megatron_gvpo.config.schema import ConfigError, build_config
+from megatron_gvpo.config.sections import BestConfig
+from megatron_gvpo.config.yaml import Loader
+from megatron_gvpo.runs.best import Best
+
+LOWEST = "checkpoint.keep_best={metric: reward/mean, order: lowest}"
+HOW = (*GVPO, "data.eval=null", "checkpoint.every=1", "checkpoint.keep=1", "checkpoint.export_every=2")
+
+
+def steps(directory: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step_")) for path in directory.iterdir())
+
+
+def worst(out: Path) -> int:
+    rewards = {line["step"]: line["reward/mean"] for line in records(out) if line["step"]}
+    return min(rewards, key=rewards.__getitem__)
+
+
+@pytest.fixture(scope="module")
+def chosen(task, tmp_path_factory) -> Path:
+    """A run of four steps, resumed after two, that keeps the step with the lowest reward: an early one."""
+    out = tmp_path_factory.mktemp("chosen") / "run"
+    fit(configure(task, out, *HOW, LOWEST), [StopAfter(2)])
+    fit(configure(task, out, *HOW, LOWEST), resume=True)
+    return out
+
+
+@pytest.mark.usefixtures("leave_the_process_group")
+def test_the_best_checkpoint_stays_beside_the_newest(chosen):
+    best = worst(chosen)
+    assert best < 4, "otherwise the test shows nothing"
+    assert steps(chosen / "checkpoints") == [best, 4]
+    state = json.loads((chosen / "checkpoints" / "step_00000004" / "state.json").read_text())
+    assert state["best"]["step"] == best, "a resumed run knows it"
+
+
+@pytest.mark.usefixtures("leave_the_process_group")
+def test_exports_on_the_way(chosen, task, tmp_path):
+    assert steps(chosen / "exports") == [2, 4]
+    last = load_file(chosen / "hf" / "model.safetensors")
+    fourth = load_file(chosen / "exports" / "step_00000004" / "model.safetensors")
+    assert all(torch.equal(last[name], fourth[name]) for name in last)
+    words = [str(task / "run.yaml"), f"output_dir={chosen}", *HOW, LOWEST, "--step", str(worst(chosen))]
+    assert main(["export", *words, "--out", str(tmp_path / "hf")]) == 0
+    written, kept = (load_file(d / "model.safetensors") for d in (tmp_path / "hf", chosen / "hf_best"))
+    assert all(torch.equal(written[name], kept[name]) for name in kept)
+    assert not all(torch.equal(written[name], last[name]) for name in last)
+
+
+@pytest.mark.usefixtures("leave_the_process_group")
+def test_eval_takes_a_step(chosen, task, capsys):
+    words = [str(task / "run.yaml"), f"output_dir={chosen}", *GVPO]
+    printed = []
+    for which in (["--step", str(worst(chosen))], ["--step", "4"], ["--resume"]):
+        assert main(["eval", *words, *which]) == 0
+        out = capsys.readouterr().out
+        printed.append(json.loads(out[out.index("{") :]))
+    assert printed[1] == printed[2] != printed[0]
+
+
+@pytest.mark.parametrize("command", [["eval"], ["export", "--out", "none"]])
+def test_a_step_without_a_checkpoint_is_refused(command, task, tmp_path, capsys):
+    for name in ("step_00000002", "step_00000004"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        (tmp_path / "checkpoints" / name / "state.json").write_text("{}")
+    name, *more = command
+    assert main([name, str(task / "run.yaml"), f"output_dir={tmp_path}", *GVPO, *more, "--step", "77"]) == 2
+    said = capsys.readouterr().err
+    assert "--step 77" in said and "(it has: 2, 4)" in said
+
+
+def test_the_first_of_equal_ones_is_best_and_other_metrics_are_forgotten():
+    highest, lowest = BestConfig(metric="m"), BestConfig(metric="m", order="lowest")
+    best = Best(highest)
+    offered = [best.offer(step, m) for step, m in enumerate([{}, {"m": 1}, {"m": 2}, {"m": 2}, {"m": 1}], 1)]
+    assert offered == [False, True, True, False, False] and best.step == 3
+    again, other = Best(highest), Best(lowest)
+    again.load_state_dict(best.state_dict())
+    other.load_state_dict(best.state_dict())
+    assert (again.step, other.step) == (3, None)
+    assert not again.offer(5, {"m": float("nan")}) and other.offer(5, {"m": 7})
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"export_every": 2}, "checkpoint.export_every=2 with checkpoint.every=0"),
+        ({"keep_best": {"metric": "reward/mean"}}, "set checkpoint.every"),
+        ({"every": 5, "keep_best": {"metric": "eval/pas@1"}}, "no metric has this name"),
+        ({"every": 5, "keep_best": {"metric": "eval/pass@1"}}, "set data.eval"),
+    ],
+)
+def test_keys_that_would_do_nothing_are_refused(keys, said):
+    with pytest.raises(ConfigError, match=said):
+        build_config({**yaml.load(GOOD, Loader), "checkpoint": keys})
