@@ -27,9 +27,10 @@ from megatron_gvpo.observe.rollouts.table import Responses, TrainedRows
 from megatron_gvpo.rollout.request import RolloutError
 from megatron_gvpo.runs.directory import RunDirectory
 from megatron_gvpo.runs.earlier import earlier_of, finished
+from megatron_gvpo.runs.hub import prepare_repository, push
 from megatron_gvpo.runs.preflight_on_ranks import preflight_on_ranks
 from megatron_gvpo.runs.turn import Turn
-from megatron_gvpo.runtime.collectives import all_have_failed, broadcast_msgpack
+from megatron_gvpo.runtime.collectives import all_have_failed, broadcast_msgpack, first_problem
 from megatron_gvpo.runtime.signals import Interrupt, Interrupted
 from megatron_gvpo.runtime.user_functions import UserFunctionError
 from megatron_gvpo.types import Group, TrainBatch
@@ -92,10 +93,13 @@ class Trainer:
         batches in a row teach nothing. A checkpoint is saved first. Raises UserFunctionError where a loss,
         estimator, member or prior of the user's fails, perhaps on this rank alone: a checkpoint is saved
         first if all ranks fail before the step has changed the weights. Raises ConfigError when it is called
-        again.
+        again; HubError, on rank 0, where the finished run's export cannot be pushed.
         """
         with self._turn.fit(lambda: self.step, self.config.train.steps):
-            return self._fit()
+            metrics = self._fit()
+            if metrics and self.is_main:  # the other ranks do not wait: it may take long
+                self._push()
+            return metrics
 
     def close(self) -> None:
         """Free the model's memory and its process groups, as the construction of another Trainer does."""
@@ -113,6 +117,7 @@ class Trainer:
                 log.warning(said)
             return metrics
         with Interrupt() as interrupt, self._directory.alone(), self.components, ExitStack() as end:
+            self._prepare_hub()
             self._directory.begin(self.step, self.resumed)  # not before: the input has proved right
             end.callback(self._notify, "on_exit")
             self._notify("on_start")
@@ -141,6 +146,28 @@ class Trainer:
                 self.components.export_hf(Path(self.config.output_dir) / "hf")
             self._notify("on_end")
         return metrics
+
+    def _prepare_hub(self) -> None:
+        """Raise ConfigError on all ranks where rank 0 cannot push what the run will export."""
+        settings, problem = self.config.checkpoint.push_to_hub, None
+        if settings is not None:
+            try:
+                if self.is_main:
+                    prepare_repository(settings)
+            except ConfigError as error:
+                problem = str(error)
+            if (said := first_problem(problem)) is not None:
+                raise ConfigError(said)
+
+    def _push(self) -> None:
+        options, out = self.config.checkpoint, Path(self.config.output_dir)
+        if options.push_to_hub is not None:
+            best = out / "hf_best"
+            directory = best if options.keep_best is not None and best.is_dir() else out / "hf"
+            url = push(
+                options.push_to_hub, directory, f"megatron_gvpo: {directory.name} after step {self.step}"
+            )
+            log.warning("pushed %s to %s", directory, url)
 
     def _train_step(self, step: int, interrupt: Interrupt) -> Metrics:
         """Sample from the policy at step start, freeze what the loss compares with, update, evaluate."""

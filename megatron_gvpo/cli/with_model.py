@@ -28,6 +28,7 @@ def run_with_model(work: Callable[[], None]) -> int:
         from megatron_gvpo.callbacks import OutputError
         from megatron_gvpo.data.prompts import DataError
         from megatron_gvpo.rollout.request import RolloutError
+        from megatron_gvpo.runs.hub import HubError
         from megatron_gvpo.runtime.signals import Interrupted
         from megatron_gvpo.runtime.user_functions import UserFunctionError
     gc.freeze()  # what the libraries made stays to the end: later collections need not look through it
@@ -39,7 +40,7 @@ def run_with_model(work: Callable[[], None]) -> int:
         say(f"stopped on request; {stopped}: continue with `train ... --resume`")
     except (ConfigError, DataError) as error:
         code = refuse(error)
-    except (CheckpointError, OutputError, RolloutError) as error:
+    except (CheckpointError, HubError, OutputError, RolloutError) as error:
         code = refuse(error, code=1)
     except (UserFunctionError, FloatingPointError) as error:
         return refuse(error, code=1, everywhere=True)

@@ -244,6 +244,10 @@ def _checkpoints(config: Config) -> None:
             f"checkpoint.export_every={options.export_every} with checkpoint.every=0, which writes only the "
             "last checkpoint: set checkpoint.every"
         )
+    if options.push_to_hub is not None and not (options.export_hf or options.keep_best):
+        raise ValueError(
+            "checkpoint.push_to_hub with checkpoint.export_hf=false and no keep_best has nothing to push"
+        )
     if options.keep_best is None:
         return
     metric = options.keep_best.metric

@@ -76,6 +76,11 @@ def read_variable(name: str, key: str) -> str:
     return value
 
 
+def from_variable(value: str) -> bool:
+    """True if this process has read the value from an environment variable, as `{env: NAME}`."""
+    return _sources.get(value, REDACTED) != REDACTED
+
+
 def remember(secret: str) -> None:
     """Let `hide` hide this secret, which no variable holds."""
     _sources.setdefault(secret, REDACTED)

@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
+from megatron_gvpo.config.secrets import from_variable
 from megatron_gvpo.config.section import EVERY_KEY, MIB, LocalPath, Processes, Seconds, Section, Seed
 from megatron_gvpo.config.servers import ServersConfig, WeightSyncConfig
 from megatron_gvpo.rewards.registry import BUILT_IN
@@ -251,6 +252,21 @@ class BestConfig(Section):
     order: Literal["highest", "lowest"] = "highest"  # Which value is best.
 
 
+class HubConfig(Section):
+    free_keys = EVERY_KEY
+
+    repo: str = Field(pattern=r"^[\w.-]+/[\w.-]+$")  # OWNER/NAME; made if it does not exist.
+    # `{env: NAME}`: the environment variable with the token. Default: the login of this machine.
+    token: str | None = None
+    private: bool = True  # A repository that the run makes is private.
+
+    @model_validator(mode="after")
+    def _token_from_environment(self) -> Self:
+        if self.token is not None and not from_variable(self.token):
+            raise ValueError("token: a secret in the configuration: give `{env: NAME}`")
+        return self
+
+
 class CheckpointConfig(Section):
     free_keys = EVERY_KEY
 
@@ -262,6 +278,8 @@ class CheckpointConfig(Section):
     export_every: NonNegativeInt = 0
     # Keep the checkpoint with the best value of a metric too, and write it to OUTPUT_DIR/hf_best.
     keep_best: BestConfig | None = None
+    # Push OUTPUT_DIR/hf_best (without keep_best OUTPUT_DIR/hf) to the Hugging Face hub after the last step.
+    push_to_hub: HubConfig | None = None
 
     def exports(self, step: int) -> bool:
         """True if the checkpoint of this step is exported on the way."""

@@ -60,8 +60,8 @@ def to_hugging_face(source: Path, target: Path, like: Path) -> None:
 def checkpoint_to_hugging_face(config: Config, target: Path, step: int | None = None) -> int:
     """Write the weights of a run's checkpoint as a Hugging Face directory; returns its step.
 
-    `step`: default the newest. A collective. It needs no data, optimizer or engine. Raises ConfigError for what
-    `preflight` refuses, before anything is loaded, and where `target` is not empty; CheckpointError.
+    `step`: default the newest. A collective. It needs no data, optimizer or engine. Raises ConfigError for
+    what `preflight` refuses, before anything is loaded, and where `target` is not empty; CheckpointError.
     """
     preflight_on_ranks(config, "export")
     check_empty(target, f"--out {target}")

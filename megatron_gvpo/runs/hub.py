@@ -1,0 +1,74 @@
+"""Pushes a run's exported model to the Hugging Face hub."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_gvpo.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron_gvpo.config.sections import HubConfig
+
+
+class HubError(RuntimeError):
+    """The export could not be pushed; it is complete on the disk."""
+
+
+def prepare_repository(settings: HubConfig) -> None:
+    """Make the repository if it does not exist, which shows that the token may write there.
+
+    Raises ConfigError, which names the repository and the hub's answer.
+    """
+    api = _api(settings)
+    try:
+        _asked(lambda: api.create_repo(settings.repo, private=settings.private, exist_ok=True))
+    except HubError as error:
+        raise ConfigError(f"checkpoint.push_to_hub.repo={settings.repo}: {error}") from None
+
+
+def push(settings: HubConfig, directory: Path, message: str) -> str:
+    """Upload the files of a Hugging Face directory; returns the URL of the commit.
+
+    Raises HubError, which says how to push the directory by hand.
+    """
+    api = _api(settings)
+    try:
+        done = _asked(
+            lambda: api.upload_folder(
+                repo_id=settings.repo, folder_path=str(directory), commit_message=message
+            )
+        )
+    except HubError as error:
+        raise HubError(
+            f"cannot push {directory} to {settings.repo}: {error}; the directory is complete: push it with "
+            f"`hf upload {settings.repo} {directory} .`"
+        ) from None
+    return str(done.commit_url)
+
+
+def _api(settings: HubConfig) -> Any:
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # they would break the run's own display
+    from huggingface_hub import HfApi
+
+    return HfApi(token=settings.token)
+
+
+def _asked(ask: Callable[[], Any]) -> Any:
+    """The hub's answer. Raises HubError with one line of what went wrong."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        return ask()
+    except HfHubHTTPError as error:
+        answer = error.response
+        said = getattr(error, "server_message", None) or answer.reason_phrase
+        raise HubError(f"the hub answered {answer.status_code} ({said})") from None
+    except (OSError, ValueError, RuntimeError) as error:  # no connection, and what the uploader raises
+        raise HubError(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}") from None
+    except Exception as error:
+        if type(error).__module__.partition(".")[0] not in ("httpx", "httpcore", "httpx2", "httpcore2"):
+            raise
+        raise HubError(f"{type(error).__name__}: {error}") from None
