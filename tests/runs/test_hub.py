@@ -62,7 +62,7 @@ def pushed(url: str, directory: Path, token: str = TOKEN, **settings: object) ->
 
 
 def test_a_run_pushes_its_export(hub: Hub, task: Path, tmp_path: Path):
-    run = [str(task / "run.yaml"), f"output_dir={tmp_path}/run", "algorithm=gpg", "train.steps=1"]
+    run = [str(task / "run.yaml"), f"output_dir={tmp_path}/run", "algorithm=gpg", "train.steps=2"]
     run += ["data.eval=null", "checkpoint.push_to_hub={repo: me/model, token: {env: MY_TOKEN}}"]
     done = subprocess.run(
         [sys.executable, "-m", "megatron_gvpo", "train", *run],
@@ -73,7 +73,7 @@ def test_a_run_pushes_its_export(hub: Hub, task: Path, tmp_path: Path):
     )
     assert done.returncode == 0, done.stderr
     assert f"pushed {tmp_path}/run/hf to {hub.url}/me/model/commit/" in done.stderr
-    assert hub.commits == ["megatron_gvpo: hf after step 1"]
+    assert hub.commits == ["megatron_gvpo: hf after step 2"]
     repository = hub.repositories["me/model"]
     assert repository["visibility"] == "private"
     sent = {path.name: path.read_bytes() for path in (tmp_path / "run" / "hf").iterdir()}
