@@ -206,6 +206,7 @@ class Sharded(Broadcast):
         done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_EXCEPTION)
         failed = [task for task in done if task.exception() is not None]
         if not failed:
+            self._raise_reported(store)
             return
         store.set(STOP, "1")
         # A server that refused to receive leaves, and so ends the waits of all ranks that send to it.
@@ -220,6 +221,17 @@ class Sharded(Broadcast):
             raise PushFailed(f"a sharded push failed: {problem}", self._handles) from None
         assert problem is not None
         raise problem
+
+    def _raise_reported(self, store: dist.Store) -> None:
+        """Raise PushFailed for the servers of which a rank has reported a failure in the group's store."""
+        failed: dict[str, str] = {}  # by url
+        for rank in range(self._trainers, self._meeting.world_size):
+            if store.check([f"failed.{rank}"]):
+                [*_, url] = [url for url, first in self._offsets.items() if first <= rank]
+                failed[url] = f"{url}: {store.get(f'failed.{rank}').decode()}"
+        if failed:
+            handles = [m for m in self._handles if m.server.url in failed]
+            raise PushFailed("; ".join(failed.values()), handles)
 
     async def _discard(self) -> None:
         if self._group is not None:

@@ -80,9 +80,9 @@ def _part_in(model: torch.nn.Module, order: dict[str, Any]) -> Shards:
 def _receive_shards(model: Any) -> None:
     try:
         _shards[0].receive(model.load_weights)
-    except BaseException:  # other ranks wait for this one, until its connections end
-        _leave_shards()
-        raise
+    except Exception as error:  # SGLang ends when a loader raises, so the trainer hears of it in another way
+        _shards[0].report(error)
+        _leave_shards()  # other ranks wait for this one, until its connections end
 
 
 def _leave_shards() -> None:

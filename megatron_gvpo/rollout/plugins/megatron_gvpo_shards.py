@@ -7,6 +7,7 @@ plan (megatron_gvpo.weights.shards.plan), which is in the store of the process g
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import zlib
@@ -78,6 +79,11 @@ class Shards:
         for work, _ in [sent for round_ in passing for sent in round_]:
             work.wait()
         self._store.set(f"counted.{self._rank}", json.dumps(counted))
+
+    def report(self, error: Exception) -> None:
+        """Tell the trainer, where it still runs, that this rank's part in a push failed."""
+        with contextlib.suppress(RuntimeError):  # torch's: the store's process has ended
+            self._store.set(f"failed.{self._rank}", f"{type(error).__name__}: {error}")
 
     def close(self) -> None:
         """Leave the group. Ranks that wait for this one fail when nothing here uses the group any more."""
