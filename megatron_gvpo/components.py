@@ -94,7 +94,7 @@ class Components:
             base, score = sampled, sampled.score
             if algorithm.prior.greedy:
                 greedy = answers(1, config.rollout.model_copy(update={"top_p": GREEDY}))
-        writer = PromptWriter(config.data.train, config.data, task.tokenizer, task.longest_prompt)
+        writer = PromptWriter(config.data.train, config.data, task.tokenizer, task.longest_prompt, task.tools)
         return ComposedSampler(
             *(base, writer, self.members, task.end_token_id),
             answers=answers,
@@ -114,6 +114,11 @@ class Components:
     def sync(self, version: int) -> None:
         """Give the engine the policy's weights, unless it has this version. A collective."""
         self._source.sync(version)
+
+    @property
+    def rollout_metrics(self) -> dict[str, float]:
+        """Metrics of the engine's last sync and of the last batch's conversations."""
+        return self._source.metrics
 
     def evaluate(self, version: int) -> tuple[list[Group], dict[str, float]]:
         """Responses of the present policy to the held-out prompts, and metrics; empty without prompts.

@@ -62,7 +62,9 @@ class Rollout:
 
     In a conversation, `token_ids`, `logprobs` and `spans` are the policy's own tokens only, of all its turns;
     `turns` has what came from outside. `messages` is the conversation after the prompt, as a chat, for judges
-    and rewards. `counts` holds numbers that the environment and its limits gave, such as tool calls.
+    and rewards. `counts` holds numbers that the environment and its limits gave, such as tool calls. One
+    whose environment failed has the `finish_reason` "lost", no tokens, and the cause as its text; it leaves
+    its group before rewards are asked.
     """
 
     token_ids: list[int]

@@ -202,7 +202,7 @@ class Trainer:
             metrics["train/lr"] = results[-1].update.lr
             metrics |= results[0].memory
         metrics["train/skipped"] = float(sum(r.update.skipped for r in results))
-        metrics |= components.engine.metrics
+        metrics |= components.rollout_metrics
         metrics |= {f"time/{name}": value for name, value in phases.items()} | {"time/step": seconds}
         metrics["throughput/tokens_per_s"] = trained_tokens(groups) / seconds
         every = self.config.eval.every

@@ -22,6 +22,7 @@ def check_combinations(config: Config) -> None:
         _engine_reference,
         _engine,
         _router_replay,
+        _conversation,
         _data,
         _rewards,
         _components,
@@ -139,6 +140,23 @@ def _router_replay(config: Config) -> None:
         )
     if reason:
         raise ValueError(f"rollout.router_replay=true is not possible here: {reason}")
+
+
+def _conversation(config: Config) -> None:
+    """Refuse what knows only one response to a prompt."""
+    if config.rollout.conversation is None:
+        return
+    algorithm, reason = config.algorithm, None
+    if config.rollout.router_replay:
+        reason = "rollout.router_replay=true: the experts of several turns are not recorded"
+    elif config.train.share_prompts:
+        reason = "train.share_prompts=true: every turn has a context of its own"
+    elif algorithm.members:
+        reason = f"algorithm.members: {algorithm.members[0].name} adds or changes single responses"
+    elif algorithm.prior.greedy:
+        reason = f"algorithm.prior={algorithm.prior.name}: it takes one response a prompt, which may be lost"
+    if reason:
+        raise ValueError(f"rollout.conversation is not possible with {reason}")
 
 
 def _data(config: Config) -> None:

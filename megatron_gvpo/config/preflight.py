@@ -103,10 +103,17 @@ def _check_loggers(config: Config) -> None:
 
 
 def _check_rewards(config: Config) -> None:
-    """Reward files must exist and be Python. They are imported later, by the workers alone."""
+    """Files of rewards and environments must exist and be Python. They are imported later, by workers."""
     for i, component in enumerate(config.rewards.components):
         try:
             if component.function is not None:
                 check_source(component.function)
         except ValueError as error:
             raise ConfigError(f"rewards.components.{i}.function={component.function}: {error}") from None
+    talks = config.rollout.conversation
+    for spec in () if talks is None else (*talks.tools, *([talks.environment] if talks.environment else [])):
+        try:
+            check_source(spec)
+        except ValueError as error:
+            key = "environment" if talks is not None and talks.environment else "tools"
+            raise ConfigError(f"rollout.conversation.{key}={spec}: {error}") from None

@@ -40,6 +40,7 @@ from megatron_gvpo.config.sections import (
 )
 from megatron_gvpo.config.servers import ServersConfig, WeightSyncConfig
 from megatron_gvpo.config.yaml import parse_value, read_yaml
+from megatron_gvpo.conversations.config import ConversationConfig
 from megatron_gvpo.runtime.user_functions import load_function
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "CheckpointConfig",
     "Config",
     "ConfigError",
+    "ConversationConfig",
     "DataConfig",
     "DatasetConfig",
     "EvalConfig",

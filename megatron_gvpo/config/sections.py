@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, Pos
 from megatron_gvpo.config.secrets import from_variable
 from megatron_gvpo.config.section import EVERY_KEY, MIB, LocalPath, Processes, Seconds, Section, Seed
 from megatron_gvpo.config.servers import ServersConfig, WeightSyncConfig
+from megatron_gvpo.conversations.config import ConversationConfig
 from megatron_gvpo.rewards.registry import BUILT_IN
 from megatron_gvpo.sampling.engine import ENGINES, SERVED, known_engine
 
@@ -120,7 +121,7 @@ class SamplingConfig(Section):
 
 
 class RolloutConfig(SamplingConfig):
-    fixed_keys = (*SamplingConfig.fixed_keys, "n", "async_steps", "router_replay")
+    fixed_keys = (*SamplingConfig.fixed_keys, "n", "async_steps", "router_replay", "conversation")
     free_keys = ("engine", "batch_size", "mismatch_threshold")
 
     # `local` runs inside the trainer's processes; the others are servers.
@@ -130,6 +131,7 @@ class RolloutConfig(SamplingConfig):
     # Batches generated ahead while the trainer trains; 0: on-policy.
     async_steps: int = Field(0, ge=0, le=100)
     router_replay: bool = False  # Train every token through the experts that it was sampled through.
+    conversation: ConversationConfig | None = None  # Several turns with an environment or tools.
     servers: ServersConfig = ServersConfig()  # of the engines sglang and vllm
     weights: WeightSyncConfig = WeightSyncConfig()
     # Warn above this KL between the policy that samples and the trained one, in nats a token. Default: 1e-6

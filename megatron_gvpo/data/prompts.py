@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import batched, islice
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,7 @@ def load_prompts(
     longest: int,
     end_token_id: int,
     positions: int | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[Prompt]:
     """All prompts of a data set, in the order of its records.
 
@@ -41,9 +42,9 @@ def load_prompts(
     `data.system_prompt` comes first unless the record has a system message of its own. A prompt has at most
     `longest` tokens; `data.prompt_too_long` says what becomes of another. Demonstrations end with
     `end_token_id`, and together with their prompt they must fit into the model's `positions` tokens.
-    Raises DataError.
+    `tools`: JSON schemas for the chat template. Raises DataError.
     """
-    render = _Renderer(data, tokenizer)
+    render = _Renderer(data, tokenizer, tools)
     unknown = UnknownCharacters(tokenizer)
     prompts = []
     records = 0
@@ -147,9 +148,15 @@ class PromptWriter:
     """Writes prompts with text added to the user's message, rendered and tokenised like the others."""
 
     def __init__(
-        self, dataset: DatasetConfig, data: DataConfig, tokenizer: PreTrainedTokenizerBase, longest: int
+        self,
+        dataset: DatasetConfig,
+        data: DataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        longest: int,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        self._render, self._tokenizer, self._key = _Renderer(data, tokenizer), tokenizer, dataset.prompt_key
+        self._render, self._tokenizer = _Renderer(data, tokenizer, tools), tokenizer
+        self._key = dataset.prompt_key
         self.longest = longest
 
     def encode(self, text: str) -> list[int]:
@@ -183,7 +190,13 @@ class PromptWriter:
 class _Renderer:
     """Renders a record's prompt as the text to tokenise."""
 
-    def __init__(self, data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self,
+        data: DataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        self._tools = list(tools) or None
         self.chat = data.chat_template and bool(tokenizer.chat_template)
         self._tokenizer = tokenizer
         self._system = data.system_prompt
@@ -209,7 +222,9 @@ class _Renderer:
         if self._system and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self._system}, *messages]
         try:
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text = self._tokenizer.apply_chat_template(
+                messages, tools=self._tools, tokenize=False, add_generation_prompt=True
+            )
         except Exception as error:  # a template is a program, and may fail in any way
             said = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
             raise DataError(f"{record.where}: the chat template refuses the prompt: {said}") from None

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_gvpo.config.lengths import longest_prompt
-from megatron_gvpo.config.schema import Config, read_model_config
+from megatron_gvpo.config.schema import Config, ConfigError, read_model_config
+from megatron_gvpo.conversations.tools import tool_schemas
 from megatron_gvpo.data.prompts import DataError, load_prompts
 from megatron_gvpo.data.tokenizer import end_token_id, load_tokenizer
 from megatron_gvpo.types import Prompt
@@ -23,6 +24,8 @@ class Task:
     prompts: list[Prompt]
     eval_prompts: list[Prompt]  # empty where the configuration names none
     longest_prompt: int = 0  # in tokens
+    chat: bool = False  # the prompts are rendered by the chat template
+    tools: tuple[dict[str, Any], ...] = ()  # the schemas of the tools that the policy may call
 
 
 def load_task(config: Config) -> Task:
@@ -39,17 +42,34 @@ def load_task(config: Config) -> Task:
         )
     positions = None if config.algorithm.samples_from_policy else model.get("max_position_embeddings")
     longest = longest_prompt(config, model)
+    tools = _tools(config)
     data, held_out = config.data, config.data.eval
     prompts = load_prompts(
-        data.train, data, tokenizer, longest=longest, end_token_id=end, positions=positions
+        *(data.train, data, tokenizer),
+        longest=longest,
+        end_token_id=end,
+        positions=positions,
+        tools=tools,
     )
     eval_prompts = []
     if held_out is not None:
-        eval_prompts = load_prompts(held_out, data, tokenizer, longest=longest, end_token_id=end)
-    task = Task(tokenizer, end, prompts, eval_prompts, longest)
+        eval_prompts = load_prompts(held_out, data, tokenizer, longest=longest, end_token_id=end, tools=tools)
+    chat = data.chat_template and bool(tokenizer.chat_template)
+    task = Task(tokenizer, end, prompts, eval_prompts, longest, chat, tools)
     _check_vocabulary(task, vocabulary, config.model.path)
     _check_differences(config, prompts)
     return task
+
+
+def _tools(config: Config) -> tuple[dict[str, Any], ...]:
+    """The schemas of the tools that the policy may call. Raises ConfigError."""
+    talks = config.rollout.conversation
+    if talks is None or not talks.tools:
+        return ()
+    try:
+        return tuple(tool_schemas(talks.tools))
+    except ValueError as error:
+        raise ConfigError(f"rollout.conversation.tools: {error}") from None
 
 
 def _check_differences(config: Config, prompts: list[Prompt]) -> None:

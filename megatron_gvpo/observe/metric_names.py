@@ -48,6 +48,17 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "response/carried", "share", "Responses that a weight push stopped and new weights continued."
         ),
     ),
+    "Conversations (`rollout.conversation`)": (
+        Metric("env/turns", "turns", "Mean number of the policy's turns in a conversation."),
+        Metric(
+            "env/<count>",
+            "number",
+            "Mean of a count: environment_reward, observation_tokens, observations_dropped, tool_calls, "
+            "tool_errors, and those that the environment's replies have.",
+        ),
+        Metric("env/lost", "share", "Conversations that left their groups because their environment failed."),
+        Metric("env/dropped_groups", "groups", "Groups that had fewer than two members left."),
+    ),
     "Batches (`algorithm.batch_policy: accumulate`)": (
         Metric("batch/rounds", "rounds", "Rounds of sampling that the batch took."),
         Metric("batch/valid_groups", "groups", "Groups with a signal in the batch."),

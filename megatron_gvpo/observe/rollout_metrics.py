@@ -40,7 +40,7 @@ def rollout_statistics(groups: Sequence[Group], version: int) -> dict[str, float
     logprobs = [logprob for rollout in sampled for logprob in rollout.logprobs]
     if logprobs:
         statistics["response/entropy"] = -math.fsum(logprobs) / len(logprobs)
-    return statistics | _server_times(sampled)
+    return statistics | _server_times(sampled) | _conversation_statistics(rollouts)
 
 
 def _length_correlation(groups: Sequence[Group]) -> float | None:
@@ -69,8 +69,24 @@ def _server_times(rollouts: Iterable[Rollout]) -> dict[str, float]:
     return {f"server/{urlsplit(s).netloc or s}/relative_time": rate / middle for s, rate in rates.items()}
 
 
+def _conversation_statistics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Return means over the conversations of the batch; empty without any."""
+    talks = [rollout for rollout in rollouts if rollout.turns]
+    if not talks:
+        return {}
+    statistics = {"env/turns": fmean(len(rollout.turns) for rollout in talks)}
+    for name in sorted({name for rollout in talks for name in rollout.counts}):
+        statistics[f"env/{name}"] = fmean(rollout.counts.get(name, 0.0) for rollout in talks)
+    return statistics
+
+
 def trained_tokens(groups: Sequence[Group]) -> int:
-    """Return the number of prompt and response tokens that go through the model in training."""
+    """Return the number of prompt and response tokens that go through the model in training.
+
+    In a conversation, the tokens that came from outside go through it, too.
+    """
     return sum(
-        len(group.prompt.token_ids) + len(rollout.token_ids) for group in groups for rollout in group.rollouts
+        len(group.prompt.token_ids) + len(rollout.token_ids) + sum(len(turn.given) for turn in rollout.turns)
+        for group in groups
+        for rollout in group.rollouts
     )

@@ -1,9 +1,9 @@
-"""Ends what a reward worker started: `python -m megatron_gvpo.rewards.guard CHANNEL LEASH`.
+"""Ends what a worker started: `python -m megatron_gvpo.rewards.guard CHANNEL LEASH MODULE`.
 
-The guard is the worker's parent. Orphaned processes of its descendants become its children, as the kernel's
-"child subreaper" setting has it, however often a reward function forks and whatever session it opens. When
-the worker ends, or the trainer writes to the leash (a pipe) or dies, the guard kills them all. Then it exits
-as the worker did.
+The worker is `MODULE.work(CHANNEL)`: of reward functions, or of environments. The guard is its parent.
+Orphaned processes of its descendants become the guard's children, as the kernel's "child subreaper" setting
+has it, however often a function forks and whatever session it opens. When the worker ends, or the trainer
+writes to the leash (a pipe) or dies, the guard kills them all. Then it exits as the worker did.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,12 +24,12 @@ from megatron_gvpo.runtime.parent_death import die_with_parent
 
 # Slurm's signals and Ctrl-C reach every process of a run; only the trainer decides what they mean.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-PATIENCE = 5.0  # seconds to kill the processes that a reward started
+PATIENCE = 5.0  # seconds to kill the processes that a worker started
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 def main() -> NoReturn:
-    channel, leash = map(int, sys.argv[1:])
+    channel, leash = map(int, sys.argv[1:3])
     trainer, guard = os.getppid(), os.getpid()
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -39,10 +40,8 @@ def main() -> NoReturn:
         die_with_parent(guard)
         _be_the_first_to_go()
 
-        from megatron_gvpo.rewards.worker import work
-
-        work(channel)
-        os._exit(0)  # without waiting for the threads of reward functions
+        import_module(sys.argv[3]).work(channel)
+        os._exit(0)  # without waiting for the threads of the functions
     os.close(channel)
     code = _follow(worker, leash, trainer)
     _end_children()

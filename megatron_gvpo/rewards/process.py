@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import socket
-import subprocess
 import sys
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import NamedTuple
 
 from megatron_gvpo.config.errors import ConfigError
 from megatron_gvpo.rewards.guard import PATIENCE
-from megatron_gvpo.rewards.printed import Output, Printout
+from megatron_gvpo.rewards.guarded import GuardedProcess, how_it_ended
+from megatron_gvpo.rewards.printed import Printout
 from megatron_gvpo.rewards.registry import Component
 from megatron_gvpo.rewards.wire import (
     HUNG_UP,
@@ -42,32 +39,15 @@ class Failure(NamedTuple):
     killed: bool = False
 
 
-class WorkerProcess:
+class WorkerProcess(GuardedProcess):
     """One worker process, and the jobs that it has yet to answer."""
 
     def __init__(self, components: Sequence[Component], timeout: float, printout: Printout) -> None:
+        super().__init__("megatron_gvpo.rewards.worker", printout)
         self.pending: deque[Job] = deque()
         self.ready = False  # its functions are loaded
         self.failure: Failure | None = None  # why the first of `pending` gets no answer, and no later one
         self._components, self._timeout = components, timeout
-        self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        end, leash = os.pipe()
-        self._leash: int | None = leash
-        output, their_output = os.pipe()
-        self.output = Output(output, printout)
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-u", "-m", "megatron_gvpo.rewards.guard", str(theirs.fileno()), str(end)],
-                pass_fds=[theirs.fileno(), end],
-                stdin=subprocess.DEVNULL,
-                stdout=their_output,
-                stderr=their_output,
-                start_new_session=True,
-            )
-        finally:
-            theirs.close()
-            os.close(end)
-            os.close(their_output)
         self._limit = self._deadline = time.monotonic() + _START
         try:
             send_order(self.channel, Setup(sys.path, list(components), min(_NOTICE, timeout / 4)))
@@ -76,11 +56,6 @@ class WorkerProcess:
         except OSError as error:
             self.stop()
             raise ConfigError(f"rewards: a worker cannot be told its functions: {error}") from None
-
-    def waits_for(self) -> list[int]:
-        """The descriptors from which its replies and its output come."""
-        output = self.output.descriptor
-        return [self.channel.fileno(), *([] if output is None else [output])]
 
     def give(self, jobs: Sequence[Job]) -> None:
         """Raises OSError where the process is gone."""
@@ -151,28 +126,9 @@ class WorkerProcess:
         )
 
     def _ended(self, code: int) -> str:
-        how = f"exit code {code}" if code >= 0 else f"signal {-code}, {signal.strsignal(-code)}"
+        how = how_it_ended(code)
         if not self.ready:
             return f"a worker died while it started ({how})"
         if code == HUNG_UP:
             return "it closed, or read from, a descriptor of its process that is not its own"
         return f"it ended its process ({how})"
-
-    def stop(self, patience: float = 0.0) -> int:
-        """End the process after `patience` seconds, and all that it started; its exit code (-n: signal n)."""
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(patience)
-        if self._leash is not None:
-            with suppress(OSError):
-                os.write(self._leash, b"\n")
-            os.close(self._leash)
-            self._leash = None
-        try:
-            code = self._process.wait(2 * PATIENCE)
-        except subprocess.TimeoutExpired:  # someone has stopped the guard
-            self._process.kill()
-            code = self._process.wait()
-        self.output.drain()
-        self.output.close()
-        self.channel.close()
-        return code

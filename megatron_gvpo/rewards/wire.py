@@ -86,15 +86,19 @@ _FORMS = {kind: tuple(get_type_hints(kind).values()) for kind in _REPLIES}
 
 
 def send_order(channel: socket.socket, order: Setup | Sequence[Job]) -> None:
+    """Raises OSError where the worker is gone or does not read."""
+    send_data(channel, pack_values(order if isinstance(order, Setup) else _shared(order)))
+
+
+def send_data(channel: socket.socket, data: bytes) -> None:
     """Raises OSError where the worker is gone or does not read.
 
     A long order goes as a file in memory, which the channel has no room for.
     """
-    data = _pack(order if isinstance(order, Setup) else _shared(order))
     if len(data) <= _SHORT:
         channel.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         return
-    file = os.memfd_create("reward-order")
+    file = os.memfd_create("order")
     try:
         with os.fdopen(os.dup(file), "wb") as out:
             out.write(data)
@@ -114,33 +118,33 @@ def _shared(jobs: Sequence[Job]) -> tuple[list[bytes], list[tuple[int, int, int,
     return list(places), rows
 
 
-def _receive(channel: socket.socket) -> Any:
+def receive_order(channel: socket.socket) -> Any:
     """The next order's values. Raises EOFError where the trainer has hung up, OSError, WireError."""
     said, files, _, _ = socket.recv_fds(channel, _SHORT, 1)
     if not said:
         raise EOFError
     if not files:
-        return _unpack(said)
+        return unpack_values(said)
     with os.fdopen(files[0], "rb") as file:
         file.seek(0)
-        return _unpack(file.read())
+        return unpack_values(file.read())
 
 
 def receive_setup(channel: socket.socket) -> Setup:
     """The first order. Raises EOFError where the trainer has hung up, OSError, WireError."""
-    path, components, notice = _receive(channel)
+    path, components, notice = receive_order(channel)
     return Setup(path, [Component(*component) for component in components], notice)
 
 
 def receive_jobs(channel: socket.socket) -> list[Job]:
     """The next order. Raises EOFError where the trainer has hung up, OSError, WireError."""
-    parts, rows = _receive(channel)
+    parts, rows = receive_order(channel)
     return [Job(number, component, parts[p], parts[r]) for number, component, p, r in rows]
 
 
 def send_reply(channel: socket.socket, reply: Reply) -> None:
     """Raises OSError where the trainer is gone."""
-    channel.send(_pack([_REPLIES.index(type(reply)), *reply]), socket.MSG_NOSIGNAL)
+    channel.send(pack_values([_REPLIES.index(type(reply)), *reply]), socket.MSG_NOSIGNAL)
 
 
 def receive_reply(channel: socket.socket) -> Reply | None:
@@ -148,15 +152,8 @@ def receive_reply(channel: socket.socket) -> Reply | None:
 
     The reply comes from a process in which the user's code runs, so all of its values are checked.
     """
-    try:
-        data, _, flags, _ = channel.recvmsg(MAX_REPLY, 0, socket.MSG_DONTWAIT)
-    except BlockingIOError:
+    if (values := receive_values(channel)) is None:
         return None
-    if not data:
-        raise EOFError
-    if flags & socket.MSG_TRUNC:
-        raise WireError("too long")
-    values = _unpack(data)
     if not isinstance(values, list) or not values or not _is(values[0], int):
         raise WireError("no list that begins with a number")
     if not 0 <= values[0] < len(_REPLIES):
@@ -173,29 +170,43 @@ def receive_reply(channel: socket.socket) -> Reply | None:
     return reply
 
 
+def receive_values(channel: socket.socket) -> Any:
+    """The next packet's values; None without one at this moment. Raises EOFError, OSError, WireError."""
+    try:
+        data, _, flags, _ = channel.recvmsg(MAX_REPLY, 0, socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return None
+    if not data:
+        raise EOFError
+    if flags & socket.MSG_TRUNC:
+        raise WireError("too long")
+    return unpack_values(data)
+
+
 def _is(value: Any, kind: type) -> bool:
     return type(value) is kind
 
 
 def prompt_bytes(prompt: Prompt) -> bytes:
     """Raises WireError for a data record that is nested too deeply."""
-    return _pack({f.name: getattr(prompt, f.name) for f in fields(prompt)})
+    return pack_values({f.name: getattr(prompt, f.name) for f in fields(prompt)})
 
 
 def rollout_bytes(rollout: Rollout) -> bytes:
     """All of the rollout but its routing, which no reward needs and which may be megabytes."""
-    return _pack({f.name: getattr(rollout, f.name) for f in fields(rollout) if f.name != "routing"})
+    return pack_values({f.name: getattr(rollout, f.name) for f in fields(rollout) if f.name != "routing"})
 
 
 def unpack_job(job: Job) -> tuple[Prompt, Rollout]:
     """Objects of the job's own, which its function may change."""
-    return prompt_of(_unpack(job.prompt)), rollout_of(_unpack(job.rollout))
+    return prompt_of(unpack_values(job.prompt)), rollout_of(unpack_values(job.rollout))
 
 
 _INTEGER, _DECIMAL, _TIME, _DURATION = range(4)
 
 
-def _pack(value: Any) -> bytes:
+def pack_values(value: Any) -> bytes:
+    """The value as a message's bytes. Raises WireError for one that is nested too deeply."""
     try:
         packed: bytes = msgpack.packb(value, default=_encode, unicode_errors="surrogatepass")
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
@@ -203,7 +214,8 @@ def _pack(value: Any) -> bytes:
     return packed
 
 
-def _unpack(data: bytes) -> Any:
+def unpack_values(data: bytes) -> Any:
+    """The value of a message. Raises WireError for bytes that are none."""
     try:
         return msgpack.unpackb(data, ext_hook=_decode, strict_map_key=False, unicode_errors="surrogatepass")
     except Exception as error:  # msgpack raises several types, and its hooks raise others

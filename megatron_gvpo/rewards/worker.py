@@ -47,13 +47,18 @@ _PRIVATE = 200  # descriptors from here on are the worker's: no function that co
 
 def work(channel: int) -> None:
     """Answer the trainer's orders until it hangs up."""
+    begin_work()
+    _Worker(private(channel), private(1, keep=True)).work()
+
+
+def begin_work() -> None:
+    """Set the signals' handlers of a worker's process."""
     for number in SIGNALS:  # handlers, because processes that a reward starts would inherit SIG_IGN
         signal.signal(number, lambda *_: None)
     faulthandler.enable()
-    _Worker(_private(channel), _private(1, keep=True)).work()
 
 
-def _private(descriptor: int, keep: bool = False) -> int:
+def private(descriptor: int, keep: bool = False) -> int:
     """A duplicate that no process inherits, not even a forked one."""
     own = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _PRIVATE)
     if not keep:

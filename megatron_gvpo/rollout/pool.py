@@ -62,7 +62,7 @@ class ServerHandle:
 
 
 @dataclass
-class _Asked:
+class Asked:
     """A request, and the server that holds its prompt in its cache."""
 
     request: Request
@@ -129,8 +129,8 @@ class ServerPool:
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [
-                    [group.create_task(self._respond(asked, i, sampling)) for i in range(asked.request.n)]
-                    for asked in map(_Asked, requests)
+                    [group.create_task(self.respond(asked, i, sampling)) for i in range(asked.request.n)]
+                    for asked in map(Asked, requests)
                 ]
         except* RolloutError as errors:
             raise errors.exceptions[0] from None
@@ -254,7 +254,7 @@ class ServerPool:
             )
         return None
 
-    async def _respond(self, asked: _Asked, index: int, sampling: SamplingConfig) -> Rollout:
+    async def respond(self, asked: Asked, index: int, sampling: SamplingConfig) -> Rollout:
         """One response, from as many servers and weight versions as it takes."""
         token_ids, logprobs, failures = list[int](), list[float](), list[str]()
         spans: list[tuple[int, int, int]] = []
@@ -275,7 +275,7 @@ class ServerPool:
                 logprobs += answer.logprobs
                 spans.append((version, start, len(token_ids)))
             aborted = answer.finish_reason == "abort"
-            if not aborted or len(token_ids) >= sampling.max_tokens:
+            if not aborted or len(token_ids) >= asked.request.longest(sampling):
                 rollout = _rollout(token_ids, logprobs, "length" if aborted else answer.finish_reason, spans)
                 rollout.seconds, rollout.server = time.monotonic() - begin, handle.server.url
                 if sampling.wants_routing and not aborted:
@@ -306,7 +306,7 @@ class ServerPool:
         self, handle: ServerHandle, request: Request, index: int, given: list[int], sampling: SamplingConfig
     ) -> Sample | Lost:
         """The sample that continues the tokens `given`, or the failure. Raises RolloutError for a refusal."""
-        room = sampling.max_tokens - len(given)
+        room = request.longest(sampling) - len(given)
         call = asyncio.create_task(
             handle.server.sample(
                 [*request.prompt_ids, *given],
@@ -341,7 +341,7 @@ class ServerPool:
             return Lost(f"{handle.server.url} sampled from weights {sample.version}, not {version}")
         return sample
 
-    async def _choose(self, asked: _Asked) -> ServerHandle:
+    async def _choose(self, asked: Asked) -> ServerHandle:
         """A ready server; the same one for all samples of a request, while it stays ready."""
         while True:
             ready = [h for h in self.handles if h.state == "ready"]

@@ -23,6 +23,11 @@ class Request:
     prompt_ids: tuple[int, ...]
     n: int
     seed: int
+    max_tokens: int | None = None  # of a sample; None: the sampling's
+
+    def longest(self, sampling: SamplingConfig) -> int:
+        """Tokens of a sample at most."""
+        return self.max_tokens or sampling.max_tokens
 
 
 def requests_for(prompts: Sequence[Prompt], n: int, seed: int) -> list[Request]:
@@ -44,7 +49,7 @@ def check_request(
     request: Request, sampling: SamplingConfig, vocabulary: int, room: int | None
 ) -> str | None:
     """The error in a request to a model of `vocabulary` tokens and `room` positions, or None."""
-    length = len(request.prompt_ids)
+    length, longest = len(request.prompt_ids), request.longest(sampling)
     if request.n < 1:
         return f"n={request.n}, but at least 1 sample must be asked for"
     if request.seed < 0:
@@ -55,9 +60,9 @@ def check_request(
         return f"the prompt has a token id outside the model's vocabulary [0, {vocabulary})"
     if room and length >= room:
         return f"the prompt has {length} tokens, and the model only {room} positions"
-    if room and length + sampling.max_tokens > room:
+    if room and length + longest > room:
         return (
-            f"{length} prompt tokens + max_tokens={sampling.max_tokens} exceed the model's {room} "
+            f"{length} prompt tokens + max_tokens={longest} exceed the model's {room} "
             f"positions; max_tokens <= {room - length} fits"
         )
     return None

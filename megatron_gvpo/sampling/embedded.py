@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Self
 
 import torch
 import torch.distributed as dist
 
-from megatron_gvpo.config.schema import Config, SamplingConfig
+from megatron_gvpo.config.schema import Config, ConfigError, SamplingConfig
+from megatron_gvpo.conversations.converse import LOST
+from megatron_gvpo.conversations.held import Conversations
+from megatron_gvpo.conversations.rounds import Rounds
 from megatron_gvpo.data.task import Task
-from megatron_gvpo.groups import Group, Prompt
+from megatron_gvpo.groups import Group, Prompt, Rollout
 from megatron_gvpo.megatron import parallel
-from megatron_gvpo.rollout.request import pack, requests_for, unpack
-from megatron_gvpo.runtime.collectives import all_gather_msgpack
+from megatron_gvpo.rollout.request import Request, RolloutError, pack, requests_for, unpack
+from megatron_gvpo.runtime.collectives import all_gather_msgpack, first_problem
 from megatron_gvpo.sampling.engine import OnWait
 from megatron_gvpo.sampling.local_model import LocalModel
 
@@ -48,6 +54,9 @@ class EmbeddedEngine:
             end_token_id=task.end_token_id,
             trust_remote_code=config.model.trust_remote_code,
         )
+        talks = config.rollout.conversation
+        self._conversations = None if talks is None else Conversations(talks, task)
+        self._opened = ExitStack()
 
     @property
     def version(self) -> int:
@@ -66,17 +75,60 @@ class EmbeddedEngine:
 
     def collect(self, ticket: Ticket, on_wait: OnWait = None) -> list[Group]:
         """Sample now. `on_wait` is never called: this process is busy, and waits for nobody."""
-        return generate_groups(self._model, ticket)
+        if self._conversations is None:
+            return generate_groups(
+                ticket, lambda _, requests: self._model.generate(requests, ticket.sampling)
+            )
+        return generate_groups(ticket, partial(self._converse, self._conversations, ticket.sampling))
+
+    def _converse(
+        self,
+        conversations: Conversations,
+        sampling: SamplingConfig,
+        prompts: Sequence[Prompt],
+        requests: Sequence[Request],
+    ) -> list[list[Rollout]]:
+        """Hold this rank's conversations in rounds, in one event loop for all steps of the run.
+
+        Raises RolloutError, on all ranks, where a rank cannot replace a worker that is gone.
+        """
+        live = sum(request.n for request in requests)
+        rounds = Rounds(lambda asked: self._model.generate(asked, sampling), live)
+        rows, problem = list[list[Rollout]](), None
+        try:
+            rows = self._loop.run(conversations.hold(rounds, prompts, requests, sampling))
+        except RolloutError as error:
+            problem = str(error)
+        if (said := first_problem(problem)) is not None:
+            raise RolloutError(said)
+        for rollout in (r for row in rows for r in row if r.finish_reason != LOST):
+            rollout.text = self._model.decode(rollout.token_ids)
+        return rows
 
     def __enter__(self) -> Self:
+        """Raises ConfigError, on every rank, where the environment of conversations cannot be loaded."""
+        if self._conversations is not None:
+            problem = None
+            try:
+                self._opened.enter_context(self._conversations)
+                self._loop = self._opened.enter_context(asyncio.Runner())
+            except ConfigError as error:  # perhaps on this node alone, where a file is missing
+                problem = str(error)
+            if (said := first_problem(problem)) is not None:
+                self._opened.close()
+                raise ConfigError(said)
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._opened.close()
         self._model.close()
 
 
-def generate_groups(model: LocalModel, ticket: Ticket) -> list[Group]:
-    """The ticket's groups, in prompt order, on every rank.
+Generate = Callable[[Sequence[Prompt], Sequence[Request]], list[list[Rollout]]]
+
+
+def generate_groups(ticket: Ticket, generate: Generate) -> list[Group]:
+    """The ticket's groups, in prompt order, on every rank; `generate` samples this rank's share.
 
     Collective over the default process group where there is one: every rank holds the same weights, and
     samples a contiguous share of the prompts. Seeds belong to prompts, so the number of ranks changes results
@@ -84,8 +136,8 @@ def generate_groups(model: LocalModel, ticket: Ticket) -> list[Group]:
     """
     requests = requests_for(ticket.prompts, ticket.n, ticket.seed)
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    share = requests[rank * len(requests) // world : (rank + 1) * len(requests) // world]
-    rows = model.generate(share, ticket.sampling)
+    share = slice(rank * len(requests) // world, (rank + 1) * len(requests) // world)
+    rows = generate(ticket.prompts[share], requests[share])
     if world > 1:
         rows = [row for part in all_gather_msgpack(pack(rows)) for row in unpack(part)]
     return [Group(prompt, row) for prompt, row in zip(ticket.prompts, rows, strict=True)]

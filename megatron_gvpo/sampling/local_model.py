@@ -121,11 +121,16 @@ class LocalModel:
                 [requests[i].prompt_ids for i in prompts],
                 [prompts[i] for i, _ in batch],
                 [(requests[i].seed, s) for i, s in batch],
+                [requests[i].longest(sampling) for i, _ in batch],
                 sampling,
             )
             for (i, _), rollout in zip(batch, sampled, strict=True):
                 results[i].append(rollout)
         return results
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The tokens as text, without special ones."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def _check(self, i: int, request: Request, sampling: SamplingConfig) -> None:
         config = self.model.config.get_text_config()
@@ -139,17 +144,19 @@ class LocalModel:
         prompts: Sequence[Sequence[int]],
         prompt_of: Sequence[int],
         seeds: Sequence[tuple[int, int]],
+        longest: Sequence[int],
         sampling: SamplingConfig,
     ) -> list[Rollout]:
-        """One rollout for each entry of `prompt_of` (a row of `prompts`) and `seeds`."""
-        n, steps, device = len(seeds), sampling.max_tokens, self.device
+        """One rollout of at most `longest` tokens for each entry of `prompt_of` (a row of `prompts`)."""
+        n, steps, device = len(seeds), max(longest), self.device
         stop_ids = (self._end_token_id, *sampling.stop_token_ids)
         stop = torch.tensor(stop_ids, device=device)
         uniform = np.stack([np.random.default_rng(seed).random(steps) for seed in seeds])
         uniform_ns = torch.from_numpy(uniform).to(device)
         token_ns = torch.zeros(n, steps, dtype=torch.int64, device=device)
         logp_ns = torch.zeros(n, steps, dtype=torch.float32, device=device)
-        length_n = torch.full((n,), steps, device=device)
+        length_n = torch.tensor(longest, device=device)
+        last_n = length_n - 1
         begin, seconds_n = time.perf_counter(), torch.zeros(n, dtype=torch.float64, device=device)
 
         # Left padding puts every prompt's last token into the last column.
@@ -173,19 +180,17 @@ class LocalModel:
             token_ns[live, step] = token
             logp_ns[live, step] = logp.gather(1, token[:, None]).squeeze(1)
 
-            stopped = torch.isin(token, stop)
+            stopped = torch.isin(token, stop) | (last_n[live] == step)
             if stopped.any():
                 length_n[live[stopped]] = step + 1
                 seconds_n[live[stopped]] = time.perf_counter() - begin
                 rows = (~stopped).nonzero().squeeze(1)
                 cache.batch_select_indices(rows)
                 live, token, start, mask = live[rows], token[rows], start[rows], mask[rows]
-            if not len(live) or step + 1 == steps:
+            if not len(live):
                 break
             end = width + step + 1
             logits = self._forward(token[:, None], (end - 1 - start)[:, None], mask[:, :end], cache)
-
-        seconds_n[live] = time.perf_counter() - begin  # of those that reached the limit
 
         if not torch.isfinite(logp_ns).all():
             raise FloatingPointError(

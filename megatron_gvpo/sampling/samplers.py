@@ -18,6 +18,7 @@ from megatron_gvpo.rewards.pool import RewardPool
 from megatron_gvpo.rollout.request import RolloutError, derived_seed
 from megatron_gvpo.runtime.collectives import all_gather_msgpack, first_problem
 from megatron_gvpo.sampling.engine import OnWait, RolloutEngine
+from megatron_gvpo.sampling.outages import Outages
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ class EngineSampler:
     """Samples `n` responses to each prompt with the engine, and scores them with the rewards.
 
     `shares(prompts)` gives the number of responses to each prompt of a batch, where the numbers differ.
+    `outages` takes out conversations that were lost, and so perhaps a prompt's group.
     """
 
     def __init__(
@@ -46,8 +48,10 @@ class EngineSampler:
         n: int,
         sampling: SamplingConfig,
         shares: Callable[[Sequence[Prompt]], list[int]] | None = None,
+        outages: Outages | None = None,
     ) -> None:
         self._engine, self._rewards, self._timer = engine, rewards, timer
+        self._outages = outages
         self._n, self._sampling, self._shares = n, sampling, shares
 
     def submit(self, prompts: Sequence[Prompt], seed: int) -> Any:
@@ -66,6 +70,8 @@ class EngineSampler:
             for places, asked in ticket:
                 found |= dict(zip(places, self._engine.collect(asked, on_wait), strict=True))
         groups = [found[p] for p in range(len(found))]
+        if self._outages is not None:
+            groups = self._outages.taken_out(groups)
         with self._timer.phase("reward"):
             self.score(groups)
         return groups

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Self
@@ -12,11 +13,21 @@ from typing import TYPE_CHECKING, Self
 import torch.distributed as dist
 
 from megatron_gvpo.config.schema import Config, ConfigError, SamplingConfig, read_model_config
+from megatron_gvpo.conversations.converse import LOST
+from megatron_gvpo.conversations.held import Conversations
 from megatron_gvpo.data.task import Task
 from megatron_gvpo.groups import Group, Prompt, Rollout
 from megatron_gvpo.rollout import leader
 from megatron_gvpo.rollout.leader import Command, Done, Failed, Push, Wait, lead
-from megatron_gvpo.rollout.request import RolloutError, check_request, pack, requests_for, unpack
+from megatron_gvpo.rollout.pool import Asked, ServerHandle, ServerPool
+from megatron_gvpo.rollout.request import (
+    Request,
+    RolloutError,
+    check_request,
+    pack,
+    requests_for,
+    unpack,
+)
 from megatron_gvpo.rollout.session import ServerSession
 from megatron_gvpo.runtime.collectives import broadcast_msgpack
 from megatron_gvpo.sampling.engine import OnWait
@@ -46,6 +57,9 @@ class ServedEngine:
         self._model = read_model_config(config.model.path)
         self._weights = WeightSync(config, policy, task.prompts)
         self._memory = policy.memory if config.rollout.servers.colocated else None
+        talks = config.rollout.conversation
+        self._conversations = None if talks is None else Conversations(talks, task)
+        self._opened = ExitStack()  # rank 0's conversations
         self.servers: ServerSession | None = None  # rank 0's, while they run
         self.asleep = False
         self._version = -1
@@ -101,7 +115,11 @@ class ServedEngine:
                 raise ValueError(f"prompt {prompt.id}: {problem}")
         if self.servers is None:
             return Ticket(prompts, None)
-        return Ticket(prompts, self.servers.loop.submit(self.servers.pool.generate(requests, sampling)))
+        pool = self.servers.pool
+        if self._conversations is None:
+            return Ticket(prompts, self.servers.loop.submit(pool.generate(requests, sampling)))
+        talks = self._conversations.hold(Speakers(pool, sampling), prompts, requests, sampling)
+        return Ticket(prompts, self.servers.loop.submit(talks))
 
     def collect(self, ticket: Ticket, on_wait: OnWait = None) -> list[Group]:
         """Wait for the complete groups. A server that comes back meanwhile gets the weights.
@@ -151,7 +169,7 @@ class ServedEngine:
         return Wait()
 
     def _decode(self, rows: list[list[Rollout]]) -> None:
-        flat = [rollout for row in rows for rollout in row]
+        flat = [rollout for row in rows for rollout in row if rollout.finish_reason != LOST]
         texts = self._task.tokenizer.batch_decode([r.token_ids for r in flat], skip_special_tokens=True)
         for rollout, text in zip(flat, texts, strict=True):
             rollout.text = text
@@ -189,6 +207,8 @@ class ServedEngine:
     def _start(self) -> Callable[[], Command]:
         """Rank 0's commands while the servers start."""
         try:
+            if self._conversations is not None:
+                self._opened.enter_context(self._conversations)
             self.servers = ServerSession(self._config, self._model, self._task.end_token_id)
         except ConfigError as error:
             failed = Failed(error)
@@ -203,3 +223,24 @@ class ServedEngine:
         if self.servers is not None:
             self.servers.close()
             self.servers = None
+        self._opened.close()  # last: a conversation may wait for its environment
+
+
+class Speakers:
+    """The policy on the servers, in the conversations of a batch (see `conversations.held.Policy`).
+
+    The turns of a conversation go to one server while it stays ready: its cache holds the turns before.
+    """
+
+    def __init__(self, pool: ServerPool, sampling: SamplingConfig) -> None:
+        self._pool, self._sampling = pool, sampling
+        self._home: dict[int, ServerHandle | None] = {}
+
+    async def say(self, conversation: int, request: Request) -> Rollout:
+        asked = Asked(request, self._home.get(conversation))
+        rollout = await self._pool.respond(asked, 0, self._sampling)
+        self._home[conversation] = asked.home
+        return rollout
+
+    def ended(self, conversation: int) -> None:
+        self._home.pop(conversation, None)

@@ -14,11 +14,13 @@ from megatron_gvpo.megatron.checkpoint.conversion import load_checkpoint
 from megatron_gvpo.megatron.scorer import Scorer
 from megatron_gvpo.observe import PhaseTimer
 from megatron_gvpo.rewards.pool import RewardPool
+from megatron_gvpo.rollout.request import RolloutError
 from megatron_gvpo.runs.preflight_on_ranks import preflight_on_ranks
 from megatron_gvpo.runtime.collectives import first_problem
 from megatron_gvpo.runtime.environment import prepare
 from megatron_gvpo.sampling.engine import NoEngine, RolloutEngine, engine_class
 from megatron_gvpo.sampling.evaluation import summarise
+from megatron_gvpo.sampling.outages import Outages
 from megatron_gvpo.sampling.samplers import EngineSampler
 
 
@@ -33,6 +35,8 @@ class RolloutSource:
         self._config, self._task, self._timer = config, task, timer
         self._samples = config.samples_responses
         self._rewards = RewardPool(config.rewards)
+        talks = config.rollout.conversation
+        self._outages = None if talks is None else Outages(talks.max_lost)
         self.engine: RolloutEngine = (
             engine_class(config.rollout.engine)(config, task, policy) if self._samples else NoEngine()
         )
@@ -45,8 +49,15 @@ class RolloutSource:
     ) -> EngineSampler:
         """A sampler of `n` scored responses to a prompt; `sampling` is `rollout` unless given."""
         return EngineSampler(
-            self.engine, self._rewards, self._timer, n, sampling or self._config.rollout, shares
+            *(self.engine, self._rewards, self._timer, n, sampling or self._config.rollout),
+            shares=shares,
+            outages=self._outages,
         )
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the engine's last sync, and of what the last batch lost to outages."""
+        return self.engine.metrics | ({} if self._outages is None else self._outages.metrics)
 
     def sync(self, version: int) -> None:
         """Give the engine the policy's weights, unless it has this version. A collective."""
@@ -66,7 +77,10 @@ class RolloutSource:
         sampler = self.sampler(options.n, options.sampling)
         groups = sampler.collect(sampler.submit(self._task.eval_prompts, options.seed))
         self._timer.take()
-        return groups, summarise(groups, options.k)
+        whole = [group for group in groups if len(group.rollouts) >= max(options.k, default=1)]
+        if not whole:
+            raise RolloutError("evaluation: every held-out prompt lost conversations to its environment")
+        return groups, summarise(whole, options.k)
 
     def __enter__(self) -> Self:
         with ExitStack() as opened:  # closes what is open where the next part cannot be opened

@@ -184,7 +184,7 @@ def test_evaluation_samples_as_training_does(good):
         ("optimizer.min_lr=1", "optimizer.min_lr=1.0 exceeds optimizer.lr=1e-05"),
         (
             "rewards.components=[{name: maths}]",
-            "rewards: components.0: there is no built-in reward 'maths' (there are: format, math); for",
+            "rewards: components.0: there is no built-in reward 'maths' (there are: environment, format, ",
         ),
         (
             "rewards.components=[{name: math}, {name: math, function: x:y}]",

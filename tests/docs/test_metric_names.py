@@ -14,7 +14,7 @@ from megatron_gvpo.observe.metric_names import SECTIONS, entry
 
 PACKAGE = Path(__file__).parents[2] / "megatron_gvpo"
 PREFIXES = (
-    *("reward", "response", "batch", "advantage", "train", "mismatch"),
+    *("reward", "response", "env", "batch", "advantage", "train", "mismatch"),
     *("eval", "time", "throughput", "sync", "head", "memory", "device", "server"),
 )
 # Blocks of these files and folders name their metrics relative to a prefix that the trainer adds.
@@ -119,7 +119,7 @@ def test_no_entry_is_stale():
     source = "".join(file.read_text() for file in (PACKAGE / "megatron").glob("*.py"))
     assert all(f'"{name.split("/")[1].removesuffix("_gib")}"' in source for name in parts | critic)
     put_together = sensors | parts | critic | PUT_TOGETHER
-    users = {"reward/<component>", "train/<metric>"}
+    users = {"reward/<component>", "train/<metric>", "env/<count>"}
     covered = {found.name for name in written_names() | put_together if (found := entry(name))}
     assert [name for name in described() if name not in covered | users] == []
 

@@ -21,6 +21,7 @@ PARTS = (
     "torchrun",
     "embedded rollout engine",
     "reward workers",
+    "environment workers",
     "sglang server",
     "vllm server",
     "TRL's losses",

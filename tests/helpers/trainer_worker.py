@@ -1,7 +1,8 @@
-"""Rank functions of test_resume.py and test_trainer.py: runs on two ranks."""
+"""Rank functions of test_resume.py, test_trainer.py and conversations/test_engines.py: runs on two ranks."""
 
 from __future__ import annotations
 
+import json
 import os
 from contextlib import nullcontext
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from small_constants import small_constants
-from tiny_run import configure, fit, reward_options
+from tiny_run import StopAfter, configure, fit, reward_options
 
 from megatron_gvpo.config.schema import ConfigError
 from megatron_gvpo.runtime.collectives import all_have_failed
@@ -33,6 +34,17 @@ def interrupted_and_not(task: str, runs: str) -> None:
             stopped = fit(configure(Path(task), parts, *common, signal))
             assert stopped.step == 2
             fit(configure(Path(task), parts, *common), resume=True)
+
+
+def conversations(task: str, runs: str, settings: str) -> None:
+    """Run whole, and interrupted after the second step and resumed, data-parallel."""
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(dist.get_rank()), str(dist.get_world_size())
+    common = (*json.loads(settings), "train.deterministic=true")
+    whole, parts = Path(runs) / "whole", Path(runs) / "parts"
+    fit(configure(Path(task), whole, *common))
+    stop = [StopAfter(2)] if dist.get_rank() == 0 else []
+    assert fit(configure(Path(task), parts, *common), stop).step == 2
+    fit(configure(Path(task), parts, *common), resume=True)
 
 
 def a_reward_that_one_rank_lacks(task: str, out: str) -> None:

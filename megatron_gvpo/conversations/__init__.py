@@ -1,0 +1,5 @@
+"""Conversations of the policy with environments and tools."""
+
+from megatron_gvpo.conversations.environment import Environment, Reply
+
+__all__ = ["Environment", "Reply"]

@@ -1,0 +1,43 @@
+"""The section `rollout.conversation`: who the policy talks with, and how long."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, PositiveInt, model_validator
+
+from megatron_gvpo.config.section import Processes, Seconds, Section
+
+
+class ConversationConfig(Section):
+    """A conversation of several turns with an environment or with tools, instead of one response to a prompt.
+
+    `rollout.max_tokens` bounds all that comes after the prompt, the environment's tokens included.
+    """
+
+    fixed_keys = ("environment", "options", "tools", "parser", "turns", "turn_tokens", "observation_tokens")
+    free_keys = ("step_timeout", "workers", "max_lost")
+
+    # Your own class with reset(prompt, seed) and step(said): `module:Class` or `path/file.py:Class`.
+    environment: str | None = None
+    options: dict[str, Any] = Field(default_factory=dict)  # Keyword arguments of the class.
+    # Functions that the policy may call, `module:function` or `path/file.py:function`, instead of an
+    # environment. Their signatures and docstrings reach the chat template.
+    tools: tuple[str, ...] = ()
+    parser: Literal["hermes", "json", "xml"] = "hermes"  # How the policy writes calls of tools.
+    turns: PositiveInt = 8  # The policy's turns at most.
+    turn_tokens: PositiveInt | None = None  # Tokens of one turn at most; null: what is left of max_tokens.
+    # Tokens of one answer of the environment at most; a note stands for a longer one.
+    observation_tokens: PositiveInt = 1024
+    step_timeout: Seconds = 30.0  # Seconds for one answer of the environment.
+    workers: Processes = 1  # Processes in which environments run, on every rank that samples.
+    # End the run where a larger share of a batch's conversations is lost to failures of the environment.
+    max_lost: float = Field(0.5, ge=0, lt=1)
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if (self.environment is None) == (not self.tools):
+            raise ValueError("give either an environment or tools")
+        if self.tools and self.options:
+            raise ValueError("options are for an environment; tools take none")
+        return self

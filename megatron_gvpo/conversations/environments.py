@@ -1,0 +1,158 @@
+"""The worker processes of a run's environments, and the conversations that they hold."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from types import TracebackType
+from typing import Self
+
+from megatron_gvpo.config.errors import ConfigError
+from megatron_gvpo.conversations.config import ConversationConfig
+from megatron_gvpo.conversations.process import Answer, EnvironmentProcess, StepFailed
+from megatron_gvpo.groups import Prompt
+from megatron_gvpo.rewards.printed import Printout
+from megatron_gvpo.rewards.wire import WireError, prompt_bytes
+from megatron_gvpo.rollout.request import RolloutError
+
+ATTEMPTS = 2  # a step that fails so often is not tried again
+_TOOLS = "megatron_gvpo.conversations.tools:Tools"
+
+
+class EnvironmentLost(Exception):  # noqa: N818 - it is no fault of this program
+    """An environment failed, which is not the policy's doing: the conversation leaves its group."""
+
+
+class _Worker:
+    """A process, the lock of whoever asks it, and the ended conversations that it has yet to forget."""
+
+    def __init__(self, process: EnvironmentProcess) -> None:
+        self.process, self.lock, self.ended, self.waiting = process, asyncio.Lock(), list[int](), 0
+
+
+class Environments:
+    """Starts the workers, and ends them. A context manager; conversations are held inside one event loop."""
+
+    def __init__(self, config: ConversationConfig) -> None:
+        self._config = config
+        self._spec, self._options = config.environment or _TOOLS, dict(config.options)
+        if config.tools:
+            self._options = {"functions": list(config.tools), "parser": config.parser}
+        self._printout = Printout(["environment"])
+        self._workers: list[_Worker] = []
+        self._numbers = count()
+
+    def __enter__(self) -> Self:
+        """Raises ConfigError where the environment cannot be loaded."""
+        self._threads = ThreadPoolExecutor(self._config.workers, "environments")
+        try:
+            for _ in range(self._config.workers):
+                self._workers.append(_Worker(self._start()))
+            for worker in self._workers:
+                worker.process.wait_ready()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        while self._workers:
+            self._workers.pop().process.stop()
+        self._printout.end_step()
+        self._threads.shutdown(wait=False)
+
+    def _start(self) -> EnvironmentProcess:
+        return EnvironmentProcess(self._spec, self._options, self._printout)
+
+    def begin(self, prompt: Prompt, seed: int) -> Episode:
+        """A conversation about `prompt`; nothing is asked before its first step."""
+        return Episode(self, next(self._numbers), prompt, seed)
+
+    def least_busy(self) -> _Worker:
+        return min(self._workers, key=lambda worker: worker.waiting)
+
+    @property
+    def has_tools(self) -> bool:
+        """True if the environment runs functions, which keep nothing of a conversation."""
+        return bool(self._config.tools)
+
+    async def ask(
+        self, worker: _Worker, conversation: int, beginning: tuple[bytes, int, list[str]] | None, said: str
+    ) -> Answer:
+        """The worker's answer; one that is gone is replaced. Raises StepFailed, RolloutError."""
+        ended, worker.ended = worker.ended, []
+        turns = 1 if beginning is None else 1 + len(beginning[2])
+        arguments = (conversation, beginning, said, ended, turns * self._config.step_timeout)
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._threads, worker.process.step, *arguments)
+        except StepFailed as error:
+            if error.gone:
+                worker.process = self._start()
+                try:
+                    await loop.run_in_executor(self._threads, worker.process.wait_ready)
+                except ConfigError as problem:  # for example, the environment's file has changed
+                    raise RolloutError(str(problem)) from None
+            raise
+
+    def end_step(self) -> None:
+        """The next step's lines of what environments print are counted anew."""
+        self._printout.end_step()
+
+
+class Episode:
+    """One conversation with an environment.
+
+    A worker that is gone is replaced, and the turns so far repeated there.
+    """
+
+    def __init__(self, environments: Environments, number: int, prompt: Prompt, seed: int) -> None:
+        self._environments, self._number, self._prompt, self._seed = environments, number, prompt, seed
+        self._earlier: list[str] = []
+        self._home: _Worker | None = None
+        self._process: EnvironmentProcess | None = None  # the one that knows this conversation
+
+    async def step(self, said: str) -> Answer:
+        """The environment's answer. Raises EnvironmentLost with the reason."""
+        tools = self._environments.has_tools
+        for attempt in range(1, ATTEMPTS + 1):
+            if self._home is None or tools:
+                self._home = self._environments.least_busy()
+            self._home.waiting += 1
+            try:
+                async with self._home.lock:
+                    known = self._process is self._home.process
+                    beginning = None if known else self._beginning()
+                    answer = await self._environments.ask(self._home, self._number, beginning, said)
+                    self._process = self._home.process
+            except StepFailed as error:
+                self._process = None
+                if tools and error.gone and (error.late or attempt == ATTEMPTS):
+                    # The policy chose what the tool was to do.
+                    return Answer(
+                        [{"role": "tool", "name": "", "content": f"Error: {error}"}],
+                        counts={"tool_calls": 1.0, "tool_errors": 1.0},
+                    )
+                if attempt == ATTEMPTS:
+                    raise EnvironmentLost(str(error)) from None
+            else:
+                if not tools:
+                    self._earlier.append(said)
+                return answer
+            finally:
+                self._home.waiting -= 1
+        raise AssertionError("unreachable")
+
+    def _beginning(self) -> tuple[bytes, int, list[str]]:
+        try:
+            return prompt_bytes(self._prompt), self._seed, list(self._earlier)
+        except WireError as error:
+            raise EnvironmentLost(f"its data record cannot be sent to a worker: {error}") from None
+
+    def end(self) -> None:
+        """Let the worker forget the conversation."""
+        if self._home is not None:
+            self._home.ended.append(self._number)

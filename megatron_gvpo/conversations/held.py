@@ -1,0 +1,84 @@
+"""The conversations of a batch: what they have in common, and how those of one batch are held."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol, Self
+
+from megatron_gvpo.config.sections import SamplingConfig
+from megatron_gvpo.conversations.config import ConversationConfig
+from megatron_gvpo.conversations.converse import Limits, converse
+from megatron_gvpo.conversations.environments import Environments
+from megatron_gvpo.conversations.template import Template
+from megatron_gvpo.groups import Prompt, Rollout
+from megatron_gvpo.rollout.request import Request, derived_seed
+
+if TYPE_CHECKING:
+    from megatron_gvpo.data.task import Task
+
+
+class Policy(Protocol):
+    """The policy in the conversations of a batch, which have numbers."""
+
+    async def say(self, conversation: int, request: Request) -> Rollout:
+        """The policy's next turn in the conversation: one response to the request. Raises RolloutError."""
+
+    def ended(self, conversation: int) -> None:
+        """The conversation needs no more turns."""
+
+
+class Conversations:
+    """Holds conversations with the configured environment. A context manager: its workers run inside."""
+
+    def __init__(self, config: ConversationConfig, task: Task) -> None:
+        self._config = config
+        self._template = Template(task.tokenizer, task.end_token_id, task.chat, task.tools)
+        self._environments = Environments(config)
+
+    def __enter__(self) -> Self:
+        """Raises ConfigError where the environment cannot be loaded."""
+        self._environments.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._environments.__exit__(kind, error, trace)
+
+    async def hold(
+        self,
+        policy: Policy,
+        prompts: Sequence[Prompt],
+        requests: Sequence[Request],
+        sampling: SamplingConfig,
+    ) -> list[list[Rollout]]:
+        """`n` conversations about each prompt, all at once, numbered from 0.
+
+        The members of a group face an environment with the same seed. Raises RolloutError.
+        """
+        limits = Limits(
+            self._config.turns,
+            sampling.max_tokens,
+            self._config.turn_tokens or sampling.max_tokens,
+            self._config.observation_tokens,
+        )
+        pairs = [(p, r, i) for p, r in zip(prompts, requests, strict=True) for i in range(r.n)]
+
+        async def one(number: int, prompt: Prompt, request: Request, i: int) -> Rollout:
+            episode = self._environments.begin(prompt, request.seed)
+            say, seed = partial(policy.say, number), derived_seed(request.seed, i)
+            rollout = await converse(say, episode, self._template, prompt.token_ids, seed, limits)
+            policy.ended(number)
+            return rollout
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(number, *pair)) for number, pair in enumerate(pairs)]
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        self._environments.end_step()
+        found = iter(task.result() for task in tasks)
+        return [[next(found) for _ in range(request.n)] for request in requests]

@@ -1,0 +1,54 @@
+"""Takes conversations whose environment failed out of their groups: an outage is no reward of 0."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megatron_gvpo.config.secrets import hide
+from megatron_gvpo.conversations.converse import LOST
+from megatron_gvpo.groups import Group
+from megatron_gvpo.rollout.request import RolloutError
+
+log = logging.getLogger(__name__)
+
+
+class Outages:
+    """Counts what batches lost to failures of their environments.
+
+    A group that keeps fewer than two members of several is dropped. Raises RolloutError, with the commonest
+    cause, for a batch that lost a larger share of its conversations than `most`.
+    """
+
+    def __init__(self, most: float) -> None:
+        self._most = most
+        self.metrics: dict[str, float] = {}  # of the last batch that was sampled
+        self._told = 0.0  # the largest share that was told
+
+    def taken_out(self, groups: Sequence[Group]) -> list[Group]:
+        """The groups without the conversations that were lost. Every rank has the same."""
+        asked = sum(len(group.rollouts) for group in groups)
+        causes = Counter(r.text for group in groups for r in group.rollouts if r.finish_reason == LOST)
+        left = [
+            replace(group, rollouts=[r for r in group.rollouts if r.finish_reason != LOST])
+            for group in groups
+        ]
+        pairs = zip(groups, left, strict=True)
+        kept = [small for group, small in pairs if len(small.rollouts) >= min(2, len(group.rollouts))]
+        lost = causes.total() / asked
+        self.metrics = {"env/lost": lost, "env/dropped_groups": float(len(groups) - len(kept))}
+        if not causes:
+            return kept
+        [(cause, count)] = causes.most_common(1)
+        said = (
+            f"{causes.total()} of {asked} conversations were lost to failures of their environment, {count} "
+            f"of them to: {cause}"
+        )
+        if lost > self._most or not kept:
+            raise RolloutError(hide(f"{said} (rollout.conversation.max_lost={self._most:g})"))
+        if lost >= 2 * self._told:
+            self._told = lost
+            log.warning(hide(said))
+        return kept

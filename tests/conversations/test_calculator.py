@@ -1,0 +1,59 @@
+"""examples/calculator: its environment answers right, its files fit together, and its run trains."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from paths import ROOT
+from real_parts import used
+
+from megatron_gvpo import cli
+from megatron_gvpo.conversations import Reply
+from megatron_gvpo.groups import Prompt
+from megatron_gvpo.observe import read_metrics
+
+EXAMPLE = ROOT / "examples" / "calculator"
+
+
+@pytest.mark.parametrize(
+    ("said", "reply"),
+    [
+        ("(47*86)", Reply("[4042]", counts={"calls": 1})),
+        ("so (4-12)", Reply("[-8]", counts={"calls": 1})),
+        ("(4/2)", Reply("[E]", counts={"calls": 1, "bad_calls": 1})),
+        ("(9*99999999)", Reply("[E]", counts={"calls": 1, "bad_calls": 1})),
+        ("{4150}", Reply(None, 1.0)),
+        ("{4151}", Reply(None, 0.0)),
+        ("", Reply(None, 0.0)),
+    ],
+)
+def test_the_calculator_answers(said: str, reply: Reply) -> None:
+    made = runpy.run_path(str(EXAMPLE / "environment.py"))["Calculator"]()
+    made.reset(Prompt("p", (1,), "47*86+12*9=", "4150"), seed=0)
+    assert made.step(said) == reply
+
+
+@pytest.mark.usefixtures("leave_the_process_group")
+def test_the_example_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.setattr(sys, "argv", ["make_task.py", "--out", "runs/calculator/task"])
+    task = runpy.run_path(str(EXAMPLE / "make_task.py"), run_name="__main__")
+    [stop] = yaml.safe_load((EXAMPLE / "gvpo.yaml").read_text())["rollout"]["stop_token_ids"]
+    assert task["TOKENS"][stop] == ")"
+    few = ("train.prompts_per_step=8", "data.train.limit=64", "logging.progress=off")
+    cpu = "examples/cpu.yaml"
+    sft = ("train", "examples/calculator/sft.yaml", cpu, *few, "train.steps=2", "optimizer.warmup_steps=1")
+    assert cli.main(list(sft)) == 0
+    own = ("train.steps=2", "data.eval.limit=4", "optimizer.warmup_steps=1", "checkpoint.export_hf=false")
+    # Like run.py, which trains into a directory that holds the task and the warm start.
+    gvpo = ("train", "--overwrite", "examples/calculator/gvpo.yaml", cpu, *few, *own)
+    assert cli.main(list(gvpo)) == 0
+    used("environment workers")
+    first, *steps = read_metrics(Path("runs/calculator/metrics.jsonl"))
+    assert first["eval/pass@1"] <= 1 and len(steps) == 2
+    assert all(step["env/turns"] > 1 and step["env/lost"] == 0 for step in steps)

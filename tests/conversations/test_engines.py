@@ -1,0 +1,192 @@
+"""Conversations of the tiny model with a real environment process, embedded and on real servers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from distributed import launch
+from real_parts import used
+from servers import SharedServer, logprobs, pool_of, served_config
+from tiny_run import GVPO, assert_same_run, configure, fit, records
+
+from megatron_gvpo.callbacks import Callback
+from megatron_gvpo.config.schema import ConfigError, SamplingConfig
+from megatron_gvpo.conversations.config import ConversationConfig
+from megatron_gvpo.conversations.held import Conversations
+from megatron_gvpo.data.task import Task
+from megatron_gvpo.data.tokenizer import end_token_id, load_tokenizer
+from megatron_gvpo.groups import Prompt
+from megatron_gvpo.rollout.request import Request
+from megatron_gvpo.sampling.served import Speakers
+from megatron_gvpo.trainer import Trainer
+from megatron_gvpo.turns import segments
+
+# A model that knows nothing says anything. The environment answers with digits that depend on the seed and on
+# all that was said, and pays for variety. Where the file `stop` lies, it stops the trainer in a conversation.
+ENVIRONMENT = """
+import hashlib, os, pathlib, signal
+import psutil
+from megatron_gvpo.conversations import Reply
+
+class Digits:
+    def __init__(self, stop="", down=False):
+        self.stop, self.down = stop, down
+
+    def reset(self, prompt, seed):
+        self.seed, self.said = seed, []
+
+    def step(self, said):
+        self.said.append(said)
+        if self.down and self.seed % 3 == 0:
+            raise RuntimeError("down")
+        if self.stop and pathlib.Path(self.stop).exists() and len(self.said) == 2:
+            pathlib.Path(self.stop).unlink()
+            os.kill(psutil.Process(os.getppid()).ppid(), signal.SIGTERM)
+        text = "/".join([str(self.seed), *self.said])
+        number = int(hashlib.sha256(text.encode()).hexdigest(), 16) % 100
+        if number < 20:
+            return Reply(None, reward=len(set(said)) / 10)
+        return Reply(str(number), reward=len(set(said)) / 10, counts={"even": 1 - number % 2})
+"""
+TALK = (
+    "rollout.max_tokens=24",
+    "eval.sampling.max_tokens=24",
+    "rollout.stop_token_ids=[6,7,8,9]",
+    "rewards.components=[{name: environment}]",
+)
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("environment") / "digits.py"
+    file.write_text(ENVIRONMENT)
+    return file
+
+
+def talks(environment: Path, **options: object) -> str:
+    settings = {"environment": f"{environment}:Digits", "turns": 4, "workers": 2, "options": options}
+    return f"rollout.conversation={json.dumps(settings)}"
+
+
+class Ask(Callback):
+    """After the first step, ask the environment to stop the trainer in the second."""
+
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def on_step(self, trainer: Trainer, step: int, metrics: object) -> None:
+        if step == 1:
+            self._mark.touch()
+
+
+@pytest.mark.usefixtures("leave_the_process_group")
+def test_a_resumed_run_of_conversations_equals_an_uninterrupted_one(
+    task: Path, environment: Path, tmp_path: Path
+) -> None:
+    """The trainer is stopped while it holds a step's conversations."""
+    used("environment workers")
+    whole, parts, mark = tmp_path / "whole", tmp_path / "parts", tmp_path / "mark"
+    fit(configure(task, whole, *GVPO, *TALK, talks(environment)))
+    stopping = configure(task, parts, *GVPO, *TALK, talks(environment, stop=str(mark)))
+    stopped = fit(stopping, [Ask(mark)])
+    assert stopped.step == 2 and not mark.exists()
+    fit(
+        configure(task, parts, *GVPO, *TALK, talks(environment)),
+        resume=True,
+        allow_change=("rollout.conversation.options",),
+    )
+    assert_same_run(whole, parts)
+    lines = records(whole)[1:]
+    assert all(1 < line["env/turns"] < 4 and line["env/lost"] == 0 for line in lines)
+    assert all(line["env/observation_tokens"] > 0 and 0 < line["env/even"] < 3 for line in lines)
+    assert lines[0]["reward/mean"] == pytest.approx(lines[0]["env/environment_reward"])
+    assert lines[-1]["eval/avg@n"] > 0, "held-out prompts meet the same environment"
+    assert all(line["mismatch/kl"] < 1e-5 for line in lines), "scored in the contexts that were sampled"
+
+
+@pytest.mark.usefixtures("leave_the_process_group")
+def test_conversations_that_outages_took_are_counted_and_not_trained(
+    task: Path, environment: Path, tmp_path: Path
+) -> None:
+    settings = talks(environment, down=True).replace('"turns": 4', '"turns": 4, "max_lost": 0.9')
+    fit(configure(task, tmp_path / "run", *GVPO, *TALK, settings, "data.eval=null", "train.steps=3"))
+    lines = records(tmp_path / "run")[1:]
+    lost, dropped = [line["env/lost"] for line in lines], [line["env/dropped_groups"] for line in lines]
+    assert any(lost) and all(d == pytest.approx(4 * share) for d, share in zip(dropped, lost, strict=True)), (
+        "the members of a group have one seed, and go together"
+    )
+
+
+@pytest.mark.proof
+def test_resume_of_conversations_on_two_ranks(task: Path, environment: Path, tmp_path: Path) -> None:
+    settings = json.dumps([*GVPO, *TALK, talks(environment)])
+    launch("trainer_worker:conversations", [2], str(task), str(tmp_path), settings)
+    assert_same_run(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_servers_hold_conversations_in_the_contexts_that_are_trained(
+    served: SharedServer, task: Path, environment: Path
+) -> None:
+    """Every own token's log-prob is that of transformers in its segment, at the sampling temperature."""
+    used("environment workers")
+    tokenizer = load_tokenizer(str(task / "model"))
+    material = Task(tokenizer, end_token_id(tokenizer), [], [])
+    stops = [1, 6, 7, 8, 9]
+    pool = pool_of(served.client, stops)
+    prompts = [Prompt(name, tuple(tokenizer(name)["input_ids"]), name) for name in ("7+5=", "3-1+4=")]
+    requests = [Request(p.token_ids, 6, seed=7 + i) for i, p in enumerate(prompts)]
+    sampling = SamplingConfig(temperature=0.7, max_tokens=24)
+    config = ConversationConfig(environment=f"{environment}:Digits", turns=4, workers=2)
+    with Conversations(config, material) as conversations:
+        policy = Speakers(pool, sampling)
+        groups = served.client.loop.run(conversations.hold(policy, prompts, requests, sampling))
+    served.client.loop.run(pool.stop())
+    rollouts = [(p, r) for p, group in zip(prompts, groups, strict=True) for r in group]
+    assert len(rollouts) == 12 and max(len(r.turns) for _, r in rollouts) > 1
+    for prompt, rollout in rollouts:
+        given = sum(len(turn.given) for turn in rollout.turns)
+        assert len(rollout.token_ids) + given <= 24
+        [segment] = segments(prompt.token_ids, rollout.token_ids, rollout.turns)
+        for place, first, count in segment.own:
+            context, said = segment.ids[:place], segment.ids[place : place + count]
+            expected = logprobs(task / "model", context, said, temperature=0.7)
+            found = torch.tensor(rollout.logprobs[first : first + count])
+            assert torch.allclose(found, expected, atol=2e-4)
+            assert said[-1] in stops or place + count == len(segment.ids)
+
+
+@pytest.mark.proof
+@pytest.mark.usefixtures("leave_the_process_group")
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_run_on_servers_holds_conversations_while_it_trains(
+    engine: str, task: Path, environment: Path, tmp_path: Path
+) -> None:
+    """Conversations are carried over weight pushes; the trainer's log-probs are the engine's nevertheless."""
+    ahead = ("rollout.async_steps=1", "rollout.weights.in_flight=carry", "algorithm=gvpo")
+    small = ("train.mini_batches=2", "checkpoint.export_hf=false", "train.steps=3", "eval.every=0")
+    fit(served_config(engine, task, tmp_path / "run", *TALK, talks(environment), *ahead, *small))
+    used(f"{engine} server")
+    lines = records(tmp_path / "run")
+    assert all(line["env/turns"] > 1 and line["env/lost"] == 0 for line in lines[1:])
+    kl = [line["mismatch/kl"] for line in lines if "mismatch/kl" in line]  # of tokens by the present weights
+    assert kl and max(kl) < 1e-4
+    assert lines[-1]["response/staleness_max"] == 1 and "eval/avg@n" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("train.share_prompts=true", "rollout.conversation is not possible with train.share_prompts=true"),
+        ("algorithm=remax", "rollout.conversation is not possible with algorithm.prior=greedy"),
+        ("algorithm.members=[{name: replay}]", "not possible with algorithm.members: replay"),
+        ("rollout.conversation.tools=[tools.py:add]", "give either an environment or tools"),
+    ],
+)
+def test_what_cannot_be_combined_is_refused_by_name(
+    task: Path, environment: Path, tmp_path: Path, change: str, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        configure(task, tmp_path / "out", *TALK, talks(environment), change)

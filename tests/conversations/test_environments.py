@@ -1,0 +1,352 @@
+"""Conversations with real worker processes: turns, limits, failures of both kinds. The policy is scripted."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from real_parts import used
+
+from megatron_gvpo.config.errors import ConfigError
+from megatron_gvpo.config.sections import SamplingConfig
+from megatron_gvpo.conversations.config import ConversationConfig
+from megatron_gvpo.conversations.converse import LOST
+from megatron_gvpo.conversations.held import Conversations
+from megatron_gvpo.conversations.parsers import PARSERS, Call
+from megatron_gvpo.data.task import Task
+from megatron_gvpo.data.tokenizer import end_token_id, load_tokenizer
+from megatron_gvpo.groups import Group, Prompt, Rollout
+from megatron_gvpo.rollout.request import Request, RolloutError, pack, unpack
+from megatron_gvpo.sampling.outages import Outages
+from megatron_gvpo.turns import Turn, segments
+
+# What it does is in the record's "does", turn by turn.
+ENVIRONMENT = """
+import os, pathlib, signal, time
+from megatron_gvpo.conversations import Reply
+
+class Scripted:
+    def __init__(self, extra=""):
+        self.extra = extra
+
+    async def reset(self, prompt, seed):
+        self.prompt, self.seed, self.heard = prompt, seed, []
+
+    def step(self, said):
+        self.heard.append(said)
+        does = self.prompt.record["does"]
+        act = does[min(len(self.heard), len(does)) - 1]
+        mark = pathlib.Path(self.prompt.record.get("mark", "."))
+        if act == "echo":
+            return "+".join(self.heard) + self.extra
+        if act == "seed":
+            return str(self.seed % 1000)
+        if act == "end":
+            return Reply(None, reward=0.5, counts={"heard": len(self.heard)})
+        if act == "hang" or (act == "hang once" and not mark.exists()):
+            mark.touch()
+            time.sleep(60)
+        if act == "raise":
+            raise RuntimeError("the service is down")
+        if act == "exit" or (act == "exit once" and not mark.exists()):
+            mark.touch()
+            os._exit(3)
+        if act == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if act == "flood":
+            return "9" * 10_000_000
+        if act == "long":
+            return "9" * 300
+        if act == "lie":
+            return {"not": "messages"}
+        if act == "nan":
+            return Reply("1", reward=float("nan"))
+        if act == "print":
+            print("x" * 100, flush=True)
+            return "1"
+        return "1"
+"""
+SECONDS = 1.0  # of a step
+
+
+@pytest.fixture(scope="module")
+def material(task: Path) -> Task:
+    """The tiny task's tokenizer: one token a character."""
+    tokenizer = load_tokenizer(str(task / "model"))
+    return Task(tokenizer, end_token_id(tokenizer), [], [])
+
+
+class Script:
+    """A policy that says these texts, turn by turn; each takes as many tokens as the tokenizer gives it."""
+
+    def __init__(self, task: Task, turns: Sequence[str]) -> None:
+        self._task, self._turns = task, turns
+        self.contexts: dict[int, list[list[int]]] = {}
+
+    async def say(self, conversation: int, request: Request) -> Rollout:
+        seen = self.contexts.setdefault(conversation, [])
+        seen.append(list(request.prompt_ids))
+        ids = [*encoded(self._task, self._turns[len(seen) - 1]), self._task.end_token_id]
+        reason = "stop" if len(ids) <= request.max_tokens else "length"
+        ids = ids[: request.max_tokens]
+        return Rollout(ids, [-0.5] * len(ids), "", reason, 7 + len(seen))
+
+    def ended(self, conversation: int) -> None:
+        pass
+
+
+def encoded(task: Task, text: str) -> list[int]:
+    ids: list[int] = task.tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "scripted.py"
+    path.write_text(ENVIRONMENT)
+    return path
+
+
+def prompt(name: str, *does: str, **record: Any) -> Prompt:
+    return Prompt(name, (5, 6, 7), "?", record={"does": list(does), **record})
+
+
+class Held:
+    """Conversations that are open for a test."""
+
+    def __init__(self, task: Task, config: ConversationConfig) -> None:
+        self.task, self._runner = task, asyncio.Runner()
+        self.conversations = Conversations(config, task)
+
+    def __enter__(self) -> Held:
+        used("environment workers")
+        self.conversations.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.conversations.__exit__(None, None, None)
+        self._runner.close()
+
+    def hold(
+        self, prompts: Sequence[Prompt], turns: Sequence[str], n: int = 1, max_tokens: int = 200
+    ) -> list[list[Rollout]]:
+        self.policy = Script(self.task, turns)
+        requests = [Request(p.token_ids, n, seed=100 + i) for i, p in enumerate(prompts)]
+        sampling = SamplingConfig(max_tokens=max_tokens)
+        return self._runner.run(self.conversations.hold(self.policy, prompts, requests, sampling))
+
+
+@pytest.fixture
+def held(material: Task, file: Path) -> Iterator[Held]:
+    config = ConversationConfig(
+        environment=f"{file}:Scripted", turns=4, observation_tokens=40, step_timeout=SECONDS, workers=2
+    )
+    with Held(material, config) as opened:
+        yield opened
+
+
+def test_a_conversation_is_the_tokens_that_the_policy_saw_and_said(held: Held) -> None:
+    [[rollout]] = held.hold([prompt("a", "echo", "echo", "end")], ["1+2", "3", "4*5"])
+    task, end = held.task, held.task.end_token_id
+    said = [[*encoded(task, text), end] for text in ("1+2", "3", "4*5")]
+    heard = [tuple(encoded(task, text)) for text in ("1+2", "1+2+3")]
+    assert rollout.token_ids == [t for ids in said for t in ids]
+    assert rollout.turns == [Turn(0), Turn(4, 0, None, heard[0]), Turn(6, 1, None, heard[1])]
+    assert rollout.spans == [(8, 0, 4), (9, 4, 6), (10, 6, 10)] and rollout.weight_version == 8
+    assert (rollout.finish_reason, len(rollout.logprobs)) == ("stop", 10)
+    assert [m["role"] for m in rollout.messages] == ["assistant", "user"] * 2 + ["assistant"]
+    assert rollout.counts == {"environment_reward": 0.5, "observation_tokens": 8.0, "heard": 3.0}
+    [segment] = segments((5, 6, 7), rollout.token_ids, rollout.turns)
+    contexts = held.policy.contexts[0]
+    assert [segment.ids[:place] for place, _, _ in segment.own] == contexts, "trained as it was sampled"
+    assert unpack(pack([[rollout]])) == [[rollout]]
+
+
+def test_members_of_a_group_face_the_same_seed_and_others_another(held: Held) -> None:
+    first, second = held.hold([prompt("a", "seed", "end"), prompt("b", "seed", "end")], ["1", "2"], n=3)
+    seeds = [[r.messages[1]["content"] for r in group] for group in (first, second)]
+    assert len(set(seeds[0])) == len(set(seeds[1])) == 1 and seeds[0] != seeds[1]
+
+
+def test_limits_end_a_conversation_and_are_never_lost(held: Held) -> None:
+    [[turns]] = held.hold([prompt("a", "go")], ["1"] * 9)
+    assert (len(turns.turns), turns.finish_reason) == (4, "length")
+    [[tokens]] = held.hold([prompt("a", "go")], ["1"] * 9, max_tokens=7)
+    assert (len(tokens.turns), tokens.finish_reason) == (3, "length")  # 2 + 1 + 2 + 1, and 1 for the third
+    assert tokens.token_ids[-1] != held.task.end_token_id
+    [[long]] = held.hold([prompt("a", "long", "end")], ["1", "2"])
+    assert long.messages[1]["content"] == "[300 tokens: too long to be shown]"
+    assert (long.counts["observations_dropped"], long.finish_reason) == (1.0, "stop")
+    [[flood]] = held.hold([prompt("a", "flood", "end")], ["1", "2"])
+    assert flood.messages[1]["content"] == "[10000000 characters: too long to be shown]"
+
+
+@pytest.mark.parametrize(
+    ("act", "said"),
+    [
+        ("raise", "RuntimeError: the service is down (scripted.py, line 27)"),
+        ("hang", "it took longer than 2 seconds"),  # the second attempt repeats the turn before
+        ("exit", "it ended its process (exit code 3)"),
+        ("killed", "signal 9, Killed (perhaps by the kernel, for memory)"),
+        ("lie", "step returned dict"),
+        ("nan", "environment_reward=nan, which is no finite number"),
+    ],
+)
+def test_failures_of_the_environment_lose_the_conversation_and_no_other(
+    held: Held, act: str, said: str
+) -> None:
+    prompts = [prompt("bad", "echo", act), prompt("good", "echo", "echo", "end")]
+    [bad], [good] = held.hold(prompts, ["1", "2", "3"])
+    assert bad.finish_reason == LOST and said in bad.text and not bad.token_ids
+    assert good.finish_reason == "stop" and good.messages[3]["content"] == "1+2"
+
+
+@pytest.mark.parametrize("act", ["hang once", "exit once"])
+def test_a_worker_that_is_gone_once_is_replaced_and_the_conversation_goes_on(
+    held: Held, tmp_path: Path, act: str
+) -> None:
+    [[rollout]] = held.hold([prompt("a", "echo", act, "echo", "end", mark=str(tmp_path / "m"))], list("1234"))
+    assert rollout.finish_reason == "stop"
+    assert rollout.messages[5]["content"] == "1+2+3", "it has heard every turn once"
+
+
+def test_workers_end_with_their_environments(held: Held) -> None:
+    import psutil
+
+    guards = [c for c in psutil.Process(os.getpid()).children() if "rewards.guard" in " ".join(c.cmdline())]
+    assert len(guards) == 2
+    held.conversations.__exit__(None, None, None)
+    assert not any(guard.is_running() for guard in guards)
+
+
+def test_lost_conversations_leave_their_groups_before_anyone_sees_them() -> None:
+    def group(*reasons: str) -> Group:
+        return Group(prompt("p", "go"), [Rollout([], [], "down", reason) for reason in reasons])
+
+    outages = Outages(most=0.6)
+    kept = outages.taken_out([group("stop", "stop", LOST), group("stop", LOST), group("stop")])
+    assert [len(g.rollouts) for g in kept] == [2, 1], "a group of one by itself stays"
+    assert outages.metrics == {"env/lost": pytest.approx(1 / 3), "env/dropped_groups": 1.0}
+    with pytest.raises(RolloutError, match=r"2 of 3 conversations were lost .* 2 of them to: down"):
+        outages.taken_out([group("stop", LOST, LOST)])
+
+
+TOOLS = '''
+import time
+
+def add(a: int, b: int) -> int:
+    """Adds two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return a + b
+
+async def slow(seconds: float) -> str:
+    """Waits.
+
+    Args:
+        seconds: How long.
+    """
+    time.sleep(seconds)
+    return "done"
+'''
+
+
+def test_tools_answer_calls_and_tell_the_policy_of_its_mistakes(material: Task, tmp_path: Path) -> None:
+    (tmp_path / "tools.py").write_text(TOOLS)
+    specs = (f"{tmp_path}/tools.py:add", f"{tmp_path}/tools.py:slow")
+    config = ConversationConfig(tools=specs, parser="json", turns=9, step_timeout=SECONDS)
+    chatty = Task(material.tokenizer, material.end_token_id, [], [], chat=False)
+    turns = [
+        '{"name": "add", "arguments": {"a": 2, "b": 3}}',
+        '[{"name": "add", "arguments": {"a": 2}}, {"name": "sub"}]',
+        '{"name": "add", "arguments": {"a": 2, "b": "x"}}',
+        '{"name": "add"',
+        '{"name": "slow", "arguments": {"seconds": 30}}',
+        '{"name": "slow", "arguments": {"seconds": 0}}',
+        "5",
+    ]
+
+    class Told(Script):
+        async def say(self, conversation: int, request: Request) -> Rollout:
+            rollout = await super().say(conversation, request)
+            rollout.text = self._turns[len(self.contexts[conversation]) - 1]
+            return rollout
+
+    with Held(chatty, config) as opened:
+        template = opened.conversations._template
+        texts = iter(turns)  # the tiny tokenizer knows no letters
+        template.text = lambda ids: next(texts)
+        [[rollout]] = opened.hold([Prompt("p", (5,), "?")], ["1"] * 9)
+    said = [m["content"] for m in rollout.messages if m["role"] == "tool"]
+    assert said[0] == "5"
+    assert said[1].startswith("Error: add: missing a required argument: 'b'")
+    assert said[2] == "Error: there is no tool 'sub'; there are: add, slow"
+    assert said[3].startswith("Error: TypeError") and said[4].startswith("Error: the call is no JSON")
+    assert said[5:] == [f"Error: it took longer than {SECONDS:g} seconds", "done"]
+    assert rollout.finish_reason == "stop"
+    assert (rollout.counts["tool_calls"], rollout.counts["tool_errors"]) == (7.0, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("parser", "text", "calls"),
+    [
+        ("hermes", 'so <tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>', [("f", {"x": 1})]),
+        ("hermes", "no call", []),
+        ("json", 'It is\n```json\n{"name": "f", "arguments": {}}\n```', [("f", {})]),
+        ("json", "the answer is {x}", []),
+        (
+            "xml",
+            "<function=f><parameter=x>\n[1, 2]\n</parameter><parameter=y>a b</parameter></function>",
+            [("f", {"x": [1, 2], "y": "a b"})],
+        ),
+    ],
+)
+def test_parsers_read_calls(parser: str, text: str, calls: list[tuple[str, dict[str, Any]]]) -> None:
+    assert PARSERS[parser](text) == [Call(*call) for call in calls]
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        ("hermes", "<tool_call>{"),
+        ("hermes", "<tool_call>[1]</tool_call>"),
+        ("json", '{"name": 1}'),
+        ("json", "[" * 100_000),
+        ("xml", "<function=f>"),
+    ],
+)
+def test_parsers_say_what_is_wrong_with_a_call(parser: str, text: str) -> None:
+    [call] = PARSERS[parser](text)
+    assert call.problem
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Nothing", "has no function 'Nothing'"),
+        ("half", "it lacks reset and step"),
+        ("Half", "it lacks step"),
+        ("Picky", "it cannot be made with the options {}: missing a required argument: 'size'"),
+    ],
+)
+def test_what_is_no_environment_is_an_error_at_the_start(
+    material: Task, tmp_path: Path, name: str, said: str
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def half(): pass\nclass Half:\n    def reset(self, prompt, seed): pass\n"
+        "class Picky(Half):\n    def __init__(self, size): pass\n    def step(self, said): pass\n"
+    )
+    config = ConversationConfig(environment=f"{tmp_path}/mine.py:{name}")
+    with (
+        pytest.raises(ConfigError, match=r"rollout\.conversation\.environment=") as error,
+        Held(material, config),
+    ):
+        pass
+    assert said in str(error.value)

@@ -1,0 +1,166 @@
+"""The chat template writes what stands between two turns; nothing that was said is tokenised again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Qwen2Tokenizer
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from megatron_gvpo.conversations.converse import LOST, Limits, converse
+from megatron_gvpo.conversations.process import Answer
+from megatron_gvpo.conversations.template import Template
+from megatron_gvpo.conversations.tools import tool_schemas
+from megatron_gvpo.data.sources import DataError
+from megatron_gvpo.groups import Rollout
+from megatron_gvpo.rollout.request import Request
+from megatron_gvpo.turns import segments
+
+SPECIAL = ["<|pad|>", "<|im_start|>", "<|im_end|>", "</call>"]
+END = 2
+# Every byte is a token, and so is "he", "ll", "llo" and "hello".
+MERGES = [("h", "e"), ("l", "l"), ("ll", "o"), ("he", "llo")]
+
+# As Qwen2.5 writes a chat: tools in the system message, their answers in a message of the user.
+CHATML = (
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n"
+    "{% endif %}{% for m in messages %}{% if m.role == 'tool' %}"
+    "<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response><|im_end|>\n"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# As Qwen3 does it: what an earlier turn thought is left out, which a rendering of the whole chat would lose.
+FORGETS = CHATML.replace("{{ m.content }}<|im_end|>", "{{ m.content.split('</think>')[-1] }}<|im_end|>")
+NUMBERED = CHATML.replace("<|im_start|>{{ m.role }}", "<|im_start|>{{ loop.index }}{{ m.role }}")
+OTHER_END = CHATML.replace("{{ m.content }}<|im_end|>", "{{ m.content }}</call><|im_end|>")
+REWRITES = CHATML.replace(
+    "<|im_start|>{{ m.role }}", "<|im_start|>{% if not loop.last %}old {% endif %}{{ m.role }}"
+)
+
+
+def tokenizer(template: str | None = CHATML) -> Qwen2Tokenizer:
+    tokens = [*SPECIAL, *bytes_to_unicode().values(), *("".join(pair) for pair in MERGES)]
+    made = Qwen2Tokenizer(
+        vocab={token: i for i, token in enumerate(tokens)},
+        merges=MERGES,
+        pad_token="<|pad|>",
+        eos_token="<|im_end|>",
+        unk_token=None,
+    )
+    made.add_special_tokens({"additional_special_tokens": SPECIAL[1:2]})
+    made.add_tokens(SPECIAL[3:])
+    made.chat_template = template
+    return made
+
+
+def ids(of: Qwen2Tokenizer, text: str) -> tuple[int, ...]:
+    return tuple(of(text, add_special_tokens=False)["input_ids"])
+
+
+@pytest.mark.parametrize("written", [CHATML, FORGETS])
+def test_given_tokens_are_the_templates_own(written: str) -> None:
+    of = tokenizer(written)
+    template = Template(of, END, chat=True)
+    opening = "<|im_start|>assistant\n"
+    wanted = f"\n<|im_start|>user\nhello<|im_end|>\n{opening}"
+    message = {"role": "user", "content": "hello"}
+    assert template.given(END, [message]) == ids(of, wanted)
+    assert template.given(3, [message]) == ids(of, f"<|im_end|>{wanted}"), "a turn that a stop token ended"
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, message]
+    whole = of.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    before = of.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=True)
+    joined = (*ids(of, before), *ids(of, "b"), END, *template.given(END, [message]))
+    assert joined == ids(of, whole), "for a policy that writes the tokenizer's own tokens"
+
+
+def test_tools_reach_the_template_and_their_answers_are_messages(tmp_path: Path) -> None:
+    (tmp_path / "tools.py").write_text(
+        'def add(a: int, b: int) -> int:\n    """Adds.\n\n    Args:\n'
+        '        a: One.\n        b: Two.\n    """\n'
+        "def bare(a):\n    pass\n"
+    )
+    [schema] = tool_schemas([f"{tmp_path}/tools.py:add"])
+    assert schema["function"]["parameters"]["required"] == ["a", "b"]
+    of = tokenizer()
+    template = Template(of, END, chat=True, tools=[schema])
+    answer = {"role": "tool", "name": "add", "content": "5"}
+    text = "\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    assert template.given(END, [answer]) == ids(of, text)
+    with pytest.raises(ValueError, match=r"tools\.py:bare: "):
+        tool_schemas([f"{tmp_path}/tools.py:bare"])
+    with pytest.raises(DataError, match="tools need a chat template"):
+        Template(tokenizer(None), END, chat=False, tools=[schema])
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        (NUMBERED, "differently after different histories"),
+        (OTHER_END, "ends a turn with '</call>"),
+        (REWRITES, "changes earlier messages when later ones come"),
+        ("{{ raise_exception('no') }}", "refuses a conversation: no"),
+    ],
+)
+def test_templates_that_cannot_go_on_are_refused(written: str, said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        Template(tokenizer(written), END, chat=True)
+
+
+class Echo:
+    """An environment's side of a conversation, without a process."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    async def step(self, said: str) -> Answer:
+        self.heard.append(said)
+        return Answer([{"role": "user", "content": said}] if len(self.heard) < 3 else None)
+
+    def end(self) -> None:
+        pass
+
+
+def test_tokens_that_the_tokenizer_would_not_write_stay_as_they_were_sampled() -> None:
+    of = tokenizer()
+    parts = {text: of.convert_tokens_to_ids(text) for text in ("he", "llo", "h", "e", "l", "o")}
+    drift = [parts["he"], parts["llo"], END]  # the tokenizer writes "hello" as one token
+    assert ids(of, "hello") != tuple(drift[:-1]) and of.decode(drift[:-1]) == "hello"
+    asked: list[tuple[int, ...]] = []
+
+    async def say(request: Request) -> Rollout:
+        asked.append(request.prompt_ids)
+        return Rollout(list(drift), [-1.0] * 3, "", "stop")
+
+    echo: Any = Echo()
+    limits = Limits(turns=9, max_tokens=500, turn_tokens=500, observation_tokens=100)
+    prompt: Sequence[int] = ids(of, "<|im_start|>user\nsay hello<|im_end|>\n<|im_start|>assistant\n")
+    rollout = asyncio.run(converse(say, echo, Template(of, END, chat=True), tuple(prompt), 0, limits))
+    assert echo.heard == ["hello"] * 3 and rollout.token_ids == drift * 3
+    [segment] = segments(prompt, rollout.token_ids, rollout.turns)
+    assert [tuple(segment.ids[:place]) for place, _, _ in segment.own] == asked
+    text = of.decode(segment.ids)
+    assert of(text, add_special_tokens=False)["input_ids"] != segment.ids, "rendered again, it would drift"
+
+
+def test_messages_that_the_template_refuses_lose_the_conversation() -> None:
+    """The environment said them; the policy did nothing wrong."""
+    strict = CHATML.replace(
+        "{% for m in messages %}",
+        "{% for m in messages %}{% if m.role == 'bot' %}{{ raise_exception('who?') }}{% endif %}",
+    )
+
+    class Bot(Echo):
+        async def step(self, said: str) -> Answer:
+            return Answer([{"role": "bot", "content": said}])
+
+    async def say(request: Request) -> Rollout:
+        return Rollout([END], [-1.0], "", "stop")
+
+    bot: Any = Bot()
+    limits = Limits(turns=9, max_tokens=50, turn_tokens=50, observation_tokens=50)
+    rollout = asyncio.run(converse(say, bot, Template(tokenizer(strict), END, chat=True), (4,), 0, limits))
+    assert (rollout.finish_reason, rollout.text) == (LOST, "the chat template refuses a conversation: who?")
