@@ -119,16 +119,20 @@ class WorkerProcess(GuardedProcess):
     def _late(self) -> str:
         if self.ready:
             return f"it took longer than rewards.timeout={self._timeout:g} seconds"
-        functions = [component.function for component in self._components if component.function]
         raise ConfigError(
-            f"rewards: a worker was not ready after {_START:g} seconds: importing "
-            f"{', '.join(functions) or 'its functions'} takes longer, or waits for something"
+            f"rewards: a worker was not ready after {_START:g} seconds: importing {self._functions} takes "
+            "longer, or waits for something"
         )
+
+    @property
+    def _functions(self) -> str:
+        named = [component.function for component in self._components if component.function]
+        return ", ".join(named) or "its functions"
 
     def _ended(self, code: int) -> str:
         how = how_it_ended(code)
         if not self.ready:
-            return f"a worker died while it started ({how})"
+            return f"a worker ended while it imported {self._functions} ({how})"
         if code == HUNG_UP:
             return "it closed, or read from, a descriptor of its process that is not its own"
         return f"it ended its process ({how})"
