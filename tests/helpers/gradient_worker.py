@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from distributed import run_number
-from small_constants import small_constants
+from small_constants import late_gathers, small_constants
 from torch import Tensor
 
 from megatron_gvpo.config.schema import Config, build_config
@@ -131,8 +131,14 @@ def config_of(case: Case, layout: Layout, directory: Path) -> Config:
     )
 
 
-def sizes_of(layout: Layout) -> contextlib.AbstractContextManager[None]:
-    return small_constants() if layout.small else contextlib.nullcontext()
+@contextlib.contextmanager
+def sizes_of(layout: Layout) -> Iterator[None]:
+    """Context in which a layout runs."""
+    with contextlib.ExitStack() as stack:
+        if layout.small:
+            stack.enter_context(small_constants())
+            stack.enter_context(late_gathers())
+        yield
 
 
 def run(directory: str) -> None:
