@@ -207,6 +207,7 @@ def test_what_a_loader_copies_is_learned_whatever_views_it_takes():
     assert learned((8, 6), lambda w: target.copy_(torch.cat([w, w])[:4, :3])) == [(0, 8, 0, 6)]
     assert learned((8, 6), lambda w: target.copy_(w.to(torch.bfloat16)[:4, :3])) == [(0, 8, 0, 6)]
     assert learned((8, 6), lambda w: None) == []
+    assert learned((8, 6), lambda w: target[:0].copy_(w.narrow(0, 8, 0)[:, :3])) == [], "only padding"
     assert not target.any()
 
 

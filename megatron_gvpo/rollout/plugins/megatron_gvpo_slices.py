@@ -80,7 +80,7 @@ def _copy(target: torch.Tensor, source: Slice) -> torch.Tensor:
         whole = source._whole
         if target.device.type == "meta":  # vLLM counts the elements that will come
             return target.copy_(torch.empty(source.shape, dtype=source.dtype, device="meta"))
-        if whole is None:
+        if whole is None or not source.numel():  # a rank may have none but padding
             return target
         if whole.parts is None:
             whole.copied.add(_box(source, whole))

@@ -155,8 +155,7 @@ class Receiver(WeightTransferEngine):
         self._reload()
         if learn:
             self._shards = Shards(self._group, self._store, self._group_rank, self.device)
-            self._shards.learn(self.model.load_weights)
-            self.finish_weight_update()  # without weights, which come before the server serves
+            self._shards.learn(self._load_all)  # without weights, which come before the server serves
             return
         assert self._shards is not None, "its layout was not learned"
         try:
@@ -164,6 +163,11 @@ class Receiver(WeightTransferEngine):
         except BaseException:  # other ranks wait for this one, until its connections end
             self.shutdown()
             raise
+
+    def _load_all(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        """Load a whole model. What fills no layer, such as a padded vocabulary, vLLM copies only at the end."""
+        self.model.load_weights(weights)
+        self.finish_weight_update()
 
     def _receive_patches(self, bucket: Bucket, counts: list[int]) -> None:
         wire = self._broadcast(bucket.size)
