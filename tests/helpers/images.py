@@ -98,10 +98,10 @@ def store() -> Iterator[Images]:
         for other in _cache().glob("store-*[0-9a-f]"):
             if other != place:
                 with suppress(BlockingIOError), _locked(other, fcntl.LOCK_NB):
-                    shutil.rmtree(other)
+                    _remove(other)
         images = Images(place)
         if place.exists() and images.count() > MOST_IMAGES:
-            shutil.rmtree(place)
+            _remove(place)
         if not (place / "base").exists():
             place.mkdir(exist_ok=True)
             with tempfile.TemporaryDirectory() as context:
@@ -119,6 +119,14 @@ def _locked(place: Path, how: int = 0) -> Iterator[None]:
     with open(place.with_name(f"{place.name}.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | how)
         yield
+
+
+def _remove(store: Path) -> None:
+    """Removes a store, and unmounts first what a builder that was killed has left mounted inside it."""
+    mounted = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()]
+    for place in reversed([place for place in mounted if Path(place).is_relative_to(store)]):
+        subprocess.run(["umount", "--lazy", place], check=True)
+    shutil.rmtree(store)
 
 
 def _cache() -> Path:
