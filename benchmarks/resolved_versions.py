@@ -24,6 +24,8 @@ from megatron_gvpo.versions import PYTHON_REFERENCE, REFERENCE
 ROOT = Path(__file__).resolve().parent.parent
 PLATFORM = "x86_64-manylinux_2_39"  # Ubuntu 24.04, of the images
 SECONDS = 300.0  # for uv
+# vLLM leaves the release of cuda-python open, and that of CUDA 12 overwrites the bindings of CUDA 13.
+ASKED = {"vllm": ("cuda-python>=13",)}
 
 
 def main() -> int:
@@ -56,7 +58,7 @@ def resolved(engine: str) -> dict[str, str]:
     options = f"--no-header --no-annotate --prerelease=allow --python-platform {PLATFORM}"
     done = subprocess.run(
         f"{sys.executable} -m uv pip compile - {options} --python-version {PYTHON_REFERENCE}".split(),
-        input=f"{engine}=={REFERENCE[engine]}\n",
+        input="\n".join([f"{engine}=={REFERENCE[engine]}", *ASKED.get(engine, ())]),
         capture_output=True,
         text=True,
         timeout=SECONDS,
@@ -85,6 +87,9 @@ def problems(images: dict[str, dict[str, str]]) -> list[str]:
             found.append(
                 f"{image}: its torch needs CUDA {cuda}; versions.txt has {REFERENCE['cuda-toolkit']}"
             )
+        python = packages.get("cuda-python", REFERENCE["cuda-toolkit"])
+        if Version(python).major != Version(REFERENCE["cuda-toolkit"]).major:
+            found.append(f"{image}: cuda-python {python} is for another CUDA than its torch")
         for package in ("transformers", image):
             if package in REFERENCE and packages[package] != REFERENCE[package]:
                 found.append(f"{image}: {package} {packages[package]}; versions.txt has {REFERENCE[package]}")

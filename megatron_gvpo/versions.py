@@ -140,7 +140,8 @@ COMPONENTS = (
         purpose="rollout server; may live in an environment of its own",
         need="optional",
         instead="the embedded engine",
-        install=f"in an environment of its own: pip install vllm=={REFERENCE['vllm']}",
+        # Without the second, its cuda-python is CUDA 12's, whose files flashinfer cannot be imported with.
+        install=f"in an environment of its own: pip install vllm=={REFERENCE['vllm']} 'cuda-python>=13'",
     ),
     Component(
         name="nvidia-ml-py",

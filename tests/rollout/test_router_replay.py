@@ -54,13 +54,13 @@ class OwnChoice(Callback):
     def on_start(self, trainer: Trainer) -> None:
         update = trainer._update
 
-        def noted(rows: TrainBatch, first: bool) -> Any:
+        def noted(rows: TrainBatch, *more: Any) -> Any:
             own_r = trainer.components.policy.score(rows.with_columns(routing=None))
             watch = MismatchWatch(1.0)
             watch.compare(rows, own_r, trainer.step)
             self.found.append(watch.take())
             self.rows.append(rows)
-            return update(rows, first)
+            return update(rows, *more)
 
         trainer._update = noted  # type: ignore[method-assign]
 

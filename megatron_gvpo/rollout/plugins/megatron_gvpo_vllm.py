@@ -165,7 +165,7 @@ class Receiver(WeightTransferEngine):
             raise
 
     def _load_all(self, weights: list[tuple[str, torch.Tensor]]) -> None:
-        """Load a whole model. What fills no layer, such as a padded vocabulary, vLLM copies only at the end."""
+        """Load a whole model. A padded vocabulary, which fills no layer, is copied only at the end."""
         self.model.load_weights(weights)
         self.finish_weight_update()
 
