@@ -75,8 +75,9 @@ def written_names() -> set[str]:
             text = constant(node) or ""
             if text.split("/")[0] in PREFIXES and re.fullmatch(r"\w+/[\w@]+", text):
                 found.add(text)
-            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "phase":
-                found.add(f"time/{constant(node.args[0])}")
+            called = isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "phase"
+            if called and (phase := constant(node.args[0])):  # the timer's own calls have a variable
+                found.add(f"time/{phase}")
         for folder, prefix in RELATIVE.items():
             if where.startswith(folder):
                 names = {name for name in relative_names(tree) if name and "/" not in name}
