@@ -203,4 +203,4 @@ def test_the_layers_of_gpu_runs_get_the_core_attention(core: Any, monkeypatch: p
     for layer in (changed, *stage.layer_specs):
         assert layer.submodules.self_attention.submodules.core_attention is type(core)
     assert plain.submodules.self_attention.submodules.core_attention is not type(core)
-    assert plain.submodules.mlp == changed.submodules.mlp
+    assert repr(plain.submodules.mlp) == repr(changed.submodules.mlp)  # partials are equal to nothing
