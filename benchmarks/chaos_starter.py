@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -111,11 +111,18 @@ class Starter:
 class _ForkedRank:
     """Stands for the subprocess.Popen of a rank, in the launcher: a fork that runs the same module."""
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], process_group: int) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        process_group: int,
+        preexec_fn: Callable[[], object],
+    ) -> None:
         self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
             os.setpgid(0, process_group)
+            preexec_fn()
             subprocess.Popen = _popen  # type: ignore[misc]
             for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
                 signal.signal(number, signal.SIG_DFL)  # as after exec

@@ -87,8 +87,8 @@ def problems(images: dict[str, dict[str, str]]) -> list[str]:
             found.append(
                 f"{image}: its torch needs CUDA {cuda}; versions.txt has {REFERENCE['cuda-toolkit']}"
             )
-        python = packages.get("cuda-python", REFERENCE["cuda-toolkit"])
-        if Version(python).major != Version(REFERENCE["cuda-toolkit"]).major:
+        python = packages.get("cuda-python")
+        if python is not None and Version(python).major != Version(REFERENCE["cuda-toolkit"]).major:
             found.append(f"{image}: cuda-python {python} is for another CUDA than its torch")
         for package in ("transformers", image):
             if package in REFERENCE and packages[package] != REFERENCE[package]:

@@ -39,7 +39,7 @@ def preflight(
 ) -> None:
     """Raise ConfigError if `command` cannot run with this configuration in `world_size` processes.
 
-    The command line calls it before it loads torch; `Trainer`, `evaluate` and `newest_to_hugging_face` call
+    The command line calls it before it loads torch; `Trainer`, `evaluate`, `checkpoint_to_hugging_face` call
     it for Python users, and `slurm` before the job waits in a queue. `slurm` asks for a job that trains, on
     `world_size` ranks of other machines.
 

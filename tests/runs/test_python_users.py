@@ -34,9 +34,11 @@ def test_export_and_conversion_keep_what_is_there(task: Path, tmp_path: Path) ->
     (kept := tmp_path / "full" / "mine").parent.mkdir()
     kept.write_text("x")
     with pytest.raises(ConfigError, match=r"full: this directory is not empty"):
-        conversion.newest_to_hugging_face(config, kept.parent)
+        conversion.checkpoint_to_hugging_face(config, kept.parent)
     with pytest.raises(ConfigError, match=r"full: this directory is not empty"):
         conversion.to_megatron(task / "model", kept.parent)
     with pytest.raises(ConfigError, match=r"parallel\.tp"):
-        conversion.newest_to_hugging_face(configure(task, tmp_path / "run", "parallel.tp=2"), tmp_path / "o")
+        conversion.checkpoint_to_hugging_face(
+            configure(task, tmp_path / "run", "parallel.tp=2"), tmp_path / "o"
+        )
     assert kept.read_text() == "x" and not dist.is_initialized()
