@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 from contextlib import suppress
 from typing import Any
 
@@ -21,7 +22,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve until Ctrl-C. Raises ConfigError for what is no run, and for a port that is taken."""
+    """Serve until Ctrl-C or SIGTERM. Raises ConfigError for what is no run, and for a port that is taken."""
     from megatron_gvpo.observe.report.watch import Watched, WatchServer
 
     check(options)
@@ -35,6 +36,8 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"--port {options.port}: {error.strerror}; give another, or 0 for any") from None
     say(f"{server.url}  (Ctrl-C ends it; from another machine: ssh -L {server.server_port}:localhost:"
         f"{server.server_port} THIS_MACHINE, then http://localhost:{server.server_port}/)")  # fmt: skip
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background process ignores SIGINT by default
+        signal.signal(number, signal.default_int_handler)
     with server, suppress(KeyboardInterrupt):
         server.serve_forever()
     return 0

@@ -19,10 +19,11 @@ KEYS = {"trackio": "trackio_project", "mlflow": "mlflow_experiment", "swanlab": 
 
 def main(service: str, output_dir: Path) -> None:
     config = LoggingConfig.model_validate({"tensorboard": False, KEYS[service]: "project"})
+    before = signal.getsignal(signal.SIGINT)
     for resume_step, steps in ((None, range(5)), (2, range(3, 8))):
         run_config = {"train": {"steps": 8}}
         logger = MetricLogger(config, output_dir, resume_step=resume_step, run_config=run_config)
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "Ctrl-C must stay ours"
+        assert signal.getsignal(signal.SIGINT) is before, "Ctrl-C must stay ours"
         for step in steps:
             logger.show(step, [Sample("train", "1+1=", "</b>\n2", 0.5)])
             if step in (1, 6):

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -112,18 +113,24 @@ def test_only_this_machine_reaches_the_server_and_only_blocks_are_served(tmp_pat
             assert answer(server, path, "localhost")[0] == 404
 
 
-def test_the_command_serves_until_it_is_told_to_stop(tmp_path: Path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_command_serves_until_it_is_told_to_stop(number: signal.Signals, tmp_path: Path):
+    """Also where it was started with SIGINT ignored, as a shell starts what runs in the background."""
     run = make_run(tmp_path / "run", steps=1)
     command = [sys.executable, "-m", "megatron_gvpo", "watch", str(run), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        url = process.stdout.readline().split()[0]
-        connection = http.client.HTTPConnection(url.split("/")[2], timeout=20)
-        connection.request("GET", "/version")
-        assert json.load(connection.getresponse())
-        assert main(["watch", str(run), "--port", url.rstrip("/").rpartition(":")[2]]) == 2
-        process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 0
+    ignoring = partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=ignoring) as process:
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().split()[0]
+            connection = http.client.HTTPConnection(url.split("/")[2], timeout=20)
+            connection.request("GET", "/version")
+            assert json.load(connection.getresponse())
+            assert main(["watch", str(run), "--port", url.rstrip("/").rpartition(":")[2]]) == 2
+            process.send_signal(number)
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
 
 
 class Look(Callback):
