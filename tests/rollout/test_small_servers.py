@@ -20,6 +20,7 @@ from megatron_gvpo.rollout.request import Request
 TAKEN_BACK = {"sglang": "kv cache pool is full. retract requests"}
 
 
+@pytest.mark.proof  # a fast machine may finish the responses before the cache is full
 @pytest.mark.parametrize("engine", SERVER_OPTIONS)
 def test_answers_are_exact_above_every_size(
     engine: str, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
