@@ -1,4 +1,4 @@
-"""Rank functions of test_resume.py, test_trainer.py and conversations/test_conversation_engines.py: runs on two ranks."""
+"""Rank functions of test_resume.py, test_trainer.py and test_conversation_engines.py: runs on two ranks."""
 
 from __future__ import annotations
 
