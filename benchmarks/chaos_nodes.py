@@ -21,7 +21,7 @@ from chaos_strikes import Server
 from proxy import Proxy
 from servers import another_node, engine_python
 
-from megatron_gvpo.rollout.supervise import free_ports, is_healthy
+from megatron_gvpo.rollout.launch.supervise import free_ports, is_healthy
 
 ROOT = Path(__file__).parents[1]
 START_SECONDS = 600.0

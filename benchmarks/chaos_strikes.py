@@ -20,7 +20,7 @@ from chaos_starter import kill_session
 from faults import signal_for_a_while
 from proxy import Mode, Proxy
 
-from megatron_gvpo.rollout.supervise import free_ports
+from megatron_gvpo.rollout.launch.supervise import free_ports
 
 LINKS: dict[str, Mode] = {"slow link": "slow", "cut link": "cut", "close link": "refuse"}
 JUDGE = Path(__file__).with_name("chaos_judge.py")

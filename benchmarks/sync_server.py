@@ -16,8 +16,8 @@ import torch
 from megatron_gvpo.config.schema import Config, build_config
 from megatron_gvpo.rollout.background_loop import BackgroundLoop
 from megatron_gvpo.rollout.http import Http, open_session
+from megatron_gvpo.rollout.launch.start import DIALECTS, start_servers
 from megatron_gvpo.rollout.pool import ServerPool
-from megatron_gvpo.rollout.start import DIALECTS, start_servers
 
 ROOT = Path(__file__).parent.parent
 

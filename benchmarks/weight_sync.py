@@ -49,9 +49,9 @@ from torch import Tensor
 from megatron_gvpo.config.schema import Config
 from megatron_gvpo.data.tokenizer import load_tokenizer
 from megatron_gvpo.rollout.background_loop import BackgroundLoop
+from megatron_gvpo.rollout.launch.start import DIALECTS
 from megatron_gvpo.rollout.leader import Push
 from megatron_gvpo.rollout.pool import ServerPool
-from megatron_gvpo.rollout.start import DIALECTS
 from megatron_gvpo.sampling.local_model import LocalModel
 from megatron_gvpo.weights.broadcast import Broadcast
 from megatron_gvpo.weights.bucket import Bucket

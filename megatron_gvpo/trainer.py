@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_gvpo.algorithms.base import STEP_START
 from megatron_gvpo.callbacks import Callback
 from megatron_gvpo.components import Components
-from megatron_gvpo.config.cross_checks import advice
+from megatron_gvpo.config.checks.cross_checks import advice
 from megatron_gvpo.config.errors import ConfigError
 from megatron_gvpo.config.schema import Config, as_config
 from megatron_gvpo.megatron import parallel

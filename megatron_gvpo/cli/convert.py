@@ -26,7 +26,7 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write TARGET, which must be empty or not exist. Raises ConfigError."""
-    from megatron_gvpo.config.output_dir import check_empty
+    from megatron_gvpo.config.checks.output_dir import check_empty
 
     source, target = Path(options.source), Path(options.target)
     check_empty(target, f"TARGET={target}")

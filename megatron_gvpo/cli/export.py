@@ -21,7 +21,7 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write the checkpoint to --out, which must be empty or not exist. Raises ConfigError."""
-    from megatron_gvpo.config.output_dir import check_empty
+    from megatron_gvpo.config.checks.output_dir import check_empty
     from megatron_gvpo.config.preflight import preflight
     from megatron_gvpo.runtime.environment import prepare
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from megatron_gvpo.cluster.doctor import find_version
 from megatron_gvpo.cluster.planner.workload import Gpu
 from megatron_gvpo.observe.gpus import driver_version
-from megatron_gvpo.rollout.supervise import is_healthy
+from megatron_gvpo.rollout.launch.supervise import is_healthy
 from megatron_gvpo.runtime.collectives import all_gather_msgpack
 from megatron_gvpo.versions import COMPONENTS
 

@@ -9,9 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+from megatron_gvpo.config.checks.output_dir import check_output_dir
+from megatron_gvpo.config.checks.parallel_layout import check_layout
 from megatron_gvpo.config.errors import ConfigError
-from megatron_gvpo.config.output_dir import check_output_dir
-from megatron_gvpo.config.parallel_layout import check_layout
 from megatron_gvpo.config.schema import Config, read_model_config
 from megatron_gvpo.megatron.model.attention_kernel import (
     Attention,

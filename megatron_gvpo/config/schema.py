@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.algorithms.recipe import merge
-from megatron_gvpo.config.cross_checks import check_combinations
+from megatron_gvpo.config.checks.cross_checks import check_combinations
 from megatron_gvpo.config.errors import ConfigError
 from megatron_gvpo.config.explain import explain
 from megatron_gvpo.config.parallel import ParallelConfig

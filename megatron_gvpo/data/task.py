@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron_gvpo.config.lengths import longest_prompt
+from megatron_gvpo.config.checks.lengths import longest_prompt
 from megatron_gvpo.config.schema import Config, ConfigError, read_model_config
 from megatron_gvpo.conversations.tools import tool_schemas
 from megatron_gvpo.data.prompts import DataError, load_prompts

@@ -13,7 +13,7 @@ from itertools import accumulate, groupby, zip_longest
 import torch
 from torch import Tensor
 
-from megatron_gvpo.config.parallel_layout import Padding
+from megatron_gvpo.config.checks.parallel_layout import Padding
 from megatron_gvpo.types import Routing, TrainBatch, on_device
 
 

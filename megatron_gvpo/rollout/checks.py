@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron_gvpo.config.lengths import longest_prompt
+from megatron_gvpo.config.checks.lengths import longest_prompt
 from megatron_gvpo.config.schema import Config, ConfigError, read_model_config
 from megatron_gvpo.rollout.http import ServerRefused
 from megatron_gvpo.rollout.routed_experts import Routers

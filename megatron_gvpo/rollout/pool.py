@@ -21,10 +21,10 @@ from megatron_gvpo.config.schema import SamplingConfig
 from megatron_gvpo.config.servers import ServersConfig
 from megatron_gvpo.groups import Rollout, Routing
 from megatron_gvpo.rollout.http import ServerGone, ServerRefused, spare_connections
+from megatron_gvpo.rollout.launch.supervise import Supervisor
 from megatron_gvpo.rollout.request import Request, RolloutError, derived_seed
 from megatron_gvpo.rollout.routed_experts import Routers
 from megatron_gvpo.rollout.server import MemoryPart, Sample, Server
-from megatron_gvpo.rollout.supervise import Supervisor
 
 CONTROL = 30.0  # seconds for a control request, such as to abort
 POLL = 1.0  # seconds between two checks of a server's health

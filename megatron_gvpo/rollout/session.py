@@ -12,12 +12,12 @@ from megatron_gvpo.rollout import leader
 from megatron_gvpo.rollout.background_loop import BackgroundLoop
 from megatron_gvpo.rollout.checks import check_server
 from megatron_gvpo.rollout.http import Http, ServerGone, open_session
+from megatron_gvpo.rollout.launch.start import DIALECTS, given_key, report, start_servers
+from megatron_gvpo.rollout.launch.supervise import Supervisor
 from megatron_gvpo.rollout.leader import Command, Done, Failed, Wait
 from megatron_gvpo.rollout.pool import ServerPool
 from megatron_gvpo.rollout.request import RolloutError
 from megatron_gvpo.rollout.routed_experts import Routers
-from megatron_gvpo.rollout.start import DIALECTS, given_key, report, start_servers
-from megatron_gvpo.rollout.supervise import Supervisor
 
 
 class ServerSession:

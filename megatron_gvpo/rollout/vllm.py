@@ -9,8 +9,8 @@ from typing import ClassVar
 
 import numpy as np
 
+from megatron_gvpo.config.checks.supported_models import experts
 from megatron_gvpo.config.schema import Config, SamplingConfig, read_model_config
-from megatron_gvpo.config.supported_models import experts
 from megatron_gvpo.rollout.http import Http
 from megatron_gvpo.rollout.server import (
     PLUGINS,

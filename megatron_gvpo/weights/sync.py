@@ -13,10 +13,10 @@ from torch import Tensor
 from megatron_gvpo.config.schema import Config, ConfigError, ModelConfig, read_model_config
 from megatron_gvpo.megatron.model.own_weights import OwnWeights
 from megatron_gvpo.rollout.http import ServerGone, ServerRefused
+from megatron_gvpo.rollout.launch.start import report
 from megatron_gvpo.rollout.pool import ServerHandle
 from megatron_gvpo.rollout.request import RolloutError
 from megatron_gvpo.rollout.session import ServerSession
-from megatron_gvpo.rollout.start import report
 from megatron_gvpo.runtime.collectives import broadcast_msgpack
 from megatron_gvpo.types import Prompt, TrainBatch
 from megatron_gvpo.weights.bucket import DoubleBuffer, buckets

@@ -203,6 +203,9 @@ def test_what_lies_where_a_run_would_write_is_not_removed_unasked(task, tmp_path
         "output_dir\n"
     )
     assert (tmp_path / "hf" / "config.json").is_file()
+    out = f"output_dir={tmp_path / 'hf'}"
+    assert main(["train", config, out, f"model.path={tmp_path}/hf"]) == 2
+    assert capsys.readouterr().err == f"error: {out} is model.path: a run must not write into what it reads\n"
 
 
 def test_what_one_node_lacks_is_said_by_its_first_rank(task, tmp_path, capsys, monkeypatch):

@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from megatron_gvpo.cluster import doctor
-from megatron_gvpo.rollout.start import DIALECTS
+from megatron_gvpo.rollout.launch.start import DIALECTS
 from megatron_gvpo.versions import COMPONENTS, PYTHON_REFERENCE, PYTHON_TESTED, REFERENCE
 
 ROOT = Path(__file__).parents[2]

@@ -29,7 +29,7 @@ from megatron_gvpo.cluster.planner import (
 )
 from megatron_gvpo.cluster.planner import memory_model as memory
 from megatron_gvpo.cluster.planner.workload import Layout, Lengths, Workload
-from megatron_gvpo.config.parallel_layout import check_layout
+from megatron_gvpo.config.checks.parallel_layout import check_layout
 from megatron_gvpo.config.schema import ParallelConfig, load_config
 from megatron_gvpo.megatron.critic import Critic
 from megatron_gvpo.megatron.policy import Policy

@@ -8,7 +8,7 @@ from good_config import GOOD
 
 from megatron_gvpo.algorithms.losses.gvpo import GVPO
 from megatron_gvpo.algorithms.losses.pg import PolicyGradient
-from megatron_gvpo.config.cross_checks import advice
+from megatron_gvpo.config.checks.cross_checks import advice
 from megatron_gvpo.config.schema import ConfigError, build_config, load_config
 
 

@@ -12,9 +12,9 @@ import torch
 
 from megatron_gvpo.config.schema import load_config
 from megatron_gvpo.config.servers import ServersConfig
+from megatron_gvpo.rollout.launch.start import start_servers
+from megatron_gvpo.rollout.launch.supervise import ServerProcess, Supervisor
 from megatron_gvpo.rollout.server import Launch
-from megatron_gvpo.rollout.start import start_servers
-from megatron_gvpo.rollout.supervise import ServerProcess, Supervisor
 from megatron_gvpo.runtime.environment import prepare
 
 NAMES = ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_CUMEM_ENABLE", "NVTE_CPU_OFFLOAD_V1")

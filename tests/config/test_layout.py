@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from megatron_gvpo.config.lengths import longest_prompt
-from megatron_gvpo.config.parallel_layout import check_layout
+from megatron_gvpo.config.checks.lengths import longest_prompt
+from megatron_gvpo.config.checks.parallel_layout import check_layout
 from megatron_gvpo.config.schema import Config, ConfigError, load_config, read_model_config
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import checkpoint_worker
 from gradient_cases import FAMILIES, RUNS, STEPS, small
 
-from megatron_gvpo.config.parallel_layout import check_layout
+from megatron_gvpo.config.checks.parallel_layout import check_layout
 from megatron_gvpo.config.schema import ConfigError, build_config
 from megatron_gvpo.megatron.model.attention_kernel import Attention, check_attention, kernel
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from megatron_gvpo.config.checks.supported_models import check_family
 from megatron_gvpo.config.errors import ConfigError
-from megatron_gvpo.config.supported_models import check_family
 
 GOOD: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],

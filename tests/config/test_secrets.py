@@ -11,7 +11,7 @@ from megatron_gvpo.cli import main
 from megatron_gvpo.config.schema import ConfigError, build_config, load_config
 from megatron_gvpo.config.secrets import as_written, hide
 from megatron_gvpo.config.yaml import Loader
-from megatron_gvpo.rollout.start import start_servers
+from megatron_gvpo.rollout.launch.start import start_servers
 
 SECRET = "s3cr3t-of-the-judge"
 

@@ -12,7 +12,7 @@ import torch
 from megatron_gvpo.config.schema import ConfigError, load_config
 from megatron_gvpo.data.sources import DataError
 from megatron_gvpo.data.tokenizer import load_tokenizer
-from megatron_gvpo.rollout.start import DIALECTS
+from megatron_gvpo.rollout.launch.start import DIALECTS
 from megatron_gvpo.sampling.local_model import LocalModel
 
 CODE = """

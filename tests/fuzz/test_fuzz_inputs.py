@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from mutate import mutated, spoiled
 
 from megatron_gvpo.cli.terminal import refuse
-from megatron_gvpo.config.parallel_layout import check_layout
+from megatron_gvpo.config.checks.parallel_layout import check_layout
 from megatron_gvpo.config.schema import ConfigError, build_config, load_config
 from megatron_gvpo.data import task as task_module
 from megatron_gvpo.data.prompts import DataError

@@ -18,8 +18,8 @@ from servers import served_config
 from tiny_run import fit
 
 from megatron_gvpo.callbacks import Callback
+from megatron_gvpo.rollout.launch.supervise import ServerProcess
 from megatron_gvpo.rollout.pool import ServerPool
-from megatron_gvpo.rollout.supervise import ServerProcess
 from megatron_gvpo.trainer import Trainer
 from megatron_gvpo.types import Group
 

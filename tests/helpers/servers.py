@@ -26,10 +26,10 @@ from transformers import AutoModelForCausalLM
 from megatron_gvpo.config.schema import Config, ServersConfig
 from megatron_gvpo.rollout.background_loop import BackgroundLoop
 from megatron_gvpo.rollout.http import Http, open_session
+from megatron_gvpo.rollout.launch.start import DIALECTS, start_servers
+from megatron_gvpo.rollout.launch.supervise import Supervisor, is_healthy
 from megatron_gvpo.rollout.pool import ServerPool
 from megatron_gvpo.rollout.server import Server
-from megatron_gvpo.rollout.start import DIALECTS, start_servers
-from megatron_gvpo.rollout.supervise import Supervisor, is_healthy
 from megatron_gvpo.weights.receivers import receiver_class
 
 ENGINES = ("sglang", "vllm")

@@ -19,7 +19,7 @@ from pathlib import Path
 from debian import install
 from real_parts import used
 
-from megatron_gvpo.rollout.supervise import free_ports
+from megatron_gvpo.rollout.launch.supervise import free_ports
 
 NODES = ("gvpo-node1", "gvpo-node2", "gvpo-node3")
 PROGRAMS = ("slurmctld", "slurmd", "srun", "munged")

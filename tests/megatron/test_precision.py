@@ -14,7 +14,7 @@ import torch
 from gradient_cases import STEPS, sampled_for
 from gradient_worker import UPDATE, Case, Layout, config_of
 
-from megatron_gvpo.config.parallel_layout import Padding
+from megatron_gvpo.config.checks.parallel_layout import Padding
 from megatron_gvpo.config.schema import (
     Config,
     ConfigError,

@@ -14,7 +14,7 @@ from gradient_worker import Case, Layout
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_gvpo.config.parallel_layout import Padding, check_layout
+from megatron_gvpo.config.checks.parallel_layout import Padding, check_layout
 from megatron_gvpo.config.schema import ConfigError, build_config
 from megatron_gvpo.megatron.batch import PackedBatch
 from megatron_gvpo.megatron.microbatch_plan import plan

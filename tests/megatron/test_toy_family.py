@@ -16,9 +16,9 @@ import transformers
 from real_parts import used
 from rows import make_rows
 
-from megatron_gvpo.config.parallel_layout import check_layout
+from megatron_gvpo.config.checks.parallel_layout import check_layout
+from megatron_gvpo.config.checks.supported_models import ARCHITECTURES
 from megatron_gvpo.config.schema import Config, ConfigError, load_config
-from megatron_gvpo.config.supported_models import ARCHITECTURES
 from megatron_gvpo.megatron import parallel
 from megatron_gvpo.megatron.cpu.bridge import import_bridge
 from megatron_gvpo.megatron.scorer import Scorer

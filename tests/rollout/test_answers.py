@@ -14,9 +14,9 @@ import pytest
 from megatron_gvpo.config.schema import SamplingConfig, ServersConfig
 from megatron_gvpo.rollout.background_loop import BackgroundLoop
 from megatron_gvpo.rollout.http import Http, open_session
+from megatron_gvpo.rollout.launch.start import DIALECTS
 from megatron_gvpo.rollout.pool import ServerPool
 from megatron_gvpo.rollout.request import Request, RolloutError
-from megatron_gvpo.rollout.start import DIALECTS
 
 SGLANG = {
     "output_ids": [5],

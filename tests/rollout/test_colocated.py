@@ -12,8 +12,8 @@ from tiny_run import configure, fit, records
 
 from megatron_gvpo.callbacks import Callback
 from megatron_gvpo.config.schema import ConfigError, ServersConfig
-from megatron_gvpo.rollout.start import server_gpus
-from megatron_gvpo.rollout.supervise import is_healthy
+from megatron_gvpo.rollout.launch.start import server_gpus
+from megatron_gvpo.rollout.launch.supervise import is_healthy
 from megatron_gvpo.trainer import Trainer
 
 

@@ -43,9 +43,9 @@ from megatron_gvpo import teacher
 from megatron_gvpo.config.schema import Config, ConfigError, SamplingConfig, read_model_config
 from megatron_gvpo.rollout.checks import check_server
 from megatron_gvpo.rollout.http import ServerGone, ServerRefused
+from megatron_gvpo.rollout.launch.start import DIALECTS
 from megatron_gvpo.rollout.pool import ServerHandle
 from megatron_gvpo.rollout.request import Request
-from megatron_gvpo.rollout.start import DIALECTS
 from megatron_gvpo.weights.broadcast import Broadcast
 from megatron_gvpo.weights.bucket import DoubleBuffer, buckets
 from megatron_gvpo.weights.delta import Delta

@@ -17,8 +17,8 @@ from proxy import Proxy
 from servers import SGLANG_FIRST, running
 from tiny_run import records
 
+from megatron_gvpo.rollout.launch.supervise import Supervisor, free_ports
 from megatron_gvpo.rollout.request import RolloutError
-from megatron_gvpo.rollout.supervise import Supervisor, free_ports
 
 
 @pytest.fixture(scope="module", params=SGLANG_FIRST)

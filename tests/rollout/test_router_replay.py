@@ -21,7 +21,7 @@ from tiny_run import configure, fit, records
 
 from megatron_gvpo.algorithms.curriculum.batch_policy import Accumulator
 from megatron_gvpo.callbacks import Callback
-from megatron_gvpo.config.parallel_layout import Padding
+from megatron_gvpo.config.checks.parallel_layout import Padding
 from megatron_gvpo.config.schema import ConfigError
 from megatron_gvpo.megatron.batch import PackedBatch
 from megatron_gvpo.observe.mismatch import MismatchWatch

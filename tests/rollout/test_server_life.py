@@ -20,12 +20,12 @@ from megatron_gvpo.data.task import Task
 from megatron_gvpo.rollout import http, leader
 from megatron_gvpo.rollout.background_loop import BackgroundLoop
 from megatron_gvpo.rollout.http import Http, ServerGone, open_session
-from megatron_gvpo.rollout.nccl import check_nccl
+from megatron_gvpo.rollout.launch.nccl import check_nccl
+from megatron_gvpo.rollout.launch.start import start_servers
+from megatron_gvpo.rollout.launch.supervise import ServerProcess, Supervisor, free_ports, is_healthy
 from megatron_gvpo.rollout.pool import ServerPool
 from megatron_gvpo.rollout.server import Launch
 from megatron_gvpo.rollout.sglang import SGLang
-from megatron_gvpo.rollout.start import start_servers
-from megatron_gvpo.rollout.supervise import ServerProcess, Supervisor, free_ports, is_healthy
 from megatron_gvpo.sampling.served import ServedEngine
 from megatron_gvpo.weights.broadcast import Broadcast
 from megatron_gvpo.weights.disk import Disk

@@ -17,10 +17,10 @@ import pytest
 from megatron_gvpo.config.schema import Config, ConfigError, ServersConfig, load_config
 from megatron_gvpo.rollout.background_loop import BackgroundLoop
 from megatron_gvpo.rollout.http import Http, ServerGone, ServerRefused, open_session
-from megatron_gvpo.rollout.serve import serve
+from megatron_gvpo.rollout.launch.serve import serve
+from megatron_gvpo.rollout.launch.start import start_servers
+from megatron_gvpo.rollout.launch.supervise import ServerProcess, Supervisor, free_ports, is_healthy
 from megatron_gvpo.rollout.server import Launch
-from megatron_gvpo.rollout.start import start_servers
-from megatron_gvpo.rollout.supervise import ServerProcess, Supervisor, free_ports, is_healthy
 
 SOON = 60.0  # seconds
 KEY = "0123456789abcdef"

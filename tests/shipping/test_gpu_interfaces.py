@@ -21,7 +21,7 @@ from servers import engine_python
 from transformer_engine_source import CUDNN, source
 
 from megatron_gvpo.config.schema import load_config
-from megatron_gvpo.rollout.start import DIALECTS
+from megatron_gvpo.rollout.launch.start import DIALECTS
 from megatron_gvpo.versions import REFERENCE
 
 PACKAGE = ROOT / "megatron_gvpo"

@@ -108,7 +108,9 @@ def test_a_build_gets_the_versions_of_the_one_file(name: str):
 @pytest.fixture(scope="module")
 def imported_by_serve() -> set[str]:
     """The distributions that `serve` imports, with those of any transport that a configuration may name."""
-    imports = "import sys; known = set(sys.modules); import megatron_gvpo.cli, megatron_gvpo.rollout.serve; "
+    imports = (
+        "import sys; known = set(sys.modules); import megatron_gvpo.cli, megatron_gvpo.rollout.launch.serve; "
+    )
     imports += "from megatron_gvpo.weights.transports import TRANSPORTS, transport_class; "
     imports += "[transport_class(name) for name in TRANSPORTS]; "
     imports += "print(*{name.split('.')[0] for name in set(sys.modules) - known})"

@@ -8,8 +8,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from megatron_gvpo.config.checks.supported_models import check_family, experts
 from megatron_gvpo.config.schema import ConfigError, read_json_object, read_model_config
-from megatron_gvpo.config.supported_models import check_family, experts
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from megatron.core.distributed import finalize_model_grads
 
-from megatron_gvpo.config.parallel_layout import Padding
+from megatron_gvpo.config.checks.parallel_layout import Padding
 from megatron_gvpo.config.schema import ConfigError, ModelConfig, ParallelConfig
 from megatron_gvpo.megatron.attention.core import attend_to_shared_prompts, defer_rotary
 from megatron_gvpo.megatron.model.checked_weights import CheckedWeights

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
-from megatron_gvpo.config.parallel_layout import Padding
+from megatron_gvpo.config.checks.parallel_layout import Padding
 from megatron_gvpo.megatron.model.own_weights import OwnWeights, find_own_weights
 from megatron_gvpo.megatron.model.router_replay import Replay
 from megatron_gvpo.megatron.model.safetensors_writer import SafetensorsWriter

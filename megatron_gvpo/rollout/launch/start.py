@@ -10,15 +10,15 @@ from pathlib import Path
 
 import torch
 
+from megatron_gvpo.config.checks.supported_models import check_family
 from megatron_gvpo.config.schema import Config, ConfigError, ServersConfig, read_model_config
 from megatron_gvpo.config.secrets import hide, read_variable, remember
-from megatron_gvpo.config.supported_models import check_family
 from megatron_gvpo.megatron.model.complete_weights import check_files
-from megatron_gvpo.rollout.listener import check_free, is_loopback
-from megatron_gvpo.rollout.nccl import check_nccl
+from megatron_gvpo.rollout.launch.listener import check_free, is_loopback
+from megatron_gvpo.rollout.launch.nccl import check_nccl
+from megatron_gvpo.rollout.launch.supervise import ServerProcess, Supervisor, free_ports
 from megatron_gvpo.rollout.server import Server
 from megatron_gvpo.rollout.sglang import SGLang
-from megatron_gvpo.rollout.supervise import ServerProcess, Supervisor, free_ports
 from megatron_gvpo.rollout.vllm import VLLM
 from megatron_gvpo.runtime.environment import ON_LOOPBACK
 from megatron_gvpo.weights.disk import run_directory

@@ -33,6 +33,8 @@ def check_output_dir(config: Config) -> None:
     if config.data.eval is not None:
         read["data.eval.path"] = config.data.eval.path
     for key, path in read.items():
+        if os.path.isdir(path) and directory.exists() and os.path.samefile(path, directory):
+            raise ConfigError(f"output_dir={directory} is {key}: a run must not write into what it reads")
         for own in (directory / name for name in OWN):
             if Path(os.path.realpath(path)).is_relative_to(os.path.realpath(own)):
                 raise ConfigError(

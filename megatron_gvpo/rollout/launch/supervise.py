@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from megatron_gvpo.config.secrets import hide
 from megatron_gvpo.config.servers import ServersConfig
-from megatron_gvpo.rollout.listener import listens_alone, stranger
+from megatron_gvpo.rollout.launch.listener import listens_alone, stranger
 from megatron_gvpo.rollout.server import Launch
 from megatron_gvpo.runtime.environment import MEGATRONS
 from megatron_gvpo.runtime.web import NoRedirect

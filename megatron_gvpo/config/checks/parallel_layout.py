@@ -10,10 +10,10 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_gvpo.config.checks.lengths import check_lengths
+from megatron_gvpo.config.checks.supported_models import check_family, experts
 from megatron_gvpo.config.errors import ConfigError
-from megatron_gvpo.config.lengths import check_lengths
 from megatron_gvpo.config.schema import Config, ModelConfig, ParallelConfig, read_model_config
-from megatron_gvpo.config.supported_models import check_family, experts
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ import threading
 import time
 
 from megatron_gvpo.config.schema import Config, ConfigError
-from megatron_gvpo.rollout.listener import is_loopback
-from megatron_gvpo.rollout.start import given_key, report, start_servers
+from megatron_gvpo.rollout.launch.listener import is_loopback
+from megatron_gvpo.rollout.launch.start import given_key, report, start_servers
 
 
 def serve(config: Config) -> int:
