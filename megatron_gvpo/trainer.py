@@ -236,7 +236,10 @@ class Trainer:
         count, estimator = self.config.train.mini_batches, self.components.estimator
         bounds = [len(groups) * i // count for i in range(count + 1)]
         places = [0, *accumulate(len(group.rollouts) for group in groups)]
-        mini_batches = [TrainBatch.from_groups(groups[a:b], places[a]) for a, b in pairwise(bounds) if a < b]
+        paid = self.config.rewards.turn_weight
+        mini_batches = [
+            TrainBatch.from_groups(groups[a:b], places[a], paid) for a, b in pairwise(bounds) if a < b
+        ]
         if estimator is not None:
             for i, rows in enumerate(mini_batches):
                 mini_batches[i], statistics = estimator.fill(self._judged(rows))

@@ -23,6 +23,7 @@ class Turn(NamedTuple):
     keep: int | None = None  # how many tokens of that context stay; None: all
     given: tuple[int, ...] = ()  # tokens from outside, before the turn's own: never trained
     agent: str = ""  # who speaks, where several agents share the policy
+    reward: float | None = None  # what the environment paid for the turn; None: it did not answer
 
 
 class Segment(NamedTuple):
@@ -34,8 +35,13 @@ class Segment(NamedTuple):
 
 def turn_of(values: Sequence[Any]) -> Turn:
     """A turn from its values, after msgpack or JSON has turned tuples into lists."""
-    begin, after, keep, given, agent = values
-    return Turn(begin, after, keep, tuple(given), agent)
+    begin, after, keep, given, *others = values
+    return Turn(begin, after, keep, tuple(given), *others)
+
+
+def ends_of(turns: Sequence[Turn], own: int) -> list[int]:
+    """The index after every turn's last own token, in a rollout of `own` tokens."""
+    return [*(turn.begin for turn in turns[1:]), own]
 
 
 def segments(prompt: Sequence[int], own: Sequence[int], turns: Sequence[Turn]) -> list[Segment]:

@@ -18,7 +18,7 @@ from megatron_gvpo.groups import Rollout as Rollout
 from megatron_gvpo.groups import Routing as Routing
 from megatron_gvpo.groups import Scored as Scored
 from megatron_gvpo.runtime.lazy_torch import torch
-from megatron_gvpo.turns import Segment, Turn, segments
+from megatron_gvpo.turns import Segment, Turn, ends_of, segments
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,6 +65,8 @@ class TrainBatch:
     return_r: Tensor | None = None  # the critic's targets
     place_n: Tensor | None = None  # int64: the row's number among all responses of the step
     item_r: Tensor | None = None  # int64: which item of its response the token belongs to
+    # The part of `reward_n` that was paid for a turn, at the turn's last token; else 0.
+    turn_reward_r: Tensor | None = None
     weight_r: Tensor | None = None  # dL/dlogp, if known before the forward
     routing: list[Routing | None] | None = None  # the experts that each row is sent through
     turns: list[Sequence[Turn]] | None = None  # of conversations; a row without turns is one response
@@ -96,6 +98,16 @@ class TrainBatch:
     def seq_r(self) -> Tensor:
         """Row index of every response token, int64 [r]."""
         return torch.repeat_interleave(torch.arange(len(self), device=self.group_n.device), self.length_n)
+
+    @cached_property
+    def turn_r(self) -> Tensor:
+        """The turn of its conversation that every response token belongs to, from 0; int64 [r]."""
+        column: list[int] = []
+        for i, ids in enumerate(self.response_ids):
+            turns = (self.turns[i] if self.turns else ()) or (Turn(0),)
+            for number, (turn, end) in enumerate(zip(turns, ends_of(turns, len(ids)), strict=True)):
+                column += [number] * (end - turn.begin)
+        return on_device(torch.tensor(column, dtype=torch.int64), self.group_n.device)
 
     @cached_property
     def groups(self) -> tuple[Tensor, Tensor]:
@@ -180,9 +192,10 @@ class TrainBatch:
         return rows
 
     @staticmethod
-    def from_groups(groups: Sequence[Group], first: int = 0) -> TrainBatch:
+    def from_groups(groups: Sequence[Group], first: int = 0, turn_weight: float = 0.0) -> TrainBatch:
         """The batch of all rollouts, in order; `first` is the place of the first one in the step.
 
+        `turn_weight`: what the sum of a conversation's turn rewards counts in its reward.
         Raises ValueError for log-probs or experts that do not match their tokens.
         """
         rollouts = [(g, rollout) for g, group in enumerate(groups) for rollout in group.rollouts]
@@ -197,6 +210,7 @@ class TrainBatch:
             engine_logp_r=_engine_logp([rollout for _, rollout in rollouts]),
             version_r=torch.tensor([v for _, r in rollouts for v in _versions(r)], dtype=torch.int64),
             place_n=torch.arange(first, first + len(rollouts)),
+            turn_reward_r=_turn_rewards([rollout for _, rollout in rollouts], turn_weight),
             prior_n=None
             if set(priors) <= {None}
             else torch.tensor([math.nan if p is None else p for p in priors], dtype=torch.float32),
@@ -219,6 +233,18 @@ def _versions(rollout: Rollout) -> list[int]:
     for version, first, end in rollout.spans:
         versions[first:end] = [version] * (end - first)
     return versions
+
+
+def _turn_rewards(rollouts: Sequence[Rollout], weight: float) -> Tensor | None:
+    """`weight` times the reward of each turn, at its last token; None where no turn has a reward."""
+    column: list[float] = []
+    for rollout in rollouts:
+        paid = [0.0] * len(rollout.token_ids)
+        for turn, end in zip(rollout.turns, ends_of(rollout.turns, len(paid)), strict=False):
+            if paid:  # a turn without tokens is paid with the token before it
+                paid[max(end, 1) - 1] += weight * (turn.reward or 0.0)
+        column += paid
+    return torch.tensor(column, dtype=torch.float32) if any(column) else None
 
 
 def _routing(rollouts: Sequence[tuple[Prompt, Rollout]]) -> list[Routing | None] | None:

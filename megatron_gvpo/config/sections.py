@@ -170,6 +170,12 @@ class RewardsConfig(Section):
     timeout: Seconds = 10.0  # Seconds for one component of one response; then that component is 0.
     workers: Processes = 1  # Reward processes of every rank.
 
+    @property
+    def turn_weight(self) -> float:
+        """What the rewards of a conversation's turns count in its reward: the weight of `environment`."""
+        paid = [c.weight for c in self.components if c.function is None and c.name == "environment"]
+        return sum(paid, 0.0)
+
     @model_validator(mode="after")
     def _possible(self) -> Self:
         names = [component.name for component in self.components]

@@ -59,6 +59,7 @@ async def converse(
             if said.finish_reason == "length":
                 break
             answer = await episode.step(text)
+            rollout.turns[-1] = rollout.turns[-1]._replace(reward=answer.reward)
             for name, number in {**answer.counts, "environment_reward": answer.reward}.items():
                 counts[name] = counts.get(name, 0.0) + number
             if answer.says is None:

@@ -19,7 +19,8 @@ class Reply(NamedTuple):
 
     `says`: a text, which becomes a message of the user, or a list of chat messages; None ends the
     conversation.
-    `reward` is added to `rollout.counts["environment_reward"]`, and `counts` to the counts of these names.
+    `reward` is that of the turn which it answers (`Turn.reward`), and is added to
+    `rollout.counts["environment_reward"]`; `counts` are added to the counts of these names.
     """
 
     says: str | Sequence[Mapping[str, Any]] | None = None

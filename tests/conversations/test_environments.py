@@ -155,7 +155,11 @@ def test_a_conversation_is_the_tokens_that_the_policy_saw_and_said(held: Held) -
     said = [[*encoded(task, text), end] for text in ("1+2", "3", "4*5")]
     heard = [tuple(encoded(task, text)) for text in ("1+2", "1+2+3")]
     assert rollout.token_ids == [t for ids in said for t in ids]
-    assert rollout.turns == [Turn(0), Turn(4, 0, None, heard[0]), Turn(6, 1, None, heard[1])]
+    assert rollout.turns == [
+        Turn(0, reward=0.0),
+        Turn(4, 0, None, heard[0], reward=0.0),
+        Turn(6, 1, None, heard[1], reward=0.5),
+    ]
     assert rollout.spans == [(8, 0, 4), (9, 4, 6), (10, 6, 10)] and rollout.weight_version == 8
     assert (rollout.finish_reason, len(rollout.logprobs)) == ("stop", 10)
     assert [m["role"] for m in rollout.messages] == ["assistant", "user"] * 2 + ["assistant"]
@@ -178,6 +182,7 @@ def test_limits_end_a_conversation_and_are_never_lost(held: Held) -> None:
     [[tokens]] = held.hold([prompt("a", "go")], ["1"] * 9, max_tokens=7)
     assert (len(tokens.turns), tokens.finish_reason) == (3, "length")  # 2 + 1 + 2 + 1, and 1 for the third
     assert tokens.token_ids[-1] != held.task.end_token_id
+    assert [turn.reward for turn in tokens.turns] == [0.0, 0.0, None], "it never heard the last"
     [[long]] = held.hold([prompt("a", "long", "end")], ["1", "2"])
     assert long.messages[1]["content"] == "[300 tokens: too long to be shown]"
     assert (long.counts["observations_dropped"], long.finish_reason) == (1.0, "stop")

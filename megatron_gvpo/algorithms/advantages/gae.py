@@ -24,6 +24,11 @@ class GAE(Advantage):
     critic's targets are V(s_t) + A_t, before `whiten`: (A - mean) / (std + eps) over the optimizer
     step's tokens.
 
+    In a conversation t counts the policy's own tokens: the step after a turn's last token is the next turn's
+    first, whose s_t includes what the environment said, and gamma and lambda do not discount that. A turn's
+    last token has the reward that the environment paid for it (the component `environment`, times its
+    weight), the conversation's last token the rest of the reward.
+
     values  critic  the critic's (`algorithm.critic`), before the step's updates
             zero    none: with gamma and lam 1 the return, as in REINFORCE++ (arXiv 2501.03262)
     """
@@ -75,7 +80,11 @@ class GAE(Advantage):
             assert rows.value_r is not None, "the critic's values are missing (Advantage.needs_values)"
             value_r = rows.value_r.double()
         some_n = rows.length_n > 0
-        reward_r[torch.tensor(rows.offsets[1:])[some_n] - 1] += rows.reward_n.double()[some_n]
+        left_n = rows.reward_n.double()
+        if rows.turn_reward_r is not None:
+            reward_r += rows.turn_reward_r.double()
+            left_n = left_n - rows.sequence_sum(rows.turn_reward_r.double())
+        reward_r[torch.tensor(rows.offsets[1:])[some_n] - 1] += left_n[some_n]
         advantage_r = gae(reward_r, value_r, rows.length_n.tolist(), self.gamma, self.lam)
         if self.needs_values:
             return_r = value_r + advantage_r

@@ -27,6 +27,7 @@ class PPO(Loss):
     ratio           token     rho_it = pi(y_it) / pi_old(y_it)
                     sequence  exp of the mean over the response of log rho_it: GSPO (arXiv 2507.18071 eq. 7)
                     item      the same over an item of a list: Rank-GRPO (arXiv 2510.20150)
+                    turn      the same over a turn of a conversation; a single response is one turn
     dual_clip       bounds the term of a negative advantage: it is at most -dual_clip * A (arXiv 1912.09729)
     demonstrations  the ratio of given solutions, which no policy sampled:
                     ratio        pi / pi_old like any other's
@@ -39,7 +40,7 @@ class PPO(Loss):
     name: Literal["ppo"] = "ppo"
     clip_low: float = Field(0.2, gt=0, lt=1)
     clip_high: float = Field(0.2, gt=0)
-    ratio: Literal["token", "sequence", "item"] = "token"
+    ratio: Literal["token", "sequence", "item", "turn"] = "token"
     dual_clip: float | None = Field(None, gt=1)
     kl_coef: float = Field(0.0, ge=0)
     reference: Reference = Reference(name="fixed")
@@ -108,7 +109,10 @@ class PPO(Loss):
         if self.ratio == "sequence":
             log_ratio_r = rows.sequence_mean(log_ratio_r)[rows.seq_r]
         elif self.ratio == "item":
-            log_ratio_r = _item_mean(rows, log_ratio_r)
+            assert rows.item_r is not None, "ratio=item needs the items of responses (estimator=rank)"
+            log_ratio_r = _part_mean(rows, log_ratio_r, rows.item_r)
+        elif self.ratio == "turn":
+            log_ratio_r = _part_mean(rows, log_ratio_r, rows.turn_r)
         ratio_r, free_r = log_ratio_r.exp(), torch.zeros_like(logp_r, dtype=torch.bool)
         if self.demonstrations in ("ratio", "likelihood") or rows.demonstration_n is None:
             return ratio_r, free_r
@@ -130,10 +134,9 @@ class PPO(Loss):
         return rows.engine_logp_r.where(hinted_r, old_r)
 
 
-def _item_mean(rows: TrainBatch, value_r: Tensor) -> Tensor:
-    """Mean of a value over each item of each response, broadcast to [r]."""
-    assert rows.item_r is not None, "ratio=item needs the items of responses (estimator=rank)"
-    key_r = rows.seq_r * (int(rows.item_r.max()) + 1 if len(rows.item_r) else 1) + rows.item_r
+def _part_mean(rows: TrainBatch, value_r: Tensor, part_r: Tensor) -> Tensor:
+    """Mean of a value over each part of each response, numbered by `part_r`, broadcast to [r]."""
+    key_r = rows.seq_r * (int(part_r.max()) + 1 if len(part_r) else 1) + part_r
     _, index_r, size_i = torch.unique(key_r, return_inverse=True, return_counts=True)
     sum_i = value_r.new_zeros(len(size_i)).index_add(0, index_r, value_r)
     return (sum_i / size_i)[index_r]
