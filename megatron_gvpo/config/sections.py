@@ -172,7 +172,7 @@ class RewardsConfig(Section):
 
     @property
     def turn_weight(self) -> float:
-        """What the rewards of a conversation's turns count in its reward: the weight of `environment`."""
+        """Factor of the rewards of a conversation's turns in its reward: the weight of `environment`."""
         paid = [c.weight for c in self.components if c.function is None and c.name == "environment"]
         return sum(paid, 0.0)
 
