@@ -23,6 +23,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from megatron_gvpo import __version__
+from megatron_gvpo.conversations.sandbox.box import Sandbox
 from megatron_gvpo.observe.gpus import GIB, Gpu, driver_version, list_gpus
 from megatron_gvpo.versions import COMPONENTS, PYTHON_TESTED, REFERENCE, Component, own_version
 
@@ -246,10 +247,20 @@ def _machine(torch: Torch) -> dict[str, str]:
         "memory": f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / GIB:.1f} GiB",
         "disk": f"{disk.free / GIB:.1f} of {disk.total / GIB:.1f} GiB free in {Path.cwd()}",
         "driver": driver_version() or "none",
+        "sandbox": _sandbox(),
     }
     if not torch.error:
         facts["torch"] = f"built for CUDA {torch.cuda}, NCCL {torch.nccl}" if torch.cuda else "built for CPUs"
     return facts
+
+
+def _sandbox() -> str:
+    """The sandbox of the tool `python` here, or the reason why there is none."""
+    try:
+        Sandbox(seconds=10.0, memory_mb=512).check()
+    except ValueError as error:
+        return f"none: {error}"
+    return "bubblewrap"
 
 
 def _print(result: Report) -> None:

@@ -13,6 +13,8 @@ from megatron_gvpo.config.checks.output_dir import check_output_dir
 from megatron_gvpo.config.checks.parallel_layout import check_layout
 from megatron_gvpo.config.errors import ConfigError
 from megatron_gvpo.config.schema import Config, read_model_config
+from megatron_gvpo.conversations.config import PYTHON
+from megatron_gvpo.conversations.sandbox.box import Sandbox
 from megatron_gvpo.megatron.model.attention_kernel import (
     Attention,
     check_attention,
@@ -66,6 +68,8 @@ def preflight(
         raise ConfigError("data.eval is missing: it names the held-out prompts")
     if command == "eval" or (trains and config.samples_responses):
         _check_rewards(config)
+    if command == "eval" or (command == "train" and config.samples_responses):
+        _check_sandbox(config)
 
 
 def _check_attention(config: Config) -> None:
@@ -113,7 +117,19 @@ def _check_rewards(config: Config) -> None:
     talks = config.rollout.conversation
     for spec in () if talks is None else (*talks.tools, *([talks.environment] if talks.environment else [])):
         try:
-            check_source(spec)
+            if spec != PYTHON:
+                check_source(spec)
         except ValueError as error:
             key = "environment" if talks is not None and talks.environment else "tools"
             raise ConfigError(f"rollout.conversation.{key}={spec}: {error}") from None
+
+
+def _check_sandbox(config: Config) -> None:
+    """The tool `python` needs a sandbox, on every machine that samples."""
+    talks = config.rollout.conversation
+    if talks is None or PYTHON not in talks.tools:
+        return
+    try:
+        Sandbox(**talks.sandbox.model_dump()).check()
+    except ValueError as error:
+        raise ConfigError(f"rollout.conversation.tools: {PYTHON}: {error}") from None

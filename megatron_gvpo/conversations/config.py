@@ -6,7 +6,23 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from megatron_gvpo.config.section import Processes, Seconds, Section
+from megatron_gvpo.config.section import LocalPath, Processes, Seconds, Section
+
+PYTHON = "python"  # the built-in tool that runs programs
+
+
+class SandboxConfig(Section):
+    """The sandbox in which the tool `python` runs a program, by bubblewrap: no network, no host files."""
+
+    fixed_keys = ("seconds", "memory_mb")
+    free_keys = ("packages",)
+
+    seconds: float = Field(10.0, gt=0, le=3600)  # Seconds that a program may take.
+    # MiB of address space that a program may take, its interpreter's 30 included.
+    memory_mb: int = Field(512, ge=64, le=2**20)
+    # A directory of Python packages that programs can import, as `pip install --target` makes it. Default:
+    # the standard library alone.
+    packages: LocalPath | None = None
 
 
 class ConversationConfig(Section):
@@ -22,8 +38,10 @@ class ConversationConfig(Section):
     environment: str | None = None
     options: dict[str, Any] = Field(default_factory=dict)  # Keyword arguments of the class.
     # Functions that the policy may call, `module:function` or `path/file.py:function`, instead of an
-    # environment. Their signatures and docstrings reach the chat template.
+    # environment. Their signatures and docstrings reach the chat template. `python` runs programs in a
+    # sandbox.
     tools: tuple[str, ...] = ()
+    sandbox: SandboxConfig = SandboxConfig()  # of the tool `python`
     parser: Literal["hermes", "json", "xml"] = "hermes"  # How the policy writes calls of tools.
     turns: PositiveInt = 8  # The policy's turns at most.
     turn_tokens: PositiveInt | None = None  # Tokens of one turn at most; null: what is left of max_tokens.
@@ -40,4 +58,8 @@ class ConversationConfig(Section):
             raise ValueError("give either an environment or tools")
         if self.tools and self.options:
             raise ValueError("options are for an environment; tools take none")
+        if PYTHON in self.tools and self.sandbox.seconds >= self.step_timeout:
+            raise ValueError(
+                f"sandbox.seconds={self.sandbox.seconds:g} must be below step_timeout={self.step_timeout:g}"
+            )
         return self

@@ -38,7 +38,11 @@ class Environments:
         self._config = config
         self._spec, self._options = config.environment or _TOOLS, dict(config.options)
         if config.tools:
-            self._options = {"functions": list(config.tools), "parser": config.parser}
+            self._options = {
+                "functions": list(config.tools),
+                "parser": config.parser,
+                "sandbox": config.sandbox.model_dump(),
+            }
         self._printout = Printout(["environment"])
         self._workers: list[_Worker] = []
         self._numbers = count()

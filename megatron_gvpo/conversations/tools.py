@@ -1,16 +1,21 @@
-"""The environment of `rollout.conversation.tools`: it runs the functions that the policy calls."""
+"""The environment of `rollout.conversation.tools`: it runs the tools that the policy calls."""
 
 from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from megatron_gvpo.conversations.config import PYTHON
 from megatron_gvpo.conversations.environment import Reply
 from megatron_gvpo.conversations.parsers import PARSERS, Call
+from megatron_gvpo.conversations.sandbox.box import SCHEMA, Sandbox
 from megatron_gvpo.groups import Prompt
 from megatron_gvpo.runtime.user_functions import load_function
+
+Tool = Callable[[dict[str, Any]], Awaitable[tuple[str, bool]]]  # arguments -> (what it says, True if it ran)
 
 
 class Tools:
@@ -20,8 +25,14 @@ class Tools:
     an exception.
     """
 
-    def __init__(self, functions: Sequence[str], parser: str) -> None:
-        self._functions = {found.__name__: found for found in map(load_function, functions)}
+    def __init__(self, functions: Sequence[str], parser: str, sandbox: Mapping[str, Any]) -> None:
+        self._tools: dict[str, Tool] = {}
+        for spec in functions:
+            if spec == PYTHON:
+                self._tools[PYTHON] = partial(_run_program, Sandbox(**sandbox))
+            else:
+                function = load_function(spec)
+                self._tools[function.__name__] = partial(_call_function, function)
         self._parse = PARSERS[parser]
 
     def reset(self, prompt: Prompt, seed: int) -> None:
@@ -40,22 +51,34 @@ class Tools:
 
     async def _answer(self, call: Call) -> tuple[str, bool]:
         """(what the tool says, True if it ran)."""
-        function = self._functions.get(call.name)
         if call.problem is not None:
             return f"Error: {call.problem}", False
-        if function is None:
-            return f"Error: there is no tool {call.name!r}; there are: {', '.join(self._functions)}", False
-        try:
-            inspect.signature(function).bind(**call.arguments)
-        except TypeError as error:
-            return f"Error: {call.name}: {error}", False
-        try:
-            value = function(**call.arguments)
-            if inspect.isawaitable(value):
-                value = await value
-            return _text(value), True
-        except Exception as error:
-            return f"Error: {type(error).__name__}: {str(error)[:200]}", False
+        tool = self._tools.get(call.name)
+        if tool is None:
+            return f"Error: there is no tool {call.name!r}; there are: {', '.join(self._tools)}", False
+        return await tool(call.arguments)
+
+
+async def _call_function(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple[str, bool]:
+    try:
+        inspect.signature(function).bind(**arguments)
+    except TypeError as error:
+        return f"Error: {function.__name__}: {error}", False
+    try:
+        value = function(**arguments)
+        if inspect.isawaitable(value):
+            value = await value
+        return _text(value), True
+    except Exception as error:
+        return f"Error: {type(error).__name__}: {str(error)[:200]}", False
+
+
+async def _run_program(sandbox: Sandbox, arguments: dict[str, Any]) -> tuple[str, bool]:
+    """Raises SandboxFailed."""
+    if arguments.keys() != {"code"} or not isinstance(arguments["code"], str):
+        return f"Error: {PYTHON}: it takes one argument, code, which is a text", False
+    outcome = sandbox.run(arguments["code"])
+    return str(outcome), not outcome.problem
 
 
 def _text(value: Any) -> str:
@@ -67,8 +90,8 @@ def _text(value: Any) -> str:
         return str(value)
 
 
-def tool_schemas(functions: Sequence[str]) -> list[dict[str, Any]]:
-    """The JSON schemas of functions, from their signatures and docstrings, as chat templates take them.
+def tool_schemas(tools: Sequence[str]) -> list[dict[str, Any]]:
+    """The JSON schemas of tools as chat templates take them; those of functions from signatures, docstrings.
 
     transformers reads them: each argument needs a type and a line under `Args:`. Raises ValueError, which
     names the function.
@@ -76,11 +99,11 @@ def tool_schemas(functions: Sequence[str]) -> list[dict[str, Any]]:
     from transformers.utils import get_json_schema
 
     schemas = []
-    for spec in functions:
+    for spec in tools:
         try:
-            schemas.append(get_json_schema(load_function(spec)))
+            schemas.append(SCHEMA if spec == PYTHON else get_json_schema(load_function(spec)))
         except Exception as error:  # a missing file, or a docstring that transformers cannot read
             raise ValueError(f"{spec}: {' '.join(str(error).split())}") from None
     if len({schema["function"]["name"] for schema in schemas}) < len(schemas):
-        raise ValueError(f"two of {', '.join(functions)} have the same name")
+        raise ValueError(f"two of {', '.join(tools)} have the same name")
     return schemas

@@ -28,6 +28,7 @@ PARTS = (
     "Slurm",
     "image",
     "Chromium",
+    "bubblewrap",
     "trackio, MLflow and SwanLab",
 )
 
