@@ -146,7 +146,14 @@ class Sandbox:
         return Outcome(said.text(), f"it took longer than {self._seconds:g} seconds")
 
     def _command(self, rules: int, mark: int) -> list[str]:
-        arguments = ["bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent"]
+        # The whole path, because the program's environment has none to seek in.
+        arguments = [
+            shutil.which("bwrap") or "bwrap",
+            "--unshare-all",
+            "--unshare-user",
+            "--disable-userns",
+            "--die-with-parent",
+        ]
         arguments += ["--new-session", "--clearenv", "--uid", "65534", "--gid", "65534"]
         arguments += ["--hostname", "sandbox", "--seccomp", str(rules)]
         for name, value in _ENVIRONMENT.items():
