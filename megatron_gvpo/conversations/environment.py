@@ -31,7 +31,8 @@ class Reply(NamedTuple):
 class Environment(Protocol):
     """An environment. Every conversation has an object of its own, made with the configured options.
 
-    Either method may be `async`. What it says must depend on the prompt, the seed and the policy's turns
+    Either method may be `async`; conversations whose `step` is async overlap in their process, and others
+    take turns. What it says must depend on the prompt, the seed and the policy's turns
     alone: a conversation whose worker was lost is repeated up to the turn where it was, and a resumed run
     asks again. An exception is a failure of the environment, not of the policy: the step is tried once more,
     and then the conversation leaves its group. What the policy did wrong, an environment says.
@@ -57,6 +58,17 @@ def load_environment(spec: str, options: Mapping[str, Any]) -> Callable[[], Envi
         raise ValueError(f"it cannot be made with the options {dict(options)}: {error}") from None
     made: Any = partial(found, **options)
     return made
+
+
+def overlaps(make: Callable[[], Environment]) -> bool:
+    """True if steps of several conversations may run at once in one event loop: none computes or blocks.
+
+    An environment may say so itself, by a function `overlaps` of its options.
+    """
+    assert isinstance(make, partial)
+    kind: Any = make.func
+    says = getattr(kind, "overlaps", None)
+    return inspect.iscoroutinefunction(kind.step) if says is None else says(**make.keywords)
 
 
 def checked(answer: Any) -> tuple[Messages | None, float, dict[str, float]]:

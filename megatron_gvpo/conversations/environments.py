@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from itertools import count
 from types import TracebackType
 from typing import Self
@@ -17,6 +18,7 @@ from megatron_gvpo.rewards.wire import WireError, prompt_bytes
 from megatron_gvpo.rollout.request import RolloutError
 
 ATTEMPTS = 2  # a step that fails so often is not tried again
+AT_ONCE = 64  # steps that run at once in a process at most, where they overlap
 _TOOLS = "megatron_gvpo.conversations.tools:Tools"
 
 
@@ -25,10 +27,51 @@ class EnvironmentLost(Exception):  # noqa: N818 - it is no fault of this program
 
 
 class _Worker:
-    """A process, the lock of whoever asks it, and the ended conversations that it has yet to forget."""
+    """A process, the steps that run in it, and the ended conversations that it has yet to forget."""
 
     def __init__(self, process: EnvironmentProcess) -> None:
-        self.process, self.lock, self.ended, self.waiting = process, asyncio.Lock(), list[int](), 0
+        self.process, self.ended = process, list[int]()
+        self.steps = 0  # that wait or run
+        self._running = self._alone = 0  # steps that run; steps that run alone, or wait to do so
+        self._changed, self._replacing = asyncio.Condition(), asyncio.Lock()
+
+    @asynccontextmanager
+    async def admit(self, alone: bool) -> AsyncIterator[None]:
+        """A step runs inside: alone, or beside others where the process can do that."""
+        self.steps += 1
+        self._alone += alone
+        try:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._running == 0 if alone else self._has_room())
+                self._running += 1
+            try:
+                yield
+            finally:
+                self._running -= 1
+        finally:
+            self.steps -= 1
+            self._alone -= alone
+            async with self._changed:
+                self._changed.notify_all()
+
+    def _has_room(self) -> bool:
+        return not self._alone and self._running < (AT_ONCE if self.process.overlaps else 1)
+
+    async def replace(self, gone: EnvironmentProcess, start: Callable[[], EnvironmentProcess]) -> None:
+        """Start another process in place of the one that is gone. Raises RolloutError."""
+        async with self._replacing:
+            if self.process is not gone:
+                return
+            self.process = start()
+            try:
+                await asyncio.to_thread(self.process.wait_ready)
+            except ConfigError as problem:  # for example, the environment's file has changed
+                raise RolloutError(str(problem)) from None
+
+    async def current(self) -> EnvironmentProcess:
+        """The process, once it is ready."""
+        async with self._replacing:
+            return self.process
 
 
 class Environments:
@@ -49,7 +92,6 @@ class Environments:
 
     def __enter__(self) -> Self:
         """Raises ConfigError where the environment cannot be loaded."""
-        self._threads = ThreadPoolExecutor(self._config.workers, "environments")
         try:
             for _ in range(self._config.workers):
                 self._workers.append(_Worker(self._start()))
@@ -66,7 +108,6 @@ class Environments:
         while self._workers:
             self._workers.pop().process.stop()
         self._printout.end_step()
-        self._threads.shutdown(wait=False)
 
     def _start(self) -> EnvironmentProcess:
         return EnvironmentProcess(self._spec, self._options, self._printout)
@@ -76,7 +117,7 @@ class Environments:
         return Episode(self, next(self._numbers), prompt, seed)
 
     def least_busy(self) -> _Worker:
-        return min(self._workers, key=lambda worker: worker.waiting)
+        return min(self._workers, key=lambda worker: worker.steps)
 
     @property
     def has_tools(self) -> bool:
@@ -89,17 +130,12 @@ class Environments:
         """The worker's answer; one that is gone is replaced. Raises StepFailed, RolloutError."""
         ended, worker.ended = worker.ended, []
         turns = 1 if beginning is None else 1 + len(beginning[2])
-        arguments = (conversation, beginning, said, ended, turns * self._config.step_timeout)
-        loop = asyncio.get_running_loop()
+        process = worker.process
         try:
-            return await loop.run_in_executor(self._threads, worker.process.step, *arguments)
+            return await process.step(conversation, beginning, said, ended, turns * self._config.step_timeout)
         except StepFailed as error:
             if error.gone:
-                worker.process = self._start()
-                try:
-                    await loop.run_in_executor(self._threads, worker.process.wait_ready)
-                except ConfigError as problem:  # for example, the environment's file has changed
-                    raise RolloutError(str(problem)) from None
+                await worker.replace(process, self._start)
             raise
 
     def end_step(self) -> None:
@@ -120,21 +156,24 @@ class Episode:
         self._process: EnvironmentProcess | None = None  # the one that knows this conversation
 
     async def step(self, said: str) -> Answer:
-        """The environment's answer. Raises EnvironmentLost with the reason."""
+        """The environment's answer. Raises EnvironmentLost with the reason.
+
+        Where a process ends with several steps in it, nobody knows whose fault it was. So a second attempt
+        runs alone.
+        """
         tools = self._environments.has_tools
         for attempt in range(1, ATTEMPTS + 1):
             if self._home is None or tools:
                 self._home = self._environments.least_busy()
-            self._home.waiting += 1
             try:
-                async with self._home.lock:
-                    known = self._process is self._home.process
-                    beginning = None if known else self._beginning()
+                async with self._home.admit(alone=attempt > 1):
+                    process = await self._home.current()
+                    beginning = None if self._process is process else self._beginning()
+                    self._process = None
                     answer = await self._environments.ask(self._home, self._number, beginning, said)
-                    self._process = self._home.process
+                    self._process = process
             except StepFailed as error:
-                self._process = None
-                if tools and error.gone and (error.late or attempt == ATTEMPTS):
+                if tools and (error.late or (error.gone and attempt == ATTEMPTS)):
                     # The policy chose what the tool was to do.
                     return Answer(
                         [{"role": "tool", "name": "", "content": f"Error: {error}"}],
@@ -146,8 +185,6 @@ class Episode:
                 if not tools:
                     self._earlier.append(said)
                 return answer
-            finally:
-                self._home.waiting -= 1
         raise AssertionError("unreachable")
 
     def _beginning(self) -> tuple[bytes, int, list[str]]:

@@ -1,7 +1,8 @@
-"""The trainer's end of a process in which environments run: it asks, waits no longer than allowed."""
+"""The trainer's end of a process in which environments run: it asks, and waits no longer than allowed."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 import select
 import signal
@@ -9,17 +10,19 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import count
 from typing import Any, NamedTuple
 
 from megatron_gvpo.config.errors import ConfigError
 from megatron_gvpo.conversations.environment import Messages
-from megatron_gvpo.conversations.worker import FAILED, READY, SAID, UNLOADABLE
+from megatron_gvpo.conversations.worker import FAILED, LATE, READY, SAID, UNLOADABLE
 from megatron_gvpo.rewards.guard import PATIENCE
 from megatron_gvpo.rewards.guarded import GuardedProcess, how_it_ended
 from megatron_gvpo.rewards.printed import Printout
 from megatron_gvpo.rewards.wire import WireError, pack_values, receive_values, send_data
 
 _START = 600.0  # seconds that a worker has to import the environment
+_GRACE = 2.0  # seconds that a worker has beyond a step's own, to say that the step takes too long
 
 
 class Answer(NamedTuple):
@@ -30,8 +33,15 @@ class Answer(NamedTuple):
     counts: Mapping[str, float] = {}
 
 
+class _Asked(NamedTuple):
+    """A step that runs, and the seconds that it may take."""
+
+    answer: asyncio.Future[Answer]
+    seconds: float
+
+
 class StepFailed(Exception):  # noqa: N818 - it is no fault of this program
-    """A step has no answer; `gone`: its process ended or was ended, for example because it took too long."""
+    """A step has no answer. `gone`: its process ended or was ended; `late`: the step took too long."""
 
     def __init__(self, reason: str, gone: bool, late: bool = False) -> None:
         super().__init__(reason)
@@ -39,29 +49,50 @@ class StepFailed(Exception):  # noqa: N818 - it is no fault of this program
 
 
 class EnvironmentProcess(GuardedProcess):
-    """One process, which answers one step after the other. Its methods block."""
+    """One process, in which steps of several conversations may run at once where `overlaps` is true."""
+
+    overlaps = False
 
     def __init__(self, spec: str, options: Mapping[str, Any], printout: Printout) -> None:
         super().__init__("megatron_gvpo.conversations.worker", printout)
         self._spec = spec
-        self._number = 0
+        self._numbers = count()
+        self._asked: dict[int, _Asked] = {}
+        self._heard = set[int]()  # descriptors that the event loop watches
+        self._ending: asyncio.Task[None] | None = None
         with suppress(OSError):  # it is gone, which `wait_ready` finds
             send_data(self.channel, pack_values([sys.path, spec, dict(options)]))
 
     def wait_ready(self) -> None:
-        """Raises ConfigError where the environment cannot be loaded, or not in time."""
+        """Raises ConfigError where the environment cannot be loaded, or not in time. Blocks."""
+        deadline = time.monotonic() + _START
+        reply, problem = None, ""
         try:
-            reply = self._receive(_START)
-        except StepFailed as error:
-            raise ConfigError(f"rollout.conversation: a worker did not start: {error}") from None
-        if reply[:1] == [UNLOADABLE]:
+            while (reply := receive_values(self.channel)) is None and not problem:
+                select.select(self.waits_for(), [], [], 1.0)
+                self.output.drain()
+                if time.monotonic() > deadline:
+                    problem = f"it took longer than {_START:g} seconds"
+        except WireError as error:
+            problem = _no_message(error)
+        except (EOFError, OSError):
+            problem = _ended(self.stop(PATIENCE))
+        if problem:
             self.stop()
-            raise ConfigError(f"rollout.conversation.environment={self._spec}: {reply[1]}")
-        if reply != [READY]:
-            self.stop()
-            raise ConfigError("rollout.conversation: a worker began with a message that is none of its own")
+            raise ConfigError(f"rollout.conversation: a worker did not start: {problem}")
+        match reply:
+            case [kind, str(reason)] if kind == UNLOADABLE:
+                self.stop()
+                raise ConfigError(f"rollout.conversation.environment={self._spec}: {reason}")
+            case [kind, bool(overlaps)] if kind == READY:
+                self.overlaps = overlaps
+            case _:
+                self.stop()
+                raise ConfigError(
+                    "rollout.conversation: a worker began with a message that is none of its own"
+                )
 
-    def step(
+    async def step(
         self,
         conversation: int,
         beginning: tuple[bytes, int, list[str]] | None,
@@ -69,45 +100,108 @@ class EnvironmentProcess(GuardedProcess):
         ended: list[int],
         seconds: float,
     ) -> Answer:
-        """The answer to `said`. Raises StepFailed; where it says `gone`, this object is of no more use."""
-        self._number += 1
-        try:
-            send_data(self.channel, pack_values([self._number, conversation, beginning, said, ended]))
-        except OSError as error:
-            self.stop()
-            raise StepFailed(f"its process cannot be asked: {error}", gone=True) from None
-        match self._receive(seconds):
-            case [kind, number, str(reason)] if kind == FAILED and number == self._number:
-                raise StepFailed(reason, gone=False)
-            case [kind, number, says, float(reward), dict(counts)] if (
-                kind == SAID and number == self._number and _is_right(says, reward, counts)
-            ):
-                return Answer(says, reward, counts)
-        self.stop()
-        raise StepFailed("its process sent a message that is no answer", gone=True)
+        """The answer to `said`. Raises StepFailed; where it says `gone`, this object is of no more use.
 
-    def _receive(self, seconds: float) -> list[Any]:
-        """The next reply as a list. Raises StepFailed."""
-        deadline = time.monotonic() + seconds
+        A process that does not answer in time is ended, and then every step in it has failed.
+        """
+        loop, number = asyncio.get_running_loop(), next(self._numbers)
+        answer: asyncio.Future[Answer] = loop.create_future()
+        self._asked[number] = _Asked(answer, seconds)
+        if self._ending is None:
+            self._hear(loop)
         try:
-            while (values := receive_values(self.channel)) is None:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    self.stop()
-                    raise StepFailed(f"it took longer than {seconds:g} seconds", gone=True, late=True)
-                select.select(self.waits_for(), [], [], min(left, 1.0))
-                self.output.drain()
-        except WireError as error:
-            self.stop()
-            raise StepFailed(
-                f"its process sent a message that is none of the worker's ({error})", gone=True
-            ) from None
-        except (EOFError, OSError):
-            code = self.stop(patience=PATIENCE)
-            killed = " (perhaps by the kernel, for memory)" if code == -signal.SIGKILL else ""
-            raise StepFailed(f"it ended its process ({how_it_ended(code)}{killed})", gone=True) from None
+            async with asyncio.timeout(seconds + _GRACE):
+                await self._send(pack_values([number, conversation, beginning, said, ended, seconds]))
+                return await answer
+        except TimeoutError:
+            alone = len(self._asked) == 1
+            await self._end("another step held up its process")
+            raise StepFailed(_late(seconds), gone=True, late=alone) from None
+        finally:
+            del self._asked[number]
+            if not self._asked:
+                self._hear_no_more(loop)
+
+    async def _send(self, order: bytes) -> None:
+        """Raises StepFailed where the worker is gone."""
+        while self._ending is None:
+            try:
+                return send_data(self.channel, order)
+            except BlockingIOError:  # it does not read at this moment
+                await asyncio.sleep(0.05)
+            except OSError as error:
+                await self._end(f"its process cannot be asked: {error}")
+        await self._ending
+
+    def _hear(self, loop: asyncio.AbstractEventLoop) -> None:
+        for descriptor in set(self.waits_for()) - self._heard:
+            loop.add_reader(descriptor, self._take, loop)
+            self._heard.add(descriptor)
+
+    def _hear_no_more(self, loop: asyncio.AbstractEventLoop) -> None:
+        while self._heard:
+            loop.remove_reader(self._heard.pop())
+
+    def _take(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Take what was printed, and hand out the answers that have come."""
         self.output.drain()
-        return values if isinstance(values, list) else []
+        for descriptor in self._heard - set(self.waits_for()):
+            loop.remove_reader(descriptor)
+            self._heard.discard(descriptor)
+        try:
+            while (reply := receive_values(self.channel)) is not None:
+                self._settle(reply)
+        except WireError as error:
+            self._end(_no_message(error))
+        except (EOFError, OSError):
+            self._end(None)
+
+    def _settle(self, reply: Any) -> None:
+        """Hand an answer to who asked. Raises WireError: the user's code ran there, so all is checked."""
+        match reply:
+            case [int(kind), int(number), *values]:
+                asked = self._asked.get(number)
+            case _:
+                raise WireError("no answer")
+        if asked is None or asked.answer.done():
+            return  # nobody waits for it any more
+        match values:
+            case [says, float(reward), dict(counts)] if kind == SAID and _is_right(says, reward, counts):
+                asked.answer.set_result(Answer(says, reward, counts))
+            case [str(reason)] if kind == FAILED:
+                asked.answer.set_exception(StepFailed(reason, gone=False))
+            case [] if kind == LATE:
+                asked.answer.set_exception(StepFailed(_late(asked.seconds), gone=False, late=True))
+            case _:
+                raise WireError("no answer")
+
+    def _end(self, reason: str | None) -> asyncio.Task[None]:
+        """End the process; then all steps in it have failed, with the reason, or else with how it ended."""
+        if self._ending is None:
+            loop = asyncio.get_running_loop()
+            self._hear_no_more(loop)
+            self._ending = loop.create_task(self._fail_all(reason))
+        return self._ending
+
+    async def _fail_all(self, reason: str | None) -> None:
+        loop = asyncio.get_running_loop()
+        code = await loop.run_in_executor(None, self.stop, PATIENCE if reason is None else 0.0)
+        for asked in self._asked.values():
+            if not asked.answer.done():
+                asked.answer.set_exception(StepFailed(reason or _ended(code), gone=True))
+
+
+def _late(seconds: float) -> str:
+    return f"it took longer than {seconds:g} seconds"
+
+
+def _no_message(error: WireError) -> str:
+    return f"its process sent a message that is none of the worker's ({error})"
+
+
+def _ended(code: int) -> str:
+    killed = " (perhaps by the kernel, for memory)" if code == -signal.SIGKILL else ""
+    return f"it ended its process ({how_it_ended(code)}{killed})"
 
 
 def _is_right(says: Any, reward: float, counts: dict[Any, Any]) -> bool:

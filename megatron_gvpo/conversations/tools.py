@@ -35,6 +35,11 @@ class Tools:
                 self._tools[function.__name__] = partial(_call_function, function)
         self._parse = PARSERS[parser]
 
+    @staticmethod
+    def overlaps(functions: Sequence[str], parser: str) -> bool:
+        """True if all functions are `async`: none holds up other conversations (see `environment`)."""
+        return all(map(inspect.iscoroutinefunction, map(load_function, functions)))
+
     def reset(self, prompt: Prompt, seed: int) -> None:
         """Nothing to do: functions have no state of a conversation."""
 

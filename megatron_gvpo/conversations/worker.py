@@ -1,6 +1,7 @@
 """The process in which environments and tools run; `rewards/guard.py` starts it. It must not import torch.
 
-It takes one order at a time: first the setup, then steps of conversations. A step says how its conversation
+The first order is the setup; the others are steps of conversations, all of which run in one event loop. So
+steps that wait (`async`) overlap, and one that computes holds up the others. A step says how its conversation
 began where this process does not know it yet.
 """
 
@@ -14,7 +15,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from megatron_gvpo.conversations.environment import Environment, checked, load_environment
+from megatron_gvpo.conversations.environment import Environment, checked, load_environment, overlaps
 from megatron_gvpo.groups import prompt_of
 from megatron_gvpo.rewards.wire import (
     HUNG_UP,
@@ -29,7 +30,7 @@ from megatron_gvpo.rewards.worker import begin_work, private
 from megatron_gvpo.runtime.user_functions import described
 
 _LONGEST = MAX_REPLY - 4096  # bytes of a reply's messages
-READY, UNLOADABLE, SAID, FAILED = range(4)  # the kinds of a reply: [kind, ...]
+READY, UNLOADABLE, SAID, FAILED, LATE = range(5)  # the kinds of a reply: [kind, ...]
 
 
 def work(channel: int) -> None:
@@ -43,43 +44,74 @@ def work(channel: int) -> None:
             make = load_environment(spec, options)
         except ValueError as error:
             return _send(own, [UNLOADABLE, str(error)[:MAX_TEXT]])
-        _send(own, [READY])
-        with asyncio.Runner() as runner:
-            _work(own, make, runner)
+        _send(own, [READY, overlaps(make)])
+        asyncio.run(_Work(own, make).serve())
     except EOFError:
         pass  # the trainer is gone
     except (OSError, WireError):
         os._exit(HUNG_UP)
 
 
-def _work(channel: socket.socket, make: Callable[[], Environment], runner: asyncio.Runner) -> None:
-    """Answer steps for ever. `asyncio.Runner` gives all of them the same event loop."""
-    process = os.getpid()
-    environments: dict[int, Environment] = {}
+class _Work:
+    """The conversations of this process, and the answers that are being made."""
 
-    async def call(function: Callable[..., Any], *arguments: Any) -> Any:
-        value = function(*arguments)
-        return await value if inspect.isawaitable(value) else value
+    def __init__(self, channel: socket.socket, make: Callable[[], Environment]) -> None:
+        self._channel, self._make = channel, make
+        self._environments: dict[int, Environment] = {}
+        self._answers = set[asyncio.Task[None]]()
+        self._process = os.getpid()
 
-    while True:
-        number, conversation, beginning, said, ended = receive_order(channel)
-        for other in ended:
-            environments.pop(other, None)
+    async def serve(self) -> None:
+        """Answer steps until the trainer hangs up. Raises EOFError, OSError, WireError."""
+        loop = asyncio.get_running_loop()
+        hung_up: asyncio.Future[None] = loop.create_future()
+
+        def take() -> None:
+            try:
+                number, conversation, beginning, said, ended, seconds = receive_order(self._channel)
+            except (EOFError, OSError, WireError) as error:
+                loop.remove_reader(self._channel)
+                return hung_up.set_exception(error)
+            for other in ended:
+                self._environments.pop(other, None)
+            answer = loop.create_task(self._answer(number, conversation, beginning, said, seconds))
+            self._answers.add(answer)
+            answer.add_done_callback(self._answers.discard)
+
+        loop.add_reader(self._channel, take)
+        await hung_up
+
+    async def _answer(
+        self, number: int, conversation: int, beginning: Any, said: str, seconds: float
+    ) -> None:
+        reply: list[Any]
+        limit = asyncio.timeout(seconds)
         try:
-            if beginning is not None:
-                prompt, seed, earlier = beginning
-                environments[conversation] = environment = make()
-                runner.run(call(environment.reset, prompt_of(unpack_values(prompt)), seed))
-                for turn in earlier:
-                    runner.run(call(environment.step, turn))
-            reply = [SAID, number, *checked(runner.run(call(environments[conversation].step, said)))]
-            reply = _bounded(reply)
+            async with limit:
+                if beginning is not None:
+                    await self._begin(conversation, *beginning)
+                step = self._environments[conversation].step
+                reply = _bounded([SAID, number, *checked(await _result(step(said)))])
         except BaseException as error:
-            environments.pop(conversation, None)
-            reply = [FAILED, number, described(error)[:MAX_TEXT]]
-        if os.getpid() != process:  # the environment has forked, and its child returned
+            self._environments.pop(conversation, None)
+            reply = [LATE, number] if limit.expired() else [FAILED, number, described(error)[:MAX_TEXT]]
+        if os.getpid() != self._process:  # the environment has forked, and its child returned
             os._exit(0)
-        _send(channel, reply)
+        try:
+            _send(self._channel, reply)
+        except OSError:
+            os._exit(HUNG_UP)
+
+    async def _begin(self, conversation: int, prompt: bytes, seed: int, earlier: list[str]) -> None:
+        environment: Any = self._make()
+        self._environments[conversation] = environment
+        await _result(environment.reset(prompt_of(unpack_values(prompt)), seed))
+        for turn in earlier:
+            await _result(environment.step(turn))
+
+
+async def _result(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
 
 
 def _bounded(reply: list[Any]) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from megatron_gvpo.turns import Turn, segments
 
 # What it does is in the record's "does", turn by turn.
 ENVIRONMENT = """
-import os, pathlib, signal, time
+import asyncio, os, pathlib, signal, time
 from megatron_gvpo.conversations import Reply
 
 class Scripted:
@@ -69,6 +70,11 @@ class Scripted:
             print("x" * 100, flush=True)
             return "1"
         return "1"
+
+class Waiting(Scripted):
+    async def step(self, said):
+        await asyncio.sleep(60 if self.prompt.record["does"][0] == "wait" else 0.5)
+        return f"{os.getpid()}" if super().step(said) == "1" else "+".join(self.heard)
 """
 SECONDS = 1.0  # of a step
 
@@ -217,6 +223,37 @@ def test_a_worker_that_is_gone_once_is_replaced_and_the_conversation_goes_on(
     [[rollout]] = held.hold([prompt("a", "echo", act, "echo", "end", mark=str(tmp_path / "m"))], list("1234"))
     assert rollout.finish_reason == "stop"
     assert rollout.messages[5]["content"] == "1+2+3", "it has heard every turn once"
+
+
+@pytest.mark.parametrize(
+    ("act", "said"),
+    [
+        ("wait", "it took longer than 1 seconds"),
+        ("hang", "it took longer than 1 seconds"),
+        ("exit", "it ended its process (exit code 3)"),
+    ],
+)
+def test_asynchronous_steps_overlap_and_a_bad_one_costs_no_other(
+    material: Task, file: Path, act: str, said: str
+) -> None:
+    """One after the other, 60 steps of half a second would take 30 s."""
+    config = ConversationConfig(environment=f"{file}:Waiting", turns=3, step_timeout=SECONDS)
+    prompts = [
+        prompt("bad", act),
+        *(prompt(f"p{i}", "go", "echo") for i in range(30 if act == "wait" else 6)),
+    ]
+    with Held(material, config) as opened:
+        [process] = [worker.process for worker in opened.conversations._environments._workers]
+        begin = time.monotonic()
+        [bad], *good = opened.hold(prompts, ["1", "2", "3"])
+        seconds = time.monotonic() - begin
+        [after] = [worker.process for worker in opened.conversations._environments._workers]
+    assert bad.finish_reason == LOST and said in bad.text
+    for [rollout] in good:
+        assert len(rollout.turns) == 3 and rollout.messages[3]["content"] == "1+2"
+    assert (after is process) == (act == "wait"), "a step that only waits can be given up"
+    if act == "wait":
+        assert seconds < 15 and len({r.messages[1]["content"] for [r] in good}) == 1
 
 
 def test_workers_end_with_their_environments(held: Held) -> None:
