@@ -58,6 +58,11 @@ class Block(Section):
         return False
 
     @property
+    def needs_turns(self) -> bool:
+        """True if it has no meaning without conversations."""
+        return False
+
+    @property
     def components_read(self) -> tuple[Component, ...]:
         """The components of the reward that it cannot do without."""
         return ()

@@ -248,7 +248,7 @@ class EvalConfig(Section):
 
     every: int = Field(0, ge=0)  # Evaluate every so many steps; 0: before the first and after the last.
     n: int = Field(4, gt=0, le=10**5)  # Samples of each held-out prompt.
-    k: tuple[PositiveInt, ...] = (1,)  # Report pass@k for these k, without bias.
+    k: tuple[PositiveInt, ...] = (1,)  # Report pass@k and all@k for these k, without bias.
     sampling: SamplingConfig = SamplingConfig()
     seed: Seed = 1234  # Seed of the evaluation's samples, the same at every step.
 

@@ -142,6 +142,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
     ),
     "Evaluation, means over the held-out prompts": (
         Metric("eval/pass@<k>", "share", "Unbiased estimate that one of k samples is right."),
+        Metric("eval/all@<k>", "share", "Unbiased estimate that all of k samples are right (k > 1)."),
         Metric("eval/avg@n", "score", "Mean score of the n samples."),
         Metric("eval/maj@n", "share", "Prompts whose most frequent answer is right."),
         Metric("eval/response_length", "tokens", "Mean length of the samples."),

@@ -1,4 +1,4 @@
-"""Metrics of sampled responses to held-out prompts: pass@k, avg@n, maj@n, length and truncation."""
+"""Metrics of sampled responses to held-out prompts: pass@k, all@k, avg@n, maj@n, length and truncation."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ def summarise(groups: Sequence[Group], k: Sequence[int]) -> dict[str, float]:
     """Computes an evaluation's metrics. Each is a mean over prompts, so groups of any size weigh the same.
 
     - eval/pass@1 and eval/pass@k for every k: unbiased estimate from the numbers of correct responses;
+    - eval/all@k for every k above 1: the same for k responses that are all correct;
     - eval/avg@n: mean score, which equals pass@1 if all scores are 0 or 1;
     - eval/maj@n: fraction of prompts whose most frequent answer is correct;
     - eval/response_length: mean length in tokens;
@@ -32,6 +33,7 @@ def summarise(groups: Sequence[Group], k: Sequence[int]) -> dict[str, float]:
     metrics = {
         f"eval/pass@{i}": fmean(pass_at_k(len(c), sum(c), i) for c in correct) for i in sorted({1, *k})
     }
+    metrics |= {f"eval/all@{i}": fmean(all_at_k(len(c), sum(c), i) for c in correct) for i in {*k} - {1}}
     answers = [[final_answer(rollout.text) for rollout in group.rollouts] for group in groups]
     metrics["eval/avg@n"] = fmean(map(fmean, scores))
     metrics["eval/maj@n"] = fmean(map(maj_at_n, answers, correct))
@@ -52,6 +54,17 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     if n - c < k:
         return 1.0
     return 1.0 - math.prod(1.0 - k / i for i in range(n - c + 1, n + 1))
+
+
+def all_at_k(n: int, c: int, k: int) -> float:
+    """Estimates without bias P(all of k samples are correct), given that c of n samples are correct.
+
+    The estimate is `C(c, k) / C(n, k)`, as pass^k of tau-bench (arXiv 2406.12045). Raises ValueError unless
+    1 <= k <= n and 0 <= c <= n.
+    """
+    if not (1 <= k <= n and 0 <= c <= n):
+        raise ValueError(f"all@{k} of n={n} samples with c={c} correct: needs 1 <= k <= n and 0 <= c <= n")
+    return math.prod(max(c - i, 0) / (n - i) for i in range(k))
 
 
 def maj_at_n(answers: Sequence[str], correct: Sequence[bool]) -> bool:

@@ -210,11 +210,11 @@ def role_rows():
 
 def test_m_grpo_judges_every_role_by_itself():
     rows, block = role_rows(), RoleEstimator(open_ids=(8,), close_ids=(9,), local="local", segments=2)
-    assert [block.numbers(ids) for ids in rows.response_ids] == [
-        [0, 1, 1, 1, 0, 0],
-        [1, 1, 0, 2, 2],
-        [0, 0, 0],
-        [1, 1, 1, 2, 2, 3, 3],
+    assert [[call.spans for call in block.calls(rows, row)] for row in range(4)] == [
+        [[(1, 4)]],
+        [[(0, 2)], [(3, 5)]],
+        [],
+        [[(0, 3)], [(3, 5)], [(5, 7)]],
     ]
     advantage_r, metrics = block(rows)
     main = Estimator(scale="group_std")(rows)[0].tolist()
@@ -228,6 +228,10 @@ def test_m_grpo_judges_every_role_by_itself():
         RoleEstimator(open_ids=(1,), close_ids=(1,), local="local")
     with pytest.raises(ValueError, match="no reward component 'mine'"):
         RoleEstimator(open_ids=(8,), close_ids=(9,), local="mine")(rows)
+    with pytest.raises(ValueError, match="local is missing"):
+        RoleEstimator(open_ids=(8,), close_ids=(9,))
+    with pytest.raises(ValueError, match="go together"):
+        RoleEstimator(open_ids=(8,))
 
 
 def test_a_loss_that_takes_one_advantage_a_response_refuses_roles():

@@ -84,7 +84,7 @@ def written_names() -> set[str]:
                 found |= {f"{'train' if name in CRITIC else prefix}/{name}" for name in names}
     # The trainer's own f"{prefix}/{name}", whose names the rules above find where they are given; and the
     # seconds of checkpoints, which are between two steps, so that summary.json alone has them.
-    own = {f"{prefix}/1" for prefix in PREFIXES} | {"memory/1_gib", "eval/pass@", "device/node"}
+    own = {f"{prefix}/1" for prefix in PREFIXES} | {"memory/1_gib", "eval/pass@", "eval/all@", "device/node"}
     return found - own - {"time/checkpoint"}
 
 

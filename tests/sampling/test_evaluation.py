@@ -5,7 +5,14 @@ from math import comb
 
 import pytest
 
-from megatron_gvpo.sampling.evaluation import final_answer, is_correct, maj_at_n, pass_at_k, summarise
+from megatron_gvpo.sampling.evaluation import (
+    all_at_k,
+    final_answer,
+    is_correct,
+    maj_at_n,
+    pass_at_k,
+    summarise,
+)
 from megatron_gvpo.types import Group, Prompt, Rollout
 
 
@@ -19,12 +26,13 @@ def group(*rollouts: Rollout) -> Group:
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 7])
-def test_pass_at_k_is_the_mean_over_all_subsets(n):
+def test_pass_at_k_and_all_at_k_are_means_over_all_subsets(n):
     for c in range(n + 1):
         correct = [i < c for i in range(n)]
         for k in range(1, n + 1):
             subsets = list(combinations(correct, k))
             assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-12)
+            assert all_at_k(n, c, k) == pytest.approx(sum(map(all, subsets)) / len(subsets), abs=1e-12)
 
 
 def test_pass_at_k_is_stable_for_many_samples():
@@ -37,6 +45,8 @@ def test_pass_at_k_is_stable_for_many_samples():
 def test_pass_at_k_refuses_what_it_cannot_estimate(n, c, k):
     with pytest.raises(ValueError, match=f"pass@{k} of n={n} samples with c={c}"):
         pass_at_k(n, c, k)
+    with pytest.raises(ValueError, match=f"all@{k} of n={n} samples with c={c}"):
+        all_at_k(n, c, k)
 
 
 def test_majority_vote():
@@ -75,6 +85,7 @@ def test_summary_of_unequal_groups():
         {
             "eval/pass@1": (1 + 1 / 4) / 2,
             "eval/pass@2": (1 + 1 / 2) / 2,  # 3 of the 6 pairs of the second group hold the correct one
+            "eval/all@2": (1 + 0) / 2,
             "eval/avg@n": (1 + 2 / 4) / 2,
             "eval/maj@n": (1 + 0) / 2,
             "eval/response_length": (6 + 3) / 2,

@@ -3,75 +3,151 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, PositiveInt, model_validator
 
 from megatron_gvpo.algorithms.advantages.estimator import component, normalised
+from megatron_gvpo.algorithms.advantages.mc_grpo import members_of_groups
 from megatron_gvpo.algorithms.base import Advantage, Component, Metrics
 from megatron_gvpo.runtime.lazy_torch import torch
+from megatron_gvpo.turns import ends_of
 from megatron_gvpo.types import TrainBatch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
+class Call(NamedTuple):
+    """One call of a sub-agent: its role, and the spans (first, end) of own tokens that it wrote."""
+
+    role: str
+    spans: list[tuple[int, int]]
+
+
 class RoleEstimator(Advantage):
-    """The tokens of a response's main agent and of its sub-agents have advantages of their own, fp32 [r].
+    """The tokens of a rollout's main agent and of its sub-agents have advantages of their own, fp32 [r].
 
-    One trajectory is one response: a token of `open_ids` begins a sub-agent's segment, one of `close_ids`
-    ends it (both are the sub-agent's), everything else is the main agent's. Main tokens have GRPO's advantage
-    of the reward over the group. Sub-agents' have that of
+    In a conversation the first turn's agent is the main agent, and every other `Turn.agent` a role. A turn
+    that does not continue one of the same agent begins a call of it. With `open_ids` and `close_ids`, a
+    single response has all agents: a token of `open_ids` begins a call of the only role, one of `close_ids`
+    ends it (both are the sub-agent's), everything else is the main agent's.
 
-        blend reward + (1 - blend) local,   local: the reward's component of this name,
+    Main tokens have GRPO's advantage of the reward over the group. The tokens of call j of a role in rollout
+    i have (v_ij - mean) / (std + eps) over the group's rollouts that call this role, where
 
-    over the responses of the group that have a sub-agent. Groups are aligned to `segments` sub-agents a
-    response: one with fewer counts as if they were repeated, so every response counts once; sub-agents
-    beyond `segments` have advantage 0. Inspired by the abstract.
+        v_ij = blend reward_i + (1 - blend) local_ij.
+
+    local_ij is the component `local` of the reward or, without one, what the environment paid for the turns
+    of the call (`Turn.reward`). Groups are aligned to `segments` calls of a role: a rollout with fewer counts
+    as if they were repeated, so every rollout counts once; calls beyond `segments` have advantage 0.
+    Inspired by the abstract.
     """
 
     per_token: ClassVar[bool] = True
 
     name: Literal["roles"] = "roles"
-    open_ids: tuple[int, ...] = Field(min_length=1)
-    close_ids: tuple[int, ...] = Field(min_length=1)
-    local: str
+    open_ids: tuple[int, ...] = ()
+    close_ids: tuple[int, ...] = ()
+    local: str | None = None
     blend: float = Field(0.5, ge=0, le=1)
     segments: PositiveInt = 4
     ddof: int = Field(1, ge=0, le=1)  # std over the group divides by its size minus this
     eps: float = Field(1e-6, ge=0)  # added to the std, so that nothing is divided by 0
 
     @model_validator(mode="after")
-    def _distinct(self) -> RoleEstimator:
+    def _possible(self) -> RoleEstimator:
         if both := set(self.open_ids) & set(self.close_ids):
             raise ValueError(f"token {min(both)} is among both open_ids and close_ids")
+        if bool(self.open_ids) != bool(self.close_ids):
+            raise ValueError("open_ids and close_ids go together: the tokens around a sub-agent's text")
+        if self.open_ids and self.local is None:
+            raise ValueError("local is missing: with open_ids, it is what sub-agents are judged by")
         return self
 
     @property
+    def needs_turns(self) -> bool:
+        return not self.open_ids
+
+    @property
     def components_read(self) -> tuple[Component, ...]:
-        return (self.local,)
+        return () if self.local is None else (self.local,)
 
     def __call__(self, rows: TrainBatch) -> tuple[Tensor, Metrics]:
-        local_n = component(rows, self.local, "local")
-        segment_r = torch.tensor([s for ids in rows.response_ids for s in self.numbers(ids)])
         main_n = normalised(rows, rows.reward_n, self.ddof, self.eps)
-        value_n = self.blend * rows.reward_n.double() + (1 - self.blend) * local_n
-        has_n = rows.sequence_sum((segment_r > 0).double()) > 0
-        sub_n = torch.zeros_like(main_n)
-        if bool(has_n.any()):
-            having = has_n.nonzero().flatten()
-            sub_n[having] = normalised(rows.select(having.tolist()), value_n[having], self.ddof, self.eps)
-        advantage_r = main_n[rows.seq_r].where(segment_r == 0, sub_n[rows.seq_r])
-        advantage_r = advantage_r.where(segment_r <= self.segments, 0)
-        return advantage_r.float(), {"sub_agent_tokens": (segment_r > 0).double().mean()}
+        advantage_r, sub_r = main_n[rows.seq_r], torch.zeros(rows.offsets[-1], dtype=torch.bool)
+        calls = [self.calls(rows, row) for row in range(len(rows))]
+        value = self._values(rows, calls)
+        for members in members_of_groups(rows):
+            for role in sorted({call.role for row in members for call in calls[row]}):
+                of_role = {
+                    row: [j for j, call in enumerate(calls[row]) if call.role == role] for row in members
+                }
+                of_role = {row: found for row, found in of_role.items() if found}
+                judged = [[value[row][j] for j in found[: self.segments]] for row, found in of_role.items()]
+                for (row, found), scores in zip(of_role.items(), self._scores(judged), strict=True):
+                    for place, j in enumerate(found):
+                        for first, end in calls[row][j].spans:
+                            span = slice(rows.offsets[row] + first, rows.offsets[row] + end)
+                            advantage_r[span] = scores[place] if place < len(scores) else 0.0
+                            sub_r[span] = True
+        return advantage_r.float(), {"sub_agent_tokens": sub_r.double().mean()}
 
-    def numbers(self, ids: Sequence[int]) -> list[int]:
-        """The number of each token's sub-agent, from 1; 0 for the main agent's tokens."""
-        found, number, inside = [], 0, False
-        for token in ids:
-            if not inside and token in self.open_ids:
-                inside, number = True, number + 1
-            found.append(number if inside else 0)
-            if token in self.close_ids:
-                inside = False
+    def _values(self, rows: TrainBatch, calls: Sequence[Sequence[Call]]) -> list[list[float]]:
+        """v of every call of every row."""
+        reward = rows.reward_n.double().tolist()
+        if self.local is not None:
+            local = component(rows, self.local, "local").tolist()
+            return [
+                [self.blend * reward[row] + (1 - self.blend) * local[row]] * len(found)
+                for row, found in enumerate(calls)
+            ]
+        paid = [0.0] * rows.offsets[-1] if rows.turn_reward_r is None else rows.turn_reward_r.tolist()
+        return [
+            [
+                self.blend * reward[row]
+                + (1 - self.blend) * sum(sum(paid[start + a : start + b]) for a, b in call.spans)
+                for call in found
+            ]
+            for row, (start, found) in enumerate(zip(rows.offsets, calls, strict=False))
+        ]
+
+    def _scores(self, judged: Sequence[Sequence[float]]) -> list[list[float]]:
+        """The advantages of values, a list a rollout, where every rollout counts once."""
+        count = len(judged)
+        mean = sum(sum(values) / len(values) for values in judged) / count
+        squares = sum(sum((v - mean) ** 2 for v in values) / len(values) for values in judged)
+        if len({v for values in judged for v in values}) == 1:
+            return [[0.0] * len(values) for values in judged]
+        std = (squares / max(count - self.ddof, 1)) ** 0.5
+        return [[(v - mean) / (std + self.eps) for v in values] for values in judged]
+
+    def calls(self, rows: TrainBatch, row: int) -> list[Call]:
+        """The calls of sub-agents in a row, in the order in which they began."""
+        ids = rows.response_ids[row]
+        if self.open_ids:
+            return self._between_marks(ids)
+        turns = rows.turns[row] if rows.turns else ()
+        found: list[Call] = []
+        call_of: dict[int, Call] = {}  # the call that a turn belongs to
+        for number, (turn, end) in enumerate(zip(turns, ends_of(turns, len(ids)), strict=False)):
+            if turn.agent == turns[0].agent:
+                continue
+            if turn.after >= 0 and turns[turn.after].agent == turn.agent:
+                call_of[number] = call_of[turn.after]
+            else:
+                call_of[number] = Call(turn.agent, [])
+                found.append(call_of[number])
+            call_of[number].spans.append((turn.begin, end))
+        return found
+
+    def _between_marks(self, ids: Sequence[int]) -> list[Call]:
+        found: list[Call] = []
+        first: int | None = None
+        for place, token in enumerate(ids):
+            if first is None and token in self.open_ids:
+                first = place
+            if first is not None and (token in self.close_ids or place == len(ids) - 1):
+                found.append(Call("", [(first, place + 1)]))
+                first = None
         return found

@@ -144,9 +144,15 @@ def _router_replay(config: Config) -> None:
 
 def _conversation(config: Config) -> None:
     """Refuse what knows only one response to a prompt."""
-    if config.rollout.conversation is None:
-        return
     algorithm, reason = config.algorithm, None
+    if config.rollout.conversation is None:
+        reader = next((place for place in algorithm.blocks_inside() if place.block.needs_turns), None)
+        if reader is not None:
+            raise ValueError(
+                f"algorithm.{reader.label} reads the turns of conversations: set rollout.conversation, or "
+                "the options with which it reads single responses"
+            )
+        return
     if config.rollout.router_replay:
         reason = "rollout.router_replay=true: the experts of several turns are not recorded"
     elif config.train.share_prompts:
