@@ -90,7 +90,7 @@ class Components:
             if tracker is not None:
                 shares = responses_of(algorithm.allocation, tracker, config.rollout.n)
             answers = self._source.sampler
-            sampled = answers(config.rollout.n, shares=shares)
+            sampled = answers(config.rollout.n, shares=shares, counted=True)
             base, score = sampled, sampled.score
             if algorithm.prior.greedy:
                 greedy = answers(1, config.rollout.model_copy(update={"top_p": GREEDY}))

@@ -31,7 +31,10 @@ class ConversationConfig(Section):
     `rollout.max_tokens` bounds all that comes after the prompt, the environment's tokens included.
     """
 
-    fixed_keys = ("environment", "options", "tools", "parser", "turns", "turn_tokens", "observation_tokens")
+    fixed_keys = (
+        *("environment", "options", "tools", "parser", "earlier_key"),
+        *("turns", "turn_tokens", "observation_tokens"),
+    )
     free_keys = ("step_timeout", "workers", "max_lost")
 
     # Your own class with reset(prompt, seed) and step(said): `module:Class` or `path/file.py:Class`.
@@ -43,6 +46,9 @@ class ConversationConfig(Section):
     tools: tuple[str, ...] = ()
     sandbox: SandboxConfig = SandboxConfig()  # of the tool `python`
     parser: Literal["hermes", "json", "xml"] = "hermes"  # How the policy writes calls of tools.
+    # Field of the data with the policy's turns so far, a list of texts, where a prompt is the beginning of a
+    # conversation: the environment hears them before the first turn. Default: prompts begin conversations.
+    earlier_key: str | None = None
     turns: PositiveInt = 8  # The policy's turns at most.
     turn_tokens: PositiveInt | None = None  # Tokens of one turn at most; null: what is left of max_tokens.
     # Tokens of one answer of the environment at most; a note stands for a longer one.
@@ -58,6 +64,8 @@ class ConversationConfig(Section):
             raise ValueError("give either an environment or tools")
         if self.tools and self.options:
             raise ValueError("options are for an environment; tools take none")
+        if self.tools and self.earlier_key is not None:
+            raise ValueError("earlier_key is for an environment; tools keep nothing of a conversation")
         if PYTHON in self.tools and self.sandbox.seconds >= self.step_timeout:
             raise ValueError(
                 f"sandbox.seconds={self.sandbox.seconds:g} must be below step_timeout={self.step_timeout:g}"

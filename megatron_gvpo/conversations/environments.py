@@ -113,8 +113,21 @@ class Environments:
         return EnvironmentProcess(self._spec, self._options, self._printout)
 
     def begin(self, prompt: Prompt, seed: int) -> Episode:
-        """A conversation about `prompt`; nothing is asked before its first step."""
-        return Episode(self, next(self._numbers), prompt, seed)
+        """A conversation about `prompt`; nothing is asked before its first step.
+
+        Raises RolloutError where its record does not have the earlier turns.
+        """
+        return Episode(self, next(self._numbers), prompt, seed, self._earlier(prompt))
+
+    def _earlier(self, prompt: Prompt) -> list[str]:
+        key = self._config.earlier_key
+        turns = [] if key is None else prompt.record.get(key)
+        if not isinstance(turns, list | tuple) or not all(isinstance(text, str) for text in turns):
+            raise RolloutError(
+                f"rollout.conversation.earlier_key={key}: in the record of prompt {prompt.id} it is "
+                f"{str(turns)[:60]}, and should be a list of texts, the policy's turns so far"
+            )
+        return list(turns)
 
     def least_busy(self) -> _Worker:
         return min(self._workers, key=lambda worker: worker.steps)
@@ -149,9 +162,12 @@ class Episode:
     A worker that is gone is replaced, and the turns so far repeated there.
     """
 
-    def __init__(self, environments: Environments, number: int, prompt: Prompt, seed: int) -> None:
+    def __init__(
+        self, environments: Environments, number: int, prompt: Prompt, seed: int, earlier: list[str]
+    ) -> None:
+        """`earlier`: the policy's turns before the prompt ends, which a new worker hears first."""
         self._environments, self._number, self._prompt, self._seed = environments, number, prompt, seed
-        self._earlier: list[str] = []
+        self._earlier = earlier
         self._home: _Worker | None = None
         self._process: EnvironmentProcess | None = None  # the one that knows this conversation
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -96,7 +97,12 @@ class BatchContext:
         assert self.sampler is not None, "without an engine there is nobody to ask"
         self.asked += 1
         sampler = self.sampler(n)
-        return sampler.collect(sampler.submit(prompts, derived_seed(self.seed, self.asked)), self.on_wait)
+        found = sampler.collect(sampler.submit(prompts, derived_seed(self.seed, self.asked)), self.on_wait)
+        groups = deque(found)  # of conversations, whole groups may be lost
+        return [
+            groups.popleft() if groups and groups[0].prompt == prompt else Group(prompt, [])
+            for prompt in prompts
+        ]
 
     @property
     def longest_prompt(self) -> int:

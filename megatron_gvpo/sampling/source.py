@@ -36,6 +36,7 @@ class RolloutSource:
         self._samples = config.samples_responses
         self._rewards = RewardPool(config.rewards)
         talks = config.rollout.conversation
+        self._most_lost = None if talks is None else talks.max_lost
         self._outages = None if talks is None else Outages(talks.max_lost)
         self.engine: RolloutEngine = (
             engine_class(config.rollout.engine)(config, task, policy) if self._samples else NoEngine()
@@ -46,12 +47,17 @@ class RolloutSource:
         n: int,
         sampling: SamplingConfig | None = None,
         shares: Callable[..., list[int]] | None = None,
+        counted: bool = False,
     ) -> EngineSampler:
-        """A sampler of `n` scored responses to a prompt; `sampling` is `rollout` unless given."""
+        """A sampler of `n` scored responses to a prompt; `sampling` is `rollout` unless given.
+
+        `counted`: what it loses to outages is in `metrics`.
+        """
+        others = None if self._most_lost is None else Outages(self._most_lost)
         return EngineSampler(
             *(self.engine, self._rewards, self._timer, n, sampling or self._config.rollout),
             shares=shares,
-            outages=self._outages,
+            outages=self._outages if counted else others,
         )
 
     @property

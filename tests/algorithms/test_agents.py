@@ -18,6 +18,7 @@ from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.algorithms.members.arise import Skill, Skills, counterfactual_utility
 from megatron_gvpo.algorithms.members.hill import LearnedHint, gives_away, hint_in, transfer_reward
 from megatron_gvpo.algorithms.members.masa import Foresight, foreseen, pass_rate_reward, prediction
+from megatron_gvpo.turns import Turn
 from megatron_gvpo.types import Group, Prompt, Rollout
 
 
@@ -238,3 +239,40 @@ def test_a_loss_that_takes_one_advantage_a_response_refuses_roles():
     roles = {"name": "roles", "open_ids": [1], "close_ids": [2], "local": "local"}
     with pytest.raises(ValueError, match="gives every token an advantage"):
         AlgorithmConfig.model_validate({"recipe": "reg_grpo", "estimator": roles})
+
+
+class Talking(Scripted):
+    """Engine that holds conversations: the script's text is the first turn, and the environment answers."""
+
+    def __init__(self, script: dict[str, list[tuple[str, float]]], step: int, lost: str) -> None:
+        super().__init__(script, step)
+        self.lost = lost
+
+    def ask(self, prompts: list[Prompt], n: int) -> list[Group]:
+        groups = super().ask(prompts, n)
+        for group in groups:
+            for rollout in group.rollouts:
+                said = {"role": "assistant", "content": rollout.text}
+                rollout.turns = [Turn(0, reward=rollout.reward)]
+                rollout.messages = [said, {"role": "user", "content": "go on"}]
+        return [replace(g, rollouts=[]) if self.lost in g.prompt.text else g for g in groups]
+
+
+def test_arise_uses_and_learns_skills_in_conversations() -> None:
+    block = Skills(n=2, after_step=0, gate=0, explore=0, new=2, summary_template=" sum: {best}")
+    library = block.build()
+    library.skills = [Skill("carry", "carry\nthe ten", 0.0)]
+    groups = [make_group([1, 0], name, texts=["did it", "no"]) for name in ("p", "lost")]
+    for group in groups:
+        group.rollouts[0].messages = [
+            {"role": "assistant", "content": "2*3"},
+            {"role": "user", "content": "6"},
+            {"role": "assistant", "content": "did it"},
+        ]
+    script = {"sum:": [("add\nup", 0.0)], "skill": [("I carry", 1.0), ("no", 0.0)]}
+    sampling = Talking(script, step=1, lost="lost")
+    mine, with_skill, other = library(groups, sampling)
+    assert (mine, other) == (groups[0], groups[1]), "the conversations of the other skill were lost"
+    assert rewards_of(with_skill) == [2.0, 0.0] and with_skill.rollouts[0].turns == [Turn(0, reward=1.0)]
+    assert sampling.prompts[-2].endswith("sum: assistant: 2*3\nuser: 6\nassistant: did it")
+    assert [skill.name for skill in library.skills] == ["carry", "add"], "its first turn is the skill"

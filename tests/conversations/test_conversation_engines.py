@@ -82,19 +82,27 @@ class Ask(Callback):
             self._mark.touch()
 
 
+PAID_BY_TURN = ("algorithm=reinforce_pp", "train.mini_batches=2")
+
+
 @pytest.mark.usefixtures("leave_the_process_group")
+@pytest.mark.parametrize(
+    "method",
+    [GVPO, pytest.param(PAID_BY_TURN, marks=pytest.mark.proof)],
+    ids=["gvpo", "rewards of turns"],
+)
 def test_a_resumed_run_of_conversations_equals_an_uninterrupted_one(
-    task: Path, environment: Path, tmp_path: Path
+    task: Path, environment: Path, tmp_path: Path, method: tuple[str, ...]
 ) -> None:
     """The trainer is stopped while it holds a step's conversations."""
     used("environment workers")
     whole, parts, mark = tmp_path / "whole", tmp_path / "parts", tmp_path / "mark"
-    fit(configure(task, whole, *GVPO, *TALK, talks(environment)))
-    stopping = configure(task, parts, *GVPO, *TALK, talks(environment, stop=str(mark)))
+    fit(configure(task, whole, *method, *TALK, talks(environment)))
+    stopping = configure(task, parts, *method, *TALK, talks(environment, stop=str(mark)))
     stopped = fit(stopping, [Ask(mark)])
     assert stopped.step == 2 and not mark.exists()
     fit(
-        configure(task, parts, *GVPO, *TALK, talks(environment)),
+        configure(task, parts, *method, *TALK, talks(environment)),
         resume=True,
         allow_change=("rollout.conversation.options",),
     )

@@ -10,6 +10,8 @@ break it), nor that a budget divides a conversation by segment.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import gradient_reference as reference
 import pytest
 import torch
 from distributed import launch
+from gradient_cases import COMBINED, FAMILIES, FAMILY_LAYOUTS, OTHERS
 from gradient_worker import TEMPERATURE, Case, Layout, Outcome
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,7 +28,7 @@ from hypothesis import strategies as st
 from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.megatron.batch import PackedBatch
 from megatron_gvpo.megatron.pieces import Pieces
-from megatron_gvpo.turns import Turn, segments
+from megatron_gvpo.turns import Turn, ends_of, segments
 from megatron_gvpo.types import BatchTotals, LossInputs, TrainBatch
 
 TOLERANCE = 2e-5  # of the largest entry of a parameter's gradient
@@ -37,7 +40,11 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "dapo with entropy": {"recipe": "dapo", "shapers": [], "loss": {"entropy_coef": 0.1}},
     "gpg": {"recipe": "gpg", "estimator": {"age": "token"}},
     "disco": {"recipe": "disco", "loss": {"kl_limit": 0.0, "kl_coef": 10.0}},
+    "rewards of turns": {"recipe": "reinforce_pp", "estimator": {"kl_coef": 0.3, "gamma": 0.9}},
+    "ratios of turns": {"recipe": "grpo", "loss": {"ratio": "turn", "clip_low": 0.05, "clip_high": 0.05}},
 }
+# Other architectures have one method: their layouts change the model, not the loss.
+ALGORITHMS |= {f"{family}, gvpo": ALGORITHMS["gvpo"] for family in FAMILIES}
 FORMS = ("held", "segment a turn", "prompt as given")
 QUICK = [(Layout(1), SPLIT), (Layout(2, cp=2), ALL)]
 MORE = [
@@ -48,15 +55,26 @@ MORE = [
     *((Layout(2, pp=2, vpp=2), budget) for budget in (SPLIT, ALL)),
     *((Layout(4, cp=2, tp=2, sequence_parallel=True), budget) for budget in (SPLIT, ALL)),
 ]
-QUICK_METHODS = ("gvpo", "grpo with kl", "gspo")
+# In `make test`; all of EVERY is a proof, in every layout of the gradients' matrix.
+FEW = [
+    (layout, budget, name)
+    for layout, budget in QUICK
+    for name in ("gvpo", "grpo with kl", "gspo", "rewards of turns", "ratios of turns")
+]
+FEW += [(Layout(2, ep=2), SPLIT, "qwen3_moe, gvpo")]
+EVERY = [
+    *FEW,
+    *((*division, name) for division in (*QUICK, *MORE) for name in ALGORITHMS if "," not in name),
+    *((layout, SPLIT, name) for layout in (*OTHERS, *COMBINED) for name in ("gvpo", "grpo with kl")),
+    *((layout, SPLIT, f"{family}, gvpo") for family in FAMILIES for layout in FAMILY_LAYOUTS[family]),
+]
 RUNS = [
     pytest.param(
         *(layout, budget, name),
         id=f"{layout}, {budget}, {name}",
-        marks=() if (layout, budget) in QUICK and name in QUICK_METHODS else pytest.mark.proof,
+        marks=() if (layout, budget, name) in FEW else pytest.mark.proof,
     )
-    for layout, budget in (*QUICK, *MORE)
-    for name in ALGORITHMS
+    for layout, budget, name in dict.fromkeys(EVERY)
 ]
 
 Talk = tuple[list[int], list[int], list[Turn]]  # prompt, own tokens, turns
@@ -125,6 +143,11 @@ TALKS = [conversation(seed) for seed in range(9)]
 TALKS[4] = (TALKS[4][0], TALKS[4][1], [])
 
 
+def model_of(name: str) -> str:
+    """The reference model of a method in ALGORITHMS."""
+    return name.split(", ")[0] if "," in name else "untied"
+
+
 def with_turns(talk: Talk) -> Talk:
     return talk if talk[2] else (talk[0], talk[1], [Turn(0)])
 
@@ -132,8 +155,8 @@ def with_turns(talk: Talk) -> Talk:
 class Plain:
     """transformers' log-probs of every turn in its own context; the rows as in a later mini-batch."""
 
-    def __init__(self, directory: Path) -> None:
-        model = reference.load(directory / "untied")
+    def __init__(self, directory: Path, name: str) -> None:
+        model = reference.load(directory / name)
         self.parameters = dict(model.named_parameters())
         logp, entropy = [], []
         for talk in TALKS:
@@ -151,7 +174,13 @@ class Plain:
         self.rows = {form: self._rows([in_form(talk, form) for talk in TALKS]) for form in FORMS}
 
     def _rows(self, talks: list[Talk]) -> TrainBatch:
-        return rows_of(talks).with_columns(old_logp_r=self.old_r, ref_logp_r=self.ref_r)
+        paid_r = torch.zeros_like(self.old_r)
+        begin = 0
+        for talk in map(with_turns, TALKS):
+            for number, end in enumerate(ends_of(talk[2], len(talk[1]))):
+                paid_r[begin + end - 1] = 0.3 * (number + 1)
+            begin += len(talk[1])
+        return rows_of(talks).with_columns(old_logp_r=self.old_r, ref_logp_r=self.ref_r, turn_reward_r=paid_r)
 
     def gradients(self, algorithm: AlgorithmConfig) -> tuple[float, dict[str, torch.Tensor]]:
         rows = self.rows["held"]
@@ -164,8 +193,14 @@ class Plain:
         }
         share, _ = algorithm.loss(LossInputs(rows.with_columns(**double), self.logp_r, BatchTotals.of(rows)))
         loss = share - algorithm.loss.entropy_coef * self.entropy
-        gradients = torch.autograd.grad(loss, list(self.parameters.values()), retain_graph=True)
-        return loss.item(), dict(zip(self.parameters, gradients, strict=True))
+        given = torch.autograd.grad(
+            loss, list(self.parameters.values()), retain_graph=True, allow_unused=True
+        )
+        gradients = {
+            name: torch.zeros_like(parameter) if gradient is None else gradient
+            for (name, parameter), gradient in zip(self.parameters.items(), given, strict=True)
+        }
+        return loss.item(), reference.as_in_file(gradients)
 
 
 def environment_tokens_in_the_sums(rows: TrainBatch) -> TrainBatch:
@@ -193,13 +228,22 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def plain(directory: Path) -> Plain:
-    return Plain(directory)
+Plains = Callable[[str], Plain]
 
 
 @pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest, directory: Path, plain: Plain) -> dict[tuple[str, str], Outcome]:
+def plains(directory: Path) -> Plains:
+    """The reference by its model's name."""
+    return cache(lambda name: Plain(directory, name))
+
+
+@pytest.fixture(scope="module")
+def plain(plains: Plains) -> Plain:
+    return plains("untied")
+
+
+@pytest.fixture(scope="module")
+def found(request: pytest.FixtureRequest, directory: Path, plains: Plains) -> dict[tuple[str, str], Outcome]:
     """{(layout, "method, budget, form"): Outcome} of the selected tests."""
     items = [item for item in request.session.items if item.path == request.path]
     params = [
@@ -208,15 +252,19 @@ def found(request: pytest.FixtureRequest, directory: Path, plain: Plain) -> dict
         if hasattr(item, "callspec") and "budget" in item.callspec.params
     ]
     wanted = {(p["layout"], p["budget"], p["name"]) for p in params}
+    wanted.add((Layout(1), ALL, "gvpo"))
     work = [
-        (layout, Case(f"{name}, {budget}, {form}", ALGORITHMS[name], rows, budget))
+        (layout, Case(f"{name}, {budget}, {form}", ALGORITHMS[name], rows, budget, model=model_of(name)))
         for layout, budget, name in sorted(wanted, key=lambda run: (run[0].ranks, str(run[0]), *run[1:]))
-        for form, rows in plain.rows.items()
+        for form, rows in plains(model_of(name)).rows.items()
     ]
-    wrong = environment_tokens_in_the_sums(plain.rows["held"])
-    work.append((work[0][0], Case("wrong", ALGORITHMS["gvpo"], wrong, ALL)))
-    probe = Case("probe", ALGORITHMS["gvpo"], plain.rows["held"], ALL)
-    torch.save((work, {"untied": probe}), directory / "work.pt")
+    wrong = environment_tokens_in_the_sums(plains("untied").rows["held"])
+    work.append((Layout(1), Case("wrong", ALGORITHMS["gvpo"], wrong, ALL)))
+    probes = {
+        model: Case("probe", ALGORITHMS["gvpo"], plains(model).rows["held"], ALL, model=model)
+        for model in {case.model for _, case in work}
+    }
+    torch.save((work, probes), directory / "work.pt")
     ranks = [layout.ranks for layout in dict.fromkeys(layout for layout, _ in work)]
     launch("gradient_worker:run", ranks, str(directory), timeout=1800)
     parts = [torch.load(file, weights_only=False) for file in directory.glob("results-*.pt")]
@@ -225,16 +273,21 @@ def found(request: pytest.FixtureRequest, directory: Path, plain: Plain) -> dict
 
 @pytest.mark.parametrize(("layout", "budget", "name"), RUNS)
 def test_loss_and_gradients_are_those_of_every_turn_in_its_own_context(
-    found: dict[tuple[str, str], Outcome], plain: Plain, layout: Layout, budget: int, name: str
+    found: dict[tuple[str, str], Outcome], plains: Plains, layout: Layout, budget: int, name: str
 ) -> None:
-    loss, gradients = plain.gradients(AlgorithmConfig.model_validate(ALGORITHMS[name]))
-    assert max(float(g.abs().max()) for g in gradients.values()) > 1e-4
+    loss, gradients = plains(model_of(name)).gradients(AlgorithmConfig.model_validate(ALGORITHMS[name]))
+    largest = max(float(g.abs().max()) for g in gradients.values())
+    assert largest > 1e-4
+    norm = torch.stack([wanted.norm() for wanted in gradients.values()]).norm().item()
     for form in FORMS:
         outcome = found[str(layout), f"{name}, {budget}, {form}"]
         assert outcome.metrics["loss"] == pytest.approx(loss, rel=TOLERANCE, abs=2e-6), form
+        assert outcome.gradients.keys() == gradients.keys()
+        nothing = 1e-8 * largest  # to an expert may come no token
         for key, wanted in gradients.items():
-            difference = (outcome.gradients[key] - wanted).abs().max() / wanted.abs().max()
-            assert difference < TOLERANCE, (form, key)
+            difference = (outcome.gradients[key] - wanted).abs().max()
+            assert difference <= TOLERANCE * wanted.abs().max() + nothing, (form, key)
+        assert outcome.grad_norm == pytest.approx(norm, rel=TOLERANCE), (form, "the norm that clips")
 
 
 def test_environment_tokens_in_the_sums_would_be_seen(

@@ -17,10 +17,13 @@ from gradient_worker import Case, Layout
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rows import make_rows
+from test_conversations import contexts, with_turns
 
 from megatron_gvpo.algorithms.advantages.gae import GAE, Critic
 from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.algorithms.recipe import read_recipe
+from megatron_gvpo.megatron.pieces import Pieces
+from megatron_gvpo.turns import Turn
 from megatron_gvpo.types import BatchTotals, TrainBatch
 
 TOLERANCE = 1e-5
@@ -154,7 +157,10 @@ def test_the_recipe_says_what_the_papers_say():
 
 
 def step_rows() -> TrainBatch:
-    """Ragged rows with returns, and old values that are sometimes far from the head's."""
+    """Ragged rows with returns, and old values that are sometimes far from the head's.
+
+    Two are conversations: one with a branch, which the budget divides by segment.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def tokens(count: int) -> list[int]:
@@ -167,7 +173,10 @@ def step_rows() -> TrainBatch:
         group_n=torch.arange(len(shapes)),
         reward_n=torch.rand(len(shapes), generator=generator),
         truncated_n=torch.zeros(len(shapes), dtype=torch.bool),
+        turns=[[] for _ in shapes],
     )
+    rows.turns[2] = [Turn(0), Turn(3, 0, None, (5, 6, 7)), Turn(6, -1, 4, (9, 9))]
+    rows.turns[4] = [Turn(0), Turn(2, 0, None, (3,))]
     total = sum(response for _, response in shapes)
     return rows.with_columns(
         value_r=torch.randn(total, generator=generator), return_r=torch.rand(total, generator=generator)
@@ -179,9 +188,10 @@ def plain(directory: Path, model: str, head_h: torch.Tensor, bias: float) -> tup
     rows, policy = step_rows(), reference.load(directory / model)
     weight, offset = head_h.double().requires_grad_(), torch.tensor([bias]).double().requires_grad_()
     values = []
-    for prompt, response in zip(rows.prompt_ids, rows.response_ids, strict=True):
-        hidden = policy.model(input_ids=torch.tensor([[*prompt, *response]])).last_hidden_state[0]
-        values.append(hidden[len(prompt) - 1 : -1] @ weight + offset)
+    for talk in map(with_turns, zip(rows.prompt_ids, rows.response_ids, rows.turns, strict=True)):
+        for context, said in contexts(talk):
+            hidden = policy.model(input_ids=torch.tensor([[*context, *said]])).last_hidden_state[0]
+            values.append(hidden[len(context) - 1 : -1] @ weight + offset)
     value_r = torch.cat(values)
     old, target = rows.value_r.double(), rows.return_r.double()
     terms = [
@@ -214,6 +224,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         for layout, model in ALL
         if (layout, model) in wanted
     ]
+    assert Pieces.divide(step_rows(), SPLIT) is not None, "a conversation is divided by segment"
     torch.save((work, HEAD, BIAS), path / "work.pt")
     launch("critic_worker:run", [layout.ranks for layout, _ in work], str(path))
     return path

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from megatron_gvpo.algorithms.members.base import Member, MemberContext
-from megatron_gvpo.types import Group, Prompt
+from megatron_gvpo.types import Group, Prompt, Rollout
 
 
 class Skill(NamedTuple):
@@ -32,9 +32,13 @@ class Skills(Member):
     After that, `new` prompts with a right response are asked to sum it up as a skill (first line: its name);
     of more than `size` skills the least useful goes. Up to step `after_step` skills are only collected. The
     library goes into checkpoints.
+
+    In conversations, those with a skill have it in their first message, and meet the same environment. The
+    summary is of all that both sides said, and a skill is what the policy answers in its first turn.
     """
 
     needs_policy_logprobs: ClassVar[bool] = True
+    takes_conversations: ClassVar[bool] = True
 
     name: Literal["skills"] = "skills"
     n: PositiveInt = 4
@@ -100,7 +104,11 @@ class Library:
             if prompt is not None:
                 chosen[g] = skill, prompt
         found = context.ask([prompt for _, prompt in chosen.values()], options.n) if chosen else []
-        return {g: (skill, group) for (g, (skill, _)), group in zip(chosen.items(), found, strict=True)}
+        return {
+            g: (skill, group)
+            for (g, (skill, _)), group in zip(chosen.items(), found, strict=True)
+            if group.rollouts
+        }
 
     def _rewarded(self, group: Group, skill: Skill) -> Group:
         """Right responses that name their skill gain the bonus."""
@@ -122,11 +130,12 @@ class Library:
         solved = [group for group in groups if self._any_right(group)]
         for group in solved[: options.new]:
             best = max(group.rollouts, key=lambda rollout: rollout.reward)
-            text = options.summary_template.replace("{best}", best.text)
+            text = options.summary_template.replace("{best}", _told(best))
             if (prompt := context.extended(group.prompt, text)) is not None:
                 prompts.append(prompt)
-        for group in context.ask(prompts, 1) if prompts else []:
-            text = group.rollouts[0].text.strip()
+        asked = context.ask(prompts, 1) if prompts else []
+        for answer in (rollout for group in asked for rollout in group.rollouts):
+            text = str(answer.messages[0]["content"] if answer.messages else answer.text).strip()
             name = text.partition("\n")[0].strip()
             if name and name not in {skill.name for skill in self.skills}:
                 self.skills.append(Skill(name, text, 0.0))
@@ -141,6 +150,11 @@ class Library:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.skills = [Skill(*skill) for skill in state.get("skills", ())]
+
+
+def _told(rollout: Rollout) -> str:
+    """The response's text, or what both sides of the conversation said."""
+    return "\n".join(f"{m['role']}: {m['content']}" for m in rollout.messages) or rollout.text
 
 
 def counterfactual_utility(with_it: bool, without: bool) -> float:

@@ -21,7 +21,7 @@ class MemberContext(Protocol):
         """The longest prompt that may be asked, in tokens."""
 
     def ask(self, prompts: Sequence[Prompt], n: int) -> list[Group]:
-        """`n` scored responses of the engine to each prompt."""
+        """`n` scored responses of the engine to each prompt; of conversations, those that were not lost."""
 
     def extended(self, prompt: Prompt, text: str, *, before: bool = False) -> Prompt | None:
         """The prompt with `text` after the user's message, or `before` it, in the same chat template.
@@ -63,6 +63,8 @@ class Member(Block):
     needs_engine: ClassVar[bool] = True
     # Its responses have the components of the reward, and not only a reward.
     gives_components: ClassVar[bool] = True
+    # Its groups may be conversations: it asks for whole ones, and changes no response.
+    takes_conversations: ClassVar[bool] = False
 
     name: str
 

@@ -157,8 +157,8 @@ def _conversation(config: Config) -> None:
         reason = "rollout.router_replay=true: the experts of several turns are not recorded"
     elif config.train.share_prompts:
         reason = "train.share_prompts=true: every turn has a context of its own"
-    elif algorithm.members:
-        reason = f"algorithm.members: {algorithm.members[0].name} adds or changes single responses"
+    elif single := [member.name for member in algorithm.members if not member.takes_conversations]:
+        reason = f"algorithm.members: {single[0]} adds or changes single responses"
     elif algorithm.prior.greedy:
         reason = f"algorithm.prior={algorithm.prior.name}: it takes one response a prompt, which may be lost"
     if reason:
