@@ -115,12 +115,13 @@ def _check_rewards(config: Config) -> None:
         except ValueError as error:
             raise ConfigError(f"rewards.components.{i}.function={component.function}: {error}") from None
     talks = config.rollout.conversation
-    for spec in () if talks is None else (*talks.tools, *([talks.environment] if talks.environment else [])):
+    named = [] if talks is None else [("environment", talks.environment), ("program", talks.program)]
+    named += [] if talks is None else [("tools", tool) for tool in talks.tools]
+    for key, spec in named:
         try:
-            if spec != PYTHON:
+            if spec not in (None, PYTHON):
                 check_source(spec)
         except ValueError as error:
-            key = "environment" if talks is not None and talks.environment else "tools"
             raise ConfigError(f"rollout.conversation.{key}={spec}: {error}") from None
 
 

@@ -32,14 +32,18 @@ class ConversationConfig(Section):
     """
 
     fixed_keys = (
-        *("environment", "options", "tools", "parser", "earlier_key"),
+        *("environment", "program", "options", "tools", "parser", "earlier_key"),
         *("turns", "turn_tokens", "observation_tokens"),
     )
     free_keys = ("step_timeout", "workers", "max_lost")
 
     # Your own class with reset(prompt, seed) and step(said): `module:Class` or `path/file.py:Class`.
     environment: str | None = None
-    options: dict[str, Any] = Field(default_factory=dict)  # Keyword arguments of the class.
+    # Your own function run(prompt, endpoint), plain or async, in the same form: any program that asks the
+    # policy through an OpenAI client, and returns the reward.
+    program: str | None = None
+    # Keyword arguments of the class or the program.
+    options: dict[str, Any] = Field(default_factory=dict)
     # Functions that the policy may call, `module:function` or `path/file.py:function`, instead of an
     # environment. Their signatures and docstrings reach the chat template. `python` runs programs in a
     # sandbox.
@@ -53,19 +57,21 @@ class ConversationConfig(Section):
     turn_tokens: PositiveInt | None = None  # Tokens of one turn at most; null: what is left of max_tokens.
     # Tokens of one answer of the environment at most; a note stands for a longer one.
     observation_tokens: PositiveInt = 1024
-    step_timeout: Seconds = 30.0  # Seconds for one answer of the environment.
-    workers: Processes = 1  # Processes in which environments run, on every rank that samples.
+    # Seconds for one answer of the environment, or of a program between two answers of the policy.
+    step_timeout: Seconds = 30.0
+    # Processes in which environments run, or which start programs, on every rank that samples.
+    workers: Processes = 1
     # End the run where a larger share of a batch's conversations is lost to failures of the environment.
     max_lost: float = Field(0.5, ge=0, lt=1)
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        if (self.environment is None) == (not self.tools):
-            raise ValueError("give either an environment or tools")
+        if sum(map(bool, (self.environment, self.program, self.tools))) != 1:
+            raise ValueError("give one of environment, tools and program")
         if self.tools and self.options:
-            raise ValueError("options are for an environment; tools take none")
-        if self.tools and self.earlier_key is not None:
-            raise ValueError("earlier_key is for an environment; tools keep nothing of a conversation")
+            raise ValueError("options are for an environment or a program; tools take none")
+        if self.environment is None and self.earlier_key is not None:
+            raise ValueError("earlier_key is for an environment")
         if PYTHON in self.tools and self.sandbox.seconds >= self.step_timeout:
             raise ValueError(
                 f"sandbox.seconds={self.sandbox.seconds:g} must be below step_timeout={self.step_timeout:g}"

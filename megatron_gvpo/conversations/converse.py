@@ -50,7 +50,7 @@ async def converse(
                     min(left, limits.turn_tokens),
                 )
             )
-            _append(rollout, said, given)
+            append_turn(rollout, said, given, after=len(rollout.turns) - 1)
             context += said.token_ids
             left -= len(said.token_ids)
             text = template.text(said.token_ids)
@@ -80,8 +80,15 @@ async def converse(
     return rollout
 
 
-def _append(rollout: Rollout, said: Rollout, given: tuple[int, ...]) -> None:
-    """Add a turn: the policy's tokens, and what was given before them."""
+def append_turn(
+    rollout: Rollout,
+    said: Rollout,
+    given: tuple[int, ...],
+    after: int,
+    keep: int | None = None,
+    agent: str = "",
+) -> None:
+    """Add a turn: the policy's tokens, and what was given before them (see `turns.Turn`)."""
     begin = len(rollout.token_ids)
     spans = said.spans or [(said.weight_version, 0, len(said.token_ids))]
     for version, first, end in spans:
@@ -90,7 +97,7 @@ def _append(rollout: Rollout, said: Rollout, given: tuple[int, ...]) -> None:
         else:
             first += begin
         rollout.spans.append((version, first, begin + end))
-    rollout.turns.append(Turn(begin, len(rollout.turns) - 1, None, given))
+    rollout.turns.append(Turn(begin, after, keep, given, agent))
     rollout.token_ids += said.token_ids
     rollout.logprobs += said.logprobs
     rollout.weight_version = min(version for version, _, _ in rollout.spans)

@@ -12,6 +12,7 @@ from megatron_gvpo.config.sections import SamplingConfig
 from megatron_gvpo.conversations.config import ConversationConfig
 from megatron_gvpo.conversations.converse import Limits, converse
 from megatron_gvpo.conversations.environments import Environments
+from megatron_gvpo.conversations.programs.held import Programs
 from megatron_gvpo.conversations.template import Template
 from megatron_gvpo.groups import Prompt, Rollout
 from megatron_gvpo.rollout.request import Request, derived_seed
@@ -82,3 +83,10 @@ class Conversations:
         self._environments.end_step()
         found = iter(task.result() for task in tasks)
         return [[next(found) for _ in range(request.n)] for request in requests]
+
+
+def conversations_of(config: ConversationConfig, task: Task) -> Conversations | Programs:
+    """What holds the configured conversations: with an environment or tools, or by programs."""
+    if config.program is not None:
+        return Programs(config, config.program, task)
+    return Conversations(config, task)

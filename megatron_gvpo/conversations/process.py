@@ -51,10 +51,12 @@ class StepFailed(Exception):  # noqa: N818 - it is no fault of this program
 class EnvironmentProcess(GuardedProcess):
     """One process, in which steps of several conversations may run at once where `overlaps` is true."""
 
+    module = "megatron_gvpo.conversations.worker"  # where its `work` is
+    key = "environment"  # of `rollout.conversation`
     overlaps = False
 
     def __init__(self, spec: str, options: Mapping[str, Any], printout: Printout) -> None:
-        super().__init__("megatron_gvpo.conversations.worker", printout)
+        super().__init__(self.module, printout)
         self._spec = spec
         self._numbers = count()
         self._asked: dict[int, _Asked] = {}
@@ -83,7 +85,7 @@ class EnvironmentProcess(GuardedProcess):
         match reply:
             case [kind, str(reason)] if kind == UNLOADABLE:
                 self.stop()
-                raise ConfigError(f"rollout.conversation.environment={self._spec}: {reason}")
+                raise ConfigError(f"rollout.conversation.{self.key}={self._spec}: {reason}")
             case [kind, bool(overlaps)] if kind == READY:
                 self.overlaps = overlaps
             case _:

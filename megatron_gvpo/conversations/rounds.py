@@ -20,14 +20,21 @@ class Rounds:
 
     def __init__(self, generate: Generate, live: int) -> None:
         self._generate, self._live = generate, live
-        self._asked: dict[int, tuple[Request, asyncio.Future[Rollout]]] = {}
+        self._asked: list[tuple[int, Request, asyncio.Future[Rollout]]] = []
 
     async def say(self, conversation: int, request: Request) -> Rollout:
-        """The policy's next turn, sampled once all others have asked or ended."""
-        answer: asyncio.Future[Rollout] = asyncio.get_running_loop().create_future()
-        self._asked[conversation] = request, answer
+        """The policy's next turn, sampled once all others have asked or ended.
+
+        A conversation may ask several times at once.
+        """
+        asked = conversation, request, asyncio.get_running_loop().create_future()
+        self._asked.append(asked)
         self._begin_round()
-        return await answer
+        try:
+            return await asked[2]
+        finally:
+            if asked in self._asked:  # it was cancelled: nobody wants the answer any more
+                self._asked.remove(asked)
 
     def ended(self, conversation: int) -> None:
         """The conversation needs no more turns."""
@@ -35,9 +42,10 @@ class Rounds:
         self._begin_round()
 
     def _begin_round(self) -> None:
-        if not self._asked or len(self._asked) < self._live:
+        if not self._asked or len({conversation for conversation, _, _ in self._asked}) < self._live:
             return
-        asked, self._asked = [self._asked[number] for number in sorted(self._asked)], {}
-        answers = self._generate([request for request, _ in asked])
-        for (_, future), [rollout] in zip(asked, answers, strict=True):
-            future.set_result(rollout)
+        asked, self._asked = sorted(self._asked, key=lambda one: (one[0], one[1].seed)), []
+        answers = self._generate([request for _, request, _ in asked])
+        for (_, _, future), [rollout] in zip(asked, answers, strict=True):
+            if not future.done():
+                future.set_result(rollout)

@@ -14,6 +14,8 @@ from megatron_gvpo.data.sources import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from megatron_gvpo.groups import Prompt
+
 _SAID = "\u2042said\u2042"  # the made-up message of the policy
 _HISTORIES: tuple[list[dict[str, str]], ...] = (
     [{"role": "user", "content": "a"}],
@@ -59,6 +61,21 @@ class Template:
         if last == self._end:
             text = text.removeprefix(end)
         return self._tokens(text)
+
+    def opening(self, messages: Sequence[Mapping[str, Any]], prompt: Prompt) -> tuple[int, ...]:
+        """The tokens of a whole chat up to the policy's next turn. Raises DataError.
+
+        Without a chat template, a chat that begins with the prompt's text begins with the prompt's tokens.
+        """
+        if self._chat:
+            try:
+                return self._tokens(self._render(messages, True))
+            except Exception as error:  # a template is a program, and may fail in any way
+                raise DataError(f"the chat template refuses a conversation: {error}") from None
+        text = "".join(message["content"] for message in messages)
+        if text.startswith(prompt.text):
+            return prompt.token_ids + self._tokens(text[len(prompt.text) :])
+        return tuple(self._tokenizer(text)["input_ids"])
 
     def _tokens(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from megatron_gvpo.config.schema import Config, ConfigError, SamplingConfig
 from megatron_gvpo.conversations.converse import LOST
-from megatron_gvpo.conversations.held import Conversations
+from megatron_gvpo.conversations.held import Conversations, conversations_of
+from megatron_gvpo.conversations.programs.held import Programs
 from megatron_gvpo.conversations.rounds import Rounds
 from megatron_gvpo.data.task import Task
 from megatron_gvpo.groups import Group, Prompt, Rollout
@@ -55,7 +56,7 @@ class EmbeddedEngine:
             trust_remote_code=config.model.trust_remote_code,
         )
         talks = config.rollout.conversation
-        self._conversations = None if talks is None else Conversations(talks, task)
+        self._conversations = None if talks is None else conversations_of(talks, task)
         self._opened = ExitStack()
 
     @property
@@ -83,7 +84,7 @@ class EmbeddedEngine:
 
     def _converse(
         self,
-        conversations: Conversations,
+        conversations: Conversations | Programs,
         sampling: SamplingConfig,
         prompts: Sequence[Prompt],
         requests: Sequence[Request],

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_gvpo.config.schema import Config, ConfigError, SamplingConfig, read_model_config
 from megatron_gvpo.conversations.converse import LOST
-from megatron_gvpo.conversations.held import Conversations
+from megatron_gvpo.conversations.held import conversations_of
 from megatron_gvpo.data.task import Task
 from megatron_gvpo.groups import Group, Prompt, Rollout
 from megatron_gvpo.rollout import leader
@@ -58,7 +58,7 @@ class ServedEngine:
         self._weights = WeightSync(config, policy, task.prompts)
         self._memory = policy.memory if config.rollout.servers.colocated else None
         talks = config.rollout.conversation
-        self._conversations = None if talks is None else Conversations(talks, task)
+        self._conversations = None if talks is None else conversations_of(talks, task)
         self._opened = ExitStack()  # rank 0's conversations
         self.servers: ServerSession | None = None  # rank 0's, while they run
         self.asleep = False

@@ -190,7 +190,7 @@ def test_a_run_on_servers_holds_conversations_while_it_trains(
         ("train.share_prompts=true", "rollout.conversation is not possible with train.share_prompts=true"),
         ("algorithm=remax", "rollout.conversation is not possible with algorithm.prior=greedy"),
         ("algorithm.members=[{name: replay}]", "not possible with algorithm.members: replay"),
-        ("rollout.conversation.tools=[tools.py:add]", "give either an environment or tools"),
+        ("rollout.conversation.tools=[tools.py:add]", "give one of environment, tools and program"),
     ],
 )
 def test_what_cannot_be_combined_is_refused_by_name(

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Qwen2Tokenizer
-from transformers.convert_slow_tokenizer import bytes_to_unicode
+from chat_tokenizer import CHATML, END, ids, tokenizer
 
 from megatron_gvpo.conversations.converse import LOST, Limits, converse
 from megatron_gvpo.conversations.process import Answer
@@ -20,19 +19,6 @@ from megatron_gvpo.groups import Rollout
 from megatron_gvpo.rollout.request import Request
 from megatron_gvpo.turns import segments
 
-SPECIAL = ["<|pad|>", "<|im_start|>", "<|im_end|>", "</call>"]
-END = 2
-# Every byte is a token, and so is "he", "ll", "llo" and "hello".
-MERGES = [("h", "e"), ("l", "l"), ("ll", "o"), ("he", "llo")]
-
-# As Qwen2.5 writes a chat: tools in the system message, their answers in a message of the user.
-CHATML = (
-    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n"
-    "{% endif %}{% for m in messages %}{% if m.role == 'tool' %}"
-    "<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response><|im_end|>\n"
-    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 # As Qwen3 does it: what an earlier turn thought is left out, which a rendering of the whole chat would lose.
 FORGETS = CHATML.replace("{{ m.content }}<|im_end|>", "{{ m.content.split('</think>')[-1] }}<|im_end|>")
 NUMBERED = CHATML.replace("<|im_start|>{{ m.role }}", "<|im_start|>{{ loop.index }}{{ m.role }}")
@@ -40,25 +26,6 @@ OTHER_END = CHATML.replace("{{ m.content }}<|im_end|>", "{{ m.content }}</call><
 REWRITES = CHATML.replace(
     "<|im_start|>{{ m.role }}", "<|im_start|>{% if not loop.last %}old {% endif %}{{ m.role }}"
 )
-
-
-def tokenizer(template: str | None = CHATML) -> Qwen2Tokenizer:
-    tokens = [*SPECIAL, *bytes_to_unicode().values(), *("".join(pair) for pair in MERGES)]
-    made = Qwen2Tokenizer(
-        vocab={token: i for i, token in enumerate(tokens)},
-        merges=MERGES,
-        pad_token="<|pad|>",
-        eos_token="<|im_end|>",
-        unk_token=None,
-    )
-    made.add_special_tokens({"additional_special_tokens": SPECIAL[1:2]})
-    made.add_tokens(SPECIAL[3:])
-    made.chat_template = template
-    return made
-
-
-def ids(of: Qwen2Tokenizer, text: str) -> tuple[int, ...]:
-    return tuple(of(text, add_special_tokens=False)["input_ids"])
 
 
 @pytest.mark.parametrize("written", [CHATML, FORGETS])

@@ -22,6 +22,7 @@ PARTS = (
     "embedded rollout engine",
     "reward workers",
     "environment workers",
+    "agent programs",
     "sglang server",
     "vllm server",
     "TRL's losses",

@@ -1,0 +1,182 @@
+"""Chat completions as OpenAI's interface has them: requests read, messages compared, answers written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from megatron_gvpo.config.sections import SamplingConfig
+from megatron_gvpo.conversations.parsers import PARSERS
+from megatron_gvpo.groups import Rollout
+
+Message = dict[str, Any]
+
+# Parameters that change what the policy would say, and the values that change nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "seed": (None,),
+    "stop": (None, []),
+    "logit_bias": (None, {}),
+    "frequency_penalty": (None, 0),
+    "presence_penalty": (None, 0),
+    "repetition_penalty": (None, 1),
+    "top_k": (None, -1, 0),
+    "min_p": (None, 0),
+    "response_format": (None, {"type": "text"}),
+    "tool_choice": (None, "auto", "none"),
+}
+_CALL_BEGINS = {"hermes": "<tool_call>", "xml": "<function="}
+
+
+class Refused(Exception):  # noqa: N818 - an answer to a program
+    """A call that is answered with an error of HTTP's `status` and OpenAI's `code`."""
+
+    def __init__(self, message: str, code: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.code, self.status = code, status
+
+    def body(self) -> dict[str, Any]:
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
+
+
+class ChatRequest(BaseModel):
+    """What is read of a request's body; the sampling parameters are in `extra`."""
+
+    model_config = ConfigDict(extra="allow")
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    model: str = "policy"
+    tools: list[dict[str, Any]] | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    max_tokens: int | None = Field(None, gt=0)
+    max_completion_tokens: int | None = Field(None, gt=0)
+    logprobs: bool | None = None
+    user: str | None = None
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        return self.__pydantic_extra__ or {}
+
+    @property
+    def most(self) -> int | None:
+        """Tokens of the answer at most."""
+        limits = [n for n in (self.max_tokens, self.max_completion_tokens) if n is not None]
+        return min(limits, default=None)
+
+    @property
+    def shown_tools(self) -> list[dict[str, Any]]:
+        return self.tools or []
+
+
+def overrides(asked: Mapping[str, Any], sampling: SamplingConfig) -> bool:
+    """True where a caller asks for another distribution than the run's, which it does not get."""
+    run = {"temperature": sampling.temperature, "top_p": sampling.top_p}
+    return any(asked.get(name) not in (None, value) for name, value in run.items()) or any(
+        name in asked and asked[name] not in same for name, same in _NEUTRAL.items()
+    )
+
+
+def read_message(message: Mapping[str, Any]) -> Message:
+    """A message with its content as text and its calls' arguments as values. Raises Refused."""
+    role, content = message.get("role"), message.get("content")
+    if isinstance(content, list):
+        if not all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
+            raise Refused("a message has content that is no text, which the policy cannot read", "no_text")
+        content = "".join(str(part.get("text", "")) for part in content)
+    if not isinstance(role, str) or not isinstance(content, str | None):
+        raise Refused("a message needs a role, and a text as its content", "invalid_messages")
+    read: Message = {"role": "system" if role == "developer" else role, "content": content or ""}
+    if calls := message.get("tool_calls"):
+        read["tool_calls"] = [_read_call(call) for call in calls]
+    return read | {name: message[name] for name in ("name", "tool_call_id") if message.get(name) is not None}
+
+
+def _read_call(call: Any) -> dict[str, Any]:
+    try:
+        function = call["function"]
+        name, arguments = function["name"], function["arguments"]
+    except (TypeError, KeyError):
+        raise Refused("a tool call needs a function with name and arguments", "invalid_messages") from None
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):  # else the template writes the text
+            arguments = json.loads(arguments)
+    return {
+        "id": str(call.get("id", "")),
+        "type": "function",
+        "function": {"name": str(name), "arguments": arguments},
+    }
+
+
+def same(first: Sequence[Message], second: Sequence[Message]) -> bool:
+    """True where two chats say the same, apart from the numbers of calls and white space around texts."""
+    return len(first) == len(second) and all(
+        _compared(a) == _compared(b) for a, b in zip(first, second, strict=True)
+    )
+
+
+def _compared(message: Message) -> tuple[Any, ...]:
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    return message["role"], message["content"].strip(), calls
+
+
+def answer_of(text: str, parser: str, tools: bool, number: int) -> tuple[Message, str]:
+    """(the policy's message, "tool_calls" or "stop"). A call that cannot be read stays in the text.
+
+    `number` makes the ids of the calls, in nine digits as Mistral's templates want them.
+    """
+    calls = PARSERS[parser](text) if tools else []
+    if not calls or any(call.problem for call in calls):
+        return {"role": "assistant", "content": text}, "stop"
+    content = text.partition(_CALL_BEGINS[parser])[0].strip() if parser in _CALL_BEGINS else ""
+    written = [
+        {
+            "id": f"{(number + i) % 16**9:09x}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+        }
+        for i, call in enumerate(calls)
+    ]
+    return {"role": "assistant", "content": content or None, "tool_calls": written}, "tool_calls"
+
+
+def completion(
+    asked: ChatRequest, number: int, context: int, said: Rollout, message: Message, reason: str
+) -> dict[str, Any]:
+    """The body of a chat completion."""
+    choice: dict[str, Any] = {"index": 0, "message": message, "finish_reason": reason, "logprobs": None}
+    if asked.logprobs:
+        choice["logprobs"] = token_logprobs(said)
+    count = len(said.token_ids)
+    usage = {"prompt_tokens": context, "completion_tokens": count, "total_tokens": context + count}
+    head = {"id": f"chatcmpl-{number}", "object": "chat.completion", "created": 0, "model": asked.model}
+    return {**head, "choices": [choice], "usage": usage}
+
+
+def token_logprobs(said: Rollout) -> dict[str, Any]:
+    """The log-probs of an answer's tokens, which are named by number."""
+    pairs = zip(said.token_ids, said.logprobs, strict=True)
+    return {
+        "content": [
+            {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
+            for token, logprob in pairs
+        ]
+    }
+
+
+def chunks(body: dict[str, Any], with_usage: bool) -> Iterator[dict[str, Any]]:
+    """A completion as the parts of a stream: the message, the reason of its end, the usage."""
+    [choice] = body["choices"]
+    calls = [{"index": i, **call} for i, call in enumerate(choice["message"].get("tool_calls", ()))]
+    delta = {**choice["message"], **({"tool_calls": calls} if calls else {})}
+    head = {name: body[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+    part = {"index": 0, "delta": delta, "logprobs": choice["logprobs"], "finish_reason": None}
+    yield {**head, "choices": [part]}
+    yield {**head, "choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]}
+    if with_usage:
+        yield {**head, "choices": [], "usage": body["usage"]}

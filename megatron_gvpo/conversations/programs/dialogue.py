@@ -1,0 +1,164 @@
+"""What one program says to the policy: contexts as exact tokens, limits, and the rollout at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron_gvpo.conversations.converse import Limits, Say
+from megatron_gvpo.conversations.programs.calls import Call, place, rollout_of_calls, without_retries
+from megatron_gvpo.conversations.programs.chat import Message, Refused, read_message, same
+from megatron_gvpo.conversations.template import Template
+from megatron_gvpo.data.sources import DataError
+from megatron_gvpo.groups import Prompt, Rollout
+from megatron_gvpo.rollout.request import Request, derived_seed
+
+Templates = Callable[[str], Template]  # the template that shows these tools, given as JSON
+
+
+class Dialogue:
+    """The calls of one rollout's program. It lives in one event loop.
+
+    The seed of a call is made from its context, so that agents that ask at the same time hear the same in
+    whatever order they ask.
+    """
+
+    def __init__(self, say: Say, templates: Templates, prompt: Prompt, seed: int, limits: Limits) -> None:
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # the engine's error
+        self.first_call = asyncio.Event()
+        self.counts: Counter[str] = Counter()
+        self.limited = False  # a call was refused because nothing was left
+        self._say, self._templates, self._prompt, self._seed = say, templates, prompt, seed
+        self._limits, self._left = limits, limits.max_tokens
+        self._calls: list[Call] = []
+        self._begun: Counter[tuple[int, ...]] = Counter()  # calls by context
+        self._turns = self._reserved = 0  # answered or asked; tokens that calls may take which are asked
+        self._asking: set[asyncio.Task[Any]] = set()
+        self._freed = asyncio.Condition()
+        self._moved = time.monotonic()
+
+    def idle_seconds(self) -> float:
+        """The time since the program was last answered; 0 while the policy is asked."""
+        return 0.0 if self._asking else time.monotonic() - self._moved
+
+    def moved(self) -> None:
+        """The program has something to do from now on."""
+        self._moved = time.monotonic()
+
+    def context(self, messages: Sequence[Message], tools: str) -> tuple[int, ...]:
+        """The tokens with which the policy is asked.
+
+        A chat that goes on from an answer keeps the tokens that were sampled. Anything else is rendered by
+        the chat template. Raises Refused.
+        """
+        known = [
+            call
+            for call in self._calls
+            if call.messages and call.tools == tools and same(_read(call), messages[: len(call.messages)])
+        ]
+        try:
+            template = self._templates(tools)
+            if not known:
+                found = template.opening(messages, self._prompt)
+            else:
+                call = max(enumerate(known), key=lambda one: (len(one[1].messages), one[0]))[1]
+                found = call.end + template.given(call.end[-1], messages[len(call.messages) :])
+        except DataError as error:
+            raise Refused(str(error), "invalid_messages") from None
+        if not found:
+            raise Refused("the messages are empty", "invalid_messages")
+        return found
+
+    async def ask(self, context: tuple[int, ...], most: int | None, agent: str) -> Rollout:
+        """The policy's answer; `most`: of so many tokens. The caller records it. Raises Refused."""
+        self.first_call.set()
+        if self.failed.done():
+            raise Refused("the run has ended", "ended", 503)
+        task = asyncio.current_task()
+        assert task is not None
+        self._asking.add(task)
+        wanted = min(self._limits.turn_tokens, most or self._limits.turn_tokens)
+        reserved = 0
+        try:
+            async with self._freed:  # a call does not take less because another is not answered yet
+                while self._room(context) < wanted and self._reserved:
+                    await self._freed.wait()
+                self._check(context)
+                reserved = min(wanted, self._room(context))
+                self._reserved += reserved
+                self._turns += 1
+            seed = derived_seed(self._seed, *context, self._begun[context])
+            self._begun[context] += 1
+            try:
+                return await self._say(Request(context, 1, seed, reserved))
+            except Exception as error:
+                if not self.failed.done():
+                    self.failed.set_exception(error)
+                raise Refused("the run has ended", "ended", 503) from None
+        finally:
+            self._asking.discard(task)
+            self.moved()
+            async with self._freed:
+                self._reserved -= reserved
+                self._freed.notify_all()
+
+    def record(self, call: Call) -> None:
+        """Add a call that was answered."""
+        self._left -= len(call.context) - self._shared(call.context) + len(call.said.token_ids)
+        self._calls.append(call)
+
+    def _shared(self, context: tuple[int, ...]) -> int:
+        return place(self._prompt.token_ids, [call.end for call in self._calls], context).shared
+
+    def _room(self, context: tuple[int, ...]) -> int:
+        return self._left - self._reserved - len(context) + self._shared(context)
+
+    def _check(self, context: tuple[int, ...]) -> None:
+        if self._turns >= self._limits.turns:
+            self.limited = True
+            raise Refused(f"no turns are left: rollout.conversation.turns={self._limits.turns}", "turns")
+        if self._room(context) < 1:
+            self.limited = True
+            raise Refused(
+                f"these {len(context)} tokens leave no room for an answer: "
+                f"rollout.max_tokens={self._limits.max_tokens} bounds all that comes after the prompt",
+                "context_length_exceeded",
+            )
+
+    async def close(self) -> None:
+        """End the calls that nobody waits for any more."""
+        asking = list(self._asking)
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+
+    def rollout(self, reward: float, counts: dict[str, float]) -> Rollout | None:
+        """The rollout that the answered calls are; None without any."""
+        kept = without_retries(self._calls)
+        if not kept:
+            return None
+        rollout = rollout_of_calls(self._prompt.token_ids, kept)
+        if self.limited:
+            rollout.finish_reason = "length"
+        given = sum(len(turn.given) for turn in rollout.turns)
+        rollout.counts = {
+            **counts,
+            "environment_reward": reward,
+            "observation_tokens": float(given),
+            "overridden_calls": float(self.counts["overridden_calls"]),
+            "retried_calls": float(len(self._calls) - len(kept)),
+        }
+        return rollout
+
+
+def _read(call: Call) -> list[Message]:
+    return [read_message(message) for message in call.messages]
+
+
+def tools_text(tools: list[dict[str, Any]]) -> str:
+    """Tools as a text that is the same for the same tools."""
+    return json.dumps(tools) if tools else ""

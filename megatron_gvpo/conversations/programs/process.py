@@ -1,0 +1,180 @@
+"""The trainer's end of the processes that start programs: it waits for programs, and ends those that hang."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+from itertools import count
+from types import TracebackType
+from typing import Any, Self
+
+from megatron_gvpo.config.errors import ConfigError
+from megatron_gvpo.conversations.process import EnvironmentProcess
+from megatron_gvpo.conversations.programs.dialogue import Dialogue
+from megatron_gvpo.conversations.programs.program import Endpoint
+from megatron_gvpo.conversations.programs.worker import END, START
+from megatron_gvpo.conversations.worker import FAILED, SAID
+from megatron_gvpo.rewards.printed import Printout
+from megatron_gvpo.rewards.wire import WireError, pack_values, receive_values, send_data
+from megatron_gvpo.rollout.request import RolloutError
+
+_BEGIN = 0.25  # seconds after which the next program may start, where one has not asked the policy by then
+_LISTEN = 0.2  # seconds between two looks at what programs print
+
+Ended = tuple[float, dict[str, float]]  # a program's reward and counts
+
+
+class ProgramFailed(Exception):  # noqa: N818 - it is no fault of this program
+    """A program gave no result, which is no doing of the policy's."""
+
+
+class _Process(EnvironmentProcess):
+    module = "megatron_gvpo.conversations.programs.worker"
+    key = "program"
+
+
+class Starter:
+    """One process that starts programs, and those that run. A context manager, used in one event loop."""
+
+    def __init__(self, spec: str, options: Mapping[str, Any], idle_seconds: float) -> None:
+        self._spec, self._options, self._idle = spec, options, idle_seconds
+        self._printout = Printout(["program"])
+        self._starting = asyncio.Lock()
+        self._numbers = count()
+        self._running: dict[int, asyncio.Future[Ended]] = {}
+        self._listener: asyncio.Task[None] | None = None
+        self._gone = False
+
+    def __enter__(self) -> Self:
+        """Raises ConfigError where the program cannot be loaded."""
+        self._process = _Process(self._spec, self._options, self._printout)
+        return self
+
+    def wait_ready(self) -> None:
+        """Raises ConfigError where the program cannot be loaded."""
+        self._process.wait_ready()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.stop()
+        self._printout.end_step()
+
+    @property
+    def load(self) -> int:
+        """Programs that run."""
+        return len(self._running)
+
+    def end_step(self) -> None:
+        """The next step's lines of what programs print are counted anew."""
+        self._printout.end_step()
+
+    async def run(self, prompt: bytes, endpoint: Endpoint, dialogue: Dialogue) -> Ended:
+        """What the program returned. Raises ProgramFailed, and what ended the run."""
+        number = next(self._numbers)
+        result: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+        self._running[number] = result
+        try:
+            async with self._starting:  # so that programs do not wait for each other's imports
+                await self._order([START, number, prompt, list(endpoint)])
+                dialogue.moved()
+                first = asyncio.ensure_future(dialogue.first_call.wait())
+                waits = {first, result, dialogue.failed}
+                await asyncio.wait(waits, timeout=_BEGIN, return_when=asyncio.FIRST_COMPLETED)
+                first.cancel()
+            while not result.done():
+                left = self._idle - dialogue.idle_seconds()
+                if left <= 0:
+                    raise ProgramFailed(
+                        f"it neither asked the policy nor returned for {self._idle:g} seconds "
+                        "(rollout.conversation.step_timeout)"
+                    )
+                waiting = {result, dialogue.failed}
+                await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+                if dialogue.failed.done():
+                    dialogue.failed.result()
+            return result.result()
+        finally:
+            del self._running[number]
+            if not result.done():
+                result.cancel()
+                with suppress(OSError):
+                    self._send([END, number])
+
+    async def _order(self, order: list[Any]) -> None:
+        """Tell the process; one that is gone is replaced. Raises RolloutError where there can be no other."""
+        while True:
+            if self._gone:
+                await self._restart()
+            if self._listener is None:
+                self._listener = asyncio.create_task(self._listen())
+            try:
+                return self._send(order)
+            except OSError:
+                self._gone = True
+
+    async def _restart(self) -> None:
+        if self._listener is not None:
+            await self._listener
+        self._process.stop()
+        self._process = _Process(self._spec, self._options, self._printout)
+        try:
+            await asyncio.get_running_loop().run_in_executor(None, self._process.wait_ready)
+        except ConfigError as problem:  # for example, the program's file has changed
+            raise RolloutError(str(problem)) from None
+        self._gone = False
+
+    def _send(self, order: list[Any]) -> None:
+        send_data(self._process.channel, pack_values(order))
+
+    async def _listen(self) -> None:
+        """Take results and output while programs run."""
+        loop, channel = asyncio.get_running_loop(), self._process.channel.fileno()
+        came = asyncio.Event()
+        loop.add_reader(channel, came.set)
+        try:
+            while self._running and not self._gone:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(came.wait(), _LISTEN)
+                came.clear()
+                self._process.output.drain()
+                self._take()
+        finally:
+            loop.remove_reader(channel)
+            self._listener = None
+
+    def _take(self) -> None:
+        """The results that have come; where the process is gone, every program that runs has failed."""
+        try:
+            while (values := receive_values(self._process.channel)) is not None:
+                self._settle(values)
+        except (EOFError, OSError, WireError):
+            self._gone = True
+            for result in self._running.values():
+                if not result.done():
+                    result.set_exception(ProgramFailed("the process that starts programs has ended"))
+
+    def _settle(self, values: Any) -> None:
+        """Hand a program's result to who waits for it; the user's code ran there, so it is checked."""
+        match values:
+            case [kind, int(number), *said]:
+                result = self._running.get(number)
+            case _:
+                raise WireError("no reply")
+        if result is None or result.done():
+            return
+        match said:
+            case [float(reward), dict(counts)] if kind == SAID and _are_numbers(reward, counts):
+                result.set_result((reward, counts))
+            case [str(reason)] if kind == FAILED:
+                result.set_exception(ProgramFailed(reason))
+            case _:
+                result.set_exception(ProgramFailed("its process wrote what is no result"))
+
+
+def _are_numbers(reward: float, counts: dict[Any, Any]) -> bool:
+    return all(type(n) is float and math.isfinite(n) for n in (reward, *counts.values())) and all(
+        isinstance(name, str) for name in counts
+    )

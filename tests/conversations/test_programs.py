@@ -1,0 +1,550 @@
+"""Programs of real processes, with the real OpenAI client, against the proxy. The policy is scripted."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from chat_tokenizer import CHATML, END, ids, tokenizer
+from real_parts import used
+
+from megatron_gvpo.config.errors import ConfigError
+from megatron_gvpo.config.sections import SamplingConfig
+from megatron_gvpo.conversations.config import ConversationConfig
+from megatron_gvpo.conversations.converse import LOST
+from megatron_gvpo.conversations.programs.held import Programs
+from megatron_gvpo.data.task import Task
+from megatron_gvpo.groups import Prompt, Rollout
+from megatron_gvpo.rollout.request import Request
+from megatron_gvpo.turns import segments
+
+# Each function is a program; `record["does"]` names the one that runs.
+PROGRAMS = '''
+import asyncio, json, os, random, signal, time, urllib.request
+from pathlib import Path
+from openai import AsyncOpenAI, BadRequestError, OpenAI
+from megatron_gvpo.conversations import Reply
+
+SHARED = AsyncOpenAI(base_url="http://127.0.0.1:9/v1", api_key="-", max_retries=0)
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {
+    "type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}}}]
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text):
+    return {"role": "assistant", "content": text}
+
+
+async def run(prompt, endpoint, **options):
+    client = SHARED.with_options(base_url=endpoint.base_url, api_key=endpoint.api_key)
+
+    async def ask(messages, **settings):
+        answer = await client.chat.completions.create(model="policy", messages=messages, **settings)
+        return answer.choices[0].message.content
+
+    return await globals()[prompt.record["does"]](prompt, endpoint, client, ask)
+
+
+async def tool_loop(prompt, endpoint, client, ask):
+    """The loop of OpenAI's documentation; every second turn is streamed."""
+    messages, results = [user("2+3+4?")], []
+    for turn in range(9):
+        if turn % 2:
+            content, calls = "", []
+            stream = await client.chat.completions.create(
+                model="any", messages=messages, tools=TOOLS, stream=True, temperature=0.1,
+                stream_options={"include_usage": True})
+            async for chunk in stream:
+                if not chunk.choices:
+                    assert chunk.usage.total_tokens > chunk.usage.prompt_tokens > 0
+                    continue
+                delta = chunk.choices[0].delta
+                content += delta.content or ""
+                for part in delta.tool_calls or []:
+                    function = {"name": part.function.name, "arguments": part.function.arguments}
+                    calls.append({"id": part.id, "type": "function", "function": function})
+            message = {"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})}
+        else:
+            answer = await client.chat.completions.create(model="any", messages=messages, tools=TOOLS)
+            message = answer.choices[0].message.model_dump()
+            calls = message["tool_calls"]
+            assert answer.choices[0].finish_reason == ("tool_calls" if calls else "stop")
+        messages.append(message)
+        if not calls:
+            return Reply(None, 1.0, {"right": float(message["content"] == "9")})
+        for call in calls:
+            values = json.loads(call["function"]["arguments"])
+            result = str(values["a"] + values["b"])
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+
+
+async def sub_agents(prompt, endpoint, client, ask):
+    first = await ask([user("plan")])
+
+    async def sub(name):
+        messages = [user(name)]
+        for _ in range(2):
+            answer = await client.chat.completions.create(
+                model="m", messages=messages, extra_headers={"X-Agent": name})
+            messages += [answer.choices[0].message, user("go on")]
+    await asyncio.gather(sub("one"), sub("two"))
+    await ask([user("plan"), assistant(first), user("done")])
+    return 0.5
+
+
+async def retries(prompt, endpoint, client, ask):
+    """The first of three answers is the one that the program goes on with."""
+    tries = [await ask([user("a")]) for _ in range(3)]
+    await ask([user("a"), assistant(tries[0]), user("b")])
+    await ask([user("a"), assistant(tries[0]), user("b")])
+    return 1
+
+
+async def compaction(prompt, endpoint, client, ask):
+    messages = [user("a long story")]
+    for _ in range(3):
+        messages += [assistant(await ask(messages)), user("more")]
+    short = [messages[0], user("so far: much"), *messages[-2:]]
+    short += [assistant(await ask(short)), user("end")]
+    await ask(short)
+
+
+async def forgetful(prompt, endpoint, client, ask):
+    """Sends earlier answers back without what was thought."""
+    messages = [user("a")]
+    for _ in range(3):
+        said = await ask(messages)
+        messages += [assistant(said.split("</think>")[-1]), user("b")]
+
+
+async def limits(prompt, endpoint, client, ask):
+    messages, refused = [user("a")], ""
+    try:
+        while True:
+            messages += [assistant(await ask(messages)), user("b")]
+    except BadRequestError as error:
+        refused = error.code
+    return Reply(None, 0.25, {refused: 1.0})
+
+
+async def careless(prompt, endpoint, client, ask):
+    messages = [user("a")]
+    while True:
+        messages += [assistant(await ask(messages)), user("b")]
+
+
+async def hang(prompt, endpoint, client, ask):
+    await ask([user("a")])
+    time.sleep(60)
+
+
+async def exit(prompt, endpoint, client, ask):
+    await ask([user("a")])
+    os._exit(3)
+
+
+async def exit_once(prompt, endpoint, client, ask):
+    mark = Path(prompt.record["mark"])
+    await ask([user("a")])
+    if not mark.exists():
+        mark.touch()
+        os._exit(3)
+    return 1
+
+
+async def kill_starter_once(prompt, endpoint, client, ask):
+    mark = Path(prompt.record["mark"])
+    await ask([user("a")])
+    if not mark.exists():
+        mark.touch()
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(60)
+    return 1
+
+
+async def fail(prompt, endpoint, client, ask):
+    await ask([user("a")])
+    raise RuntimeError("a bug")
+
+
+async def silent(prompt, endpoint, client, ask):
+    return 1.0
+
+
+async def lie(prompt, endpoint, client, ask):
+    await ask([user("a")])
+    return True
+
+
+async def no_key(prompt, endpoint, client, ask):
+    await client.with_options(api_key="other").models.list()
+
+
+async def late(prompt, endpoint, client, ask):
+    """A call that nobody waits for."""
+    await ask([user("a")])
+    asyncio.ensure_future(ask([user("b")]))
+    await asyncio.sleep(0.2)
+    return 1
+
+
+async def environment(prompt, endpoint, client, ask):
+    """An agent that knows nothing of the endpoint but OpenAI's variables, and that blocks."""
+    def agent():
+        client = OpenAI()
+        model = client.models.list().data[0]
+        answer = client.chat.completions.create(
+            model=model.id, messages=[user([{"type": "text", "text": "a"}])], logprobs=True, max_tokens=2)
+        assert len(answer.choices[0].logprobs.content) == 2 and answer.choices[0].finish_reason == "length"
+    await asyncio.to_thread(agent)
+    return 1
+
+
+async def refused(prompt, endpoint, client, ask):
+    counts = {}
+    async def attempt(name, **settings):
+        try:
+            await client.chat.completions.create(**{"model": "m", "messages": [user("a")], **settings})
+        except BadRequestError as error:
+            counts[name] = 1.0
+            assert error.body["message"] == prompt.record[name], error.body
+    await ask([user("a")])
+    await attempt("n", n=2)
+    await attempt("image", messages=[user([{"type": "image_url", "image_url": {"url": "x"}}])])
+    await attempt("role", messages=[{"content": "a"}])
+    await attempt("empty", messages=[])
+    await attempt("tokens", extra_body={"max_tokens": -1})
+    return Reply(None, 0, counts)
+
+
+async def tokens(prompt, endpoint, client, ask):
+    """Tokens in, tokens out, as verifiers' harnesses ask."""
+    http, ids = client._client, list(prompt.token_ids)
+    url = endpoint.base_url.removesuffix("/v1") + "/inference/v1/generate"
+    headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+    for _ in range(2):
+        body = {"token_ids": ids, "sampling_params": {"max_tokens": 30, "temperature": 1.0, "seed": 1}}
+        [choice] = (await http.post(url, json=body, headers=headers)).json()["choices"]
+        named = [token["token"] for token in choice["logprobs"]["content"]]
+        assert named == [f"token_id:{i}" for i in choice["token_ids"]]
+        ids += [*choice["token_ids"], 7, 8]
+    wrong = await http.post(url, json={"token_ids": [10**9]}, headers=headers)
+    assert (wrong.status_code, wrong.json()["error"]["code"]) == (400, "invalid_tokens")
+    return 1
+
+
+async def anything(prompt, endpoint, client, ask):
+    """A random program: goes on, branches, changes what was said, tries again, asks at once, in tokens."""
+    rng = random.Random(prompt.record["seed"])
+    http, url = client._client, endpoint.base_url.removesuffix("/v1") + "/inference/v1/generate"
+    chats = [[user(str(rng.randrange(3)))]]
+
+    async def once(number, act, chat):
+        if act == "tokens":
+            ids = list(prompt.token_ids[: rng.randrange(1, 9)]) + [rng.randrange(5, 200) for _ in range(3)]
+            body = {"token_ids": ids, "sampling_params": {}}
+            answer = await http.post(url, json=body, headers={"Authorization": f"Bearer {endpoint.api_key}"})
+            assert answer.status_code == 200, answer.text
+            return
+        said = await ask(chat, user=str(number))
+        if act != "again":
+            chat += [assistant(said), user(str(rng.randrange(3)))]
+
+    for _ in range(rng.randrange(1, 7)):
+        acts = rng.choices(["go", "branch", "cut", "change", "again", "tokens"], [5, 1, 1, 1, 1, 1],
+                           k=rng.choice([1, 1, 2]))
+        calls = []
+        for act in acts:
+            number = rng.randrange(len(chats))
+            chat = chats[number]
+            if act in ("branch", "cut", "change"):
+                chat = [dict(m) for m in chat]
+                if act == "branch":
+                    chat = chat[: rng.randrange(0, len(chat), 2) + 1]
+                if act == "cut" and len(chat) > 2:
+                    del chat[rng.randrange(0, 2) : rng.randrange(2, len(chat))]
+                if act == "change":
+                    chat[rng.randrange(len(chat))]["content"] = "other"
+                number = len(chats)
+                chats.append(chat)
+            if all(other is not chat for _, _, other in calls):
+                calls.append((number, act, chat))
+        await asyncio.gather(*(once(*call) for call in calls))
+    return 1
+'''
+# Tools and calls of them, as Qwen2.5 writes them.
+WITH_CALLS = CHATML.replace(
+    "{{ m.content }}<|im_end|>",
+    "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>"
+    "{% endfor %}<|im_end|>",
+)
+SECONDS = 200.0  # that a program may be idle: a busy machine takes its time
+
+
+class Script:
+    """A policy that says `answer(context, call)`: a text, or tokens. It records what it was asked."""
+
+    def __init__(self, answer: Callable[[str, int], str | list[int]]) -> None:
+        self._answer, self.of = answer, tokenizer(WITH_CALLS)
+        self.record: list[tuple[int, tuple[int, ...], list[int]]] = []
+        self.seeds: list[int] = []
+        self.left: set[int] = set()
+
+    async def say(self, conversation: int, request: Request) -> Rollout:
+        await asyncio.sleep(0.01)
+        calls = sum(number == conversation for number, _, _ in self.record)
+        said = self._answer(self.of.decode(list(request.prompt_ids)), calls)
+        own = [*ids(self.of, said), END] if isinstance(said, str) else said
+        reason = "stop" if len(own) <= (request.max_tokens or 0) else "length"
+        own = own[: request.max_tokens]
+        self.record.append((conversation, request.prompt_ids, own))
+        self.seeds.append(request.seed)
+        return Rollout(list(own), [-0.5] * len(own), "", reason, 7)
+
+    def ended(self, conversation: int) -> None:
+        self.left.add(conversation)
+
+
+class Held:
+    """Programs that are open for a test."""
+
+    def __init__(self, file: Path, **options: Any) -> None:
+        self.of = tokenizer(WITH_CALLS)
+        task = Task(self.of, END, [], [], chat=True)
+        settings = {"turns": 12, "step_timeout": SECONDS, "workers": 2, **options}
+        spec = f"{file}:run"
+        self.config = ConversationConfig(program=spec, **settings)
+        self._programs, self._runner = Programs(self.config, spec, task), asyncio.Runner()
+
+    def __enter__(self) -> Held:
+        self._programs.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._runner.close()
+        self._programs.__exit__(None, None, None)
+
+    def hold(
+        self,
+        prompts: list[Prompt],
+        answer: Callable[[str, int], str | list[int]],
+        n: int = 1,
+        most: int = 4000,
+    ) -> list[list[Rollout]]:
+        """Every rollout's segments are compared with what the policy was asked."""
+        self.policy = Script(answer)
+        requests = [Request(p.token_ids, n, seed=100 + i) for i, p in enumerate(prompts)]
+        sampling = SamplingConfig(max_tokens=most)
+        held = self._programs.hold(self.policy, prompts, requests, sampling)
+        groups = self._runner.run(asyncio.wait_for(held, 500))
+        used("agent programs")
+        assert self.policy.left == set(range(n * len(prompts)))
+        for number, (p, rollout) in enumerate(
+            (p, r) for p, g in zip(prompts, groups, strict=True) for r in g
+        ):
+            check_contexts(p, rollout, [(c, o) for i, c, o in self.policy.record if i == number])
+        return groups
+
+
+def check_contexts(prompt: Prompt, rollout: Rollout, record: list[tuple[tuple[int, ...], list[int]]]) -> None:
+    """Every own token occurs once, after exactly the context that the policy was asked with."""
+    found = segments(prompt.token_ids, rollout.token_ids, rollout.turns)
+    begins = [turn.begin for turn in rollout.turns] + [len(rollout.token_ids)]
+    placed: list[int] = []
+    for segment in found:
+        for place, first, count in segment.own:
+            turn = begins.index(first)
+            said = rollout.token_ids[first : begins[turn + 1]]
+            assert count == len(said) and segment.ids[place : place + count] == said
+            assert (tuple(segment.ids[:place]), said) in record
+            placed += range(first, first + count)
+    assert sorted(placed) == list(range(len(rollout.token_ids)))
+    assert len(rollout.logprobs) == len(rollout.token_ids)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("programs") / "programs.py"
+    path.write_text(PROGRAMS)
+    return path
+
+
+@pytest.fixture(scope="module")
+def held(file: Path) -> Iterator[Held]:
+    with Held(file) as opened:
+        yield opened
+
+
+def prompt(does: str, **record: Any) -> Prompt:
+    text = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+    return Prompt(does, ids(tokenizer(WITH_CALLS), text), text, record={"does": does, **record})
+
+
+def call(a: int, b: int) -> str:
+    return f'so <tool_call>{{"name": "add", "arguments": {{"a": {a}, "b": {b}}}}}</tool_call>'
+
+
+def test_an_openai_tool_loop_is_one_chat_of_the_tokens_that_were_sampled(held: Held) -> None:
+    of = held.of
+    drift = [*of.convert_tokens_to_ids(["he", "llo"]), *ids(of, call(5, 4)), END]  # "hello" is one token
+    answers: list[str | list[int]] = [call(2, 3), drift, "9"]
+    [[rollout]] = held.hold([prompt("tool_loop")], lambda _, i: answers[i])
+    assert [(t.after, t.keep) for t in rollout.turns][1:] == [(0, None), (1, None)]
+    assert len(segments(prompt("x").token_ids, rollout.token_ids, rollout.turns)) == 1
+    assert of.decode(rollout.turns[1].given).startswith(
+        "\n<|im_start|>user\n<tool_response>\n5\n</tool_response>"
+    )
+    assert '"name": "add"' in of.decode(rollout.turns[0].given), "the tools reach the template"
+    assert (rollout.counts["right"], rollout.counts["environment_reward"]) == (1.0, 1.0)
+    assert rollout.counts["overridden_calls"] == 1, "a call with another temperature"
+    roles = ["user", "assistant", "tool", "assistant", "tool", "assistant"]
+    assert [message["role"] for message in rollout.messages] == roles
+    assert (rollout.finish_reason, rollout.counts["retried_calls"]) == ("stop", 0)
+
+
+def test_sub_agents_ask_at_the_same_time_and_have_names(held: Held) -> None:
+    [group] = held.hold([prompt("sub_agents")], lambda context, i: f"{i}", n=3)
+    for rollout in group:
+        agents = [turn.agent for turn in rollout.turns]
+        assert sorted(agents) == ["", "", "one", "one", "two", "two"] and agents[0] == agents[-1] == ""
+        assert len(segments(prompt("x").token_ids, rollout.token_ids, rollout.turns)) == 3
+        assert rollout.counts["environment_reward"] == 0.5
+    assert len(set(held.policy.seeds)) == 18
+
+
+def test_of_retries_the_answer_counts_that_a_later_call_shows(held: Held) -> None:
+    [[rollout]] = held.hold([prompt("retries")], lambda _, i: f"try {i}")
+    texts = [held.of.decode(rollout.token_ids[t.begin : t.begin + 5]) for t in rollout.turns]
+    assert texts == ["try 0", "try 4"], "shown, and the last of two that are not"
+    assert rollout.counts["retried_calls"] == 3
+
+
+def test_compaction_and_stripped_thinking_begin_segments(held: Held) -> None:
+    [[cut], [forgets]] = held.hold(
+        [prompt("compaction"), prompt("forgetful")], lambda _, i: f"<think>{i}</think>it is {i}"
+    )
+    assert len(segments(prompt("x").token_ids, cut.token_ids, cut.turns)) == 2
+    keeps = [turn.keep for turn in cut.turns]
+    assert keeps[1:3] == [None, None] and keeps[3] is not None and keeps[4] is None
+    assert len(segments(prompt("x").token_ids, forgets.token_ids, forgets.turns)) == 3
+
+
+def test_limits_are_errors_that_openai_clients_understand(file: Path) -> None:
+    with Held(file, turns=3, turn_tokens=20) as held:
+        caught, careless = held.hold([prompt("limits"), prompt("careless")], lambda _, i: "x" * 9)
+        assert (len(caught[0].turns), caught[0].finish_reason) == (3, "length")
+        assert (caught[0].counts["turns"], caught[0].counts["environment_reward"]) == (1.0, 0.25)
+        assert (len(careless[0].turns), careless[0].finish_reason) == (3, "length"), "it is scored, not lost"
+        assert careless[0].counts["environment_reward"] == 0
+        [[full]] = held.hold([prompt("limits")], lambda _, i: "x" * 9, most=60)
+        assert full.finish_reason == "length" and full.counts["context_length_exceeded"] == 1
+        given = sum(len(turn.given) for turn in full.turns)
+        assert 40 < len(full.token_ids) + given <= 60
+        held.hold([prompt("limits")], lambda _, i: "x" * 50)
+        assert [len(o) for _, _, o in held.policy.record] == [20, 20, 20]
+
+
+@pytest.mark.parametrize(
+    ("does", "said"),
+    [
+        ("exit", "it ended its process (exit code 3)"),
+        ("fail", "RuntimeError: a bug (programs.py, line "),
+        ("silent", "it returned without an answer of the policy"),
+        ("lie", "the program returned bool 'True': want the reward as a number, a Reply or None"),
+        ("no_key", "AuthenticationError: Error code: 401"),
+    ],
+)
+def test_a_program_that_fails_twice_is_lost_and_no_other(held: Held, does: str, said: str) -> None:
+    [bad], [good] = held.hold([prompt(does), prompt("late")], lambda _, i: "hm")
+    assert bad.finish_reason == LOST and said in bad.text and not bad.token_ids
+    assert good.finish_reason == "stop" and good.counts["environment_reward"] == 1
+
+
+def test_a_program_that_hangs_is_ended_and_lost(file: Path) -> None:
+    with Held(file, step_timeout=3) as held:
+        [[rollout]] = held.hold([prompt("hang")], lambda _, i: "hm")
+        assert rollout.finish_reason == LOST
+        said = "it neither asked the policy nor returned for 3 seconds (rollout.conversation.step_timeout)"
+        assert rollout.text == said
+        me = psutil.Process()
+        programs = [p for child in me.children() for p in child.children(recursive=True)[1:]]
+        assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in programs)
+
+
+@pytest.mark.parametrize("does", ["exit_once", "kill_starter_once"])
+def test_a_program_that_fails_once_is_started_again(held: Held, tmp_path: Path, does: str) -> None:
+    [[rollout], [other]] = held.hold(
+        [prompt(does, mark=str(tmp_path / "m")), prompt("late")], lambda _, i: "hm"
+    )
+    assert len(rollout.turns) == 1 and rollout.counts["environment_reward"] == 1
+    assert other.finish_reason == "stop"
+    seeds = [seed for seed, (i, _, _) in zip(held.policy.seeds, held.policy.record, strict=True) if i == 0]
+    assert len(seeds) == 2 and seeds[0] == seeds[1], "the same samples"
+
+
+def test_other_ways_to_ask(held: Held) -> None:
+    errors = {
+        "n": "n=2: one answer a call; ask several times for more",
+        "image": "a message has content that is no text, which the policy cannot read",
+        "role": "a message needs a role, and a text as its content",
+        "empty": "messages: List should have at least 1 item after validation, not 0",
+        "tokens": "max_tokens: Input should be greater than 0",
+    }
+    prompts = [prompt("environment"), prompt("tokens"), prompt("refused", **errors)]
+    [[variables], [tokens], [refused]] = held.hold(prompts, lambda _, i: "abc")
+    assert len(variables.token_ids) == 2 and variables.finish_reason == "length"
+    assert [(t.after, t.keep, t.given) for t in tokens.turns] == [(-1, None, ()), (0, None, (7, 8))]
+    assert tokens.counts["overridden_calls"] == 2
+    assert all(refused.counts[name] == 1 for name in errors)
+
+
+def test_random_programs_are_trained_in_the_contexts_that_were_sampled(held: Held) -> None:
+    """`Held.hold` compares every rollout with the policy's own record."""
+    rng = random.Random(5)
+    used_tokens = set[tuple[int, ...]]()
+
+    def say(context: str, _: int) -> list[int]:
+        while (said := tuple(rng.randrange(5, 200) for _ in range(rng.randrange(1, 6)))) in used_tokens:
+            pass
+        used_tokens.add(said)
+        return [*said, END]
+
+    prompts = [prompt("anything", seed=seed) for seed in range(24)]
+    groups = held.hold(prompts, say)
+    assert all(r.finish_reason == "stop" for [r] in groups), [r.text for [r] in groups]
+    several = [
+        len(segments(p.token_ids, r.token_ids, r.turns)) for p, [r] in zip(prompts, groups, strict=True)
+    ]
+    assert max(several) > 2 and sum(r.counts["retried_calls"] for [r] in groups) > 0
+    assert sum(len(r.turns) for [r] in groups) > 50
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Agent", "it is a class; a program is a function run(prompt, endpoint)"),
+        ("short", "it is called as run(prompt, endpoint) with options {}: too many positional arguments"),
+        ("nothing", "has no function 'nothing'"),
+    ],
+)
+def test_what_is_no_program_is_an_error_at_the_start(tmp_path: Path, name: str, said: str) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("class Agent:\n    pass\n\n\ndef short(prompt):\n    pass\n")
+    spec = f"{file}:{name}"
+    programs = Programs(ConversationConfig(program=spec), spec, Task(tokenizer(), END, [], [], chat=True))
+    with pytest.raises(ConfigError) as error, programs:
+        pass
+    assert str(error.value).startswith(f"rollout.conversation.program={spec}: ") and said in str(error.value)
+
+
+def test_a_program_is_the_only_partner(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="give one of environment, tools and program"):
+        ConversationConfig(program="a.py:run", environment="b.py:B")
