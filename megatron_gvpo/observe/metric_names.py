@@ -54,7 +54,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "env/<count>",
             "number",
             "Mean of a count: environment_reward, observation_tokens, observations_dropped, tool_calls, "
-            "tool_errors, and those that the environment's replies have.",
+            "tool_errors, of programs overridden_calls and retried_calls, and those that replies have.",
         ),
         Metric("env/lost", "share", "Conversations that left their groups because their environment failed."),
         Metric("env/dropped_groups", "groups", "Groups that had fewer than two members left."),

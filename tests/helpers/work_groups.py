@@ -12,7 +12,10 @@ from typing import Any
 
 import pytest
 
-SHARED_SERVERS = ("rollout/test_engines", "rollout/test_waits", "conversations/test_conversation_engines")
+SHARED_SERVERS = (
+    *("rollout/test_engines", "rollout/test_waits"),
+    *("conversations/test_conversation_engines", "conversations/test_program_engines"),
+)
 # By how long they take. Tests of servers come after some that need only a CPU: on a new machine the engines'
 # environments are built meanwhile.
 LONGEST = (
