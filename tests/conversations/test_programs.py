@@ -350,7 +350,8 @@ class Held:
         for number, (p, rollout) in enumerate(
             (p, r) for p, g in zip(prompts, groups, strict=True) for r in g
         ):
-            check_contexts(p, rollout, [(c, o) for i, c, o in self.policy.record if i == number])
+            if rollout.finish_reason != LOST:
+                check_contexts(p, rollout, [(c, o) for i, c, o in self.policy.record if i == number])
         return groups
 
 

@@ -81,7 +81,7 @@ class Starter:
                 await self._order([START, number, prompt, list(endpoint)])
                 dialogue.moved()
                 first = asyncio.ensure_future(dialogue.first_call.wait())
-                waits = {first, result, dialogue.failed}
+                waits: set[asyncio.Future[Any]] = {first, result, dialogue.failed}
                 await asyncio.wait(waits, timeout=_BEGIN, return_when=asyncio.FIRST_COMPLETED)
                 first.cancel()
             while not result.done():
@@ -91,7 +91,7 @@ class Starter:
                         f"it neither asked the policy nor returned for {self._idle:g} seconds "
                         "(rollout.conversation.step_timeout)"
                     )
-                waiting = {result, dialogue.failed}
+                waiting: set[asyncio.Future[Any]] = {result, dialogue.failed}
                 await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
                 if dialogue.failed.done():
                     dialogue.failed.result()

@@ -31,7 +31,7 @@ from megatron_gvpo.conversations.programs.program import Endpoint
 from megatron_gvpo.groups import Rollout
 
 LONGEST = 2**26  # bytes of a request
-_DIALOGUE: web.AppKey[Dialogue] = web.AppKey("dialogue", Dialogue)
+_DIALOGUE: web.RequestKey[Dialogue] = web.RequestKey("dialogue", Dialogue)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 

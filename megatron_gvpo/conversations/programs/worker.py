@@ -87,7 +87,7 @@ def _serve(channel: socket.socket, run: Callable[..., Any]) -> NoReturn:
                 continue
             kind, number, *rest = receive_order(channel)
             if kind == START:
-                child = _start(run, number, *rest, children)
+                child = _start(run, children, number, *rest)
                 children[child.ends] = child
                 poll.register(child.ends, select.POLLIN)
             for child in children.values():
@@ -96,7 +96,7 @@ def _serve(channel: socket.socket, run: Callable[..., Any]) -> NoReturn:
 
 
 def _start(
-    run: Callable[..., Any], number: int, prompt: bytes, endpoint: list[Any], children: dict[int, _Child]
+    run: Callable[..., Any], children: dict[int, _Child], number: int, prompt: bytes, endpoint: list[Any]
 ) -> _Child:
     result, theirs = os.pipe()
     worker = os.getpid()
