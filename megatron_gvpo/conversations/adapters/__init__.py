@@ -1,0 +1,1 @@
+"""Environments of other libraries, as classes for `rollout.conversation.environment`."""

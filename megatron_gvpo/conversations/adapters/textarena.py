@@ -1,0 +1,90 @@
+"""Games of textarena for one player.
+
+    python -m megatron_gvpo.conversations.adapters.textarena FrozenLake-v0 games.jsonl --games 1000
+
+writes the data: a line for each game, with its first observation as the prompt. Then:
+
+    rollout: {conversation: {environment: "megatron_gvpo.conversations.adapters.textarena:TextArena"}}
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megatron_gvpo.conversations.environment import Reply
+from megatron_gvpo.groups import Prompt
+
+try:
+    import textarena
+except ImportError:
+    raise ImportError("textarena is not installed: pip install 'megatron-gvpo[textarena]'") from None
+
+
+class TextArena:
+    """The game that the data record names by `game` and `game_seed`. It pays in the end."""
+
+    def reset(self, prompt: Prompt, seed: int) -> None:
+        self._game, self._random, shown = begin(prompt.record["game"], prompt.record["game_seed"])
+        if shown not in prompt.text:
+            raise ValueError(
+                f"the prompt is not what game {prompt.record['game']} with seed {prompt.record['game_seed']} "
+                "shows: make the data again with this version of textarena"
+            )
+
+    def step(self, said: str) -> Reply:
+        with _own_random(self._random):
+            done, _ = self._game.step(said)
+            if not done:
+                return Reply(_new(self._game))
+            rewards, info = self._game.close()
+        return Reply(None, float(rewards[0]), {"invalid_move": float(info[0]["invalid_move"])})
+
+
+def begin(name: str, seed: int) -> tuple[Any, list[Any], str]:
+    """(the game, the state of its random numbers, what it shows first)."""
+    game, state = textarena.make(f"{name}-raw"), [random.getstate()]
+    with _own_random(state):
+        game.reset(num_players=1, seed=seed)
+        return game, state, _new(game)
+
+
+def _new(game: Any) -> str:
+    """What the game has said since it was last asked; the player's own words are left out."""
+    _, messages = game.get_observation()
+    return "\n".join(text for source, text, _ in messages if source == textarena.GAME_ID)
+
+
+@contextmanager
+def _own_random(state: list[Any]) -> Iterator[None]:
+    """Games draw from Python's global generator, and several of them share a process."""
+    before = random.getstate()
+    random.setstate(state[0])
+    try:
+        yield
+    finally:
+        state[0] = random.getstate()
+        random.setstate(before)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write the data of a textarena game for one player.")
+    parser.add_argument("game", help="such as FrozenLake-v0")
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--games", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0, help="of the first game; the others count on")
+    options = parser.parse_args()
+    with options.file.open("w") as file:
+        for seed in range(options.seed, options.seed + options.games):
+            _, _, shown = begin(options.game, seed)
+            record = {"prompt": shown, "answer": "", "game": options.game, "game_seed": seed}
+            file.write(json.dumps(record) + "\n")
+
+
+if __name__ == "__main__":
+    main()
