@@ -86,7 +86,7 @@ class Conversations:
 
 
 def conversations_of(config: ConversationConfig, task: Task) -> Conversations | Programs:
-    """What holds the configured conversations: with an environment or tools, or by programs."""
+    """The holder of the configured conversations: with an environment or tools, or by programs."""
     if config.program is not None:
         return Programs(config, config.program, task)
     return Conversations(config, task)

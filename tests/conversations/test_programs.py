@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 from chat_tokenizer import CHATML, END, ids, tokenizer
+from paths import ROOT
 from real_parts import used
 
 from megatron_gvpo.config.errors import ConfigError
@@ -23,263 +24,7 @@ from megatron_gvpo.groups import Prompt, Rollout
 from megatron_gvpo.rollout.request import Request
 from megatron_gvpo.turns import segments
 
-# Each function is a program; `record["does"]` names the one that runs.
-PROGRAMS = '''
-import asyncio, json, os, random, signal, time, urllib.request
-from pathlib import Path
-from openai import AsyncOpenAI, BadRequestError, OpenAI
-from megatron_gvpo.conversations import Reply
-
-SHARED = AsyncOpenAI(base_url="http://127.0.0.1:9/v1", api_key="-", max_retries=0)
-TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {
-    "type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}}}]
-
-
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def assistant(text):
-    return {"role": "assistant", "content": text}
-
-
-async def run(prompt, endpoint, **options):
-    client = SHARED.with_options(base_url=endpoint.base_url, api_key=endpoint.api_key)
-
-    async def ask(messages, **settings):
-        answer = await client.chat.completions.create(model="policy", messages=messages, **settings)
-        return answer.choices[0].message.content
-
-    return await globals()[prompt.record["does"]](prompt, endpoint, client, ask)
-
-
-async def tool_loop(prompt, endpoint, client, ask):
-    """The loop of OpenAI's documentation; every second turn is streamed."""
-    messages, results = [user("2+3+4?")], []
-    for turn in range(9):
-        if turn % 2:
-            content, calls = "", []
-            stream = await client.chat.completions.create(
-                model="any", messages=messages, tools=TOOLS, stream=True, temperature=0.1,
-                stream_options={"include_usage": True})
-            async for chunk in stream:
-                if not chunk.choices:
-                    assert chunk.usage.total_tokens > chunk.usage.prompt_tokens > 0
-                    continue
-                delta = chunk.choices[0].delta
-                content += delta.content or ""
-                for part in delta.tool_calls or []:
-                    function = {"name": part.function.name, "arguments": part.function.arguments}
-                    calls.append({"id": part.id, "type": "function", "function": function})
-            message = {"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})}
-        else:
-            answer = await client.chat.completions.create(model="any", messages=messages, tools=TOOLS)
-            message = answer.choices[0].message.model_dump()
-            calls = message["tool_calls"]
-            assert answer.choices[0].finish_reason == ("tool_calls" if calls else "stop")
-        messages.append(message)
-        if not calls:
-            return Reply(None, 1.0, {"right": float(message["content"] == "9")})
-        for call in calls:
-            values = json.loads(call["function"]["arguments"])
-            result = str(values["a"] + values["b"])
-            messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
-
-
-async def sub_agents(prompt, endpoint, client, ask):
-    first = await ask([user("plan")])
-
-    async def sub(name):
-        messages = [user(name)]
-        for _ in range(2):
-            answer = await client.chat.completions.create(
-                model="m", messages=messages, extra_headers={"X-Agent": name})
-            messages += [answer.choices[0].message, user("go on")]
-    await asyncio.gather(sub("one"), sub("two"))
-    await ask([user("plan"), assistant(first), user("done")])
-    return 0.5
-
-
-async def retries(prompt, endpoint, client, ask):
-    """The first of three answers is the one that the program goes on with."""
-    tries = [await ask([user("a")]) for _ in range(3)]
-    await ask([user("a"), assistant(tries[0]), user("b")])
-    await ask([user("a"), assistant(tries[0]), user("b")])
-    return 1
-
-
-async def compaction(prompt, endpoint, client, ask):
-    messages = [user("a long story")]
-    for _ in range(3):
-        messages += [assistant(await ask(messages)), user("more")]
-    short = [messages[0], user("so far: much"), *messages[-2:]]
-    short += [assistant(await ask(short)), user("end")]
-    await ask(short)
-
-
-async def forgetful(prompt, endpoint, client, ask):
-    """Sends earlier answers back without what was thought."""
-    messages = [user("a")]
-    for _ in range(3):
-        said = await ask(messages)
-        messages += [assistant(said.split("</think>")[-1]), user("b")]
-
-
-async def limits(prompt, endpoint, client, ask):
-    messages, refused = [user("a")], ""
-    try:
-        while True:
-            messages += [assistant(await ask(messages)), user("b")]
-    except BadRequestError as error:
-        refused = error.code
-    return Reply(None, 0.25, {refused: 1.0})
-
-
-async def careless(prompt, endpoint, client, ask):
-    messages = [user("a")]
-    while True:
-        messages += [assistant(await ask(messages)), user("b")]
-
-
-async def hang(prompt, endpoint, client, ask):
-    await ask([user("a")])
-    time.sleep(60)
-
-
-async def exit(prompt, endpoint, client, ask):
-    await ask([user("a")])
-    os._exit(3)
-
-
-async def exit_once(prompt, endpoint, client, ask):
-    mark = Path(prompt.record["mark"])
-    await ask([user("a")])
-    if not mark.exists():
-        mark.touch()
-        os._exit(3)
-    return 1
-
-
-async def kill_starter_once(prompt, endpoint, client, ask):
-    mark = Path(prompt.record["mark"])
-    await ask([user("a")])
-    if not mark.exists():
-        mark.touch()
-        os.kill(os.getppid(), signal.SIGKILL)
-        time.sleep(60)
-    return 1
-
-
-async def fail(prompt, endpoint, client, ask):
-    await ask([user("a")])
-    raise RuntimeError("a bug")
-
-
-async def silent(prompt, endpoint, client, ask):
-    return 1.0
-
-
-async def lie(prompt, endpoint, client, ask):
-    await ask([user("a")])
-    return True
-
-
-async def no_key(prompt, endpoint, client, ask):
-    await client.with_options(api_key="other").models.list()
-
-
-async def late(prompt, endpoint, client, ask):
-    """A call that nobody waits for."""
-    await ask([user("a")])
-    asyncio.ensure_future(ask([user("b")]))
-    await asyncio.sleep(0.2)
-    return 1
-
-
-async def environment(prompt, endpoint, client, ask):
-    """An agent that knows nothing of the endpoint but OpenAI's variables, and that blocks."""
-    def agent():
-        client = OpenAI()
-        model = client.models.list().data[0]
-        answer = client.chat.completions.create(
-            model=model.id, messages=[user([{"type": "text", "text": "a"}])], logprobs=True, max_tokens=2)
-        assert len(answer.choices[0].logprobs.content) == 2 and answer.choices[0].finish_reason == "length"
-    await asyncio.to_thread(agent)
-    return 1
-
-
-async def refused(prompt, endpoint, client, ask):
-    counts = {}
-    async def attempt(name, **settings):
-        try:
-            await client.chat.completions.create(**{"model": "m", "messages": [user("a")], **settings})
-        except BadRequestError as error:
-            counts[name] = 1.0
-            assert error.body["message"] == prompt.record[name], error.body
-    await ask([user("a")])
-    await attempt("n", n=2)
-    await attempt("image", messages=[user([{"type": "image_url", "image_url": {"url": "x"}}])])
-    await attempt("role", messages=[{"content": "a"}])
-    await attempt("empty", messages=[])
-    await attempt("tokens", extra_body={"max_tokens": -1})
-    return Reply(None, 0, counts)
-
-
-async def tokens(prompt, endpoint, client, ask):
-    """Tokens in, tokens out, as verifiers' harnesses ask."""
-    http, ids = client._client, list(prompt.token_ids)
-    url = endpoint.base_url.removesuffix("/v1") + "/inference/v1/generate"
-    headers = {"Authorization": f"Bearer {endpoint.api_key}"}
-    for _ in range(2):
-        body = {"token_ids": ids, "sampling_params": {"max_tokens": 30, "temperature": 1.0, "seed": 1}}
-        [choice] = (await http.post(url, json=body, headers=headers)).json()["choices"]
-        named = [token["token"] for token in choice["logprobs"]["content"]]
-        assert named == [f"token_id:{i}" for i in choice["token_ids"]]
-        ids += [*choice["token_ids"], 7, 8]
-    wrong = await http.post(url, json={"token_ids": [10**9]}, headers=headers)
-    assert (wrong.status_code, wrong.json()["error"]["code"]) == (400, "invalid_tokens")
-    return 1
-
-
-async def anything(prompt, endpoint, client, ask):
-    """A random program: goes on, branches, changes what was said, tries again, asks at once, in tokens."""
-    rng = random.Random(prompt.record["seed"])
-    http, url = client._client, endpoint.base_url.removesuffix("/v1") + "/inference/v1/generate"
-    chats = [[user(str(rng.randrange(3)))]]
-
-    async def once(number, act, chat):
-        if act == "tokens":
-            ids = list(prompt.token_ids[: rng.randrange(1, 9)]) + [rng.randrange(5, 200) for _ in range(3)]
-            body = {"token_ids": ids, "sampling_params": {}}
-            answer = await http.post(url, json=body, headers={"Authorization": f"Bearer {endpoint.api_key}"})
-            assert answer.status_code == 200, answer.text
-            return
-        said = await ask(chat, user=str(number))
-        if act != "again":
-            chat += [assistant(said), user(str(rng.randrange(3)))]
-
-    for _ in range(rng.randrange(1, 7)):
-        acts = rng.choices(["go", "branch", "cut", "change", "again", "tokens"], [5, 1, 1, 1, 1, 1],
-                           k=rng.choice([1, 1, 2]))
-        calls = []
-        for act in acts:
-            number = rng.randrange(len(chats))
-            chat = chats[number]
-            if act in ("branch", "cut", "change"):
-                chat = [dict(m) for m in chat]
-                if act == "branch":
-                    chat = chat[: rng.randrange(0, len(chat), 2) + 1]
-                if act == "cut" and len(chat) > 2:
-                    del chat[rng.randrange(0, 2) : rng.randrange(2, len(chat))]
-                if act == "change":
-                    chat[rng.randrange(len(chat))]["content"] = "other"
-                number = len(chats)
-                chats.append(chat)
-            if all(other is not chat for _, _, other in calls):
-                calls.append((number, act, chat))
-        await asyncio.gather(*(once(*call) for call in calls))
-    return 1
-'''
+PROGRAMS = ROOT / "tests" / "helpers" / "agent_programs.py"
 # Tools and calls of them, as Qwen2.5 writes them.
 WITH_CALLS = CHATML.replace(
     "{{ m.content }}<|im_end|>",
@@ -316,11 +61,11 @@ class Script:
 class Held:
     """Programs that are open for a test."""
 
-    def __init__(self, file: Path, **options: Any) -> None:
+    def __init__(self, **options: Any) -> None:
         self.of = tokenizer(WITH_CALLS)
         task = Task(self.of, END, [], [], chat=True)
         settings = {"turns": 12, "step_timeout": SECONDS, "workers": 2, **options}
-        spec = f"{file}:run"
+        spec = f"{PROGRAMS}:run"
         self.config = ConversationConfig(program=spec, **settings)
         self._programs, self._runner = Programs(self.config, spec, task), asyncio.Runner()
 
@@ -372,15 +117,8 @@ def check_contexts(prompt: Prompt, rollout: Rollout, record: list[tuple[tuple[in
 
 
 @pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("programs") / "programs.py"
-    path.write_text(PROGRAMS)
-    return path
-
-
-@pytest.fixture(scope="module")
-def held(file: Path) -> Iterator[Held]:
-    with Held(file) as opened:
+def held() -> Iterator[Held]:
+    with Held() as opened:
         yield opened
 
 
@@ -438,8 +176,8 @@ def test_compaction_and_stripped_thinking_begin_segments(held: Held) -> None:
     assert len(segments(prompt("x").token_ids, forgets.token_ids, forgets.turns)) == 3
 
 
-def test_limits_are_errors_that_openai_clients_understand(file: Path) -> None:
-    with Held(file, turns=3, turn_tokens=20) as held:
+def test_limits_are_errors_that_openai_clients_understand() -> None:
+    with Held(turns=3, turn_tokens=20) as held:
         caught, careless = held.hold([prompt("limits"), prompt("careless")], lambda _, i: "x" * 9)
         assert (len(caught[0].turns), caught[0].finish_reason) == (3, "length")
         assert (caught[0].counts["turns"], caught[0].counts["environment_reward"]) == (1.0, 0.25)
@@ -457,7 +195,7 @@ def test_limits_are_errors_that_openai_clients_understand(file: Path) -> None:
     ("does", "said"),
     [
         ("exit", "it ended its process (exit code 3)"),
-        ("fail", "RuntimeError: a bug (programs.py, line "),
+        ("fail", "RuntimeError: a bug (agent_programs.py, line "),
         ("silent", "it returned without an answer of the policy"),
         ("lie", "the program returned bool 'True': want the reward as a number, a Reply or None"),
         ("no_key", "AuthenticationError: Error code: 401"),
@@ -469,8 +207,8 @@ def test_a_program_that_fails_twice_is_lost_and_no_other(held: Held, does: str, 
     assert good.finish_reason == "stop" and good.counts["environment_reward"] == 1
 
 
-def test_a_program_that_hangs_is_ended_and_lost(file: Path) -> None:
-    with Held(file, step_timeout=3) as held:
+def test_a_program_that_hangs_is_ended_and_lost() -> None:
+    with Held(step_timeout=3) as held:
         [[rollout]] = held.hold([prompt("hang")], lambda _, i: "hm")
         assert rollout.finish_reason == LOST
         said = "it neither asked the policy nor returned for 3 seconds (rollout.conversation.step_timeout)"

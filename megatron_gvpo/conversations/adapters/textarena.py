@@ -55,7 +55,7 @@ def begin(name: str, seed: int) -> tuple[Any, list[Any], str]:
 
 
 def _new(game: Any) -> str:
-    """What the game has said since it was last asked; the player's own words are left out."""
+    """The game's words since it was last asked, without the player's own."""
     _, messages = game.get_observation()
     return "\n".join(text for source, text, _ in messages if source == textarena.GAME_ID)
 

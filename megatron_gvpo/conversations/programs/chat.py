@@ -44,7 +44,7 @@ class Refused(Exception):  # noqa: N818 - an answer to a program
 
 
 class ChatRequest(BaseModel):
-    """What is read of a request's body; the sampling parameters are in `extra`."""
+    """The body of a request; the sampling parameters are in `extra`."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -1,4 +1,4 @@
-"""What one program says to the policy: contexts as exact tokens, limits, and the rollout at the end."""
+"""A program's side of a rollout: contexts as exact tokens, limits, and the rollout at the end."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Starter:
         self._printout.end_step()
 
     async def run(self, prompt: bytes, endpoint: Endpoint, dialogue: Dialogue) -> Ended:
-        """What the program returned. Raises ProgramFailed, and what ended the run."""
+        """The program's reward and counts. Raises ProgramFailed, and the engine's errors."""
         number = next(self._numbers)
         result: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         self._running[number] = result
