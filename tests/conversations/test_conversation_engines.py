@@ -115,6 +115,24 @@ def test_a_resumed_run_of_conversations_equals_an_uninterrupted_one(
     assert all(line["mismatch/kl"] < 1e-5 for line in lines), "scored in the contexts that were sampled"
 
 
+@pytest.mark.proof
+@pytest.mark.usefixtures("leave_the_process_group")
+def test_arise_learns_skills_from_conversations_and_gives_them_to_others(
+    task: Path, environment: Path, tmp_path: Path
+) -> None:
+    used("environment workers")
+    skills = (
+        "[{name: skills, n: 2, after_step: 1, gate: 0, template: '={skill}', summary_template: '={best}'}]"
+    )
+    arise = ("algorithm=arise", f"algorithm.members={skills}", "data.max_prompt_tokens=256")
+    settings = (*arise, *TALK, talks(environment), "data.eval=null", "train.steps=3")
+    trainer = fit(configure(task, tmp_path / "run", *settings))
+    [library] = trainer.components.members
+    assert library.skills
+    turns = [line["env/turns"] for line in records(tmp_path / "run")[1:]]
+    assert len(turns) == 3 and min(turns) > 1
+
+
 @pytest.mark.usefixtures("leave_the_process_group")
 def test_conversations_that_outages_took_are_counted_and_not_trained(
     task: Path, environment: Path, tmp_path: Path
