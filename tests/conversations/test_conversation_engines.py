@@ -124,7 +124,7 @@ def test_arise_learns_skills_from_conversations_and_gives_them_to_others(
     skills = (
         "[{name: skills, n: 2, after_step: 1, gate: 0, template: '={skill}', summary_template: '={best}'}]"
     )
-    arise = ("algorithm=arise", f"algorithm.members={skills}", "data.max_prompt_tokens=256")
+    arise = ("algorithm=arise", f"algorithm.members={skills}", "data.max_prompt_tokens=200")
     settings = (*arise, *TALK, talks(environment), "data.eval=null", "train.steps=3")
     trainer = fit(configure(task, tmp_path / "run", *settings))
     [library] = trainer.components.members
