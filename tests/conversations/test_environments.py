@@ -20,10 +20,8 @@ from megatron_gvpo.conversations.held import Conversations
 from megatron_gvpo.conversations.parsers import PARSERS, Call
 from megatron_gvpo.data.task import Task
 from megatron_gvpo.data.tokenizer import end_token_id, load_tokenizer
-from megatron_gvpo.groups import Group, Prompt, Rollout
-from megatron_gvpo.rollout.request import Request, RolloutError, pack, unpack
-from megatron_gvpo.sampling.composed import BatchContext
-from megatron_gvpo.sampling.outages import Outages
+from megatron_gvpo.groups import Prompt, Rollout
+from megatron_gvpo.rollout.request import Request, pack, unpack
 from megatron_gvpo.turns import Turn, segments
 
 # What it does is in the record's "does", turn by turn.
@@ -264,39 +262,6 @@ def test_workers_end_with_their_environments(held: Held) -> None:
     assert len(guards) == 2
     held.conversations.__exit__(None, None, None)
     assert not any(guard.is_running() for guard in guards)
-
-
-def test_lost_conversations_leave_their_groups_before_anyone_sees_them() -> None:
-    def group(*reasons: str) -> Group:
-        return Group(prompt("p", "go"), [Rollout([], [], "down", reason) for reason in reasons])
-
-    outages = Outages(most=0.6)
-    kept = outages.taken_out([group("stop", "stop", LOST), group("stop", LOST), group("stop")])
-    assert [len(g.rollouts) for g in kept] == [2, 1], "a group of one by itself stays"
-    assert outages.metrics == {"env/lost": pytest.approx(1 / 3), "env/dropped_groups": 1.0}
-    with pytest.raises(RolloutError, match=r"2 of 3 conversations were lost .* 2 of them to: down"):
-        outages.taken_out([group("stop", LOST, LOST)])
-
-
-def test_a_member_that_asks_gets_an_empty_group_where_all_were_lost() -> None:
-    class Losing:
-        """Loses every conversation about b."""
-
-        def submit(self, prompts: Sequence[Prompt], seed: int) -> Sequence[Prompt]:
-            return prompts
-
-        def collect(self, asked: Sequence[Prompt], on_wait: object) -> list[Group]:
-            held = [Rollout([5], [-0.5], "", "stop"), Rollout([5], [-0.5], "", "stop")]
-            gone = [Rollout([], [], "down", LOST)] * 2
-            groups = [Group(p, gone if p.id == "b" else list(held)) for p in asked]
-            return Outages(most=0.9).taken_out(groups)
-
-    unused: Any = None
-    losing: Any = Losing()
-    context = BatchContext(1, 0, lambda n: losing, unused, 0, unused)
-    asked = [prompt(name, "go") for name in "abac"]
-    found = context.ask(asked, 2)
-    assert [g.prompt for g in found] == asked and [len(g.rollouts) for g in found] == [2, 0, 2, 2]
 
 
 TOOLS = '''

@@ -1,0 +1,47 @@
+"""Conversations that were lost to outages leave their groups, and members of a method get what is left."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from megatron_gvpo.conversations.converse import LOST
+from megatron_gvpo.groups import Group, Prompt, Rollout
+from megatron_gvpo.rollout.request import RolloutError
+from megatron_gvpo.sampling.composed import BatchContext
+from megatron_gvpo.sampling.outages import Outages
+
+
+def test_lost_conversations_leave_their_groups_before_anyone_sees_them() -> None:
+    def group(*reasons: str) -> Group:
+        return Group(Prompt("p", (5,), "?"), [Rollout([], [], "down", reason) for reason in reasons])
+
+    outages = Outages(most=0.6)
+    kept = outages.taken_out([group("stop", "stop", LOST), group("stop", LOST), group("stop")])
+    assert [len(g.rollouts) for g in kept] == [2, 1], "a group of one by itself stays"
+    assert outages.metrics == {"env/lost": pytest.approx(1 / 3), "env/dropped_groups": 1.0}
+    with pytest.raises(RolloutError, match=r"2 of 3 conversations were lost .* 2 of them to: down"):
+        outages.taken_out([group("stop", LOST, LOST)])
+
+
+def test_a_member_that_asks_gets_an_empty_group_where_all_were_lost() -> None:
+    class Losing:
+        """Loses every conversation about b."""
+
+        def submit(self, prompts: Sequence[Prompt], seed: int) -> Sequence[Prompt]:
+            return prompts
+
+        def collect(self, asked: Sequence[Prompt], on_wait: object) -> list[Group]:
+            held = [Rollout([5], [-0.5], "", "stop"), Rollout([5], [-0.5], "", "stop")]
+            gone = [Rollout([], [], "down", LOST)] * 2
+            groups = [Group(p, gone if p.id == "b" else list(held)) for p in asked]
+            return Outages(most=0.9).taken_out(groups)
+
+    unused: Any = None
+    losing: Any = Losing()
+    context = BatchContext(1, 0, lambda n: losing, unused, 0, unused)
+    asked = [Prompt(name, (5,), "?") for name in "abac"]
+    found = context.ask(asked, 2)
+    assert [g.prompt for g in found] == asked and [len(g.rollouts) for g in found] == [2, 0, 2, 2]
