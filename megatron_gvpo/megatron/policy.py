@@ -96,15 +96,20 @@ class Policy(Scorer):
                 if surrogate is None:  # with an entropy bonus the head gets no weights
                     assert rows.weight_r is not None, "a split group needs its weights before the forward"
                     surrogate = (rows.weight_r * output.logp_r).sum()
-                return surrogate + bonus, (logp_r, detached(extra))
-            filled = _with_references(rows, logp_r)
+                return surrogate + bonus, (logp_r, None, detached(extra))
+            filled, weight_r, surrogate = _with_references(rows, logp_r), None, output.surrogate
             try:
-                value, metrics = loss(LossInputs(filled, output.logp_r, totals))
+                if surrogate is None:  # one call of the loss gives its value and the weights, which are saved
+                    weight_r, metrics = token_weights(loss, filled, logp_r, totals)
+                    surrogate = (weight_r * output.logp_r).sum()
+                else:
+                    value, metrics = loss(LossInputs(filled, output.logp_r, totals))
+                    metrics = {"loss": value, **metrics}
             except UserFunctionError as error:  # raised below: the other ranks are in the same schedule
                 problems.append(str(error))
-                value, metrics = 0 * output.logp_r.sum(), {}
-            trained = value if output.surrogate is None else output.surrogate
-            return trained + bonus, (logp_r, detached({"loss": value + bonus, **metrics} | extra))
+                surrogate, metrics = 0 * output.logp_r.sum(), {"loss": 0.0}
+            metrics["loss"] = metrics["loss"] + bonus
+            return surrogate + bonus, (logp_r, weight_r, detached(metrics | extra))
 
         problems: list[str] = []  # of the user's loss
         self.optimizer.zero_grad()
@@ -116,8 +121,8 @@ class Policy(Scorer):
             results = forward.run(self.model, share.packs(rows), micro_batch_loss, head=head)
         if (said := first_problem(problems[0] if problems else None)) is not None:
             raise UserFunctionError(said)
-        logp_r = share.gather(rows, [logp for logp, _ in results]) if split or kept else None
-        summed = sum_over_ranks([floats(metrics) for _, metrics in results])
+        logp_r = share.gather(rows, [logp for logp, _, _ in results]) if split or kept else None
+        summed = sum_over_ranks([floats(metrics) for *_, metrics in results])
         if split:  # the loss and its metrics are defined on whole groups only
             assert logp_r is not None
             value, of_loss = loss(LossInputs(_with_references(rows, logp_r), logp_r, totals))
@@ -129,8 +134,8 @@ class Policy(Scorer):
         memory = {} if memory_profile is None else memory_profile.metrics()
         of_head = {name: metrics.pop(name) for name in list(metrics) if name.startswith("head/")}
         weight_r = rows.weight_r
-        if keep_weights and weight_r is None and logp_r is not None:
-            weight_r, _ = token_weights(loss, _with_references(rows, logp_r), logp_r, totals)
+        if keep_weights and weight_r is None:
+            weight_r = share.gather(rows, [weight for _, weight, _ in results])
         self.model.finish_background_work()
         return UpdateResult(self.optimizer.apply(), metrics, logp_r, of_head, memory, weight_r)
 

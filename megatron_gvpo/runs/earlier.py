@@ -37,6 +37,8 @@ OWN = (
     "config.yaml",
     "run.json",
 )
+# Files that other commands write about a run: they go with it, and alone they are no run.
+_ABOUT = ("report.html",)
 # The first line of config.yaml, by which a file of the user's own is told from it.
 HEADER = "# The configuration of the run in this directory, as merged. Written by megatron-gvpo.\n"
 # Those of them that a run writes after its last checkpoint only.
@@ -116,7 +118,7 @@ def finished(config: Config) -> str | None:
 
 def remove_earlier_run(output_dir: str) -> None:
     """Removes the files of an earlier run, and nothing else."""
-    for path in (Path(output_dir) / name for name in OWN):
+    for path in (Path(output_dir) / name for name in (*OWN, *_ABOUT)):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,8 +112,39 @@ def signal_for_a_while(pid: int, seconds: float, *, group: bool) -> threading.Ti
     return timer
 
 
+class Slowdown(Callback):
+    """Lets a server run for a tenth of the time while it generates, like one beside other work."""
+
+    def __init__(self, process: ServerProcess) -> None:
+        assert process.pid is not None
+        self._url, self._pid, self._over = process.url, process.pid, threading.Event()
+
+    def on_start(self, trainer: Trainer) -> None:
+        self._pool: ServerPool = trainer.components.engine.servers.pool
+        self._thread = threading.Thread(target=self._stop_again_and_again, daemon=True)
+        self._thread.start()
+
+    def on_exit(self, trainer: Trainer) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _stop_again_and_again(self) -> None:
+        [handle] = [handle for handle in self._pool.handles if handle.server.url == self._url]
+        while not self._over.wait(0.03):
+            if handle.calls and not handle.in_push:
+                os.killpg(self._pid, signal.SIGSTOP)
+                self._over.wait(0.3)
+                os.killpg(self._pid, signal.SIGCONT)
+
+
 def faulty_run(
-    engine: str, task: Path, out: Path, urls: list[str], faults: list[Fault], *overrides: str
+    engine: str,
+    task: Path,
+    out: Path,
+    urls: list[str],
+    faults: list[Fault],
+    *overrides: str,
+    callbacks: Sequence[Callback] = (),
 ) -> tuple[Trainer, Saboteur]:
     """Train a few steps with updates so large that old weights would give clearly different log-probs."""
     saboteur = Saboteur(faults)
@@ -134,7 +165,7 @@ def faulty_run(
         "checkpoint.export_hf=false",
         *overrides,
     )
-    trainer = fit(config, [saboteur], overwrite=True)
+    trainer = fit(config, [saboteur, *callbacks], overwrite=True)
     return trainer, saboteur
 
 

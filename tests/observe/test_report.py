@@ -96,6 +96,8 @@ def test_the_page_reaches_no_network(page: Page, report: str):
 def test_only_the_index_is_read_at_first(page: Page, report: str):
     page.open(report)
     assert page.look("[...recent.keys()].join()") == "index"
+    first = page.look("[...document.scripts].map(script => script.dataset.name ?? 'code').slice(0, 2)")
+    assert first == ["index", "code"], "the page is shown before the browser has read the responses"
     assert page.look("charts.size < document.querySelectorAll('.chart').length")
 
 
@@ -183,6 +185,8 @@ def test_no_view_is_wider_than_the_screen(page: Page, report: str, width: int, d
         assert (background == "rgb(255, 255, 255)") is not dark
         for view in ("curves", "samples", "config"):
             page.look(f"view({view!r})")
+            if view == "samples":
+                page.wait("document.querySelectorAll('.card').length", "the responses of a group")
             assert page.look("document.documentElement.scrollWidth") <= width, view
     finally:
         page.screen(1280, 900)

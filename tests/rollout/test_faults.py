@@ -10,13 +10,16 @@ import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
-from faults import Fault, check, faulty_run, kill, stop
+from faults import Fault, Slowdown, check, faulty_run, kill, stop
 from proxy import Proxy
 from servers import SGLANG_FIRST, running
 from tiny_run import records
 
+from megatron_gvpo.observe import read_metrics
+from megatron_gvpo.observe.alerts import alerts_of
 from megatron_gvpo.rollout.launch.supervise import Supervisor, free_ports
 from megatron_gvpo.rollout.request import RolloutError
 
@@ -89,6 +92,22 @@ def test_a_server_that_refuses_for_a_while(
         back.cancel()
         proxy.close()
     check(trainer, saboteur, records(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("pair", ["sglang"], indirect=True)
+def test_a_slow_server_gets_an_alert(
+    pair: tuple[str, Supervisor], task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """The other rules of alerts have their real runs in tests/observe/test_alerts.py."""
+    engine, supervisor = pair
+    a, b = supervisor.processes
+    small = ("train.steps=4", "rollout.max_tokens=40", "optimizer.lr=1.0e-6")
+    urls, slow = [a.url, b.url], Slowdown(b)
+    faulty_run(engine, task, tmp_path / "run", urls, [], *small, callbacks=[slow])
+    alerts = alerts_of(read_metrics(tmp_path / "run/metrics.jsonl"))
+    [alert] = [alert for alert in alerts if alert.rule == "slow server"]
+    assert urlsplit(b.url).netloc in alert.says
+    assert f"ALERT {alert}" in capsys.readouterr().out
 
 
 @pytest.mark.proof

@@ -9,7 +9,13 @@ import pytest
 from megatron_gvpo.cli import main, parse
 from megatron_gvpo.config.errors import ConfigError
 from megatron_gvpo.config.schema import load_config
-from megatron_gvpo.runs.earlier import Earlier, check_earlier_run, earlier_of, finished
+from megatron_gvpo.runs.earlier import (
+    Earlier,
+    check_earlier_run,
+    earlier_of,
+    finished,
+    remove_earlier_run,
+)
 
 CHECKPOINT = "checkpoints/step_00000020/state.json"
 KILLED_EARLY = ("checkpoints/step_00000005.partial/state.json", "metrics.jsonl", "tensorboard/events")
@@ -34,7 +40,7 @@ def check(good: Path, out: Path, earlier: Earlier, *files: str, every: int = 0) 
     ("earlier", "there", "refusal"),
     [
         ("refuse", (), None),
-        ("refuse", ("notes.txt", "slurm/job.sbatch"), None),
+        ("refuse", ("notes.txt", "slurm/job.sbatch", "report.html"), None),
         ("refuse", ("metrics.jsonl",), EARLIER),
         ("refuse", FINISHED, EARLIER),
         ("resume", (), NOTHING),
@@ -45,6 +51,7 @@ def check(good: Path, out: Path, earlier: Earlier, *files: str, every: int = 0) 
         ("resume", FINISHED[1:], GONE),
         ("resume", ("checkpoints/.keep", *FINISHED[1:]), GONE),
         ("auto", (), None),
+        ("auto", ("report.html",), None),
         ("auto", KILLED_EARLY, None),
         ("auto", FINISHED, None),
         ("auto", ("metrics.jsonl",), GONE),
@@ -61,6 +68,14 @@ def test_a_run_starts_only_where_nothing_is_lost(good, tmp_path, earlier, there,
     else:
         with pytest.raises(ConfigError, match=refusal):
             check(good, out, earlier, *there)
+
+
+def test_an_earlier_run_is_removed_with_its_report_and_nothing_else(tmp_path):
+    for name in ("metrics.jsonl", "rollouts/step_000001.parquet", "report.html", "notes.txt", "task/data"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    remove_earlier_run(str(tmp_path))
+    assert {path.name for path in tmp_path.iterdir()} == {"notes.txt", "task"}
 
 
 def test_a_run_that_was_beyond_its_first_checkpoint_is_not_started_anew(good, tmp_path):

@@ -35,7 +35,6 @@ def method(directory: Path, name: str) -> tuple[str, ...]:
         "train.mini_batches=2",
         "train.max_tokens_per_micro_batch=4096",
         "data.eval=null",
-        "logging.rollouts.every=0",  # the weights of saved tokens take another call
     )
 
 

@@ -90,9 +90,9 @@ class Reporter:
             **{"name": self._names[number], "directory": str(run.directory)},
             **{"config": run.config, "starts": run.starts, **found, "intervals": intervals},
             "alerts": [alert._asdict() for alert in alerts_of(run.records)],
-            **{"samples": samples.index, "has_tokens": pieces is not None},
+            **{"responses": len(samples.overview["rows"]["row"]), "has_tokens": pieces is not None},
         }
-        return values, samples.blocks
+        return values, {f"{number}/samples": compressed(samples.overview), **samples.blocks}
 
 
 def write_page(report: Report, file: Path) -> None:

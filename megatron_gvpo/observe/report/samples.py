@@ -27,12 +27,12 @@ _File = tuple[Kind, int]  # a kind and a step
 class Samples:
     """The packed responses of a run.
 
-    `index`: `files`, the blocks' names, steps and kinds; `rows`, a column of numbers for each property of a
-    response; `total`, how many responses the run has saved. `blocks`: gzip of JSON by name. `correct`: by
+    `overview`: `files`, the blocks' names, steps and kinds; `rows`, a column of numbers for each property of
+    a response; `total`, how many responses the run has saved. `blocks`: gzip of JSON by name. `correct`: by
     step, the number of correct and of all samples of each held-out prompt.
     """
 
-    index: dict[str, Any]
+    overview: dict[str, Any]
     blocks: dict[str, bytes] = field(default_factory=dict)
     correct: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
 
@@ -111,7 +111,7 @@ def _spread(files: Sequence[_File], count: int) -> list[_File]:
 
 def _add(samples: Samples, packed: Packed, file: _File, prefix: str) -> None:
     kind, step = file
-    name, files, rows = f"{prefix}{kind}/{step}", samples.index["files"], samples.index["rows"]
+    name, files, rows = f"{prefix}{kind}/{step}", samples.overview["files"], samples.overview["rows"]
     rows["file"] += [len(files)] * len(packed)
     for column, values in packed.rows.items():
         rows[column] += values

@@ -1,9 +1,10 @@
 "use strict";
 // Data: blocks of compressed JSON, in the page itself or, with `watch`, on the server that it came from.
 
-const embedded = new Map();
-for (const element of document.querySelectorAll("script[data-name]")) embedded.set(element.dataset.name, element);
-const watching = !embedded.has("index");
+// The block `index` is before this script in the page, and all others are after it.
+const embedded = name => document.querySelector(`script[data-name="${CSS.escape(name)}"]`);
+const watching = !embedded("index");
+const whole = new Promise(end => document.addEventListener("DOMContentLoaded", end));
 const recent = new Map(); // the blocks that were read last, by name
 const MOST_RECENT = 60;
 
@@ -16,8 +17,8 @@ function block(name) {
 }
 
 async function read(name) {
-  const element = embedded.get(name);
-  const bytes = element ? decode(element.textContent) : await ask(name);
+  if (!watching && !embedded(name)) await whole;
+  const bytes = watching ? await ask(name) : decode(embedded(name).textContent);
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
   return JSON.parse(await new Response(stream).text());
 }

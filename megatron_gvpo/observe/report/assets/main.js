@@ -76,9 +76,10 @@ async function refresh() {
     const answer = await fetch("version", { cache: "no-store" });
     if (await answer.json() !== state.index.version) {
       recent.clear();
-      const chosen = fileName();
-      take(await block("index"));
-      restore(chosen);
+      const index = await block("index");
+      if (samplesOf(browser.run)) await readSamples(index, browser.run);
+      take(index);
+      restore();
     }
     live.textContent = "live";
     live.classList.remove("bad");
@@ -90,12 +91,8 @@ async function refresh() {
   setTimeout(refresh, 1000 * SECONDS);
 }
 
-const fileName = () => samplesOf(browser.run).files[browser.file]?.name;
-
-// Draw the view anew, with what was open and chosen. The files of samples may have other numbers now.
-function restore(chosen) {
-  const found = samplesOf(browser.run).files.findIndex(file => file.name === chosen);
-  browser.file = found < 0 ? null : found;
+// Draw the view anew, with what was open and chosen.
+function restore() {
   const opened = [...document.querySelectorAll("details.more[open] summary")].map(summary => summary.firstChild.textContent);
   const [scroll, listed] = [window.scrollY, byId("entries")?.scrollTop];
   const focused = document.activeElement?.id;

@@ -20,7 +20,9 @@ let entries = []; // of the list: groups or single responses
 let selected = 0;
 let ask_number = 0; // a later search makes an earlier one's result stale
 
+// The files, the numbers of all responses, and how many the run has saved: read when they are first shown.
 const samplesOf = run => state.index.runs[run].samples;
+const readSamples = async (index, run) => { index.runs[run].samples ??= await block(`${run}/samples`); };
 const filesOf = (run, kind) => samplesOf(run).files.map((file, number) => ({ ...file, number })).filter(file => file.kind === kind);
 
 function item(run, at) {
@@ -31,20 +33,35 @@ function item(run, at) {
 }
 
 function showSamples(root) {
-  const withSamples = state.index.runs.map((run, i) => [run, i]).filter(([run]) => run.samples.files.length);
+  const withSamples = state.index.runs.map((run, i) => [run, i]).filter(([run]) => run.responses);
   if (!withSamples.length) {
     root.replaceChildren(h("p", { class: "empty" }, "No responses were saved: logging.rollouts says which are."));
     return;
   }
   if (!withSamples.some(([, i]) => i === browser.run)) browser.run = withSamples[0][1];
+  if (!samplesOf(browser.run)) return readAndShow(root);
   if (!filesOf(browser.run, browser.kind).length) browser.kind = browser.kind === "train" ? "eval" : "train";
   const files = filesOf(browser.run, browser.kind);
-  if (!files.some(file => file.number === browser.file)) browser.file = files.at(-1).number;
+  if (!files.some(file => file.name === browser.file)) browser.file = files.at(-1).name;
   root.replaceChildren(controls(withSamples, files), h("div", { id: "scale" }),
     h("div", { class: "panes" },
       h("div", { class: "list" }, h("p", { id: "count", role: "status" }), h("ol", { id: "entries", role: "listbox", tabindex: 0, "aria-label": "samples" })),
       h("article", { id: "detail", "aria-live": "polite" })));
   list();
+}
+
+async function readAndShow(root) {
+  const { index } = state, { run } = browser;
+  const place = h("p", { class: "empty" }, "Reading the responses …");
+  entries = [];
+  root.replaceChildren(place);
+  try {
+    await readSamples(index, run);
+  } catch (error) {
+    place.textContent = `The responses cannot be read: ${error.message}`;
+    return;
+  }
+  if (state.view === "samples" && place.isConnected) showSamples(root);
 }
 
 function controls(withSamples, files) {
@@ -53,9 +70,9 @@ function controls(withSamples, files) {
       options.map(([value, text]) => h("option", { value, selected: value === browser[name] }, text)));
     return h("label", {}, h("span", {}, label), select);
   };
-  const place = files.findIndex(file => file.number === browser.file);
+  const place = files.findIndex(file => file.name === browser.file);
   const step = h("input", { type: "range", id: "step", min: 0, max: files.length - 1, value: place, disabled: browser.all, "aria-label": "step",
-    "aria-valuetext": `step ${files[place].step}`, oninput: () => toFile(files[+step.value].number) });
+    "aria-valuetext": `step ${files[place].step}`, oninput: () => toFile(files[+step.value].name) });
   const search = h("input", { type: "search", id: "search", placeholder: "text in prompt or response", value: browser.query,
     oninput: () => { browser.query = search.value; selected = 0; clearTimeout(search.timer); search.timer = setTimeout(list, 250); } });
   const kinds = ["train", "eval"].filter(kind => filesOf(browser.run, kind).length);
@@ -78,8 +95,8 @@ function controls(withSamples, files) {
 
 const valueOf = text => /^\d+$/.test(text) ? +text : text;
 
-function toFile(number) {
-  browser.file = number;
+function toFile(name) {
+  browser.file = name;
   selected = 0;
   const at = document.activeElement?.id;
   showSamples(document.getElementById("samples"));
@@ -88,8 +105,8 @@ function toFile(number) {
 
 function turn(by) {
   const files = filesOf(browser.run, browser.kind);
-  const next = files[files.findIndex(file => file.number === browser.file) + by];
-  if (next && !browser.all) toFile(next.number);
+  const next = files[files.findIndex(file => file.name === browser.file) + by];
+  if (next && !browser.all) toFile(next.name);
 }
 
 // --- the list ---
@@ -97,7 +114,7 @@ function turn(by) {
 async function list() {
   const number = ++ask_number;
   const count = document.getElementById("count");
-  const files = filesOf(browser.run, browser.kind).filter(file => browser.all || file.number === browser.file);
+  const files = filesOf(browser.run, browser.kind).filter(file => browser.all || file.name === browser.file);
   const wanted = new Set(files.map(file => file.number));
   let items = samplesOf(browser.run).rows.file.flatMap((file, at) => wanted.has(file) ? [item(browser.run, at)] : []);
   if (browser.query) {
