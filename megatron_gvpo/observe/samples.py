@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron_gvpo.observe.loggers.backend import Sample
+from megatron_gvpo.observe.rollouts.conversation import transcript
 
 if TYPE_CHECKING:
     from megatron_gvpo.observe.rollouts.table import Responses
@@ -22,7 +23,7 @@ def few_samples(responses: Responses) -> list[Sample]:
     count = min(MOST, len(rollouts))
     places = [round(i * (len(rollouts) - 1) / max(count - 1, 1)) for i in reversed(range(count))]
     return [
-        Sample(responses.kind, prompt.text, rollout.text, rollout.reward)
+        Sample(responses.kind, prompt.text, transcript(rollout), rollout.reward)
         for prompt, rollout in (rollouts[place] for place in places)
     ]
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import runpy
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import yaml
+from chromium import browser
 from paths import ROOT
 from real_parts import used
 
@@ -15,6 +17,7 @@ from megatron_gvpo import cli
 from megatron_gvpo.conversations import Reply
 from megatron_gvpo.groups import Prompt
 from megatron_gvpo.observe import read_metrics
+from megatron_gvpo.observe.rollouts.reader import read_rollouts
 
 EXAMPLE = ROOT / "examples" / "calculator"
 
@@ -57,3 +60,39 @@ def test_the_example_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     first, *steps = read_metrics(Path("runs/calculator/metrics.jsonl"))
     assert first["eval/pass@1"] <= 1 and len(steps) == 2
     assert all(step["env/turns"] > 1 and step["env/lost"] == 0 for step in steps)
+    files_have_the_conversations(Path("runs/calculator"))
+    report_shows_the_conversations(Path("runs/calculator"), tmp_path)
+
+
+def files_have_the_conversations(out: Path) -> None:
+    for talk in read_rollouts(out).to_pylist():
+        turns, said = talk["turns"], [m["content"] for m in talk["messages"] if m["role"] == "assistant"]
+        assert sum(turn["tokens"] for turn in turns) == talk["response_tokens"]
+        assert [turn["text"] for turn in turns] == said
+        paid = [turn["reward"] for turn in turns if turn["reward"] is not None]
+        assert sum(paid) == talk["reward"] == talk["rewards"]["environment"]
+        for before, turn in pairwise(turns):
+            assert before["text"].endswith(")"), "the calculator answers calls"
+            assert turn["given"].startswith("[") and len(turn["given_ids"]) == len(turn["given"])
+
+
+def report_shows_the_conversations(out: Path, base: Path) -> None:
+    assert cli.main(["report", str(out)]) == 0
+    talks = read_rollouts(out, steps=[2]).to_pylist()
+    longest = max(talks, key=lambda talk: len(talk["turns"]))
+    with browser(base) as page:
+        page.open((base / out / "report.html").as_uri())
+        charts = page.look("[...document.querySelectorAll('.chart .name b')].map(name => name.textContent)")
+        assert {"env/turns", "env/calls", "env/environment_reward"} <= set(charts)
+        page.look("Object.assign(browser, { unit: 'responses', sort: 'most turns first' }), view('samples')")
+        card = "document.querySelector('.card.chosen')"
+        page.wait(f"Boolean({card})", "the conversation with the most turns")
+        turns = page.look(f"[...{card}.querySelectorAll('.turn')].map(turn => turn.innerText)")
+        assert len(turns) == len(longest["turns"]) > 1
+        given = page.look(f"[...{card}.querySelectorAll('.given')].map(given => given.lastChild.textContent)")
+        candidates = [[turn["given"] for turn in talk["turns"][1:]] for talk in talks]
+        assert given in candidates
+        assert all("turn" in turn and "token" in turn for turn in turns)
+        own = page.look(f"{card}.querySelectorAll('.turn .text [data-i]').length")
+        assert own == page.look("item(0, entries[selected].at).tokens"), "every own token, and no other"
+        assert page.said == []

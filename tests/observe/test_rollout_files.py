@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +23,8 @@ from megatron_gvpo.observe.rollouts.reader import read_rollouts, saved_steps
 from megatron_gvpo.observe.rollouts.schema import COLUMNS, file_name, schema
 from megatron_gvpo.observe.rollouts.table import Responses, table
 from megatron_gvpo.observe.rollouts.writer import RolloutWriter
+from megatron_gvpo.observe.samples import few_samples, one_line
+from megatron_gvpo.turns import Turn
 
 pytestmark = pytest.mark.usefixtures("leave_the_process_group")
 
@@ -153,6 +158,41 @@ def test_the_oldest_files_go_above_the_limit(tmp_path, caplog):
     assert saved_steps(tmp_path / "small") == [2], "the newest stays, however large"
 
 
+KILLED = """
+import sys
+from itertools import count
+from pathlib import Path
+from megatron_gvpo.config.sections import RolloutFilesConfig
+from megatron_gvpo.groups import Group, Prompt, Rollout
+from megatron_gvpo.observe.rollouts.table import Responses
+from megatron_gvpo.observe.rollouts.writer import RolloutWriter
+
+rollouts = [Rollout(list(range(2000)), [-0.5] * 2000, str(i) * 9000, "stop") for i in range(64)]
+groups = [Group(Prompt("p", (1,), "?"), rollouts)]
+writer = RolloutWriter(Path(sys.argv[1]), RolloutFilesConfig(), [], None)
+for step in count(1):
+    writer.write(Responses("train", step, groups))
+"""
+
+
+def test_a_writer_that_is_killed_leaves_whole_files_and_goes_on_without_doubles(tmp_path):
+    directory, after = tmp_path / "rollouts", 3
+    with subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)]) as process:
+        deadline = time.monotonic() + 120
+        while not (len(saved_steps(tmp_path)) > after and list(directory.glob("*.tmp"))):
+            assert process.poll() is None and time.monotonic() < deadline
+        process.kill()
+    left = saved_steps(tmp_path)
+    assert left == list(range(1, left[-1] + 1))
+    assert {path.name for path in directory.glob("*.tmp")} <= {file_name("train", left[-1] + 1) + ".tmp"}
+    assert [r["step"] for r in rows(tmp_path, columns=["step"])] == [step for step in left for _ in range(64)]
+    files = RolloutWriter(tmp_path, RolloutFilesConfig(), ["a"], after)
+    assert saved_steps(tmp_path) == list(range(1, after + 1)) and not list(directory.glob("*.tmp"))
+    files.write(responses(after + 1))
+    files.close()
+    assert saved_steps(tmp_path) == list(range(1, after + 2))
+
+
 def _bytes(directory: Path, of: Responses) -> bytes:
     pq.write_table(table(of, ["a"]), directory / "one", compression="zstd")
     return (directory / "one").read_bytes()
@@ -180,15 +220,64 @@ def test_unusual_responses(tmp_path):
     assert (second["version_first"], second["version_last"]) == (4, 5) and math.isnan(second["reward"])
 
 
+TALK = {
+    "token_ids": [3, 4, 5],
+    "turns": [Turn(0, -1, None, (), reward=0.25), Turn(2, 0, None, (8, 9), "solver")],
+    "messages": [
+        {"role": "assistant", "content": "call \ud83d"},
+        {"role": "tool", "name": "add", "content": "42"},
+        {"role": "user", "content": "so?"},
+        {"role": "assistant", "content": "42"},
+    ],
+}
+
+
+def test_the_turns_of_a_conversation(tmp_path):
+    files = writer(tmp_path)
+    files.write(responses(1, **TALK))
+    files.write(responses(2))
+    files.close()
+    talk, single = rows(tmp_path)
+    assert single["turns"] is single["messages"] is None
+    first, second = talk["turns"]
+    assert first == {
+        **{"agent": None, "text": "call ?", "tokens": 2, "reward": 0.25, "after": -1},
+        **{"given": None, "given_ids": [], "tools": ["add"]},
+    }
+    assert second == {
+        **{"agent": "solver", "text": "42", "tokens": 1, "reward": None, "after": 0},
+        **{"given": "42\nso?", "given_ids": [8, 9], "tools": []},
+    }
+    assert [m["role"] for m in talk["messages"]] == ["assistant", "tool", "user", "assistant"]
+    assert talk["messages"][1] == {"role": "tool", "name": "add", "content": "42"}
+
+
+def test_messages_that_are_not_of_the_turns_give_no_texts(tmp_path):
+    files = writer(tmp_path)
+    files.write(responses(1, **{**TALK, "messages": TALK["messages"][:2]}))
+    files.close()
+    [talk] = rows(tmp_path)
+    assert [(turn["text"], turn["given"], turn["tokens"]) for turn in talk["turns"]] == [
+        (None, None, 2),
+        (None, None, 1),
+    ]
+
+
+def test_a_conversation_is_shown_in_one_line():
+    sample = few_samples(responses(1, **TALK))[0]
+    assert sample.response == "call \ud83d | tool: 42 | user: so? | 42"
+    assert one_line(sample, 120).endswith("| tool: 42 | user: so? | 42")
+
+
 def test_files_of_other_versions_are_read_together(tmp_path):
     files = writer(tmp_path)
     files.write(responses(1))
     files.close()
     newer = table(responses(2), ["a", "b"]).drop_columns("seconds")
-    turns = pa.array([[{"role": "user", "text": "hello"}]])
-    pq.write_table(newer.append_column("turns", turns), tmp_path / "rollouts" / file_name("train", 2))
+    judged = pa.array([[{"judge": "strict", "grade": 1}]])
+    pq.write_table(newer.append_column("judged", judged), tmp_path / "rollouts" / file_name("train", 2))
     first, second = rows(tmp_path)
-    assert first["turns"] is None and second["turns"] == [{"role": "user", "text": "hello"}]
+    assert first["judged"] is None and second["judged"] == [{"judge": "strict", "grade": 1}]
     assert first["rewards"] == {"a": 1.0, "b": None} and second["seconds"] is None
     assert read_rollouts(tmp_path, steps=[2], columns=["reward", "seconds"]).column_names == ["reward"]
     (tmp_path / "rollouts" / file_name("train", 3)).write_bytes(b"PAR1 damaged")

@@ -102,8 +102,9 @@ def test_a_slow_server_gets_an_alert(
     engine, supervisor = pair
     a, b = supervisor.processes
     small = ("train.steps=4", "rollout.max_tokens=40", "optimizer.lr=1.0e-6")
+    patient = ("rollout.servers.health_timeout=60", "rollout.weights.timeout=120")
     urls, slow = [a.url, b.url], Slowdown(b)
-    faulty_run(engine, task, tmp_path / "run", urls, [], *small, callbacks=[slow])
+    faulty_run(engine, task, tmp_path / "run", urls, [], *small, *patient, callbacks=[slow])
     alerts = alerts_of(read_metrics(tmp_path / "run/metrics.jsonl"))
     [alert] = [alert for alert in alerts if alert.rule == "slow server"]
     assert urlsplit(b.url).netloc in alert.says

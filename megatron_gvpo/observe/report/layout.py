@@ -12,5 +12,6 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
         *("response/entropy", "train/entropy", "train/kl", "train/kl_ref"),
         *("mismatch/kl", "mismatch/abs_max", "train/grad_norm"),
     ),
+    "What do the conversations do?": ("env/*",),
     "How fast is it?": ("time/step", "throughput/tokens_per_s", "response/staleness_max"),
 }

@@ -67,17 +67,39 @@ def _blocks(table: Any, pieces: Pieces | None) -> tuple[dict[str, Any], dict[str
         "errors": _structs(table, "reward_errors"),
     }
     tokens: dict[str, Any] = {"lengths": None}
+    talks = table["turns"].to_pylist() if "turns" in table.column_names else [None] * table.num_rows
     if pieces is not None:
         split = [pieces.split(ids) for ids in table["response_ids"].to_pylist()]
         texts["responses"] = ["".join(row) for row in split]
-        # JavaScript counts UTF-16 units.
-        tokens["lengths"] = [[len(p) + sum(c > "\uffff" for c in p) for p in row] for row in split]
+        tokens["lengths"] = [[_units(piece) for piece in row] for row in split]
+    else:
+        spoken = zip(talks, texts["responses"], strict=True)
+        texts["responses"] = ["".join(map(_said, talk)) if talk else text for talk, text in spoken]
+    texts["turns"] = [None if talk is None else [_turn(turn, pieces) for turn in talk] for talk in talks]
     engine, trainer, advantages, weights = (_ragged(table, name) for name in _TOKENS)
     tokens["surprise"] = [_integers(None if row is None else -row, HUNDREDTHS) for row in engine]
     tokens["gap"] = [_integers(row, THOUSANDTHS) for row in map(_difference, trainer, engine)]
     tokens["largest_advantage"], tokens["advantage"] = _shares(advantages, _numbers(table, "advantage"))
     tokens["largest_weight"], tokens["weight"] = _shares(weights, _numbers(table, "weight"))
     return texts, tokens
+
+
+def _turn(turn: dict[str, Any], pieces: Pieces | None) -> dict[str, Any]:
+    """A turn for the page; `units` is the length of its text where the tokens' texts are not known."""
+    given = turn["given"] or ""
+    if pieces is not None:
+        given = "".join(pieces.split(turn["given_ids"]))
+    shown = {name: turn[name] for name in ("agent", "tokens", "reward", "after", "tools")}
+    return {**shown, "given": given, "units": _units(_said(turn))}
+
+
+def _said(turn: dict[str, Any]) -> str:
+    return turn["text"] or ""
+
+
+def _units(text: str) -> int:
+    """The length of a text as JavaScript counts it, in UTF-16 units."""
+    return len(text) + sum(character > "\uffff" for character in text)
 
 
 def _rows(table: Any, texts: dict[str, Any]) -> dict[str, list[Any]]:
@@ -89,6 +111,7 @@ def _rows(table: Any, texts: dict[str, Any]) -> dict[str, list[Any]]:
     for name in ("reward", "advantage", "seconds"):
         rows[name] = [_rounded(value) for value in table[name].to_pylist()]
     rows["tokens"] = table["response_tokens"].to_pylist()
+    rows["turns"] = [turns and len(turns) for turns in texts["turns"]]
     rows["surprise"] = [_mean(None if row is None else -row) for row in engine]
     rows["mismatch"] = [_mean(row) for row in gaps]
     rows["prompt"] = [_snippet(prompt) for prompt in table["prompt"].to_pylist()]

@@ -1,7 +1,6 @@
 """The columns of the rollout files, one row a response; `docs/howto/read_rollouts.md` explains them to users.
 
-New columns may be added, such as a list of structs for the turns of a conversation: readers find columns by
-name, and give null for those that a file lacks.
+New columns may be added: readers find columns by name, and give null for those that a file lacks.
 """
 
 from __future__ import annotations
@@ -14,6 +13,19 @@ import pyarrow as pa
 Kind = Literal["train", "eval"]
 
 _TOKENS, _NUMBERS = pa.list_(pa.int32()), pa.list_(pa.float32())
+TURN = pa.struct(
+    [
+        ("agent", pa.string()),
+        ("text", pa.string()),
+        ("tokens", pa.int32()),
+        ("reward", pa.float64()),
+        ("after", pa.int32()),
+        ("given", pa.string()),
+        ("given_ids", _TOKENS),
+        ("tools", pa.list_(pa.string())),
+    ]
+)
+MESSAGE = pa.struct([("role", pa.string()), ("name", pa.string()), ("content", pa.string())])
 
 
 class Column(NamedTuple):
@@ -49,6 +61,17 @@ COLUMNS = (
     Column("response_tokens", pa.int32(), "Length of `response_ids`."),
     Column("seconds", pa.float64(), "Seconds that sampling it took; null where nothing was sampled."),
     Column("server", pa.string(), "URL of the server that sampled the response's end; null without servers."),
+    Column(
+        "turns",
+        pa.list_(TURN),
+        "The policy's turns in a conversation, whose tokens follow each other in `response_ids`; null for a "
+        "single response. [Conversations](../howto/conversations.md#look-at-them) explains the fields.",
+    ),
+    Column(
+        "messages",
+        pa.list_(MESSAGE),
+        "A conversation after its prompt, as a chat; null for a single response.",
+    ),
 )
 
 

@@ -10,6 +10,8 @@ import numpy as np
 import pyarrow as pa
 
 from megatron_gvpo.groups import Group, Prompt, Rollout
+from megatron_gvpo.observe.rollouts import conversation
+from megatron_gvpo.observe.rollouts.conversation import utf8
 from megatron_gvpo.observe.rollouts.schema import Kind, schema
 
 if TYPE_CHECKING:
@@ -80,10 +82,10 @@ def table(responses: Responses, components: Sequence[str], groups: int | None = 
         "kind": [responses.kind] * len(places),
         "group": [place.group for place in places],
         "member": [place.member for place in places],
-        "prompt_id": [_utf8(place.prompt.id) for place in places],
-        "prompt": [_utf8(place.prompt.text) for place in places],
+        "prompt_id": [utf8(place.prompt.id) for place in places],
+        "prompt": [utf8(place.prompt.text) for place in places],
         "prompt_ids": [place.prompt.token_ids for place in places],
-        "response": [_utf8(rollout.text) for rollout in rollouts],
+        "response": [utf8(rollout.text) for rollout in rollouts],
         "response_ids": [rollout.token_ids for rollout in rollouts],
         "reward": [rollout.reward for rollout in rollouts],
         "rewards": [_fields(rollout.rewards, components) for rollout in rollouts],
@@ -102,6 +104,8 @@ def table(responses: Responses, components: Sequence[str], groups: int | None = 
         "response_tokens": [len(rollout.token_ids) for rollout in rollouts],
         "seconds": [rollout.seconds for rollout in rollouts],
         "server": [rollout.server for rollout in rollouts],
+        "turns": [conversation.turns(rollout) for rollout in rollouts],
+        "messages": [conversation.messages(rollout) for rollout in rollouts],
     }
     return pa.Table.from_pydict(columns, schema=schema(components))
 
@@ -146,12 +150,7 @@ def _fields(values: dict[str, Any], components: Sequence[str]) -> dict[str, Any]
 
 
 def _errors(rollout: Rollout) -> dict[str, str]:
-    return {name: _utf8(error) for name, error in rollout.reward_errors.items()}
-
-
-def _utf8(text: str) -> str:
-    """The text without halves of surrogate pairs, which data may have and UTF-8 cannot."""
-    return text if text.isascii() else text.encode(errors="replace").decode()
+    return {name: utf8(error) for name, error in rollout.reward_errors.items()}
 
 
 def _mean(values: np.ndarray | None) -> float | None:

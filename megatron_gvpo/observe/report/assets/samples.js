@@ -7,12 +7,13 @@ const SORTS = {
   "rewards most different": { key: item => -(item.spread ?? 0), by: "reward" },
   "most surprise first": { key: item => -(item.surprise ?? -1), by: "surprise" },
   "least surprise first": { key: item => item.surprise ?? 1e9, by: "surprise" },
+  "most turns first": { key: item => -(item.turns ?? 0), by: "turns" },
   "longest first": { key: item => -item.tokens, by: "tokens" },
   "shortest first": { key: item => item.tokens, by: "tokens" },
   "largest mismatch first": { key: item => -(item.mismatch ?? -1), by: "mismatch" },
   "slowest first": { key: item => -(item.seconds ?? -1), by: "seconds" },
 };
-const UNITS = { reward: "", surprise: "nats/token", tokens: "tokens", mismatch: "nats/token", seconds: "s" };
+const UNITS = { reward: "", surprise: "nats/token", tokens: "tokens", turns: "turns", mismatch: "nats/token", seconds: "s" };
 const PAGE = 150; // entries of the list that are made at once
 
 const browser = { run: 0, kind: "train", file: null, all: false, unit: "groups", sort: "as sampled", colour: "surprise", query: "" };
@@ -88,9 +89,15 @@ function controls(withSamples, files) {
         h("button", { onclick: () => turn(1), disabled: browser.all || place >= files.length - 1, "aria-label": "later step" }, "›"),
         h("label", { class: "inline" }, all, " all steps"))),
     choose("unit", "show", [["groups", "groups of a prompt"], ["responses", "single responses"]], list),
-    choose("sort", "order", Object.keys(SORTS).map(name => [name, name]), list),
+    choose("sort", "order", sorts().map(name => [name, name]), list),
     choose("colour", "colour tokens by", colours.map(([name, { label }]) => [name, label]), detail),
     h("label", { class: "search" }, h("span", {}, "search"), search));
+}
+
+// Only the orders that the run's responses can have: single responses have no turns.
+function sorts() {
+  const talks = samplesOf(browser.run).rows.turns.some(turns => turns != null);
+  return Object.keys(SORTS).filter(name => talks || SORTS[name].by !== "turns");
 }
 
 const valueOf = text => /^\d+$/.test(text) ? +text : text;
@@ -149,7 +156,7 @@ function grouped(items) {
     const of = name => members.map(member => member[name]).filter(value => value != null);
     const average = name => of(name).length ? mean(of(name)) : null;
     const rewards = of("reward");
-    return { ...members[0], members, reward: average("reward"), surprise: average("surprise"), tokens: average("tokens"),
+    return { ...members[0], members, reward: average("reward"), surprise: average("surprise"), tokens: average("tokens"), turns: average("turns"),
       mismatch: average("mismatch"), seconds: average("seconds"), spread: Math.max(...rewards) - Math.min(...rewards) };
   });
 }
@@ -163,7 +170,8 @@ async function search(files, query, current) {
     if (!current()) return hits;
     const texts = await block(`${wanted.get(file)}.texts`);
     for (const at of places)
-      if (texts.responses[rows.row[at]].toLowerCase().includes(low) || texts.prompts[rows.group[at]].toLowerCase().includes(low)) hits.add(at);
+      if ([texts.responses[rows.row[at]], texts.prompts[rows.group[at]], ...(texts.turns[rows.row[at]] ?? []).map(turn => turn.given)]
+        .some(text => text.toLowerCase().includes(low))) hits.add(at);
   }
   return hits;
 }
@@ -264,7 +272,9 @@ function card(member, texts, tokens, chosen, range) {
   const value = browser.colour === "none" ? null : numbers(browser.colour, tokens, member.row);
   const parts = Object.entries(texts.rewards[member.row]);
   const fact = (name, text, title) => text && h("span", { class: "fact", title }, h("span", { class: "label" }, name), " ", text);
-  const body = coloured(texts.responses[member.row], tokens.lengths?.[member.row], value, colouring, browser.query);
+  const body = h("div", {}, texts.turns[member.row] ? turns(texts, tokens, member.row, value, colouring)
+    : coloured(texts.responses[member.row], tokens.lengths?.[member.row], value, colouring, browser.query));
+  const untrained = samplesOf(member.run).files[member.file].kind === "train" && tokens.weight[member.row] == null;
   if (value) body.addEventListener("mouseover", event => {
     const at = event.target.dataset?.i;
     if (at != null) event.target.title = tokenFacts(+at, member, tokens);
@@ -275,6 +285,7 @@ function card(member, texts, tokens, chosen, range) {
       parts.length > 1 && parts.map(([name, value]) => fact(name, show(value))),
       fact("advantage", member.advantage != null && show(member.advantage)),
       fact("tokens", `${member.tokens}`),
+      fact("turns", member.turns && `${member.turns}`),
       fact("surprise", member.surprise != null && show(member.surprise), "Mean of minus the engine's log-prob, nats a token"),
       fact("mismatch", member.mismatch != null && show(member.mismatch), "Mean absolute difference of the engine's and the trainer's log-probs, nats a token"),
       fact("took", member.seconds != null && `${show(member.seconds)} s`),
@@ -283,8 +294,31 @@ function card(member, texts, tokens, chosen, range) {
       fact("server", member.server),
       member.finish_reason === "length" && h("span", { class: "bad" }, "cut off"),
       Object.entries(texts.errors[member.row]).map(([name, error]) => h("span", { class: "bad" }, `${name}: ${error}`)),
+      untrained && h("span", { class: "label" }, "not trained"),
       browser.colour !== "none" && !value && h("span", { class: "label" }, `no ${colouring.label} here`)),
     body);
+}
+
+// A conversation: what was said to the policy, which is never trained, and each of its own turns.
+function turns(texts, tokens, row, value, colouring) {
+  const text = texts.responses[row], lengths = tokens.lengths?.[row];
+  let at = 0, token = 0;
+  return texts.turns[row].map(({ agent, tokens: count, reward, after, given, tools, units }, i) => {
+    const mine = lengths?.slice(token, token + count);
+    const end = at + (mine ? mine.reduce((sum, length) => sum + length, 0) : units);
+    const parts = [
+      given && h("div", { class: "given", dir: "auto", translate: "no" },
+        h("span", { class: "label" }, "said to the policy, not trained"), marked(given, browser.query)),
+      h("div", { class: "turn-facts" }, h("b", {}, agent || "policy"), h("span", {}, `turn ${i + 1}`),
+        after !== i - 1 && h("span", {}, after < 0 ? "from the prompt" : `after turn ${after + 1}`),
+        h("span", {}, `${count} token${count === 1 ? "" : "s"}`),
+        reward != null && h("span", { class: "turn-reward" }, `reward ${show(reward)}`),
+        tools.length > 0 && h("span", {}, `tools: ${tools.join(", ")}`)),
+      coloured(text.slice(at, end), mine, value, colouring, browser.query, token)];
+    at = end;
+    token += count;
+    return h("div", { class: "turn" }, parts);
+  });
 }
 
 function tokenFacts(at, member, tokens) {

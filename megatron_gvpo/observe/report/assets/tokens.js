@@ -33,8 +33,9 @@ function shade(value, { limits, signed }) {
 
 const LONGEST = 1500; // tokens that are shown before the reader asks for the rest
 
-// The text of a response as nodes. `limit` cuts it, with a button for the rest.
-function coloured(text, lengths, value, colouring, query, limit = LONGEST) {
+// The text of a response, or of a turn that begins with the response's token `first`, as nodes.
+// More than LONGEST tokens are cut, with a button for the rest.
+function coloured(text, lengths, value, colouring, query, first = 0) {
   const place = h("div", { class: "text", translate: "no", dir: "auto" });
   if (!lengths || (!value && !query)) {
     place.append(...marked(text, query));
@@ -46,10 +47,10 @@ function coloured(text, lengths, value, colouring, query, limit = LONGEST) {
     const parts = document.createDocumentFragment();
     for (let i = from; i < to; i++) {
       const piece = text.slice(at, at + lengths[i]);
-      const number = value?.(i);
+      const number = value?.(first + i);
       const kind = value ? shade(number, colouring) : "";
       const hit = found.some(([a, b]) => a < at + lengths[i] && b > at);
-      parts.append(kind || hit || value ? h("span", { class: `${kind}${hit ? " hit" : ""}`, "data-i": i }, visible(piece)) : unhidden(piece));
+      parts.append(kind || hit || value ? h("span", { class: `${kind}${hit ? " hit" : ""}`, "data-i": first + i }, visible(piece)) : unhidden(piece));
       at += lengths[i];
     }
     place.append(parts);
@@ -59,7 +60,7 @@ function coloured(text, lengths, value, colouring, query, limit = LONGEST) {
       place.append(more);
     }
   };
-  put(0, Math.min(limit, lengths.length));
+  put(0, Math.min(LONGEST, lengths.length));
   return place;
 }
 
