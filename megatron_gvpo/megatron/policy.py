@@ -97,7 +97,8 @@ class Policy(Scorer):
                     assert rows.weight_r is not None, "a split group needs its weights before the forward"
                     surrogate = (rows.weight_r * output.logp_r).sum()
                 return surrogate + bonus, (logp_r, None, detached(extra))
-            filled, weight_r, surrogate = _with_references(rows, logp_r), None, output.surrogate
+            filled, surrogate = _with_references(rows, logp_r), output.surrogate
+            weight_r: Tensor | None = None
             try:
                 if surrogate is None:  # one call of the loss gives its value and the weights, which are saved
                     weight_r, metrics = token_weights(loss, filled, logp_r, totals)
@@ -107,7 +108,8 @@ class Policy(Scorer):
                     metrics = {"loss": value, **metrics}
             except UserFunctionError as error:  # raised below: the other ranks are in the same schedule
                 problems.append(str(error))
-                surrogate, metrics = 0 * output.logp_r.sum(), {"loss": 0.0}
+                surrogate = 0 * output.logp_r.sum()
+                metrics = {"loss": surrogate}
             metrics["loss"] = metrics["loss"] + bonus
             return surrogate + bonus, (logp_r, weight_r, detached(metrics | extra))
 
