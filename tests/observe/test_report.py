@@ -15,6 +15,7 @@ from made_run import HOSTILE, make_run, make_tokenizer
 from scipy.stats import binomtest
 
 from megatron_gvpo.cli import main
+from megatron_gvpo.observe.report import Reporter
 from megatron_gvpo.observe.report.intervals import interval
 from megatron_gvpo.observe.report.pieces import Pieces
 from megatron_gvpo.observe.report.samples import chosen, pass_intervals
@@ -245,6 +246,16 @@ def test_steps_are_chosen_evenly_within_the_number():
     assert len(chosen(sizes, 0)) == 4
 
 
+def test_large_evaluations_leave_room_for_training_steps():
+    """The quickstart's numbers: 100 steps of 512 responses, 6 evaluations of 2048."""
+    train = {("train", step): (512, 512 * 30) for step in range(1, 101)}
+    evaluations = {("eval", step): (2048, 2048 * 30) for step in range(0, 101, 20)}
+    some = chosen(train | evaluations, 10_000)
+    assert [step for kind, step in some if kind == "eval"] == [0, 100]
+    assert len(some) == 2 + (10_000 - 2 * 2048) // 512
+    assert chosen(evaluations, 10_000) == [("eval", step) for step in (0, 40, 60, 100)]
+
+
 @pytest.mark.parametrize(("right", "count"), [(0, 7), (3, 7), (50, 100), (99, 100)])
 def test_with_one_sample_a_prompt_the_interval_is_wilsons(right: int, count: int):
     reference = binomtest(right, count).proportion_ci(0.95, method="wilson")
@@ -262,6 +273,17 @@ def test_intervals_cover_the_mean_of_correlated_samples():
         low, high = interval(value_p)
         hits += low <= 0.5 <= high
     assert 0.93 < hits / 2000 < 0.97
+
+
+def test_every_evaluation_has_its_interval_also_where_few_are_shown(tmp_path: Path):
+    """Fails on the old code: a band between the first and the last left the others outside."""
+    [run] = Reporter([make_run(tmp_path / "run", steps=8)], 0).report().index["runs"]
+    evaluations = [
+        step for step, v in zip(run["step"], run["metrics"]["eval/pass@1"], strict=True) if v is not None
+    ]
+    assert evaluations == [0, 2, 4, 6, 8] and list(run["intervals"]["eval/pass@1"]) == evaluations
+    for step, (low, high) in run["intervals"]["eval/pass@1"].items():
+        assert low <= run["metrics"]["eval/pass@1"][run["step"].index(step)] <= high
 
 
 def test_an_interval_needs_the_whole_evaluation():

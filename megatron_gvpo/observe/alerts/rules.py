@@ -40,7 +40,7 @@ class Rule:
 RULES = (
     Rule(
         "entropy collapse",
-        (Condition("response/entropy", "falls", 0.2),),
+        (Condition("response/entropy", "falls", 0.1),),
         5,
         "the responses have become nearly certain: entropy fell from {before:.3g} to {now:.3g} nats a token",
         "whether a group's responses are all alike (report, Samples); lower optimizer.lr, set "

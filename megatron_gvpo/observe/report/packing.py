@@ -28,13 +28,12 @@ class Packed:
     """The responses of one step.
 
     `rows`: a column for each property to sort by; `texts` and `tokens`: gzip of JSON, which the page reads
-    when it shows or searches the responses; `correct`: numbers of correct and of all samples of each prompt.
+    when it shows or searches the responses.
     """
 
     rows: dict[str, list[Any]]
     texts: bytes
     tokens: bytes
-    correct: list[tuple[int, int]]
 
     def __len__(self) -> int:
         return len(self.rows["reward"])
@@ -43,9 +42,9 @@ class Packed:
 def pack(table: Any, pieces: Pieces | None) -> Packed:
     """Pack a table. Without `pieces`, a response is one text, whose tokens have no colours."""
     if not table.num_rows:
-        return Packed({"reward": []}, b"", b"", [])
+        return Packed({"reward": []}, b"", b"")
     texts, tokens = _blocks(table, pieces)
-    return Packed(_rows(table, texts), _compressed(texts), _compressed(tokens), _correct(table))
+    return Packed(_rows(table, texts), _compressed(texts), _compressed(tokens))
 
 
 def read(directory: Path, kind: Kind, step: int, wanted: Sequence[str] | None = None) -> Any:
@@ -173,8 +172,11 @@ def _snippet(text: str) -> str:
     return " ".join(text[: 2 * SNIPPET].split())[:SNIPPET]
 
 
-def _correct(table: Any) -> list[tuple[int, int]]:
-    """Numbers of correct and of all samples of each prompt, as `sampling.evaluation` counts them."""
+def correct_samples(table: Any) -> list[tuple[int, int]]:
+    """Numbers of correct and of all samples of each prompt, as `sampling.evaluation` counts them.
+
+    The table needs the columns `group`, `reward` and `rewards` only.
+    """
     counts: dict[int, list[int]] = {}
     rewards = table["reward"].to_pylist()
     for group, reward, parts in zip(

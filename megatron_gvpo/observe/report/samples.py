@@ -11,8 +11,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+
 from megatron_gvpo.observe.report.intervals import interval
-from megatron_gvpo.observe.report.packing import Packed, pack, read
+from megatron_gvpo.observe.report.packing import Packed, correct_samples, pack, read
 from megatron_gvpo.observe.report.pieces import Pieces
 from megatron_gvpo.observe.rollouts.reader import DIRECTORY, saved_steps
 from megatron_gvpo.observe.rollouts.schema import Kind, file_name
@@ -44,6 +46,7 @@ class Packer:
         self._directory = directory
         self._sizes: dict[tuple[_File, int], tuple[int, int]] = {}  # by file and the time when it was written
         self._packed: dict[tuple[_File, int], Packed] = {}
+        self._correct: dict[tuple[_File, int], list[tuple[int, int]]] = {}
 
     def pack(self, pieces: Pieces | None, most: int, prefix: str) -> Samples:
         """Pack the responses of about `most` (`chosen`). `prefix`: of the blocks' names.
@@ -62,7 +65,18 @@ class Packer:
                 kept[stamp] = packed
                 _add(samples, packed, file, prefix)
         self._packed = kept
+        samples.correct = {
+            step: self._count(step, when) for (kind, step), when in written.items() if kind == "eval"
+        }
         return samples
+
+    def _count(self, step: int, when: int) -> list[tuple[int, int]]:
+        """Correct and all samples of each prompt of an evaluation; of every one, for its interval."""
+        file: _File = ("eval", step)
+        if (file, when) not in self._correct:
+            wanted = ["group", "reward", "rewards"]
+            self._correct[file, when] = correct_samples(read(self._directory, *file, wanted))
+        return self._correct[file, when]
 
     def _written(self) -> dict[_File, int]:
         """When each file was written, in nanoseconds; by step."""
@@ -86,19 +100,22 @@ class Packer:
 def chosen(sizes: Mapping[_File, tuple[int, int]], most: int) -> list[_File]:
     """Whole files, evenly over the steps and with the first and last, of at most `most` responses together.
 
-    The first and the last file of each kind are taken in any case. `sizes`: responses and tokens by file.
+    The first and the last file of each kind are taken in any case. Evaluations get half, or what training
+    leaves: they have many more responses than a step. `sizes`: responses and tokens by file.
     """
-    kinds = [[file for file in sizes if file[0] == kind] for kind in KINDS]
+    train, evaluations = ([file for file in sizes if file[0] == kind] for kind in ("train", "eval"))
+    limits = np.array([most, MOST_TOKENS])
 
-    def spread(count: int) -> set[_File]:
-        return {found for of_kind in kinds for found in _spread(of_kind, count)}
+    def together(files: Sequence[_File]) -> Any:
+        return np.array([sizes[file] for file in files]).reshape(-1, 2).sum(0)
 
-    def too_many(count: int) -> bool:
-        taken = [sizes[file] for file in spread(count)]
-        return sum(rows for rows, _ in taken) > most or sum(tokens for _, tokens in taken) > MOST_TOKENS
+    def within(files: Sequence[_File], limits: Any) -> list[_File]:
+        counts = range(3, len(files) + 1)
+        too_many = bisect_left(counts, True, key=lambda n: bool((together(_spread(files, n)) > limits).any()))
+        return _spread(files, too_many + 2)
 
-    count = bisect_left(range(3, len(sizes) + 1), True, key=too_many) + 2
-    taken = spread(count)
+    some = within(evaluations, np.maximum(limits / 2, limits - together(train)))
+    taken = {*some, *within(train, limits - together(some))}
     return [file for file in sizes if file in taken]
 
 
@@ -117,8 +134,6 @@ def _add(samples: Samples, packed: Packed, file: _File, prefix: str) -> None:
         rows[column] += values
     files.append({"name": name, "kind": kind, "step": step})
     samples.blocks |= {f"{name}.texts": packed.texts, f"{name}.tokens": packed.tokens}
-    if kind == "eval":
-        samples.correct[step] = packed.correct
 
 
 def pass_intervals(
