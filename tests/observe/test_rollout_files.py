@@ -249,12 +249,28 @@ def test_the_turns_of_a_conversation(tmp_path):
         **{"given": "42\nso?", "given_ids": [8, 9], "tools": []},
     }
     assert [m["role"] for m in talk["messages"]] == ["assistant", "tool", "user", "assistant"]
-    assert talk["messages"][1] == {"role": "tool", "name": "add", "content": "42"}
+    assert talk["messages"][1] == {"role": "tool", "name": "add", "content": "42", "tool_calls": None}
 
 
-def test_messages_that_are_not_of_the_turns_give_no_texts(tmp_path):
+def test_messages_of_programs_that_are_no_plain_texts(tmp_path):
+    calls = [{"function": {"name": "add", "arguments": "{}"}}]
+    odd = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    odd += [{"role": "assistant", "content": None, "tool_calls": calls, "name": None}]
     files = writer(tmp_path)
-    files.write(responses(1, **{**TALK, "messages": TALK["messages"][:2]}))
+    files.write(responses(1, **{**TALK, "messages": odd}))
+    files.close()
+    user, assistant = rows(tmp_path)[0]["messages"]
+    assert "hi" in user["content"] and assistant["content"] == "" and "add" in assistant["tool_calls"]
+    assert few_samples(responses(1, **{**TALK, "messages": odd}))[0].response
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"messages": TALK["messages"][:2]}, {"turns": [Turn(0), Turn(2, -1, None, (8,), "critic")]}],
+)
+def test_messages_that_are_not_of_the_turns_give_no_texts(tmp_path, changed):
+    files = writer(tmp_path)
+    files.write(responses(1, **{**TALK, **changed}))
     files.close()
     [talk] = rows(tmp_path)
     assert [(turn["text"], turn["given"], turn["tokens"]) for turn in talk["turns"]] == [
@@ -265,7 +281,7 @@ def test_messages_that_are_not_of_the_turns_give_no_texts(tmp_path):
 
 def test_a_conversation_is_shown_in_one_line():
     sample = few_samples(responses(1, **TALK))[0]
-    assert sample.response == "call \ud83d | tool: 42 | user: so? | 42"
+    assert sample.response == "call ? | tool: 42 | user: so? | 42"
     assert one_line(sample, 120).endswith("| tool: 42 | user: so? | 42")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,12 +18,14 @@ def utf8(text: str) -> str:
 def turns(rollout: Rollout) -> list[dict[str, Any]] | None:
     """The policy's turns, with what was said to it before each; None for a single response.
 
-    The texts are those of the messages: null where the messages are not of these turns.
+    The texts are those of the messages: null where the messages are not of these turns, as with several
+    agents.
     """
     if not rollout.turns:
         return None
     said, heard = _by_turn(rollout.messages)
-    known = len(said) == len(rollout.turns)
+    linear = all(turn.after == i - 1 and turn.keep is None for i, turn in enumerate(rollout.turns))
+    known = linear and len(said) == len(rollout.turns)
     found = []
     for i, (turn, end) in enumerate(
         zip(rollout.turns, ends_of(rollout.turns, len(rollout.token_ids)), strict=True)
@@ -37,7 +40,7 @@ def turns(rollout: Rollout) -> list[dict[str, Any]] | None:
                 "after": turn.after,
                 "given": _text(before) if before else None,
                 "given_ids": list(turn.given),
-                "tools": [utf8(str(m.get("name", ""))) for m in answers if m["role"] == "tool"],
+                "tools": [utf8(str(m.get("name") or "")) for m in answers if m["role"] == "tool"],
             }
         )
     return found
@@ -49,9 +52,12 @@ def messages(rollout: Rollout) -> list[dict[str, str | None]] | None:
         return None
     return [
         {
-            "role": utf8(message["role"]),
-            "name": utf8(str(message["name"])) if "name" in message else None,
-            "content": utf8(message["content"]),
+            "role": utf8(str(message["role"])),
+            "name": utf8(str(message["name"])) if message.get("name") is not None else None,
+            "content": _content(message),
+            "tool_calls": json.dumps(message["tool_calls"], default=str)
+            if message.get("tool_calls")
+            else None,
         }
         for message in rollout.messages
     ]
@@ -62,7 +68,7 @@ def transcript(rollout: Rollout) -> str:
     if not rollout.turns or not rollout.messages:
         return rollout.text
     return " | ".join(
-        message["content"] if message["role"] == "assistant" else f"{message['role']}: {message['content']}"
+        _content(message) if message["role"] == "assistant" else f"{message['role']}: {_content(message)}"
         for message in rollout.messages
     )
 
@@ -84,4 +90,12 @@ def _by_turn(chat: Messages) -> tuple[list[Mapping[str, Any]], list[list[Mapping
 
 
 def _text(chat: Messages) -> str:
-    return "\n".join(utf8(message["content"]) for message in chat)
+    return "\n".join(map(_content, chat))
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    """The message's text; JSON for content of another form, which a program may send."""
+    content = message.get("content")
+    return utf8(
+        content if isinstance(content, str) else "" if content is None else json.dumps(content, default=str)
+    )

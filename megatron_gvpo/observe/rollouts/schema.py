@@ -25,7 +25,7 @@ TURN = pa.struct(
         ("tools", pa.list_(pa.string())),
     ]
 )
-MESSAGE = pa.struct([("role", pa.string()), ("name", pa.string()), ("content", pa.string())])
+MESSAGE = pa.struct([(name, pa.string()) for name in ("role", "name", "content", "tool_calls")])
 
 
 class Column(NamedTuple):
@@ -70,7 +70,8 @@ COLUMNS = (
     Column(
         "messages",
         pa.list_(MESSAGE),
-        "A conversation after its prompt, as a chat; null for a single response.",
+        "A conversation after its prompt, as a chat, with its calls of tools as JSON; null for a single "
+        "response.",
     ),
 )
 
