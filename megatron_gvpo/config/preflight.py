@@ -69,7 +69,7 @@ def preflight(
     if command == "eval" or (trains and config.samples_responses):
         _check_rewards(config)
     if command == "eval" or (command == "train" and config.samples_responses):
-        _check_sandbox(config)
+        _check_tools(config)
 
 
 def _check_attention(config: Config) -> None:
@@ -125,9 +125,13 @@ def _check_rewards(config: Config) -> None:
             raise ConfigError(f"rollout.conversation.{key}={spec}: {error}") from None
 
 
-def _check_sandbox(config: Config) -> None:
-    """The tool `python` needs a sandbox, on every machine that samples."""
+def _check_tools(config: Config) -> None:
+    """The tool `python` needs a sandbox, and MCP servers their package, on every machine that samples."""
     talks = config.rollout.conversation
+    if talks is not None and talks.mcp and find_spec("mcp") is None:
+        raise ConfigError(
+            "rollout.conversation.mcp: the package mcp is not installed: pip install 'megatron-gvpo[mcp]'"
+        )
     if talks is None or PYTHON not in talks.tools:
         return
     try:

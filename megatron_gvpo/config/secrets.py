@@ -81,6 +81,11 @@ def from_variable(value: str) -> bool:
     return _sources.get(value, REDACTED) != REDACTED
 
 
+def is_secret_name(name: str) -> bool:
+    """True for the name of a variable or an HTTP header that holds a secret, such as Authorization."""
+    return _SECRET_NAME.search(name) is not None
+
+
 def remember(secret: str) -> None:
     """Let `hide` hide this secret, which no variable holds."""
     _sources.setdefault(secret, REDACTED)

@@ -6,6 +6,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
+from megatron_gvpo.config.secrets import from_variable, is_secret_name
 from megatron_gvpo.config.section import LocalPath, Processes, Seconds, Section
 
 PYTHON = "python"  # the built-in tool that runs programs
@@ -25,6 +26,32 @@ class SandboxConfig(Section):
     packages: LocalPath | None = None
 
 
+class McpConfig(Section):
+    """An MCP server, whose tools the policy may call: a program to start, or an address."""
+
+    fixed_keys = ("command", "url")
+    free_keys = ("env", "headers")
+
+    command: tuple[str, ...] = ()  # The program and its arguments; it speaks over its input and output.
+    env: dict[str, str] = Field(default_factory=dict)  # The program's environment, besides PATH and HOME.
+    url: str | None = None  # The address of a server that speaks streamable HTTP.
+    headers: dict[str, str] = Field(default_factory=dict)  # HTTP headers for that address.
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if bool(self.command) == (self.url is not None):
+            raise ValueError("give either a command or a url")
+        if self.url is not None and not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"url={self.url}: want http:// or https://")
+        if (self.env and self.url is not None) or (self.headers and self.command):
+            raise ValueError("env is for a command, headers are for a url")
+        for key in ("env", "headers"):
+            for name, value in getattr(self, key).items():
+                if is_secret_name(name) and not from_variable(value):
+                    raise ValueError(f"{key}.{name}: a secret in the configuration: give `{{env: NAME}}`")
+        return self
+
+
 class ConversationConfig(Section):
     """A conversation of several turns with an environment or with tools, instead of one response to a prompt.
 
@@ -32,7 +59,7 @@ class ConversationConfig(Section):
     """
 
     fixed_keys = (
-        *("environment", "program", "options", "tools", "parser", "earlier_key"),
+        *("environment", "program", "options", "tools", "mcp", "parser", "earlier_key"),
         *("turns", "turn_tokens", "observation_tokens"),
     )
     free_keys = ("step_timeout", "workers", "max_lost")
@@ -49,6 +76,8 @@ class ConversationConfig(Section):
     # sandbox.
     tools: tuple[str, ...] = ()
     sandbox: SandboxConfig = SandboxConfig()  # of the tool `python`
+    # MCP servers, whose tools the policy may call, too; the package `mcp` is needed.
+    mcp: tuple[McpConfig, ...] = ()
     parser: Literal["hermes", "json", "xml"] = "hermes"  # How the policy writes calls of tools.
     # Field of the data with the policy's turns so far, a list of texts, where a prompt is the beginning of a
     # conversation: the environment hears them before the first turn. Default: prompts begin conversations.
@@ -66,9 +95,9 @@ class ConversationConfig(Section):
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        if sum(map(bool, (self.environment, self.program, self.tools))) != 1:
+        if sum(map(bool, (self.environment, self.program, self.has_tools))) != 1:
             raise ValueError("give one of environment, tools and program")
-        if self.tools and self.options:
+        if self.has_tools and self.options:
             raise ValueError("options are for an environment or a program; tools take none")
         if self.environment is None and self.earlier_key is not None:
             raise ValueError("earlier_key is for an environment")
@@ -77,3 +106,8 @@ class ConversationConfig(Section):
                 f"sandbox.seconds={self.sandbox.seconds:g} must be below step_timeout={self.step_timeout:g}"
             )
         return self
+
+    @property
+    def has_tools(self) -> bool:
+        """True if the policy calls tools, of functions or of MCP servers."""
+        return bool(self.tools or self.mcp)

@@ -12,6 +12,7 @@ from typing import Self
 from megatron_gvpo.config.errors import ConfigError
 from megatron_gvpo.conversations.config import ConversationConfig
 from megatron_gvpo.conversations.process import Answer, EnvironmentProcess, StepFailed
+from megatron_gvpo.conversations.worker import TOOLS
 from megatron_gvpo.groups import Prompt
 from megatron_gvpo.rewards.printed import Printout
 from megatron_gvpo.rewards.wire import WireError, prompt_bytes
@@ -19,7 +20,6 @@ from megatron_gvpo.rollout.request import RolloutError
 
 ATTEMPTS = 2  # a step that fails so often is not tried again
 AT_ONCE = 64  # steps that run at once in a process at most, where they overlap
-_TOOLS = "megatron_gvpo.conversations.tools:Tools"
 
 
 class EnvironmentLost(Exception):  # noqa: N818 - it is no fault of this program
@@ -79,12 +79,13 @@ class Environments:
 
     def __init__(self, config: ConversationConfig) -> None:
         self._config = config
-        self._spec, self._options = config.environment or _TOOLS, dict(config.options)
-        if config.tools:
+        self._spec, self._options = config.environment or TOOLS, dict(config.options)
+        if config.has_tools:
             self._options = {
                 "functions": list(config.tools),
                 "parser": config.parser,
                 "sandbox": config.sandbox.model_dump(),
+                "mcp": [server.model_dump() for server in config.mcp],
             }
         self._printout = Printout(["environment"])
         self._workers: list[_Worker] = []
@@ -135,7 +136,7 @@ class Environments:
     @property
     def has_tools(self) -> bool:
         """True if the environment runs functions, which keep nothing of a conversation."""
-        return bool(self._config.tools)
+        return self._config.has_tools
 
     async def ask(
         self, worker: _Worker, conversation: int, beginning: tuple[bytes, int, list[str]] | None, said: str

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_gvpo.conversations.config import PYTHON
 from megatron_gvpo.conversations.environment import Reply
+from megatron_gvpo.conversations.mcp_servers import server, server_schemas
 from megatron_gvpo.conversations.parsers import PARSERS, Call
 from megatron_gvpo.conversations.sandbox.box import SCHEMA, Sandbox
 from megatron_gvpo.groups import Prompt
@@ -25,7 +26,14 @@ class Tools:
     an exception.
     """
 
-    def __init__(self, functions: Sequence[str], parser: str, sandbox: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        functions: Sequence[str],
+        parser: str,
+        sandbox: Mapping[str, Any],
+        mcp: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        self._servers = [server(settings) for settings in mcp]
         self._tools: dict[str, Tool] = {}
         for spec in functions:
             if spec == PYTHON:
@@ -36,9 +44,14 @@ class Tools:
         self._parse = PARSERS[parser]
 
     @staticmethod
-    def overlaps(functions: Sequence[str], parser: str) -> bool:
-        """True if all functions are `async`: none holds up other conversations (see `environment`)."""
-        return all(map(inspect.iscoroutinefunction, map(load_function, functions)))
+    def overlaps(functions: Sequence[str], **options: Any) -> bool:
+        """True if no tool holds up other conversations (see `environment`): functions must be `async`.
+
+        Programs run one after the other: each may use a processor, and memory.
+        """
+        return PYTHON not in functions and all(
+            map(inspect.iscoroutinefunction, map(load_function, functions))
+        )
 
     def reset(self, prompt: Prompt, seed: int) -> None:
         """Nothing to do: functions have no state of a conversation."""
@@ -58,10 +71,14 @@ class Tools:
         """(what the tool says, True if it ran)."""
         if call.problem is not None:
             return f"Error: {call.problem}", False
-        tool = self._tools.get(call.name)
-        if tool is None:
-            return f"Error: there is no tool {call.name!r}; there are: {', '.join(self._tools)}", False
-        return await tool(call.arguments)
+        if (tool := self._tools.get(call.name)) is not None:
+            return await tool(call.arguments)
+        names = list(self._tools)
+        for found in self._servers:
+            names += (listed := [tool.name for tool in await found.tools()])
+            if call.name in listed:
+                return await found.call(call.name, call.arguments)
+        return f"Error: there is no tool {call.name!r}; there are: {', '.join(names)}", False
 
 
 async def _call_function(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple[str, bool]:
@@ -95,11 +112,11 @@ def _text(value: Any) -> str:
         return str(value)
 
 
-def tool_schemas(tools: Sequence[str]) -> list[dict[str, Any]]:
+def tool_schemas(tools: Sequence[str], mcp: Sequence[Mapping[str, Any]] = ()) -> list[dict[str, Any]]:
     """The JSON schemas of tools as chat templates take them; those of functions from signatures, docstrings.
 
-    transformers reads them: each argument needs a type and a line under `Args:`. Raises ValueError, which
-    names the function.
+    transformers reads them: each argument needs a type and a line under `Args:`. MCP servers are asked for
+    theirs. Raises ValueError, which names the function or the server.
     """
     from transformers.utils import get_json_schema
 
@@ -108,7 +125,13 @@ def tool_schemas(tools: Sequence[str]) -> list[dict[str, Any]]:
         try:
             schemas.append(SCHEMA if spec == PYTHON else get_json_schema(load_function(spec)))
         except Exception as error:  # a missing file, or a docstring that transformers cannot read
-            raise ValueError(f"{spec}: {' '.join(str(error).split())}") from None
-    if len({schema["function"]["name"] for schema in schemas}) < len(schemas):
-        raise ValueError(f"two of {', '.join(tools)} have the same name")
+            raise ValueError(f"tools: {spec}: {' '.join(str(error).split())}") from None
+    if mcp:
+        try:
+            schemas += server_schemas(mcp)
+        except ValueError as error:
+            raise ValueError(f"mcp: {error}") from None
+    names = [schema["function"]["name"] for schema in schemas]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"tools: two of them have the same name: {', '.join(twice)}")
     return schemas

@@ -12,10 +12,11 @@ import inspect
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_gvpo.conversations.environment import Environment, checked, load_environment, overlaps
+from megatron_gvpo.conversations.mcp_servers import connect
 from megatron_gvpo.groups import prompt_of
 from megatron_gvpo.rewards.wire import (
     HUNG_UP,
@@ -30,6 +31,7 @@ from megatron_gvpo.rewards.worker import begin_work, private
 from megatron_gvpo.runtime.user_functions import described
 
 _LONGEST = MAX_REPLY - 4096  # bytes of a reply's messages
+TOOLS = "megatron_gvpo.conversations.tools:Tools"  # the environment of tools
 READY, UNLOADABLE, SAID, FAILED, LATE = range(5)  # the kinds of a reply: [kind, ...]
 
 
@@ -44,12 +46,20 @@ def work(channel: int) -> None:
             make = load_environment(spec, options)
         except ValueError as error:
             return _send(own, [UNLOADABLE, str(error)[:MAX_TEXT]])
-        _send(own, [READY, overlaps(make)])
-        asyncio.run(_Work(own, make).serve())
+        asyncio.run(_serve(own, make, options["mcp"] if spec == TOOLS else ()))
     except EOFError:
         pass  # the trainer is gone
     except (OSError, WireError):
         os._exit(HUNG_UP)
+
+
+async def _serve(
+    channel: socket.socket, make: Callable[[], Environment], servers: Sequence[Mapping[str, Any]]
+) -> None:
+    """Open the sessions with MCP servers, then answer steps. Raises EOFError, OSError, WireError."""
+    await connect(servers)
+    _send(channel, [READY, overlaps(make)])
+    await _Work(channel, make).serve()
 
 
 class _Work:

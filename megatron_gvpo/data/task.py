@@ -64,12 +64,12 @@ def load_task(config: Config) -> Task:
 def _tools(config: Config) -> tuple[dict[str, Any], ...]:
     """The schemas of the tools that the policy may call. Raises ConfigError."""
     talks = config.rollout.conversation
-    if talks is None or not talks.tools:
+    if talks is None or not talks.has_tools:
         return ()
     try:
-        return tuple(tool_schemas(talks.tools))
+        return tuple(tool_schemas(talks.tools, [server.model_dump() for server in talks.mcp]))
     except ValueError as error:
-        raise ConfigError(f"rollout.conversation.tools: {error}") from None
+        raise ConfigError(f"rollout.conversation.{error}") from None
 
 
 def _check_differences(config: Config, prompts: list[Prompt]) -> None:

@@ -30,6 +30,7 @@ PARTS = (
     "image",
     "Chromium",
     "bubblewrap",
+    "MCP server",
     "trackio, MLflow and SwanLab",
 )
 

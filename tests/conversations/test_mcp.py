@@ -1,0 +1,282 @@
+"""Tools of real MCP servers: over standard input and output, and over HTTP; some die, hang or lie."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from real_parts import used
+from test_environments import Held
+
+from megatron_gvpo.config.schema import build_config
+from megatron_gvpo.conversations.config import ConversationConfig, McpConfig
+from megatron_gvpo.conversations.converse import LOST
+from megatron_gvpo.conversations.tools import tool_schemas
+from megatron_gvpo.data.task import Task
+from megatron_gvpo.data.tokenizer import end_token_id, load_tokenizer
+from megatron_gvpo.groups import Prompt, Rollout
+
+SERVER = '''
+import os, pathlib, signal, sys, time
+from mcp.server import MCPServer
+
+server = MCPServer("test")
+
+@server.tool()
+def add(a: int, b: int) -> str:
+    """Adds two integers."""
+    return str(a + b)
+
+@server.tool()
+def fail() -> str:
+    """Always fails."""
+    raise ValueError("boom")
+
+@server.tool()
+def die(mark: str) -> str:
+    """Ends the server; only once where `mark` is a file that does not exist yet."""
+    if not pathlib.Path(mark).exists():
+        pathlib.Path(mark).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return "alive"
+
+@server.tool()
+def always_die() -> str:
+    """Ends the server."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+@server.tool()
+def sleep(seconds: float) -> str:
+    """Waits."""
+    time.sleep(seconds)
+    return "done"
+
+@server.tool()
+def variable(key: str) -> str:
+    """An environment variable."""
+    return os.environ.get(key, "none")
+
+@server.tool()
+def flood() -> str:
+    """Says too much."""
+    return "9" * 10_000_000
+
+if len(sys.argv) > 1:
+    server.run("streamable-http", host="127.0.0.1", port=int(sys.argv[1]))
+else:
+    server.run("stdio")
+'''
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("mcp") / "server.py"
+    file.write_text(SERVER)
+    return file
+
+
+@pytest.fixture(scope="module")
+def material(task: Path) -> Task:
+    tokenizer = load_tokenizer(str(task / "model"))
+    return Task(tokenizer, end_token_id(tokenizer), [], [])
+
+
+class Http:
+    """A server at a port of its own, which can be stopped and started again."""
+
+    def __init__(self, program: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self._command = [sys.executable, str(program), str(self.port)]
+        self.start()
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(self._command, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            try:
+                socket.create_connection(("127.0.0.1", self.port), 1).close()
+                return
+            except OSError:
+                time.sleep(0.1)
+        raise AssertionError("the HTTP server does not listen")
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {"url": f"http://127.0.0.1:{self.port}/mcp"}
+
+
+@pytest.fixture(scope="module")
+def http(program: Path) -> Iterator[Http]:
+    server = Http(program)
+    yield server
+    server.stop()
+
+
+def call(name: str, **arguments: Any) -> str:
+    return json.dumps({"name": name, "arguments": arguments})
+
+
+def talk(
+    material: Task, server: dict[str, Any], turns: Sequence[str], between: Any = None, **settings: Any
+) -> Rollout:
+    """One conversation with these turns; `between` is called before the second turn."""
+    used("MCP server")
+    settings = {"turns": 20, "observation_tokens": 300, "step_timeout": 20.0, **settings}
+    config = ConversationConfig(mcp=[server], parser="json", **settings)
+    with Held(material, config) as held:
+        texts = iter([*turns, "done"])
+        heard: list[str] = []
+
+        def text(ids: Sequence[int]) -> str:
+            if between is not None and len(heard) == 1:
+                between()
+            heard.append(next(texts))
+            return heard[-1]
+
+        held.conversations._template.text = text
+        [[rollout]] = held.hold([Prompt("p", (5,), "?")], ["1"] * 20, max_tokens=4000)
+    return rollout
+
+
+def running(program: Path) -> list[psutil.Process]:
+    """The processes of servers that this process's workers have started."""
+    command = [sys.executable, str(program)]
+    return [p for p in psutil.Process().children(recursive=True) if p.cmdline() == command]
+
+
+def said(rollout: Rollout) -> list[str]:
+    return [message["content"] for message in rollout.messages if message["role"] == "tool"]
+
+
+@pytest.mark.parametrize("kind", ["stdio", "http"])
+def test_a_server_answers_and_its_errors_are_told(
+    material: Task, program: Path, http: Http, kind: str
+) -> None:
+    server = http.config if kind == "http" else {"command": [sys.executable, str(program)]}
+    turns = [call("add", a=2, b=3), call("fail"), call("add", a="x"), call("sub"), call("flood")]
+    rollout = talk(material, server, turns)
+    answers = said(rollout)
+    assert answers[0] == "5"
+    assert answers[1] == "Error executing tool fail"
+    assert "validation" in answers[2] or "Field required" in answers[2]
+    assert answers[3].startswith("Error: there is no tool 'sub'; there are: add, fail")
+    assert answers[4].endswith("too long to be shown]")
+    assert (rollout.finish_reason, rollout.counts["tool_calls"]) == ("stop", 5)
+    assert rollout.counts["tool_errors"] == 3
+
+
+def test_a_server_that_dies_once_is_started_again(material: Task, program: Path, tmp_path: Path) -> None:
+    server = {"command": [sys.executable, str(program)]}
+    turns = [call("add", a=1, b=1), call("die", mark=str(tmp_path / "mark")), call("add", a=2, b=2)]
+    rollout = talk(material, server, turns)
+    assert said(rollout) == ["2", "alive", "4"] and rollout.finish_reason == "stop"
+
+
+def test_a_server_that_is_killed_in_a_conversation_is_started_again(material: Task, program: Path) -> None:
+    def kill() -> None:
+        [found] = running(program)
+        found.kill()
+
+    turns = [call("add", a=1, b=1), call("add", a=2, b=2)]
+    rollout = talk(material, {"command": [sys.executable, str(program)]}, turns, kill)
+    assert said(rollout) == ["2", "4"] and rollout.finish_reason == "stop"
+
+
+def test_a_server_that_dies_always_loses_the_conversation(material: Task, program: Path) -> None:
+    rollout = talk(material, {"command": [sys.executable, str(program)]}, [call("always_die")] * 4)
+    assert rollout.finish_reason == LOST and not rollout.token_ids
+    assert f"ServerFailed: MCP server {sys.executable}" in rollout.text and "always_die" in rollout.text
+
+
+def test_http_that_ends_and_comes_back(material: Task, program: Path) -> None:
+    server = Http(program)
+    turns = [call("add", a=1, b=1), call("add", a=2, b=2)]
+    try:
+
+        def restart() -> None:
+            server.stop()
+            server.start()
+
+        assert said(talk(material, server.config, turns, restart)) == ["2", "4"]
+        lost = talk(material, server.config, turns, server.stop)
+        assert lost.finish_reason == LOST and "ServerFailed: MCP server http://127.0.0.1" in lost.text
+    finally:
+        server.stop()
+
+
+def test_a_tool_that_hangs_is_told_and_the_server_ended(material: Task, program: Path) -> None:
+    server = {"command": [sys.executable, str(program)]}
+    turns = [call("sleep", seconds=600), call("add", a=1, b=1)]
+    rollout = talk(material, server, turns, step_timeout=6.0)
+    assert said(rollout) == ["Error: it took longer than 6 seconds", "2"]
+    assert running(program) == []
+
+
+def test_a_server_sees_only_the_variables_that_it_is_given(
+    material: Task, program: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RUN_TOKEN", "the secret of the run")
+    server = {"command": [sys.executable, str(program)], "env": {"GIVEN": "yes"}}
+    names = ["RUN_TOKEN", "GIVEN"]
+    assert said(talk(material, server, [call("variable", key=name) for name in names])) == ["none", "yes"]
+
+
+def test_schemas_reach_the_template_and_names_are_unique(program: Path) -> None:
+    server = McpConfig(command=(sys.executable, str(program))).model_dump()
+    [add, *others] = tool_schemas(["python"], [server])[1:]
+    assert add["function"]["name"] == "add" and add["function"]["description"] == "Adds two integers."
+    assert set(add["function"]["parameters"]["properties"]) == {"a", "b"} and len(others) == 6
+    with pytest.raises(ValueError, match=r"tools: two of them have the same name: add, always_die"):
+        tool_schemas([], [server, server])
+    missing = {**server, "command": ["/no/such/program"]}
+    with pytest.raises(ValueError, match=r"mcp: MCP server /no/such/program: FileNotFoundError"):
+        tool_schemas([], [missing])
+    ends = {**server, "command": [sys.executable, "-c", "print('hello')"]}
+    with pytest.raises(ValueError, match=r"mcp: MCP server .*Connection closed"):
+        tool_schemas([], [ends])
+
+
+@pytest.mark.parametrize(
+    ("server", "problem"),
+    [
+        ({}, "give either a command or a url"),
+        ({"command": ["x"], "url": "http://x"}, "give either a command or a url"),
+        ({"url": "ftp://x"}, "want http:// or https://"),
+        ({"url": "http://x", "env": {"A": "b"}}, "env is for a command"),
+        ({"url": "http://x", "headers": {"Authorization": "Bearer x"}}, "a secret in the configuration"),
+        ({"command": ["x"], "env": {"API_KEY": "x"}}, "a secret in the configuration"),
+    ],
+)
+def test_wrong_servers_are_refused(server: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        McpConfig(**server)
+
+
+def test_headers_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    from good_config import GOOD
+
+    from megatron_gvpo.config.secrets import as_written
+    from megatron_gvpo.config.yaml import Loader
+
+    monkeypatch.setenv("MCP_AUTHORIZATION", "Bearer 123456789")
+    values = yaml.load(GOOD, Loader)
+    header = {"Authorization": {"env": "MCP_AUTHORIZATION"}}
+    values["rollout"] = {"conversation": {"mcp": [{"url": "https://tools.example/mcp", "headers": header}]}}
+    config = build_config(values)
+    talks = config.rollout.conversation
+    assert talks is not None and talks.mcp[0].headers == {"Authorization": "Bearer 123456789"}
+    assert as_written(config)["rollout"]["conversation"]["mcp"][0]["headers"] == header
