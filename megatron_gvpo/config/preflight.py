@@ -15,6 +15,7 @@ from megatron_gvpo.config.errors import ConfigError
 from megatron_gvpo.config.schema import Config, read_model_config
 from megatron_gvpo.conversations.config import PYTHON
 from megatron_gvpo.conversations.sandbox.box import Sandbox
+from megatron_gvpo.data.generated import check_installed
 from megatron_gvpo.megatron.model.attention_kernel import (
     Attention,
     check_attention,
@@ -109,6 +110,11 @@ def _check_loggers(config: Config) -> None:
 def _check_rewards(config: Config) -> None:
     """Files of rewards and environments must exist and be Python. They are imported later, by workers."""
     for i, component in enumerate(config.rewards.components):
+        try:
+            if component.function is None and component.name == "reasoning_gym":
+                check_installed()
+        except ValueError as error:
+            raise ConfigError(f"rewards.components.{i}.name={component.name}: {error}") from None
         try:
             if component.function is not None:
                 check_source(component.function)

@@ -70,9 +70,10 @@ class DatasetConfig(Section):
     fixed_keys = ("split", "prompt_key", "answer_key", "demonstration_key", "responses_key", "limit")
     free_keys = ("path",)  # the files' content is compared
 
-    # A .jsonl or .parquet file, a directory of such files, or the name of a hub data set.
+    # A .jsonl or .parquet file, a directory of such files, the name of a hub data set, or
+    # `reasoning_gym:NAME?key=value`, a generator of the package reasoning-gym with its options.
     path: LocalPath
-    split: str = "train"  # The split of a hub data set.
+    split: str = "train"  # The split of a hub data set, or the name of one for a generator.
     prompt_key: str = "prompt"  # The field with the prompt: a string, or a list of chat messages.
     # The field with the answer that rewards compare with; null where no reward needs one.
     answer_key: str | None = "answer"

@@ -1,4 +1,4 @@
-"""Records from JSONL and Parquet files, directories of them, and hub data sets."""
+"""Records from JSONL and Parquet files, directories of them, hub data sets, and generators of problems."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import pyarrow
 import pyarrow.parquet
+
+from megatron_gvpo.data.generated import PREFIX, generated_problems
 
 LONGEST_LINE = 2**24  # bytes of a record
 
@@ -29,8 +31,8 @@ class Record(NamedTuple):
 def read_records(path: str, split: str = "train") -> Iterator[Record]:
     """The records of a file, of a directory's files in the order of their names, or of a hub data set.
 
-    `split` is for hub data sets only. Raises DataError, also where a hub data set is named and the package
-    `datasets` is not installed.
+    `split` is for hub data sets and generators. Raises DataError, also where one of these is named and its
+    package is not installed.
     """
     try:
         yield from _read_records(path, split)
@@ -39,6 +41,9 @@ def read_records(path: str, split: str = "train") -> Iterator[Record]:
 
 
 def _read_records(path: str, split: str) -> Iterator[Record]:
+    if path.startswith(PREFIX):
+        yield from _generate(path, split)
+        return
     local = Path(path)
     if local.is_dir():
         files = sorted(file for file in local.iterdir() if file.suffix in _READERS and not file.is_dir())
@@ -128,6 +133,14 @@ def _as_json(value: Any) -> Any:
     if isinstance(value, bytes):
         return value.decode(errors="backslashreplace")
     return value if isinstance(value, str | int | float | None) else str(value)
+
+
+def _generate(path: str, split: str) -> Iterator[Record]:
+    try:
+        for number, fields in enumerate(generated_problems(path, split), start=1):
+            yield Record(f"{path}:{number}", f"{path}, problem {number}", fields)
+    except ValueError as error:
+        raise DataError(f"{path}: {error}") from None
 
 
 def _read_hub(name: str, split: str) -> Iterator[Record]:

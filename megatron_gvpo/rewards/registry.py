@@ -19,6 +19,7 @@ class BuiltIn(NamedTuple):
 BUILT_IN = {
     "math": BuiltIn("megatron_gvpo.rewards.math_answer:verify_math", needs_answer=True),
     "format": BuiltIn("megatron_gvpo.rewards.boxed:verify_format"),
+    "reasoning_gym": BuiltIn("megatron_gvpo.rewards.generated:score_generated"),
     "environment": BuiltIn("megatron_gvpo.rewards.counted:environment_reward"),
 }
 

@@ -1,0 +1,63 @@
+"""Problems that the package reasoning-gym generates, named `reasoning_gym:NAME?key=value` in place of a file.
+
+The keys, divided by `&`, are the generator's own, `size` and `seed` among them. Where there is no seed, the
+split gives one, so that `split: test` has other problems than `split: train`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+from urllib.parse import parse_qsl
+from zlib import crc32
+
+PREFIX = "reasoning_gym:"
+KEY = "reasoning_gym"  # the record's field that says which problem it is
+
+
+def check_installed() -> None:
+    """Raises ValueError, with a remedy, where the package is missing."""
+    if find_spec("reasoning_gym") is None:
+        raise ValueError(
+            "the package reasoning-gym is not installed: pip install 'megatron-gvpo[reasoning-gym]'"
+        )
+
+
+def generated_problems(path: str, split: str) -> Iterator[dict[str, Any]]:
+    """The records, with `prompt` and `answer`. Raises ValueError for an unknown name or key."""
+    check_installed()
+    name, _, query = path.removeprefix(PREFIX).partition("?")
+    options = {"seed": crc32(split.encode()) % 2**31}
+    for key, text in parse_qsl(query, keep_blank_values=True):
+        try:
+            options[key] = json.loads(text)
+        except ValueError:
+            options[key] = text
+    try:
+        problems = problems_of(name, json.dumps(options))
+        for index in range(len(problems)):
+            entry = problems[index]
+            place = {"name": name, "options": json.dumps(options), "index": index}
+            yield {"prompt": entry["question"], "answer": str(entry["answer"]), KEY: place}
+    except Exception as error:  # each generator checks its options in its own way
+        raise ValueError(f"{type(error).__name__}: {' '.join(str(error).split())}") from None
+
+
+@cache
+def problems_of(name: str, options: str) -> Any:
+    """The generator's data set; `options` are JSON."""
+    import reasoning_gym
+
+    return reasoning_gym.create_dataset(name, **json.loads(options))
+
+
+def entry_of(record: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """(the generator's data set, the record's entry in it). Raises ValueError for a record of other data."""
+    place = record.get(KEY)
+    if not isinstance(place, Mapping):
+        raise ValueError(f"the record has no field {KEY!r}: data.train.path is not {PREFIX}NAME")
+    problems = problems_of(place["name"], place["options"])
+    return problems, problems[place["index"]]
