@@ -30,7 +30,7 @@ def generated_problems(path: str, split: str) -> Iterator[dict[str, Any]]:
     """The records, with `prompt` and `answer`. Raises ValueError for an unknown name or key."""
     check_installed()
     name, _, query = path.removeprefix(PREFIX).partition("?")
-    options = {"seed": crc32(split.encode()) % 2**31}
+    options: dict[str, Any] = {"seed": crc32(split.encode()) % 2**31}
     for key, text in parse_qsl(query, keep_blank_values=True):
         try:
             options[key] = json.loads(text)
