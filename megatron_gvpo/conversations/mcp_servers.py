@@ -174,7 +174,7 @@ async def _listed(client: Client) -> list[Tool]:
 
 
 def _text(result: CallToolResult) -> str:
-    """What a tool said, its texts joined; a note stands for other content."""
+    """A result as text: its texts, joined; a note stands for other content."""
     parts = [str(getattr(block, "text", f"[{block.type}]")) for block in result.content]
     if not parts and result.structured_content is not None:
         return json.dumps(result.structured_content)
