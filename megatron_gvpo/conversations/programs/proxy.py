@@ -29,6 +29,7 @@ from megatron_gvpo.conversations.programs.chat import (
 from megatron_gvpo.conversations.programs.dialogue import Dialogue, tools_text
 from megatron_gvpo.conversations.programs.program import Endpoint
 from megatron_gvpo.groups import Rollout
+from megatron_gvpo.rollout.http import spare_connections
 
 LONGEST = 2**26  # bytes of a request
 _DIALOGUE: web.RequestKey[Dialogue] = web.RequestKey("dialogue", Dialogue)
@@ -67,6 +68,7 @@ class Proxy:
         self._answers = 0
 
     async def __aenter__(self) -> Self:
+        spare_connections()  # every program holds one
         app = web.Application(client_max_size=LONGEST, middlewares=[self._guarded])
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/chat/completions", self._chat)
