@@ -45,7 +45,7 @@ def delegation() -> TrainBatch:
     twice = [
         Turn(0, agent="planner"),
         Turn(2, -1, 1, (8,), "searcher", 1.0),
-        Turn(3, -1, 1, (6,), "searcher", 0.5),
+        Turn(3, 1, 2, (6,), "searcher", 0.5),  # another call that begins with the same two tokens
         Turn(4, 0, None, (7, 7), "planner"),
         Turn(5, 3, None, (), "coder", 0.3),
     ]

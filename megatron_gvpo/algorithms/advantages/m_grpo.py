@@ -29,9 +29,10 @@ class RoleEstimator(Advantage):
     """The tokens of a rollout's main agent and of its sub-agents have advantages of their own, fp32 [r].
 
     In a conversation the first turn's agent is the main agent, and every other `Turn.agent` a role. A turn
-    that does not continue one of the same agent begins a call of it. With `open_ids` and `close_ids`, a
-    single response has all agents: a token of `open_ids` begins a call of the only role, one of `close_ids`
-    ends it (both are the sub-agent's), everything else is the main agent's.
+    goes on with a call of its agent where its context keeps something that the agent said there, and begins
+    another one elsewhere. With `open_ids` and `close_ids`, a single response has all agents: a token of
+    `open_ids` begins a call of the only role, one of `close_ids` ends it (both are the sub-agent's),
+    everything else is the main agent's.
 
     Main tokens have GRPO's advantage of the reward over the group. The tokens of call j of a role in rollout
     i have (v_ij - mean) / (std + eps) over the group's rollouts that call this role, where
@@ -129,16 +130,20 @@ class RoleEstimator(Advantage):
             return self._between_marks(ids)
         turns = rows.turns[row] if rows.turns else ()
         found: list[Call] = []
-        call_of: dict[int, Call] = {}  # the call that a turn belongs to
+        call_of: dict[int, tuple[Call, int]] = {}  # of a turn, and the place of the call's first own token
+        lengths: list[int] = []  # of the context and the own tokens of every turn
         for number, (turn, end) in enumerate(zip(turns, ends_of(turns, len(ids)), strict=False)):
+            whole = lengths[turn.after] if turn.after >= 0 else len(rows.prompt_ids[row])
+            kept = whole if turn.keep is None else turn.keep
+            lengths.append(kept + len(turn.given) + end - turn.begin)
             if turn.agent == turns[0].agent:
                 continue
-            if turn.after >= 0 and turns[turn.after].agent == turn.agent:
-                call_of[number] = call_of[turn.after]
-            else:
-                call_of[number] = Call(turn.agent, [])
-                found.append(call_of[number])
-            call_of[number].spans.append((turn.begin, end))
+            call, said = call_of.get(turn.after, (None, kept))
+            if call is None or call.role != turn.agent or kept <= said:
+                call, said = Call(turn.agent, []), kept + len(turn.given)
+                found.append(call)
+            call_of[number] = call, said
+            call.spans.append((turn.begin, end))
         return found
 
     def _between_marks(self, ids: Sequence[int]) -> list[Call]:
