@@ -216,7 +216,7 @@ def test_an_update_is_that_of_torch_adamw(
 @each_small_run
 def test_small_constants_are_exceeded(found: dict[tuple[str, str], Any], layout: Layout, name: str) -> None:
     """The first stage has several buckets, and the head keeps exponentials of some tokens, not of all."""
-    assert found[str(layout), STEPS[name].model].buckets >= 4
+    assert found[str(layout), STEPS[name].model].buckets > 2
     if name == "grpo with kl":  # its weights are not known before the forward
         assert 0 < found[str(layout), name].stash_share < 1
 
