@@ -6,6 +6,7 @@ tokenised again. So the tokens that the engine got are the tokens that are train
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,10 @@ class Template:
     ) -> None:
         self._tokenizer, self._end, self._tools = tokenizer, end_token_id, list(tools) or None
         self._chat = chat
+        added = [str(t.content) for t in tokenizer.added_tokens_decoder.values() if t.special]
+        self._special = re.compile(
+            "|".join(map(re.escape, {*added, *tokenizer.all_special_tokens} - {""})) or "(?!)"
+        )
         if tools and not chat:
             raise DataError("rollout.conversation.tools need a chat template, which tells the policy of them")
         if chat:
@@ -53,7 +58,11 @@ class Template:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def given(self, last: int, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        """The tokens from a turn's `last` token to the next turn's first."""
+        """The tokens from a turn's `last` token to the next turn's first. Raises DataError.
+
+        A special token that a message spells is text there (see `_plain`).
+        """
+        messages = self._plain(messages)
         if not self._chat:
             return self._tokens("".join(message["content"] for message in messages))
         text = self._suffix(_HISTORIES[0], messages)
@@ -69,13 +78,23 @@ class Template:
         """
         if self._chat:
             try:
-                return self._tokens(self._render(messages, True))
+                return self._tokens(self._render(self._plain(messages), True))
             except Exception as error:  # a template is a program, and may fail in any way
                 raise DataError(f"the chat template refuses a conversation: {error}") from None
         text = "".join(message["content"] for message in messages)
         if text.startswith(prompt.text):
             return prompt.token_ids + self._tokens(text[len(prompt.text) :])
         return tuple(self._tokenizer(text)["input_ids"])
+
+    def _plain(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The messages with a space in every special token that they spell.
+
+        Otherwise a web page that a tool fetched could end its message and begin another one in any role.
+        """
+        return [
+            {**m, "content": self._special.sub(lambda found: f"{found[0][0]} {found[0][1:]}", m["content"])}
+            for m in messages
+        ]
 
     def _tokens(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
