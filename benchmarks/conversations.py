@@ -1,0 +1,195 @@
+"""Conversations on a real server against lockstep rounds, with tools of several latencies.
+
+    python benchmarks/conversations.py [--engine vllm] [--out benchmarks/results/conversations_vllm.json]
+
+In lockstep, as a loop over `generate` and `step` does it, all conversations wait until every one has been
+answered by the server, and then until every tool has answered. Here each goes on by itself. Both hold the
+same conversations, one after the other, so that other work on the machine slows down both. A tool takes half
+to one and a half of its mean latency. The policy is a small random model with eight end tokens: its turns
+are of very different lengths, as those of trained models are. The server says by its own metrics how many
+requests run; it is idle where none does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import re
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests" / "helpers"))
+
+import tiny_run  # noqa: E402 - from tests/
+from servers import ENGINES, Client, pool_of, running  # noqa: E402
+
+from megatron_gvpo.config.sections import SamplingConfig  # noqa: E402
+from megatron_gvpo.conversations.config import ConversationConfig  # noqa: E402
+from megatron_gvpo.conversations.held import Conversations  # noqa: E402
+from megatron_gvpo.data.task import Task  # noqa: E402
+from megatron_gvpo.data.tokenizer import end_token_id, load_tokenizer  # noqa: E402
+from megatron_gvpo.groups import Prompt, Rollout  # noqa: E402
+from megatron_gvpo.rollout.pool import ServerPool  # noqa: E402
+from megatron_gvpo.rollout.request import Request  # noqa: E402
+from megatron_gvpo.sampling.served import Speakers  # noqa: E402
+
+LATENCIES = (0.0, 0.1, 2.0)  # mean seconds of a tool
+PROMPTS, MEMBERS, TURNS, TOKENS = 16, 4, 4, 200
+POLL = 0.05  # seconds between two questions how many requests run
+TOOL = """
+import asyncio, hashlib
+
+class Tool:
+    def __init__(self, latency):
+        self.latency = latency
+
+    async def reset(self, prompt, seed):
+        self.name, self.said = f"{prompt.id} {seed}", ""
+
+    async def step(self, said):
+        self.said += said
+        draw = int(hashlib.sha256((self.name + self.said).encode()).hexdigest(), 16) % 1000 / 1000
+        await asyncio.sleep(self.latency * (0.5 + draw))
+        return "7+5="
+"""
+
+
+class Lockstep:
+    """The policy of conversations that all wait for each other: for the answers, and for the tools."""
+
+    def __init__(self, policy: Speakers, live: int) -> None:
+        self._policy, self._live = policy, live
+        self._asked: list[tuple[int, Request, asyncio.Future[Rollout]]] = []
+
+    async def say(self, conversation: int, request: Request) -> Rollout:
+        answer: asyncio.Future[Rollout] = asyncio.get_running_loop().create_future()
+        self._asked.append((conversation, request, answer))
+        self._begin_round()
+        return await answer
+
+    def ended(self, conversation: int) -> None:
+        self._policy.ended(conversation)
+        self._live -= 1
+        self._begin_round()
+
+    def _begin_round(self) -> None:
+        if self._asked and len(self._asked) == self._live:
+            asked, self._asked = self._asked, []
+            self._round = asyncio.create_task(self._answer(asked))
+
+    async def _answer(self, asked: Sequence[tuple[int, Request, asyncio.Future[Rollout]]]) -> None:
+        said = await asyncio.gather(*(self._policy.say(number, request) for number, request, _ in asked))
+        for (_, _, answer), rollout in zip(asked, said, strict=True):
+            answer.set_result(rollout)
+
+
+class Load:
+    """Asks the server again and again how many requests run."""
+
+    def __init__(self, url: str, engine: str) -> None:
+        vllm = f"{url}/metrics", r"^vllm:num_requests_running\{.*\} (\S+)$"
+        sglang = f"{url}/v1/loads?include=core", r'"num_running_reqs": ?(\d+)'
+        self._url, self._number = vllm if engine == "vllm" else sglang
+        self.running: list[float] = []
+
+    async def watch(self) -> None:
+        async with aiohttp.ClientSession() as session:
+            while True:
+                async with session.get(self._url) as answer:
+                    found = re.search(self._number, text := await answer.text(), re.MULTILINE)
+                assert found is not None, f"{self._url} does not say how many requests run: {text[:300]}"
+                self.running.append(float(found[1]))
+                await asyncio.sleep(POLL)
+
+
+async def hold(
+    conversations: Conversations, pool: ServerPool, load: Load, lockstep: bool, prompts: Sequence[Prompt]
+) -> dict[str, float]:
+    """Hold the conversations; seconds, tokens a second, the share of questions at which no request ran."""
+    sampling = SamplingConfig(max_tokens=TOKENS)
+    requests = [Request(p.token_ids, MEMBERS, seed=100 + i) for i, p in enumerate(prompts)]
+    policy: Any = Speakers(pool, sampling)
+    if lockstep:
+        policy = Lockstep(policy, PROMPTS * MEMBERS)
+    watch = asyncio.create_task(load.watch())
+    begin = time.perf_counter()
+    groups = await conversations.hold(policy, prompts, requests, sampling)
+    seconds = time.perf_counter() - begin
+    assert not watch.done() or watch.result()
+    watch.cancel()
+    rollouts = [rollout for group in groups for rollout in group]
+    assert all(rollout.finish_reason != "lost" for rollout in rollouts)
+    return {
+        "seconds": round(seconds, 2),
+        "own_tokens": sum(len(rollout.token_ids) for rollout in rollouts),
+        "turns": sum(len(rollout.turns) for rollout in rollouts),
+        "tokens_per_second": round(sum(len(rollout.token_ids) for rollout in rollouts) / seconds, 1),
+        "idle_share": round(statistics.mean(n == 0 for n in load.running), 3),
+    }
+
+
+def measure(engine: str, place: Path, rounds: int) -> list[dict[str, Any]]:
+    task = place / "task"
+    tiny_run.make(task)
+    (place / "tool.py").write_text(TOOL)
+    tokenizer = load_tokenizer(str(task / "model"))
+    material = Task(tokenizer, end_token_id(tokenizer), [], [])
+    texts = [f"{i % 10}+{i // 10}=" for i in range(PROMPTS)]
+    prompts = [Prompt(text, tuple(tokenizer(text)["input_ids"]), text) for text in texts]
+    results = []
+    with running(engine, task, place / "servers") as supervisor:
+        url = supervisor.processes[0].url
+        client = Client(engine, url)
+        pool = pool_of(client, [end_token_id(tokenizer), *range(5, 12)])
+        for latency in LATENCIES:
+            config = ConversationConfig(
+                environment=f"{place}/tool.py:Tool", options={"latency": latency}, turns=TURNS, workers=2
+            )
+            with Conversations(config, material) as conversations:
+                for number in range(-1, rounds):  # the first is a warm-up
+                    line: dict[str, Any] = {"latency": latency, "load": os.getloadavg()[0]}
+                    for name, lockstep in (("lockstep", True), ("overlapped", False)):
+                        held = hold(conversations, pool, Load(url, engine), lockstep, prompts)
+                        line[name] = client.loop.run(held)
+                    ratio = line["overlapped"]["tokens_per_second"] / line["lockstep"]["tokens_per_second"]
+                    line["speedup"] = round(ratio, 2)
+                    if number >= 0:
+                        print(json.dumps(line), flush=True)
+                        results.append(line)
+        client.loop.run(pool.stop())
+        client.close()
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--engine", choices=ENGINES, default="vllm")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        results = measure(args.engine, Path(directory), args.rounds)
+    report = {
+        "command": " ".join(["python", "benchmarks/conversations.py", *sys.argv[1:]]),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "engine": args.engine,
+        "conversations": PROMPTS * MEMBERS,
+        "results": results,
+    }
+    if args.out:
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
