@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -213,9 +214,18 @@ def test_a_program_that_hangs_is_ended_and_lost() -> None:
         assert rollout.finish_reason == LOST
         said = "it neither asked the policy nor returned for 3 seconds (rollout.conversation.step_timeout)"
         assert rollout.text == said
-        me = psutil.Process()
-        programs = [p for child in me.children() for p in child.children(recursive=True)[1:]]
-        assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in programs)
+        deadline = time.monotonic() + 10
+        while running_programs() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert running_programs() == []
+
+
+def running_programs() -> list[psutil.Process]:
+    """The processes of programs: below a guard is the process that starts them, and below that they are."""
+    guards = [c for c in psutil.Process().children() if c.cmdline()[-1].endswith("programs.worker")]
+    assert guards
+    programs = [p for guard in guards for p in guard.children(recursive=True)[1:]]
+    return [p for p in programs if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 
 @pytest.mark.parametrize("does", ["exit_once", "kill_starter_once"])
