@@ -5,9 +5,9 @@
 In lockstep, as a loop over `generate` and `step` does it, all conversations wait until every one has been
 answered by the server, and then until every tool has answered. Here each goes on by itself. Both hold the
 same conversations, one after the other, so that other work on the machine slows down both. A tool takes half
-to one and a half of its mean latency. The policy is a small random model with eight end tokens: its turns
-are of very different lengths, as those of trained models are. The server says by its own metrics how many
-requests run; it is idle where none does.
+to one and a half of its mean latency. The policy is a small random model, whose turns are of very different
+lengths, as those of trained models are. The server says by its own metrics how many requests run; it is idle
+where none does.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from megatron_gvpo.rollout.request import Request  # noqa: E402
 from megatron_gvpo.sampling.served import Speakers  # noqa: E402
 
 LATENCIES = (0.0, 0.1, 2.0)  # mean seconds of a tool
-PROMPTS, MEMBERS, TURNS, TOKENS = 16, 4, 4, 200
+PROMPTS, MEMBERS, TURNS, TOKENS = 16, 4, 4, 240
 POLL = 0.05  # seconds between two questions how many requests run
 TOOL = """
 import asyncio, hashlib
@@ -151,7 +151,7 @@ def measure(engine: str, place: Path, rounds: int) -> list[dict[str, Any]]:
     with running(engine, task, place / "servers") as supervisor:
         url = supervisor.processes[0].url
         client = Client(engine, url)
-        pool = pool_of(client, [end_token_id(tokenizer), *range(5, 12)])
+        pool = pool_of(client, [end_token_id(tokenizer)])
         for latency in LATENCIES:
             config = ConversationConfig(
                 environment=f"{place}/tool.py:Tool", options={"latency": latency}, turns=TURNS, workers=2

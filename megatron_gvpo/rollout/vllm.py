@@ -70,6 +70,9 @@ class VLLM:
             environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the older runner does not return experts
         if not on_gpu:
             command += ["--enforce-eager"]
+            # A seeded request whose prompt is computed in parts ends the engine: it sets back the offset of
+            # its random state, and those of CPUs have none.
+            command += ["--no-enable-chunked-prefill"]
             environment["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB
             environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # otherwise each rank wants a NUMA node
             environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # otherwise the first request starts dozens
