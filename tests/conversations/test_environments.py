@@ -24,7 +24,7 @@ from megatron_gvpo.groups import Prompt, Rollout
 from megatron_gvpo.rollout.request import Request, pack, unpack
 from megatron_gvpo.turns import Turn, segments
 
-# What it does is in the record's "does", turn by turn.
+# The record's "does" says, turn by turn, what the environment does.
 ENVIRONMENT = """
 import asyncio, os, pathlib, signal, time
 from megatron_gvpo.conversations import Reply
