@@ -20,12 +20,13 @@ test: venv engines  ## the test suite: every real part at least once
 	$(PYTEST) $(OPTIONS)
 
 proof: venv engines  ## all tests and long proofs, for hours; outcomes and times go to benchmarks/results/proof.json
-	$(PYTEST) -m "proof or not proof" --every-part --fuzz 4000 -rs --write-times benchmarks/results/proof.json $(OPTIONS)
+	$(PYTEST) -m "proof or not proof" --timeout 7200 --every-part --fuzz 4000 -rs --write-times benchmarks/results/proof.json $(OPTIONS)
 
 chaos: venv engines  ## whole runs with seeded faults, for hours; it goes on where it was stopped, in runs/chaos
 	mkdir -p runs/chaos
 	$(PYTHON) benchmarks/chaos.py --schedules 60 --out runs/chaos/chaos_embedded.jsonl
 	$(PYTHON) benchmarks/chaos.py --servers sglang --schedules 40 --out runs/chaos/chaos_sglang.jsonl
+	$(PYTHON) benchmarks/chaos.py --servers vllm --seed 12 --schedules 20 --out runs/chaos/chaos_vllm.jsonl
 	$(PYTHON) benchmarks/chaos_ettr.py --out runs/chaos/chaos_ettr_embedded.json
 	$(PYTHON) benchmarks/chaos_ettr.py --servers sglang --out runs/chaos/chaos_ettr_sglang.json
 	cp runs/chaos/chaos_* benchmarks/results/
@@ -34,7 +35,7 @@ engines:  # the environments of SGLang and vLLM: built in the background where m
 	@for engine in sglang vllm; do nohup tools/engines/make_env.sh $$engine >/dev/null 2>&1 & done
 
 docs: venv  ## the documentation site, in site/; fails on any broken link
-	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
 
 lint: venv
 	$(VENV)/bin/ruff check .

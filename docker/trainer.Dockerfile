@@ -62,7 +62,7 @@ LABEL org.opencontainers.image.title="megatron_gvpo, trainer" \
 # Python, and the user-space drivers of InfiniBand, by which NCCL leaves the node.
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends ibverbs-providers libibverbs1 librdmacm1 python3.12 \
+    && apt-get install -y --no-install-recommends bubblewrap ibverbs-providers libibverbs1 librdmacm1 python3.12 \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --create-home --uid 10001 gvpo
 COPY --from=built /opt/megatron_gvpo /opt/megatron_gvpo

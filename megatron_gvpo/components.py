@@ -38,6 +38,7 @@ from megatron_gvpo.sampling.empty_batches import EmptyBatches
 from megatron_gvpo.sampling.samplers import DatasetSampler, FileSampler, Sampler, responses_of
 from megatron_gvpo.sampling.shaping import run_shapers
 from megatron_gvpo.sampling.source import RolloutSource
+from megatron_gvpo.teachers.served import ServedTeacher
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +70,8 @@ class Components:
         self.estimator = None if algorithm.estimator is None else algorithm.estimator.build()
         self.batch_policy: BatchPolicy = config.algorithm.batch_policy.build(config.train.prompts_per_step)
         self.policy = Policy(config)
+        taught = config.teacher is not None and config.teacher.server is not None
+        self.teacher = ServedTeacher(config) if taught else None
         threshold = config.rollout.mismatch_threshold or THRESHOLDS[config.model.dtype]
         self.mismatch = MismatchWatch(threshold, config.rollout.top_p)
         self.best = Best(config.checkpoint.keep_best)
@@ -94,7 +97,9 @@ class Components:
             base, score = sampled, sampled.score
             if algorithm.prior.greedy:
                 greedy = answers(1, config.rollout.model_copy(update={"top_p": GREEDY}))
-        writer = PromptWriter(config.data.train, config.data, task.tokenizer, task.longest_prompt, task.tools)
+        writer = PromptWriter(
+            config.data.train, config.data, task.tokenizer, task.longest_prompt, task.tools, task.images
+        )
         return ComposedSampler(
             *(base, writer, self.members, task.end_token_id),
             answers=answers,
@@ -152,10 +157,10 @@ class Components:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`. Raises DataError where it is of other data.
+        """Restore `state_dict`. Raises DataError for the state of other data.
 
         The state of a block that the method no longer has is left out, with a warning. A block that the
-        checkpoint's method did not have begins anew.
+        checkpoint's method did not have starts without one.
         """
         blocks, saved = self._blocks(), state.get("blocks") or self._blocks()
         self.order.load_state_dict(state["order"])
@@ -218,7 +223,7 @@ class Components:
         return path
 
     def finish_saving(self) -> None:
-        """Wait for a checkpoint that is still being written. Raises CheckpointError where writing fails."""
+        """Wait for a checkpoint that is still being written. Raises CheckpointError if writing fails."""
         with self.timer.phase("checkpoint"):
             for model in self.policy.models:
                 model.finish_background_work()
@@ -238,6 +243,8 @@ class Components:
     def __enter__(self) -> Self:
         with ExitStack() as opened:  # closes what is open where the next part cannot be opened
             opened.enter_context(self._source)
+            if self.teacher is not None:
+                opened.enter_context(self.teacher)
             opened.enter_context(self.profiler)
             for marker in self._markers:
                 opened.callback(marker.close)

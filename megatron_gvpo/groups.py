@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from megatron_gvpo.images.image import Image, image_of
 from megatron_gvpo.turns import Turn, turn_of
 
 Source = Literal["policy", "replay", "exit", "demonstration", "file"]
@@ -33,6 +35,18 @@ class Routing(NamedTuple):
     ids: bytes
 
 
+class Chat(NamedTuple):
+    """A solution of several turns: what was given between its own tokens, and its messages."""
+
+    turns: tuple[Turn, ...]
+    messages: tuple[dict[str, Any], ...]
+
+    @property
+    def given(self) -> list[int]:
+        """The tokens that are not the solution's own."""
+        return [token for turn in self.turns for token in turn.given]
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One problem. The engine and the training use the same `token_ids`; nothing is tokenised again."""
@@ -44,6 +58,14 @@ class Prompt:
     demonstration: tuple[int, ...] | None = None  # a solution's token ids, end token included
     record: Mapping[str, Any] = field(default_factory=dict)  # the raw data record, for user rewards
     responses: tuple[Scored, ...] = ()  # for `sampler: file`
+    images: tuple[Image, ...] = ()  # `token_ids` have `Image.tokens` placeholders for each, in this order
+    demonstration_chat: Chat | None = None  # where the solution has several turns
+
+    @property
+    def demonstration_length(self) -> int:
+        """Tokens of the solution, with what was given between its turns."""
+        chat = self.demonstration_chat
+        return len(self.demonstration or ()) + (len(chat.given) if chat is not None else 0)
 
 
 @dataclass(slots=True)
@@ -64,7 +86,8 @@ class Rollout:
     `turns` has what came from outside. `messages` is the conversation after the prompt, as a chat, for judges
     and rewards. `counts` holds numbers that the environment and its limits gave, such as tool calls. One
     whose environment failed has the `finish_reason` "lost", no tokens, and the cause as its text; it leaves
-    its group before rewards are asked.
+    its group before rewards are asked. A response that a reward model or a judge could not score is lost,
+    too. `explanations` holds the judges', by component.
     """
 
     token_ids: list[int]
@@ -82,6 +105,7 @@ class Rollout:
     turns: list[Turn] = field(default_factory=list)  # empty: one response
     messages: list[dict[str, Any]] = field(default_factory=list)
     counts: dict[str, float] = field(default_factory=dict)
+    explanations: dict[str, str] = field(default_factory=dict)
     seconds: float | None = None
     server: str | None = None
 
@@ -101,6 +125,36 @@ class Group:
     @property
     def rewards(self) -> list[float]:
         return [rollout.reward for rollout in self.rollouts]
+
+
+def message_text(message: Mapping[str, Any]) -> str:
+    """A chat message as text, also one of a program: its content, then each of its calls of tools as JSON.
+
+    Content that is not a text is JSON, too.
+    """
+    content = message.get("content")
+    said = [content if isinstance(content, str) or content is None else json.dumps(content, default=str)]
+    for call in message.get("tool_calls") or ():
+        said.append(json.dumps(call.get("function", call), ensure_ascii=False, default=str))
+    return "\n".join(text for text in said if text)
+
+
+def utf8(text: str) -> str:
+    """The text without halves of surrogate pairs, which data may have and UTF-8 cannot."""
+    return text if text.isascii() else text.encode(errors="replace").decode()
+
+
+def demonstrated(prompt: Prompt, reward: float, source: Source, weight_version: int) -> Rollout:
+    """The prompt's worked solution as a response. Raises ValueError for a prompt without one."""
+    if prompt.demonstration is None:
+        raise ValueError(f"prompt {prompt.id} has no demonstration")
+    rollout = Rollout(
+        list(prompt.demonstration), [], "", "stop", weight_version, reward=reward, source=source
+    )
+    if prompt.demonstration_chat is not None:
+        rollout.turns = list(prompt.demonstration_chat.turns)
+        rollout.messages = [dict(message) for message in prompt.demonstration_chat.messages]
+    return rollout
 
 
 def group_fields(group: Group) -> dict[str, Any]:
@@ -125,6 +179,10 @@ def prompt_of(fields: Mapping[str, Any]) -> Prompt:
     for key in ("token_ids", "demonstration"):
         prompt[key] = None if prompt[key] is None else tuple(prompt[key])
     prompt["responses"] = tuple(Scored(tuple(ids), text, r) for ids, text, r in prompt["responses"])
+    prompt["images"] = tuple(image_of(values) for values in prompt.get("images", ()))
+    if (chat := prompt.get("demonstration_chat")) is not None:
+        turns, messages = chat
+        prompt["demonstration_chat"] = Chat(tuple(map(turn_of, turns)), tuple(messages))
     return Prompt(**prompt)
 
 

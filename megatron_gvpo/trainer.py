@@ -1,4 +1,4 @@
-"""The training loop: Algorithm 1 of the GVPO paper, of which the method chooses the components."""
+"""The training loop: Algorithm 1 of the GVPO paper, with the components that the method chooses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from megatron_gvpo.algorithms.base import STEP_START
+from megatron_gvpo.algorithms.base import STEP_START, TEACHER, Reference
 from megatron_gvpo.callbacks import Callback
 from megatron_gvpo.components import Components
 from megatron_gvpo.config.checks.cross_checks import advice
@@ -34,19 +34,20 @@ from megatron_gvpo.runs.turn import Turn
 from megatron_gvpo.runtime.collectives import all_have_failed, broadcast_msgpack, first_problem
 from megatron_gvpo.runtime.signals import Interrupt, Interrupted
 from megatron_gvpo.runtime.user_functions import UserFunctionError
+from megatron_gvpo.sampling.engine import OnWait
 from megatron_gvpo.types import Group, TrainBatch
 
 log = logging.getLogger(__name__)
 
 Metrics = dict[str, float]
-FAILING = 10.0  # seconds between the first and the last rank that a function of the user's fails on
+FAILING = 10.0  # seconds between the first and the last rank that a user's function fails on
 
 
 class Trainer:
     """Post-trains a policy. Every rank builds one with the same configuration and calls `fit`.
 
     `resume`: continue from the newest complete checkpoint in the output directory; with "auto", start anew
-    where there is none. `overwrite`: remove what an earlier run left there. `allow_change`: the keys that
+    if there is none. `overwrite`: remove what an earlier run left there. `allow_change`: the keys that
     change the mathematics and may differ from those of the run that is resumed. `checked`: the caller has
     called `preflight`, as the command line does before it loads torch. Raises ConfigError for what
     `preflight` refuses, before anything is loaded, such as an earlier run in the output directory and neither
@@ -87,11 +88,11 @@ class Trainer:
         self._resume_point: dict[str, Any] = self.components.state_dict()
 
     def fit(self) -> Metrics:
-        """Train to the last step; returns that step's metrics, or none where the run was finished before.
+        """Train to the last step; returns that step's metrics, or none if the run was finished before.
 
         Raises Interrupted after SIGTERM, SIGUSR1, SIGINT (Ctrl-C) or SIGHUP, and RolloutError when no server
         will give responses any more, a teacher or judge of the user's fails, or train.max_empty_batches
-        batches in a row teach nothing. A checkpoint is saved first. Raises UserFunctionError where a loss,
+        batches in a row teach nothing. A checkpoint is saved first. Raises UserFunctionError if a loss,
         estimator, member or prior of the user's fails, perhaps on this rank alone: a checkpoint is saved
         first if all ranks fail before the step has changed the weights. Raises ConfigError when it is called
         again; HubError, on rank 0, where the finished run's export cannot be pushed.
@@ -119,7 +120,7 @@ class Trainer:
             return metrics
         with Interrupt() as interrupt, self._directory.alone(), self.components, ExitStack() as end:
             self._prepare_hub()
-            self._directory.begin(self.step, self.resumed)  # not before: the input has proved right
+            self._directory.begin(self.step, self.resumed)  # only now, because the input is known to be right
             end.callback(self._notify, "on_exit")
             self._notify("on_start")
             if self.is_main and (said := advice(self.config)):
@@ -149,7 +150,7 @@ class Trainer:
         return metrics
 
     def _prepare_hub(self) -> None:
-        """Raise ConfigError on all ranks where rank 0 cannot push what the run will export."""
+        """Raise ConfigError on all ranks if rank 0 cannot push what the run will export."""
         settings, problem = self.config.checkpoint.push_to_hub, None
         if settings is not None:
             try:
@@ -176,10 +177,12 @@ class Trainer:
         timer.take()
         components.profiler.step(step)
         groups = self._draw_groups(interrupt)
-        mini_batches, metrics = self._mini_batches(groups)
+        mini_batches, metrics = self._mini_batches(groups, interrupt.check)
         self._warn(components.empty_batches.check(self.step + 1, groups, mini_batches))
         with timer.phase("scoring"):
-            mini_batches = [self._freeze_references(rows, i == 0) for i, rows in enumerate(mini_batches)]
+            mini_batches = [
+                self._freeze_references(rows, i == 0, interrupt.check) for i, rows in enumerate(mini_batches)
+            ]
         with timer.phase("training"):
             results = self._updates(mini_batches, saved := self.config.logging.rollouts.saves(step))
             components.policy.end_step()
@@ -203,6 +206,8 @@ class Trainer:
             metrics |= results[0].memory
         metrics["train/skipped"] = float(sum(r.update.skipped for r in results))
         metrics |= components.rollout_metrics
+        if components.teacher is not None:
+            metrics |= components.teacher.metrics
         metrics |= {f"time/{name}": value for name, value in phases.items()} | {"time/step": seconds}
         metrics["throughput/tokens_per_s"] = trained_tokens(groups) / seconds
         every = self.config.eval.every
@@ -229,7 +234,7 @@ class Trainer:
                 return batch
             self._resume_point = components.state_dict()
 
-    def _mini_batches(self, groups: Sequence[Group]) -> tuple[list[TrainBatch], Metrics]:
+    def _mini_batches(self, groups: Sequence[Group], on_wait: OnWait) -> tuple[list[TrainBatch], Metrics]:
         """Split whole groups into the rows of each optimizer update, and give them advantages."""
         metrics = rollout_statistics(groups, self.step) if self.config.algorithm.has_rewards else {}
         metrics |= {f"batch/{name}": value for name, value in self.components.batch_policy.metrics.items()}
@@ -240,16 +245,18 @@ class Trainer:
         mini_batches = [
             TrainBatch.from_groups(groups[a:b], places[a], paid) for a, b in pairwise(bounds) if a < b
         ]
+        if self.components.teacher is not None:
+            self.components.teacher.ask([rows.trained() for rows in mini_batches])
         if estimator is not None:
             for i, rows in enumerate(mini_batches):
-                mini_batches[i], statistics = estimator.fill(self._judged(rows))
+                mini_batches[i], statistics = estimator.fill(self._judged(rows, on_wait))
                 for name, value in statistics.items():
                     key = f"advantage/{name}"
                     metrics[key] = metrics.get(key, 0.0) + float(value) / len(mini_batches)
         trained = [rows.trained() for rows in mini_batches]
         return [rows for rows in trained if len(rows)], metrics
 
-    def _judged(self, rows: TrainBatch) -> TrainBatch:
+    def _judged(self, rows: TrainBatch, on_wait: OnWait) -> TrainBatch:
         """Add the columns that the estimator reads: the critic's values, log-probs of reference policies."""
         policy, estimator = self.components.policy, self.config.algorithm.estimator
         columns: dict[str, Tensor] = {}
@@ -258,10 +265,19 @@ class Trainer:
                 columns["value_r"] = policy.critic.values(rows)
             for column, reference in ({} if estimator is None else estimator.reference_policies).items():
                 now = reference == STEP_START
-                columns[f"{column}_logp_r"] = policy.score(rows) if now else policy.score_reference(rows)
+                columns[f"{column}_logp_r"] = (
+                    policy.score(rows) if now else self._reference_logp(reference, rows, on_wait)
+                )
         return rows.with_columns(**columns)
 
-    def _freeze_references(self, rows: TrainBatch, first: bool) -> TrainBatch:
+    def _reference_logp(self, reference: Reference, rows: TrainBatch, on_wait: OnWait) -> Tensor:
+        """Log-probs of a policy other than the one at step start, fp32 [r]."""
+        policy, served = self.components.policy, self.components.teacher
+        if reference != TEACHER:
+            return policy.score_reference(rows)
+        return policy.score_teacher(rows) if served is None else served.score(rows, on_wait)
+
+    def _freeze_references(self, rows: TrainBatch, first: bool, on_wait: OnWait) -> TrainBatch:
         """Log-probs of the policies that the loss compares with, before the step's first update.
 
         Later, the policy at step start would be gone, and GVPO would silently become REINFORCE. The first
@@ -274,7 +290,8 @@ class Trainer:
             now_r = policy.score(rows) if rows.old_logp_r is None else rows.old_logp_r
             self.components.mismatch.compare(rows, now_r, self.step)
         for column, reference in references.items():
-            columns[f"{column}_logp_r"] = now_r if reference == STEP_START else policy.score_reference(rows)
+            now = reference == STEP_START
+            columns[f"{column}_logp_r"] = now_r if now else self._reference_logp(reference, rows, on_wait)
         return rows.with_columns(**columns)
 
     def _updates(self, mini_batches: list[TrainBatch], saved: bool) -> list[UpdateResult]:

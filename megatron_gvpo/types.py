@@ -17,6 +17,7 @@ from megatron_gvpo.groups import Prompt as Prompt
 from megatron_gvpo.groups import Rollout as Rollout
 from megatron_gvpo.groups import Routing as Routing
 from megatron_gvpo.groups import Scored as Scored
+from megatron_gvpo.images.image import Image
 from megatron_gvpo.runtime.lazy_torch import torch
 from megatron_gvpo.turns import Segment, Turn, ends_of, segments
 
@@ -68,8 +69,11 @@ class TrainBatch:
     # The part of `reward_n` that was paid for a turn, at the turn's last token; else 0.
     turn_reward_r: Tensor | None = None
     weight_r: Tensor | None = None  # dL/dlogp, if known before the forward
+    # The teacher's last hidden states of a micro-batch's tokens on this rank, [tokens, h] in its own dtype.
+    teacher_rh: Tensor | None = None
     routing: list[Routing | None] | None = None  # the experts that each row is sent through
     turns: list[Sequence[Turn]] | None = None  # of conversations; a row without turns is one response
+    images: list[tuple[Image, ...]] | None = None  # of the prompts, in the order of their tokens
 
     def __len__(self) -> int:
         return len(self.response_ids)
@@ -220,6 +224,9 @@ class TrainBatch:
             ),
             routing=_routing([(groups[g].prompt, rollout) for g, rollout in rollouts]),
             turns=[r.turns for _, r in rollouts] if any(r.turns for _, r in rollouts) else None,
+            images=[groups[g].prompt.images for g, _ in rollouts]
+            if any(group.prompt.images for group in groups)
+            else None,
             component_n={
                 name: torch.tensor([r.rewards.get(name, 0.0) for _, r in rollouts], dtype=torch.float32)
                 for name in names
@@ -236,7 +243,7 @@ def _versions(rollout: Rollout) -> list[int]:
 
 
 def _turn_rewards(rollouts: Sequence[Rollout], weight: float) -> Tensor | None:
-    """`weight` times the reward of each turn, at its last token; None where no turn has a reward."""
+    """`weight` times the reward of each turn, at its last token; None if no turn has a reward."""
     column: list[float] = []
     for rollout in rollouts:
         paid = [0.0] * len(rollout.token_ids)
@@ -248,7 +255,7 @@ def _turn_rewards(rollouts: Sequence[Rollout], weight: float) -> Tensor | None:
 
 
 def _routing(rollouts: Sequence[tuple[Prompt, Rollout]]) -> list[Routing | None] | None:
-    """The experts of each response's tokens; None where no response has any."""
+    """The experts of each response's tokens; None if no response has any."""
     if all(rollout.routing is None for _, rollout in rollouts):
         return None
     found = [None if r.routing is None else Routing(*r.routing) for _, r in rollouts]
@@ -270,7 +277,7 @@ def _routing(rollouts: Sequence[tuple[Prompt, Rollout]]) -> list[Routing | None]
 def _engine_logp(rollouts: Sequence[Rollout]) -> Tensor | None:
     """The engine's log-probs of all responses, fp32 [r]; NaN for responses that no engine sampled.
 
-    None where no response has any, or where an engine gave none for some of its responses.
+    None if no response has any, or where an engine gave none for some of its responses.
     """
     known = [rollout.logprobs or [math.nan] * len(rollout.token_ids) for rollout in rollouts]
     if not any(rollout.logprobs for rollout in rollouts) or any(

@@ -28,7 +28,7 @@ REFERENCE = dict(
 
 
 def own_commit() -> Commit | None:
-    """The commit of this package, or None where nothing names it. It may ask git."""
+    """The commit of this package, or None if nothing names it. It may ask git."""
     return package_commit(Path(__file__).parent)
 
 
@@ -104,7 +104,9 @@ COMPONENTS = (
         purpose="attention, norms and FP8 on GPUs",
         need="on GPUs",
         instead="on a CPU, our own attention and norm",
-        install="pip install --no-build-isolation 'transformer-engine[core-cu13,pytorch]'",
+        # By itself it would look for a wheel of its own, and compile NCCL's expert parallelism.
+        install="NVTE_WITH_NCCL_EP=0 NVTE_PYTORCH_FORCE_BUILD=TRUE pip install --no-build-isolation "
+        f"'transformer-engine[core-cu13,pytorch]=={REFERENCE['transformer-engine']}'",
     ),
     Component(
         name="flash-attn",

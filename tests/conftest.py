@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from servers import SharedServer
 
 torch.set_num_threads(1)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background jobs; runs would ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 gc.disable()  # until the tests are collected: their imports make a million objects, none of them garbage
 pytest_plugins = ["failures", "fuzz_settings", "real_parts", "time_budget", "work_groups"]
 
@@ -27,6 +31,17 @@ def pytest_collection_finish() -> None:
     """Leave everything that the imports made out of later collections of garbage."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Temporary files of libraries lie among pytest's own, which pytest removes.
+
+    Some libraries remove theirs when a process ends, and xdist's workers end without telling them.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(tmp_path_factory.getbasetemp()))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, Self, runtime_checkable
 
-from pydantic import Field, NonNegativeInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from megatron_gvpo.config.section import EVERY_KEY, Section
 from megatron_gvpo.runtime.lazy_torch import torch
@@ -37,7 +37,7 @@ class Block(Section):
     needs_policy_logprobs: ClassVar[bool] = False
     # It reads `prompt.demonstration`.
     needs_demonstrations: ClassVar[bool] = False
-    # It works on rewards and has no meaning where there are none.
+    # It works on rewards and has no meaning if there are none.
     needs_rewards: ClassVar[bool] = False
     # It gives responses rewards, or advantages, where no component of the reward does.
     makes_rewards: ClassVar[bool] = False
@@ -55,6 +55,11 @@ class Block(Section):
     @property
     def needs_prior(self) -> bool:
         """True if it reads the expected reward of a prompt (`algorithm.prior`)."""
+        return False
+
+    @property
+    def needs_teacher(self) -> bool:
+        """True if it reads the teacher (`teacher`) otherwise than as a reference policy."""
         return False
 
     @property
@@ -84,7 +89,7 @@ class Block(Section):
         return self.model_copy(update=changes)
 
     def problem(self) -> str | None:
-        """The reason why a sized block cannot work, beginning with its option; None where it can."""
+        """The reason why a sized block cannot work, beginning with its option; None if it can."""
         return None
 
     def blocks_inside(self, above: str = "") -> Iterator[Placed]:
@@ -119,14 +124,14 @@ def _label(place: str, block: Block, listed: bool) -> str:
 
 
 class Reference(Block):
-    """Another policy that a loss or an advantage compares with; the trainer keeps it and gives its log-probs.
+    """Another policy that a loss or an advantage compares with; the trainer gives its log-probs.
 
     `step_start` is the policy that the step began with, `fixed` the one that the run began with, `ema`
     an exponential moving average of the weights (`ema <- decay * ema + (1 - decay) * weights` after
-    every step).
+    every step), `teacher` another model, which the section `teacher` names.
     """
 
-    name: Literal["step_start", "fixed", "ema"] = "step_start"
+    name: Literal["step_start", "fixed", "ema", "teacher"] = "step_start"
     decay: float | None = Field(None, gt=0, lt=1)
 
     @model_validator(mode="after")
@@ -137,8 +142,53 @@ class Reference(Block):
             )
         return self
 
+    def __str__(self) -> str:
+        return self.name if self.decay is None else f"{self.name} with decay={self.decay}"
+
+    @property
+    def is_kept(self) -> bool:
+        """True if the trainer keeps a copy of the trained weights for it."""
+        return self.name in ("fixed", "ema")
+
 
 STEP_START = Reference()
+TEACHER = Reference(name="teacher")
+
+
+class FullDivergence(Block):
+    """A divergence of the policy from another model, over the whole vocabulary, at every response token.
+
+    The loss gets `coef` times its mean over response tokens, in nats, with both models' logits divided by the
+    sampling temperature. p is the policy, t the other model:
+
+        forward  KL(t || p)        covers all that the teacher might say (supervised distillation)
+        reverse  KL(p || t)        avoids what it would not say (MiniLLM, arXiv 2306.08543; the exact form of
+                                   the sampled-token reverse KL of on-policy distillation)
+        js       beta KL(t || m) + (1 - beta) KL(p || m), m = beta t + (1 - beta) p
+                                   (GKD, arXiv 2306.13649; near beta 0 as forward, near 1 as reverse)
+    """
+
+    name: Literal["forward", "reverse", "js"] = "reverse"
+    beta: float | None = Field(None, gt=0, lt=1)  # js: the weight of the other model in m; null: 0.5.
+    # Of the other model's k likeliest tokens; the rest counts as one token. null: of all tokens.
+    top_k: PositiveInt | None = None
+    coef: float = Field(1.0, gt=0)  # The weight of the divergence in the loss.
+    # The other model: `teacher`, which the trainer must hold (teacher.server=null), `fixed` or `ema`.
+    reference: Reference = TEACHER
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.beta is not None and self.name != "js":
+            raise ValueError(f"beta={self.beta} goes with name=js, not {self.name}")
+        if self.reference == STEP_START:
+            raise ValueError("reference=step_start: want teacher, fixed or ema")
+        return self
+
+    @property
+    def needs_teacher(self) -> bool:
+        return self.reference == TEACHER
+
+
 # The policies that a block compares with, by the column of log-probs (`old_logp_r`, `ref_logp_r`) of each.
 References = Mapping[Literal["old", "ref"], Reference]
 
@@ -211,9 +261,14 @@ class Loss(Block):
     scalar) and detached shares of metrics, which add up over micro-batches and ranks like the loss.
     """
 
+    # The reason why it has no option `importance`, for those who look for one.
+    without_importance: ClassVar[str] = "its source defines none"
+
     name: str
     # Bonus on the policy's entropy: the trainer subtracts entropy_coef times its mean over response tokens.
     entropy_coef: float = Field(0.0, ge=0)
+    # A divergence over the whole vocabulary that is added to the loss.
+    divergence: FullDivergence | None = None
 
     # The column that weights the log-probs: `rows.reward_n`, the advantages, or none.
     signal: ClassVar[Literal["reward", "advantage", "none"]]
@@ -224,9 +279,22 @@ class Loss(Block):
     token_advantages: ClassVar[bool] = True
     # The weight of a sequence depends on all sequences of the optimizer step.
     couples_step: ClassVar[bool] = False
+    # It has terms of its own, besides its divergence.
+    has_terms: ClassVar[bool] = True
     # It reads log-probs of reference policies only as sums over a response and never exponentiates them, so
     # that small errors in them stay small.
     reference_sums_only: ClassVar[bool] = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_importance(cls, values: Any) -> Any:
+        if isinstance(values, Mapping) and "importance" in values and "importance" not in cls.model_fields:
+            name = cls.model_fields["name"].default
+            raise ValueError(
+                f"importance: the loss {name} has no such option ({cls.without_importance}); the losses pg, "
+                "ppo and cispo do"
+            )
+        return values
 
     @property
     def reference_policies(self) -> References:
@@ -252,12 +320,18 @@ class Loss(Block):
         """
         return self.linear
 
+    def derived(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Metrics that do not add up, from the sums of the others over the whole step."""
+        return {}
+
     def has_signal(self, rows: TrainBatch) -> bool:
         """True if rewards or advantages give the loss a direction in these rows.
 
         Without one, only what pulls towards a reference policy, or an entropy bonus, is left of the gradient.
-        A loss that compares the responses of a group has none where they are equal.
+        A loss that compares the responses of a group has none if they are equal.
         """
+        if self.divergence is not None:
+            return len(rows) > 0
         if self.signal == "none" or not len(rows):
             return self.signal == "none" and len(rows) > 0
         if self.signal == "advantage":

@@ -87,6 +87,7 @@ def markdown() -> str:
 def _places() -> dict[str, Any]:
     """The keys of `algorithm` that hold blocks, each with the annotation that names its blocks."""
     from megatron_gvpo.algorithms import config as blocks
+    from megatron_gvpo.algorithms.losses.correction import AnyImportance
 
     return {
         "prompts": blocks.AnyPrompts,
@@ -99,6 +100,7 @@ def _places() -> dict[str, Any]:
         "estimator": blocks.AnyEstimator,
         "critic": blocks.Critic,
         "loss": blocks.AnyLoss,
+        "loss.importance": AnyImportance,
     }
 
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import model_validator
 
-from megatron_gvpo.algorithms import advantages, custom, losses, members, shapers
+from megatron_gvpo.algorithms import advantages, custom, distillation, losses, members, shapers
 from megatron_gvpo.algorithms.advantages.gae import Critic
-from megatron_gvpo.algorithms.base import STEP_START, Advantage, Block, Loss, Placed, Reference
+from megatron_gvpo.algorithms.base import STEP_START, TEACHER, Advantage, Block, Loss, Placed, Reference
 from megatron_gvpo.algorithms.curriculum import allocation, batch_policy, prior, prompts
 from megatron_gvpo.algorithms.curriculum.tracker import Tracker
 from megatron_gvpo.algorithms.losses.gvpo import GVPO
@@ -34,7 +34,7 @@ else:  # a new block is a file in the folder of its kind, and nothing here
     AnyMember = choice(members, custom, kind=Member)
     AnyShaper = choice(shapers, custom, kind=Shaper)
     AnyBatchPolicy = choice(batch_policy, kind=batch_policy.BatchRule)
-    AnyEstimator = choice(advantages, custom, kind=Advantage, default="group")
+    AnyEstimator = choice(advantages, distillation, custom, kind=Advantage, default="group")
     AnyLoss = choice(losses, custom, kind=Loss)
 
 
@@ -114,8 +114,12 @@ class AlgorithmConfig(Block):
             raise ValueError(
                 "critic has no effect: only the estimator gae with values=critic reads its values"
             )
-        if len({policy for policy in self.reference_policies if policy != STEP_START}) > 1:
-            raise ValueError("loss.reference and estimator.reference differ: one reference policy is kept")
+        kept = sorted({str(policy) for policy in self.reference_policies if policy.is_kept})
+        if len(kept) > 1:
+            raise ValueError(
+                f"the references of loss, loss.divergence and estimator differ ({', '.join(kept)}): one "
+                "reference policy is kept"
+            )
         if loss.needs_items and not (estimator is not None and estimator.finds_items):
             raise ValueError("loss.ratio=item needs the estimator rank, which finds the items")
         if self.reference_logprobs == "engine":
@@ -196,7 +200,19 @@ class AlgorithmConfig(Block):
     def reference_policies(self) -> tuple[Reference, ...]:
         """The policies that the loss or the estimator compares with."""
         of_estimator = () if self.estimator is None else self.estimator.reference_policies.values()
-        return (*self.loss.reference_policies.values(), *of_estimator)
+        in_head = () if self.loss.divergence is None else (self.loss.divergence.reference,)
+        return (*self.loss.reference_policies.values(), *of_estimator, *in_head)
+
+    @property
+    def kept_reference(self) -> Reference | None:
+        """The reference policy that the trainer keeps weights for."""
+        return next((policy for policy in self.reference_policies if policy.is_kept), None)
+
+    @property
+    def needs_teacher(self) -> bool:
+        """True if some block compares with the teacher (`teacher`)."""
+        blocks = (place.block for place in self.blocks_inside())
+        return TEACHER in self.reference_policies or any(block.needs_teacher for block in blocks)
 
     def blocks_on_components(self) -> Iterator[Placed]:
         """The blocks that read components of the reward."""

@@ -1,10 +1,11 @@
-"""The comments beside the fields of a configuration section: what the reference pages say of a key."""
+"""The comments beside the fields of a configuration section, which the reference pages show as meanings."""
 
 from __future__ import annotations
 
 import ast
 import inspect
 import io
+import re
 import textwrap
 import tokenize
 import typing
@@ -28,7 +29,7 @@ def _comments(source: str) -> dict[str, str]:
     behind: dict[int, str] = {}
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
-            text = token.string.lstrip("#").strip()
+            text = re.sub(r"type: ignore\S*", "", token.string.lstrip("#")).strip()
             (behind if token.line[: token.start[1]].strip() else own)[token.start[0]] = text
     found = {}
     for node in typing.cast(ast.ClassDef, ast.parse(source).body[0]).body:
@@ -39,5 +40,5 @@ def _comments(source: str) -> dict[str, str]:
                 line -= 1
             end = node.end_lineno or node.lineno
             parts = [*above, *(behind[n] for n in range(node.lineno, end + 1) if n in behind)]
-            found[node.target.id] = " ".join(parts)
+            found[node.target.id] = " ".join(filter(None, parts))
     return found

@@ -7,17 +7,45 @@ the exit code.
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Sequence
 
-from megatron_gvpo.cli import convert, doctor, export, plan, recipes, report, runs, serve, slurm, train, watch
+from megatron_gvpo.cli import (
+    convert,
+    doctor,
+    export,
+    plan,
+    recipes,
+    report,
+    runs,
+    serve,
+    slurm,
+    train,
+    watch,
+)
 from megatron_gvpo.cli import eval as evaluate
-from megatron_gvpo.cli.terminal import refuse
+from megatron_gvpo.cli.terminal import PrintError, open_standard_streams, outliving_terminal, refuse
 from megatron_gvpo.config.errors import ConfigError
+from megatron_gvpo.verify import command as verify
 from megatron_gvpo.versions import own_version
 
-COMMANDS = (train, evaluate, export, runs, report, watch, serve, recipes, slurm, plan, convert, doctor)
+COMMANDS = (
+    train,
+    evaluate,
+    export,
+    runs,
+    report,
+    watch,
+    serve,
+    recipes,
+    slurm,
+    plan,
+    convert,
+    verify,
+    doctor,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,11 +55,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     written, a checkpoint could not be read, or no rollouts came; 2: wrong input; 128 + n: stopped by signal n
     (SIGTERM, SIGUSR1, SIGINT, SIGHUP) before training began, with nothing written.
     """
-    options = parse(list(sys.argv[1:] if arguments is None else arguments))
+    open_standard_streams()
     try:
-        code: int = options.run(options)
+        with outliving_terminal(whole=True):
+            options = parse(list(sys.argv[1:] if arguments is None else arguments))
+            code: int = options.run(options)
     except ConfigError as error:
         return refuse(error)
+    except PrintError as error:
+        return refuse(error, code=1)
+    except PermissionError as error:
+        if error.filename is None:
+            raise
+        return refuse(ConfigError(f"{error.filename}: {error.strerror} (as user {os.geteuid()})"))
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     return code

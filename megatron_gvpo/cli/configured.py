@@ -21,7 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "config",
         nargs="+",
         metavar="CONFIG.yaml | key.sub=value",
-        help="configuration files, of which later ones win, and single values on top",
+        help="configuration files, of which later ones win, and single values such as optimizer.lr=1e-5, "
+        "which win over files",
     )
     parser.add_argument(
         "--nproc",
@@ -81,7 +82,7 @@ def world_size(options: argparse.Namespace) -> int:
 
 
 def is_launcher(options: argparse.Namespace) -> bool:
-    """True in the process that is to start the ranks, and is none itself."""
+    """True in the process that starts the ranks and is not one itself."""
     return options.nproc > 1 and "WORLD_SIZE" not in os.environ
 
 

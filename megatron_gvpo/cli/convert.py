@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from megatron_gvpo.cli.terminal import say
 from megatron_gvpo.cli.with_model import run_with_model
 from megatron_gvpo.config.errors import ConfigError
 
@@ -48,6 +49,6 @@ def run(options: argparse.Namespace) -> int:
             to_hugging_face(source, target, Path(options.like))
         else:
             to_megatron(source, target)
-        print(f"{source} written to {target}")
+        say(f"{source} written to {target}")
 
     return run_with_model(convert)

@@ -9,6 +9,7 @@ from typing import Any
 from megatron_gvpo.cli import configured
 from megatron_gvpo.cli.terminal import say
 from megatron_gvpo.cli.with_model import run_with_model
+from megatron_gvpo.config.errors import ConfigError
 
 
 def add_parser(commands: Any) -> None:
@@ -16,6 +17,12 @@ def add_parser(commands: Any) -> None:
     configured.add_arguments(parser)
     configured.add_step(parser, "export the checkpoint of this step (default: the newest)")
     parser.add_argument("--out", required=True, metavar="DIR", help="directory to write; empty or new")
+    parser.add_argument(
+        "--adapter",
+        action="store_true",
+        help="write the adapters of model.adapter alone, as Hugging Face PEFT does (default: the whole "
+        "model, adapters merged, with the adapters in its folder `adapter`)",
+    )
     parser.set_defaults(run=run)
 
 
@@ -29,6 +36,8 @@ def run(options: argparse.Namespace) -> int:
     preflight(config, "export", configured.world_size(options))
     configured.check_step(config, options)
     check_empty(Path(options.out), f"--out {options.out}")
+    if options.adapter and config.model.adapter is None:
+        raise ConfigError("--adapter: the run trains no adapters (model.adapter is not set)")
     if configured.is_launcher(options):
         from megatron_gvpo.runtime.launch import launch
 
@@ -38,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
     def export() -> None:
         from megatron_gvpo.megatron.checkpoint.conversion import checkpoint_to_hugging_face
 
-        written = checkpoint_to_hugging_face(config, Path(options.out), options.step)
+        written = checkpoint_to_hugging_face(config, Path(options.out), options.step, options.adapter)
         say(f"step {written} written to {options.out}")
 
     return run_with_model(export)

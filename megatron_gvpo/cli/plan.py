@@ -18,8 +18,13 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--model", required=True, metavar="NAME|DIR|config.json", help="a known model, or one's config.json"
     )
+    parser.add_argument("--gpus", required=True, help="number of GPUs, with those of all servers", **number)
     parser.add_argument(
-        "--gpus", required=True, help="all GPUs, those of the rollout servers included", **number
+        "--reward-gpus",
+        default=0,
+        help="how many of --gpus serve reward models and judges: the sum of their count x tp (default: 0); "
+        "on several nodes they take whole nodes, together with those of --teacher-gpus",
+        **number,
     )
     parser.add_argument("--gpu", required=True, metavar="NAME", help="h800, h100, h200, a800 or b200")
     parser.add_argument("--prompts", required=True, help="prompts per step", **number)
@@ -32,6 +37,12 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--prompt-tokens", default=256, help="mean tokens of a prompt (default: 256)", **number
+    )
+    parser.add_argument(
+        "--image-tokens",
+        default=0,
+        help="how many of --prompt-tokens stand for images (default: 0)",
+        **number,
     )
     parser.add_argument(
         "--recipe",
@@ -49,6 +60,12 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--async-steps", default=1, help="largest number of batches sampled ahead (default: 1)", **number
     )
+    parser.add_argument(
+        "--adapter-rank",
+        default=0,
+        help="train adapters of this rank on all linear layers (default: 0, train all weights)",
+        **number,
+    )
     parser.add_argument("--fp8", action="store_true", help="train the layers in FP8")
     parser.add_argument(
         "--offload",
@@ -58,7 +75,25 @@ def add_parser(commands: Any) -> None:
         help="share of the optimizer's states in host memory (default: 0)",
     )
     parser.add_argument(
-        "--share-prompts", action="store_true", help="train with train.share_prompts: a group's prompt once"
+        "--share-prompts",
+        action="store_true",
+        help="plan with train.share_prompts: compute a group's prompt once",
+    )
+    parser.add_argument(
+        "--speculate",
+        metavar="TOKENS,acceptance=SHARE[,draft=text]",
+        help="speculative rollouts: tokens proposed at a time, and the share that is accepted",
+    )
+    parser.add_argument(
+        "--teacher",
+        metavar="NAME|DIR|config.json",
+        help="the teacher, for a recipe that has one, such as opd; held by the trainer",
+    )
+    parser.add_argument(
+        "--teacher-gpus",
+        default=0,
+        help="how many of --gpus serve the teacher instead (default: 0, the trainer holds it)",
+        **number,
     )
     parser.add_argument("--top", default=5, help="number of layouts to show (default: 5)", **number)
     parser.add_argument("--write", metavar="FILE.yaml", help="write the best layout as a configuration file")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from typing import Any
 
 from megatron_gvpo.cli.terminal import loading
@@ -27,10 +25,7 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the list in one of its forms, or one recipe as YAML. Raises ConfigError."""
-    try:
-        print(_text(options), end="", flush=True)
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print(_text(options), end="")
     return 0
 
 

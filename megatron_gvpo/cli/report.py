@@ -22,7 +22,11 @@ def add_parser(commands: Any) -> None:
 def add_runs(parser: argparse.ArgumentParser) -> None:
     """The arguments that `report` and `watch` share."""
     parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN", help="output directory of a run; several are compared"
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help="output directory of a run; give several to compare them",
     )
     parser.add_argument(
         "--responses",
@@ -34,7 +38,7 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the page. Raises ConfigError for what is no run, and for a file that cannot be written."""
+    """Write the page. Raises ConfigError for a directory without a run and a file that cannot be written."""
     from megatron_gvpo.observe.report import Reporter, write_page
 
     check(options)
@@ -49,6 +53,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raises ConfigError for a number of responses that is none."""
+    """Raises ConfigError for a wrong number of responses."""
     if options.responses < 0:
         raise ConfigError(f"--responses {options.responses}: want 0 or more")

@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("runs", help="list the runs below a directory: state, step, best evaluation")
     parser.add_argument(
-        "directory", nargs="?", type=Path, default=Path("runs"), metavar="DIR", help="(default: runs)"
+        "directory",
+        nargs="?",
+        type=Path,
+        default=Path("runs"),
+        metavar="DIR",
+        help="where to look (default: runs)",
     )
     parser.add_argument(
         "--best",

@@ -24,7 +24,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--rollout-nodes",
         default=0,
-        help="further nodes for the rollout servers (default: 0, beside the trainer)",
+        help="more nodes, for the rollout servers (default: 0, on the trainer's nodes)",
         **number,
     )
     parser.add_argument(
@@ -67,7 +67,7 @@ def add_parser(commands: Any) -> None:
         dest="how",
         action="store_const",
         const="--resume=auto",
-        help="continue a run, or start one where there is none",
+        help="continue a run, or start one if there is none",
     )
     earlier.add_argument(
         "--overwrite", dest="how", action="store_const", const="--overwrite", help="replace a run"
@@ -104,6 +104,14 @@ def run(options: argparse.Namespace) -> int:
     )
     check(config, job, shown=options.dry_run)
     script = slurm.render(config, options.config, job)
+    if job.gpus and (started := slurm.started_gpus(config)):
+        more = sum(started.values())
+        print(
+            f"note: the job asks for {job.ranks_per_node + more} GPUs a node: {job.ranks_per_node} for "
+            f"ranks and {more}, which are used on the first node alone, for {', '.join(started)}. Where "
+            "nodes have fewer, give a smaller --ranks-per-node, or urls",
+            file=sys.stderr,
+        )
     if unseen := slurm.unseen(config, options.config, job):
         print(
             f"note: containers see {os.getcwd()} and what --mount names, and these are elsewhere: "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import platform
@@ -10,6 +11,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import TextIOWrapper
 from typing import Any, TextIO, cast
 
 from megatron_gvpo.config.secrets import hide
@@ -67,11 +69,36 @@ def loading(name: str) -> Iterator[None]:
         notice.cancel()
 
 
-class _Outliving:
-    """A text stream that drops what can no longer be printed."""
+def open_standard_streams() -> None:
+    """Open standard input, output and error on the null device where the parent process has closed them.
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    Else files that a run opens would get their descriptors, and what libraries print would go into the files.
+    Standard output shows letters that its encoding lacks as escapes, as standard error does.
+    """
+    for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)  # the lowest free descriptor: this one
+            os.set_inheritable(opened, True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(descriptor, mode, closefd=False))  # noqa: SIM115 - open to the end
+    if isinstance(sys.stdout, TextIOWrapper):  # a response may have letters that the locale lacks
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+class PrintError(OSError):
+    """Standard output is a file that cannot be written."""
+
+
+class _Outliving:
+    """A text stream that drops what can no longer be printed.
+
+    `whole`: only where a pipe's reader has gone; else it raises PrintError.
+    """
+
+    def __init__(self, stream: TextIO, whole: bool = False) -> None:
+        self._stream, self._whole = stream, whole
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -89,21 +116,33 @@ class _Outliving:
     def _dropped(self) -> Iterator[None]:
         try:
             yield
-        except OSError:  # the stream keeps the text and would fail again at the next one, and at exit
+        except (
+            OSError
+        ) as error:  # the stream keeps the text and would fail again at the next one, and at exit
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)
+            if self._whole and error.errno != errno.EPIPE:
+                raise PrintError(f"the output cannot be written: {error.strerror}") from None
 
 
 @contextmanager
-def outliving_terminal() -> Iterator[None]:
-    """Inside, a terminal that has gone, or a pipe whose reader has (`| tee` after Ctrl-C), ends no run."""
+def outliving_terminal(whole: bool = False) -> Iterator[None]:
+    """Inside, a terminal that has gone, or a pipe whose reader has (`| head`), ends nothing.
+
+    `whole`: what is printed is what the command is for, so PrintError is raised where standard output is a
+    file on a full disk.
+    """
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = cast(TextIO, _Outliving(before[0])), cast(TextIO, _Outliving(before[1]))
+    sys.stdout = cast(TextIO, _Outliving(before[0], whole))
+    sys.stderr = cast(TextIO, _Outliving(before[1]))
     try:
         yield
     finally:
-        sys.stdout, sys.stderr = before
+        try:
+            sys.stdout.flush()
+        finally:
+            sys.stdout, sys.stderr = before
 
 
 def quieten() -> None:

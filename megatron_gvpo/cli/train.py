@@ -28,7 +28,7 @@ def add_parser(commands: Any) -> None:
         dest="resume",
         action="store_const",
         const="auto",
-        help="continue if there is a checkpoint, and start otherwise, as jobs do",
+        help="continue if there is a checkpoint, else start a run; for jobs",
     )
     earlier.add_argument("--overwrite", action="store_true", help="replace an earlier run in output_dir")
     configured.add_allow_change(parser)

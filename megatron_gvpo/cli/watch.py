@@ -13,7 +13,9 @@ from megatron_gvpo.config.errors import ConfigError
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("watch", help="show the report of runs in a browser while they go on")
+    parser = commands.add_parser(
+        "watch", help="serve the report of runs to a browser while they are in progress"
+    )
     add_runs(parser)
     parser.add_argument(
         "--port", type=int, default=8900, metavar="N", help="port on 127.0.0.1 (default: 8900; 0: any)"
@@ -22,7 +24,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve until Ctrl-C or SIGTERM. Raises ConfigError for what is no run, and for a port that is taken."""
+    """Serve until Ctrl-C or SIGTERM. Raises ConfigError for a missing run or a port that is taken."""
     from megatron_gvpo.observe.report.watch import Watched, WatchServer
 
     check(options)

@@ -11,7 +11,6 @@ import ctypes
 import json
 import os
 import platform
-import runpy
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -23,6 +22,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from megatron_gvpo import __version__
+from megatron_gvpo.config.checks.gpu_packages import cuda_of_torch, transformer_engine_is_partial
 from megatron_gvpo.conversations.sandbox.box import Sandbox
 from megatron_gvpo.observe.gpus import GIB, Gpu, driver_version, list_gpus
 from megatron_gvpo.versions import COMPONENTS, PYTHON_TESTED, REFERENCE, Component, own_version
@@ -88,7 +88,7 @@ def report() -> Report:
     gpus = list_gpus()
     torch = probe_torch(bool(gpus) or any(Path("/dev").glob("nvidia[0-9]*")))
     packages = [examine(component, torch.cuda_available) for component in COMPONENTS]
-    problems, warnings = list(_problems(packages, torch)), list(_warnings(packages, torch, gpus))
+    problems, warnings = list(_problems(packages, torch, gpus)), list(_warnings(packages, torch, gpus))
     return Report(_machine(torch), gpus, packages, planned_use(packages, torch), problems, warnings)
 
 
@@ -122,10 +122,9 @@ def _torch_on_disk() -> Torch:
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError("No module named 'torch'")
     package = Path(spec.origin).parent
-    built = runpy.run_path(str(package / "version.py"))
     for library in ("libtorch_global_deps.so", "libtorch_python.so"):
         ctypes.CDLL(str(package / "lib" / library), mode=ctypes.RTLD_GLOBAL)
-    cuda = built["cuda"]
+    cuda = cuda_of_torch()
     nccl = find_version(f"nvidia-nccl-cu{cuda.partition('.')[0]}") if cuda else None
     return Torch(cuda=cuda, nccl=nccl)
 
@@ -150,7 +149,7 @@ def find_version(name: str) -> str | None:
         return None
 
 
-def _problems(packages: list[Package], torch: Torch) -> Iterator[Problem]:
+def _problems(packages: list[Package], torch: Torch, gpus: list[Gpu]) -> Iterator[Problem]:
     python = platform.python_version()
     if not SpecifierSet(PYTHON_TESTED).contains(python):
         yield Problem(f"Python {python} is outside {PYTHON_TESTED}", "make quickstart (it sets up 3.12)")
@@ -167,8 +166,16 @@ def _problems(packages: list[Package], torch: Torch) -> Iterator[Problem]:
         yield Problem(
             "transformer_engine is installed without its compiled torch extension, so megatron.core "
             "cannot be imported",
-            "pip uninstall transformer-engine transformer-engine-cu12 transformer-engine-cu13, or with a "
-            "CUDA toolkit: pip install --no-build-isolation 'transformer-engine[core-cu13,pytorch]'",
+            "pip uninstall transformer-engine transformer-engine-cu12 transformer-engine-cu13, or: "
+            + next(one.install for one in COMPONENTS if one.name == "transformer-engine"),
+        )
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    if gpus and torch.cuda and not torch.cuda_available and not hidden:
+        yield Problem(
+            f"torch cannot use the {len(gpus)} GPU(s) here: it is built for CUDA {torch.cuda}, the driver is "
+            f"{driver_version()}",
+            "python -c 'import torch; torch.cuda.init()' says why: a driver too old for this CUDA, a fabric "
+            "manager that does not run, ...; CUDA_VISIBLE_DEVICES= leaves the GPUs unused",
         )
 
 
@@ -182,11 +189,9 @@ def _warnings(packages: list[Package], torch: Torch, gpus: list[Gpu]) -> Iterato
             )
     if find_version("apex") and not _holds("apex", "optimizers"):
         yield Problem("the installed apex is not NVIDIA's but an unrelated library", "pip uninstall apex")
-    if gpus and not torch.cuda_available and not torch.error:
-        built = f"it is built for CUDA {torch.cuda}" if torch.cuda else "it is a build for CPUs"
+    if gpus and not torch.cuda and not torch.error:
         yield Problem(
-            f"torch cannot use the {len(gpus)} GPU(s) here: {built}, the driver is {driver_version()}",
-            "check CUDA_VISIBLE_DEVICES, or install a torch built for a CUDA release that this driver knows",
+            f"torch cannot use the {len(gpus)} GPU(s) here: it is a build for CPUs", "install PyPI's torch"
         )
 
 
@@ -198,16 +203,6 @@ def _missing_dependencies(listed: set[str]) -> list[str]:
         return []  # megatron-gvpo runs from a source tree and has no metadata
     needed = [r.name for r in declared if r.marker is None or r.marker.evaluate({"extra": ""})]
     return [name for name in needed if name not in listed and find_version(name) is None]
-
-
-def transformer_engine_is_partial() -> bool:
-    """Return True if transformer_engine is installed without its compiled torch extension."""
-    spec = util.find_spec("transformer_engine")
-    if spec is None or not spec.submodule_search_locations:
-        return False
-    package = Path(spec.submodule_search_locations[0])
-    pattern = "transformer_engine_torch*.so"
-    return not any(package.parent.glob(pattern)) and not any(package.rglob(pattern))
 
 
 def _holds(package: str, submodule: str) -> bool:

@@ -19,6 +19,7 @@ import jinja2
 
 from megatron_gvpo.cluster.job import Job
 from megatron_gvpo.config.schema import Config, ConfigError
+from megatron_gvpo.rewards.served.sections import started_gpus
 
 SECONDS_TO_SUBMIT = 60
 SECONDS_TO_SCHEDULE = 10
@@ -56,6 +57,7 @@ def render(config: Config, given: Sequence[str], job: Job, program: str = "train
         split=job.rollout_nodes > 0,
         served=served,
         servers=config.rollout.servers.count,
+        started=sum(started_gpus(config).values()),
         how=job.how or "''",
         allowed=shlex.join(word for key in job.allow_change for word in ("--allow-change", key)),
         python=python,

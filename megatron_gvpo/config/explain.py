@@ -38,10 +38,12 @@ def explain(error: ValidationError, root: type[BaseModel]) -> str:
     """
     lines: list[str] = []
     for item in error.errors():
-        key, siblings = _locate(item["loc"], root)
+        key, siblings, owners = _locate(item["loc"], root)
         key = cut(key)
         context, given = item.get("ctx", {}), item["input"]
         match item["type"]:
+            case "extra_forbidden" if owners:
+                lines.append(f"{key}: no such key; it goes with name={' or '.join(owners)}")
             case "extra_forbidden":
                 lines.append(f"{key}: no such key; {_nearest(str(item['loc'][-1]), siblings)}")
             case "missing":
@@ -83,23 +85,31 @@ def _nearest(name: str, known: Sequence[str]) -> str:
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
 
 
-def _locate(loc: Sequence[int | str], root: type[BaseModel]) -> tuple[str, list[str]]:
-    """Returns the key in the file for a pydantic location, and the names that are known beside it."""
+def _locate(loc: Sequence[int | str], root: type[BaseModel]) -> tuple[str, list[str], list[str]]:
+    """Returns the key in the file for a pydantic location, and the names that are known beside it.
+
+    For a key of another block, also the names of the blocks that have it and could be given instead.
+    """
     sections = [root]
     beside, key = sections, []
+    choice: list[type[BaseModel]] = []
+    owners: list[type[BaseModel]] = []
     for part in loc:
         found = [section.model_fields[str(part)] for section in sections if part in section.model_fields]
         tagged = [s for s in sections if "name" in s.model_fields and s.model_fields["name"].default == part]
         if tagged and not found:
+            choice = sections
             sections = tagged  # pydantic adds a union's tag to the path; the file has no level for it
             continue
         if not sections and part in _ALTERNATIVES:
             continue  # of a union, which the file has no level for either
         key.append(str(part))
-        beside = sections
+        owners = [section for section in choice if part in section.model_fields]
+        beside, choice = sections, []
         if not isinstance(part, int):
             sections = [section for field in found for section in _sections_in(field.annotation)]
-    return ".".join(key), sorted({name for section in beside for name in section.model_fields})
+    known = sorted({name for section in beside for name in section.model_fields})
+    return ".".join(key), known, sorted(section.model_fields["name"].default for section in owners)
 
 
 def _sections_in(annotation: Any) -> list[type[BaseModel]]:

@@ -23,17 +23,18 @@ class ParallelConfig(Section):
     # Layers of each of the pp x vpp stages; default: equal.
     stage_layers: tuple[PositiveInt, ...] | None = None
     cp: PositiveInt = 1  # Context-parallel ranks, which share every sequence.
-    # Context-parallel ranks on GPUs exchange keys in a ring, all keys at once, or heads.
+    # How context-parallel ranks on GPUs share: keys in a ring, all keys at once, or heads.
     cp_exchange: Literal["p2p", "all_gather", "a2a"] = "p2p"
     ep: PositiveInt = 1  # Expert-parallel ranks.
     etp: PositiveInt = 1  # Tensor-parallel ranks of the experts.
-    sequence_parallel: bool = False  # Divide the tokens between tensor-parallel layers; needs tp >= 2.
+    # Divide the tokens between tensor-parallel layers among their ranks; needs tp >= 2.
+    sequence_parallel: bool = False
     overlap_grad_reduce: bool = False  # Sum gradients over the ranks during the backward.
     # Gather updated weights during the next forward; needs overlap_grad_reduce.
     overlap_param_gather: bool = False
-    # Compute activations again in the backward: none, parts of every layer, or whole layers.
+    # Activations that the backward pass recomputes: none, parts of every layer, or whole layers.
     recompute: Literal["none", "selective", "full"] = "none"
-    # With recompute=full: how many layers of each stage; default: all.
+    # With recompute=full: the number of layers of each stage; default: all.
     recompute_layers: PositiveInt | None = None
     # With recompute=selective: which parts of every layer.
     recompute_modules: tuple[RecomputedModule, ...] = ("core_attn",)

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from megatron_gvpo.config.checks.cpu_engines import check_rollout_model
+from megatron_gvpo.config.checks.gpu_packages import check_gpu_packages
 from megatron_gvpo.config.checks.output_dir import check_output_dir
 from megatron_gvpo.config.checks.parallel_layout import check_layout
+from megatron_gvpo.config.checks.user_source import check_source
 from megatron_gvpo.config.errors import ConfigError
 from megatron_gvpo.config.schema import Config, read_model_config
 from megatron_gvpo.conversations.config import PYTHON
+from megatron_gvpo.conversations.environment import check_environment
+from megatron_gvpo.conversations.programs.program import check_program
 from megatron_gvpo.conversations.sandbox.box import Sandbox
 from megatron_gvpo.data.generated import check_installed
 from megatron_gvpo.megatron.model.attention_kernel import (
@@ -22,12 +28,15 @@ from megatron_gvpo.megatron.model.attention_kernel import (
     check_shared_prompts,
     has_flash_attention,
 )
-from megatron_gvpo.observe.gpus import list_gpus
+from megatron_gvpo.observe.gpus import Gpu, list_gpus
 from megatron_gvpo.observe.loggers.services import SERVICES
+from megatron_gvpo.rewards.registry import check_reward
+from megatron_gvpo.rewards.served.checks import check_served
+from megatron_gvpo.rewards.served.config import key_of
 from megatron_gvpo.runs.earlier import Earlier, check_earlier_run, newest_step
 from megatron_gvpo.runs.lock import check_unlocked
 from megatron_gvpo.runs.record import check_unchanged
-from megatron_gvpo.runtime.user_functions import check_source
+from megatron_gvpo.teachers.checks import check_teacher
 
 Command = Literal["train", "eval", "export", "slurm"]
 
@@ -51,9 +60,12 @@ def preflight(
     """
     trains = command in ("train", "slurm")
     check_layout(config, world_size)
+    if command != "slurm" and _gpus():  # a job's nodes have others
+        check_gpu_packages()
     if command in ("train", "eval"):
         _check_attention(config)
     if trains:
+        check_teacher(config)
         check_output_dir(config)
         if command == "train":  # a job may wait in the queue for the end of the run before it
             check_unlocked(config.output_dir)
@@ -65,26 +77,43 @@ def preflight(
                 check_unchanged(config, allowed)
     if command == "train":  # a job's nodes, or its container, may have what this machine lacks
         _check_loggers(config)
+    if command != "export":
+        _check_converters(config)
     if command == "eval" and config.data.eval is None:
         raise ConfigError("data.eval is missing: it names the held-out prompts")
     if command == "eval" or (trains and config.samples_responses):
         _check_rewards(config)
     if command == "eval" or (command == "train" and config.samples_responses):
         _check_tools(config)
+        if not _gpus():
+            check_rollout_model(config)
+
+
+def _gpus() -> list[Gpu]:
+    """This machine's GPUs, if torch will use them."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or version("torch").endswith("+cpu"):
+        return []
+    return list_gpus()
 
 
 def _check_attention(config: Config) -> None:
     """The GPUs of this machine, where torch will use them, must have an attention kernel for packs."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or version("torch").endswith("+cpu"):
-        return
     shape = read_model_config(config.model.path)
-    for capability in {gpu.compute_capability for gpu in list_gpus()}:
+    for capability in {gpu.compute_capability for gpu in _gpus()}:
         if capability is None:
             continue
         attention = Attention.of(config.model, config.parallel, config.train.deterministic, shape)
         check_attention(attention, capability, has_flash_attention())
         if config.train.share_prompts:
             check_shared_prompts(attention, capability)
+
+
+def _check_converters(config: Config) -> None:
+    """Files of functions that convert records must exist and be Python."""
+    for part, dataset in (("train", config.data.train), ("eval", config.data.eval)):
+        if dataset is None or dataset.convert is None:
+            continue
+        _check_source(f"data.{part}.convert", dataset.convert)
 
 
 def _check_loggers(config: Config) -> None:
@@ -108,27 +137,42 @@ def _check_loggers(config: Config) -> None:
 
 
 def _check_rewards(config: Config) -> None:
-    """Files of rewards and environments must exist and be Python. They are imported later, by workers."""
+    """Files of rewards, environments and programs must have what is named. Workers import them later."""
     for i, component in enumerate(config.rewards.components):
         try:
-            if component.function is None and component.name == "reasoning_gym":
+            if component.built_in and component.name == "reasoning_gym":
                 check_installed()
         except ValueError as error:
             raise ConfigError(f"rewards.components.{i}.name={component.name}: {error}") from None
-        try:
-            if component.function is not None:
-                check_source(component.function)
-        except ValueError as error:
-            raise ConfigError(f"rewards.components.{i}.function={component.function}: {error}") from None
+        if component.served is not None:
+            check_served(component.served, key_of(i, component.served))
+        if component.function is not None:
+            check = partial(check_reward, options=component.options)
+            _check_source(f"rewards.components.{i}.function", component.function, check)
     talks = config.rollout.conversation
-    named = [] if talks is None else [("environment", talks.environment), ("program", talks.program)]
-    named += [] if talks is None else [("tools", tool) for tool in talks.tools]
-    for key, spec in named:
-        try:
-            if spec not in (None, PYTHON):
-                check_source(spec)
-        except ValueError as error:
-            raise ConfigError(f"rollout.conversation.{key}={spec}: {error}") from None
+    if talks is None:
+        return
+    for tool in talks.tools:
+        if tool != PYTHON:
+            _check_source("rollout.conversation.tools", tool)
+    if ":" in talks.parser:
+        _check_source("rollout.conversation.parser", talks.parser)
+    if talks.environment is not None:
+        check = partial(check_environment, options=talks.options)
+        _check_source("rollout.conversation.environment", talks.environment, check)
+    if talks.program is not None:
+        check = partial(check_program, options=talks.options)
+        _check_source("rollout.conversation.program", talks.program, check)
+
+
+def _check_source(key: str, spec: str, check: Callable[[Any], None] | None = None) -> None:
+    """Raises ConfigError if the user's file lacks what `spec` names, or `check` refuses that."""
+    try:
+        stub = check_source(spec)
+        if stub is not None and check is not None:
+            check(stub)
+    except ValueError as error:
+        raise ConfigError(f"{key}={spec}: {error}") from None
 
 
 def _check_tools(config: Config) -> None:

@@ -16,11 +16,12 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.algorithms.recipe import merge
+from megatron_gvpo.config.adapter import AdapterConfig
 from megatron_gvpo.config.checks.cross_checks import check_combinations
 from megatron_gvpo.config.errors import ConfigError
 from megatron_gvpo.config.explain import explain
 from megatron_gvpo.config.parallel import ParallelConfig
-from megatron_gvpo.config.plain_values import check_plain, cut
+from megatron_gvpo.config.plain_values import check_plain, cut, each_once
 from megatron_gvpo.config.secrets import literal_secrets, resolve
 from megatron_gvpo.config.section import LocalPath, Section
 from megatron_gvpo.config.sections import (
@@ -41,9 +42,12 @@ from megatron_gvpo.config.sections import (
 from megatron_gvpo.config.servers import ServersConfig, WeightSyncConfig
 from megatron_gvpo.config.yaml import parse_value, read_yaml
 from megatron_gvpo.conversations.config import ConversationConfig
+from megatron_gvpo.images.families import text_values
 from megatron_gvpo.runtime.user_functions import load_function
+from megatron_gvpo.teachers.config import TeacherConfig
 
 __all__ = [
+    "AdapterConfig",
     "AlgorithmConfig",
     "CheckpointConfig",
     "Config",
@@ -63,6 +67,7 @@ __all__ = [
     "SamplingConfig",
     "Section",
     "ServersConfig",
+    "TeacherConfig",
     "TrainConfig",
     "WeightSyncConfig",
     "build_config",
@@ -73,6 +78,7 @@ __all__ = [
 
 
 class Config(Section):
+    fixed_keys = ("teacher",)
     free_keys = ("output_dir",)
 
     output_dir: LocalPath  # The directory that the run writes: metrics, checkpoints, the exported model.
@@ -81,6 +87,7 @@ class Config(Section):
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     rollout: RolloutConfig = RolloutConfig()
     rewards: RewardsConfig = RewardsConfig()
+    teacher: TeacherConfig | None = None  # A model whose log-probs of the responses the policy learns from.
     train: TrainConfig
     optimizer: OptimizerConfig
     parallel: ParallelConfig = ParallelConfig()
@@ -181,22 +188,26 @@ def as_config(given: Config | Mapping[str, Any]) -> Config:
 
 
 def read_model_config(path: str, key: str = "model.path") -> dict[str, Any]:
-    """Read the model's Hugging Face config.json. Raises ConfigError, which names `key`, if there is none."""
+    """Read the model's Hugging Face config.json.
+
+    That of a model with images has its language model's keys at the top (`text_values`).
+    Raises ConfigError, which names `key`, if there is none.
+    """
     file = Path(path) / "config.json"
     if not file.is_file():
         raise ConfigError(f"{key}={path}: no config.json there (a Hugging Face checkpoint directory)")
-    return read_json_object(file)
+    return text_values(read_json_object(file))
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
     """Read a file with one JSON object. Raises ConfigError, which names the file, for any other content."""
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=each_once)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{file}, line {error.lineno}: not valid JSON ({error.msg})") from None
     except RecursionError:
         raise ConfigError(f"{file}: not valid JSON (nested too deeply)") from None
-    except ValueError as error:  # bytes that are not UTF-8, or a number of more digits than Python reads
+    except ValueError as error:  # not UTF-8, a number of more digits than Python reads, or a key given twice
         raise ConfigError(f"{file}: not valid JSON ({error})") from None
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}") from None

@@ -6,11 +6,14 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
+from megatron_gvpo.config.adapter import AdapterConfig
 from megatron_gvpo.config.secrets import from_variable
 from megatron_gvpo.config.section import EVERY_KEY, MIB, LocalPath, Processes, Seconds, Section, Seed
 from megatron_gvpo.config.servers import ServersConfig, WeightSyncConfig
+from megatron_gvpo.config.speculation import SpeculationConfig
 from megatron_gvpo.conversations.config import ConversationConfig
 from megatron_gvpo.rewards.registry import BUILT_IN
+from megatron_gvpo.rewards.served.config import JudgeConfig, RewardModelConfig
 from megatron_gvpo.sampling.engine import ENGINES, SERVED, known_engine
 
 
@@ -49,7 +52,7 @@ class FP8Config(Section):
 
 
 class ModelConfig(Section):
-    fixed_keys = ("dtype", "fp8")
+    fixed_keys = ("dtype", "fp8", "adapter", "train_vision")
     free_keys = ("path", "trust_remote_code")
 
     path: LocalPath  # A Hugging Face checkpoint directory: config.json, safetensors files, tokenizer.
@@ -57,7 +60,10 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     # Run Python files that come with the checkpoint, in the trainer and in the servers that it starts.
     trust_remote_code: bool = False
+    # Train the vision tower of a model that takes images, too; by default its weights stay as they are.
+    train_vision: bool = False
     fp8: FP8Config | None = None
+    adapter: AdapterConfig | None = None  # Train low-rank adapters (LoRA), and keep the weights as they are.
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
@@ -67,21 +73,40 @@ class ModelConfig(Section):
 
 
 class DatasetConfig(Section):
-    fixed_keys = ("split", "prompt_key", "answer_key", "demonstration_key", "responses_key", "limit")
+    fixed_keys = (
+        "subset",
+        "split",
+        "convert",
+        "prompt_key",
+        "images_key",
+        "answer_key",
+        "demonstration_key",
+        "responses_key",
+        "limit",
+    )
     free_keys = ("path",)  # the files' content is compared
 
     # A .jsonl or .parquet file, a directory of such files, the name of a hub data set, or
     # `reasoning_gym:NAME?key=value`, a generator of the package reasoning-gym with its options.
     path: LocalPath
+    subset: str | None = None  # The configuration of a hub data set, such as `main`.
     split: str = "train"  # The split of a hub data set, or the name of one for a generator.
+    # A function of each record, `module:function` or `path/file.py:function`, that returns it with the fields
+    # that the keys below name, or None to leave it out. megatron_gvpo.data.converters has some.
+    convert: str | None = None
     prompt_key: str = "prompt"  # The field with the prompt: a string, or a list of chat messages.
+    # The field with the images of a prompt, for a model that takes images: one, or a list, of paths (relative
+    # to the data file) and data: URLs. Images of a hub data set or a Parquet file are taken as they are.
+    images_key: str | None = None
     # The field with the answer that rewards compare with; null where no reward needs one.
     answer_key: str | None = "answer"
-    # The field with a worked solution, for SFT or as a member of the group.
+    # The field with a worked solution, for SFT or as a member of the group: a string, or a list of chat
+    # messages of which the assistant's are the solution.
     demonstration_key: str | None = None
     # The field with scored responses, `[{"response": ..., "reward": ...}, ...]`, for algorithm.sampler=file.
     responses_key: str | None = None
-    limit: PositiveInt | None = None  # Read only this many records, the first.
+    # Read only this many records, the first; of a hub data set only the files that they are in.
+    limit: PositiveInt | None = None
 
 
 class DataConfig(Section):
@@ -102,14 +127,14 @@ class DataConfig(Section):
 
 
 class SamplingConfig(Section):
-    """How responses are sampled. A key that `eval.sampling` does not give is that of `rollout`."""
+    """How responses are sampled. `eval.sampling` takes the keys that it does not set from `rollout`."""
 
     fixed_keys: ClassVar[tuple[str, ...]] = ("temperature", "top_p", "max_tokens", "stop_token_ids")
 
-    # Sampling temperature. It is part of the policy: training divides logits by it too. (vLLM takes what is
-    # below 0.01 for 0.01.)
+    # Sampling temperature. It is part of the policy: training divides logits by it, too. (vLLM raises lower
+    # values to 0.01.)
     temperature: float = Field(1.0, ge=0.01, le=100)
-    # Sample from the likeliest tokens that have this probability together.
+    # Sample from the likeliest tokens whose probabilities add up to this.
     top_p: float = Field(1.0, gt=0, le=1)
     max_tokens: PositiveInt = 1024  # The longest response, in tokens; a longer one is cut off.
     # Tokens that end a response, besides the tokenizer's end token.
@@ -123,7 +148,7 @@ class SamplingConfig(Section):
 
 class RolloutConfig(SamplingConfig):
     fixed_keys = (*SamplingConfig.fixed_keys, "n", "async_steps", "router_replay", "conversation")
-    free_keys = ("engine", "batch_size", "mismatch_threshold")
+    free_keys = ("engine", "batch_size", "mismatch_threshold", "speculation")
 
     # `local` runs inside the trainer's processes; the others are servers.
     engine: Annotated[str, AfterValidator(known_engine)] = "local"
@@ -131,10 +156,12 @@ class RolloutConfig(SamplingConfig):
     batch_size: PositiveInt = 256  # Sequences that the engine `local` generates at once.
     # Batches generated ahead while the trainer trains; 0: on-policy.
     async_steps: int = Field(0, ge=0, le=100)
-    router_replay: bool = False  # Train every token through the experts that it was sampled through.
+    router_replay: bool = False  # Train every token through the experts that sampled it.
     conversation: ConversationConfig | None = None  # Several turns with an environment or tools.
     servers: ServersConfig = ServersConfig()  # of the engines sglang and vllm
     weights: WeightSyncConfig = WeightSyncConfig()
+    # Servers sample several tokens at a time: a draft proposes them, and the policy accepts or replaces them.
+    speculation: SpeculationConfig | None = None
     # Warn above this KL between the policy that samples and the trained one, in nats a token. Default: 1e-6
     # in float32, 1e-3 in bfloat16.
     mismatch_threshold: float | None = Field(None, gt=0)
@@ -156,25 +183,56 @@ class RewardConfig(Section):
     weight: float = 1.0  # Factor of this component in the reward, which is the weighted sum.
     function: str | None = None  # Your own function: `module:function` or `path/file.py:function`.
     options: dict[str, Any] = Field(default_factory=dict)  # Keyword arguments of the function.
+    model: RewardModelConfig | None = None  # A reward model on servers, instead of a function.
+    judge: JudgeConfig | None = None  # A language model that judges, instead of a function.
+
+    @property
+    def served(self) -> RewardModelConfig | JudgeConfig | None:
+        """The model on servers that scores; None for a function."""
+        return self.model or self.judge
+
+    @property
+    def built_in(self) -> bool:
+        return self.function is None and self.served is None
 
     @property
     def needs_answer(self) -> bool:
         """True if it compares with the answers of the data."""
-        return self.function is None and BUILT_IN[self.name].needs_answer
+        return self.built_in and BUILT_IN[self.name].needs_answer
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if sum(value is not None for value in (self.function, self.model, self.judge)) > 1:
+            raise ValueError("give one of function, model and judge")
+        if self.options and self.served is not None:
+            raise ValueError("options are for a function")
+        if self.built_in and self.name not in BUILT_IN:
+            raise ValueError(
+                f"there is no built-in reward {self.name!r} (there are: {', '.join(sorted(BUILT_IN))}); for "
+                "your own, give its function"
+            )
+        return self
 
 
 class RewardsConfig(Section):
     fixed_keys = ("components",)
-    free_keys = ("timeout", "workers")
+    free_keys = ("timeout", "workers", "max_lost")
 
     components: tuple[RewardConfig, ...] = (RewardConfig(name="math"),)
     timeout: Seconds = 10.0  # Seconds for one component of one response; then that component is 0.
     workers: Processes = 1  # Reward processes of every rank.
+    # End the run if a larger share of a batch's responses gets no reward from reward models and judges.
+    max_lost: float = Field(0.5, ge=0, lt=1)
+
+    @property
+    def is_served(self) -> bool:
+        """True if a component is a model on servers."""
+        return any(component.served is not None for component in self.components)
 
     @property
     def turn_weight(self) -> float:
         """Factor of the rewards of a conversation's turns in its reward: the weight of `environment`."""
-        paid = [c.weight for c in self.components if c.function is None and c.name == "environment"]
+        paid = [c.weight for c in self.components if c.built_in and c.name == "environment"]
         return sum(paid, 0.0)
 
     @model_validator(mode="after")
@@ -183,11 +241,6 @@ class RewardsConfig(Section):
         for i, component in enumerate(self.components):
             if component.name in names[:i]:
                 raise ValueError(f"components.{i}: the name {component.name!r} is given twice")
-            if component.function is None and component.name not in BUILT_IN:
-                raise ValueError(
-                    f"components.{i}: there is no built-in reward {component.name!r} (there are: "
-                    f"{', '.join(sorted(BUILT_IN))}); for your own, give its function"
-                )
         return self
 
 
@@ -200,14 +253,15 @@ class TrainConfig(Section):
 
     steps: PositiveInt  # Steps of the run. A step samples one batch of prompts and trains on it.
     prompts_per_step: int = Field(gt=0, le=10**6)  # Prompts of a step, over all ranks.
-    mini_batches: PositiveInt = 1  # Optimizer updates of a step, a part of its groups each.
+    mini_batches: PositiveInt = 1  # Optimizer updates of a step; each trains on an equal part of its groups.
     batch_epochs: PositiveInt = 1  # Passes over the mini-batches of a step (PPO's epochs, GRPO's mu).
-    # Prompt and response tokens that a rank computes at once: memory, which gradients do not depend on.
+    # Prompt and response tokens that a rank computes at once. It bounds memory and does not change gradients.
     max_tokens_per_micro_batch: PositiveInt = 8192
-    # End the run after this many batches in a row that teach nothing: algorithm.shapers drop every group, the
-    # loss has no signal in any group (such as equal rewards), or a reward fails for every response.
+    # End the run after this many batches in a row that teach nothing: algorithm.shapers drop every group, no
+    # group has a signal for the loss (all its rewards are equal), or a reward fails for every response.
     max_empty_batches: PositiveInt = 20
-    share_prompts: bool = False  # Compute the prompt of a group's responses once in a micro-batch.
+    # Compute a prompt once for all responses to it in a micro-batch. Default: true on a CPU where possible.
+    share_prompts: bool | None = None
     # MiB that a rank may keep between a micro-batch's forward and backward for the output layer's gradient; 0
     # keeps nothing and recomputes (docs/explanation/head.md).
     head_stash_mb: NonNegativeInt = 1024
@@ -247,9 +301,10 @@ class OptimizerConfig(Section):
 class EvalConfig(Section):
     free_keys = EVERY_KEY
 
-    every: int = Field(0, ge=0)  # Evaluate every so many steps; 0: before the first and after the last.
+    # Evaluate after every so many steps, and always before the first and after the last; 0: only then.
+    every: int = Field(0, ge=0)
     n: int = Field(4, gt=0, le=10**5)  # Samples of each held-out prompt.
-    k: tuple[PositiveInt, ...] = (1,)  # Report pass@k and all@k for these k, without bias.
+    k: tuple[PositiveInt, ...] = (1,)  # Report unbiased estimates of pass@k and all@k for these k.
     sampling: SamplingConfig = SamplingConfig()
     seed: Seed = 1234  # Seed of the evaluation's samples, the same at every step.
 
@@ -257,17 +312,17 @@ class EvalConfig(Section):
 class BestConfig(Section):
     free_keys = EVERY_KEY
 
-    metric: str  # Such as `eval/pass@1`; a checkpoint of a step that has no such metric is no candidate.
+    metric: str  # Such as `eval/pass@1`. Only checkpoints of steps that have this metric are compared.
     order: Literal["highest", "lowest"] = "highest"  # Which value is best.
 
 
 class HubConfig(Section):
     free_keys = EVERY_KEY
 
-    repo: str = Field(pattern=r"^[\w.-]+/[\w.-]+$")  # OWNER/NAME; made if it does not exist.
+    repo: str = Field(pattern=r"^[\w.-]+/[\w.-]+$")  # OWNER/NAME; created if it does not exist.
     # `{env: NAME}`: the environment variable with the token. Default: the login of this machine.
     token: str | None = None
-    private: bool = True  # A repository that the run makes is private.
+    private: bool = True  # Create the repository as a private one.
 
     @model_validator(mode="after")
     def _token_from_environment(self) -> Self:
@@ -279,13 +334,14 @@ class HubConfig(Section):
 class CheckpointConfig(Section):
     free_keys = EVERY_KEY
 
-    every: int = Field(0, ge=0)  # Write a checkpoint every so many steps; 0: after the last.
-    keep: PositiveInt = 2  # Complete checkpoints that stay on disk, the newest.
+    # Write a checkpoint after every so many steps, and always after the last; 0: only then.
+    every: int = Field(0, ge=0)
+    keep: PositiveInt = 2  # How many of the newest complete checkpoints stay on disk.
     asynchronous: bool = False  # Write while the next step generates and scores.
     export_hf: bool = True  # Write a Hugging Face checkpoint, OUTPUT_DIR/hf, after the last step.
-    # Write a Hugging Face checkpoint of every so many checkpoints too, in OUTPUT_DIR/exports; 0: none.
+    # Also write one in so many checkpoints as a Hugging Face checkpoint to OUTPUT_DIR/exports; 0: none.
     export_every: NonNegativeInt = 0
-    # Keep the checkpoint with the best value of a metric too, and write it to OUTPUT_DIR/hf_best.
+    # Also keep the checkpoint with the best value of a metric, and write it to OUTPUT_DIR/hf_best.
     keep_best: BestConfig | None = None
     # Push OUTPUT_DIR/hf_best (without keep_best OUTPUT_DIR/hf) to the Hugging Face hub after the last step.
     push_to_hub: HubConfig | None = None
@@ -300,10 +356,10 @@ class RolloutFilesConfig(Section):
 
     free_keys = EVERY_KEY
 
-    # Save the responses of every so many steps, and of evaluations; 0: none.
+    # Save the responses of one in so many steps, and of evaluations; 0: none.
     every: NonNegativeInt = 1
     groups: PositiveInt | None = None  # Save at most this many groups of a step, evenly spread. Default: all.
-    # Gigabytes (10^9 bytes) that the files may take together; the oldest are removed above it.
+    # Gigabytes (10^9 bytes) for all files together; above it the oldest are removed.
     max_gb: float = Field(4.0, gt=0)
 
     def saves(self, step: int) -> bool:

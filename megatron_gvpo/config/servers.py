@@ -12,67 +12,72 @@ from megatron_gvpo.config.section import EVERY_KEY, MIB, LocalPath, Processes, S
 from megatron_gvpo.weights.transports import known_transport
 
 
-class ServersConfig(Section):
-    """The servers of `rollout.engine: sglang` or `vllm`.
+class EngineServers(Section):
+    """Servers of an engine: those that run at `urls`, or `count` that the trainer's first rank starts.
 
-    Without `urls` the trainer's first rank starts `count` servers beside itself and ends them with the run.
-    With `urls` it uses servers that run already, such as those of `megatron-gvpo serve` on other nodes.
+    It stops the servers that it started when the run ends.
     """
 
     free_keys = EVERY_KEY
 
-    urls: tuple[str, ...] = ()  # Addresses of servers that run already; empty: the trainer starts its own.
+    urls: tuple[str, ...] = ()  # Addresses of running servers; empty: the trainer starts its own.
     count: Processes = 1  # Servers to start.
     tp: PositiveInt = 1  # Tensor-parallel GPUs of one server.
-    host: str = "127.0.0.1"  # The address that started servers listen on.
+    host: str = "127.0.0.1"  # The address on which started servers listen.
     # Port of the first started server; the others follow. 0 finds free ports.
     port: int = Field(0, ge=0, le=65535)
-    # The checkpoint that servers start with; default: model.path. Name the same model in FP8 for FP8
-    # rollouts.
-    model_path: LocalPath | None = None
     python: str = "python"  # Interpreter of the engine's own environment.
-    args: tuple[str, ...] = ()  # Further arguments of the server's own command line.
+    args: tuple[str, ...] = ()  # More arguments for the server's command line, in the engine's own words.
     # Longest prompt and response together, in tokens; default: the model's.
     context_length: PositiveInt | None = None
-    # Servers run on the trainer's GPUs. They give their memory back while it trains, and it gives its own
-    # back while they generate.
-    colocated: bool = False
     api_key_env: str | None = None  # The environment variable with the key of the servers in `urls`.
-    # Accept a release of the engine that this package was not tested with.
-    allow_untested_version: bool = False
     restarts: NonNegativeInt = 3  # Restarts of each started server before the run gives up.
-    start_timeout: Seconds = 900.0  # Seconds until a server must be healthy, or back after a failure.
+    # Seconds in which a server must be healthy after its start or a failure.
+    start_timeout: Seconds = 900.0
     request_timeout: Seconds = 1800.0  # Seconds that one response may take.
-    # Seconds without a healthy answer after which a server counts as lost and others serve.
-    health_timeout: Seconds = 30.0
-    # Seconds without a healthy answer after which a server is started anew; longer than any push.
+    # Seconds without a healthy answer after which a server is restarted; must be longer than any push.
     hang_timeout: Seconds = 300.0
 
     @model_validator(mode="after")
-    def _possible(self) -> Self:
+    def _addresses(self) -> Self:
         for url in self.urls:
             _check_address(url)
         if key := [word for word in self.args if re.match(r"--(\w+-)*(api-key|token|password)(=|$)", word)]:
             raise ValueError(
                 f"args: {key[0].partition('=')[0]} would be on a command line, which all users of a machine "
-                "can read: name the key's environment variable in rollout.servers.api_key_env"
+                "can read: name the key's environment variable in servers.api_key_env"
             )
         if len(set(self.urls)) != len(self.urls):
-            raise ValueError("rollout.servers.urls: a server is named twice")
+            raise ValueError("urls: a server is named twice")
         if self.port and self.port + self.count - 1 > 65535:
             raise ValueError(f"port={self.port}: the last of count={self.count} would be beyond 65535")
         return self
 
 
+class ServersConfig(EngineServers):
+    """The servers of `rollout.engine: sglang` or `vllm`; `megatron-gvpo serve` starts some on other nodes."""
+
+    # The checkpoint that servers start with; default: model.path. Name the same model in FP8 for FP8
+    # rollouts.
+    model_path: LocalPath | None = None
+    # Run servers on the trainer's GPUs: they free their memory while it trains, and it frees its own while
+    # they generate.
+    colocated: bool = False
+    # Accept a release of the engine that this package was not tested with.
+    allow_untested_version: bool = False
+    # Seconds without a healthy answer after which a server counts as lost and others serve.
+    health_timeout: Seconds = 30.0
+
+
 def _check_address(url: str) -> None:
-    """Raise ValueError for what is no address of a server, or has more in it than the address."""
+    """Raise ValueError for a text that is not a server's address, or has more than the address in it."""
     if not url.startswith(("http://", "https://")):
-        raise ValueError(f"rollout.servers.urls: {url!r} does not begin with http:// or https://")
+        raise ValueError(f"urls: {url!r} does not begin with http:// or https://")
     try:
         parts = urlsplit(url)
         port = parts.port  # a ValueError for what is no port
     except ValueError as error:
-        raise ValueError(f"rollout.servers.urls: {url!r}: {error}") from None
+        raise ValueError(f"urls: {url!r}: {error}") from None
     if (
         not parts.hostname
         or port == 0
@@ -81,11 +86,11 @@ def _check_address(url: str) -> None:
         or not url.isprintable()
         or " " in url
     ):
-        raise ValueError(f"rollout.servers.urls: {url!r}: expected http://HOST:PORT")
+        raise ValueError(f"urls: {url!r}: expected http://HOST:PORT")
     if parts.username is not None or parts.password is not None:
         raise ValueError(
-            "rollout.servers.urls: an address with a user or a password: servers take a key, whose "
-            "environment variable rollout.servers.api_key_env names"
+            "urls: an address with a user or a password: servers take a key, whose "
+            "environment variable servers.api_key_env names"
         )
 
 
@@ -95,22 +100,23 @@ class WeightSyncConfig(Section):
     fixed_keys = ("in_flight",)
     free_keys = ("transport", "bucket_mb", "address", "directory", "attempts", "timeout")
 
-    # `broadcast`: a process group with all servers. `sharded`: each rank sends the parts that it holds to the
-    # server ranks that hold them. `delta`: as `broadcast`, with only the changed elements.
-    # `shared`: memory of the trainer's nodes, for servers on them. `disk`: files.
+    # `broadcast`: to all servers in one process group. `sharded`: each rank sends the parts that it holds to
+    # the server ranks that need them. `delta`: as `broadcast`, but only the changed elements. `shared`:
+    # through memory of the trainer's nodes, for servers there. `disk`: through files. `adapter`: files with
+    # only the adapter (model.adapter); all others send the whole model with the adapter merged.
     transport: Annotated[str, AfterValidator(known_transport)] = "broadcast"
-    # MiB of extra memory for a push: one half is sent while the other is filled.
+    # MiB of extra memory for a push: one half is filled while the other is sent.
     bucket_mb: int = Field(512, gt=0, le=2**20)
     # Address of the trainer's first rank, where servers meet it. Default: torchrun's MASTER_ADDR, or
     # loopback.
     address: str | None = None
-    # Directory of the disk transport, which all nodes must see; the run makes one of its own in it. Default:
-    # OUTPUT_DIR.
+    # Directory for the transports disk and adapter, which all nodes must see; the run creates its own below
+    # it. Default: OUTPUT_DIR.
     directory: LocalPath | None = None
-    # Responses under way when a push comes: wait until they are finished, or stop them and carry them on
-    # under the new weights.
+    # Responses in progress when a push comes: `wait` until they are finished, or stop them and `carry` them
+    # on under the new weights.
     in_flight: Literal["wait", "carry"] = "carry"
-    # Failed pushes in a row after which a server is replaced. The run stops after attempts x (servers + 1)
+    # Failed pushes in a row after which a server is restarted. The run stops after attempts x (servers + 1)
     # failed pushes in a row.
     attempts: PositiveInt = 3
     timeout: Seconds = 300.0  # Seconds for one part of a push, such as a bucket.

@@ -73,7 +73,7 @@ def read_yaml(file: Path) -> dict[str, Any]:
 
 
 def parse_value(text: str) -> Any:
-    """A value as in a file; the text itself where it is no YAML. Raises ValueError as check_plain does."""
+    """A value as in a file; the text itself if it is not YAML. Raises ValueError as check_plain does."""
     try:
         value = _parse(text)
     except _NotYamlError:

@@ -8,6 +8,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from megatron_gvpo.config.secrets import from_variable, is_secret_name
 from megatron_gvpo.config.section import LocalPath, Processes, Seconds, Section
+from megatron_gvpo.conversations.parsers import PARSERS
 
 PYTHON = "python"  # the built-in tool that runs programs
 
@@ -59,10 +60,10 @@ class ConversationConfig(Section):
     """
 
     fixed_keys = (
-        *("environment", "program", "options", "tools", "mcp", "parser", "earlier_key"),
+        *("environment", "program", "options", "tools", "mcp", "parser", "earlier_key", "history"),
         *("turns", "turn_tokens", "observation_tokens"),
     )
-    free_keys = ("step_timeout", "workers", "max_lost")
+    free_keys = ("step_timeout", "rollout_timeout", "workers", "max_lost")
 
     # Your own class with reset(prompt, seed) and step(said): `module:Class` or `path/file.py:Class`.
     environment: str | None = None
@@ -72,25 +73,33 @@ class ConversationConfig(Section):
     # Keyword arguments of the class or the program.
     options: dict[str, Any] = Field(default_factory=dict)
     # Functions that the policy may call, `module:function` or `path/file.py:function`, instead of an
-    # environment. Their signatures and docstrings reach the chat template. `python` runs programs in a
+    # environment. The chat template gets their signatures and docstrings. `python` runs programs in a
     # sandbox.
     tools: tuple[str, ...] = ()
     sandbox: SandboxConfig = SandboxConfig()  # of the tool `python`
-    # MCP servers, whose tools the policy may call, too; the package `mcp` is needed.
+    # MCP servers whose tools the policy may call, too; needs the package `mcp`.
     mcp: tuple[McpConfig, ...] = ()
-    parser: Literal["hermes", "json", "xml"] = "hermes"  # How the policy writes calls of tools.
-    # Field of the data with the policy's turns so far, a list of texts, where a prompt is the beginning of a
-    # conversation: the environment hears them before the first turn. Default: prompts begin conversations.
+    # How the policy writes tool calls: hermes, json, xml, or your own function in the same form, which takes
+    # the text of a turn and returns the calls as a list of (name, arguments).
+    parser: str = "hermes"
+    # Field of the data with the policy's earlier turns, a list of texts, if prompts are beginnings of
+    # conversations: the environment gets them before the first turn. Default: prompts have no earlier turns.
     earlier_key: str | None = None
-    turns: PositiveInt = 8  # The policy's turns at most.
-    turn_tokens: PositiveInt | None = None  # Tokens of one turn at most; null: what is left of max_tokens.
-    # Tokens of one answer of the environment at most; a note stands for a longer one.
+    # append: the policy sees its own tokens and the environment's answers after them. template: the chat
+    # template writes the whole conversation again for every turn, and may leave out earlier thinking.
+    history: Literal["append", "template"] = "append"
+    turns: PositiveInt = 8  # The largest number of the policy's turns.
+    turn_tokens: PositiveInt | None = None  # The longest turn, in tokens; null: what is left of max_tokens.
+    # The longest answer of the environment, in tokens; a note replaces a longer one.
     observation_tokens: PositiveInt = 1024
     # Seconds for one answer of the environment, or of a program between two answers of the policy.
     step_timeout: Seconds = 30.0
+    # Seconds for all answers of the environment in one conversation, or for the program's time between the
+    # policy's answers; then the conversation ends as if no turns were left. Default: no limit.
+    rollout_timeout: Seconds | None = None
     # Processes in which environments run, or which start programs, on every rank that samples.
     workers: Processes = 1
-    # End the run where a larger share of a batch's conversations is lost to failures of the environment.
+    # End the run if failures of the environment lose a larger share of a batch's conversations.
     max_lost: float = Field(0.5, ge=0, lt=1)
 
     @model_validator(mode="after")
@@ -101,11 +110,27 @@ class ConversationConfig(Section):
             raise ValueError("options are for an environment or a program; tools take none")
         if self.environment is None and self.earlier_key is not None:
             raise ValueError("earlier_key is for an environment")
+        if self.program is not None and self.history != "append":
+            raise ValueError("history is for an environment and tools; a program's calls bring their own")
+        if self.parser not in PARSERS and ":" not in self.parser:
+            raise ValueError(
+                f"parser={self.parser}: want {', '.join(PARSERS)}, or your own function as module:function "
+                "or path/file.py:function"
+            )
         if PYTHON in self.tools and self.sandbox.seconds >= self.step_timeout:
             raise ValueError(
                 f"sandbox.seconds={self.sandbox.seconds:g} must be below step_timeout={self.step_timeout:g}"
             )
         return self
+
+    @property
+    def counts(self) -> tuple[str, ...]:
+        """The names of what is counted in every conversation; an environment or a program may add its own."""
+        return (
+            *("turns", "environment_reward", "observation_tokens"),
+            *(("tool_calls", "tool_errors") if self.has_tools else ()),
+            *(("observations_dropped",) if self.program is None else ("overridden_calls", "retried_calls")),
+        )
 
     @property
     def has_tools(self) -> bool:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_gvpo.conversations.config import ConversationConfig
 from megatron_gvpo.conversations.environments import EnvironmentLost, Episode
+from megatron_gvpo.conversations.places import Ends, Place
 from megatron_gvpo.conversations.template import Template
 from megatron_gvpo.conversations.worker import too_long
 from megatron_gvpo.data.sources import DataError
@@ -20,12 +23,27 @@ LOST = "lost"  # the finish reason of a conversation whose environment failed; `
 
 @dataclass(frozen=True)
 class Limits:
-    """Most turns of the policy, and most tokens: in all after the prompt, of a turn, of an observation."""
+    """Limits: turns of the policy; tokens after the prompt, of a turn, and of an observation.
+
+    `seconds`: for all answers of the environment.
+    """
 
     turns: int
     max_tokens: int
     turn_tokens: int
     observation_tokens: int
+    seconds: float = math.inf
+
+    @classmethod
+    def of(cls, config: ConversationConfig, max_tokens: int) -> Limits:
+        """The configured limits; `max_tokens` is that of the sampling."""
+        return cls(
+            config.turns,
+            max_tokens,
+            config.turn_tokens or max_tokens,
+            config.observation_tokens,
+            config.rollout_timeout or math.inf,
+        )
 
 
 async def converse(
@@ -34,24 +52,25 @@ async def converse(
     """Hold a conversation about `prompt`; turn i of the policy is sampled with a seed made from `seed` and i.
 
     The policy speaks last. `finish_reason`: "stop" where the policy or the environment ended it, "length"
-    where no tokens or turns were left, "lost" where the environment failed.
+    where no tokens, turns or seconds were left, "lost" where the environment failed.
     """
     rollout = Rollout([], [], "", "stop")
-    context, left = list(prompt), limits.max_tokens
-    given: tuple[int, ...] = ()
+    context, left = prompt, limits.max_tokens
+    begins, ends = Place(-1, None, len(prompt)), Ends(prompt)
     counts = {"environment_reward": 0.0, "observation_tokens": 0.0}
     try:
         while True:
             said = await say(
                 Request(
-                    tuple(context),
+                    context,
                     1,
                     derived_seed(seed, len(rollout.turns)),
                     min(left, limits.turn_tokens),
                 )
             )
-            append_turn(rollout, said, given, after=len(rollout.turns) - 1)
-            context += said.token_ids
+            given = context[begins.shared :]
+            append_turn(rollout, said, given, begins.after, begins.keep)
+            ended = (*context, *said.token_ids)
             left -= len(said.token_ids)
             text = template.text(said.token_ids)
             rollout.messages.append({"role": "assistant", "content": text})
@@ -64,14 +83,20 @@ async def converse(
                 counts[name] = counts.get(name, 0.0) + number
             if answer.says is None:
                 break
-            messages, given = _observed(template, said.token_ids[-1], answer.says, limits, counts)
-            if len(rollout.turns) == limits.turns or len(given) >= left:
+            messages = _observed(template, said.token_ids[-1], answer.says, limits, counts)
+            context = _followed(template, prompt, ended, rollout.messages, messages)
+            if template.again:
+                ends.add(begins, given, said.token_ids)
+                begins = ends.place(context)
+            else:
+                begins = Place(len(rollout.turns) - 1, None, len(ended))
+            more = len(context) - begins.shared
+            if len(rollout.turns) == limits.turns or more >= left or episode.seconds > limits.seconds:
                 rollout.finish_reason = "length"
                 break
             rollout.messages += messages
-            context += given
-            left -= len(given)
-            counts["observation_tokens"] += len(given)
+            left -= more
+            counts["observation_tokens"] += more
     except EnvironmentLost as error:
         return Rollout([], [], str(error), LOST)
     finally:
@@ -85,7 +110,7 @@ def append_turn(
     said: Rollout,
     given: tuple[int, ...],
     after: int,
-    keep: int | None = None,
+    keep: int | None,
     agent: str = "",
 ) -> None:
     """Add a turn: the policy's tokens, and what was given before them (see `turns.Turn`)."""
@@ -107,15 +132,27 @@ def append_turn(
 
 def _observed(
     template: Template, last: int, messages: list[dict[str, Any]], limits: Limits, counts: dict[str, float]
-) -> tuple[list[dict[str, Any]], tuple[int, ...]]:
-    """The environment's messages and their tokens; a note where they are too long. Raises EnvironmentLost."""
+) -> list[dict[str, Any]]:
+    """The environment's messages; a note where they are too long. Raises EnvironmentLost."""
     try:
-        given = template.given(last, messages)
+        length = template.length(last, messages)
     except DataError as error:  # for example, a role that the template does not know
         raise EnvironmentLost(str(error)) from None
-    if len(given) <= limits.observation_tokens:
-        return messages, given
+    if length <= limits.observation_tokens:
+        return messages
     counts["observations_dropped"] = counts.get("observations_dropped", 0.0) + 1
-    note = too_long(len(given), "tokens")
-    messages = [{**messages[0], "content": note}]
-    return messages, template.given(last, messages)
+    return [{**messages[0], "content": too_long(length, "tokens")}]
+
+
+def _followed(
+    template: Template,
+    prompt: tuple[int, ...],
+    ended: tuple[int, ...],
+    before: list[dict[str, Any]],
+    answer: list[dict[str, Any]],
+) -> tuple[int, ...]:
+    """The context of the policy's next turn. Raises EnvironmentLost."""
+    try:
+        return template.followed(prompt, ended, before, answer)
+    except DataError as error:
+        raise EnvironmentLost(str(error)) from None

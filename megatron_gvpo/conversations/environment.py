@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from megatron_gvpo.groups import Prompt
+from megatron_gvpo.groups import Prompt, utf8
+from megatron_gvpo.rewards.real_number import NoNumberError, real_number
 from megatron_gvpo.runtime.user_functions import load_function
 
 Messages = list[dict[str, Any]]
@@ -26,6 +26,10 @@ class Reply(NamedTuple):
     says: str | Sequence[Mapping[str, Any]] | None = None
     reward: float = 0.0
     counts: Mapping[str, float] = {}
+
+
+class NoAnswer(ValueError):  # noqa: N818
+    """The user's code returned a wrong value; the message has no line of this package."""
 
 
 class Environment(Protocol):
@@ -48,6 +52,13 @@ class Environment(Protocol):
 def load_environment(spec: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
     """The class that `spec` names, with its options bound. Raises ValueError that says what is missing."""
     found = load_function(spec)
+    check_environment(found, options)
+    made: Any = partial(found, **options)
+    return made
+
+
+def check_environment(found: Any, options: Mapping[str, Any]) -> None:
+    """Raises ValueError for a class that is no environment, or cannot be made with these options."""
     missing = [name for name in ("reset", "step") if not callable(getattr(found, name, None))]
     if not inspect.isclass(found) or missing:
         lacks = f"lacks {' and '.join(missing)}" if missing else "is a function"
@@ -56,8 +67,13 @@ def load_environment(spec: str, options: Mapping[str, Any]) -> Callable[[], Envi
         inspect.signature(found).bind(**options)
     except TypeError as error:
         raise ValueError(f"it cannot be made with the options {dict(options)}: {error}") from None
-    made: Any = partial(found, **options)
-    return made
+    for name, arguments in (("reset", ("prompt", "seed")), ("step", ("said",))):
+        if inspect.isfunction(method := inspect.getattr_static(found, name)):
+            try:
+                inspect.signature(method).bind("self", *arguments)
+            except TypeError as error:
+                called = f"{name}({', '.join(arguments)})"
+                raise ValueError(f"{name} does not take what it is called with, {called}: {error}") from None
 
 
 def overlaps(make: Callable[[], Environment]) -> bool:
@@ -72,22 +88,28 @@ def overlaps(make: Callable[[], Environment]) -> bool:
 
 
 def checked(answer: Any) -> tuple[Messages | None, float, dict[str, float]]:
-    """(messages or None, reward, counts) of what `step` returned. Raises ValueError for any other value."""
+    """(messages or None, reward, counts) of what `step` returned. Raises NoAnswer for any other value."""
     says, reward, counts = answer if isinstance(answer, Reply) else (answer, 0.0, {})
-    numbers = {"environment_reward": reward, **counts}
-    for name, number in numbers.items():
-        if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
-            raise ValueError(f"step returned {name}={number!r}, which is no finite number")
-    counted = {str(name): float(number) for name, number in counts.items()}
+    if not isinstance(counts, Mapping):
+        raise NoAnswer(f"step returned {type(counts).__name__} as its counts: want a mapping of names")
+    paid = _number(reward, "its reward")
+    counted = {str(name): _number(number, f"the count {name}") for name, number in counts.items()}
     if says is None:
-        return None, float(reward), counted
+        return None, paid, counted
     messages = [{"role": "user", "content": says}] if isinstance(says, str) else says
     if not isinstance(messages, Sequence) or not messages or not all(map(_is_message, messages)):
-        raise ValueError(
+        raise NoAnswer(
             f"step returned {type(says).__name__} {str(says)[:60]!r}: want a text, a list of chat messages, "
             "None or a Reply"
         )
-    return [dict(message) for message in messages], float(reward), counted
+    return [{k: utf8(v) if isinstance(v, str) else v for k, v in m.items()} for m in messages], paid, counted
+
+
+def _number(value: Any, what: str) -> float:
+    try:
+        return real_number(value)
+    except NoNumberError as error:
+        raise NoAnswer(f"step returned {error} as {what}") from None
 
 
 def _is_message(message: Any) -> bool:

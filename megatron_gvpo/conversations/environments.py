@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from itertools import count
@@ -12,6 +13,7 @@ from typing import Self
 from megatron_gvpo.config.errors import ConfigError
 from megatron_gvpo.conversations.config import ConversationConfig
 from megatron_gvpo.conversations.process import Answer, EnvironmentProcess, StepFailed
+from megatron_gvpo.conversations.tools import tool_message
 from megatron_gvpo.conversations.worker import TOOLS
 from megatron_gvpo.groups import Prompt
 from megatron_gvpo.rewards.printed import Printout
@@ -87,12 +89,12 @@ class Environments:
                 "sandbox": config.sandbox.model_dump(),
                 "mcp": [server.model_dump() for server in config.mcp],
             }
-        self._printout = Printout(["environment"])
+        self._printout = Printout(["tools" if config.has_tools else "environment"])
         self._workers: list[_Worker] = []
         self._numbers = count()
 
     def __enter__(self) -> Self:
-        """Raises ConfigError where the environment cannot be loaded."""
+        """Raises ConfigError if the environment cannot be loaded."""
         try:
             for _ in range(self._config.workers):
                 self._workers.append(_Worker(self._start()))
@@ -116,7 +118,7 @@ class Environments:
     def begin(self, prompt: Prompt, seed: int) -> Episode:
         """A conversation about `prompt`; nothing is asked before its first step.
 
-        Raises RolloutError where its record does not have the earlier turns.
+        Raises RolloutError if its record does not have the earlier turns.
         """
         return Episode(self, next(self._numbers), prompt, seed, self._earlier(prompt))
 
@@ -153,7 +155,7 @@ class Environments:
             raise
 
     def end_step(self) -> None:
-        """The next step's lines of what environments print are counted anew."""
+        """The next step's lines of what environments print are counted from 0."""
         self._printout.end_step()
 
 
@@ -169,7 +171,9 @@ class Episode:
         """`earlier`: the policy's turns before the prompt ends, which a new worker hears first."""
         self._environments, self._number, self._prompt, self._seed = environments, number, prompt, seed
         self._earlier = earlier
+        self.seconds = 0.0  # that its answers took, without waiting for a process
         self._home: _Worker | None = None
+        self._homes = set[_Worker]()  # all that have been asked: tools may run in any
         self._process: EnvironmentProcess | None = None  # the one that knows this conversation
 
     async def step(self, said: str) -> Answer:
@@ -182,22 +186,28 @@ class Episode:
         for attempt in range(1, ATTEMPTS + 1):
             if self._home is None or tools:
                 self._home = self._environments.least_busy()
+                self._homes.add(self._home)
             try:
                 async with self._home.admit(alone=attempt > 1):
                     process = await self._home.current()
                     beginning = None if self._process is process else self._beginning()
                     self._process = None
-                    answer = await self._environments.ask(self._home, self._number, beginning, said)
+                    begin = time.monotonic()
+                    try:
+                        answer = await self._environments.ask(self._home, self._number, beginning, said)
+                    finally:
+                        self.seconds += time.monotonic() - begin
                     self._process = process
             except StepFailed as error:
                 if tools and (error.late or (error.gone and attempt == ATTEMPTS)):
                     # The policy chose what the tool was to do.
                     return Answer(
-                        [{"role": "tool", "name": "", "content": f"Error: {error}"}],
+                        [tool_message("", f"Error: {error}")],
                         counts={"tool_calls": 1.0, "tool_errors": 1.0},
                     )
                 if attempt == ATTEMPTS:
-                    raise EnvironmentLost(str(error)) from None
+                    limit = " (rollout.conversation.step_timeout)" if error.late else ""
+                    raise EnvironmentLost(f"{error}{limit}") from None
             else:
                 if not tools:
                     self._earlier.append(said)
@@ -211,6 +221,6 @@ class Episode:
             raise EnvironmentLost(f"its data record cannot be sent to a worker: {error}") from None
 
     def end(self) -> None:
-        """Let the worker forget the conversation."""
-        if self._home is not None:
-            self._home.ended.append(self._number)
+        """Let the workers forget the conversation."""
+        for worker in self._homes:
+            worker.ended.append(self._number)

@@ -36,11 +36,12 @@ class Conversations:
 
     def __init__(self, config: ConversationConfig, task: Task) -> None:
         self._config = config
-        self._template = Template(task.tokenizer, task.end_token_id, task.chat, task.tools)
+        again = config.history == "template"
+        self._template = Template(task.tokenizer, task.end_token_id, task.chat, task.tools, again)
         self._environments = Environments(config)
 
     def __enter__(self) -> Self:
-        """Raises ConfigError where the environment cannot be loaded."""
+        """Raises ConfigError if the environment cannot be loaded."""
         self._environments.__enter__()
         return self
 
@@ -60,12 +61,7 @@ class Conversations:
 
         The members of a group face an environment with the same seed. Raises RolloutError.
         """
-        limits = Limits(
-            self._config.turns,
-            sampling.max_tokens,
-            self._config.turn_tokens or sampling.max_tokens,
-            self._config.observation_tokens,
-        )
+        limits = Limits.of(self._config, sampling.max_tokens)
         pairs = [(p, r, i) for p, r in zip(prompts, requests, strict=True) for i in range(r.n)]
 
         async def one(number: int, prompt: Prompt, request: Request, i: int) -> Rollout:

@@ -81,7 +81,7 @@ class Server:
         raise AssertionError("unreachable")
 
     async def _open(self) -> tuple[_Session, Client, list[Tool]]:
-        """The session, which is opened where there is none. Raises ServerFailed."""
+        """The session, which is opened if there is none. Raises ServerFailed."""
         if self._session is None or self._session.over:
             self._session = _Session(self._settings)
         session = self._session
@@ -89,7 +89,10 @@ class Server:
             return session, *await session.opened()
         except Exception as error:
             self._drop(session)
-            raise ServerFailed(f"{self}: {_said(error)}") from None
+            said = _said(error)
+            if self._settings["url"] is None and said.endswith("Connection closed"):
+                said += ": its program ended before it answered; look at what it printed"
+            raise ServerFailed(f"{self}: {said}") from None
 
     def _drop(self, session: _Session) -> None:
         """End a session; the next call opens another."""

@@ -4,6 +4,7 @@ r"""How a policy writes tool calls in a turn, by the name of the format.
     json    the whole turn, or one ```json block in it: {"name": ..., "arguments": {...}}, or a list of these
     xml     <function=add><parameter=a>1</parameter></function>, values as JSON or else as text
 
+or by a user's function, which takes the text and returns the calls as (name, arguments), [] for none.
 Parsers read the decoded text of a turn; tokens are never made from it.
 """
 
@@ -12,20 +13,28 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
+
+from megatron_gvpo.runtime.user_functions import UserFunctionError, load_function, refused
 
 _HERMES = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _FENCE = re.compile(r"```json\s*(.*?)```", re.DOTALL)
 _FUNCTION = re.compile(r"<function=([^<>\s]+)>(.*?)</function>", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^<>\s]+)>(.*?)</parameter>", re.DOTALL)
+_ID = re.compile(r"[0-9A-Za-z]{9}")  # as Mistral's models write it, and its templates want it
+
+
+Parser = Callable[[str], "list[Call]"]
 
 
 class Call(NamedTuple):
-    """A call of a tool; `problem` says why it cannot be understood."""
+    """A call of a tool; `problem` says why it cannot be understood, `id` is what the policy calls it."""
 
     name: str
     arguments: dict[str, Any]
     problem: str | None = None
+    id: str | None = None
 
 
 def hermes(text: str) -> list[Call]:
@@ -60,7 +69,44 @@ def xml(text: str) -> list[Call]:
     return calls
 
 
-PARSERS: dict[str, Callable[[str], list[Call]]] = {"hermes": hermes, "json": json_calls, "xml": xml}
+PARSERS: dict[str, Parser] = {"hermes": hermes, "json": json_calls, "xml": xml}
+
+
+def parser_of(spec: str) -> Parser:
+    """The parser of this name, or the user's function. Raises ValueError that says what is missing."""
+    if spec in PARSERS:
+        return PARSERS[spec]
+    load_function(spec)
+    return partial(_own, spec)
+
+
+def _own(spec: str, text: str) -> list[Call]:
+    """The calls that the user's function finds; what it raises is said of the policy's text.
+
+    Raises UserFunctionError for anything but a list of calls.
+    """
+    try:
+        found = load_function(spec)(text)
+    except UserFunctionError:
+        raise
+    except Exception as error:
+        return [Call("", {}, f"the call cannot be read: {type(error).__name__}: {str(error)[:200]}")]
+    if not isinstance(found, list | tuple) or not all(map(_is_call, found)):
+        raise refused(
+            "rollout.conversation.parser",
+            spec,
+            f"it returned {str(found)[:60]}: want a list of (name, arguments), [] for a turn without a call",
+        )
+    return [Call(name, dict(arguments)) for name, arguments in found]
+
+
+def _is_call(value: Any) -> bool:
+    return (
+        isinstance(value, tuple | list)
+        and len(value) == 2
+        and isinstance(value[0], str)
+        and isinstance(value[1], dict)
+    )
 
 
 def _call(body: str) -> Call:
@@ -75,7 +121,8 @@ def _call_of(value: Any) -> Call:
     arguments = value.get("arguments", {}) if isinstance(value, dict) else None
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return Call("", {}, 'a call is {"name": "...", "arguments": {...}}')
-    return Call(name, arguments)
+    number = value.get("id")
+    return Call(name, arguments, id=number if isinstance(number, str) and _ID.fullmatch(number) else None)
 
 
 def _value(text: str) -> Any:

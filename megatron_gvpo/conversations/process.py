@@ -26,7 +26,7 @@ _GRACE = 2.0  # seconds that a worker has beyond a step's own, to say that the s
 
 
 class Answer(NamedTuple):
-    """An environment's words, reward and counts; `says` is None where it ended the conversation."""
+    """An environment's words, reward and counts; `says` is None if it ended the conversation."""
 
     says: Messages | None
     reward: float = 0.0
@@ -66,7 +66,7 @@ class EnvironmentProcess(GuardedProcess):
             send_data(self.channel, pack_values([sys.path, spec, dict(options)]))
 
     def wait_ready(self) -> None:
-        """Raises ConfigError where the environment cannot be loaded, or not in time. Blocks."""
+        """Raises ConfigError if the environment cannot be loaded, or not in time. Blocks."""
         deadline = time.monotonic() + _START
         reply, problem = None, ""
         try:
@@ -125,7 +125,7 @@ class EnvironmentProcess(GuardedProcess):
                 self._hear_no_more(loop)
 
     async def _send(self, order: bytes) -> None:
-        """Raises StepFailed where the worker is gone."""
+        """Raises StepFailed if the worker is gone."""
         while self._ending is None:
             try:
                 return send_data(self.channel, order)

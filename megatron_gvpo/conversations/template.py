@@ -1,7 +1,9 @@
-"""The tokens between the policy's turns: what the environment said, as the chat template writes it.
+"""The context of the policy's next turn: what the environment said, as the chat template writes it.
 
-They are the part that the template adds to made-up messages: nothing that was sampled is ever rendered or
-tokenised again. So the tokens that the engine got are the tokens that are trained.
+By default that is the part which the template adds to made-up messages: nothing that was sampled is rendered
+or tokenised again. With `again`, the whole conversation is rendered for every turn, as an application does
+that keeps messages; then a template may leave out what an earlier turn thought. Either way the tokens that
+the engine got are the tokens that are trained.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 
     from megatron_gvpo.groups import Prompt
 
-_SAID = "\u2042said\u2042"  # the made-up message of the policy
+_SAID, _HEARD = "\u2042said\u2042", "(heard)"  # made-up messages: the policy's, and the answer
 _HISTORIES: tuple[list[dict[str, str]], ...] = (
     [{"role": "user", "content": "a"}],
     [
@@ -32,7 +34,8 @@ class Template:
     """Writes what comes between two turns of the policy, as tokens.
 
     `chat`: prompts are rendered by the tokenizer's chat template; otherwise texts follow each other as they
-    are. Raises DataError where the template does not write a conversation message after message.
+    are. `again`: the conversation is rendered again for every turn. Raises DataError if the template does
+    not write a conversation message after message, as far as that is needed.
     """
 
     def __init__(
@@ -41,21 +44,66 @@ class Template:
         end_token_id: int,
         chat: bool,
         tools: Sequence[Mapping[str, Any]] = (),
+        again: bool = False,
     ) -> None:
         self._tokenizer, self._end, self._tools = tokenizer, end_token_id, list(tools) or None
-        self._chat = chat
+        self._chat, self.again = chat, again
+        self._checked = set[str]()  # roles whose messages were checked
+        self._rendered: dict[int, tuple[str, str]] = {}  # histories, as `_renderings` returns them
         added = [str(t.content) for t in tokenizer.added_tokens_decoder.values() if t.special]
         self._special = re.compile(
             "|".join(map(re.escape, {*added, *tokenizer.all_special_tokens} - {""})) or "(?!)"
         )
         if tools and not chat:
             raise DataError("rollout.conversation.tools need a chat template, which tells the policy of them")
+        if again and not chat:
+            raise DataError("rollout.conversation.history=template needs a chat template")
         if chat:
             self._check("tool" if tools else "user")
 
     def text(self, token_ids: Sequence[int]) -> str:
         """A turn of the policy as text, without special tokens."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def length(self, last: int, messages: Sequence[Mapping[str, Any]]) -> int:
+        """The tokens that an answer has. Raises DataError."""
+        if not self.again:
+            return len(self.given(last, messages))
+        return len(self._tokens("".join(message["content"] for message in self._plain(messages))))
+
+    def followed(
+        self,
+        prompt: tuple[int, ...],
+        ended: tuple[int, ...],
+        before: Sequence[Mapping[str, Any]],
+        answer: Sequence[Mapping[str, Any]],
+    ) -> tuple[int, ...]:
+        """The tokens with which the policy is asked for its next turn. Raises DataError.
+
+        `ended`: those of the last turn and its context; `before`: the messages after the prompt up to it.
+        """
+        if not self.again:
+            return (*ended, *self.given(ended[-1], answer))
+        for message in answer:
+            self._check(message["role"])
+        opening, text = self._written_again([*self._plain(before), *self._plain(answer)])
+        begin = len(prompt) - len(opening)
+        if prompt[begin:] != opening:
+            raise DataError("the prompt does not end with the opening of the policy's turn")
+        return (*prompt[:begin], *self._tokens(text))
+
+    def _written_again(self, messages: Sequence[Mapping[str, Any]]) -> tuple[tuple[int, ...], str]:
+        """(the tokens with which a prompt opens the policy's turn, the text of what follows a prompt).
+
+        Raises DataError.
+        """
+        (plain, opened), text = self._renderings(0, messages)
+        if not (opened.startswith(plain) and text.startswith(plain)):
+            raise DataError(
+                "the chat template writes a prompt differently when messages follow it: use another "
+                "template, or leave rollout.conversation.history=template out"
+            )
+        return self._tokens(opened[len(plain) :]), text[len(plain) :]
 
     def given(self, last: int, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """The tokens from a turn's `last` token to the next turn's first. Raises DataError.
@@ -65,11 +113,29 @@ class Template:
         messages = self._plain(messages)
         if not self._chat:
             return self._tokens("".join(message["content"] for message in messages))
-        text = self._suffix(_HISTORIES[0], messages)
+        for message in messages:
+            self._check(message["role"])
+        text = self._suffix(0, messages)
         end = str(self._tokenizer.convert_ids_to_tokens(self._end))
         if last == self._end:
             text = text.removeprefix(end)
         return self._tokens(text)
+
+    def written(self, message: Mapping[str, Any]) -> str:
+        """A message of the policy as the policy writes it: its text, and its `tool_calls` by the template.
+
+        Raises DataError if the template does not write it after the opening of the policy's turn.
+        """
+        if not message.get("tool_calls"):
+            return str(message["content"])
+        (_, opening), text = self._renderings(0, [message], generate=False)
+        end = str(self._tokenizer.convert_ids_to_tokens(self._end))
+        if not self._chat or not text.startswith(opening) or end not in text[len(opening) :]:
+            raise DataError(
+                "the chat template writes tool calls in another place than the policy's turn: give the text "
+                "of the calls as the content"
+            )
+        return text[len(opening) :].rpartition(end)[0]
 
     def opening(self, messages: Sequence[Mapping[str, Any]], prompt: Prompt) -> tuple[int, ...]:
         """The tokens of a whole chat up to the policy's next turn. Raises DataError.
@@ -97,26 +163,40 @@ class Template:
         ]
 
     def _tokens(self, text: str) -> tuple[int, ...]:
-        return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        try:
+            return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        except Exception as error:  # tokenizers raises no narrower one, such as for half a surrogate pair
+            raise DataError(f"the tokenizer cannot write {text[:60]!r}: {error}") from None
 
-    def _suffix(self, history: Sequence[Mapping[str, str]], messages: Sequence[Mapping[str, Any]]) -> str:
+    def _suffix(self, history: int, messages: Sequence[Mapping[str, Any]]) -> str:
         """The text after a turn of the policy: its end token, the messages, its next turn's opening.
 
-        Raises DataError.
+        `history`: its place in _HISTORIES. Raises DataError.
         """
-        said = [*history, {"role": "assistant", "content": _SAID}]
-        try:
-            before = self._render(said, False)
-            text = self._render([*said, *messages], True)
-        except Exception as error:  # a template is a program, and may fail in any way
-            raise DataError(f"the chat template refuses a conversation: {error}") from None
-        place = before.rfind(_SAID)
-        if place < 0 or not text.startswith(before[: place + len(_SAID)]):
+        said = {"role": "assistant", "content": _SAID}
+        before, text = self._renderings(history, [said, *messages])
+        place = text.rfind(_SAID)
+        if place < 0 or not any(map(text.startswith, before)):
             raise DataError(
                 "the chat template changes earlier messages when later ones come, so a conversation cannot "
                 "be continued token by token: use another template, or data.chat_template=false"
             )
         return text[place + len(_SAID) :]
+
+    def _renderings(
+        self, history: int, messages: Sequence[Mapping[str, Any]], generate: bool = True
+    ) -> tuple[tuple[str, str], str]:
+        """(a history without and with the opening of the policy's turn, the same history and the messages).
+
+        Raises DataError.
+        """
+        before = _HISTORIES[history]
+        try:
+            if history not in self._rendered:
+                self._rendered[history] = self._render(before, False), self._render(before, True)
+            return self._rendered[history], self._render([*before, *messages], generate)
+        except Exception as error:  # a template is a program, and may fail in any way
+            raise DataError(f"the chat template refuses a conversation: {error}") from None
 
     def _render(self, messages: Sequence[Mapping[str, Any]], generate: bool) -> str:
         rendered = self._tokenizer.apply_chat_template(
@@ -128,9 +208,21 @@ class Template:
         return str(rendered)
 
     def _check(self, role: str) -> None:
-        """Raises DataError where the suffix depends on what was said before, or lacks the end token."""
-        message = {"role": role, "name": "x", "content": "e"}
-        suffixes = {self._suffix(history, [message]) for history in _HISTORIES}
+        """Check how the template answers the policy in this role, once.
+
+        Raises DataError if it leaves the answer out, or where the suffix depends on what was said before
+        or lacks the end token.
+        """
+        if role in self._checked:
+            return
+        message = {"role": role, "name": "x", "tool_call_id": "000000000", "content": _HEARD}
+        if self.again:
+            _, text = self._written_again([{"role": "assistant", "content": _SAID}, message])
+            if _SAID not in text or _HEARD not in text:
+                raise DataError(f"the chat template leaves out a message before or of role {role}")
+            self._checked.add(role)
+            return
+        suffixes = {self._suffix(history, [message]) for history in range(len(_HISTORIES))}
         end = str(self._tokenizer.convert_ids_to_tokens(self._end))
         if len(suffixes) > 1:
             raise DataError(
@@ -138,6 +230,11 @@ class Template:
                 "use another template, or data.chat_template=false"
             )
         [suffix] = suffixes
+        if _HEARD not in suffix:
+            raise DataError(
+                f"the chat template leaves out a message of role {role} after a turn of the policy, which is "
+                "a text: use another template" + (", or data.chat_template=false" if role != "tool" else "")
+            )
         if not suffix.startswith(end):
             raise DataError(
                 f"the chat template ends a turn with {suffix[:20]!r}, and the policy ends its turns with "
@@ -145,3 +242,4 @@ class Template:
             )
         if self._tokens(suffix)[:1] != (self._end,):
             raise DataError(f"the tokenizer does not write {end!r} as its end token, {self._end}")
+        self._checked.add(role)

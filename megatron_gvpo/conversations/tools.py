@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -11,12 +12,13 @@ from typing import Any
 from megatron_gvpo.conversations.config import PYTHON
 from megatron_gvpo.conversations.environment import Reply
 from megatron_gvpo.conversations.mcp_servers import server, server_schemas
-from megatron_gvpo.conversations.parsers import PARSERS, Call
+from megatron_gvpo.conversations.parsers import Call, parser_of
 from megatron_gvpo.conversations.sandbox.box import SCHEMA, Sandbox
 from megatron_gvpo.groups import Prompt
-from megatron_gvpo.runtime.user_functions import load_function
+from megatron_gvpo.runtime.user_functions import described, load_function
 
 Tool = Callable[[dict[str, Any]], Awaitable[tuple[str, bool]]]  # arguments -> (what it says, True if it ran)
+_told = set[tuple[str, str]]()  # tools and errors that the user has seen
 
 
 class Tools:
@@ -41,7 +43,7 @@ class Tools:
             else:
                 function = load_function(spec)
                 self._tools[function.__name__] = partial(_call_function, function)
-        self._parse = PARSERS[parser]
+        self._parse = parser_of(parser)
 
     @staticmethod
     def overlaps(functions: Sequence[str], **options: Any) -> bool:
@@ -61,10 +63,10 @@ class Tools:
         if not calls:
             return Reply(None)
         messages, failed = [], 0
-        for call in calls:
+        for i, call in enumerate(calls):
             text, right = await self._answer(call)
             failed += not right
-            messages.append({"role": "tool", "name": call.name, "content": text})
+            messages.append(tool_message(call.name, text, call.id or i))
         return Reply(messages, counts={"tool_calls": len(calls), "tool_errors": failed})
 
     async def _answer(self, call: Call) -> tuple[str, bool]:
@@ -81,6 +83,15 @@ class Tools:
         return f"Error: there is no tool {call.name!r}; there are: {', '.join(names)}", False
 
 
+def tool_message(name: str, content: str, call: str | int = 0) -> dict[str, str]:
+    """The chat message of a tool's answer; `call` is the call's id, or its number in the turn.
+
+    Ids of nine characters are what Mistral's templates want; others do not look.
+    """
+    number = call if isinstance(call, str) else f"{call:09d}"
+    return {"role": "tool", "name": name, "tool_call_id": number, "content": content}
+
+
 async def _call_function(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple[str, bool]:
     try:
         inspect.signature(function).bind(**arguments)
@@ -91,8 +102,16 @@ async def _call_function(function: Callable[..., Any], arguments: dict[str, Any]
         if inspect.isawaitable(value):
             value = await value
         return _text(value), True
-    except Exception as error:
+    except (Exception, SystemExit) as error:
+        _tell_once(function.__name__, error)
         return f"Error: {type(error).__name__}: {str(error)[:200]}", False
+
+
+def _tell_once(tool: str, error: BaseException) -> None:
+    """Show the user what the policy is told: it may be a mistake in the tool. Once for each kind of error."""
+    if (kind := (tool, type(error).__name__)) not in _told:
+        _told.add(kind)
+        print(f"{tool}: {described(error)}: the policy is told, and this is shown once", file=sys.stderr)
 
 
 async def _run_program(sandbox: Sandbox, arguments: dict[str, Any]) -> tuple[str, bool]:
@@ -123,7 +142,7 @@ def tool_schemas(tools: Sequence[str], mcp: Sequence[Mapping[str, Any]] = ()) ->
     schemas = []
     for spec in tools:
         try:
-            schemas.append(SCHEMA if spec == PYTHON else get_json_schema(load_function(spec)))
+            schemas.append(SCHEMA if spec == PYTHON else get_json_schema(_describable(load_function(spec))))
         except Exception as error:  # a missing file, or a docstring that transformers cannot read
             raise ValueError(f"tools: {spec}: {' '.join(str(error).split())}") from None
     if mcp:
@@ -135,3 +154,16 @@ def tool_schemas(tools: Sequence[str], mcp: Sequence[Mapping[str, Any]] = ()) ->
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"tools: two of them have the same name: {', '.join(twice)}")
     return schemas
+
+
+def _describable(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function. Raises ValueError for one whose calls no schema describes: every argument has a name."""
+    if inspect.isclass(function):
+        raise ValueError("it is a class; a tool is a function")
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+            raise ValueError(
+                f"no schema can describe its argument {str(parameter).partition(':')[0]}, because the policy "
+                "gives arguments by name: write every argument with a name and a type, without *, ** and /"
+            )
+    return function

@@ -15,7 +15,13 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megatron_gvpo.conversations.environment import Environment, checked, load_environment, overlaps
+from megatron_gvpo.conversations.environment import (
+    Environment,
+    NoAnswer,
+    checked,
+    load_environment,
+    overlaps,
+)
 from megatron_gvpo.conversations.mcp_servers import connect
 from megatron_gvpo.groups import prompt_of
 from megatron_gvpo.rewards.wire import (
@@ -104,7 +110,7 @@ class _Work:
                 reply = _bounded([SAID, number, *checked(await _result(step(said)))])
         except BaseException as error:
             self._environments.pop(conversation, None)
-            reply = [LATE, number] if limit.expired() else [FAILED, number, described(error)[:MAX_TEXT]]
+            reply = [LATE, number] if limit.expired() else [FAILED, number, failure(error)]
         if os.getpid() != self._process:  # the environment has forked, and its child returned
             os._exit(0)
         try:
@@ -118,6 +124,11 @@ class _Work:
         await _result(environment.reset(prompt_of(unpack_values(prompt)), seed))
         for turn in earlier:
             await _result(environment.step(turn))
+
+
+def failure(error: BaseException) -> str:
+    """The reason that is sent of an error in the user's code, or of what that returned."""
+    return (str(error) if isinstance(error, NoAnswer) else described(error))[:MAX_TEXT]
 
 
 async def _result(value: Any) -> Any:

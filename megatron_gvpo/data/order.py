@@ -41,7 +41,7 @@ class PromptOrder:
         return {"count": self._count, "epoch": self._epoch, "position": self._position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises DataError where the state is of a data set of another size."""
+        """Raises DataError if the state is of a data set of another size."""
         if state["count"] != self._count:
             raise DataError(
                 f"the checkpoint was trained on {state['count']} prompts, and data.train now has "

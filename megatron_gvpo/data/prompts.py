@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import batched, islice
+from functools import partial
+from itertools import batched
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
 from megatron_gvpo.config.schema import DataConfig, DatasetConfig
-from megatron_gvpo.data.sources import DataError, Record, read_records
+from megatron_gvpo.data.demonstrations import DemonstrationReader
+from megatron_gvpo.data.prompt_images import PromptImages, as_parts, images_in, is_part, short_names
+from megatron_gvpo.data.sources import DataError, Record, converted, read_records
 from megatron_gvpo.data.unknown import UnknownCharacters
+from megatron_gvpo.groups import Chat, Prompt, Scored
+from megatron_gvpo.images.image import Image
 from megatron_gvpo.runtime.slow_work import slow_work
-from megatron_gvpo.types import Prompt, Scored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,6 +41,7 @@ def load_prompts(
     end_token_id: int,
     positions: int | None = None,
     tools: Sequence[Mapping[str, Any]] = (),
+    images: PromptImages | None = None,
 ) -> list[Prompt]:
     """All prompts of a data set, in the order of its records.
 
@@ -42,13 +49,15 @@ def load_prompts(
     `data.system_prompt` comes first unless the record has a system message of its own. A prompt has at most
     `longest` tokens; `data.prompt_too_long` says what becomes of another. Demonstrations end with
     `end_token_id`, and together with their prompt they must fit into the model's `positions` tokens.
-    `tools`: JSON schemas for the chat template. Raises DataError.
+    `tools`: JSON schemas for the chat template. `images`: of a model that takes images. A prompt's tokens
+    include those that stand for its images. Raises DataError.
     """
-    render = _Renderer(data, tokenizer, tools)
+    render = _Renderer(data, tokenizer, tools, images)
     unknown = UnknownCharacters(tokenizer)
+    read_demonstration = DemonstrationReader(tokenizer, end_token_id, render.chat, tools)
     prompts = []
     records = 0
-    for record, text, ids in _encoded(dataset, render, tokenizer):
+    for record, text, ids, pictures in _encoded(dataset, render, tokenizer):
         records += 1
         unknown.see(record.where, [text])
         if not ids:
@@ -59,21 +68,27 @@ def load_prompts(
                 continue
             raise DataError(f"{record.where}: the prompt has {len(ids)} tokens, {_too_long(data, longest)}")
         answer = None if dataset.answer_key is None else _answer(record, dataset.answer_key)
-        demonstration = None
+        demonstration: tuple[int, ...] | None = None
+        chat: Chat | None = None
         if dataset.demonstration_key is not None:
-            solution = _string(record, dataset.demonstration_key)
-            unknown.see(record.where, [solution])
-            [tokens] = _tokens(tokenizer, [solution], [record.where])
-            if not tokens:
+            solution = _field(record, dataset.demonstration_key)
+            try:
+                shown = read_demonstration(solution)
+            except DataError as error:
+                where = f"{record.where}: the demonstration (field {dataset.demonstration_key!r})"
+                raise DataError(f"{where} {error}") from None
+            unknown.see(record.where, shown.texts)
+            demonstration, chat = shown.token_ids, shown.chat
+            if chat is not None and pictures:
                 raise DataError(
-                    f"{record.where}: the demonstration (field {dataset.demonstration_key!r}) is empty: "
-                    "it has no tokens, so nothing would be learned from it"
+                    f"{record.where}: the demonstration (field {dataset.demonstration_key!r}) is a chat, and "
+                    "the prompt has images: conversations with images are not supported"
                 )
-            demonstration = _ended(tokens, end_token_id)
-            if positions and len(ids) + len(demonstration) > positions:
+            length = len(demonstration) + (len(chat.given) if chat is not None else 0)
+            if positions and len(ids) + length > positions:
                 raise DataError(
                     f"{record.where}: the prompt has {len(ids)} tokens and its demonstration "
-                    f"{len(demonstration)} (field {dataset.demonstration_key!r}), together "
+                    f"{length} (field {dataset.demonstration_key!r}), together "
                     f"more than the model's max_position_embeddings={positions}; shorten or remove the record"
                 )
         responses: tuple[Scored, ...] = ()
@@ -87,7 +102,11 @@ def load_prompts(
                     f"(field {dataset.responses_key!r}), together more than the model's "
                     f"max_position_embeddings={positions}; shorten or remove it"
                 )
-        prompts.append(Prompt(record.id, tuple(ids), text, answer, demonstration, record.fields, responses))
+        fields = record.fields
+        if dataset.images_key is not None:
+            fields = short_names(fields, dataset.images_key, pictures)
+        given = (answer, demonstration, fields, responses, pictures, chat)
+        prompts.append(Prompt(record.id, tuple(ids), text, *given))
 
     if not records:
         raise DataError(f"{dataset.path}: no records")
@@ -105,19 +124,48 @@ def load_prompts(
 
 def _encoded(
     dataset: DatasetConfig, render: _Renderer, tokenizer: PreTrainedTokenizerBase
-) -> Iterator[tuple[Record, str, list[int]]]:
-    """The records of a data set, each with its prompt as text and as tokens."""
+) -> Iterator[tuple[Record, str, list[int], tuple[Image, ...]]]:
+    """The records of a data set, each with its prompt as text and as tokens, and its images."""
     done = 0
-    records = islice(read_records(dataset.path, dataset.split), dataset.limit)
-    with slow_work(f"reading {dataset.path}") as now:
+    pictures_of = _reader(dataset, render)
+    records = _records(dataset)
+    with slow_work(f"reading {dataset.path}") as now, ThreadPoolExecutor() as pool:
         for some in batched(records, _AT_ONCE):
             now(f"{done} records so far, tokenising {len(some)} more")
-            texts = [render(record, _field(record, dataset.prompt_key)) for record in some]
+            pictures = list(pool.map(pictures_of, some))
+            texts = [
+                render(record, _field(record, dataset.prompt_key), len(found))
+                for record, found in zip(some, pictures, strict=True)
+            ]
             # A chat template writes the special tokens itself.
             encoded = _tokens(tokenizer, texts, [r.where for r in some], special=not render.chat)
-            yield from zip(some, texts, encoded, strict=True)
+            encoded = [
+                render.expanded(ids, found, record.where)
+                for record, ids, found in zip(some, encoded, pictures, strict=True)
+            ]
+            yield from zip(some, texts, encoded, pictures, strict=True)
             done += len(some)
             now(f"{done} records so far")
+
+
+def _reader(dataset: DatasetConfig, render: _Renderer) -> Callable[[Record], tuple[Image, ...]]:
+    """A function that reads a record's images. Raises DataError if the model takes none."""
+    key, images = dataset.images_key, render.images
+    if key is None:
+        return lambda _: ()
+    if images is None:
+        raise DataError(f"{dataset.path}: images_key={key}, and the model takes no images: leave it out")
+    directory = Path(dataset.path) if Path(dataset.path).is_dir() else Path(dataset.path).parent
+    return partial(images.of, key=key, directory=directory)
+
+
+def _records(dataset: DatasetConfig) -> Iterator[Record]:
+    """The records of a data set, converted."""
+    for record in read_records(dataset.path, dataset.split, dataset.subset, dataset.limit):
+        if dataset.convert is None:
+            yield record
+        elif (found := converted(record, dataset.convert)) is not None:
+            yield found
 
 
 def _tokens(
@@ -154,8 +202,9 @@ class PromptWriter:
         tokenizer: PreTrainedTokenizerBase,
         longest: int,
         tools: Sequence[Mapping[str, Any]] = (),
+        images: PromptImages | None = None,
     ) -> None:
-        self._render, self._tokenizer = _Renderer(data, tokenizer, tools), tokenizer
+        self._render, self._tokenizer = _Renderer(data, tokenizer, tools, images), tokenizer
         self._key = dataset.prompt_key
         self.longest = longest
 
@@ -179,9 +228,13 @@ class PromptWriter:
             said = with_text(said)
         else:
             last = max((i for i, m in enumerate(said) if m["role"] == "user"), default=len(said) - 1)
-            said = [{**m, "content": with_text(m["content"])} if i == last else m for i, m in enumerate(said)]
-        rendered = self._render(record, said)
+            said = [
+                {**m, "content": _changed(m["content"], with_text, before)} if i == last else m
+                for i, m in enumerate(said)
+            ]
+        rendered = self._render(record, said, len(prompt.images))
         ids = self._tokenizer([rendered], add_special_tokens=not self._render.chat)["input_ids"][0]
+        ids = self._render.expanded(ids, prompt.images, record.where)
         if len(ids) > self.longest:
             return None
         return replace(prompt, token_ids=tuple(ids), text=rendered)
@@ -195,8 +248,10 @@ class _Renderer:
         data: DataConfig,
         tokenizer: PreTrainedTokenizerBase,
         tools: Sequence[Mapping[str, Any]] = (),
+        images: PromptImages | None = None,
     ) -> None:
         self._tools = list(tools) or None
+        self.images = images
         self.chat = data.chat_template and bool(tokenizer.chat_template)
         self._tokenizer = tokenizer
         self._system = data.system_prompt
@@ -206,19 +261,49 @@ class _Renderer:
         if self._system and not self.chat:
             raise DataError(f"data.system_prompt needs a chat template, but {self._no_chat}")
 
-    def __call__(self, record: Record, prompt: Any) -> str:
+    def expanded(self, ids: list[int], pictures: Sequence[Image], where: str) -> list[int]:
+        """Token ids with as many placeholders for every image as it has tokens. Raises DataError."""
+        return ids if self.images is None else self.images.expanded(ids, pictures, where)
+
+    def __call__(self, record: Record, prompt: Any, pictures: int = 0) -> str:
+        """The text of a record's prompt, with placeholders for so many `pictures`. Raises DataError."""
+        try:
+            return self._rendered(record, prompt, pictures)
+        except DataError:
+            raise
+        except ValueError as error:
+            raise DataError(f"{record.where}: {error}") from None
+
+    def _is_message(self, message: Any) -> bool:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            return False
+        content = message.get("content")
+        parts = self.images is not None and isinstance(content, list) and all(map(is_part, content))
+        return isinstance(content, str) or parts
+
+    def _rendered(self, record: Record, prompt: Any, pictures: int) -> str:
         if not self.chat:
             if isinstance(prompt, list):
                 raise DataError(f"{record.where}: the prompt is a list of chat messages, but {self._no_chat}")
             if not isinstance(prompt, str):
                 raise DataError(f"{record.where}: the prompt is no string but {_shown(prompt)}")
-            return prompt
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
+            return prompt if self.images is None else self.images.in_text(prompt, pictures)
+        if isinstance(prompt, str):
+            content = prompt if self.images is None else as_parts(prompt, pictures)
+            messages: Any = [{"role": "user", "content": content}]
+        else:
+            messages = prompt
+        if not isinstance(messages, list) or not messages or not all(map(self._is_message, messages)):
             raise DataError(
                 f"{record.where}: the prompt is neither a string nor a list of chat messages like "
                 f'{{"role": "user", "content": "..."}} but {_shown(prompt)}'
             )
+        if (named := images_in(messages)) != pictures:
+            raise DataError(
+                f"{record.where}: the messages have {named} parts of type image, and {pictures} images"
+            )
+        if not pictures and not any(str(message["content"]).strip() for message in messages):
+            raise DataError(f"{record.where}: the prompt is empty: no message has any text")
         if self._system and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self._system}, *messages]
         try:
@@ -231,8 +316,12 @@ class _Renderer:
         return str(text)
 
 
-def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+def _changed(content: Any, with_text: Callable[[str], str], before: bool) -> Any:
+    """A message's content with text added to it, or to its first or last part."""
+    if isinstance(content, str):
+        return with_text(content)
+    added = {"type": "text", "text": with_text("")}
+    return [added, *content] if before else [*content, added]
 
 
 def _field(record: Record, key: str) -> Any:
@@ -266,13 +355,6 @@ def _responses(
         Scored(_ended(ids, end_token_id), item["response"], float(item["reward"]))
         for item, ids in zip(found, encoded, strict=True)
     )
-
-
-def _string(record: Record, key: str) -> str:
-    value = _field(record, key)
-    if not isinstance(value, str):
-        raise DataError(f"{record.where}: field {key!r} is no string but {_shown(value)}")
-    return value
 
 
 def _answer(record: Record, key: str) -> str:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow
 import pyarrow.parquet
 
+from megatron_gvpo.config.plain_values import each_once
 from megatron_gvpo.data.generated import PREFIX, generated_problems
+from megatron_gvpo.images.source import data_url
+from megatron_gvpo.runtime.user_functions import described, load_function
 
 LONGEST_LINE = 2**24  # bytes of a record
 
@@ -28,19 +31,35 @@ class Record(NamedTuple):
     fields: Mapping[str, Any]
 
 
-def read_records(path: str, split: str = "train") -> Iterator[Record]:
+def read_records(
+    path: str, split: str = "train", subset: str | None = None, limit: int | None = None
+) -> Iterator[Record]:
     """The records of a file, of a directory's files in the order of their names, or of a hub data set.
 
-    `split` is for hub data sets and generators. Raises DataError, also where one of these is named and its
-    package is not installed.
+    `split` is for hub data sets and generators, `subset` for hub data sets. `limit`: the first so many.
+    Raises DataError, also where one of these is named and its package is not installed.
     """
     try:
-        yield from _read_records(path, split)
+        yield from islice(_read_records(path, split, subset, limit), limit)
     except OSError as error:
         raise DataError(f"{error.filename or path}: {error.strerror or error}") from None
 
 
-def _read_records(path: str, split: str) -> Iterator[Record]:
+def converted(record: Record, function: str) -> Record | None:
+    """The record as the user's function gives it; None if it leaves it out. Raises DataError."""
+    try:
+        fields = load_function(function)(dict(record.fields))
+    except Exception as error:  # of any kind, as in a reward
+        raise DataError(f"{record.where}: convert={function}: {described(error)}") from None
+    if fields is None:
+        return None
+    if not isinstance(fields, Mapping):
+        found = type(fields).__name__
+        raise DataError(f"{record.where}: convert={function}: it returned {found}, not a record")
+    return record._replace(fields=fields)
+
+
+def _read_records(path: str, split: str, subset: str | None, limit: int | None) -> Iterator[Record]:
     if path.startswith(PREFIX):
         yield from _generate(path, split)
         return
@@ -58,7 +77,7 @@ def _read_records(path: str, split: str) -> Iterator[Record]:
             raise DataError(f"{path}: expected a .jsonl or .parquet file, or a directory of them")
         yield from _READERS[local.suffix](local)
     else:
-        yield from _read_hub(path, split)
+        yield from _read_hub(path, split, subset, limit)
 
 
 def _read_jsonl(file: Path) -> Iterator[Record]:
@@ -73,7 +92,7 @@ def _read_jsonl(file: Path) -> Iterator[Record]:
                 continue
             try:
                 text = line.decode("utf-8-sig")
-                fields = json.loads(text, object_pairs_hook=_each_once, parse_constant=_no_number)
+                fields = json.loads(text, object_pairs_hook=each_once, parse_constant=_no_number)
             except json.JSONDecodeError as error:
                 raise DataError(f"{where}: not valid JSON: {error.msg} at column {error.colno}") from None
             except UnicodeDecodeError as error:
@@ -87,15 +106,6 @@ def _read_jsonl(file: Path) -> Iterator[Record]:
             if b"\\ud" in line.lower() and _has_half_a_pair(fields):
                 raise DataError(f"{where}: half of a surrogate pair is no character")
             yield Record(f"{file.name}:{number}", where, fields)
-
-
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object. Raises ValueError for a key that comes twice: json.loads would take the last."""
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        twice = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
-        raise ValueError(f"field {twice!r} is given twice")
-    return fields
 
 
 def _no_number(name: str) -> float:
@@ -126,6 +136,8 @@ def _read_parquet(file: Path) -> Iterator[Record]:
 
 def _as_json(value: Any) -> Any:
     """A Parquet value as JSON has it: dates, decimals and bytes as text. Checkpoints keep records as JSON."""
+    if isinstance(value, dict) and value.keys() == {"bytes", "path"} and isinstance(value["bytes"], bytes):
+        return data_url(value["bytes"])  # an image as the package datasets stores it
     if isinstance(value, dict):
         return {str(key): _as_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -143,7 +155,7 @@ def _generate(path: str, split: str) -> Iterator[Record]:
         raise DataError(f"{path}: {error}") from None
 
 
-def _read_hub(name: str, split: str) -> Iterator[Record]:
+def _read_hub(name: str, split: str, subset: str | None, limit: int | None) -> Iterator[Record]:
     try:
         from datasets import load_dataset
     except ImportError:
@@ -152,13 +164,26 @@ def _read_hub(name: str, split: str) -> Iterator[Record]:
             "pip install datasets"
         ) from None
     try:
-        rows = load_dataset(name, split=split)
+        # A stream reads no more files than it needs.
+        rows = undecoded(load_dataset(name, subset, split=split, streaming=limit is not None))
+        for row, fields in enumerate(rows, start=1):
+            yield Record(f"{name}/{split}:{row}", f"{name} ({split}), row {row}", _as_json(fields))
     except Exception as error:  # offline, no such data set, no such split: each has its own type
-        raise DataError(
-            f"hub data set {name!r}, split {split!r}: {' '.join(str(error).split())[:300]}"
-        ) from error
-    for row, fields in enumerate(rows, start=1):
-        yield Record(f"{name}/{split}:{row}", f"{name} ({split}), row {row}", fields)
+        which = f"split {split!r}" if subset is None else f"subset {subset!r}, split {split!r}"
+        raise DataError(f"hub data set {name!r}, {which}: {' '.join(str(error).split())[:300]}") from error
+
+
+def undecoded(rows: Any) -> Any:
+    """A hub data set that yields the files of its images as data: URLs, and not the images."""
+    from datasets import Image, List
+
+    kinds = (Image(), List(Image()))
+    if not (named := [name for name, kind in (rows.features or {}).items() if kind in kinds]):
+        return rows
+    for name in named:
+        plain = Image(decode=False)
+        rows = rows.cast_column(name, plain if rows.features[name] == Image() else List(plain))
+    return ({**fields, **{name: _as_json(fields[name]) for name in named}} for fields in rows)
 
 
 _READERS = {".jsonl": _read_jsonl, ".parquet": _read_parquet}

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_gvpo.config.checks.lengths import longest_prompt
 from megatron_gvpo.config.schema import Config, ConfigError, read_model_config
+from megatron_gvpo.conversations.parsers import parser_of
+from megatron_gvpo.conversations.template import Template
 from megatron_gvpo.conversations.tools import tool_schemas
+from megatron_gvpo.data.prompt_images import PromptImages, prompt_images
 from megatron_gvpo.data.prompts import DataError, load_prompts
 from megatron_gvpo.data.tokenizer import end_token_id, load_tokenizer
 from megatron_gvpo.types import Prompt
@@ -22,10 +25,11 @@ class Task:
     tokenizer: PreTrainedTokenizerBase
     end_token_id: int
     prompts: list[Prompt]
-    eval_prompts: list[Prompt]  # empty where the configuration names none
+    eval_prompts: list[Prompt]  # empty if the configuration names none
     longest_prompt: int = 0  # in tokens
     chat: bool = False  # the prompts are rendered by the chat template
     tools: tuple[dict[str, Any], ...] = ()  # the schemas of the tools that the policy may call
+    images: PromptImages | None = None  # of a model that takes images
 
 
 def load_task(config: Config) -> Task:
@@ -43,20 +47,20 @@ def load_task(config: Config) -> Task:
     positions = None if config.algorithm.samples_from_policy else model.get("max_position_embeddings")
     longest = longest_prompt(config, model)
     tools = _tools(config)
+    images = prompt_images(config.model.path, model, tokenizer)
     data, held_out = config.data, config.data.eval
-    prompts = load_prompts(
-        *(data.train, data, tokenizer),
-        longest=longest,
-        end_token_id=end,
-        positions=positions,
-        tools=tools,
-    )
+    common: dict[str, Any] = {"longest": longest, "end_token_id": end, "tools": tools, "images": images}
+    prompts = load_prompts(data.train, data, tokenizer, positions=positions, **common)
     eval_prompts = []
     if held_out is not None:
-        eval_prompts = load_prompts(held_out, data, tokenizer, longest=longest, end_token_id=end, tools=tools)
+        eval_prompts = load_prompts(held_out, data, tokenizer, **common)
     chat = data.chat_template and bool(tokenizer.chat_template)
-    task = Task(tokenizer, end, prompts, eval_prompts, longest, chat, tools)
+    talks = config.rollout.conversation
+    if talks is not None:  # raises DataError for a template that cannot go on
+        Template(tokenizer, end, chat, tools, talks.history == "template")
+    task = Task(tokenizer, end, prompts, eval_prompts, longest, chat, tools, images)
     _check_vocabulary(task, vocabulary, config.model.path)
+    _check_shared_prompts(config, prompts)
     _check_differences(config, prompts)
     return task
 
@@ -64,7 +68,13 @@ def load_task(config: Config) -> Task:
 def _tools(config: Config) -> tuple[dict[str, Any], ...]:
     """The schemas of the tools that the policy may call. Raises ConfigError."""
     talks = config.rollout.conversation
-    if talks is None or not talks.has_tools:
+    if talks is None:
+        return ()
+    try:
+        parser_of(talks.parser)
+    except ValueError as error:
+        raise ConfigError(f"rollout.conversation.parser={talks.parser}: {error}") from None
+    if not talks.has_tools:
         return ()
     try:
         return tuple(tool_schemas(talks.tools, [server.model_dump() for server in talks.mcp]))
@@ -72,8 +82,17 @@ def _tools(config: Config) -> tuple[dict[str, Any], ...]:
         raise ConfigError(f"rollout.conversation.{error}") from None
 
 
+def _check_shared_prompts(config: Config, prompts: list[Prompt]) -> None:
+    """Raises DataError if turns, which have contexts of their own, would share a prompt."""
+    if config.train.share_prompts and any(prompt.demonstration_chat is not None for prompt in prompts):
+        raise DataError(
+            f"{config.data.train.path}: the demonstrations (field {config.data.train.demonstration_key!r}) "
+            "have several turns, and train.share_prompts=true is for single responses: leave it out"
+        )
+
+
 def _check_differences(config: Config, prompts: list[Prompt]) -> None:
-    """Raises DataError where a method compares the given responses of each prompt, and none differ."""
+    """Raises DataError if a method compares the given responses of each prompt, and none differ."""
     algorithm = config.algorithm
     compares = algorithm.trains_on_scored_responses and algorithm.needs_group and not algorithm.shapers
     if compares and not any(len({r.reward for r in prompt.responses}) > 1 for prompt in prompts):
@@ -87,7 +106,9 @@ def _check_differences(config: Config, prompts: list[Prompt]) -> None:
 def _check_vocabulary(task: Task, vocabulary: float, path: str) -> None:
     """Refuse tokens beyond the embedding, for which one sharded by tensor parallelism would give 0."""
     for prompt in (*task.prompts, *task.eval_prompts):
-        given = [prompt.demonstration or (), *(response.token_ids for response in prompt.responses)]
+        chat = prompt.demonstration_chat
+        given = [prompt.demonstration or (), chat.given if chat is not None else ()]
+        given += [response.token_ids for response in prompt.responses]
         highest = max(max(ids, default=0) for ids in (prompt.token_ids, *given))
         if highest >= vocabulary:
             raise DataError(

@@ -37,7 +37,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
 
 
 def end_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The token that ends a response. Raises DataError where the tokenizer names none."""
+    """The token that ends a response. Raises DataError if the tokenizer names none."""
     if tokenizer.eos_token_id is None:
         raise DataError(
             f"model.path={tokenizer.name_or_path}: the tokenizer has no end token; "

@@ -48,7 +48,7 @@ class SuccessTracker:
 
 
 class WeightedOrder:
-    """Batches of prompts drawn by weight, without repetition in a batch, in the place of a `PromptOrder`.
+    """Batches of prompts drawn by weight, without repetition in a batch, in place of a `PromptOrder`.
 
     A draw depends on the seed, its number and the tracker's counts, and on nothing else.
     """
@@ -84,7 +84,7 @@ class WeightedOrder:
         return {"count": len(self._prompts), "draws": self._draws}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises DataError where the state is of another data set, or of another order."""
+        """Raises DataError if the state is of another data set, or of another order."""
         if state.get("count") != len(self._prompts) or "draws" not in state:
             raise DataError(
                 f"the checkpoint was trained on {state.get('count')} prompts, and data.train now has "

@@ -24,7 +24,7 @@ class UnknownCharacters:
                 self._first[character] = (where, text)
 
     def warning(self) -> str | None:
-        """The first place and the characters; None where all are known, or the tokenizer cannot tell."""
+        """The first place and the characters; None if all are known, or the tokenizer cannot tell."""
         if not self._tokenizer.is_fast:  # a slow one does not tell where its tokens are in the text
             return None
         seen = [c for c in self._first if not c.isspace()]

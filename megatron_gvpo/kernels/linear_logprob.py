@@ -49,6 +49,10 @@ class LinearLogprob(NamedTuple):
     mode: Mode = "forward"  # how the gradient is computed; "forward": no gradient is wanted
     stash_bytes: int = 0  # bytes that this rank keeps until the backward
     stash_share: float = 0.0  # share of the rows whose exponentials are kept
+    # linear_divergence.py's, where the trainer adds one: each token's, in nats, detached, and a scalar that
+    # carries the gradients of its part of the loss.
+    divergence_r: Tensor | None = None
+    divergence: Tensor | None = None
 
 
 def linear_logprob(
@@ -126,17 +130,15 @@ def linear_logprob(
     can_stash = differentiable and weight_r is None and not entropy
     row_bytes = shard * stash_dtype.itemsize  # count the padding too: every rank stashes equally many rows
     stash_rows = min(len(hidden_rh), stash_bytes // row_bytes) if can_stash else 0
-    if logits_bytes is None:
-        logits_bytes = _CUDA_LOGITS if hidden_rh.is_cuda else _CPU_LOGITS
     head = Head(
-        columns=min(max(vocab_size - tp_rank * shard, 0), shard),
+        columns=own_columns(vocab_size, shard, tp_rank),
         temperature=temperature,
         entropy=entropy,
         tp_group=tp_group if tp_size > 1 else None,
-        logits_bytes=logits_bytes,
+        logits_bytes=tile_bytes(hidden_rh) if logits_bytes is None else logits_bytes,
         stash_rows=stash_rows,
         stash_dtype=stash_dtype,
-        tiles=_tiles(backend, weight_vh),
+        tiles=tiles_of(backend, weight_vh),
     )
     labels_r = labels_r - tp_rank * shard
     if weight_r is not None and differentiable:
@@ -181,7 +183,18 @@ def _check(
         raise ValueError(f"temperature {temperature}: want a number above 0")
 
 
-def _tiles(backend: Backend, weight_vh: Tensor) -> Tiles:
+def own_columns(vocab_size: int, shard: int, tp_rank: int) -> int:
+    """Return the number of rows of a rank's shard of W that are tokens; the rows after them are padding."""
+    return min(max(vocab_size - tp_rank * shard, 0), shard)
+
+
+def tile_bytes(hidden_rh: Tensor) -> int:
+    """Return the default of `logits_bytes`."""
+    return _CUDA_LOGITS if hidden_rh.is_cuda else _CPU_LOGITS
+
+
+def tiles_of(backend: Backend, weight_vh: Tensor) -> Tiles:
+    """Return the operations of a backend. Raises ValueError for one that does not exist or fit."""
     if backend not in ("auto", "chunked", "triton"):
         raise ValueError(f"backend {backend!r}: want 'auto', 'reference', 'chunked' or 'triton'")
     possible = weight_vh.dtype != torch.float64

@@ -52,16 +52,21 @@ class WeightsFirst(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _logp: None, _entropy: None, g: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.gradients is None:
-            raise RuntimeError("the surrogate of linear_logprob backpropagates once: its gradients are spent")
-        dx_rh, dw_vh = ctx.gradients
-        ctx.gradients = None
-        dx_rh = None if dx_rh is None else dx_rh.mul_(g).to(ctx.dtype)
-        if dw_vh is None:
-            return dx_rh, None, None, None, None
-        main_vh = main_grad(ctx.weight_vh)
-        if main_vh is None:
-            return dx_rh, dw_vh.mul_(g).to(ctx.dtype), None, None, None
-        main_vh.addcmul_(dw_vh, g.to(main_vh.dtype))
-        del dw_vh
-        return dx_rh, added(ctx.weight_vh), None, None, None
+        return *scaled_gradients(ctx, g, "linear_logprob"), None, None, None
+
+
+def scaled_gradients(ctx: Any, g: Tensor, name: str) -> tuple[Tensor | None, Tensor | None]:
+    """Return g times the gradients (dX, dW) that the forward of `name` left in ctx, which gives them up."""
+    if ctx.gradients is None:
+        raise RuntimeError(f"the surrogate of {name} backpropagates once: its gradients are spent")
+    dx_rh, dw_vh = ctx.gradients
+    ctx.gradients = None
+    dx_rh = None if dx_rh is None else dx_rh.mul_(g).to(ctx.dtype)
+    if dw_vh is None:
+        return dx_rh, None
+    main_vh = main_grad(ctx.weight_vh)
+    if main_vh is None:
+        return dx_rh, dw_vh.mul_(g).to(ctx.dtype)
+    main_vh.addcmul_(dw_vh, g.to(main_vh.dtype))
+    del dw_vh
+    return dx_rh, added(ctx.weight_vh)

@@ -72,7 +72,9 @@ class Critic:
     """Computes response tokens' values, and trains towards their returns. Every rank calls every method."""
 
     def __init__(self, config: Config, options: CriticOptions) -> None:
-        own = config.model.model_copy(update={"path": options.path or config.model.path})
+        own = config.model.model_copy(
+            update={"path": options.path or config.model.path, "adapter": None}  # its own weights train
+        )
         parallel, train = config.parallel, config.train
         self.model: Model = build(
             own,

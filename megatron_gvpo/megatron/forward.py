@@ -35,6 +35,7 @@ from megatron_gvpo.megatron.memory_profile import MemoryProfile
 from megatron_gvpo.megatron.model.activation_offload import offloaded_activations
 from megatron_gvpo.megatron.model.model import Model
 from megatron_gvpo.megatron.parallel import device, megatron_device
+from megatron_gvpo.megatron.teacher.divergence import HeadDivergence
 from megatron_gvpo.types import TrainBatch
 
 # (rows of one micro-batch, the head's output) -> (its part of the step's loss, a result for the caller)
@@ -64,18 +65,23 @@ def run(
         return part * scale, result
 
     def forward_step(data: Iterator[TrainBatch], chunk: Any) -> tuple[Any, Callable[..., Any]]:
-        whole = PackedBatch.pack(next(data), model.padding, model.share_prompts)
+        rows = next(data)
+        whole = PackedBatch.pack(rows, model.padding, model.shares_prompts_of(rows))
         batch = whole.cut(cp_group.size(), cp_group.rank()).to(device())
         if model.replay is not None:
             model.replay.set_experts(chunk, batch.experts_t, sequence_parallel=model.config.sequence_parallel)
-        output = chunk(
-            input_ids=batch.token_t[None],
-            position_ids=batch.position_t[None],
-            attention_mask=None,
-            packed_seq_params=_packed_params(model, batch),
-            output_processor=_call_head,
-            output_processor_context=(head, batch),
-        )
+        packed = _packed_params(model, batch)
+        of_head = {"output_processor": _call_head, "output_processor_context": (head, batch)}
+        if model.vision is not None:
+            output = model.vision.run(chunk, batch, packed, of_head)
+        else:
+            output = chunk(
+                input_ids=batch.token_t[None],
+                position_ids=batch.position_t[None],
+                attention_mask=None,
+                packed_seq_params=packed,
+                **of_head,
+            )
         return output, partial(loss, batch.rows)
 
     for chunk in model.chunks:
@@ -113,22 +119,41 @@ class LogprobHead:
     stash_bytes: int = 0
     memory_profile: MemoryProfile | None = None  # measures the head's memory
 
+    divergence: HeadDivergence | None = None  # added to the loss
+
     def __call__(
         self, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, batch: PackedBatch
     ) -> LinearLogprob:
-        if output_layer.sequence_parallel:
-            full_th = gather_from_sequence_parallel_region(hidden_states)  # backward: reduce-scatter
-            hidden_rh = full_th.squeeze(1).index_select(0, batch.response_r)
-        else:
-            hidden_rh = hidden_states.squeeze(1).index_select(0, batch.response_r)
-            hidden_rh = copy_to_tensor_model_parallel_region(hidden_rh)  # backward: all-reduce
-        weight_r = batch.rows.weight_r
+        hidden_rh = response_states(hidden_states, output_layer, batch)
         _run_pre_hooks(output_layer)
+        weight_vh = output_layer.weight if output_weight is None else output_weight
         if self.memory_profile is not None:
             self.memory_profile.enter_head()
-        mine = linear_logprob(
+        if self.divergence is None:
+            mine = self._logprob(hidden_rh, weight_vh, batch)
+        else:
+            mine = self._with_divergence(self.divergence, hidden_rh, weight_vh, batch)
+        if self.memory_profile is not None:
+            self.memory_profile.leave_head()
+            for out in (mine.logp_r, mine.surrogate, mine.divergence):
+                if out is not None and out.requires_grad:
+                    out.register_hook(self.memory_profile.enter_head)
+                    hidden_rh.register_hook(self.memory_profile.leave_head)
+
+        def gather(mine_r: Tensor | None) -> Tensor | None:
+            return None if mine_r is None else gather_context_parallel(mine_r, batch)
+
+        return mine._replace(
+            logp_r=gather_context_parallel(mine.logp_r, batch),
+            entropy_r=gather(mine.entropy_r),
+            divergence_r=gather(mine.divergence_r),
+        )
+
+    def _logprob(self, hidden_rh: Tensor, weight_vh: Tensor, batch: PackedBatch) -> LinearLogprob:
+        weight_r = batch.rows.weight_r
+        return linear_logprob(
             hidden_rh,
-            output_layer.weight if output_weight is None else output_weight,
+            weight_vh,
             batch.label_r,
             temperature=self.temperature,
             # With weights, the head gives entropies no gradient.
@@ -138,14 +163,28 @@ class LogprobHead:
             vocab_size=self.vocab_size,
             stash_bytes=self.stash_bytes,
         )
-        if self.memory_profile is not None:
-            self.memory_profile.leave_head()
-            for out in (mine.logp_r, mine.surrogate):
-                if out is not None and out.requires_grad:
-                    out.register_hook(self.memory_profile.enter_head)
-                    hidden_rh.register_hook(self.memory_profile.leave_head)
-        entropy_r = None if mine.entropy_r is None else gather_context_parallel(mine.entropy_r, batch)
-        return mine._replace(logp_r=gather_context_parallel(mine.logp_r, batch), entropy_r=entropy_r)
+
+    def _with_divergence(
+        self, options: HeadDivergence, hidden_rh: Tensor, weight_vh: Tensor, batch: PackedBatch
+    ) -> LinearLogprob:
+        found = options.of(hidden_rh, weight_vh, batch, self.temperature, self.vocab_size)
+        if options.alone and not self.entropy:
+            mine = LinearLogprob(found.logp_r, None, found.surrogate.new_zeros(()), "weights_first")
+        else:
+            mine = self._logprob(hidden_rh, weight_vh, batch)
+        return mine._replace(divergence_r=found.divergence_r, divergence=found.surrogate)
+
+
+def response_states(hidden_states: Tensor, output_layer: Any, batch: PackedBatch) -> Tensor:
+    """Hidden states [t, 1, h] (t / tp under sequence parallelism) -> those that predict labels, [r, h].
+
+    Their gradient is summed over the tensor-parallel ranks.
+    """
+    if output_layer.sequence_parallel:
+        full_th = gather_from_sequence_parallel_region(hidden_states)  # backward: reduce-scatter
+        return full_th.squeeze(1).index_select(0, batch.response_r)
+    hidden_rh = hidden_states.squeeze(1).index_select(0, batch.response_r)
+    return copy_to_tensor_model_parallel_region(hidden_rh)  # backward: all-reduce
 
 
 def _run_pre_hooks(module: Any) -> None:

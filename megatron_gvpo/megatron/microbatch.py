@@ -56,7 +56,9 @@ def my_share(model: Model, rows: TrainBatch, max_tokens: int, keep_groups: bool)
     multiple = mcore.pipeline_model_parallel_size if len(model.chunks) > 1 else 1
     pieces = Pieces.divide(rows, max_tokens)
     divided = rows if pieces is None else pieces.of(rows)
-    whole = plan(divided, dp_size, max_tokens, mcore.hidden_size, keep_groups, multiple, model.share_prompts)
+    shared = model.shares_prompts_of(rows)
+    keep_groups = keep_groups or shared  # apart, they would share nothing
+    whole = plan(divided, dp_size, max_tokens, mcore.hidden_size, keep_groups, multiple, shared)
     mine = whole.micro_batches[parallel_state.get_data_parallel_rank()]
     return Share(mine, whole.split_groups, pieces)
 

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_gvpo.config.schema import ConfigError, ParallelConfig
-from megatron_gvpo.runtime.store import host_store
+from megatron_gvpo.config.checks.gpu_packages import check_no_gpu_is_missed
+from megatron_gvpo.config.schema import ParallelConfig
+from megatron_gvpo.runtime.store import meet
 
 # Set these before the import: Megatron logs the modules that it cannot import, and later every parameter.
 logging.getLogger("megatron").setLevel(logging.WARNING)
@@ -56,11 +57,13 @@ def initialize(parallel: ParallelConfig, seed: int, deterministic: bool = False)
 
     The groups of an earlier model of this process, which cannot be used any more, are destroyed first.
     `deterministic`: every repetition under the same layout gives the same numbers, bit for bit.
+    Raises ConfigError if torch cannot use this machine's GPUs, and where the other ranks do not come.
     """
     if deterministic:
         os.environ.update(_DETERMINISTIC)
     torch.use_deterministic_algorithms(deterministic)
     release()
+    check_no_gpu_is_missed()
     timeout = timedelta(seconds=parallel.timeout_seconds)
     if not dist.is_initialized():
         backend = "gloo"
@@ -68,7 +71,7 @@ def initialize(parallel: ParallelConfig, seed: int, deterministic: bool = False)
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
             backend = "cpu:gloo,cuda:nccl"
         if "WORLD_SIZE" in os.environ:
-            _meet(backend, timeout)
+            meet(backend, timeout)
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     with megatron_device():
@@ -82,26 +85,6 @@ def initialize(parallel: ParallelConfig, seed: int, deterministic: bool = False)
             distributed_timeout_minutes=max(1, parallel.timeout_seconds // 60),
         )
         model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
-
-
-def _meet(backend: str, timeout: timedelta) -> None:
-    """Join the process group of torchrun's environment. Raises ConfigError for an address that cannot be."""
-    # torchrun's own store is there already. Otherwise rank 0 hosts one, which torch would let listen on all
-    # addresses of the machine.
-    hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and os.environ.get("RANK") == "0"
-    if not hosts:
-        dist.init_process_group(backend, timeout=timeout)
-        return
-    address, port, world = (os.environ.get(n, "") for n in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"))
-    try:
-        tcp = host_store(address, int(port), int(world), timeout)
-    except (OSError, ValueError, OverflowError) as error:
-        raise ConfigError(
-            f"MASTER_ADDR={address}, MASTER_PORT={port}: rank 0 cannot listen there: {error}"
-        ) from None
-    # The prefix under which torch's own rendezvous has the other ranks meet.
-    store = dist.PrefixStore("default_pg", tcp)
-    dist.init_process_group(backend, store=store, rank=0, world_size=int(world), timeout=timeout)
 
 
 def group_names() -> dict[str, str]:

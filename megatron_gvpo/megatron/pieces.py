@@ -21,7 +21,7 @@ class Pieces:
 
     @staticmethod
     def divide(rows: TrainBatch, max_tokens: int) -> Pieces | None:
-        """Divide the rows of several segments and more than `max_tokens` tokens; None where there is none."""
+        """Divide the rows of several segments and more than `max_tokens` tokens; None if there is none."""
         over = [i for i, tokens in enumerate(rows.tokens) if tokens > max_tokens and rows.turns]
         cut = {i: found for i in over if len(found := rows.segments(i)) > 1}
         if not cut:

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_gvpo.algorithms.base import STEP_START, Loss, token_weights
+from megatron_gvpo.algorithms.base import TEACHER, Loss, token_weights
 from megatron_gvpo.config.schema import Config
+from megatron_gvpo.kernels.divergence import Divergence
 from megatron_gvpo.kernels.linear_logprob import LinearLogprob
 from megatron_gvpo.megatron import forward
 from megatron_gvpo.megatron.critic import Critic
@@ -26,6 +27,9 @@ from megatron_gvpo.megatron.model.model import Model
 from megatron_gvpo.megatron.optimizer import Optimizer, Update
 from megatron_gvpo.megatron.reference_weights import ReferenceWeights
 from megatron_gvpo.megatron.scorer import Scorer
+from megatron_gvpo.megatron.teacher.divergence import HeadDivergence
+from megatron_gvpo.megatron.teacher.model import Teacher
+from megatron_gvpo.megatron.teacher.states import teacher_states
 from megatron_gvpo.runtime.collectives import first_problem
 from megatron_gvpo.runtime.user_functions import UserFunctionError
 from megatron_gvpo.types import BatchTotals, LossInputs, TrainBatch
@@ -58,14 +62,32 @@ class Policy(Scorer):
         self._stash_bytes = config.train.head_stash_bytes
         self._measured = False
         self._background_group: dist.ProcessGroup | None = None
-        other = next((r for r in config.algorithm.reference_policies if r != STEP_START), None)
-        self.reference = None if other is None else ReferenceWeights(self.model, other.decay)
+        other = config.algorithm.kept_reference
+        # New adapters are switched off to give the fixed reference, the base: it needs no second weights.
+        new_adapters = config.model.adapter is not None and config.model.adapter.path is None
+        self._base_is_reference = other is not None and other.decay is None and new_adapters
+        self.reference = None
+        if other is not None and not self._base_is_reference:
+            self.reference = ReferenceWeights(self.model, other.decay)
+        held = config.teacher is not None and config.teacher.server is None
+        self.teacher = Teacher(config) if held else None
 
     def score_reference(self, rows: TrainBatch) -> Tensor:
         """`score` under the weights of the method's fixed or moving reference."""
-        assert self.reference is not None, "the method has no reference weights"
-        with self.reference.swapped_in():
+        with self._reference_in_place():
             return self.score(rows.with_columns(routing=None))  # the reference's own routers choose experts
+
+    def score_teacher(self, rows: TrainBatch) -> Tensor:
+        """`score` by the teacher that the trainer holds."""
+        assert self.teacher is not None, "the trainer holds no teacher"
+        return self.teacher.score(rows)
+
+    def _reference_in_place(self) -> contextlib.AbstractContextManager[None]:
+        if self._base_is_reference:
+            assert self.model.adapters is not None
+            return self.model.adapters.off()
+        assert self.reference is not None, "the method has no reference weights"
+        return self.reference.swapped_in()
 
     def update(
         self, rows: TrainBatch, *, at_step_start: bool, keep_logp: bool = False, keep_weights: bool = False
@@ -91,6 +113,9 @@ class Policy(Scorer):
             if output.entropy_r is not None:
                 mean = output.entropy_r.sum() / totals.tokens
                 bonus, extra["entropy"] = -loss.entropy_coef * mean, mean
+            if output.divergence is not None and output.divergence_r is not None:
+                bonus = bonus + output.divergence
+                extra["divergence"] = output.divergence_r.sum() / totals.tokens
             if split:
                 surrogate = output.surrogate
                 if surrogate is None:  # with an entropy bonus the head gets no weights
@@ -110,17 +135,22 @@ class Policy(Scorer):
                 problems.append(str(error))
                 surrogate = 0 * output.logp_r.sum()
                 metrics = {"loss": surrogate}
-            metrics["loss"] = metrics["loss"] + bonus
             return surrogate + bonus, (logp_r, weight_r, detached(metrics | extra))
 
         problems: list[str] = []  # of the user's loss
+        packs, divergence = self._with_teacher(share.packs(rows), totals)
         self.optimizer.zero_grad()
         memory_profile = self._first_update_profile()
         head = LogprobHead(
-            self._temperature, self.model.vocab_size, loss.wants_entropy, self._stash_bytes, memory_profile
+            self._temperature,
+            self.model.vocab_size,
+            loss.wants_entropy,
+            self._stash_bytes,
+            memory_profile,
+            divergence,
         )
         with memory_profile or contextlib.nullcontext():
-            results = forward.run(self.model, share.packs(rows), micro_batch_loss, head=head)
+            results = forward.run(self.model, packs, micro_batch_loss, head=head)
         if (said := first_problem(problems[0] if problems else None)) is not None:
             raise UserFunctionError(said)
         logp_r = share.gather(rows, [logp for logp, _, _ in results]) if split or kept else None
@@ -129,10 +159,13 @@ class Policy(Scorer):
             assert logp_r is not None
             value, of_loss = loss(LossInputs(_with_references(rows, logp_r), logp_r, totals))
             metrics = floats({"loss": value, **of_loss}) | summed
-            if loss.wants_entropy:
-                metrics["loss"] -= loss.entropy_coef * metrics["entropy"]
         else:
             metrics = summed
+        if loss.wants_entropy:
+            metrics["loss"] -= loss.entropy_coef * metrics["entropy"]
+        if loss.divergence is not None:
+            metrics["loss"] += loss.divergence.coef * metrics["divergence"]
+        metrics |= loss.derived(metrics)
         memory = {} if memory_profile is None else memory_profile.metrics()
         of_head = {name: metrics.pop(name) for name in list(metrics) if name.startswith("head/")}
         weight_r = rows.weight_r
@@ -140,6 +173,26 @@ class Policy(Scorer):
             weight_r = share.gather(rows, [weight for _, weight, _ in results])
         self.model.finish_background_work()
         return UpdateResult(self.optimizer.apply(), metrics, logp_r, of_head, memory, weight_r)
+
+    def _with_teacher(
+        self, packs: list[TrainBatch], totals: BatchTotals
+    ) -> tuple[list[TrainBatch], HeadDivergence | None]:
+        """Return the micro-batches with a teacher's hidden states, and the head's part of the loss."""
+        options = self._loss.divergence
+        if options is None:
+            return packs, None
+        if options.reference == TEACHER:
+            assert self.teacher is not None, "the trainer holds no teacher"
+            states = self.teacher.states(packs)
+        else:
+            with self._reference_in_place():
+                states = teacher_states(self.model, [pack.with_columns(routing=None) for pack in packs])
+        if states.output is None:  # not the last pipeline stage
+            return packs, None
+        beta = 0.5 if options.beta is None else options.beta
+        divergence = Divergence(options.name, beta, options.top_k)
+        weight, alone = options.coef / totals.tokens, not self._loss.has_terms
+        return states.beside(packs), HeadDivergence(divergence, weight, states.output, alone)
 
     def _first_update_profile(self) -> MemoryProfile | None:
         """Return a profile for a run's first update, then None."""

@@ -1,4 +1,4 @@
-"""A second set of weights for the same model: a fixed reference policy, or a moving average.
+"""A second set of the weights that train: a fixed reference policy, or a moving average.
 
 The weights are host copies of this rank's shards. They are swapped into the model for a scoring pass. So a
 reference costs host memory and a copy, never a second model on the device. A moving average is kept in fp32:
@@ -20,13 +20,13 @@ from megatron_gvpo.megatron.model.model import Model
 
 
 class ReferenceWeights:
-    """Holds the model's weights from the time of construction; `decay`: of a moving average, None: fixed."""
+    """Holds the trained weights from the time of construction; `decay`: of a moving average, None: fixed."""
 
     def __init__(self, model: Model, decay: float | None) -> None:
         self._finish_param_gather = model.finish_param_gather
         self._finish_background_work = model.finish_background_work
         self._decay = decay
-        self._parameters = [p for chunk in model.chunks for p in chunk.parameters()]
+        self._parameters = [p for chunk in model.chunks for p in chunk.parameters() if p.requires_grad]
         self._copies: list[Tensor] = []
         self._own: list[Tensor] = []  # the model's own weights while a moving average is swapped in
         self._capture()

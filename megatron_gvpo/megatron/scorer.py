@@ -14,8 +14,26 @@ from megatron_gvpo.megatron.device_memory import DeviceMemory
 from megatron_gvpo.megatron.forward import LogprobHead
 from megatron_gvpo.megatron.microbatch import my_share
 from megatron_gvpo.megatron.model.build import build
+from megatron_gvpo.megatron.model.model import Model
 from megatron_gvpo.megatron.model.own_weights import OwnWeights
 from megatron_gvpo.types import TrainBatch
+
+
+def score(model: Model, rows: TrainBatch, max_tokens: int, temperature: float) -> Tensor:
+    """Return a model's log-probs of the response tokens, without gradient, fp32 [r] on every rank's CPU.
+
+    `max_tokens`: of a micro-batch.
+    """
+    share = my_share(model, rows, max_tokens, keep_groups=False)
+
+    def keep(_: TrainBatch, values: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+        output = LinearLogprob(*values)
+        return output.logp_r.new_zeros(()), output.logp_r.detach()
+
+    scored = forward.run(
+        model, share.packs(rows), keep, head=LogprobHead(temperature, model.vocab_size), forward_only=True
+    )
+    return share.gather(rows, scored)
 
 
 class Scorer:
@@ -30,7 +48,8 @@ class Scorer:
             deterministic,
             trained,
             replays=config.rollout.router_replay,
-            share_prompts=trained and config.train.share_prompts,
+            share_prompts=config.train.share_prompts if trained else False,
+            seed=config.train.seed,
         )
         self.memory = DeviceMemory((self.model, None))
         self._budget = config.train.max_tokens_per_micro_batch * config.parallel.cp
@@ -41,20 +60,7 @@ class Scorer:
 
         `temperature`: default the sampling temperature.
         """
-        share = my_share(self.model, rows, self._budget, keep_groups=self.model.share_prompts)
-
-        def keep(_: TrainBatch, values: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-            output = LinearLogprob(*values)
-            return output.logp_r.new_zeros(()), output.logp_r.detach()
-
-        scored = forward.run(
-            self.model,
-            share.packs(rows),
-            keep,
-            head=LogprobHead(temperature or self._temperature, self.model.vocab_size),
-            forward_only=True,
-        )
-        return share.gather(rows, scored)
+        return score(self.model, rows, self._budget, temperature or self._temperature)
 
     def weights(self, on_host: bool = True) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, full tensor). A collective: iterate it to the end on every rank.
@@ -62,6 +68,19 @@ class Scorer:
         `on_host`: on the CPU; otherwise on the model's device.
         """
         return self.model.export(on_host)
+
+    def adapter_weights(self, on_host: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Yield (Hugging Face PEFT's name, full tensor) of every adapter tensor, like `weights`.
+
+        Raises ValueError if the model has no adapters.
+        """
+        return self.model.export_adapters(on_host)
+
+    def adapter_config(self) -> dict[str, Any]:
+        """Return what Hugging Face PEFT's adapter_config.json holds. Raises ValueError without adapters."""
+        if self.model.adapters is None:
+            raise ValueError("the model has no adapters: model.adapter is not set")
+        return self.model.adapters.config()
 
     def own_weights(self) -> OwnWeights:
         """This rank's own weights, ready to be read. A collective: every rank calls it."""

@@ -87,6 +87,12 @@ def driver_version() -> str | None:
     return None if nvml is None else str(nvml.nvmlSystemGetDriverVersion())
 
 
+def driver_cuda() -> int | None:
+    """Return the major release of CUDA that the driver knows, or None without one."""
+    nvml = _nvml()
+    return None if nvml is None else int(nvml.nvmlSystemGetCudaDriverVersion_v2()) // 1000
+
+
 @cache
 def _nvml() -> Any | None:
     """Return the initialised pynvml module, or None without the package or a driver."""

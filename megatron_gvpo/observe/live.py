@@ -176,7 +176,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def _reroute_logging(replaced: Mapping[TextIO, TextIO]) -> list[tuple[logging.StreamHandler[TextIO], TextIO]]:
-    """Point log handlers at the streams that Live put in the place of theirs; returns (handler, old stream).
+    """Point log handlers at the streams that Live put in place of theirs; returns (handler, old stream).
 
     A handler keeps the stream that it was created with, so Live's own redirection does not reach it.
     """

@@ -29,7 +29,23 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "Correlation of a response's reward with its length, inside the groups.",
         ),
         Metric(
-            "reward/errors", "responses", "Responses of which a reward component failed and counted as 0."
+            "reward/errors", "responses", "Responses for which a reward component failed and counted as 0."
+        ),
+    ),
+    "Reward models and judges": (
+        Metric("reward/lost", "share", "Responses that left their groups because one could not score them."),
+        Metric("reward/dropped_groups", "groups", "Groups that had fewer than two members left."),
+        Metric("reward/served_s", "s", "Time until the last batch was scored, by other rewards, too."),
+        Metric("reward/<component>/requests", "requests", "Requests to its servers since the run's start."),
+        Metric("reward/<component>/failed_requests", "requests", "Those that failed, and were repeated."),
+        Metric("reward/<component>/probe", "score", "Score of a fixed text, by which its model is known."),
+        Metric(
+            "reward/<component>/model_hash",
+            "number",
+            "First 8 hexadecimal digits of the hash of its checkpoint, which run.json has whole.",
+        ),
+        Metric(
+            "reward/<component>/invalid", "answers", "Answers of a judge, so far, that were not verdicts."
         ),
     ),
     "Responses": (
@@ -37,7 +53,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "response/entropy",
             "nats a token",
-            "Estimate of the policy's entropy: mean of minus the engine's log-prob of the tokens it sampled.",
+            "Estimate of the policy's entropy: the engine's mean negative log-prob of sampled tokens.",
         ),
         Metric("response/truncated", "share", "Responses that were cut off at rollout.max_tokens."),
         Metric("response/from_policy", "share", "Responses that the policy itself sampled in this run."),
@@ -63,7 +79,15 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("batch/rounds", "rounds", "Rounds of sampling that the batch took."),
         Metric("batch/valid_groups", "groups", "Groups with a signal in the batch."),
         Metric("batch/dropped_groups", "groups", "Groups without a signal that were left out."),
-        Metric("batch/gave_up", "0 or 1", "1 where the rounds ended before there were enough valid groups."),
+        Metric("batch/gave_up", "0 or 1", "1 if the rounds ended before there were enough valid groups."),
+    ),
+    "Teacher (`teacher.server`)": (
+        Metric(
+            "teacher/wait_s", "s", "Waited for its log-probs; without the time in which the trainer worked."
+        ),
+        Metric("teacher/tokens", "tokens", "Sent to it in the step, prompts included."),
+        Metric("teacher/requests", "requests", "Requests to its servers since the run's start."),
+        Metric("teacher/failed_requests", "requests", "Those that failed, and were repeated."),
     ),
     "Advantages, by estimator": (
         Metric("advantage/valid_fraction", "share", "group: responses in groups with different rewards."),
@@ -89,6 +113,12 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "advantage/trust_in_group", "share", "shrunk: mean weight of the group's mean against the prior."
         ),
         Metric("advantage/novelty", "advantage", "novelty: mean bonus."),
+        Metric(
+            "advantage/teacher_kl",
+            "nats a token",
+            "distillation: mean of log pi - log pi_teacher of the sampled tokens, an estimate of KL(pi || "
+            "pi_teacher).",
+        ),
     ),
     "Training, means over the step's updates": (
         Metric("train/loss", "loss", "The loss. Its scale depends on the method."),
@@ -104,8 +134,19 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("train/kl_step", "nats a token", "disco: KL from the policy at step start."),
         Metric("train/clip_fraction", "share", "ppo, cispo: tokens whose ratio was clipped."),
         Metric("train/entropy", "nats a token", "Mean entropy; only with loss.entropy_coef."),
-        Metric("train/importance", "factor", "Mean weight of loss.importance."),
-        Metric("train/importance_truncated", "share", "Tokens above the cap of loss.importance."),
+        Metric("train/divergence", "nats a token", "Mean of loss.divergence before the update."),
+        Metric("train/importance", "factor", "Mean weight of a token by loss.importance."),
+        Metric("train/importance_square", "factor²", "Mean square of these weights."),
+        Metric(
+            "train/importance_ess",
+            "share",
+            "Effective sample size as a share of the tokens: squared mean over mean square.",
+        ),
+        Metric(
+            "train/importance_truncated", "share", "Tokens whose ratio is above the cap of loss.importance."
+        ),
+        Metric("train/importance_masked", "share", "Tokens that loss.importance drops."),
+        Metric("train/importance_masked_responses", "share", "Responses that it drops whole."),
         Metric("train/reward_variance", "reward²", "gvpo: variance of the rewards within groups."),
         Metric(
             "train/residual_variance", "reward²", "gvpo: variance that the implicit rewards do not explain."
@@ -123,7 +164,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "train/value_skipped", "updates", "Critic: updates skipped because the gradient was not finite."
         ),
-        Metric("train/<metric>", "its own", "What a loss of your own returns beside its value."),
+        Metric("train/<metric>", "its own", "A metric that your own loss returns."),
     ),
     "Engine against trainer": (
         Metric(
@@ -147,33 +188,52 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("eval/maj@n", "share", "Prompts whose most frequent answer is right."),
         Metric("eval/response_length", "tokens", "Mean length of the samples."),
         Metric("eval/truncated", "share", "Samples that were cut off at eval.sampling.max_tokens."),
-        Metric("eval/errors", "share", "Samples of which a reward failed and counted as 0."),
+        Metric("eval/errors", "share", "Samples for which a reward failed and counted as 0."),
     ),
     "Time of a step": (
-        Metric("time/step", "s", "The whole step, evaluation and checkpoint apart."),
+        Metric("time/step", "s", "The whole step, without evaluation and checkpoint."),
         Metric("time/rollout", "s", "Waiting for responses."),
         Metric("time/reward", "s", "Waiting for rewards and shapers."),
         Metric("time/scoring", "s", "Log-probs of reference policies, values of the critic."),
         Metric("time/training", "s", "Forward, backward and optimizer."),
         Metric("time/sync", "s", "New weights to the rollout engine."),
         Metric(
-            "throughput/tokens_per_s", "tokens/s", "Prompt and response tokens of the batch by time/step."
+            "throughput/tokens_per_s", "tokens/s", "Prompt and response tokens of the batch over time/step."
+        ),
+        Metric(
+            "throughput/response_tokens_per_s",
+            "tokens/s",
+            "Servers: response tokens over the sum of the seconds that each response took.",
         ),
     ),
-    "Rollout servers, where there are several": (
+    "Speculative rollouts (`rollout.speculation`), since the last batch of responses": (
+        Metric("speculation/acceptance", "share", "Drafted tokens that the policy accepted."),
+        Metric(
+            "speculation/length",
+            "tokens",
+            "Tokens that a verification gives: those accepted, and one of the policy's own.",
+        ),
+    ),
+    "Rollout servers": (
+        Metric(
+            "server/prefix_cache_hits",
+            "share",
+            "Prompt tokens that the servers had in their prefix caches, since the last batch of responses. "
+            "Every turn of a conversation is a request whose prompt is all that was before it.",
+        ),
         Metric(
             "server/<server>/relative_time",
             "factor",
-            "Seconds for a token of a response on this server, by those on the median server.",
+            "Of several servers: seconds a response token takes on this one, relative to the median one.",
         ),
     ),
     "Weight pushes to servers": (
         Metric(
             "sync/bytes", "bytes", "Bytes sent to each server; sharded: bytes that the trainer's ranks sent."
         ),
-        Metric("sync/gb_per_s", "GB/s", "Those bytes by the seconds of the whole push."),
+        Metric("sync/gb_per_s", "GB/s", "Those bytes over the seconds of the whole push."),
         Metric("sync/wire_s", "s", "Until the servers had the bytes, before they loaded them."),
-        Metric("sync/most_sent", "bytes", "sharded: what the trainer rank sent that sent most."),
+        Metric("sync/most_sent", "bytes", "sharded: bytes that the busiest trainer rank sent."),
         Metric("sync/changed", "share", "delta: elements that changed."),
         Metric("sync/ipc", "share", "shared: servers that mapped the trainer's GPU memory."),
     ),
@@ -186,11 +246,9 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("memory/weights_gib", "GiB", "Weights."),
         Metric("memory/gradients_gib", "GiB", "Gradients."),
         Metric("memory/optimizer_gib", "GiB", "Master weights and moments."),
-        Metric(
-            "memory/activations_gib", "GiB", "Highest level outside the head, above what is always there."
-        ),
+        Metric("memory/activations_gib", "GiB", "Peak outside the head, above what is always there."),
         Metric("memory/head_gib", "GiB", "The head's own peak."),
-        Metric("memory/peak_gib", "GiB", "The highest level of all."),
+        Metric("memory/peak_gib", "GiB", "The peak of all memory."),
         Metric("memory/host_optimizer_gib", "GiB", "Optimizer states in host memory; no part of the peak."),
     ),
     "GPUs between two steps; `device/node<j>/gpu<i>/...` with several machines": (

@@ -168,6 +168,7 @@ LABELS = (
     ("train/loss", "loss"),
     ("train/grad_norm", "grad norm"),
     ("mismatch/kl", "mismatch"),
+    ("speculation/acceptance", "accepted"),
     ("throughput/tokens_per_s", "tokens/s"),
 )
 

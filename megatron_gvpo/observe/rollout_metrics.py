@@ -55,7 +55,10 @@ def _length_correlation(groups: Sequence[Group]) -> float | None:
 
 
 def _server_times(rollouts: Iterable[Rollout]) -> dict[str, float]:
-    """Seconds a token on each server, by those on the median server; empty for a single server."""
+    """Tokens a second of one response; seconds a token on each of several servers, by the median server's.
+
+    Empty where no server sampled the responses.
+    """
     seconds: defaultdict[str, float] = defaultdict(float)
     tokens: defaultdict[str, int] = defaultdict(int)
     for rollout in rollouts:
@@ -63,10 +66,14 @@ def _server_times(rollouts: Iterable[Rollout]) -> dict[str, float]:
             seconds[rollout.server] += rollout.seconds
             tokens[rollout.server] += len(rollout.token_ids)
     rates = {server: seconds[server] / tokens[server] for server in sorted(seconds) if tokens[server]}
+    spent = math.fsum(seconds.values())
+    speed = {"throughput/response_tokens_per_s": sum(tokens.values()) / spent} if spent > 0 else {}
     middle = median_low(rates.values()) if len(rates) > 1 else 0.0
     if middle <= 0:
-        return {}
-    return {f"server/{urlsplit(s).netloc or s}/relative_time": rate / middle for s, rate in rates.items()}
+        return speed
+    return speed | {
+        f"server/{urlsplit(s).netloc or s}/relative_time": rate / middle for s, rate in rates.items()
+    }
 
 
 def _conversation_statistics(rollouts: Sequence[Rollout]) -> dict[str, float]:

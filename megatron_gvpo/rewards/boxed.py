@@ -10,7 +10,7 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is text
 
 
 def boxed(text: str) -> str | None:
-    r"""Content of the last `\boxed{}`, stripped; None where there is none or its braces do not close."""
+    r"""Content of the last `\boxed{}`, stripped; None if there is none or its braces do not close."""
     return _last_box(text)[0]
 
 

@@ -20,15 +20,18 @@ _INTEGER = re.compile(r"[+-]?[0-9]{1,100}")
 _LATEX = [LatexExtractionConfig()]
 
 
-def verify_math(prompt: Prompt, rollout: Rollout) -> float:
+def verify_math(prompt: Prompt, rollout: Rollout, marker: str | None = None) -> float:
     r"""1 if the last `\boxed{}` of the response equals the prompt's answer as mathematics, else 0.
 
-    math-verify judges. Where the answer is an integer, the box must state a number: `12+34` equals 46,
-    but it only repeats the question. Raises ValueError for a prompt without an answer.
+    `marker`: the answer is the rest of the line after the last of these, such as `####` or `Answer:` (in
+    capitals or not), instead of in a box. math-verify judges. Where the answer is an integer, a number must
+    be stated: `12+34` equals 46, but it only repeats the question. Raises ValueError for a prompt without an
+    answer.
     """
     if prompt.answer is None:
         raise ValueError("the prompt has no answer to compare with")
-    gold, given = boxed(prompt.answer) or prompt.answer.strip(), boxed(rollout.text)
+    gold = boxed(prompt.answer) or prompt.answer.strip()
+    given = boxed(rollout.text) if marker is None else _marked(rollout.text, marker)
     if not given:
         return 0.0
     if given == gold:
@@ -36,6 +39,15 @@ def verify_math(prompt: Prompt, rollout: Rollout) -> float:
     if _INTEGER.fullmatch(gold) and _INTEGER.fullmatch(given):
         return float(int(given) == int(gold))
     return float(_equal(gold, given))
+
+
+def _marked(text: str, marker: str) -> str | None:
+    """The rest of the line after the last `marker`, without `$` and a full stop around it, or its box."""
+    found = re.findall(rf"{re.escape(marker)}[ \t]*([^\n]*)", text, re.IGNORECASE)
+    if not found:
+        return None
+    line = found[-1].strip().removesuffix(".").strip("*$ ")
+    return boxed(line) or line
 
 
 def _equal(gold: str, given: str) -> bool:

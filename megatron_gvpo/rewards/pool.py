@@ -15,10 +15,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from megatron_gvpo.config.schema import ConfigError, RewardsConfig
+from megatron_gvpo.rewards.counted import NamedCounts
 from megatron_gvpo.rewards.printed import Printout
 from megatron_gvpo.rewards.process import Failure, WorkerProcess
+from megatron_gvpo.rewards.real_number import LARGEST
 from megatron_gvpo.rewards.registry import Component
-from megatron_gvpo.rewards.wire import LARGEST, Job, WireError, prompt_bytes, rollout_bytes
+from megatron_gvpo.rewards.wire import Job, WireError, prompt_bytes, rollout_bytes
 from megatron_gvpo.types import Group, Prompt, Rollout
 
 _CHUNK = 32  # jobs sent at once: enough to hide the way there and back, few enough to share evenly
@@ -26,18 +28,24 @@ _DEATHS = 3  # workers that may die in a row without a job to blame
 
 
 class RewardPool:
-    """Worker processes that score rollouts. A context manager: they start and end with it."""
+    """Worker processes that score rollouts by functions. A context manager: they start and end with it.
 
-    def __init__(self, config: RewardsConfig) -> None:
+    `counts` are the names of what every conversation counts, for `check`.
+    """
+
+    def __init__(self, config: RewardsConfig, counts: Sequence[str] = ()) -> None:
         self._config = config
-        self._components = [Component(c.name, c.function, c.options) for c in config.components]
+        places = [(i, c) for i, c in enumerate(config.components) if c.served is None]
+        self._weighed = [component for _, component in places]
+        self._components = [Component(c.name, c.function, c.options, i) for i, c in places]
+        self._named = NamedCounts(self._components, counts)
         self._printout = Printout([component.name for component in self._components])
         self._workers: list[WorkerProcess] = []
         self._deaths = 0
         self._told: dict[str, float] = {}  # by component, the share of failures in the last warning
 
     def __enter__(self) -> Self:
-        """Start the workers. Raises ConfigError where a component's function cannot be loaded."""
+        """Start the workers. Raises ConfigError if a component's function cannot be loaded."""
         try:
             self._workers = [self._start() for _ in range(self._config.workers)]
             while not all(worker.ready for worker in self._workers):
@@ -64,6 +72,10 @@ class RewardPool:
         while self._workers:
             self._workers.pop().stop()
         self._printout.end_step()
+
+    def check(self, groups: Sequence[Group]) -> None:
+        """Raises ConfigError if a component reads a count that no conversation of the first batch has."""
+        self._named.check(groups)
 
     def score(self, groups: list[Group]) -> None:
         """Fill in `rewards`, `reward` and `reward_errors` of every rollout.
@@ -103,20 +115,20 @@ class RewardPool:
         """Warnings about rewards that failed: the first time, and each time their share has doubled."""
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         said = []
-        for i, component in enumerate(self._components):
+        for component in self._components:
             errors = [r.reward_errors[component.name] for r in rollouts if component.name in r.reward_errors]
             if errors and len(errors) / len(rollouts) >= 2 * self._told.get(component.name, 0.0):
                 self._told[component.name] = len(errors) / len(rollouts)
                 [(commonest, _)] = Counter(errors).most_common(1)
                 said.append(
-                    f"rewards.components.{i} ({component.name}) failed for {len(errors)} of {len(rollouts)} "
-                    f"responses, and counts 0 for them: {commonest}"
+                    f"rewards.components.{component.place} ({component.name}) failed for {len(errors)} of "
+                    f"{len(rollouts)} responses, and counts 0 for them: {commonest}"
                 )
         return said
 
     def _record(self, rollout: Rollout, answer: Sequence[float | Failure]) -> None:
         rewards, errors, limit = {}, {}, LARGEST / max(1, len(answer))
-        for component, value in zip(self._config.components, answer, strict=True):
+        for component, value in zip(self._weighed, answer, strict=True):
             if isinstance(value, Failure):
                 errors[component.name] = value.reason
             elif abs(component.weight * value) > limit:  # the sum could be infinite
@@ -125,7 +137,7 @@ class RewardPool:
                 )
             rewards[component.name] = 0.0 if isinstance(value, Failure) or component.name in errors else value
         rollout.rewards, rollout.reward_errors = rewards, errors
-        rollout.reward = sum((c.weight * rewards[c.name] for c in self._config.components), 0.0)
+        rollout.reward = sum((c.weight * rewards[c.name] for c in self._weighed), 0.0)
 
     def _evaluate(self, jobs: Sequence[Job | Failure]) -> list[float | Failure]:
         """Each job's value, or its failure.
@@ -169,7 +181,7 @@ class RewardPool:
         wait(descriptors, None if left == math.inf else left)
 
     def _died(self, reason: str) -> None:
-        """Raises ConfigError where workers die one after the other with no job to blame."""
+        """Raises ConfigError if workers die one after the other with no job to blame."""
         self._deaths += 1
         if self._deaths > _DEATHS:
             raise ConfigError(f"rewards: {reason}, {self._deaths} times in a row")

@@ -36,7 +36,7 @@ class Printout:
             self._show(f"[{name}] {_readable(line)}")
 
     def end_step(self) -> None:
-        """Say how many lines were dropped; the next step's lines are counted anew."""
+        """Say how many lines were dropped; the next step's lines are counted from 0."""
         for name, count in self._shown.items():
             if count > LINES:
                 self._show(f"[{name}] ... and {count - LINES:,} more lines ({LINES} a step are shown)")

@@ -58,7 +58,7 @@ class WorkerProcess(GuardedProcess):
             raise ConfigError(f"rewards: a worker cannot be told its functions: {error}") from None
 
     def give(self, jobs: Sequence[Job]) -> None:
-        """Raises OSError where the process is gone."""
+        """Raises OSError if the process is gone."""
         send_order(self.channel, jobs)
         self.pending.extend(jobs)
         self._begin_job()
@@ -76,7 +76,7 @@ class WorkerProcess(GuardedProcess):
     def take(self) -> dict[int, float | Failure]:
         """The answers that have come; sets `failure` where the next one will not, or where the process died.
 
-        Raises ConfigError where a component's function cannot be loaded, or not in time.
+        Raises ConfigError if a component's function cannot be loaded, or not in time.
         """
         answers: dict[int, float | Failure] = {}
         self.output.drain()
@@ -114,7 +114,7 @@ class WorkerProcess(GuardedProcess):
     def _unloadable(self, index: int, reason: str) -> str:
         component = self._components[index]
         key, value = ("function", component.function) if component.function else ("name", component.name)
-        return f"rewards.components.{index}.{key}={value}: {reason}"
+        return f"rewards.components.{component.place}.{key}={value}: {reason}"
 
     def _late(self) -> str:
         if self.ready:

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from megatron_gvpo.runtime.user_functions import check_call, load_function
 
+COUNT = "megatron_gvpo.rewards.counted:count"  # reads one of a conversation's counts
+
 
 class BuiltIn(NamedTuple):
     """A reward that comes with the package; `function` names it, so that it is imported only where used."""
@@ -30,10 +32,16 @@ class Component(NamedTuple):
     name: str
     function: str | None  # "module:function" or "path/file.py:function"; None: built in under `name`
     options: Mapping[str, Any]
+    place: int = 0  # in rewards.components
 
 
 def load_reward(component: Component) -> Callable[..., Any]:
     """The component's function with its options bound. Raises ValueError that says what is missing."""
     function = load_function(component.function or BUILT_IN[component.name].function)
-    check_call(function, "f(prompt, rollout, **options)", 2, dict(component.options))
+    check_reward(function, component.options)
     return partial(function, **component.options)
+
+
+def check_reward(function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Raises ValueError for a function that cannot be called as a reward with these options."""
+    check_call(function, "f(prompt, rollout, **options)", 2, dict(options))

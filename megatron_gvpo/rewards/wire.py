@@ -24,7 +24,6 @@ from megatron_gvpo.rewards.registry import Component
 MAX_TEXT = 1000  # characters of an error message
 MAX_REPLY = 1 << 16  # bytes of a reply
 _SHORT = 1 << 16  # bytes of an order that goes through the channel itself
-LARGEST = 3.4028234663852886e38  # a reward: rewards are trained on in single precision
 HUNG_UP = 74  # exit code of a worker whose channel does not work any more
 
 
@@ -86,12 +85,12 @@ _FORMS = {kind: tuple(get_type_hints(kind).values()) for kind in _REPLIES}
 
 
 def send_order(channel: socket.socket, order: Setup | Sequence[Job]) -> None:
-    """Raises OSError where the worker is gone or does not read."""
+    """Raises OSError if the worker is gone or does not read."""
     send_data(channel, pack_values(order if isinstance(order, Setup) else _shared(order)))
 
 
 def send_data(channel: socket.socket, data: bytes) -> None:
-    """Raises OSError where the worker is gone or does not read.
+    """Raises OSError if the worker is gone or does not read.
 
     A long order goes as a file in memory, which the channel has no room for.
     """
@@ -119,7 +118,7 @@ def _shared(jobs: Sequence[Job]) -> tuple[list[bytes], list[tuple[int, int, int,
 
 
 def receive_order(channel: socket.socket) -> Any:
-    """The next order's values. Raises EOFError where the trainer has hung up, OSError, WireError."""
+    """The next order's values. Raises EOFError if the trainer has hung up, OSError, WireError."""
     said, files, _, _ = socket.recv_fds(channel, _SHORT, 1)
     if not said:
         raise EOFError
@@ -131,19 +130,19 @@ def receive_order(channel: socket.socket) -> Any:
 
 
 def receive_setup(channel: socket.socket) -> Setup:
-    """The first order. Raises EOFError where the trainer has hung up, OSError, WireError."""
+    """The first order. Raises EOFError if the trainer has hung up, OSError, WireError."""
     path, components, notice = receive_order(channel)
     return Setup(path, [Component(*component) for component in components], notice)
 
 
 def receive_jobs(channel: socket.socket) -> list[Job]:
-    """The next order. Raises EOFError where the trainer has hung up, OSError, WireError."""
+    """The next order. Raises EOFError if the trainer has hung up, OSError, WireError."""
     parts, rows = receive_order(channel)
     return [Job(number, component, parts[p], parts[r]) for number, component, p, r in rows]
 
 
 def send_reply(channel: socket.socket, reply: Reply) -> None:
-    """Raises OSError where the trainer is gone."""
+    """Raises OSError if the trainer is gone."""
     channel.send(pack_values([_REPLIES.index(type(reply)), *reply]), socket.MSG_NOSIGNAL)
 
 

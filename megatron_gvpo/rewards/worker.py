@@ -18,15 +18,13 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from decimal import Decimal
-from numbers import Real
 from typing import Any
 
 from megatron_gvpo.rewards.guard import SIGNALS
+from megatron_gvpo.rewards.real_number import NoNumberError, real_number
 from megatron_gvpo.rewards.registry import load_reward
 from megatron_gvpo.rewards.wire import (
     HUNG_UP,
-    LARGEST,
     Failed,
     Importing,
     Job,
@@ -137,32 +135,8 @@ def _evaluate(function: Callable[..., Any], job: Job) -> Scored | Failed:
         value = function(*unpack_job(job))
         if inspect.iscoroutine(value):
             value = asyncio.run(value)
-        return Scored(job.number, _number(value))
-    except _NoNumberError as error:
-        return Failed(job.number, str(error))
+        return Scored(job.number, real_number(value))
+    except NoNumberError as error:
+        return Failed(job.number, f"it returned {error}")
     except BaseException as error:
         return Failed(job.number, described(error))
-
-
-class _NoNumberError(Exception):
-    """A function has returned no number that can be trained on."""
-
-
-def _number(value: Any) -> float:
-    """A real number of any type: Python's, numpy's and torch's scalars, fractions, decimals, booleans."""
-    kind = type(value).__name__
-    if (shape := getattr(value, "shape", None)) is not None and hasattr(value, "item"):
-        if tuple(shape) != ():
-            raise _NoNumberError(f"it returned {kind} of shape {tuple(shape)} instead of a number")
-        value = value.item()
-    if not isinstance(value, Real | Decimal):
-        raise _NoNumberError(f"it returned {kind} instead of a number")
-    try:
-        number = float(value)
-    except OverflowError:
-        raise _NoNumberError(f"it returned {kind} beyond {LARGEST:.2g}, the largest reward") from None
-    if number != number or number in (float("inf"), -float("inf")):
-        raise _NoNumberError(f"it returned {number}")
-    if abs(number) > LARGEST:
-        raise _NoNumberError(f"it returned {number:g}, beyond {LARGEST:.2g}, the largest reward")
-    return number

@@ -8,9 +8,16 @@ from typing import Any
 
 from megatron_gvpo.config.checks.lengths import longest_prompt
 from megatron_gvpo.config.schema import Config, ConfigError, read_model_config
+from megatron_gvpo.data.vocabulary import vocabulary
+from megatron_gvpo.images.families import takes_images, text_values
+from megatron_gvpo.images.processor import ImageProcessor
+from megatron_gvpo.images.sent import ImageSender
+from megatron_gvpo.images.source import ImageError
 from megatron_gvpo.rollout.http import ServerRefused
 from megatron_gvpo.rollout.routed_experts import Routers
 from megatron_gvpo.rollout.server import Server
+from megatron_gvpo.weights.adapters.layers import adapted_layers, adapter_of
+from megatron_gvpo.weights.receivers import receiver_class
 
 TIMEOUT = 60.0  # seconds for one answer
 # Keys of config.json; models that differ in one of them are different models.
@@ -43,6 +50,11 @@ async def check_server(server: Server, config: Config, model: dict[str, Any]) ->
             "The interface changes between releases: use a tested one, or set "
             "rollout.servers.allow_untested_version=true and watch the mismatch metrics"
         )
+    if facts.http_processes > 1:
+        raise ConfigError(
+            f"{where} has {facts.http_processes} HTTP processes (--tokenizer-worker-num), each of which sees "
+            "a part of a weight push and asks for no key: start it with one"
+        )
     prompt = longest_prompt(config, model)
     needed = prompt + config.rollout.max_tokens
     if 0 < facts.context_length < needed:
@@ -50,12 +62,17 @@ async def check_server(server: Server, config: Config, model: dict[str, Any]) ->
             f"{where} has a context length of {facts.context_length} tokens; data.max_prompt_tokens="
             f"{prompt} plus rollout.max_tokens={config.rollout.max_tokens} need {needed}"
         )
+    await _check_speculation(server, config)
     if config.rollout.router_replay:
         await _check_routing(server, config, model)
+    if config.rollout.weights.transport == "adapter":
+        await _check_adapters(server, config)
+    if takes_images(model):
+        await _check_image(server, config, model)
     served = Path(facts.model_path)
     if not (served / "config.json").is_file():  # on another machine; the first push compares log-probs
         return
-    theirs = json.loads((served / "config.json").read_text())
+    theirs = text_values(json.loads((served / "config.json").read_text()))
     for key in SHAPE:
         if theirs.get(key) != model.get(key):
             raise ConfigError(
@@ -70,12 +87,29 @@ async def check_server(server: Server, config: Config, model: dict[str, Any]) ->
             f"{theirs.get('quantization_config')}, but {config.served_path} has {expected}: set "
             "rollout.servers.model_path to the model that the server serves"
         )
-    ours, other = _vocabulary(Path(config.model.path)), _vocabulary(served)
+    if takes_images(model):
+        _check_processor(where, served, config.model.path)
+    ours, other = vocabulary(Path(config.model.path)), vocabulary(served)
     if ours and other and ours != other:
         differing = sorted(token for token, _ in ours.items() ^ other.items())[:5]
         raise ConfigError(
             f"{where} serves {facts.model_path} with another tokenizer than model.path={config.model.path}: "
             f"they differ in {', '.join(map(repr, differing))}"
+        )
+
+
+async def _check_speculation(server: Server, config: Config) -> None:
+    wanted = config.rollout.speculation is not None
+    try:
+        found = await server.speculates(TIMEOUT)
+    except ServerRefused as error:
+        raise ConfigError(f"rollout server {server.url} does not tell if it speculates: {error}") from None
+    if found != wanted:
+        has = "speculates" if found else "does not speculate"
+        set_to = "set" if wanted else "not set"
+        raise ConfigError(
+            f"rollout server {server.url} {has}, and rollout.speculation is {set_to}: start it with "
+            "`megatron-gvpo serve` and this configuration"
         )
 
 
@@ -92,13 +126,36 @@ async def _check_routing(server: Server, config: Config, model: dict[str, Any]) 
         ) from None
 
 
-def _vocabulary(directory: Path) -> dict[str, int]:
-    """Token to id, special tokens included, from tokenizer.json; empty if the file does not exist."""
-    file = directory / "tokenizer.json"
-    if not file.is_file():
-        return {}
-    tokenizer = json.loads(file.read_text())
-    vocabulary = tokenizer.get("model", {}).get("vocab", {})
-    if not isinstance(vocabulary, dict):  # unigram models have a list of (token, score)
-        vocabulary = {token: i for i, (token, _) in enumerate(vocabulary)}
-    return vocabulary | {token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}
+async def _check_image(server: Server, config: Config, model: dict[str, Any]) -> None:
+    """Sample one token for a prompt with an image, which the server must cut into the trainer's tokens."""
+    sender = ImageSender(config.model.path, model)
+    images = sender.sent([sender.picture()])
+    prompt = [model["vision_start_token_id"], *[sender.placeholder] * images[0].tokens]
+    prompt.append(model.get("vision_end_token_id") or model["vision_start_token_id"])
+    try:
+        await server.sample(prompt, 1, 0, config.rollout, (), config.rollout.servers.request_timeout, images)
+    except ServerRefused as error:
+        raise ConfigError(f"rollout server {server.url} does not take an image: {error}") from None
+
+
+def _check_processor(where: str, served: Path, path: str) -> None:
+    try:
+        theirs = ImageProcessor(str(served)).settings
+    except ImageError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    for key, ours in ImageProcessor(path).settings.items():
+        if theirs[key] != ours:
+            raise ConfigError(
+                f"{where} serves {served} with {key}={theirs[key]} in preprocessor_config.json, but "
+                f"model.path={path} has {ours}: start it with the trainer's model"
+            )
+
+
+async def _check_adapters(server: Server, config: Config) -> None:
+    receiver: Any = receiver_class(config.rollout.engine, "adapter")(server)
+    refusal = await receiver.refusal(adapter_of(config).rank, adapted_layers(config), TIMEOUT)
+    if refusal is not None:
+        raise ConfigError(
+            f"rollout.weights.transport=adapter: rollout server {server.url} takes no such adapters: "
+            f"{refusal}. Start it with `megatron-gvpo serve` and this configuration"
+        )

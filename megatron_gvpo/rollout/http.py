@@ -16,6 +16,7 @@ import aiohttp
 LONGEST = 2**30  # bytes of an answer, decompressed; the experts of a long response are some MiB
 SHOWN = 600  # characters of a server's answer that an error quotes
 CONNECT = 10.0  # seconds that a connection may take
+PUSHES = "X-Megatron-GVPO-Trainer"  # the header of clients that push weights
 FILES = 2**16  # open files to ask for; each connection is one
 
 
@@ -65,7 +66,8 @@ class Http:
     """JSON calls to the server at `url`, over a session that calls to other servers share.
 
     `listens` is False while the server that this run has started is not the one that listens at `url`: then
-    nothing is sent there.
+    nothing is sent there. `silence`: the seconds without a request after which the server is to give up a
+    weight push of this client (megatron_gvpo_watch); None for a client that pushes none.
     """
 
     def __init__(
@@ -74,10 +76,13 @@ class Http:
         url: str,
         api_key: str | None = None,
         listens: Callable[[], bool] | None = None,
+        silence: float | None = None,
     ) -> None:
         self.url = url.rstrip("/")
         self._session, self._listens = session, listens
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        if silence is not None:
+            self._headers[PUSHES] = f"{silence:g}"
 
     async def post(
         self, path: str, body: Any = None, *, timeout: float, params: dict[str, str] | None = None

@@ -20,10 +20,12 @@ from typing import Literal, NamedTuple
 from megatron_gvpo.config.schema import SamplingConfig
 from megatron_gvpo.config.servers import ServersConfig
 from megatron_gvpo.groups import Rollout, Routing
+from megatron_gvpo.images.sent import ImageSender
 from megatron_gvpo.rollout.http import ServerGone, ServerRefused, spare_connections
 from megatron_gvpo.rollout.launch.supervise import Supervisor
-from megatron_gvpo.rollout.request import Request, RolloutError, derived_seed
-from megatron_gvpo.rollout.routed_experts import Routers
+from megatron_gvpo.rollout.prefix_cache import PrefixCache
+from megatron_gvpo.rollout.request import Request, RolloutError, derived_seed, images_of, rollout_of
+from megatron_gvpo.rollout.routed_experts import Routers, routing_of
 from megatron_gvpo.rollout.server import MemoryPart, Sample, Server
 
 CONTROL = 30.0  # seconds for a control request, such as to abort
@@ -86,10 +88,12 @@ class ServerPool:
         report: Callable[[str], None],
         supervisor: Supervisor | None = None,
         routers: Routers | None = None,
+        images: ImageSender | None = None,
     ) -> None:
         self.handles = [ServerHandle(server) for server in servers]
         self._settings, self._stop_ids, self._report = settings, tuple(stop_ids), report
-        self._supervisor, self._routers = supervisor, routers
+        self._supervisor, self._routers, self._images = supervisor, routers, images
+        self.prefix_cache = PrefixCache()
         self._changed = asyncio.Event()  # set when a server's state changes
         self._connections = asyncio.Semaphore(spare_connections())  # of requests
         self._monitors: list[asyncio.Task[None]] = []
@@ -269,6 +273,7 @@ class ServerPool:
                 failures.append(answer.why)
                 self.lose(handle, answer.why)
                 continue
+            self.prefix_cache.count(len(asked.request.prompt_ids) + len(token_ids), answer.cached)
             if answer.token_ids:
                 start = spans.pop()[1] if spans and spans[-1][0] == version else len(token_ids)
                 token_ids += answer.token_ids
@@ -276,7 +281,9 @@ class ServerPool:
                 spans.append((version, start, len(token_ids)))
             aborted = answer.finish_reason == "abort"
             if not aborted or len(token_ids) >= asked.request.longest(sampling):
-                rollout = _rollout(token_ids, logprobs, "length" if aborted else answer.finish_reason, spans)
+                rollout = rollout_of(
+                    token_ids, logprobs, "length" if aborted else answer.finish_reason, spans
+                )
                 rollout.seconds, rollout.server = time.monotonic() - begin, handle.server.url
                 if sampling.wants_routing and not aborted:
                     rollout.routing = self._routing(handle, asked.request, rollout, answer)
@@ -293,12 +300,7 @@ class ServerPool:
         """
         tokens = len(request.prompt_ids) + len(rollout.token_ids)
         try:
-            if self._routers is None or last.experts is None:
-                raise ValueError(
-                    "no experts: for rollout.router_replay servers are started with "
-                    "--enable-return-routed-experts"
-                )
-            return self._routers.pack(last.experts, tokens)
+            return routing_of(self._routers, last.experts, tokens)
         except ValueError as error:
             raise RolloutError(f"rollout server {handle.server.url} answered with {error}") from None
 
@@ -307,14 +309,16 @@ class ServerPool:
     ) -> Sample | Lost:
         """The sample that continues the tokens `given`, or the failure. Raises RolloutError for a refusal."""
         room = request.longest(sampling) - len(given)
+        images = await images_of(request, self._images)
         call = asyncio.create_task(
             handle.server.sample(
                 [*request.prompt_ids, *given],
                 room,
                 derived_seed(request.seed, index, len(given)),
                 sampling,
-                self._stop_ids,
+                (*self._stop_ids, *sampling.stop_token_ids),
                 self._settings.request_timeout,
+                images,
             )
         )
         version = handle.version
@@ -339,7 +343,8 @@ class ServerPool:
             handle.calls.discard(call)
         if sample.version not in (None, str(version)):  # for example, it restarted between two health checks
             return Lost(f"{handle.server.url} sampled from weights {sample.version}, not {version}")
-        return sample
+        # A server would take a sampled placeholder for an image when it is asked to go on.
+        return sample.before(images[0].placeholder) if images and sample.finish_reason == "abort" else sample
 
     async def _choose(self, asked: Asked) -> ServerHandle:
         """A ready server; the same one for all samples of a request, while it stays ready."""
@@ -389,12 +394,3 @@ class ServerPool:
     @staticmethod
     def _describe(handles: Sequence[ServerHandle]) -> str:
         return "; ".join(f"{h.server.url} ({h.why})" for h in handles)
-
-
-def _rollout(
-    token_ids: list[int], logprobs: list[float], finish_reason: str, spans: list[tuple[int, int, int]]
-) -> Rollout:
-    if len(logprobs) != len(token_ids):
-        raise RolloutError(f"a server gave {len(token_ids)} tokens with {len(logprobs)} log-probs")
-    oldest = min(version for version, _, _ in spans)
-    return Rollout(token_ids, logprobs, "", finish_reason, oldest, spans=spans)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_gvpo.config.schema import SamplingConfig
 from megatron_gvpo.groups import Prompt, Rollout
+from megatron_gvpo.images.image import Image
+from megatron_gvpo.images.source import ImageError
 from megatron_gvpo.turns import turn_of
+
+if TYPE_CHECKING:
+    from megatron_gvpo.images.sent import ImageSender, SentImage
 
 
 class RolloutError(RuntimeError):
@@ -24,15 +30,19 @@ class Request:
     n: int
     seed: int
     max_tokens: int | None = None  # of a sample; None: the sampling's
+    images: tuple[Image, ...] = ()  # of the prompt
 
     def longest(self, sampling: SamplingConfig) -> int:
-        """Tokens of a sample at most."""
+        """The largest number of tokens of a sample."""
         return self.max_tokens or sampling.max_tokens
 
 
 def requests_for(prompts: Sequence[Prompt], n: int, seed: int) -> list[Request]:
     """A request for each prompt. Seeds belong to positions, so the number of ranks does not change them."""
-    return [Request(prompt.token_ids, n, derived_seed(seed, i)) for i, prompt in enumerate(prompts)]
+    return [
+        Request(prompt.token_ids, n, derived_seed(seed, i), images=prompt.images)
+        for i, prompt in enumerate(prompts)
+    ]
 
 
 def derived_seed(*parts: int) -> int:
@@ -66,6 +76,27 @@ def check_request(
             f"positions; max_tokens <= {room - length} fits"
         )
     return None
+
+
+async def images_of(request: Request, sender: ImageSender | None) -> tuple[SentImage, ...]:
+    """The request's images as a server gets them. Raises RolloutError."""
+    if not request.images:
+        return ()
+    assert sender is not None, "checked with the configuration"
+    try:
+        return await asyncio.to_thread(sender.sent, request.images)
+    except ImageError as error:
+        raise RolloutError(str(error)) from None
+
+
+def rollout_of(
+    token_ids: list[int], logprobs: list[float], finish_reason: str, spans: list[tuple[int, int, int]]
+) -> Rollout:
+    """A whole response of servers; `spans` are (weight version, first token, end). Raises RolloutError."""
+    if len(logprobs) != len(token_ids):
+        raise RolloutError(f"a server gave {len(token_ids)} tokens with {len(logprobs)} log-probs")
+    oldest = min(version for version, _, _ in spans)
+    return Rollout(token_ids, logprobs, "", finish_reason, oldest, spans=spans)
 
 
 def pack(rows: Iterable[Iterable[Rollout]]) -> list[list[dict[str, Any]]]:

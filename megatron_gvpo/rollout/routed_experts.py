@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from megatron_gvpo.config.checks.parallel_layout import experts
+from megatron_gvpo.config.checks.supported_models import dense_layers
 from megatron_gvpo.types import Routing
 
 
@@ -23,7 +24,7 @@ class Routers:
     @staticmethod
     def of(model: dict[str, Any]) -> Routers:
         layers, step = model["num_hidden_layers"], model.get("decoder_sparse_step") or 1
-        dense = {*range(model.get("first_k_dense_replace") or 0), *(model.get("mlp_only_layers") or [])}
+        dense = {*range(dense_layers(model)), *(model.get("mlp_only_layers") or [])}
         sparse = tuple(i for i in range(layers) if i not in dense and (i + 1) % step == 0)
         return Routers(layers, sparse, model["num_experts_per_tok"], experts(model))
 
@@ -49,3 +50,12 @@ class Routers:
         if self.per_token > 1 and (routed[..., 0] == routed[..., 1]).any():
             raise ValueError("some token has the same expert twice: the server recorded none for it")
         return Routing(self.layers, self.per_token, width, chosen.astype(kind).tobytes())
+
+
+def routing_of(routers: Routers | None, given: np.ndarray | None, tokens: int) -> Routing:
+    """Pack the experts that a server gave for a sequence of `tokens` tokens. Raises ValueError."""
+    if routers is None or given is None:
+        raise ValueError(
+            "no experts: for rollout.router_replay servers are started with --enable-return-routed-experts"
+        )
+    return routers.pack(given, tokens)

@@ -6,20 +6,33 @@ Weights reach a server through its receivers (megatron_gvpo.weights.receivers).
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
 from zipfile import BadZipFile
 
 import numpy as np
 
-from megatron_gvpo.config.schema import Config, SamplingConfig
-from megatron_gvpo.rollout.http import Http, ServerRefused
+from megatron_gvpo.config.schema import Config, ConfigError, SamplingConfig
+from megatron_gvpo.config.servers import EngineServers
+from megatron_gvpo.images.sent import SentImage, difference
+from megatron_gvpo.rollout.http import Http, ServerGone, ServerRefused
+from megatron_gvpo.rollout.speculation import Drafts
 
 MemoryPart = Literal["weights", "cache"]  # the parts of a server's accelerator memory
 PLUGINS = Path(__file__).parent / "plugins"  # goes on the servers' PYTHONPATH; nothing is installed there
+# In every request. vLLM takes what it lacks from the model's generation_config.json, such as the top_k and
+# the penalty of Qwen2.5, and SGLang from --preferred-sampling-params: they would sample another policy.
+PLAIN = {
+    "top_k": -1,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
 
 
 @dataclass(frozen=True)
@@ -31,14 +44,22 @@ class Sample:
     finish_reason: str  # "stop", "length" or "abort"
     version: str | None = None  # the version of the weights that sampled it, if the server reports it
     experts: np.ndarray | None = None  # integers [prompt + response - 1, layers, experts per token]
+    cached: int | None = None  # prompt tokens that its prefix cache had, if the server reports it
 
     def __post_init__(self) -> None:
         """Raises ValueError, TypeError for values that no response has: they come from another program."""
         if not all(type(token) is int and 0 <= token < 2**31 for token in self.token_ids):
             raise ValueError("token ids that are none")
         numbers(self.logprobs)
+        if self.cached is not None and not (type(self.cached) is int and self.cached >= 0):
+            raise ValueError("a count of cached tokens that is none")
         if not self.token_ids and self.finish_reason != "abort":
             raise ValueError("a finished response without any token")
+
+    def before(self, token: int) -> Sample:
+        """An aborted sample up to the first such token."""
+        end = self.token_ids.index(token) if token in self.token_ids else len(self.token_ids)
+        return replace(self, token_ids=self.token_ids[:end], logprobs=self.logprobs[:end])
 
 
 @dataclass(frozen=True)
@@ -49,13 +70,14 @@ class ServerInfo:
     model_path: str
     context_length: int
     processes: int  # ranks that receive weights
+    http_processes: int = 1  # that take requests
 
     def __post_init__(self) -> None:
         """Raises ValueError for values that no server has."""
         for name in ("version", "model_path"):
             if not isinstance(getattr(self, name), str):
                 raise ValueError(f"{name} is no text")
-        for name, least in (("context_length", 0), ("processes", 1)):
+        for name, least in (("context_length", 0), ("processes", 1), ("http_processes", 1)):
             value = getattr(self, name)
             if type(value) is not int or not least <= value < 2**31:
                 raise ValueError(f"{name} is no such number")
@@ -73,6 +95,20 @@ class Launch:
     key: str = ""  # the API key, which the server's log is not to keep
 
 
+def refuse_http_processes(servers: EngineServers, option: str, key: str) -> None:
+    """Raise ConfigError if `servers.args` ask for several HTTP processes by `option`.
+
+    Each process sees a part of the requests of a weight push. SGLang's ask for no API key. `key`: the
+    configuration's, of `servers`.
+    """
+    words = " ".join([*servers.args, ""]).replace("_", "-")
+    if re.search(rf"(^| ){option}[ =](?!1 )", words):
+        raise ConfigError(
+            f"{key}.args: {option} would give a server several HTTP processes, and a weight push and its API "
+            f"key need one: leave it out, and start more servers with {key}.count"
+        )
+
+
 class Server(Protocol):
     """A client of one server, in its engine's dialect. Every `timeout` is in seconds.
 
@@ -81,7 +117,8 @@ class Server(Protocol):
 
     tested: ClassVar[Sequence[str]]  # the engine's releases that this dialect was tested with
 
-    def __init__(self, http: Http) -> None: ...
+    def __init__(self, http: Http, keeps_weights: bool = False) -> None:
+        """`keeps_weights`: offloaded weights wait in host memory, because no push brings all of them."""
 
     @property
     def http(self) -> Http:
@@ -99,6 +136,12 @@ class Server(Protocol):
 
     async def facts(self, timeout: float) -> ServerInfo: ...
 
+    def use_adapter(self, name: str) -> None:
+        """From here on `sample` and `score` name this adapter, in place of the model itself.
+
+        They raise ServerGone if the server does not have it: another process has taken its place.
+        """
+
     async def sample(
         self,
         token_ids: Sequence[int],
@@ -107,14 +150,25 @@ class Server(Protocol):
         sampling: SamplingConfig,
         stop_ids: Sequence[int],
         timeout: float,
+        images: Sequence[SentImage] = (),
     ) -> Sample:
         """Sample one response of at most `max_tokens` tokens. A stop token ends it and is its last token.
 
-        With `sampling.wants_routing` the sample has its experts, unless it was aborted.
+        With `sampling.wants_routing` the sample has its experts, unless it was aborted. `token_ids` have all
+        tokens of the `images`. Raises ServerRefused if the server makes other tokens of them.
         """
 
-    async def score(self, token_ids: Sequence[int], timeout: float) -> list[float]:
-        """Log-probs at temperature 1 of every token but the first, given the tokens before it."""
+    async def score(self, token_ids: Sequence[int], timeout: float, first: int = 1) -> list[float]:
+        """Log-probs at temperature 1 of the tokens from place `first` on, given the tokens before each."""
+
+    async def speculates(self, timeout: float) -> bool:
+        """True if it decodes speculatively.
+
+        Raises ConfigError if it accepts drafted tokens in a way that changes what the policy samples.
+        """
+
+    async def drafts(self, timeout: float) -> Drafts:
+        """The tokens that it has drafted and accepted so far; zeros where it does not speculate."""
 
     async def abort(self, timeout: float) -> None:
         """End all requests in flight. They answer with what they have, and finish reason "abort"."""
@@ -132,7 +186,7 @@ class Server(Protocol):
     async def offload_memory(self, timeout: float) -> None:
         """Free the accelerator memory of weights and cache; their contents are lost.
 
-        The server is paused, and nothing is in flight.
+        The server is paused, and nothing is in flight. With `keeps_weights` the model's are kept on the host.
         """
 
     async def onload_memory(self, part: MemoryPart, timeout: float) -> None:
@@ -150,6 +204,27 @@ def answer_of(server: Server, asked: str) -> Iterator[None]:
             f"({type(error).__name__}: {' '.join(str(error).split())[:200]})",
             502,
         ) from None
+
+
+def check_prompt(server: Server, ours: Sequence[int], theirs: Any, images: Sequence[SentImage]) -> None:
+    """Raise ServerRefused if a prompt with images that a server used is not the trainer's."""
+    if problem := difference(ours, theirs, images[0].placeholder):
+        raise ServerRefused(
+            f"{server.url}: {problem}: start it with the trainer's model, whose preprocessor_config.json "
+            "says how images are cut into patches",
+            400,
+        )
+
+
+@contextmanager
+def named_adapter(server: Server, name: str | None) -> Iterator[None]:
+    """Turn a refusal that names the adapter into ServerGone: the server had it, so it has restarted."""
+    try:
+        yield
+    except ServerRefused as error:
+        if name is None or name not in str(error):
+            raise
+        raise ServerGone(f"{server.url} has restarted, without the adapter {name}: {error}") from None
 
 
 def numbers(values: Iterable[Any]) -> list[float]:

@@ -8,6 +8,8 @@ from contextlib import ExitStack
 from typing import Any
 
 from megatron_gvpo.config.schema import Config, ConfigError
+from megatron_gvpo.images.families import takes_images
+from megatron_gvpo.images.sent import ImageSender
 from megatron_gvpo.rollout import leader
 from megatron_gvpo.rollout.background_loop import BackgroundLoop
 from megatron_gvpo.rollout.checks import check_server
@@ -18,6 +20,8 @@ from megatron_gvpo.rollout.leader import Command, Done, Failed, Wait
 from megatron_gvpo.rollout.pool import ServerPool
 from megatron_gvpo.rollout.request import RolloutError
 from megatron_gvpo.rollout.routed_experts import Routers
+
+MISSED = 3.0  # health checks without which a server gives up a push whose trainer is silent
 
 
 class ServerSession:
@@ -39,11 +43,16 @@ class ServerSession:
             opened.callback(self.loop.close)
             session = self.loop.run(open_session())
             opened.callback(lambda: self.loop.run(session.close()))
-            stop_ids = (end_token_id, *config.rollout.stop_token_ids)
             routers = Routers.of(model) if config.rollout.router_replay else None
             started = {p.url: p.listens for p in self.supervisor.processes} if self.supervisor else {}
-            clients = [dialect(Http(session, url, key, started.get(url))) for url in urls]
-            self.pool = ServerPool(clients, servers, stop_ids, report, self.supervisor, routers)
+            chosen = config.rollout.speculation
+            kept = config.rollout.weights.transport == "adapter" or (
+                chosen is not None and chosen.own_weights
+            )
+            silence = MISSED * servers.health_timeout
+            clients = [dialect(Http(session, url, key, started.get(url), silence), kept) for url in urls]
+            images = ImageSender(config.model.path, model) if takes_images(model) else None
+            self.pool = ServerPool(clients, servers, [end_token_id], report, self.supervisor, routers, images)
             opened.callback(self.loop.cancel_all)
             opened.callback(lambda: self.loop.run(self.pool.stop()))
             self._ready = self.loop.submit(self._all_ready())

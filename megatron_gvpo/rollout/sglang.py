@@ -11,20 +11,67 @@ from typing import Any, ClassVar
 import numpy as np
 
 from megatron_gvpo.config.schema import Config, ConfigError, SamplingConfig
+from megatron_gvpo.config.servers import EngineServers
+from megatron_gvpo.config.speculation import SpeculationConfig
+from megatron_gvpo.images.sent import SentImage, with_one_placeholder
 from megatron_gvpo.rollout.http import Http
 from megatron_gvpo.rollout.server import (
+    PLAIN,
     PLUGINS,
     Launch,
     MemoryPart,
     Sample,
     ServerInfo,
     answer_of,
+    check_prompt,
     finish,
+    named_adapter,
     numbers,
+    refuse_http_processes,
 )
+from megatron_gvpo.rollout.speculation import Drafts, eagle_kind
 from megatron_gvpo.versions import REFERENCE
+from megatron_gvpo.weights.adapters.layers import adapted_layers
 
 WEIGHT_LOADER = "megatron_gvpo_sglang.receive"  # a function of the plugin in PLUGINS
+DRAFTS = ("spec_verify_ct", "spec_num_proposed_drafts", "spec_num_correct_drafts")  # the fields of Drafts
+# SGLang's options that give up the policy's distribution for speed; 1 keeps it.
+THRESHOLDS = ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
+ON_CPU = (
+    "on a CPU, SGLang verifies drafted tokens by the likeliest token at any temperature, so its samples "
+    "would not be the policy's: use a GPU, or rollout.engine=vllm"
+)
+
+
+def finished_launch(
+    command: list[str],
+    environment: dict[str, str],
+    servers: EngineServers,
+    api_key: str | None,
+    on_gpu: bool,
+    key: str,
+) -> Launch:
+    """The launch with what every SGLang server gets; `key` is the configuration's, of `servers`."""
+    if not on_gpu:
+        environment["SGLANG_USE_CPU_ENGINE"] = "1"
+        if servers.tp > 1:  # otherwise SGLang wants a NUMA node for each rank
+            cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+            environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join([cores] * servers.tp)
+        command += ["--device", "cpu", "--attention-backend", "torch_native"]
+        command += ["--sampling-backend", "pytorch", "--disable-cuda-graph", "--disable-overlap-schedule"]
+        command += ["--sleep-on-idle"]  # otherwise an idle scheduler keeps a core busy
+        command += ["--mem-fraction-static", "0.2", "--max-total-tokens", "65536"]
+    refuse_http_processes(servers, "--tokenizer-worker-num", key)
+    command += servers.args
+    if not api_key:
+        return Launch(command, environment)
+    if "--config" in servers.args:
+        raise ConfigError(
+            f"{key}.args: SGLang takes one --config, which passes it the API key: give your options as "
+            "arguments"
+        )
+    # Every user of the machine can read command lines, and SGLang takes no key from the environment.
+    return Launch([*command, "--config"], environment, json.dumps({"api-key": api_key}), api_key)
 
 
 class SGLang:
@@ -32,8 +79,10 @@ class SGLang:
 
     tested: ClassVar[Sequence[str]] = (REFERENCE["sglang"],)
 
-    def __init__(self, http: Http) -> None:
-        self.http = http
+    def __init__(self, http: Http, keeps_weights: bool = False) -> None:
+        self.http = http  # a server that keeps its weights is started so: see `launch`
+        self._adapter: str | None = None
+        self._drafts = Drafts()  # of the responses so far: SGLang tells them with each
 
     @property
     def url(self) -> str:
@@ -54,26 +103,18 @@ class SGLang:
             command += ["--enable-memory-saver"]
         if config.rollout.router_replay:
             command += ["--enable-return-routed-experts"]
+        if config.rollout.weights.transport == "adapter":
+            command += _serving_adapters(config, on_gpu)
+        if config.rollout.speculation is not None:
+            if not on_gpu:
+                raise ConfigError(f"rollout.speculation.method={config.rollout.speculation.method}: {ON_CPU}")
+            command += _speculation(config.rollout.speculation)
+            if config.rollout.speculation.own_weights and servers.colocated:
+                command += ["--enable-draft-weights-cpu-backup"]  # no push brings back what a sleep loses
         environment = {"PYTHONPATH": str(PLUGINS)}
-        if not on_gpu:
-            environment["SGLANG_USE_CPU_ENGINE"] = "1"
-            if servers.tp > 1:  # otherwise SGLang wants a NUMA node for each rank
-                cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-                environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join([cores] * servers.tp)
-            command += ["--device", "cpu", "--attention-backend", "torch_native"]
-            command += ["--sampling-backend", "pytorch", "--disable-cuda-graph", "--disable-overlap-schedule"]
-            command += ["--sleep-on-idle"]  # otherwise an idle scheduler keeps a core busy
-            command += ["--mem-fraction-static", "0.2", "--max-total-tokens", "65536"]
-        command += servers.args
-        if not api_key:
-            return Launch(command, environment)
-        if "--config" in servers.args:
-            raise ConfigError(
-                "rollout.servers.args: SGLang takes one --config, which passes it the API key: give your "
-                "options as arguments"
-            )
-        # Every user of the machine can read command lines, and SGLang takes no key from the environment.
-        return Launch([*command, "--config"], environment, json.dumps({"api-key": api_key}), api_key)
+        if config.model.train_vision:  # the cache of image features would outlive the weights that made them
+            environment["SGLANG_VLM_CACHE_SIZE_MB"] = "0"
+        return finished_launch(command, environment, servers, api_key, on_gpu, "rollout.servers")
 
     async def check_health(self, timeout: float) -> None:
         await self.http.get("/health", timeout=timeout)
@@ -86,7 +127,11 @@ class SGLang:
                 model_path=info["model_path"],
                 context_length=info["context_length"] or 0,
                 processes=info["tp_size"] * info["pp_size"],
+                http_processes=info.get("tokenizer_worker_num", 1),
             )
+
+    def use_adapter(self, name: str) -> None:
+        self._adapter = name
 
     async def sample(
         self,
@@ -96,25 +141,30 @@ class SGLang:
         sampling: SamplingConfig,
         stop_ids: Sequence[int],
         timeout: float,
+        images: Sequence[SentImage] = (),
     ) -> Sample:
-        answer = await self.http.post(
-            "/generate",
-            {
-                "input_ids": list(token_ids),
-                "sampling_params": {
-                    "temperature": sampling.temperature,
-                    "top_p": sampling.top_p,
-                    "max_new_tokens": max_tokens,
-                    "stop_token_ids": list(stop_ids),
-                    "sampling_seed": seed % 2**31,  # has an effect with --enable-deterministic-inference
-                },
-                "return_logprob": True,
-                "return_routed_experts": sampling.wants_routing,
+        body: dict[str, Any] = {
+            "input_ids": with_one_placeholder(token_ids, images),
+            "sampling_params": {
+                **PLAIN,
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "max_new_tokens": max_tokens,
+                "stop_token_ids": list(stop_ids),
+                "sampling_seed": seed % 2**31,  # has an effect with --enable-deterministic-inference
             },
-            timeout=timeout,
-        )
+            "return_logprob": True,
+            "return_routed_experts": sampling.wants_routing,
+        }
+        if images:
+            body["image_data"] = [image.url for image in images]
+            body["return_prompt_token_ids"] = True
+        answer = await self._generate(body, timeout)
         with answer_of(self, "/generate"):
             meta = answer["meta_info"]
+            self._drafts += Drafts(*(meta.get(name, 0) for name in DRAFTS))
+            if images:
+                check_prompt(self, token_ids, answer.get("prompt_token_ids"), images)
             experts = meta.get("routed_experts")  # of all tokens but the last, in all layers
             return Sample(
                 token_ids=answer["output_ids"],
@@ -122,19 +172,47 @@ class SGLang:
                 finish_reason=finish(meta["finish_reason"]["type"]),
                 version=meta["weight_version"],
                 experts=None if experts is None else np.frombuffer(base64.b64decode(experts), "<i4"),
+                cached=meta.get("cached_tokens"),
             )
 
-    async def score(self, token_ids: Sequence[int], timeout: float) -> list[float]:
+    async def score(self, token_ids: Sequence[int], timeout: float, first: int = 1) -> list[float]:
         # SGLang 0.5.23 gives the last input token the entry of token 0: one more token is sent, and dropped.
         body: dict[str, Any] = {
             "input_ids": [*token_ids, token_ids[-1]],
             "sampling_params": {"temperature": 1.0, "max_new_tokens": 1},
             "return_logprob": True,
-            "logprob_start_len": 0,
+            "logprob_start_len": first - 1,
         }
-        answer = await self.http.post("/generate", body, timeout=timeout)
+        answer = await self._generate(body, timeout)
         with answer_of(self, "/generate"):
-            return numbers(entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:-1])
+            given = answer["meta_info"]["input_token_logprobs"][1:-1]
+            pairs = zip(given, token_ids[first:], strict=True)
+            # The vocabulary's last token is shown as 0.
+            if any(entry[1] not in (token, 0) for entry, token in pairs):
+                raise ValueError("log-probs of other tokens")
+            return numbers(entry[0] for entry in given)
+
+    async def speculates(self, timeout: float) -> bool:
+        info = await self.http.get("/server_info", timeout=timeout)
+        with answer_of(self, "/server_info"):
+            if info.get("speculative_algorithm") is None:
+                return False
+            thresholds = {name: info[name] for name in THRESHOLDS}
+            if info["device"] == "cpu":
+                raise ConfigError(f"rollout server {self.url}: {ON_CPU}")
+        if changed := {name: value for name, value in thresholds.items() if value != 1.0}:
+            raise ConfigError(
+                f"rollout server {self.url} was started with {changed}: below 1 it accepts tokens that the "
+                "policy would not have sampled; leave them out"
+            )
+        return True
+
+    async def drafts(self, timeout: float) -> Drafts:
+        return self._drafts
+
+    async def _generate(self, body: dict[str, Any], timeout: float) -> Any:
+        with named_adapter(self, self._adapter):
+            return await self.http.post("/generate", body | {"lora_path": self._adapter}, timeout=timeout)
 
     async def abort(self, timeout: float) -> None:
         await self.http.post("/abort_request", {"abort_all": True}, timeout=timeout)
@@ -160,3 +238,29 @@ class SGLang:
         # Nothing runs before the cache is back, so the CUDA graphs come with it.
         tags = {"weights": ["weights"], "cache": ["kv_cache", "cuda_graph"]}[part]
         await self.http.post("/resume_memory_occupation", {"tags": tags}, timeout=timeout)
+
+
+def _serving_adapters(config: Config, on_gpu: bool) -> list[str]:
+    """Options of a server that takes adapters. It refuses one of whose tensors it would use only a part."""
+    layers, adapter = adapted_layers(config), config.model.adapter
+    assert adapter is not None, "checked with the configuration"
+    options = ["--enable-lora", "--lora-strict-loading", "--max-lora-rank", str(adapter.rank)]
+    options += ["--max-loras-per-batch", "2"]  # the model itself counts as one
+    if config.rollout.servers.colocated and on_gpu:
+        options += ["--enable-weights-cpu-backup"]
+    if not on_gpu:
+        options += ["--lora-backend", "torch_native"]  # the others are kernels in Triton
+    return [*options, "--lora-target-modules", *layers]
+
+
+def _speculation(chosen: SpeculationConfig) -> list[str]:
+    """Options of a server that decodes speculatively, with one chain of tokens at a time."""
+    algorithms = {"ngram": "NGRAM", "draft": "STANDALONE", "mtp": "NEXTN"}
+    algorithm = algorithms.get(chosen.method) or eagle_kind(chosen).upper()
+    options = ["--speculative-algorithm", algorithm]
+    # With the last token of the text, from which a chain begins.
+    options += ["--speculative-num-draft-tokens", str(chosen.tokens + 1)]
+    if chosen.method == "ngram":
+        return [*options, "--speculative-ngram-max-bfs-breadth", "1"]
+    options += ["--speculative-num-steps", str(chosen.tokens), "--speculative-eagle-topk", "1"]
+    return options if chosen.model is None else [*options, "--speculative-draft-model-path", chosen.model]

@@ -70,9 +70,17 @@ def known_keys(values: Any, at: str = "") -> Iterator[str]:
 
 
 def _changes(
-    section: type[BaseModel] | None, old: Mapping[str, Any], new: Mapping[str, Any], above: str, free: bool
+    section: type[BaseModel] | None,
+    old: Mapping[str, Any],
+    new: Mapping[str, Any],
+    above: str,
+    free: bool,
+    each: type[BaseModel] | None = None,
 ) -> Iterator[Change]:
-    """`section`: the class that declares the keys; None for a mapping that no class describes."""
+    """`section`: the class that declares the keys; None for a mapping that no class describes.
+
+    `each`: the class of a list's items, where the keys are their numbers.
+    """
     fields = {} if section is None else section.model_fields
     for name in [*fields, *(name for name in {**old, **new} if name not in fields)]:
         if name not in new:
@@ -81,12 +89,16 @@ def _changes(
         if before == new[name]:
             continue
         key, is_free = f"{above}{name}", free or _is_free(section, name)
-        inner = None if name not in fields else _section_in(fields[name].annotation)
+        inner = each if name not in fields else _section_in(fields[name].annotation)
         if isinstance(before, Mapping) and isinstance(new[name], Mapping):
             yield from _changes(inner, before, new[name], f"{key}.", is_free)
         elif isinstance(before, list) and isinstance(new[name], list) and len(before) == len(new[name]):
             if any(isinstance(value, Mapping) for value in (*before, *new[name])):
-                yield from _changes(None, _by_number(before), _by_number(new[name]), f"{key}.", is_free)
+                of_each = None if name not in fields else _section_of_each(fields[name].annotation)
+                yield from _changes(
+                    *(None, _by_number(before), _by_number(new[name]), f"{key}.", is_free),
+                    each=of_each,
+                )
             else:
                 yield Change(key, before, new[name], not is_free)
         else:
@@ -115,6 +127,12 @@ def _section_in(annotation: Any) -> type[BaseModel] | None:
         return annotation
     found = [part for part in typing.get_args(annotation) if part is not type(None)]
     return _section_in(found[0]) if len(found) == 1 and typing.get_origin(annotation) is not tuple else None
+
+
+def _section_of_each(annotation: Any) -> type[BaseModel] | None:
+    """The one section that an annotation such as `tuple[X, ...]` names; None for any other."""
+    found = typing.get_args(annotation)
+    return _section_in(found[0]) if typing.get_origin(annotation) is tuple else None
 
 
 def _shown(value: Any) -> str:

@@ -39,13 +39,13 @@ OWN = (
 )
 # Files that other commands write about a run: they go with it, and alone they are no run.
 _ABOUT = ("report.html",)
-# The first line of config.yaml, by which a file of the user's own is told from it.
+# The first line of config.yaml, which distinguishes it from a user's own file.
 HEADER = "# The configuration of the run in this directory, as merged. Written by megatron-gvpo.\n"
 # Those of them that a run writes after its last checkpoint only.
 _LAST = ("hf", "summary.json", "curve.png")
 
 # How a run treats an earlier one: `refuse` refuses to start; `resume` continues it and refuses to start where
-# there is no checkpoint; `auto` continues it, and starts where there is none; `overwrite` replaces it.
+# there is no checkpoint; `auto` continues it, and starts if there is none; `overwrite` replaces it.
 Earlier = Literal["refuse", "resume", "auto", "overwrite"]
 
 
@@ -146,7 +146,7 @@ def _refuse(directory: Path) -> None:
 
 
 def _has_lost_checkpoints(config: Config, there: list[str]) -> bool:
-    """True if a run without checkpoints has had some: it cannot be started anew without losing something.
+    """True if a run without checkpoints has had some: it cannot be started again without losing something.
 
     A run makes the directory `checkpoints` before it writes anything else.
     """
@@ -157,7 +157,9 @@ def _has_lost_checkpoints(config: Config, there: list[str]) -> bool:
     every, metrics = config.checkpoint.every, Path(config.output_dir) / "metrics.jsonl"
     if not every or not metrics.is_file():
         return False
-    with metrics.open("rb") as lines:  # one line for step 0 if the run evaluates, and one for every step
+    with metrics.open(
+        "rb"
+    ) as lines:  # one line for step 0, of an evaluation or empty, and one for every step
         return sum(1 for _ in lines) > every + 1
 
 

@@ -24,7 +24,7 @@ class RunSummary:
 
     `state`: `running` while a process holds its lock, `finished` after its last step, otherwise `stopped`:
     interrupted or failed. `checkpoint` is the newest complete one. `best` is the highest value of
-    the metric, at `best_step`; None where no step has it.
+    the metric, at `best_step`; None if no step has it.
     """
 
     directory: Path

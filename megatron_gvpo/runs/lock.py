@@ -1,8 +1,9 @@
 """The lock on an output directory: one run at a time writes there.
 
 The lock is an open-file-description lock on OUTPUT_DIR/run.lock. The kernel releases it when the process
-ends, however it ends, and NFS servers know it. Programs that the run starts do not hold it (the descriptor is
-closed on exec), nor do forked children, which close it.
+ends, however it ends. NFS servers know it: they keep machines apart, and release the lock of one that failed
+when its lease is over (`tests/runs/test_lock_on_nfs.py`). Programs that the run starts do not hold it (the
+descriptor is closed on exec), nor do forked children, which close it.
 """
 
 from __future__ import annotations
@@ -67,8 +68,9 @@ class RunLock:
             self._take()
         except OSError as error:
             self.release()
+            problem = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
             raise ConfigError(
-                f"output_dir={self._directory}: the lock {FILE} cannot be written: {error.strerror}"
+                f"output_dir={self._directory}: the lock {FILE} cannot be written: {problem}"
             ) from None
         except ConfigError:
             self.release()
@@ -94,7 +96,7 @@ class RunLock:
     def _take(self) -> None:
         path = self._directory / FILE
         while self._descriptor is None:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)  # a link is another's
             try:
                 if _lock(descriptor, path):
                     self._descriptor = descriptor
@@ -109,8 +111,8 @@ class RunLock:
 def _lock(descriptor: int, path: Path) -> bool:
     """Lock the open file; False if it no longer has this path, because its holder has just removed it.
 
-    Raises ConfigError if another run holds the lock. On a file system without locks it warns and returns
-    True.
+    Raises ConfigError if another run holds the lock. On a file system without locks a run of this machine
+    is told by the process that the file names; it warns of runs of others, and returns True.
     """
     try:
         fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _whole_file(fcntl.F_WRLCK))
@@ -122,8 +124,10 @@ def _lock(descriptor: int, path: Path) -> bool:
             return False
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
             raise
+        if _lives_here(_read_holder(path.parent)):
+            raise ConfigError(_refusal(path.parent)) from None
         log.warning(
-            "output_dir=%s: its file system has no locks (%s): nothing keeps two runs apart there",
+            "output_dir=%s: its file system has no locks (%s): nothing keeps a run on another machine out",
             *(path.parent, error.strerror),
         )
         return True
@@ -185,8 +189,12 @@ def _read_holder(directory: Path) -> dict[str, Any]:
     return {}
 
 
+def _lives_here(holder: dict[str, Any]) -> bool:
+    return holder.get("host") == platform.node() and _runs(holder.get("pid"))
+
+
 def _patience(holder: dict[str, Any]) -> float:
-    if holder.get("host") == platform.node() and _runs(holder.get("pid")):
+    if _lives_here(holder):
         return PATIENCE_WITH_LIVING
     ours = _holder()
     earlier_start = holder.get("job") == ours["job"] is not None and holder.get("start") != ours["start"]

@@ -7,7 +7,6 @@ which versions.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import platform
@@ -26,20 +25,21 @@ from megatron_gvpo import __version__
 from megatron_gvpo.config.errors import ConfigError
 from megatron_gvpo.config.schema import Config, read_json_object
 from megatron_gvpo.config.secrets import as_written, hide
+from megatron_gvpo.rewards.served.config import key_of
 from megatron_gvpo.runs.changes import Change, changes, is_allowed, known_keys, listed
 from megatron_gvpo.runs.earlier import HEADER
+from megatron_gvpo.runs.fingerprint import fingerprint
 from megatron_gvpo.runtime.commit import Commit, checked_out
 from megatron_gvpo.versions import COMPONENTS, own_commit
 
 CONFIG, RUN = "config.yaml", "run.json"
-_WHOLE = 256 << 20  # bytes up to which a file is hashed whole; of a longer one, 256 pieces of 1 MiB
 
 
 def check_unchanged(config: Config, allowed: Sequence[str]) -> list[Change]:
     """Compare with the record in the output directory; returns the changes that are allowed.
 
     Raises ConfigError, which names key, old and new value and the option that allows it, for a change of the
-    mathematics that `allowed` does not name; and for a name in `allowed` that is no key. A run without a
+    mathematics that `allowed` does not name; and for a name in `allowed` that is not a key. A run without a
     record, from an earlier version of the program, is not compared.
     """
     directory, now = Path(config.output_dir), as_written(config)
@@ -77,18 +77,26 @@ def write_record(config: Config, step: int, world_size: int) -> list[str]:
 
 
 def fingerprints(config: Config) -> dict[str, dict[str, Any]]:
-    """Size and hash of the data files and of the rewards' files, by the key that names them.
+    """Size and hash of the data files, the rewards' files and models and the teacher, by their keys.
 
     A hub data set has none.
     """
     named = {"data.train.path": config.data.train.path}
     if config.data.eval is not None:
         named["data.eval.path"] = config.data.eval.path
+    for part, dataset in (("train", config.data.train), ("eval", config.data.eval)):
+        source = "" if dataset is None else (dataset.convert or "").rpartition(":")[0]
+        if source.endswith(".py"):
+            named[f"data.{part}.convert"] = source
     for i, component in enumerate(config.rewards.components):
         source = (component.function or "").rpartition(":")[0]
         if source.endswith(".py"):
             named[f"rewards.components.{i}.function"] = source
-    found = {key: _fingerprint(Path(path)) for key, path in named.items()}
+        if component.served is not None and component.served.path is not None:
+            named[f"{key_of(i, component.served)}.path"] = component.served.path
+    if config.teacher is not None:
+        named["teacher.path"] = config.teacher.path
+    found = {key: fingerprint(Path(path)) for key, path in named.items()}
     return {key: value for key, value in found.items() if value is not None}
 
 
@@ -99,32 +107,6 @@ def _changed_files(directory: Path, config: Config) -> Iterator[Change]:
         if before is not None and (before["sha256"], before["bytes"]) != (now["sha256"], now["bytes"]):
             old, new = (f"{value['bytes']} bytes, sha256 {value['sha256'][:8]}" for value in (before, now))
             yield Change(key, old, new, fixed=not key.startswith("data.eval."))
-
-
-def _fingerprint(path: Path) -> dict[str, Any] | None:
-    files = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
-    digest, size = hashlib.sha256(), 0
-    try:
-        for file in files:
-            if path.is_dir():
-                digest.update(file.name.encode())
-            size += _hash(file, digest)
-    except OSError:  # a hub data set, or a missing file, which loading the data names
-        return None
-    return {"bytes": size, "sha256": digest.hexdigest()}
-
-
-def _hash(file: Path, digest: Any) -> int:
-    with file.open("rb") as content:
-        size = os.fstat(content.fileno()).st_size
-        if size <= _WHOLE:
-            while block := content.read(1 << 20):
-                digest.update(block)
-        else:
-            for i in range(256):
-                content.seek(i * (size - (1 << 20)) // 255)
-                digest.update(content.read(1 << 20))
-    return size
 
 
 def _start(step: int, world_size: int) -> dict[str, Any]:
@@ -168,7 +150,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
 
 
 def _read_run(directory: Path) -> dict[str, Any]:
-    """The content of run.json, checked; empty where there is none."""
+    """The content of run.json, checked; empty if there is none."""
     file = directory / RUN
     if not file.exists():
         return {"files": {}, "starts": []}

@@ -86,11 +86,14 @@ def broadcast_msgpack(obj: Any, src: int = 0, group: dist.ProcessGroup | None = 
 
 
 def _pack(obj: Any) -> Tensor:
-    return torch.frombuffer(bytearray(msgpack.packb(obj)), dtype=torch.uint8)
+    # Texts of data and environments may have halves of surrogate pairs.
+    data = msgpack.packb(obj, unicode_errors="surrogatepass")
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _unpack(data: Tensor) -> Any:
-    return msgpack.unpackb(data.cpu().numpy().tobytes(), strict_map_key=False)
+    packed = data.cpu().numpy().tobytes()
+    return msgpack.unpackb(packed, strict_map_key=False, unicode_errors="surrogatepass")
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:

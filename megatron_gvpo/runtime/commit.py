@@ -24,7 +24,7 @@ class Commit:
 
 
 def checked_out(directory: Path) -> Commit | None:
-    """The commit that is checked out in `directory`; None where git knows none, or takes more than 10 s."""
+    """The commit that is checked out in `directory`; None if git knows none, or takes more than 10 s."""
     try:
         commit = _git(directory, "rev-parse", "HEAD")
         return Commit(commit, bool(_git(directory, "status", "--porcelain", "--untracked-files=no")))
@@ -33,7 +33,7 @@ def checked_out(directory: Path) -> Commit | None:
 
 
 def package_commit(package: Path) -> Commit | None:
-    """The commit of the package in the directory `package`, or None where nothing names it.
+    """The commit of the package in the directory `package`, or None if nothing names it.
 
     A package that is only installed somewhere below another repository is not of that repository's commit.
     """

@@ -1,11 +1,13 @@
-"""Sets environment variables that libraries read once, when they are loaded or first use a GPU."""
+"""Prepares a process for libraries, before they are loaded: environment variables, and open files."""
 
 from __future__ import annotations
 
 import os
+import resource
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from megatron_gvpo.config.errors import ConfigError
 from megatron_gvpo.weights.transports import transport_class
 
 if TYPE_CHECKING:
@@ -18,9 +20,15 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # the machine's name, which others may reach.
 ON_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
+OPEN_FILES = 256  # of a process with its libraries, workers and servers
+
 
 def prepare(config: Config) -> None:
-    """Set the variables that are not set yet, before torch is loaded, or at least before a GPU is used."""
+    """Set the variables that are not set yet, before torch is loaded, or at least before a GPU is used.
+
+    Raises ConfigError if the process may not open enough files.
+    """
+    _allow_open_files()
     parallel, rollout = config.parallel, config.rollout
     wanted: dict[str, str] = {}
     if parallel.offload_modules:  # read when Transformer Engine is imported
@@ -45,3 +53,13 @@ def _only_this_machine(config: Config) -> bool:
     meeting = {os.environ.get("MASTER_ADDR", "127.0.0.1"), rollout.weights.address or "127.0.0.1"}
     hosts = {urlsplit(url).hostname for url in rollout.servers.urls}
     return (meeting | hosts).issubset(LOOPBACK)
+
+
+def _allow_open_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY != hard < OPEN_FILES:
+        raise ConfigError(
+            f"this process may open {hard} files, and a run needs {OPEN_FILES}: raise the limit (ulimit -n)"
+        )
+    if resource.RLIM_INFINITY != soft < OPEN_FILES:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES, hard))

@@ -32,8 +32,10 @@ def slow_work(name: str) -> Iterator[Callable[[str], None]]:
     if os.environ.get("RANK", "0") != "0":
         yield now
         return
-    threading.Thread(target=tell, daemon=True).start()
+    teller = threading.Thread(target=tell, daemon=True)
+    teller.start()
     try:
         yield now
     finally:
         ended.set()
+        teller.join(timeout=1.0)  # so that no line comes after the block; a full terminal could hold it

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import importlib.util
 import inspect
@@ -18,7 +17,10 @@ from types import ModuleType
 from typing import Any
 
 # Modules whose functions a configuration may name, by their former names, which work for one more release.
-MOVED = {"megatron_gvpo.algorithms.judged": "megatron_gvpo.algorithms.shapers.judged"}
+MOVED = {
+    "megatron_gvpo.algorithms.judged": "megatron_gvpo.algorithms.shapers.judged",
+    "megatron_gvpo.teacher": "megatron_gvpo.api_model",
+}
 
 
 MESSAGE = 500  # characters of an error's text
@@ -30,10 +32,15 @@ _INSTALLED = (
 )
 
 
+def _is_named(value: Any) -> bool:
+    """True for what a configuration may name: a function or a class."""
+    return inspect.isfunction(value) or inspect.isclass(value)
+
+
 @cache
 def load_function(spec: str) -> Callable[..., Any]:
     """The function that `spec` names. Raises ValueError that says what is missing."""
-    source, name = _parts(spec)
+    source, name = spec_parts(spec)
     if source in MOVED:
         now = f"{MOVED[source]}:{name}"
         warnings.warn(f"{spec} is now {now}: the old name goes away soon", FutureWarning, stacklevel=2)
@@ -44,27 +51,13 @@ def load_function(spec: str) -> Callable[..., Any]:
         raise ValueError(f"importing {source} failed: {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)
     if not callable(function):
-        there = [
-            key
-            for key, f in inspect.getmembers(module, inspect.isfunction)
-            if f.__module__ == module.__name__
-        ]
+        there = [key for key, f in inspect.getmembers(module, _is_named) if f.__module__ == module.__name__]
         raise ValueError(f"{source} has no function {name!r}; it has: {', '.join(there) or 'none'}")
     checked: Callable[..., Any] = function
     return checked
 
 
-def check_source(spec: str) -> None:
-    """Raises ValueError for a file that is missing or is no Python, without running it."""
-    source, _ = _parts(spec)
-    if source.endswith(".py"):
-        try:
-            ast.parse(Path(source).read_bytes(), source)
-        except (SyntaxError, ValueError) as error:
-            raise ValueError(f"importing {source} failed: {type(error).__name__}: {error}") from None
-
-
-def _parts(spec: str) -> tuple[str, str]:
+def spec_parts(spec: str) -> tuple[str, str]:
     """Module or file, and function. Raises ValueError for a spec without both, and for a missing file."""
     source, _, name = spec.rpartition(":")
     if not source or not name:
@@ -76,7 +69,7 @@ def _parts(spec: str) -> tuple[str, str]:
 
 
 def check_call(function: Callable[..., Any], shown: str, arguments: int, options: dict[str, Any]) -> None:
-    """Raises ValueError where `function` cannot be called with so many arguments and these options."""
+    """Raises ValueError if `function` cannot be called with so many arguments and these options."""
     try:
         inspect.signature(function).bind(*range(arguments), **options)
     except TypeError as error:
@@ -84,7 +77,7 @@ def check_call(function: Callable[..., Any], shown: str, arguments: int, options
 
 
 class UserFunctionError(ValueError):
-    """A function of the user's raised, or returned what cannot be used; one line says which and where.
+    """A user's function raised, or returned what cannot be used; one line says which and where.
 
     Errors of this package that pass through such a function, as from the engine that it asks, are not these.
     """

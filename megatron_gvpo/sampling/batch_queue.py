@@ -40,7 +40,7 @@ class BatchQueue:
         self._asked: deque[tuple[dict[str, Any], Any]] = deque()  # the order's state before it, ticket
 
     def ask(self, count: int) -> None:
-        """Have `count` batches under way or ready."""
+        """Keep `count` batches in progress or ready."""
         while len(self._asked) < count:
             before, seed = self._order.state_dict(), self._order.seed_for_next()
             prompts = [self._prompts[i] for i in self._order.take(self._size)]

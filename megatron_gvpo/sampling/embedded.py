@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Self
 import torch
 import torch.distributed as dist
 
-from megatron_gvpo.config.schema import Config, ConfigError, SamplingConfig
+from megatron_gvpo.config.checks.embedded_engine import check_embedded_engine
+from megatron_gvpo.config.schema import Config, ConfigError, SamplingConfig, read_model_config
 from megatron_gvpo.conversations.converse import LOST
 from megatron_gvpo.conversations.held import Conversations, conversations_of
 from megatron_gvpo.conversations.programs.held import Programs
@@ -45,6 +46,7 @@ class EmbeddedEngine:
     shares_gpus = False  # it fits beside the trainer
 
     def __init__(self, config: Config, task: Task, policy: Scorer) -> None:
+        check_embedded_engine(config, read_model_config(config.model.path))
         self._policy = policy
         self._model = LocalModel(
             config.model.path,
@@ -68,7 +70,7 @@ class EmbeddedEngine:
         return {}
 
     def sync(self, version: int) -> None:
-        """Copy the policy's weights into the model. Raises ValueError where the two do not fit."""
+        """Copy the policy's weights into the model. Raises ValueError if the two do not fit."""
         self._model.load(self._policy.weights(on_host=False), version)
 
     def submit(self, prompts: Sequence[Prompt], n: int, sampling: SamplingConfig, seed: int) -> Ticket:
@@ -91,7 +93,7 @@ class EmbeddedEngine:
     ) -> list[list[Rollout]]:
         """Hold this rank's conversations in rounds, in one event loop for all steps of the run.
 
-        Raises RolloutError, on all ranks, where a rank cannot replace a worker that is gone.
+        Raises RolloutError, on all ranks, if a rank cannot replace a worker that is gone.
         """
         live = sum(request.n for request in requests)
         rounds = Rounds(lambda asked: self._model.generate(asked, sampling), live)
@@ -107,7 +109,7 @@ class EmbeddedEngine:
         return rows
 
     def __enter__(self) -> Self:
-        """Raises ConfigError, on every rank, where the environment of conversations cannot be loaded."""
+        """Raises ConfigError, on every rank, if the environment of conversations cannot be loaded."""
         if self._conversations is not None:
             problem = None
             try:

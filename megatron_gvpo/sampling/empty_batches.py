@@ -23,6 +23,7 @@ class EmptyBatches:
 
     def __init__(self, config: Config) -> None:
         self._loss, self._limit = config.algorithm.loss, config.train.max_empty_batches
+        self._taught = config.algorithm.needs_teacher  # who teaches where rewards do not, too
         self._weights = {c.name: c.weight for c in config.rewards.components}
         self._max_tokens = config.rollout.max_tokens
         self._in_a_row = Counter[str]()  # batches, by what is wrong with them
@@ -33,14 +34,18 @@ class EmptyBatches:
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         sampled = [rollout for rollout in rollouts if rollout.source == "policy"]
         found = self._failed(sampled)
-        if not any(self._loss.has_signal(rows) for rows in mini_batches):
+        if not self._taught and not any(self._loss.has_signal(rows) for rows in mini_batches):
             found["signal"] = lambda: self._no_signal(rollouts, mini_batches)
         said = self._count(step, found, self._in_a_row.keys() - {SHAPED})
         cut = bool(sampled) and all(rollout.finish_reason == "length" for rollout in sampled)
         if cut and self._first("cut"):
+            limit = f"rollout.max_tokens={self._max_tokens}"
             said.append(
-                f"step {step}: every response was cut off at rollout.max_tokens={self._max_tokens}: raise "
-                "it, or see that the model knows its end token"
+                f"step {step}: every conversation ended at a limit, {limit} or one of rollout.conversation "
+                "(turns, turn_tokens, rollout_timeout): raise it, or see that conversations can end before"
+                if any(rollout.turns for rollout in sampled)
+                else f"step {step}: every response was cut off at {limit}: raise it, or see that the model "
+                "knows its end token"
             )
         return said
 

@@ -40,7 +40,7 @@ class RolloutEngine(Protocol):
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics of the last `sync`, on rank 0; empty where there are none."""
+        """Metrics of the last `sync`, on rank 0; empty if there are none."""
 
     @property
     def shares_gpus(self) -> bool:

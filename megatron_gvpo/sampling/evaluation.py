@@ -44,7 +44,7 @@ def summarise(groups: Sequence[Group], k: Sequence[int]) -> dict[str, float]:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Estimates without bias P(at least one of k samples is correct), given that c of n samples are correct.
+    """Unbiased estimate of P(at least one of k samples is correct), given that c of n samples are correct.
 
     The estimate is `1 - C(n-c, k) / C(n, k)`, computed as a product of factors in [0, 1] (Chen et al. 2021,
     equation 1 and figure 3). Raises ValueError unless 1 <= k <= n and 0 <= c <= n.
@@ -57,7 +57,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def all_at_k(n: int, c: int, k: int) -> float:
-    """Estimates without bias P(all of k samples are correct), given that c of n samples are correct.
+    """Unbiased estimate of P(all of k samples are correct), given that c of n samples are correct.
 
     The estimate is `C(c, k) / C(n, k)`, as pass^k of tau-bench (arXiv 2406.12045). Raises ValueError unless
     1 <= k <= n and 0 <= c <= n.

@@ -16,12 +16,16 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from megatron_gvpo.config.schema import SamplingConfig
 from megatron_gvpo.groups import Rollout
+from megatron_gvpo.images.families import name_in_file, takes_images
+from megatron_gvpo.images.processor import ImageProcessor
 from megatron_gvpo.rollout.request import Request, check_request
-from megatron_gvpo.sampling.decode_attention import GROUPED_SDPA
+from megatron_gvpo.sampling.decoding.attention import GROUPED_SDPA
+from megatron_gvpo.sampling.decoding.kv_cache import KeyValueCache
+from megatron_gvpo.sampling.prompt_vision import PromptVision
 
 
 class LocalModel:
@@ -53,12 +57,14 @@ class LocalModel:
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices), self.device:
             hf_config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
-            model = AutoModelForCausalLM.from_config(
-                hf_config, dtype=dtype, trust_remote_code=trust_remote_code
-            )
-        if model.config._attn_implementation == "sdpa":  # some models do not support it
-            model.set_attn_implementation(GROUPED_SDPA)
+            images = takes_images(hf_config.to_dict())
+            kind = AutoModelForImageTextToText if images else AutoModelForCausalLM
+            model = kind.from_config(hf_config, dtype=dtype, trust_remote_code=trust_remote_code)
+        language = model.model.language_model if images else model
+        if language.config._attn_implementation == "sdpa":  # some models do not support it
+            language.set_attn_implementation(GROUPED_SDPA)
         self.model = model.eval().requires_grad_(False)
+        self._vision = PromptVision(self.model, ImageProcessor(model_path)) if images else None
 
     @torch.no_grad()
     def load(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -69,7 +75,9 @@ class LocalModel:
         refuses until a `load` succeeds.
         """
         self._refusal = f"its weights are incomplete: the push of version {version} failed; push again"
-        targets = self.model.state_dict(keep_vars=True)
+        architecture = (self.model.config.architectures or [""])[0]
+        named = self.model.state_dict(keep_vars=True)
+        targets = {name_in_file(name, architecture): tensor for name, tensor in named.items()}
         arrived: set[str] = set()
         filled: set[int] = set()  # targets by identity: tied names share one
         for name, tensor in stream:
@@ -100,7 +108,7 @@ class LocalModel:
     def close(self) -> None:
         """Free the model; `generate` refuses from now on."""
         self._refusal = "it is closed"
-        del self.model
+        del self.model, self._vision
 
     def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Rollout]]:
         """`n` rollouts for each request, in request order.
@@ -118,7 +126,7 @@ class LocalModel:
         for batch in batched(((i, s) for i in order for s in range(requests[i].n)), self.batch_size):
             prompts = {i: row for row, i in enumerate(dict.fromkeys(i for i, _ in batch))}
             sampled = self._sample(
-                [requests[i].prompt_ids for i in prompts],
+                [requests[i] for i in prompts],
                 [prompts[i] for i, _ in batch],
                 [(requests[i].seed, s) for i, s in batch],
                 [requests[i].longest(sampling) for i, _ in batch],
@@ -141,13 +149,14 @@ class LocalModel:
     @torch.inference_mode()
     def _sample(
         self,
-        prompts: Sequence[Sequence[int]],
+        requests: Sequence[Request],
         prompt_of: Sequence[int],
         seeds: Sequence[tuple[int, int]],
         longest: Sequence[int],
         sampling: SamplingConfig,
     ) -> list[Rollout]:
-        """One rollout of at most `longest` tokens for each entry of `prompt_of` (a row of `prompts`)."""
+        """One rollout of at most `longest` tokens for each entry of `prompt_of` (a row of `requests`)."""
+        prompts = [request.prompt_ids for request in requests]
         n, steps, device = len(seeds), max(longest), self.device
         stop_ids = (self._end_token_id, *sampling.stop_token_ids)
         stop = torch.tensor(stop_ids, device=device)
@@ -165,15 +174,20 @@ class LocalModel:
         start = torch.tensor([width - len(p) for p in prompts], device=device)
         column = torch.arange(width + steps, device=device)
         mask = (column >= start[:, None]).long()
-        cache = DynamicCache(config=self.model.config)
+        cache = KeyValueCache(self.model.config.get_text_config(), width + steps)
         positions = (column[:width] - start[:, None]).clamp(min=0)
-        logits = self._forward(ids, positions, mask[:, :width], cache)
+        further = torch.zeros_like(start)  # a token's position less its place, after a prompt with images
+        given: dict[str, Tensor] = {}
+        if self._vision is not None:
+            given = self._vision.inputs([request.images for request in requests], device)
+            positions, further = self._vision.positions(ids, mask[:, :width], given)
+        logits = self._forward(ids, positions, mask[:, :width], cache, **given)
 
         # From prompts to sequences; `live` holds the sequence number of every row still in the batch.
         rows = torch.tensor(prompt_of, device=device)
         live = torch.arange(n, device=device)
         cache.batch_select_indices(rows)
-        start, mask, logits = start[rows], mask[rows], logits[rows]
+        start, mask, logits, further = start[rows], mask[rows], logits[rows], further[rows]
         for step in range(steps):
             logp = torch.log_softmax(logits.float() / sampling.temperature, dim=-1)
             token = draw(logp, uniform_ns[live, step], sampling.top_p)
@@ -184,13 +198,16 @@ class LocalModel:
             if stopped.any():
                 length_n[live[stopped]] = step + 1
                 seconds_n[live[stopped]] = time.perf_counter() - begin
-                rows = (~stopped).nonzero().squeeze(1)
-                cache.batch_select_indices(rows)
+                rows = cache.keep(~stopped)
                 live, token, start, mask = live[rows], token[rows], start[rows], mask[rows]
+                further = further[rows]
             if not len(live):
                 break
             end = width + step + 1
-            logits = self._forward(token[:, None], (end - 1 - start)[:, None], mask[:, :end], cache)
+            positions = (end - 1 - start + further)[:, None]
+            if self._vision is not None:  # the same in all three axes
+                positions = positions.expand(3, -1, -1)
+            logits = self._forward(token[:, None], positions, mask[:, :end], cache)
 
         if not torch.isfinite(logp_ns).all():
             raise FloatingPointError(
@@ -209,7 +226,9 @@ class LocalModel:
             for ids, logps, text, seconds in zip(token_ids, logprobs, texts, seconds_n.tolist(), strict=True)
         ]
 
-    def _forward(self, ids: Tensor, positions: Tensor, mask: Tensor, cache: DynamicCache) -> Tensor:
+    def _forward(
+        self, ids: Tensor, positions: Tensor, mask: Tensor, cache: KeyValueCache, **images: Tensor
+    ) -> Tensor:
         """Logits after the last column of `ids`, [rows, vocabulary]; the cache grows by these columns."""
         output = self.model(
             input_ids=ids,
@@ -218,6 +237,7 @@ class LocalModel:
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
+            **images,
         )
         return output.logits[:, -1]
 

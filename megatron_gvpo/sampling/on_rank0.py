@@ -1,4 +1,4 @@
-"""Calls a function of the user's on rank 0 and gives every rank its result."""
+"""Calls a user's function on rank 0 and gives every rank its result."""
 
 from __future__ import annotations
 

@@ -12,9 +12,10 @@ from megatron_gvpo.algorithms.curriculum.allocation import Allocation
 from megatron_gvpo.config.schema import ConfigError, SamplingConfig
 from megatron_gvpo.config.secrets import hide
 from megatron_gvpo.data.tracker import SuccessTracker
-from megatron_gvpo.groups import Group, Prompt, Rollout
+from megatron_gvpo.groups import Group, Prompt, Rollout, demonstrated
 from megatron_gvpo.observe import PhaseTimer
 from megatron_gvpo.rewards.pool import RewardPool
+from megatron_gvpo.rewards.served.scoring import ServedRewards
 from megatron_gvpo.rollout.request import RolloutError, derived_seed
 from megatron_gvpo.runtime.collectives import all_gather_msgpack, first_problem
 from megatron_gvpo.sampling.engine import OnWait, RolloutEngine
@@ -37,7 +38,8 @@ class EngineSampler:
     """Samples `n` responses to each prompt with the engine, and scores them with the rewards.
 
     `shares(prompts)` gives the number of responses to each prompt of a batch, where the numbers differ.
-    `outages` takes out conversations that were lost, and so perhaps a prompt's group.
+    `outages` takes out conversations that were lost, and so perhaps a prompt's group; `unscored` those that
+    a reward model or a judge could not score.
     """
 
     def __init__(
@@ -49,9 +51,11 @@ class EngineSampler:
         sampling: SamplingConfig,
         shares: Callable[[Sequence[Prompt]], list[int]] | None = None,
         outages: Outages | None = None,
+        served: ServedRewards | None = None,
+        unscored: Outages | None = None,
     ) -> None:
         self._engine, self._rewards, self._timer = engine, rewards, timer
-        self._outages = outages
+        self._outages, self._served, self._unscored = outages, served, unscored
         self._n, self._sampling, self._shares = n, sampling, shares
 
     def submit(self, prompts: Sequence[Prompt], seed: int) -> Any:
@@ -73,17 +77,26 @@ class EngineSampler:
         if self._outages is not None:
             groups = self._outages.taken_out(groups)
         with self._timer.phase("reward"):
-            self.score(groups)
-        return groups
+            self.score(groups, on_wait)
+        return groups if self._unscored is None else self._unscored.taken_out(groups)
 
-    def score(self, groups: list[Group]) -> None:
-        """Fill in the rewards: each rank scores every world-size-th group, then the ranks exchange them.
+    def score(self, groups: list[Group], on_wait: OnWait = None) -> None:
+        """Fill in the rewards, of functions and of models on servers.
 
-        Raises RolloutError, on all ranks, where a rank cannot replace a reward worker that is gone.
+        Raises RolloutError, on all ranks, if a rank cannot replace a reward worker that is gone or a
+        reward model's server does not fit, and for a count of conversations that none has.
         """
+        if self._served is None:
+            self._score(groups)
+        else:
+            self._served.score(groups, lambda: self._score(groups), on_wait)
+
+    def _score(self, groups: list[Group]) -> None:
+        """The rewards of functions: each rank scores every world-size-th group, then they exchange them."""
         rank, world = dist.get_rank(), dist.get_world_size()
         problem = None
         try:
+            self._rewards.check(groups)
             self._rewards.score(groups[rank::world])
         except ConfigError as error:
             problem = str(error)
@@ -111,7 +124,7 @@ class DatasetSampler:
         return prompts
 
     def collect(self, ticket: Any, on_wait: OnWait = None) -> list[Group]:
-        return [Group(prompt, [_demonstration(prompt)]) for prompt in ticket]
+        return [Group(prompt, [demonstrated(prompt, 1.0, "policy", 0)]) for prompt in ticket]
 
 
 class FileSampler:
@@ -141,8 +154,3 @@ def responses_of(allocation: Allocation, tracker: SuccessTracker, n: int) -> Cal
         return allocation.shares([None if record is None else record.success for record in known], n)
 
     return shares
-
-
-def _demonstration(prompt: Prompt) -> Rollout:
-    assert prompt.demonstration is not None, "load_prompts guarantees demonstrations for this sampler"
-    return Rollout(list(prompt.demonstration), logprobs=[], text="", finish_reason="stop", reward=1.0)

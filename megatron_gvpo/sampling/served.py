@@ -29,6 +29,7 @@ from megatron_gvpo.rollout.request import (
     unpack,
 )
 from megatron_gvpo.rollout.session import ServerSession
+from megatron_gvpo.rollout.speculation import DraftCounter
 from megatron_gvpo.runtime.collectives import broadcast_msgpack
 from megatron_gvpo.sampling.engine import OnWait
 from megatron_gvpo.weights.sync import WeightSync
@@ -63,6 +64,8 @@ class ServedEngine:
         self.servers: ServerSession | None = None  # rank 0's, while they run
         self.asleep = False
         self._version = -1
+        self._drafts = DraftCounter() if config.rollout.speculation is not None else None
+        self._measured: dict[str, float] = {}  # metrics of the last batch of responses, on rank 0
 
     @property
     def version(self) -> int:
@@ -71,7 +74,7 @@ class ServedEngine:
 
     @property
     def metrics(self) -> dict[str, float]:
-        return self._weights.metrics
+        return self._weights.metrics | self._measured
 
     @property
     def shares_gpus(self) -> bool:
@@ -163,10 +166,17 @@ class ServedEngine:
                 except RolloutError as error:
                     return Failed(error)
                 self._decode(rows)
+                self._measure(servers)
                 return Done(pack(rows))
             if servers.pool.wants_weights:
                 return Push()
         return Wait()
+
+    def _measure(self, servers: ServerSession) -> None:
+        self._measured = servers.pool.prefix_cache.take()
+        if self._drafts is not None:
+            asked = [handle.server for handle in servers.pool.handles if handle.state != "lost"]
+            self._measured |= servers.loop.run(self._drafts.take(asked)).metrics
 
     def _decode(self, rows: list[list[Rollout]]) -> None:
         flat = [rollout for row in rows for rollout in row if rollout.finish_reason != LOST]

@@ -14,13 +14,14 @@ from megatron_gvpo.megatron.checkpoint.conversion import load_checkpoint
 from megatron_gvpo.megatron.scorer import Scorer
 from megatron_gvpo.observe import PhaseTimer
 from megatron_gvpo.rewards.pool import RewardPool
+from megatron_gvpo.rewards.served.scoring import ServedRewards
 from megatron_gvpo.rollout.request import RolloutError
 from megatron_gvpo.runs.preflight_on_ranks import preflight_on_ranks
 from megatron_gvpo.runtime.collectives import first_problem
 from megatron_gvpo.runtime.environment import prepare
 from megatron_gvpo.sampling.engine import NoEngine, RolloutEngine, engine_class
 from megatron_gvpo.sampling.evaluation import summarise
-from megatron_gvpo.sampling.outages import Outages
+from megatron_gvpo.sampling.outages import REWARDS, Outages
 from megatron_gvpo.sampling.samplers import EngineSampler
 
 
@@ -34,10 +35,12 @@ class RolloutSource:
     def __init__(self, config: Config, task: Task, policy: Scorer, timer: PhaseTimer) -> None:
         self._config, self._task, self._timer = config, task, timer
         self._samples = config.samples_responses
-        self._rewards = RewardPool(config.rewards)
         talks = config.rollout.conversation
+        self._rewards = RewardPool(config.rewards, () if talks is None else talks.counts)
         self._most_lost = None if talks is None else talks.max_lost
         self._outages = None if talks is None else Outages(talks.max_lost)
+        self._served = ServedRewards(config) if config.rewards.is_served else None
+        self._unscored = self._unscored_now()
         self.engine: RolloutEngine = (
             engine_class(config.rollout.engine)(config, task, policy) if self._samples else NoEngine()
         )
@@ -58,12 +61,21 @@ class RolloutSource:
             *(self.engine, self._rewards, self._timer, n, sampling or self._config.rollout),
             shares=shares,
             outages=self._outages if counted else others,
+            served=self._served,
+            unscored=self._unscored if counted else self._unscored_now(),
         )
+
+    def _unscored_now(self) -> Outages | None:
+        return Outages(self._config.rewards.max_lost, REWARDS) if self._served is not None else None
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics of the engine's last sync, and of what the last batch lost to outages."""
-        return self.engine.metrics | ({} if self._outages is None else self._outages.metrics)
+        """Metrics of the engine's last sync, of reward models, and of what the last batch lost to outages."""
+        parts = (self._served, self._outages, self._unscored)
+        found = dict(self.engine.metrics)
+        for part in parts:
+            found |= {} if part is None else part.metrics
+        return found
 
     def sync(self, version: int) -> None:
         """Give the engine the policy's weights, unless it has this version. A collective."""
@@ -85,7 +97,7 @@ class RolloutSource:
         self._timer.take()
         whole = [group for group in groups if len(group.rollouts) >= max(options.k, default=1)]
         if not whole:
-            raise RolloutError("evaluation: every held-out prompt lost conversations to its environment")
+            raise RolloutError("evaluation: every held-out prompt lost responses to outages")
         return groups, summarise(whole, options.k)
 
     def __enter__(self) -> Self:
@@ -98,6 +110,8 @@ class RolloutSource:
                     problem = str(error)
                 if (said := first_problem(problem)) is not None:
                     raise ConfigError(said)
+                if self._served is not None:
+                    opened.enter_context(self._served)
             opened.enter_context(self.engine)
             self._opened = opened.pop_all()
         return self

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_gvpo.weights.fp8 import SCALE
+_FUSED = ("kv_a_proj_with_mqa", "q_a_proj")  # the projections down of latent attention
 
 
 @dataclass(frozen=True)
@@ -62,29 +62,61 @@ class DoubleBuffer:
             self._buffers.clear()
 
 
+def sent_as(kind: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a push of a run in `dtype` sends a tensor that the trainer holds as `kind`.
+
+    Numbers of floating point go as `dtype`, unless `kind` has more digits: routers choose experts by biases
+    in float32, which differ by less than a step of bfloat16. Scales of quantised tensors are float32, too.
+    Integers and quantised tensors (one byte an element) go as they are.
+    """
+    exact = kind.itemsize == 1 or not kind.is_floating_point
+    return kind if exact else torch.promote_types(kind, dtype)
+
+
+def loaded_together(stream: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+    """Yield the tensors of a stream; those that a server must load in one call in one list.
+
+    SGLang (0.5.23) has the two projections down of latent attention as one weight, and fills it only where
+    both come in the same call: it drops one that comes without the other. So the first waits for the second,
+    or for the end of a stream that has none. Both have the same dtype.
+    """
+    waiting: dict[str, tuple[str, Tensor]] = {}
+    for name, tensor in stream:
+        if not any(part in name for part in _FUSED):
+            yield [(name, tensor)]
+            continue
+        key = name.replace(*_FUSED)
+        if (other := waiting.pop(key, None)) is None:
+            waiting[key] = (name, tensor)
+        else:
+            yield [other, (name, tensor)]
+    for alone in waiting.values():
+        yield [alone]
+
+
 def buckets(
     stream: Iterable[tuple[str, Tensor]], halves: DoubleBuffer, dtype: torch.dtype
 ) -> Iterator[Bucket]:
-    """Cut a stream of (Hugging Face name, tensor) into buckets of at most `halves.limit` bytes, in `dtype`.
+    """Cut a stream of (Hugging Face name, tensor) into buckets of at most `halves.limit` bytes.
 
-    A bucket is valid until the one after the next is requested. A tensor larger than the limit gets a bucket
-    of its own, for which a buffer grows. Tensors keep their dtype if they are not of floating point, or are
-    quantised (one byte an element), or are the scales of a quantised tensor. Every tensor's offset is a
-    multiple of its element size; a tensor whose offset would not be starts a new bucket.
+    `dtype`: the run's (`sent_as`). A bucket is valid until the one after the next is requested. A tensor
+    larger than the limit gets a bucket of its own, for which a buffer grows; so do tensors that servers must
+    get in one bucket (`loaded_together`). Every tensor's offset is a multiple of its element size; a tensor
+    whose offset would not be starts a new bucket.
     """
     specs: list[TensorSpec] = []
     buffer, filled = torch.empty(0, dtype=torch.uint8), 0
-    for name, tensor in stream:
-        exact = tensor.itemsize == 1 or name.endswith(SCALE) or not tensor.is_floating_point()
-        wire = tensor.dtype if exact else dtype
-        size = tensor.numel() * wire.itemsize
-        if specs and (filled + size > halves.limit or filled % wire.itemsize):
+    for unit in loaded_together(stream):
+        wires = [sent_as(tensor.dtype, dtype) for _, tensor in unit]
+        sizes = [tensor.numel() * wire.itemsize for (_, tensor), wire in zip(unit, wires, strict=True)]
+        if specs and (filled + sum(sizes) > halves.limit or filled % wires[0].itemsize):
             yield Bucket(specs, buffer[:filled])
             specs, filled = [], 0
         if not specs:
-            buffer = halves.next(size)
-        buffer[filled : filled + size].view(wire).view(tensor.shape).copy_(tensor)
-        specs.append(TensorSpec(name, str(wire).removeprefix("torch."), tuple(tensor.shape)))
-        filled += size
+            buffer = halves.next(sum(sizes))
+        for (name, tensor), wire, size in zip(unit, wires, sizes, strict=True):
+            buffer[filled : filled + size].view(wire).view(tensor.shape).copy_(tensor)
+            specs.append(TensorSpec(name, str(wire).removeprefix("torch."), tuple(tensor.shape)))
+            filled += size
     if specs:
         yield Bucket(specs, buffer[:filled])

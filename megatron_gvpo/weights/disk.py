@@ -62,20 +62,20 @@ class Disk(Transport):
 
     async def begin(self, handles: Sequence[ServerHandle], version: int) -> None:
         self._handles, self._version, self._files = list(handles), version, 0
-        with _named(self._aside):
+        with writing(self._aside):
             shutil.rmtree(self._aside, ignore_errors=True)
             self._aside.mkdir(parents=True)
 
     async def send(self, bucket: Bucket) -> int:
         file = self._aside / f"model-{self._files:05d}.safetensors"
         self._files += 1
-        with _named(file):
+        with writing(file):
             await asyncio.to_thread(save_file, dict(bucket.tensors()), file, {"format": "pt"})
         return bucket.flat.nbytes
 
     async def end(self) -> None:
         final = self._root / f"version_{self._version}"
-        with _named(final):
+        with writing(final):
             shutil.rmtree(final, ignore_errors=True)
             self._aside.rename(final)
         version = str(self._version)
@@ -95,7 +95,7 @@ class Disk(Transport):
 
 
 @contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
+def writing(path: Path) -> Iterator[None]:
     """Turn a full or unwritable disk into a failed push, which is tried again and says the path."""
     try:
         yield

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from megatron_gvpo.config.schema import Config, ConfigError, ModelConfig, read_model_config
+from megatron_gvpo.megatron.model.further_heads import head_pattern
 from megatron_gvpo.megatron.model.own_weights import OwnWeights
 from megatron_gvpo.rollout.http import ServerGone, ServerRefused
 from megatron_gvpo.rollout.launch.start import report
@@ -19,6 +20,7 @@ from megatron_gvpo.rollout.request import RolloutError
 from megatron_gvpo.rollout.session import ServerSession
 from megatron_gvpo.runtime.collectives import broadcast_msgpack
 from megatron_gvpo.types import Prompt, TrainBatch
+from megatron_gvpo.weights.adapters.layers import adapted_layers, adapter_of, adapter_shapes
 from megatron_gvpo.weights.bucket import DoubleBuffer, buckets
 from megatron_gvpo.weights.fp8 import fp8_layout
 from megatron_gvpo.weights.push import Publisher, Weights, push
@@ -109,8 +111,10 @@ class WeightSync:
         """Give all healthy servers the present weights. Raises RolloutError."""
 
         def weights() -> Weights:
-            policy = self._policy
-            return policy.own_weights() if self._kind.sends_own else policy.weights(on_host=False)
+            policy, kind = self._policy, self._kind
+            if kind.sends_adapter:
+                return policy.adapter_weights(on_host=False)
+            return policy.own_weights() if kind.sends_own else policy.weights(on_host=False)
 
         push(self._publisher, weights, version, None if self._follower is None else self._follow)
 
@@ -178,6 +182,11 @@ class WeightSync:
     def _publish(self, servers: ServerSession) -> Publisher:
         config, device = self._config, _device()
         transport = self._kind.create(config, self._receiver, device)
+        expected: dict[str, tuple[int, ...]] = {name: tensor.shape for name, tensor in self._stored.items()}
+        optional = not_pushed(self._served, expected)
+        if self._kind.sends_adapter:
+            layers, rank = adapted_layers(config), adapter_of(config).rank
+            expected, optional = adapter_shapes(expected, layers, rank)
         return Publisher(
             servers.pool,
             servers.loop,
@@ -185,12 +194,22 @@ class WeightSync:
             config.rollout.weights,
             dtype=getattr(torch, config.model.dtype),
             device=torch.device("cpu") if transport.host_buckets else device,
-            expected={name: tensor.shape for name, tensor in self._stored.items()},
-            optional=frozenset(["lm_head.weight"] if self._served.get("tie_word_embeddings") else []),
+            expected=expected,
+            optional=optional,
             fp8=self._fp8,
             colocated=config.rollout.servers.colocated,
             report=report,
         )
+
+
+def not_pushed(served: Mapping[str, Any], stored: Iterable[str]) -> frozenset[str]:
+    """The tensors of the servers' checkpoint that a push need not have; `served`: its config.json.
+
+    These are an output layer beside tied embeddings, and heads for further tokens, which never change.
+    """
+    heads = head_pattern(served)
+    tied = ["lm_head.weight"] if served.get("tie_word_embeddings") else []
+    return frozenset(tied) | {name for name in stored if heads.fullmatch(name)}
 
 
 def lowest_precision(model: ModelConfig, served_in_fp8: bool, on_gpu: bool) -> str:

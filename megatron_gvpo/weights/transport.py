@@ -86,6 +86,7 @@ class Transport(Protocol):
     # Every rank sends the weights that it holds itself: `send_own` takes the place of all `send`s, and a
     # follower's `follow_own` that of `follow`.
     sends_own: ClassVar[bool] = False
+    sends_adapter: ClassVar[bool] = False  # its buckets hold the adapter that trains, and no other weights
 
     @classmethod
     def check(cls, config: Config) -> None:

@@ -19,6 +19,7 @@ TRANSPORTS: dict[str, str] = {
     "delta": "megatron_gvpo.weights.delta:Delta",
     "shared": "megatron_gvpo.weights.shared:Shared",
     "disk": "megatron_gvpo.weights.disk:Disk",
+    "adapter": "megatron_gvpo.weights.adapters.transport:Adapter",
 }
 
 

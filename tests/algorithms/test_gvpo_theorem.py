@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_gvpo.algorithms.base import TEACHER
+from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.algorithms.losses.gvpo import GVPO
 from megatron_gvpo.types import BatchTotals, LossInputs, TrainBatch
 
@@ -57,10 +59,24 @@ def minimise(loss: Callable[[Tensor], Tensor], seed: int) -> Tensor:
     return logits.detach().softmax(0)
 
 
-def population_loss(loss: GVPO, counts: list[int]) -> Callable[[Tensor], Tensor]:
+def population_loss(
+    loss: GVPO, counts: list[int], reference: list[int] = REFERENCE
+) -> Callable[[Tensor], Tensor]:
     responses = [v for v in range(V) for _ in range(counts[v])]
-    rows = make_rows([responses], REWARD, distribution(REFERENCE))
+    rows = make_rows([responses], REWARD, distribution(reference))
     return lambda logp_v: loss(LossInputs(rows, logp_v[responses], BatchTotals.of(rows)))[0]
+
+
+def test_with_a_teacher_as_the_reference_the_optimum_is_the_teacher_reweighted_by_rewards():
+    """The recipe gvpo_teacher_logprobs: pi_teacher exp(R / beta) / Z, whoever samples."""
+    teacher = [1, 6, 2, 8, 1, 3]
+    own = {"recipe": "gvpo_teacher_logprobs", "loss": {"beta": BETA, "norm": "k"}}
+    loss = AlgorithmConfig.model_validate(own).loss
+    assert loss.reference_policies == {"ref": TEACHER}
+    optimum = (distribution(teacher).log() + REWARD / BETA).softmax(0)
+    assert kl(optimum, OPTIMUM) > 0.1, "another teacher has another optimum"
+    for counts in (REFERENCE, [1] * V):
+        assert kl(minimise(population_loss(loss, counts, teacher), 0), optimum) < 1e-6
 
 
 def kl(p: Tensor, q: Tensor) -> float:

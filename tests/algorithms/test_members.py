@@ -12,9 +12,10 @@ import pytest
 import torch
 from groups import make_group, rewards_of
 
-from megatron_gvpo import teacher
+from megatron_gvpo import api_model
 from megatron_gvpo.algorithms.advantages.estimator import Estimator
-from megatron_gvpo.algorithms.losses.importance import TruncatedImportance
+from megatron_gvpo.algorithms.importance.truncate import Truncate
+from megatron_gvpo.algorithms.members.base import taught
 from megatron_gvpo.algorithms.members.demonstration import Demonstration
 from megatron_gvpo.algorithms.members.early_exit import Exits, before
 from megatron_gvpo.algorithms.members.hinted import Hinted
@@ -118,9 +119,7 @@ def test_a_demonstration_has_no_log_prob_of_an_engine():
     assert rows.demonstration_n.tolist() == [False, False, True]
     assert rows.engine_logp_r.isnan().tolist() == [False] * 4 + [True] * 2
     assert rows.sampled_by(0).tolist() == [True] * 4 + [False] * 2
-    weight_r, _ = TruncatedImportance()(
-        rows.with_columns(old_logp_r=torch.full((6,), -0.5)), BatchTotals.of(rows)
-    )
+    weight_r, _ = Truncate()(rows.with_columns(old_logp_r=torch.full((6,), -0.5)), BatchTotals.of(rows))
     assert weight_r.tolist() == [1.0] * 6
 
 
@@ -142,6 +141,12 @@ def test_the_lowest_hint_that_succeeds_stays():
     asked = Asked(answer="weak")
     groups = Hinted(fields=("weak", "strong"), n=1)([make_group([0], record=HINTS)], asked)
     assert asked.prompts == ["p\n\nHint: weak"] and rewards_of(groups[0]) == [0, 1]
+
+
+def test_a_response_to_a_hint_that_counts_as_given_has_no_log_probs_of_the_hints_context():
+    for source, kept in (("policy", True), ("demonstration", False)):
+        [response] = taught([Rollout([5], [-0.5], "", "stop", 3)], source)
+        assert bool(response.logprobs) == kept and response.source == source
 
 
 def test_scaf_grpo_replaces_one_wrong_response_by_a_right_one():
@@ -219,7 +224,7 @@ def test_a_teacher_joins_scored_like_the_others():
 
 def test_a_chat_model_is_asked_over_http():
     """The server answers by the name of the model; the second request meets no server."""
-    said, answers = [], {"grader": "7 of 10", "judge": "B, not A", "mute": "?"}
+    said, answers = [], {"judge": "B, not A", "mute": "?"}
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -239,13 +244,12 @@ def test_a_chat_model_is_asked_over_http():
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/v1"
-        texts = teacher.chat([group], 2, url=url, model="m", template="{prompt}: {best}, not {worst}")
+        texts = api_model.chat([group], 2, url=url, model="m", template="{prompt}: {best}, not {worst}")
         a, b = group.rollouts
-        grades = [teacher.grade(group.prompt, a, url=url, model=who) for who in ("grader", "mute")]
-        wins = [teacher.prefers(group.prompt, a, b, url=url, model=who) for who in ("judge", "mute")]
+        wins = [api_model.prefers(group.prompt, a, b, url=url, model=who) for who in ("judge", "mute")]
         server.shutdown()
     assert texts == [["0", "1"]]
     assert said[0] == ("/v1/chat/completions", "m", "1+1: good, not bad")
-    assert grades == [0.7, 0.0] and "bad" in said[1][2] and wins == [0.0, 0.5] and "B:\ngood" in said[3][2]
-    with pytest.raises(teacher.TeacherError, match=r"/v1: prompt p: "):
-        teacher.chat([group], 1, url=url, model="m", timeout=5)
+    assert wins == [0.0, 0.5] and "A:\nbad\n\nB:\ngood" in said[2][2]
+    with pytest.raises(api_model.ApiModelError, match=r"/v1: prompt p: "):
+        api_model.chat([group], 1, url=url, model="m", timeout=5)

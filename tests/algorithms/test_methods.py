@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from paths import ROOT
 from rows import make_logp, make_rows
 from tiny_run import fit, records
 
@@ -26,7 +27,6 @@ from megatron_gvpo.config.schema import ConfigError, load_config
 from megatron_gvpo.megatron import parallel
 from megatron_gvpo.types import BatchTotals
 
-ROOT = Path(__file__).parents[2]
 OWN = ROOT / "examples" / "own_method"
 
 

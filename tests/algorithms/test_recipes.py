@@ -66,7 +66,7 @@ def test_an_estimator_under_another_name_replaces_the_recipes():
         ({"recipe": "dpo", "shapers": ["overlong"]}, "shapers: overlong: max_tokens is missing"),
         (
             {"recipe": "gpg", "sampler": "file", "loss": {"importance": {"cap": 2}}},
-            "loss.importance reads the engine's log-probs",
+            "loss.importance=truncate reads the engine's log-probs",
         ),
         ({"recipe": "xrpo", "sampler": "file"}, "estimator=novelty reads the engine's log-probs"),
         ({"recipe": "dpo", "allocation": "knapsack"}, "allocation ask the engine"),

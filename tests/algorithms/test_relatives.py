@@ -166,3 +166,7 @@ def test_a_hinted_response_is_weighed_against_the_policy_with_the_hint():
         PPO(cross_context=True), rows, torch.tensor([-1.0, -1.0]), BatchTotals.of(rows)
     )
     assert float(metrics["loss"]) == pytest.approx(-(1 + math.exp(0.1)) / 2)
+    corrected = PPO(cross_context=True, importance={"name": "truncate"})
+    _, metrics = token_weights(corrected, rows, torch.tensor([-1.0, -1.0]), BatchTotals.of(rows))
+    both = pytest.approx(-2 * math.exp(0.1) / 2)  # the hinted one's ratio is corrected already
+    assert float(metrics["loss"]) == both

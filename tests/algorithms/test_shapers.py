@@ -135,7 +135,7 @@ def test_similarity_to_the_others_or_to_answers_to_paraphrases():
         ({"name": "win_rate", "function": "groups:rewards_of"}, "called as f(prompt, a, b, **options)"),
         ({"name": "group_similarity", "function": "groups:rewards_of"}, "called as f(a, b, **options)"),
         (
-            {"name": "win_rate", "function": "megatron_gvpo.teacher:prefers"},
+            {"name": "win_rate", "function": "megatron_gvpo.api_model:prefers"},
             "missing a required argument: 'url'",
         ),
     ],

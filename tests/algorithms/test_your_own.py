@@ -144,3 +144,6 @@ def test_former_names_work_for_one_more_release():
             {"recipe": "grpo", "shapers": [{"name": "group_similarity", "function": former}]}
         ).shapers[0]
     assert [r.reward for r in block([make_group([0.0, 0.0])], 1)[0].rollouts] == [1.0, 1.0]
+    with pytest.warns(FutureWarning, match=r"is now megatron_gvpo\.api_model:repeat_best"):
+        member = {"name": "teacher", "function": "megatron_gvpo.teacher:repeat_best"}
+        AlgorithmConfig.model_validate({"recipe": "grpo", "members": [member]})

@@ -21,6 +21,7 @@ from megatron_gvpo.config.schema import ConfigError, ModelConfig, ParallelConfig
 from megatron_gvpo.megatron.checkpoint import conversion
 from megatron_gvpo.megatron.checkpoint import sharded as checkpoint
 from megatron_gvpo.megatron.checkpoint.sharded import CheckpointError
+from megatron_gvpo.megatron.model.complete_weights import check_files
 
 Tensors = dict[str, Tensor]
 FIRST = "model.layers.1.mlp.up_proj.weight"
@@ -152,6 +153,23 @@ def test_what_changes_nothing_is_accepted(models, tmp_path, group, case):
         assert torch.equal(built[name], tensor), name
 
 
+def test_heads_for_further_tokens_are_kept_and_exported(models, tmp_path, group, caplog):
+    """Nothing here computes with them."""
+    from megatron_gvpo.megatron.model.build import build
+
+    name = "model.layers.4.enorm.weight"
+    source = changed(models / "deepseek_v3", tmp_path / "model", with_tensor(name, 32), **MTP)
+    built = build(ModelConfig(path=str(source), dtype="float32"), ParallelConfig())
+    [said] = [record.message for record in caplog.records if "further tokens" in record.message]
+    assert f"model.path={source} has 1 tensors of heads for further tokens ({name}, ...)" in said
+    built.save_hf(tmp_path / "exported")
+    before, after = (load_file(path / "model.safetensors") for path in (source, tmp_path / "exported"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[n], after[n]) for n in before)
+    assert json.loads((tmp_path / "exported" / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    build(ModelConfig(path=str(tmp_path / "exported"), dtype="float32"), ParallelConfig(), trained=False)
+
+
 def test_an_index_that_leaves_a_tensor_out(models, tmp_path, group):
     from megatron_gvpo.megatron.model.build import build
 
@@ -161,6 +179,26 @@ def test_an_index_that_leaves_a_tensor_out(models, tmp_path, group):
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ConfigError, match=rf"\({FIRST}\), or model.*index.json does not name them"):
         build(ModelConfig(path=str(model)), ParallelConfig(), trained=False)
+
+
+def test_two_copies_of_a_tensor_must_be_equal(models, tmp_path):
+    """Fails on the old code, which took the copy that the index names; an engine may take the other."""
+    model = changed(models / "untied", tmp_path / "model", lambda tensors: None)
+    tensors = load_file(model / "model.safetensors")
+    index = {"weight_map": dict.fromkeys(tensors, "model.safetensors") | {"more": "more.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    more = {"more": torch.ones(1), FIRST: tensors[FIRST].clone()}
+    save_file(more, model / "more.safetensors")
+    check_files(model, "model.path")
+    more[FIRST][-1, -1] += 1
+    save_file(more, model / "more.safetensors")
+    said = rf"{FIRST} is in model.safetensors and, with other values, in more.safetensors: remove one"
+    with pytest.raises(ConfigError, match=said):
+        check_files(model, "model.path")
+    text = json.dumps(index).replace('"more":', f'"{FIRST}": "more.safetensors", "more":')
+    (model / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ConfigError, match=rf"index.json: not valid JSON \(field '{FIRST}' is given twice\)"):
+        check_files(model, "model.path")
 
 
 def test_the_command_line_says_it_in_one_line(task, tmp_path, capfd):

@@ -144,7 +144,7 @@ def test_saving_in_the_background_holds_no_copy_of_the_optimizer(place: Path) ->
     """Peak memory rises by a few tensors of 8 MiB. A copy of the optimizer would take 130 MiB."""
     torch.manual_seed(0)
     wide = {"vocab_size": 8192, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8}
-    config = transformers.Qwen2Config(**{**reference._COMMON, **wide})
+    config = transformers.Qwen2Config(**{**reference.COMMON, **wide})
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(place / "wide")
     case = case_of("untied", place)
     torch.save(Case(case.name, case.algorithm, case.rows, SPLIT, model="wide"), place / "case.pt")

@@ -202,6 +202,15 @@ def test_what_lies_where_a_run_would_write_is_not_removed_unasked(task, tmp_path
         f"error: model.path={tmp_path}/hf is in {tmp_path}/hf, which a run in {out} replaces: give another "
         "output_dir\n"
     )
+    reward = f"rewards.components=[{{name: own, function: '{tmp_path}/hf/reward.py:f'}}]"
+    for key, *more in (
+        ("teacher.path", "algorithm=opd", f"teacher.path={tmp_path}/hf"),
+        ("model.adapter.path", f"model.adapter={{rank: 4, path: {tmp_path}/hf}}"),
+        ("rewards.components.0.function", reward),
+    ):
+        (tmp_path / "hf" / "reward.py").touch()
+        assert main(["train", config, out, *more, "--overwrite"]) == 2
+        assert capsys.readouterr().err.startswith(f"error: {key}={tmp_path}/hf")
     assert (tmp_path / "hf" / "config.json").is_file()
     out = f"output_dir={tmp_path / 'hf'}"
     assert main(["train", config, out, f"model.path={tmp_path}/hf"]) == 2
@@ -262,6 +271,7 @@ def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.proof  # tests/runs/test_stopping.py stops two ranks by Ctrl-C
 def test_sigterm_stops_both_ranks_and_the_terminal_shows_only_the_run(task, tmp_path):
     quiet = ("algorithm=gvpo", "train.mini_batches=2")
     given = [str(task / "run.yaml"), *quiet, f"output_dir={tmp_path}", "checkpoint.every=2"]
@@ -282,6 +292,7 @@ def test_sigterm_stops_both_ranks_and_the_terminal_shows_only_the_run(task, tmp_
     assert json.loads((newest / "state.json").read_text())["step"] == records(tmp_path)[-1]["step"]
 
 
+@pytest.mark.proof  # tests/observe/test_observe.py fills the disk of a single process
 def test_a_disk_full_while_logging_is_said_once_and_costs_no_checkpoint(task, tmp_path):
     quiet = ("algorithm=gvpo", "train.mini_batches=2")
     given = [str(task / "run.yaml"), *quiet, f"output_dir={tmp_path}", "checkpoint.every=1"]
@@ -334,10 +345,11 @@ def test_a_rank_that_raises_ends_the_others(task, tmp_path):
     assert launched.returncode == 1 and "BaseException: an error of the first rank alone" in error
 
 
+@pytest.mark.proof  # tests/cluster/test_checkup.py begins ranks by torchrun, too
 def test_torchrun(task, tmp_path):
     given = [str(task / "run.yaml"), f"output_dir={tmp_path}", *SHORT]
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "megatron_gvpo")
-    launched = start(*torchrun, "train", *given)
+    launched = start(*torchrun, "train", *given, TMPDIR=str(tmp_path))
     _, error = launched.communicate(timeout=300)
     assert launched.returncode == 0, error
     assert error.count("train.mini_batches=1: a step's only update is its own reference") == 1, "a warning"

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from paths import ROOT
 
 from megatron_gvpo.cluster import doctor
 from megatron_gvpo.rollout.launch.start import DIALECTS
 from megatron_gvpo.versions import COMPONENTS, PYTHON_REFERENCE, PYTHON_TESTED, REFERENCE
 
-ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 

@@ -10,11 +10,11 @@ from ipaddress import ip_address
 from pathlib import Path
 
 import pytest
+from paths import ROOT
 from real_parts import used
 from servers import ENGINES, engine_python
 from tiny_run import SHORT
 
-ROOT = Path(__file__).parents[2]
 SECRET, LITERAL = "s3cr3t-of-the-judge", "l1teral-passw0rd"
 # In the middle of a run its reward looks at the processes of the run, and at the machine's command lines.
 REWARD = """

@@ -87,3 +87,28 @@ def test_a_terminal_is_told_what_takes_long(seconds: int, rank: str, notice: boo
 def test_a_pipe_stays_silent() -> None:
     done = run(SLOW.format(2), capture_output=True)
     assert (done.stdout, done.stderr) == ("", "")
+
+
+@pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
+def test_what_a_parent_has_closed_gets_no_file_of_the_runs(closed: tuple[int, ...], tmp_path: Path) -> None:
+    """Fails on the old code: files got the descriptors, and what was printed went into them."""
+    program = (
+        "import os, sys\nfrom megatron_gvpo.cli.terminal import open_standard_streams, say\n"
+        "open_standard_streams()\n"
+        f"file = os.open({str(tmp_path / 'file')!r}, os.O_WRONLY | os.O_CREAT)\n"
+        "print('printed'); print('printed', file=sys.stderr); sys.stdin.read(); os.system('echo printed')\n"
+        "sys.exit(0 if file > 2 else 1)"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, preexec_fn=lambda: [os.close(descriptor) for descriptor in closed])
+    assert done.returncode == 0 and (tmp_path / "file").read_bytes() == b""
+
+
+@pytest.mark.parametrize(
+    ("output", "code", "said"), [("| true", 0, ""), ("> /dev/full", 1, "error: the output")]
+)
+def test_an_output_that_ends_or_is_full(output: str, code: int, said: str) -> None:
+    """Fails on the old code: a traceback for the list of runs, and exit code 120 for a full disk."""
+    script = f"set -o pipefail; {sys.executable} -m megatron_gvpo runs tests {output}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=300)
+    assert done.returncode == code and done.stderr.startswith(said) and done.stderr.count("\n") == code

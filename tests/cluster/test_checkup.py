@@ -8,6 +8,7 @@ import re
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -57,7 +58,8 @@ def test_the_odd_one_out_is_named(checked: Path, fault: str):
 def torchrun(*command: str) -> subprocess.CompletedProcess[str]:
     """Run a command on two ranks under torchrun."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run([*launcher, *command], capture_output=True, text=True, timeout=300)
+    environment = {**os.environ, "TMPDIR": tempfile.gettempdir()}
+    done = subprocess.run([*launcher, *command], capture_output=True, text=True, timeout=300, env=environment)
     used("torchrun")
     return done
 

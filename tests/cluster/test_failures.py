@@ -47,7 +47,7 @@ def test_a_rank_that_raises_ends_at_once_and_is_named(disk: str, tmp_path: Path)
 def test_a_rank_that_ends_before_it_has_a_log_is_named(tmp_path: Path):
     """Its node lacks a file system, or this package, so only its torchrun knows of the failure."""
     (tmp_path / "rank_00001.log").write_text("the other node's rank, which waits\n")
-    environment = {**os.environ, "MEGATRON_GVPO_LOGS": str(tmp_path / "nowhere")}
+    environment = {**os.environ, "MEGATRON_GVPO_LOGS": str(tmp_path / "nowhere"), "TMPDIR": str(tmp_path)}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
     with (tmp_path / "node_0.log").open("w") as log:
         command = [*torchrun, "-m", "megatron_gvpo.cluster.rank", "train", "run.yaml"]

@@ -8,12 +8,12 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
+from paths import ROOT
 
 from megatron_gvpo.cli import main
 from megatron_gvpo.config.schema import load_config
 
 KNOWN = json.loads(resources.files("megatron_gvpo.cluster.planner").joinpath("models.json").read_text())
-ROOT = Path(__file__).parents[2]
 ASKED = (
     "--gpus",
     "16",
@@ -90,6 +90,45 @@ def test_a_plan_goes_into_a_job_with_the_command_that_it_names(
     assert "-m megatron_gvpo serve" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("gpus", "asked", "taken", "command"),
+    [
+        (8, ["--reward-gpus", "2"], 2, "train CONFIG.yaml THIS.yaml --nproc 6"),
+        (24, ["--reward-gpus", "2"], 8, "slurm CONFIG.yaml THIS.yaml --nodes "),
+        (8, ["--reward-gpus", "2", "--teacher-gpus", "2"], 4, "train CONFIG.yaml THIS.yaml --nproc 4"),
+        (24, ["--reward-gpus", "4", "--teacher-gpus", "2"], 8, "slurm CONFIG.yaml THIS.yaml --nodes "),
+    ],
+)
+def test_servers_leave_the_other_gpus(
+    gpus: int,
+    asked: list[str],
+    taken: int,
+    command: str,
+    task: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+):
+    """The plan is that of so many GPUs fewer, and its servers fit on them."""
+    model = ["--model", "Qwen/Qwen2.5-7B", *ASKED]
+    taught = ["--recipe", "opd", "--teacher", "Qwen/Qwen2.5-1.5B"] if "--teacher-gpus" in asked else []
+    out, found = tmp_path / "plan.yaml", []
+    for words in (["--gpus", str(gpus), *asked], ["--gpus", str(gpus - taken)]):
+        assert main(["plan", *model, *taught, *words, "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert [plan["server_gpus"] for plan in found] == [taken, 0]
+    if not taught:  # without servers of its own a teacher would be the trainer's
+        assert found[0]["best"] == found[1]["best"]
+    assert main(["plan", *model, *taught, "--gpus", str(gpus), *asked, "--write", str(out)]) == 0
+    assert f"{gpus - taken} train and generate" in " ".join(capsys.readouterr().out.split())
+    assert f"# megatron-gvpo {command}" in out.read_text()
+    given = ["output_dir=x", *(["algorithm=opd", f"teacher.path={tmp_path}"] if taught else [])]
+    config = load_config([task / "run.yaml", out], given)
+    servers = config.rollout.servers
+    assert servers.count * servers.tp <= min(8, gpus - taken)
+    if taught and gpus <= 8:
+        assert config.teacher.server.count * config.teacher.server.tp == 2
+
+
 def test_what_is_printed_says_that_it_is_predicted(capsys: pytest.CaptureFixture):
     assert main(["plan", "--model", "Qwen/Qwen2.5-7B", *ASKED]) == 0
     printed = capsys.readouterr().out
@@ -120,6 +159,13 @@ def test_what_is_printed_says_that_it_is_predicted(capsys: pytest.CaptureFixture
         (["--model", "Qwen/Qwen2.5-72B", "--gpus", "8"], "in host memory: try --offload 1"),
         (["--offload", "12"], "--offload 12.0: must be a fraction from 0 to 1"),
         (["--model", "Qwen/Qwen2.5-Math-7B"], "max_position_embeddings=4096"),
+        (["--reward-gpus", "-1"], "--reward-gpus -1: must be at least 0"),
+        (["--gpus", "2", "--reward-gpus", "2"], "--reward-gpus 2: --gpus 2 leaves none to train on"),
+        (["--reward-gpus", "9"], "--reward-gpus 9, which are 16 in whole nodes: --gpus 16 leaves none"),
+        (
+            ["--gpus", "8", "--reward-gpus", "4", "--teacher-gpus", "4"],
+            "--reward-gpus 4 and --teacher-gpus 4: --gpus 8 leaves none to train on",
+        ),
         (["--k", "1"], "--k 1: must be at least 2; --recipe gvpo compares the responses to a prompt"),
         (["--recipe", "gppo"], "there is no recipe 'gppo'; did you mean 'ppo'?"),
         (["--recipe", "sft"], "--recipe sft: a plan needs a method that samples responses"),

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from distributed import launch
+from paths import ROOT
 from tiny_run import configure, fit
 
 from megatron_gvpo.cluster.planner import (
@@ -36,7 +37,6 @@ from megatron_gvpo.megatron.policy import Policy
 from megatron_gvpo.types import TrainBatch
 
 KNOWN = json.loads(resources.files("megatron_gvpo.cluster.planner").joinpath("models.json").read_text())
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("name", KNOWN)

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from paths import ROOT
 from real_parts import used
 
-ROOT = Path(__file__).parents[2]
 SCALING = ROOT / "benchmarks" / "scaling.py"
 PHASES = {"rollout", "reward", "training", "optimizer", "sync", "waiting", "other"}
 
 
 def scaling(*arguments: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, SCALING, *map(str, arguments)], capture_output=True, text=True, timeout=600
-    )
+    command = [sys.executable, SCALING, *map(str, arguments)]
+    environment = {**os.environ, "TMPDIR": tempfile.gettempdir()}
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from distributed import launch
 from doc_blocks import blocks
+from paths import ROOT
 from real_parts import used
 from servers import engine_python
 from tiny_run import records
@@ -23,7 +25,6 @@ import slurm as real
 from megatron_gvpo.cli import main
 from slurm import NODES, Slurm
 
-ROOT = Path(__file__).parents[2]
 STEPS = 8
 SHORT = (f"train.steps={STEPS}", "checkpoint.every=1", "checkpoint.export_hf=false", "eval.every=0")
 TWO_NODES = ("--nodes", "2", "--ranks-per-node", "1", "--no-gpus", "--save-before", "120")
@@ -114,28 +115,65 @@ def asked(place: Path) -> dict[int, set[str]]:
 
 @pytest.fixture(scope="module")
 def uninterrupted(task: Path, tmp_path_factory) -> Path:
-    """The same run on two processes of this machine, without Slurm."""
+    """The same run on two ranks of this machine, without Slurm."""
     place = tmp_path_factory.mktemp("uninterrupted")
-    out = f"output_dir={place / 'run'}"
-    command = [sys.executable, "-m", "megatron_gvpo", "train", str(task / "run.yaml"), *SHORT, "--nproc", "2"]
-    done = subprocess.run([*command, out, reward(place)], capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
+    launch("trainer_worker:whole", [2], str(task), str(place / "run"), *SHORT, reward(place))
     return place
 
 
-def test_a_job_that_is_told_to_stop_and_loses_a_node_ends_as_if_nothing_had_been(
+def with_an_error_of_rank_1(slurm: Slurm, place: Path) -> Slurm:
+    """The same Slurm, whose jobs raise an error in the rank that gets SIGUSR2."""
+    (place / "sitecustomize.py").write_text(
+        "import signal\n"
+        "def fail(*_):\n    raise RuntimeError('an error of rank 1 alone')\n"
+        "signal.signal(signal.SIGUSR2, fail)\n"
+    )
+    there = Slurm(slurm.base)
+    there.environment |= {"PYTHONPATH": f"{place}:{slurm.environment.get('PYTHONPATH', '')}"}
+    return there
+
+
+def assert_rank_1_is_named(slurm: Slurm, job: str, place: Path) -> None:
+    """The job ended less than a minute after its fault, and its output names the error."""
+    assert slurm.ended(job) - (place / "acted").stat().st_mtime < 60
+    end = slurm.output(job).read_text()[-10_000:]  # tracebacks name long paths
+    assert "first failure: rank 1 on gvpo-node" in end
+    assert "Traceback" in end and "RuntimeError: an error of rank 1 alone" in end
+
+
+def test_a_job_that_is_told_to_stop_goes_on_until_a_rank_raises(
     slurm: Slurm, task: Path, uninterrupted: Path, tmp_path: Path
 ):
-    """The first start gets Slurm's signal before the time limit, the second loses a node."""
+    """The first start gets Slurm's signal before the time limit; in the second, a rank raises an error."""
+    out, there = tmp_path / "run", with_an_error_of_rank_1(slurm, tmp_path)
+    faults = reward(tmp_path, start_0=(3, STOP), start_1=(5, "SIGUSR2"), by_rank=1)
+    job = job_of(submit(there, str(task / "run.yaml"), *SHORT, f"output_dir={out}", faults, *TWO_NODES))
+    slurm.wait_for_start(job, 1)
+    said = slurm.said(job)
+    assert "stopped on request; the checkpoint is complete" in said and "requeued" in said
+    assert slurm.end(job) == "FAILED", slurm.said(job)
+    assert_rank_1_is_named(slurm, job, tmp_path)
+    assert [record["step"] for record in records(out)] == [0, 1, 2, 3, 4]
+    assert records(out) == records(uninterrupted / "run")[:5]
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("loses_a_node", [False, True])
+def test_a_job_that_is_told_to_stop_and_loses_a_node_ends_as_if_nothing_had_been(
+    slurm: Slurm, task: Path, uninterrupted: Path, tmp_path: Path, loses_a_node: bool
+):
+    """The first start gets Slurm's signal before the time limit, the second may lose a node."""
     out = tmp_path / "run"
-    faults = reward(tmp_path, start_0=(3, STOP), start_1=(5, LOSE_A_NODE))
+    lost = {"start_1": (5, LOSE_A_NODE)} if loses_a_node else {}
+    faults = reward(tmp_path, start_0=(3, STOP), **lost)
     job = job_of(submit(slurm, str(task / "run.yaml"), *SHORT, f"output_dir={out}", faults, *TWO_NODES))
     slurm.wait_for_start(job, 1)
     said = slurm.said(job)
     assert "stopped on request; the checkpoint is complete" in said and "requeued" in said
-    slurm.wait_for_start(job, 2)
+    if loses_a_node:
+        slurm.wait_for_start(job, 2)
     assert slurm.end(job) == "COMPLETED", slurm.said(job)
-    assert "Node failure on gvpo-node2" in slurm.said(job)
+    assert ("Node failure on gvpo-node2" in slurm.said(job)) == loses_a_node
     assert records(out) == records(uninterrupted / "run")
 
 
@@ -154,29 +192,22 @@ def test_a_step_that_is_longer_than_the_time_limit_ends_the_job(slurm: Slurm, ta
     assert "--sbatch=--time" in said and records(out)[-1]["step"] == 2
 
 
-@pytest.mark.parametrize("how", ["raises", pytest.param("killed", marks=pytest.mark.proof)])
+@pytest.mark.proof
+@pytest.mark.parametrize("how", ["raises", "killed"])
 def test_a_rank_that_fails_ends_the_job_in_seconds_and_is_named(
     slurm: Slurm, task: Path, tmp_path: Path, how: str
 ):
-    (tmp_path / "sitecustomize.py").write_text(
-        "import signal\n"
-        "def fail(*_):\n    raise RuntimeError('an error of rank 1 alone')\n"
-        "signal.signal(signal.SIGUSR2, fail)\n"
-    )
-    path = f"{tmp_path}:{slurm.environment.get('PYTHONPATH', '')}"
-    slurm_here = Slurm(slurm.base)
-    slurm_here.environment |= {"PYTHONPATH": path}
+    there = with_an_error_of_rank_1(slurm, tmp_path)
     fault = reward(tmp_path, start_0=(3, "SIGKILL" if how == "killed" else "SIGUSR2"), by_rank=1)
     out = f"output_dir={tmp_path / 'run'}"
-    job = job_of(submit(slurm_here, str(task / "run.yaml"), *SHORT, out, fault, *TWO_NODES))
+    job = job_of(submit(there, str(task / "run.yaml"), *SHORT, out, fault, *TWO_NODES))
     assert slurm.end(job) == "FAILED", slurm.said(job)
-    assert slurm.ended(job) - (tmp_path / "acted").stat().st_mtime < 60
-    end = slurm.output(job).read_text()[-10_000:]  # tracebacks name long paths
     if how == "killed":
+        assert slurm.ended(job) - (tmp_path / "acted").stat().st_mtime < 60
+        end = slurm.output(job).read_text()[-10_000:]
         assert re.search(r"first failure: rank 1 on gvpo-node\d at .* killed by SIGKILL: often because", end)
     else:
-        assert "first failure: rank 1 on gvpo-node" in end
-        assert "Traceback" in end and "RuntimeError: an error of rank 1 alone" in end
+        assert_rank_1_is_named(slurm, job, tmp_path)
 
 
 @pytest.mark.proof

@@ -12,11 +12,10 @@ import time
 from pathlib import Path
 
 import pytest
+from paths import ROOT
 
 from megatron_gvpo.cli import main
 from megatron_gvpo.cluster.job import _seconds
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -112,6 +111,24 @@ def test_a_job_without_its_reward_is_refused_before_it_waits(task: Path, tmp_pat
     reward = f'rewards.components=[{{"name": "mine", "function": "{tmp_path}/none.py:mine"}}]'
     assert main(["slurm", str(task / "run.yaml"), f"output_dir={tmp_path}", "--nodes=1", reward]) == 2
     assert "error: rewards.components.0.function=" in capsys.readouterr().err
+
+
+def test_a_job_asks_for_the_gpus_of_the_servers_that_the_run_starts(task: Path, tmp_path: Path, capsys):
+    """A judge's servers have GPUs beside the ranks', on the trainer's nodes alone."""
+
+    def script(servers: str) -> tuple[list[str], str]:
+        path = f'"path": "{task}/model", ' if "urls" not in servers else '"model": "judge", '
+        judge = f'rewards.components=[{{"name": "j", "judge": {{{path}"servers": {servers}}}}}]'
+        job = ["--nodes=1", "--rollout-nodes=1", "--ranks-per-node=6", "--dry-run", "rollout.engine=sglang"]
+        assert main(["slurm", str(task / "run.yaml"), f"output_dir={tmp_path}", judge, *job]) == 0
+        said = capsys.readouterr()
+        return re.findall(r"#SBATCH --gpus-per-node=(\d+)", said.out), said.err
+
+    asked, said = script('{"tp": 2}')
+    assert asked == ["8", "6"] and "8 GPUs a node: 6 for ranks and 2" in said
+    assert "for rewards.components.0.judge.servers." in said
+    asked, said = script('{"urls": ["http://judge:1"]}')
+    assert asked == ["6", "6"] and "GPUs a node" not in said
 
 
 def test_without_slurm_the_script_is_written_and_it_says_where_to_submit_it(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -102,3 +103,23 @@ def test_servers_get_gpus_that_the_trainer_may_see(
     assert [environment["CUDA_VISIBLE_DEVICES"] for environment in launched] == expected
     settings = {environment.get("PYTORCH_CUDA_ALLOC_CONF") for environment in launched}
     assert settings == ({"expandable_segments:False"} if colocated else {None})
+
+
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        ((64, 4096), "(256, 4096)"),
+        ((64, 64), "this process may open 64 files, and a run needs 256: raise the limit (ulimit -n)"),
+    ],
+)
+def test_a_process_that_may_open_few_files(good: Path, limits: tuple[int, int], said: str):
+    """Fails on the old code: a reward's worker ended with a traceback."""
+    program = (
+        "import resource\nfrom megatron_gvpo.config.schema import ConfigError, load_config\n"
+        "from megatron_gvpo.runtime.environment import prepare\n"
+        f"resource.setrlimit(resource.RLIMIT_NOFILE, {limits})\n"
+        f"try: prepare(load_config([{str(good)!r}])); print(resource.getrlimit(resource.RLIMIT_NOFILE))\n"
+        "except ConfigError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert done.stdout.splitlines() == [said], done.stderr

@@ -14,22 +14,13 @@ from typing import Any
 
 import checkpoint_worker
 from gradient_cases import FAMILIES, RUNS, STEPS, small
+from gradient_reference import FAMILY_NAMES
 
 from megatron_gvpo.config.checks.parallel_layout import check_layout
 from megatron_gvpo.config.schema import ConfigError, build_config
 from megatron_gvpo.megatron.model.attention_kernel import Attention, check_attention, kernel
 
 FILE = Path(__file__).parents[2] / "docs" / "reference" / "layouts.md"
-FAMILY_NAMES = {
-    "untied": "Qwen2",
-    "tied": "Qwen2 (tied)",
-    "qwen3": "Qwen3",
-    "llama3": "Llama 3",
-    "mistral": "Mistral",
-    "qwen3_moe": "Qwen3-MoE",
-    "deepseek_v2": "DeepSeek-V2",
-    "deepseek_v3": "DeepSeek-V3",
-}
 _DENSE = {
     "architectures": ["Qwen2ForCausalLM"],
     "vocab_size": 64,

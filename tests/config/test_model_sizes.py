@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_gvpo.config.checks.supported_models import check_family
+from megatron_gvpo.config.checks.supported_models import check_family, dense_layers
 from megatron_gvpo.config.errors import ConfigError
 
 GOOD: dict[str, Any] = {
@@ -67,8 +67,51 @@ def test_what_cannot_be_right_is_refused(changed: dict[str, Any], said: str) -> 
     assert str(refused.value).startswith("model.path=m: ") and len(str(refused.value)) < 200
 
 
+HY3 = {"architectures": ["HYV3ForCausalLM"], "first_k_dense_replace": 1, "num_hidden_layers": 2}
+K_EXAONE = {"architectures": ["ExaoneMoeForCausalLM"], "num_hidden_layers": 4}
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (HY3 | {"first_k_dense_replace": None}, "no first_k_dense_replace in config.json, .* add"),
+        (
+            HY3 | {"first_k_dense_replace": 2},
+            "first_k_dense_replace=2 in config.json; .* first_k_dense_replace=1 only",
+        ),
+        (HY3 | {"mlp_layer_types": ["sparse", "dense"]}, "mlp_layer_types .* the first 1 of 2 layers dense"),
+        (K_EXAONE | {"is_moe_layer": [True] * 4}, "is_moe_layer .* the first 1 of 4 layers dense"),
+        (K_EXAONE | {"sliding_window_pattern": "LG"}, "sliding_window_pattern='LG' in config.json"),
+        (
+            {"architectures": ["Exaone4ForCausalLM"]},
+            "tie_word_embeddings=False .* tie_word_embeddings=True only",
+        ),
+        (
+            {"architectures": ["Exaone4ForCausalLM"], "tie_word_embeddings": True},
+            "no sliding_window in config.json, .* null only",
+        ),
+        ({"architectures": ["GemmaForCausalLM"], "hidden_act": "silu"}, "hidden_act=silu in config.json"),
+    ],
+)
+def test_what_megatron_bridge_would_build_otherwise_is_refused(changed: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check_family(GOOD | changed, "model.path=m")
+
+
+def test_layers_without_experts_are_those_of_transformers() -> None:
+    sparse = {"mlp_layer_types": ["dense", "sparse"]}
+    check_family(GOOD | HY3 | sparse, "m")
+    check_family(GOOD | K_EXAONE | {"sliding_window_pattern": "LLLG"}, "m")
+    models = (K_EXAONE, GOOD, GOOD | {"first_k_dense_replace": 3})
+    assert [dense_layers(model) for model in models] == [1, 0, 3]
+
+
 def test_what_models_say_is_accepted() -> None:
     check_family(GOOD, "model.path=m")
+    gemma = {"architectures": ["GemmaForCausalLM"], "hidden_act": "gelu", "tie_word_embeddings": True}
+    check_family(GOOD | gemma, "m")
+    exaone = {"architectures": ["Exaone4ForCausalLM"], "tie_word_embeddings": True, "sliding_window": None}
+    check_family(GOOD | exaone | {"sliding_window_pattern": None}, "m")
     check_family(GOOD | {"head_dim": 32, "num_attention_heads": 5, "num_key_value_heads": 1}, "m")
     check_family(GOOD | {"sliding_window": None, "num_key_value_heads": None, "max_window_layers": 0}, "m")
 

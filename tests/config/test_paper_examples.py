@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from vision_cases import CONFIGS
 
 from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.cluster.job import Job, check
@@ -18,6 +19,10 @@ FILES = {  # each with the one that it is given after
     "gpg_math_7b": [],
     "gpg_zero_7b": ["gpg_math_7b"],
     "gpg_1.5b": [],
+    "gpg_vl_geoqa_3b": [],
+    "gpg_vl_sat_2b": ["gpg_vl_geoqa_3b"],
+    "gpg_vl_classification_2b": ["gpg_vl_geoqa_3b"],
+    "gpg_vl_lisa_2b": ["gpg_vl_geoqa_3b"],
 }
 
 
@@ -33,7 +38,11 @@ def test_there_are_no_others():
 def test_a_papers_configuration_loads_with_its_numbers_beside_it(name):
     config = load(name)
     recipe = "gvpo" if name.startswith("gvpo") else "gpg"
-    assert config.algorithm == AlgorithmConfig.model_validate(recipe)
+    method = AlgorithmConfig.model_validate(recipe)
+    if "_vl_" in name:  # the scripts of the paper's code have another threshold for images
+        policy = method.batch_policy.model_copy(update={"threshold": 0.4, "max_rounds": 20})
+        method = method.model_copy(update={"batch_policy": policy})
+    assert config.algorithm == method
     text = (PAPERS / f"{name}.yaml").read_text()
     assert "Published" in text and f"arXiv {'2504.19599' if recipe == 'gvpo' else '2504.02546'}" in text
 
@@ -45,8 +54,14 @@ def test_a_papers_servers_and_trainer_fit_on_a_node_of_eight_gpus(
     """Servers and trainer share the eight GPUs; a small model has room for as many tokens as the paper's."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "rewards.py").touch()  # the paper's own rewards; a job without them is refused
-    model = json.loads((task / "model" / "config.json").read_text()) | {"max_position_embeddings": 131072}
+    # The paper's own rewards: a job without them is refused.
+    rewards = "".join(f"def {name}(prompt, rollout): ...\n" for name in ("accuracy", "cosine", "iou"))
+    (tmp_path / "data" / "rewards.py").write_text(rewards)
+    model = json.loads((task / "model" / "config.json").read_text())
+    if "_vl_" in name:
+        model = json.loads(CONFIGS["qwen2_5_vl_tied"]().to_json_string())
+        model["architectures"] = ["Qwen2_5_VLForConditionalGeneration"]
+    model.get("text_config", model)["max_position_embeddings"] = 131072
     (tmp_path / "config.json").write_text(json.dumps(model))
     check(load(name, f"model.path={tmp_path}", f"output_dir={tmp_path / 'run'}"), Job(nodes=1))
 
@@ -68,3 +83,17 @@ def test_gpgs_settings():
     assert (zero.train.steps, zero.train.prompts_per_step, zero.rollout.n) == (1100, 144, 8)
     small = load("gpg_1.5b")
     assert (small.rollout.n, small.rollout.temperature, small.rollout.max_tokens) == (6, 0.7, 3584)
+
+
+def test_gpgs_settings_for_images():
+    """Epochs of the data sets' sizes; the batch of eight GPUs is the product of the scripts' own sizes."""
+    geometry, visual, flowers, lisa = map(load, [name for name in FILES if "_vl_" in name])
+    assert geometry.train.steps == pytest.approx(8000 / 16, abs=1)
+    assert visual.train.steps == pytest.approx(2 * 12000 / 8, abs=1)
+    assert flowers.train.steps == pytest.approx(8 * 4 * 102 / 16, abs=1)
+    assert lisa.train.steps == pytest.approx(6 * 239 / 16, abs=1)
+    for config in (geometry, visual, flowers, lisa):
+        assert config.model.train_vision and config.data.train.images_key == "image"
+        assert (config.rollout.n, config.optimizer.lr, config.data.max_prompt_tokens) == (8, 1e-6, 1024)
+    assert [c.rollout.max_tokens for c in (geometry, visual, flowers)] == [256, 700, 256]
+    assert [c.rollout.temperature for c in (visual, lisa)] == [1.0, 0.9]

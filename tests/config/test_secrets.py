@@ -17,9 +17,7 @@ SECRET = "s3cr3t-of-the-judge"
 
 
 def reward(options: str) -> str:
-    return (
-        f"rewards.components=[{{name: judge, function: 'megatron_gvpo.teacher:grade', options: {options}}}]"
-    )
+    return f"rewards.components=[{{name: judge, function: 'a_judge.py:grade', options: {options}}}]"
 
 
 @pytest.fixture

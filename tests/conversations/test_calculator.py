@@ -15,6 +15,7 @@ from real_parts import used
 
 from megatron_gvpo import cli
 from megatron_gvpo.conversations import Reply
+from megatron_gvpo.data.tokenizer import load_tokenizer
 from megatron_gvpo.groups import Prompt
 from megatron_gvpo.observe import read_metrics
 from megatron_gvpo.observe.rollouts.reader import read_rollouts
@@ -45,9 +46,9 @@ def test_the_example_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.setattr(sys, "argv", ["make_task.py", "--out", "runs/calculator/task"])
-    task = runpy.run_path(str(EXAMPLE / "make_task.py"), run_name="__main__")
+    runpy.run_path(str(EXAMPLE / "make_task.py"), run_name="__main__")
     [stop] = yaml.safe_load((EXAMPLE / "gvpo.yaml").read_text())["rollout"]["stop_token_ids"]
-    assert task["TOKENS"][stop] == ")"
+    assert load_tokenizer("runs/calculator/task/model").convert_ids_to_tokens(stop) == ")"
     few = ("train.prompts_per_step=8", "data.train.limit=64", "logging.progress=off")
     cpu = "examples/cpu.yaml"
     sft = ("train", "examples/calculator/sft.yaml", cpu, *few, "train.steps=2", "optimizer.warmup_steps=1")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from digits import ENVIRONMENT, TALK, talks
 from distributed import launch
 from real_parts import used
 from servers import SharedServer, logprobs, pool_of, served_config
@@ -19,56 +20,12 @@ from megatron_gvpo.conversations.held import Conversations
 from megatron_gvpo.data.task import Task
 from megatron_gvpo.data.tokenizer import end_token_id, load_tokenizer
 from megatron_gvpo.groups import Prompt
+from megatron_gvpo.observe import read_metrics
+from megatron_gvpo.rollout.prefix_cache import METRIC
 from megatron_gvpo.rollout.request import Request
 from megatron_gvpo.sampling.served import Speakers
 from megatron_gvpo.trainer import Trainer
 from megatron_gvpo.turns import segments
-
-# A model that knows nothing says anything. The environment answers with digits that depend on the seed and on
-# all that was said, and pays for variety. Where the file `stop` lies, it stops the trainer in a conversation.
-ENVIRONMENT = """
-import hashlib, os, pathlib, signal
-import psutil
-from megatron_gvpo.conversations import Reply
-
-class Digits:
-    def __init__(self, stop="", down=False):
-        self.stop, self.down = stop, down
-
-    def reset(self, prompt, seed):
-        self.seed, self.said = seed, []
-
-    def step(self, said):
-        self.said.append(said)
-        if self.down and self.seed % 3 == 0:
-            raise RuntimeError("down")
-        if self.stop and pathlib.Path(self.stop).exists() and len(self.said) == 2:
-            pathlib.Path(self.stop).unlink()
-            os.kill(psutil.Process(os.getppid()).ppid(), signal.SIGTERM)
-        text = "/".join([str(self.seed), *self.said])
-        number = int(hashlib.sha256(text.encode()).hexdigest(), 16) % 100
-        if number < 20:
-            return Reply(None, reward=len(set(said)) / 10)
-        return Reply(str(number), reward=len(set(said)) / 10, counts={"even": 1 - number % 2})
-"""
-TALK = (
-    "rollout.max_tokens=24",
-    "eval.sampling.max_tokens=24",
-    "rollout.stop_token_ids=[6,7,8,9]",
-    "rewards.components=[{name: environment}]",
-)
-
-
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("environment") / "digits.py"
-    file.write_text(ENVIRONMENT)
-    return file
-
-
-def talks(environment: Path, **options: object) -> str:
-    settings = {"environment": f"{environment}:Digits", "turns": 4, "workers": 2, "options": options}
-    return f"rollout.conversation={json.dumps(settings)}"
 
 
 class Ask(Callback):
@@ -92,17 +49,17 @@ PAID_BY_TURN = ("algorithm=reinforce_pp", "train.mini_batches=2")
     ids=["gvpo", "rewards of turns"],
 )
 def test_a_resumed_run_of_conversations_equals_an_uninterrupted_one(
-    task: Path, environment: Path, tmp_path: Path, method: tuple[str, ...]
+    task: Path, tmp_path: Path, method: tuple[str, ...]
 ) -> None:
     """The trainer is stopped while it holds a step's conversations."""
     used("environment workers")
     whole, parts, mark = tmp_path / "whole", tmp_path / "parts", tmp_path / "mark"
-    fit(configure(task, whole, *method, *TALK, talks(environment)))
-    stopping = configure(task, parts, *method, *TALK, talks(environment, stop=str(mark)))
+    fit(configure(task, whole, *method, *TALK, talks()))
+    stopping = configure(task, parts, *method, *TALK, talks(stop=str(mark)))
     stopped = fit(stopping, [Ask(mark)])
     assert stopped.step == 2 and not mark.exists()
     fit(
-        configure(task, parts, *method, *TALK, talks(environment)),
+        configure(task, parts, *method, *TALK, talks()),
         resume=True,
         allow_change=("rollout.conversation.options",),
     )
@@ -117,15 +74,13 @@ def test_a_resumed_run_of_conversations_equals_an_uninterrupted_one(
 
 @pytest.mark.proof
 @pytest.mark.usefixtures("leave_the_process_group")
-def test_arise_learns_skills_from_conversations_and_gives_them_to_others(
-    task: Path, environment: Path, tmp_path: Path
-) -> None:
+def test_arise_learns_skills_from_conversations_and_gives_them_to_others(task: Path, tmp_path: Path) -> None:
     used("environment workers")
     skills = (
         "[{name: skills, n: 2, after_step: 1, gate: 0, template: '={skill}', summary_template: '={best}'}]"
     )
     arise = ("algorithm=arise", f"algorithm.members={skills}", "data.max_prompt_tokens=200")
-    settings = (*arise, *TALK, talks(environment), "data.eval=null", "train.steps=3")
+    settings = (*arise, *TALK, talks(), "data.eval=null", "train.steps=3")
     trainer = fit(configure(task, tmp_path / "run", *settings))
     [library] = trainer.components.members
     assert library.skills
@@ -134,10 +89,8 @@ def test_arise_learns_skills_from_conversations_and_gives_them_to_others(
 
 
 @pytest.mark.usefixtures("leave_the_process_group")
-def test_conversations_that_outages_took_are_counted_and_not_trained(
-    task: Path, environment: Path, tmp_path: Path
-) -> None:
-    settings = talks(environment, down=True).replace('"turns": 4', '"turns": 4, "max_lost": 0.9')
+def test_conversations_that_outages_took_are_counted_and_not_trained(task: Path, tmp_path: Path) -> None:
+    settings = talks(down=True).replace('"turns": 4', '"turns": 4, "max_lost": 0.9')
     fit(configure(task, tmp_path / "run", *GVPO, *TALK, settings, "data.eval=null", "train.steps=3"))
     lines = records(tmp_path / "run")[1:]
     lost, dropped = [line["env/lost"] for line in lines], [line["env/dropped_groups"] for line in lines]
@@ -147,14 +100,14 @@ def test_conversations_that_outages_took_are_counted_and_not_trained(
 
 
 @pytest.mark.proof
-def test_resume_of_conversations_on_two_ranks(task: Path, environment: Path, tmp_path: Path) -> None:
-    settings = json.dumps([*GVPO, *TALK, talks(environment)])
+def test_resume_of_conversations_on_two_ranks(task: Path, tmp_path: Path) -> None:
+    settings = json.dumps([*GVPO, *TALK, talks()])
     launch("trainer_worker:conversations", [2], str(task), str(tmp_path), settings)
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
 
 
 def test_servers_hold_conversations_in_the_contexts_that_are_trained(
-    served: SharedServer, task: Path, environment: Path
+    served: SharedServer, task: Path
 ) -> None:
     """Every own token's log-prob is that of transformers in its segment, at the sampling temperature."""
     used("environment workers")
@@ -165,7 +118,7 @@ def test_servers_hold_conversations_in_the_contexts_that_are_trained(
     prompts = [Prompt(name, tuple(tokenizer(name)["input_ids"]), name) for name in ("7+5=", "3-1+4=")]
     requests = [Request(p.token_ids, 6, seed=7 + i) for i, p in enumerate(prompts)]
     sampling = SamplingConfig(temperature=0.7, max_tokens=24)
-    config = ConversationConfig(environment=f"{environment}:Digits", turns=4, workers=2)
+    config = ConversationConfig(environment=ENVIRONMENT, turns=4, workers=2)
     with Conversations(config, material) as conversations:
         policy = Speakers(pool, sampling)
         groups = served.client.loop.run(conversations.hold(policy, prompts, requests, sampling))
@@ -186,33 +139,55 @@ def test_servers_hold_conversations_in_the_contexts_that_are_trained(
 
 @pytest.mark.proof
 @pytest.mark.usefixtures("leave_the_process_group")
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize(
+    ("engine", "more"),
+    [("vllm", ()), ("vllm", ("rollout.speculation={method: ngram, tokens: 2}",)), ("sglang", ())],
+    ids=["vllm", "vllm that speculates", "sglang"],
+)
 def test_a_run_on_servers_holds_conversations_while_it_trains(
-    engine: str, task: Path, environment: Path, tmp_path: Path
+    engine: str, more: tuple[str, ...], task: Path, tmp_path: Path
 ) -> None:
     """Conversations are carried over weight pushes; the trainer's log-probs are the engine's nevertheless."""
     ahead = ("rollout.async_steps=1", "rollout.weights.in_flight=carry", "algorithm=gvpo")
     small = ("train.mini_batches=2", "checkpoint.export_hf=false", "train.steps=3", "eval.every=0")
-    fit(served_config(engine, task, tmp_path / "run", *TALK, talks(environment), *ahead, *small))
+    fit(served_config(engine, task, tmp_path / "run", *TALK, talks(), *ahead, *small, *more))
     used(f"{engine} server")
     lines = records(tmp_path / "run")
     assert all(line["env/turns"] > 1 and line["env/lost"] == 0 for line in lines[1:])
     kl = [line["mismatch/kl"] for line in lines if "mismatch/kl" in line]  # of tokens by the present weights
     assert kl and max(kl) < 1e-4
     assert lines[-1]["response/staleness_max"] == 1 and "eval/avg@n" in lines[-1]
+    assert bool(more) == any("speculation/acceptance" in line for line in lines)
+    assert any(METRIC in line for line in read_metrics(tmp_path / "run" / "metrics.jsonl")[1:])
+
+
+@pytest.mark.proof
+@pytest.mark.usefixtures("leave_the_process_group")
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_colocated_server_holds_conversations_in_its_turns(engine: str, task: Path, tmp_path: Path) -> None:
+    """Trainer and server take turns with the memory; a push waits until the conversations have ended."""
+    colocated = ("rollout.servers.colocated=true", "rollout.weights.transport=shared")
+    waits = ("rollout.weights.in_flight=wait", "algorithm=gvpo", "train.steps=3", "eval.every=0")
+    fit(served_config(engine, task, tmp_path / "run", *TALK, talks(), *colocated, *waits))
+    used(f"{engine} server")
+    lines = records(tmp_path / "run")[1:]
+    assert len(lines) == 3
+    assert all(1 < line["env/turns"] < 4 and line["env/lost"] == 0 for line in lines)
+    assert all(line["mismatch/kl"] < 1e-4 for line in lines), "sampled by each step's weights"
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
+        ("rollout.engine=vllm rollout.router_replay=true", "not possible with rollout.router_replay=true"),
         ("train.share_prompts=true", "rollout.conversation is not possible with train.share_prompts=true"),
         ("algorithm=remax", "rollout.conversation is not possible with algorithm.prior=greedy"),
-        ("algorithm.members=[{name: replay}]", "not possible with algorithm.members: replay"),
+        ('algorithm.members=[{"name":"replay"}]', "not possible with algorithm.members: replay"),
         ("rollout.conversation.tools=[tools.py:add]", "give one of environment, tools and program"),
     ],
 )
 def test_what_cannot_be_combined_is_refused_by_name(
-    task: Path, environment: Path, tmp_path: Path, change: str, said: str
+    task: Path, tmp_path: Path, change: str, said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
-        configure(task, tmp_path / "out", *TALK, talks(environment), change)
+        configure(task, tmp_path / "out", *TALK, talks(), *change.split(" "))

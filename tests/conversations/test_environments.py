@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from processes import command_of
 from real_parts import used
 
 from megatron_gvpo.config.errors import ConfigError
@@ -17,7 +18,6 @@ from megatron_gvpo.config.sections import SamplingConfig
 from megatron_gvpo.conversations.config import ConversationConfig
 from megatron_gvpo.conversations.converse import LOST
 from megatron_gvpo.conversations.held import Conversations
-from megatron_gvpo.conversations.parsers import PARSERS, Call
 from megatron_gvpo.data.task import Task
 from megatron_gvpo.data.tokenizer import end_token_id, load_tokenizer
 from megatron_gvpo.groups import Prompt, Rollout
@@ -26,7 +26,7 @@ from megatron_gvpo.turns import Turn, segments
 
 # The record's "does" says, turn by turn, what the environment does.
 ENVIRONMENT = """
-import asyncio, os, pathlib, signal, time
+import asyncio, fractions, os, pathlib, signal, time
 from megatron_gvpo.conversations import Reply
 
 class Scripted:
@@ -59,12 +59,20 @@ class Scripted:
             os.kill(os.getpid(), signal.SIGKILL)
         if act == "flood":
             return "9" * 10_000_000
+        if act == "slow":
+            time.sleep(0.3)
         if act == "long":
             return "9" * 300
         if act == "lie":
             return {"not": "messages"}
         if act == "nan":
             return Reply("1", reward=float("nan"))
+        if act == "paid":
+            return Reply(None, reward=True, counts={"half": fractions.Fraction(1, 2)})
+        if act == "list":
+            return Reply(None, counts=[1])
+        if act == "surrogate":
+            return "1\\ud8002"
         if act == "print":
             print("x" * 100, flush=True)
             return "1"
@@ -202,8 +210,9 @@ def test_limits_end_a_conversation_and_are_never_lost(held: Held) -> None:
         ("hang", "it took longer than 2 seconds"),  # the second attempt repeats the turn before
         ("exit", "it ended its process (exit code 3)"),
         ("killed", "signal 9, Killed (perhaps by the kernel, for memory)"),
-        ("lie", "step returned dict"),
-        ("nan", "environment_reward=nan, which is no finite number"),
+        ("lie", "or a Reply"),
+        ("nan", "step returned nan as its reward"),
+        ("list", "step returned list as its counts: want a mapping of names"),
     ],
 )
 def test_failures_of_the_environment_lose_the_conversation_and_no_other(
@@ -212,6 +221,7 @@ def test_failures_of_the_environment_lose_the_conversation_and_no_other(
     prompts = [prompt("bad", "echo", act), prompt("good", "echo", "echo", "end")]
     [bad], [good] = held.hold(prompts, ["1", "2", "3"])
     assert bad.finish_reason == LOST and said in bad.text and not bad.token_ids
+    assert act not in ("lie", "nan") or bad.text.endswith(said), "no line of this package"
     assert good.finish_reason == "stop" and good.messages[3]["content"] == "1+2"
 
 
@@ -222,6 +232,14 @@ def test_a_worker_that_is_gone_once_is_replaced_and_the_conversation_goes_on(
     [[rollout]] = held.hold([prompt("a", "echo", act, "echo", "end", mark=str(tmp_path / "m"))], list("1234"))
     assert rollout.finish_reason == "stop"
     assert rollout.messages[5]["content"] == "1+2+3", "it has heard every turn once"
+
+
+def test_a_conversation_has_so_many_seconds_for_its_answers(material: Task, file: Path) -> None:
+    config = ConversationConfig(environment=f"{file}:Scripted", turns=9, rollout_timeout=0.5)
+    with Held(material, config) as opened:
+        [slow], [quick] = opened.hold([prompt("slow", "slow"), prompt("quick", "seed")], ["1"] * 9)
+    assert slow.finish_reason == quick.finish_reason == "length"
+    assert 1 <= len(slow.turns) <= 2 and len(quick.turns) == 9
 
 
 @pytest.mark.parametrize(
@@ -256,104 +274,17 @@ def test_asynchronous_steps_overlap_and_a_bad_one_costs_no_other(
 
 
 def test_workers_end_with_their_environments(held: Held) -> None:
-    import psutil
-
-    guards = [c for c in psutil.Process(os.getpid()).children() if "rewards.guard" in " ".join(c.cmdline())]
+    guards = [c for c in psutil.Process().children() if "rewards.guard" in " ".join(command_of(c))]
     assert len(guards) == 2
     held.conversations.__exit__(None, None, None)
     assert not any(guard.is_running() for guard in guards)
 
 
-TOOLS = '''
-import time
-
-def add(a: int, b: int) -> int:
-    """Adds two numbers.
-
-    Args:
-        a: The first.
-        b: The second.
-    """
-    return a + b
-
-async def slow(seconds: float) -> str:
-    """Waits.
-
-    Args:
-        seconds: How long.
-    """
-    time.sleep(seconds)
-    return "done"
-'''
-
-
-def test_tools_answer_calls_and_tell_the_policy_of_its_mistakes(material: Task, tmp_path: Path) -> None:
-    (tmp_path / "tools.py").write_text(TOOLS)
-    specs = (f"{tmp_path}/tools.py:add", f"{tmp_path}/tools.py:slow")
-    config = ConversationConfig(tools=specs, parser="json", turns=9, step_timeout=SECONDS)
-    chatty = Task(material.tokenizer, material.end_token_id, [], [], chat=False)
-    turns = [
-        '{"name": "add", "arguments": {"a": 2, "b": 3}}',
-        '[{"name": "add", "arguments": {"a": 2}}, {"name": "sub"}]',
-        '{"name": "add", "arguments": {"a": 2, "b": "x"}}',
-        '{"name": "add"',
-        '{"name": "slow", "arguments": {"seconds": 30}}',
-        '{"name": "slow", "arguments": {"seconds": 0}}',
-        "5",
-    ]
-
-    class Told(Script):
-        async def say(self, conversation: int, request: Request) -> Rollout:
-            rollout = await super().say(conversation, request)
-            rollout.text = self._turns[len(self.contexts[conversation]) - 1]
-            return rollout
-
-    with Held(chatty, config) as opened:
-        template = opened.conversations._template
-        texts = iter(turns)  # the tiny tokenizer knows no letters
-        template.text = lambda ids: next(texts)
-        [[rollout]] = opened.hold([Prompt("p", (5,), "?")], ["1"] * 9)
-    said = [m["content"] for m in rollout.messages if m["role"] == "tool"]
-    assert said[0] == "5"
-    assert said[1].startswith("Error: add: missing a required argument: 'b'")
-    assert said[2] == "Error: there is no tool 'sub'; there are: add, slow"
-    assert said[3].startswith("Error: TypeError") and said[4].startswith("Error: the call is no JSON")
-    assert said[5:] == [f"Error: it took longer than {SECONDS:g} seconds", "done"]
-    assert rollout.finish_reason == "stop"
-    assert (rollout.counts["tool_calls"], rollout.counts["tool_errors"]) == (7.0, 5.0)
-
-
-@pytest.mark.parametrize(
-    ("parser", "text", "calls"),
-    [
-        ("hermes", 'so <tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>', [("f", {"x": 1})]),
-        ("hermes", "no call", []),
-        ("json", 'It is\n```json\n{"name": "f", "arguments": {}}\n```', [("f", {})]),
-        ("json", "the answer is {x}", []),
-        (
-            "xml",
-            "<function=f><parameter=x>\n[1, 2]\n</parameter><parameter=y>a b</parameter></function>",
-            [("f", {"x": [1, 2], "y": "a b"})],
-        ),
-    ],
-)
-def test_parsers_read_calls(parser: str, text: str, calls: list[tuple[str, dict[str, Any]]]) -> None:
-    assert PARSERS[parser](text) == [Call(*call) for call in calls]
-
-
-@pytest.mark.parametrize(
-    ("parser", "text"),
-    [
-        ("hermes", "<tool_call>{"),
-        ("hermes", "<tool_call>[1]</tool_call>"),
-        ("json", '{"name": 1}'),
-        ("json", "[" * 100_000),
-        ("xml", "<function=f>"),
-    ],
-)
-def test_parsers_say_what_is_wrong_with_a_call(parser: str, text: str) -> None:
-    [call] = PARSERS[parser](text)
-    assert call.problem
+def test_numbers_of_other_types_are_paid_and_halves_of_surrogate_pairs_are_replaced(held: Held) -> None:
+    prompts = [prompt("paid", "paid"), prompt("surrogate", "surrogate", "end")]
+    [[paid], [told]] = held.hold(prompts, ["1", "2"])
+    assert paid.counts["environment_reward"] == 1.0 and paid.counts["half"] == 0.5
+    assert told.messages[1]["content"] == "1?2" and told.finish_reason == "stop"
 
 
 @pytest.mark.parametrize(
@@ -363,6 +294,7 @@ def test_parsers_say_what_is_wrong_with_a_call(parser: str, text: str) -> None:
         ("half", "it lacks reset and step"),
         ("Half", "it lacks step"),
         ("Picky", "it cannot be made with the options {}: missing a required argument: 'size'"),
+        ("Deaf", "step does not take what it is called with, step(said): too many positional arguments"),
     ],
 )
 def test_what_is_no_environment_is_an_error_at_the_start(
@@ -371,6 +303,7 @@ def test_what_is_no_environment_is_an_error_at_the_start(
     (tmp_path / "mine.py").write_text(
         "def half(): pass\nclass Half:\n    def reset(self, prompt, seed): pass\n"
         "class Picky(Half):\n    def __init__(self, size): pass\n    def step(self, said): pass\n"
+        "class Deaf(Half):\n    def step(self): pass\n"
     )
     config = ConversationConfig(environment=f"{tmp_path}/mine.py:{name}")
     with (

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+from processes import command_of
 from real_parts import used
 from test_environments import Held
 
@@ -155,7 +156,7 @@ def talk(
 def running(program: Path) -> list[psutil.Process]:
     """The processes of servers that this process's workers have started."""
     command = [sys.executable, str(program)]
-    return [p for p in psutil.Process().children(recursive=True) if p.cmdline() == command]
+    return [p for p in psutil.Process().children(recursive=True) if command_of(p) == command]
 
 
 def said(rollout: Rollout) -> list[str]:
@@ -246,7 +247,7 @@ def test_schemas_reach_the_template_and_names_are_unique(program: Path) -> None:
     with pytest.raises(ValueError, match=r"mcp: MCP server /no/such/program: FileNotFoundError"):
         tool_schemas([], [missing])
     ends = {**server, "command": [sys.executable, "-c", "print('hello')"]}
-    with pytest.raises(ValueError, match=r"mcp: MCP server .*Connection closed"):
+    with pytest.raises(ValueError, match=r"MCP server .*Connection closed: its program ended before"):
         tool_schemas([], [ends])
 
 

@@ -21,11 +21,12 @@ from megatron_gvpo.groups import Prompt
 from megatron_gvpo.rollout.request import Request
 from megatron_gvpo.sampling.served import Speakers
 from megatron_gvpo.trainer import Trainer
-from megatron_gvpo.turns import segments
+from megatron_gvpo.turns import ends_of, segments
+from megatron_gvpo.types import TrainBatch
 
 # A model that knows nothing says anything. The program answers with digits that depend on the seed and on all
-# that was said, asks a sub-agent in the end, and pays for variety. Where the file `stop` lies, it stops the
-# trainer in the middle of a rollout.
+# that was said, asks a sub-agent in the end, and pays for variety. Where the file `stop` lies, the first
+# program to remove it stops the trainer in the middle of a rollout.
 PROGRAM = """
 import hashlib, os, pathlib, signal
 import psutil
@@ -41,9 +42,13 @@ async def run(prompt, endpoint, stop=""):
     while len(said) < 3:
         answer = await client.chat.completions.create(model="policy", messages=messages)
         said.append(answer.choices[0].message.content)
-        if stop and pathlib.Path(stop).exists() and len(said) == 2:
-            pathlib.Path(stop).unlink()
-            os.kill(psutil.Process(os.getppid()).parents()[1].pid, signal.SIGTERM)
+        if stop and len(said) == 2:
+            try:
+                pathlib.Path(stop).unlink()
+            except FileNotFoundError:  # another of the programs that run at once was first
+                pass
+            else:
+                os.kill(psutil.Process(os.getppid()).parents()[1].pid, signal.SIGTERM)
         text = "/".join([str(endpoint.seed), *said])
         number = int(hashlib.sha256(text.encode()).hexdigest(), 16) % 100
         messages += [answer.choices[0].message, {"role": "user", "content": str(number)}]
@@ -103,6 +108,41 @@ def test_a_resumed_run_of_programs_equals_an_uninterrupted_one(
     assert all(1 < line["env/turns"] == line["env/asked"] <= 4 for line in lines)
     assert lines[0]["reward/mean"] == pytest.approx(lines[0]["env/environment_reward"])
     assert all(line["mismatch/kl"] < 1e-5 for line in lines), "scored in the contexts that were sampled"
+
+
+@pytest.mark.proof
+@pytest.mark.usefixtures("leave_the_process_group")
+def test_m_grpo_compares_the_sub_agents_calls_with_one_another(
+    task: Path, program: Path, tmp_path: Path
+) -> None:
+    """The program's turns and the sub-agent's have advantages of their own, and every reward counts."""
+    used("agent programs")
+    found: list[TrainBatch] = []
+
+    class Keep(Callback):
+        def on_start(self, trainer: Trainer) -> None:
+            update = trainer._update
+
+            def kept(rows: TrainBatch, *more: object) -> object:
+                found.append(rows)
+                return update(rows, *more)  # type: ignore[arg-type]
+
+            trainer._update = kept  # type: ignore[method-assign, assignment]
+
+    fit(configure(task, tmp_path / "run", "algorithm=m_grpo", *TALK, talks(program)), [Keep()])
+    assert len(records(tmp_path / "run")) == 4
+    differ = 0
+    for rows in found:
+        assert rows.advantage_r is not None
+        for row, turns in enumerate(rows.turns):
+            values_i = rows.advantage_r[rows.offsets[row] : rows.offsets[row + 1]].tolist()
+            by_agent: dict[str, set[float]] = {}
+            for turn, end in zip(turns, ends_of(turns, len(values_i)), strict=True):
+                values = values_i[turn.begin : end]
+                by_agent.setdefault(turn.agent, set()).update(values)
+            assert {*by_agent} == {"", "sub"}
+            differ += by_agent[""] != by_agent["sub"]
+    assert differ > len(found)
 
 
 def test_servers_answer_programs_in_the_contexts_that_are_trained(

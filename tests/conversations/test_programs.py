@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -13,12 +14,14 @@ import psutil
 import pytest
 from chat_tokenizer import CHATML, END, ids, tokenizer
 from paths import ROOT
+from processes import command_of
 from real_parts import used
 
 from megatron_gvpo.config.errors import ConfigError
 from megatron_gvpo.config.sections import SamplingConfig
 from megatron_gvpo.conversations.config import ConversationConfig
 from megatron_gvpo.conversations.converse import LOST
+from megatron_gvpo.conversations.programs.chat import answer_of, read_message
 from megatron_gvpo.conversations.programs.held import Programs
 from megatron_gvpo.data.task import Task
 from megatron_gvpo.groups import Prompt, Rollout
@@ -184,6 +187,8 @@ def test_limits_are_errors_that_openai_clients_understand() -> None:
         assert (caught[0].counts["turns"], caught[0].counts["environment_reward"]) == (1.0, 0.25)
         assert (len(careless[0].turns), careless[0].finish_reason) == (3, "length"), "it is scored, not lost"
         assert careless[0].counts["environment_reward"] == 0
+        [[killed]] = held.hold([prompt("killed_at_the_limit")], lambda _, i: "x" * 9)
+        assert killed.finish_reason == LOST and "signal 9" in killed.text, "it is lost, not scored"
         [[full]] = held.hold([prompt("limits")], lambda _, i: "x" * 9, most=60)
         assert full.finish_reason == "length" and full.counts["context_length_exceeded"] == 1
         given = sum(len(turn.given) for turn in full.turns)
@@ -192,14 +197,23 @@ def test_limits_are_errors_that_openai_clients_understand() -> None:
         assert [len(o) for _, _, o in held.policy.record] == [20, 20, 20]
 
 
+def test_a_program_has_so_many_seconds_between_its_answers() -> None:
+    with Held(turns=9, rollout_timeout=0.7) as held:
+        [[rollout]] = held.hold([prompt("slow")], lambda _, i: f"{i}")
+    assert (
+        rollout.finish_reason == "length" and 1 <= rollout.counts["retried_calls"] + len(rollout.turns) <= 2
+    )
+
+
 @pytest.mark.parametrize(
     ("does", "said"),
     [
         ("exit", "it ended its process (exit code 3)"),
         ("fail", "RuntimeError: a bug (agent_programs.py, line "),
         ("silent", "it returned without an answer of the policy"),
-        ("lie", "the program returned bool 'True': want the reward as a number, a Reply or None"),
-        ("no_key", "AuthenticationError: Error code: 401"),
+        ("lie", "the program returned str 'yes': want the reward as a number, a Reply or None"),
+        ("no_key", "AuthenticationError: Error code: 401 - no running rollout has this key"),
+        ("responses", "POST /v1/responses: Not Found; this endpoint has /v1/chat/completions, /inference"),
     ],
 )
 def test_a_program_that_fails_twice_is_lost_and_no_other(held: Held, does: str, said: str) -> None:
@@ -222,7 +236,7 @@ def test_a_program_that_hangs_is_ended_and_lost() -> None:
 
 def running_programs() -> list[psutil.Process]:
     """The processes of programs: below a guard is the process that starts them, and below that they are."""
-    guards = [c for c in psutil.Process().children() if c.cmdline()[-1].endswith("programs.worker")]
+    guards = [c for c in psutil.Process().children() if "programs.worker" in " ".join(command_of(c))]
     assert guards
     programs = [p for guard in guards for p in guard.children(recursive=True)[1:]]
     return [p for p in programs if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
@@ -274,6 +288,16 @@ def test_random_programs_are_trained_in_the_contexts_that_were_sampled(held: Hel
     ]
     assert max(several) > 2 and sum(r.counts["retried_calls"] for [r] in groups) > 0
     assert sum(len(r.turns) for [r] in groups) > 50
+
+
+def test_half_a_surrogate_pair_in_a_call_stays_json() -> None:
+    """Ranks exchange the messages of a conversation, and no UTF-8 has it."""
+    call = {"id": "1", "function": {"name": "f", "arguments": '{"x": "\\ud800"}'}}
+    message = read_message({"role": "assistant", "content": None, "tool_calls": [call]})
+    json.dumps(message, ensure_ascii=False).encode()
+    text = '<tool_call>{"name": "f\\ud800", "arguments": {}}</tool_call>'
+    answer, reason = answer_of(text, "hermes", True, 1)
+    assert (answer["content"], reason) == (text, "stop")
 
 
 @pytest.mark.parametrize(

@@ -21,14 +21,23 @@ from megatron_gvpo.turns import segments
 
 # As Qwen3 does it: what an earlier turn thought is left out, which a rendering of the whole chat would lose.
 FORGETS = CHATML.replace("{{ m.content }}<|im_end|>", "{{ m.content.split('</think>')[-1] }}<|im_end|>")
+# As Qwen3 and Phi-3 do it, too: the last message of a chat is written in another way than earlier ones.
+LAST = CHATML.replace(
+    "{{ m.content }}<|im_end|>",
+    "{% if loop.last and m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>",
+).replace("{% if add", "{% if not add_generation_prompt %}</call>{% endif %}{% if add")
 NUMBERED = CHATML.replace("<|im_start|>{{ m.role }}", "<|im_start|>{{ loop.index }}{{ m.role }}")
 OTHER_END = CHATML.replace("{{ m.content }}<|im_end|>", "{{ m.content }}</call><|im_end|>")
+# As Gemma 4 does it: a tool's answer is written where the call before it is in `tool_calls`.
+FORGETS_TOOLS = CHATML.replace("{% if m.role == 'tool' %}", "{% if m.role == 'tool' and calls %}").replace(
+    "{% else %}", "{% elif m.role != 'tool' %}"
+)
 REWRITES = CHATML.replace(
     "<|im_start|>{{ m.role }}", "<|im_start|>{% if not loop.last %}old {% endif %}{{ m.role }}"
 )
 
 
-@pytest.mark.parametrize("written", [CHATML, FORGETS])
+@pytest.mark.parametrize("written", [CHATML, FORGETS, LAST])
 def test_given_tokens_are_the_templates_own(written: str) -> None:
     of = tokenizer(written)
     template = Template(of, END, chat=True)
@@ -62,6 +71,15 @@ def test_tools_reach_the_template_and_their_answers_are_messages(tmp_path: Path)
         'def add(a: int, b: int) -> int:\n    """Adds.\n\n    Args:\n'
         '        a: One.\n        b: Two.\n    """\n'
         "def bare(a):\n    pass\n"
+        + "".join(
+            f'def {name}({given}):\n    """Does.\n\n    Args:\n        {word}: Any.\n    """\n'
+            for name, given, word in (
+                ("many", "*args: int", "args"),
+                ("named", "**kwargs: int", "kwargs"),
+                ("placed", "a: int, /", "a"),
+            )
+        )
+        + "class Class:\n    pass\n"
     )
     [schema] = tool_schemas([f"{tmp_path}/tools.py:add"])
     assert schema["function"]["parameters"]["required"] == ["a", "b"]
@@ -72,6 +90,14 @@ def test_tools_reach_the_template_and_their_answers_are_messages(tmp_path: Path)
     assert template.given(END, [answer]) == ids(of, text)
     with pytest.raises(ValueError, match=r"tools\.py:bare: "):
         tool_schemas([f"{tmp_path}/tools.py:bare"])
+    for name, said in (
+        ("many", r"tools\.py:many: no schema can describe its argument \*args, .* without \*, \*\* and /"),
+        ("named", r"tools\.py:named: no schema can describe its argument \*\*kwargs, "),
+        ("placed", r"tools\.py:placed: no schema can describe its argument a, "),
+        ("Class", r"tools\.py:Class: it is a class; a tool is a function"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            tool_schemas([f"{tmp_path}/tools.py:{name}"])
     with pytest.raises(DataError, match="tools need a chat template"):
         Template(tokenizer(None), END, chat=False, tools=[schema])
 
@@ -90,8 +116,21 @@ def test_templates_that_cannot_go_on_are_refused(written: str, said: str) -> Non
         Template(tokenizer(written), END, chat=True)
 
 
+def test_a_template_that_leaves_a_message_out_is_refused() -> None:
+    """Otherwise the policy would be asked again as if the tool had not answered."""
+    of = tokenizer(FORGETS_TOOLS)
+    with pytest.raises(DataError, match="leaves out a message of role tool after a turn of the policy"):
+        Template(of, END, chat=True, tools=[{"type": "function", "function": {"name": "x"}}])
+    template = Template(of, END, chat=True)
+    assert template.given(END, [{"role": "user", "content": "hello"}])
+    with pytest.raises(DataError, match="leaves out a message of role tool"):
+        template.given(END, [{"role": "tool", "content": "hello"}])
+
+
 class Echo:
     """An environment's side of a conversation, without a process."""
+
+    seconds = 0.0
 
     def __init__(self) -> None:
         self.heard: list[str] = []
@@ -124,6 +163,52 @@ def test_tokens_that_the_tokenizer_would_not_write_stay_as_they_were_sampled() -
     assert [tuple(segment.ids[:place]) for place, _, _ in segment.own] == asked
     text = of.decode(segment.ids)
     assert of(text, add_special_tokens=False)["input_ids"] != segment.ids, "rendered again, it would drift"
+
+
+@pytest.mark.parametrize(
+    ("written", "drift", "count"), [(FORGETS, False, 3), (CHATML, False, 1), (CHATML, True, 3)]
+)
+def test_a_history_that_the_template_writes_again(written: str, drift: bool, count: int) -> None:
+    """A part that is written in another way than it was sampled, as without thoughts, begins a segment."""
+    of = tokenizer(written)
+    said = ids(of, "hm</think>hello")
+    if drift:
+        said = (*said[:-1], of.convert_tokens_to_ids("he"), of.convert_tokens_to_ids("llo"))
+    asked: list[tuple[int, ...]] = []
+
+    async def say(request: Request) -> Rollout:
+        asked.append(request.prompt_ids)
+        return Rollout([*said, END], [-1.0] * (len(said) + 1), "", "stop")
+
+    echo: Any = Echo()
+    limits = Limits(turns=9, max_tokens=500, turn_tokens=500, observation_tokens=100)
+    chat = [{"role": "user", "content": "say hello"}]
+    prompt = ids(of, of.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+    template = Template(of, END, chat=True, again=True)
+    rollout = asyncio.run(converse(say, echo, template, prompt, 0, limits))
+    for number, context in enumerate(asked):
+        whole = [*chat, *rollout.messages[: 2 * number]]
+        text = of.apply_chat_template(whole, tokenize=False, add_generation_prompt=True)
+        assert context == ids(of, text), "as an application that keeps messages would ask"
+    assert rollout.token_ids == [*said, END] * 3
+    found = segments(prompt, rollout.token_ids, rollout.turns)
+    contexts = {first: segment.ids[:place] for segment in found for place, first, _ in segment.own}
+    assert [tuple(contexts[first]) for first in sorted(contexts)] == asked
+    assert len(found) == count
+
+
+@pytest.mark.parametrize(
+    ("written", "chat", "said"),
+    [
+        (None, False, "history=template needs a chat template"),
+        (REWRITES, True, "writes a prompt differently when messages follow it"),
+    ],
+)
+def test_templates_that_cannot_write_a_history_again_are_refused(
+    written: str | None, chat: bool, said: str
+) -> None:
+    with pytest.raises(DataError, match=said):
+        Template(tokenizer(written), END, chat=chat, again=True)
 
 
 def test_messages_that_the_template_refuses_lose_the_conversation() -> None:

@@ -1,5 +1,6 @@
 """The CPU device spends a step's time on arithmetic: threads, memory, the local norm."""
 
+import os
 import subprocess
 import sys
 from textwrap import dedent
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron_gvpo.megatron.cpu.device import attention_flags_kept
 from megatron_gvpo.megatron.cpu.norm import LocalRMSNorm
 
 
@@ -19,6 +21,7 @@ def alone(script: str, threads: int) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.proof
 def test_a_group_starts_no_threads_for_its_copies() -> None:
     """There would be more threads than cores, and libgomp would then put the computing ones to sleep."""
     alone(
@@ -43,6 +46,7 @@ def test_a_group_starts_no_threads_for_its_copies() -> None:
     )
 
 
+@pytest.mark.proof
 def test_freed_memory_is_kept_until_asked_for() -> None:
     alone(
         """
@@ -69,17 +73,22 @@ def test_freed_memory_is_kept_until_asked_for() -> None:
 class Settings:
     params_dtype, sequence_parallel = torch.float32, False
 
+    def __init__(self, zero_centered: bool = False) -> None:
+        self.layernorm_zero_centered_gamma = zero_centered
 
+
+@pytest.mark.parametrize("zero_centered", [False, True])
 @pytest.mark.parametrize("shape", [(7, 1, 16), (5, 3, 16), (4, 2, 3, 16)])
-def test_norm_and_its_gradients_against_fp64(shape: tuple[int, ...]) -> None:
+def test_norm_and_its_gradients_against_fp64(shape: tuple[int, ...], zero_centered: bool) -> None:
     torch.manual_seed(0)
-    norm = LocalRMSNorm(Settings(), 16)
+    norm = LocalRMSNorm(Settings(zero_centered), 16)
+    assert (norm.weight == (0 if zero_centered else 1)).all(), "the factor begins with 1"
     norm.weight.data.normal_()
     x, grad = torch.randn(shape, requires_grad=True), torch.randn(shape)
     norm(x).backward(grad)
     x64 = x.detach().double().requires_grad_()
     weight64 = norm.weight.detach().double().requires_grad_()
-    expected = F.rms_norm(x64, (16,), weight64, 1e-6)
+    expected = F.rms_norm(x64, (16,), weight64 + (1 if zero_centered else 0), 1e-6)
     expected.backward(grad.double())
     torch.testing.assert_close(norm(x).detach(), expected.detach().float(), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(x.grad, x64.grad.float(), rtol=1e-5, atol=1e-6)
@@ -91,3 +100,13 @@ def test_norm_of_bf16_is_computed_in_fp32() -> None:
     x = (torch.randn(9, 16) * 100).bfloat16()
     assert norm(x).dtype == torch.bfloat16
     assert torch.equal(norm(x), F.rms_norm(x.float(), (16,), norm.weight, 1e-6).bfloat16())
+
+
+def test_a_models_attention_flags_do_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the next model in the process, or a child process, is refused for another backend's flags."""
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "1")
+    monkeypatch.delenv("NVTE_FLASH_ATTN", raising=False)
+    with attention_flags_kept():
+        assert "NVTE_FUSED_ATTN" not in os.environ
+        os.environ |= {"NVTE_FUSED_ATTN": "0", "NVTE_FLASH_ATTN": "1"}
+    assert os.environ["NVTE_FUSED_ATTN"] == "1" and "NVTE_FLASH_ATTN" not in os.environ

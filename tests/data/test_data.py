@@ -138,6 +138,13 @@ def test_chat_template(tmp_path: Path, chat_tokenizer: Any) -> None:
     assert chat_tokenizer.decode(told[0].token_ids) == told[0].text
 
 
+@pytest.mark.parametrize("prompt", ["", " \n", [{"role": "user", "content": " "}]])
+def test_messages_without_any_text_are_no_prompt(tmp_path: Path, chat_tokenizer: Any, prompt: Any) -> None:
+    """Fails on the old code: the template's own tokens made a prompt of nothing."""
+    with pytest.raises(DataError, match=r"line 2: the prompt is empty: no message has any text"):
+        load(jsonl(tmp_path / "a.jsonl", ASK, ASK | {"prompt": prompt}), chat_tokenizer)
+
+
 def test_chat_template_can_be_switched_off(tmp_path: Path, chat_tokenizer: Any) -> None:
     (prompt,) = load(
         jsonl(tmp_path / "a.jsonl", {"prompt": "Hi", "answer": "x"}), chat_tokenizer, chat_template=False
@@ -166,7 +173,7 @@ ASK = {"prompt": "?", "answer": "x"}
         (
             [ASK | {"solution": 7}],
             {"demonstration_key": "solution"},
-            "field 'solution' is no string but int 7",
+            "(field 'solution') is neither a string nor a list of chat messages",
         ),
         ([ASK | {"prompt": 7}], {}, "line 1: the prompt is no string but int 7"),
         ([ASK | {"prompt": ""}], {}, "line 1: the prompt is empty: it has no tokens"),

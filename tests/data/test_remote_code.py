@@ -57,8 +57,8 @@ def test_a_checkpoints_code_does_not_run(malicious: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize("engine", DIALECTS)
-def test_servers_get_the_option_from_one_key(engine: str, good: Path):
-    own = [good], [f"rollout.engine={engine}"]
+def test_servers_get_the_option_from_one_key(engine: str, good: Path, task: Path):
+    own = [good], [f"rollout.engine={engine}", f"model.path={task / 'model'}"]
     for given, there in ((False, False), (True, True)):
         config = load_config(own[0], [*own[1], f"model.trust_remote_code={str(given).lower()}"])
         command = DIALECTS[engine].launch(config, 1, None, False).command

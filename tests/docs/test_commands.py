@@ -71,13 +71,18 @@ def test_commands_that_are_not_run_are_understood(block: Block):
 
 @pytest.mark.parametrize("block", of("yaml"))
 def test_yaml_is_a_configuration(block: Block, monkeypatch: pytest.MonkeyPatch):
-    """A block is a whole configuration, or part of one."""
+    """A block is a whole configuration, or part of one, after the files that commands name before it."""
     from megatron_gvpo.algorithms.recipe import merge
 
+    files = {b.value: b for b in blocks(block.page) if b.kind == "file" and b.language == "yaml"}
+    values = yaml.load(GOOD, Loader)
+    for words in (words for b in blocks(block.page) if b.language == "bash" for words in commands(b)):
+        if block.kind == "file" and block.value in words:
+            for word in words[: words.index(block.value)]:
+                values = merge(values, yaml.load(files[word].text, Loader)) if word in files else values
     for variable in re.findall(r"\{env: (\w+)\}", block.text):
         monkeypatch.setenv(variable, f"the value of {variable}")
-    values = yaml.load(block.text, Loader)
-    build_config(merge(yaml.load(GOOD, Loader), values))
+    build_config(merge(values, yaml.load(block.text, Loader)))
 
 
 @pytest.mark.parametrize("block", of("json", "jsonl"))

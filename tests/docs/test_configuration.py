@@ -27,6 +27,7 @@ BLOCKS = {block.__name__: block for place in _places().values() for block in _bl
 def test_every_key_has_a_meaning(path: str, section: type[BaseModel]):
     meanings = {key.name: key.meaning for key in configuration.keys(section)}
     assert [name for name, meaning in meanings.items() if len(meaning.split()) < 2] == []
+    assert [name for name, meaning in meanings.items() if "type: ignore" in meaning] == []
 
 
 @pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)

@@ -15,16 +15,21 @@ from megatron_gvpo.observe.metric_names import SECTIONS, entry
 PACKAGE = Path(__file__).parents[2] / "megatron_gvpo"
 PREFIXES = (
     *("reward", "response", "env", "batch", "advantage", "train", "mismatch"),
-    *("eval", "time", "throughput", "sync", "head", "memory", "device", "server"),
+    *("eval", "time", "throughput", "sync", "head", "memory", "device", "server", "speculation", "teacher"),
 )
 # Blocks of these files and folders name their metrics relative to a prefix that the trainer adds.
 RELATIVE = {
     "algorithms/losses": "train",
+    "algorithms/importance": "train",
     "algorithms/advantages": "advantage",
+    "algorithms/distillation.py": "advantage",
     "algorithms/curriculum": "batch",
     "observe/mismatch.py": "mismatch",
 }
-PUT_TOGETHER = {"memory/host_optimizer_gib", "train/entropy", "server/a:1/relative_time"}
+PUT_TOGETHER = {"memory/host_optimizer_gib", "train/entropy", "train/divergence", "server/a:1/relative_time"}
+PUT_TOGETHER |= {"train/importance_ess"}
+PUT_TOGETHER |= {f"{kind}/{name}" for kind in ("env", "reward") for name in ("lost", "dropped_groups")}
+SERVED = ("requests", "failed_requests", "probe", "model_hash", "invalid")  # of a reward model or a judge
 CRITIC = {"value", "value_loss", "value_clip_fraction"}  # the critic's loss stands beside its estimator
 
 
@@ -119,7 +124,9 @@ def test_no_entry_is_stale():
     critic = {"train/value_grad_norm", "train/value_skipped"}
     source = "".join(file.read_text() for file in (PACKAGE / "megatron").glob("*.py"))
     assert all(f'"{name.split("/")[1].removesuffix("_gib")}"' in source for name in parts | critic)
-    put_together = sensors | parts | critic | PUT_TOGETHER
+    served = "".join(file.read_text() for file in (PACKAGE / "rewards" / "served").glob("*.py"))
+    assert all(f'"{name}"' in served for name in SERVED)
+    put_together = sensors | parts | critic | PUT_TOGETHER | {f"reward/a/{name}" for name in SERVED}
     users = {"reward/<component>", "train/<metric>", "env/<count>"}
     covered = {found.name for name in written_names() | put_together if (found := entry(name))}
     assert [name for name in described() if name not in covered | users] == []

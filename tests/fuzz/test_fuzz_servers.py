@@ -10,15 +10,18 @@ import pytest
 from hypothesis import example, given, settings
 from mutate import mutated
 
-from megatron_gvpo.config.schema import SamplingConfig
+from megatron_gvpo.config.schema import ConfigError, SamplingConfig
 from megatron_gvpo.rollout.http import ServerRefused
 from megatron_gvpo.rollout.sglang import SGLang
+from megatron_gvpo.rollout.speculation import Drafts
 from megatron_gvpo.rollout.vllm import VLLM
 
 FUZZ = settings(settings.get_profile("fuzz"))
 SGLANG_ANSWERS = {
     "/server_info": {
         "version": "0.5.23", "model_path": "m", "context_length": 99, "tp_size": 2, "pp_size": 1,
+        "device": "cuda", "speculative_algorithm": "NGRAM",
+        "speculative_accept_threshold_single": 1.0, "speculative_accept_threshold_acc": 1.0,
     },
     "/generate": {
         "output_ids": [5, 6],
@@ -27,6 +30,7 @@ SGLANG_ANSWERS = {
             "input_token_logprobs": [[None, 1, None], [-0.5, 2, None], [-0.25, 3, None], [-1.0, 3, None]],
             "finish_reason": {"type": "stop", "matched": 6},
             "weight_version": "3",
+            "spec_verify_ct": 4, "spec_num_proposed_drafts": 12, "spec_num_correct_drafts": 5,
         },
     },
     "/model_info": {"weight_version": "3"},
@@ -46,6 +50,14 @@ VLLM_ANSWERS = {
         ]
     },
     "/weight_info": {"weight_version": "3"},
+    "/metrics": (
+        "# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.\n"
+        'vllm:spec_decode_num_drafts_total{engine="0",model_name="policy"} 3.0\n'
+        'vllm:spec_decode_num_drafts_total{engine="1",model_name="policy"} 1.0\n'
+        'vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="policy"} 12.0\n'
+        'vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="policy"} 5.0\n'
+        'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="0"} 4.0\n'
+    ),
 }
 
 
@@ -71,9 +83,13 @@ def ask(kind: Any, answers: dict[str, Any]) -> None:
         lambda: server.sample([1, 2], 9, 0, SamplingConfig(), (6,), 1.0),
         lambda: server.score([1, 2, 3], 1.0),
         lambda: server.weight_version(1.0),
+        lambda: server.speculates(1.0),
+        lambda: server.drafts(1.0),
     ):
         try:
             found = asyncio.run(call())
+        except ConfigError:
+            assert kind is SGLang, "vLLM does not tell how it accepts"
         except ServerRefused as error:
             assert "\n" not in str(error) and len(str(error)) < 600 and not error.is_request
         else:
@@ -89,6 +105,8 @@ def test_the_valid_answers_are_read(kind: Any, answers: dict[str, Any]) -> None:
     assert (sample.token_ids, sample.logprobs, sample.finish_reason) == ([5, 6], [-0.5, -0.25], "stop")
     assert asyncio.run(server.score([1, 2, 3], 1.0)) == [-0.5, -0.25]
     assert asyncio.run(server.weight_version(1.0)) == "3"
+    assert asyncio.run(server.speculates(1.0))
+    assert asyncio.run(server.drafts(1.0)) == Drafts(4, 12, 5)
 
 
 @FUZZ

@@ -137,6 +137,19 @@ async def limits(prompt, endpoint, client, ask):
     return Reply(None, 0.25, {refused: 1.0})
 
 
+async def slow(prompt, endpoint, client, ask):
+    """Computes for 0.4 s after every answer, until it is refused."""
+    for _ in range(9):
+        await ask([user("2+3?")])
+        await asyncio.sleep(0.4)
+
+
+async def killed_at_the_limit(prompt, endpoint, client, ask):
+    """A refusal is caught, and later something else ends the process, such as the kernel for memory."""
+    await limits(prompt, endpoint, client, ask)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 async def careless(prompt, endpoint, client, ask):
     messages = [user("a")]
     while True:
@@ -181,9 +194,13 @@ async def silent(prompt, endpoint, client, ask):
     return 1.0
 
 
+async def responses(prompt, endpoint, client, ask):
+    await client.responses.create(model="any", input="a")
+
+
 async def lie(prompt, endpoint, client, ask):
     await ask([user("a")])
-    return True
+    return "yes"
 
 
 async def no_key(prompt, endpoint, client, ask):

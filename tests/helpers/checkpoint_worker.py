@@ -295,8 +295,6 @@ MOVES: dict[tuple[str, Layout], list[Layout]] = {
 # `make test` runs these moves, `make proof` all of MOVES.
 QUICK: set[tuple[str, Layout, Layout]] = {
     ("untied", SQUARE, Layout(4, pp=4)),
-    ("tied", SQUARE, Layout(4, overlap=True)),
-    ("tied", Layout(1), Layout(2, pp=2, stage_layers=(1, 3))),
     ("untied", Layout(2, offload=0.5), Layout(1)),
     ("qwen3_moe", EVERYWHERE, Layout(1)),
     ("deepseek_v3", EVERYWHERE, Layout(2, ep=2)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from distributed import run_number
-from gradient_worker import _copy, _export_gradients, config_of
+from gradient_worker import _copy, config_of
 from torch import Tensor
 
 
@@ -95,8 +96,10 @@ def _backbone(critic: Any) -> Iterator[tuple[str, Tensor]]:
 
 def _named(critic: Any, gradients: bool = False) -> dict[str, Tensor]:
     """The critic's weights, or its gradients, on every rank."""
-    policy = SimpleNamespace(model=critic.model, weights=lambda: _backbone(critic))
-    named = _export_gradients(policy) if gradients else _copy(_backbone(critic))
+    from megatron_gvpo.megatron.gradient_export import export_gradients
+
+    weights = partial(_backbone, critic)
+    named = export_gradients(critic.model, weights) if gradients else _copy(weights())
     heads = _heads(critic)  # of gradients: after they were summed over all ranks, above
     mine = {
         f"head.{name}": (parameter.main_grad if gradients else parameter.data).clone()

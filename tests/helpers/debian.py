@@ -1,4 +1,4 @@
-"""Installs Debian packages that tests of real parts need and this machine lacks."""
+"""Installs or unpacks Debian packages that tests of real parts need and this machine lacks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import fcntl
 import os
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,7 +18,7 @@ def install(programs: Sequence[str], packages: Sequence[str]) -> None:
     Raises AssertionError, with the reason, where they cannot be installed: a real part that silently did not
     run is a defect.
     """
-    with open(Path(tempfile.gettempdir()) / "megatron_gvpo-tests-apt.lock", "w") as lock:
+    with open("/tmp/megatron_gvpo-tests-apt.lock", "w") as lock:  # of all test runs on this machine
         fcntl.flock(lock, fcntl.LOCK_EX)
         missing = [program for program in programs if shutil.which(program) is None]
         if not missing:
@@ -36,3 +35,22 @@ def install(programs: Sequence[str], packages: Sequence[str]) -> None:
                 env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
             )
             assert done.returncode == 0, f"apt-get {' '.join(arguments)}: {done.stderr[-4000:]}"
+
+
+def unpack(packages: Sequence[str], directory: Path) -> None:
+    """Download packages and unpack them in `directory`: nothing of them is installed, and no service starts.
+
+    Raises AssertionError, with the reason, where that is not possible.
+    """
+    assert shutil.which("apt-get") and shutil.which("dpkg-deb"), f"no apt-get to download {packages}"
+    (downloads := directory / "downloads").mkdir(parents=True)
+    lists = Path("/var/lib/apt/lists")
+    fresh = lists.is_dir() and any(lists.glob("*_Packages*"))
+    for arguments in ([] if fresh else [["update"]], [["download", *packages]]):
+        for each in arguments:
+            done = subprocess.run(
+                ["apt-get", "-q", *each], cwd=downloads, capture_output=True, text=True, timeout=SECONDS
+            )
+            assert done.returncode == 0, f"apt-get {' '.join(each)}: {done.stderr[-4000:]}"
+    for file in downloads.glob("*.deb"):
+        subprocess.run(["dpkg-deb", "-x", str(file), str(directory)], check=True, timeout=SECONDS)

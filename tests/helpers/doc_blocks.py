@@ -13,10 +13,10 @@ A mark is an HTML comment on the line before the block:
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[2]
+from paths import ROOT
+
 SMALL = (
     *("train.prompts_per_step=4", "rollout.n=4", "rollout.max_tokens=10", "eval.n=2", "eval.k=[1,2]"),
     *(

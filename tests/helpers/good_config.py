@@ -1,5 +1,11 @@
 """A configuration without any error, for tests that change something in it (the fixture `good`)."""
 
+from pathlib import Path
+
+import pytest
+
+from megatron_gvpo.config.schema import ConfigError, load_config
+
 GOOD = """
 output_dir: runs/x
 model: {path: model}
@@ -8,3 +14,10 @@ data:
 train: {steps: 20, prompts_per_step: 4, mini_batches: 2}
 optimizer: {lr: 1e-5}
 """
+
+
+def message(good: Path, *overrides: str) -> str:
+    """The error that the overrides are refused with."""
+    with pytest.raises(ConfigError) as error:
+        load_config([good], overrides)
+    return str(error.value)

@@ -13,7 +13,7 @@ from typing import Any
 
 import gradient_reference as reference
 import torch
-from gradient_reference import ReferenceLoss
+from gradient_reference import Correction, ReferenceLoss
 from gradient_worker import TEMPERATURE, Layout
 from torch import Tensor
 
@@ -195,15 +195,15 @@ def gvpo(
     return Step(algorithm, paper, budget, at_step_start, model=model, engine_gap=gap)
 
 
-def importance(cap: float | None) -> dict[str, Any]:
-    return {} if cap is None else {"importance": {"cap": cap}}
-
-
 def gpg(
-    budget: int, age: str, rows: str = "ragged", at_step_start: bool = False, cap: float | None = None
+    budget: int,
+    age: str,
+    rows: str = "ragged",
+    at_step_start: bool = False,
+    by: Correction | None = None,
 ) -> Step:
-    algorithm = {"recipe": "gpg", "estimator": {"age": age}, "loss": importance(cap)}
-    return Step(algorithm, reference.gpg(age, cap), budget, at_step_start, rows)
+    algorithm = {"recipe": "gpg", "estimator": {"age": age}, "loss": reference.option(by)}
+    return Step(algorithm, reference.gpg(age, by), budget, at_step_start, rows)
 
 
 def grpo(
@@ -211,10 +211,10 @@ def grpo(
     kl_coef: float,
     at_step_start: bool = False,
     rows: str = "ragged",
-    cap: float | None = None,
+    by: Correction | None = None,
 ) -> Step:
-    algorithm = {"recipe": "grpo", "loss": {"kl_coef": kl_coef, **importance(cap)}}
-    return Step(algorithm, reference.grpo(0.2, kl_coef, cap), budget, at_step_start, rows)
+    algorithm = {"recipe": "grpo", "loss": {"kl_coef": kl_coef, **reference.option(by)}}
+    return Step(algorithm, reference.grpo(0.2, kl_coef, by), budget, at_step_start, rows)
 
 
 def sft(budget: int, model: str = "untied") -> Step:
@@ -248,10 +248,15 @@ STEPS = {
     "gpg, age by token": gpg(SPLIT, "token"),
     "gpg, age by sample, ranks without signal": gpg(ALL, "sample", "long without signal"),
     "gpg, age by token, ranks without signal, accumulated": gpg(SPLIT, "token", "long without signal"),
-    "gpg with importance": gpg(SPLIT, "token", cap=1.2),
-    "gpg with importance, step start": gpg(SPLIT, "sample", at_step_start=True, cap=1.2),
-    "grpo with importance": grpo(SPLIT, 0.5, cap=1.2),
-    "grpo with importance, step start": grpo(WHOLE, 0.0, True, cap=1.2),
+    "gpg with importance": gpg(SPLIT, "token", by=reference.token_truncate),
+    "gpg with importance, step start": gpg(SPLIT, "sample", at_step_start=True, by=reference.token_truncate),
+    "gpg with a token mask": gpg(SPLIT, "token", by=reference.token_mask),
+    "gpg with sequence importance, one by one": gpg(ONE_BY_ONE, "sample", by=reference.sequence_truncate),
+    "grpo with importance": grpo(SPLIT, 0.5, by=reference.token_truncate),
+    "grpo with importance, step start": grpo(WHOLE, 0.0, True, by=reference.token_truncate),
+    "grpo with geometric importance": grpo(SPLIT, 0.5, by=reference.geometric_truncate),
+    "grpo with a sequence mask": grpo(SPLIT, 0.5, by=reference.sequence_mask),
+    "grpo with a sequence mask, step start": grpo(WHOLE, 0.0, True, by=reference.sequence_mask),
     "grpo with kl, one by one": grpo(ONE_BY_ONE, 0.5),
     "grpo with kl": grpo(SPLIT, 0.5),
     "grpo without kl, step start": grpo(WHOLE, 0.0, True),
@@ -284,6 +289,7 @@ CORE = [
     "grpo with kl",
     "grpo with kl, fewer rows than ranks",
     "grpo with importance, step start",
+    "grpo with a sequence mask",
     "sft",
     "tied, gvpo, groups split",
 ]
@@ -323,10 +329,7 @@ FEW_LAYOUTS = {
     "untied": [
         Layout(2, pp=2, recompute="full", recompute_layers=1),
         Layout(2, pp=2, stage_layers=(3, 1)),
-        Layout(4, pp=4),
-        Layout(4, cp=4),
-        Layout(4, tp=2, offload=0.5),
-        Layout(4, pp=2, vpp=2, overlap=True),
+        Layout(2, overlap=True, offload=1.0),
         Layout(4, **_SP, pp=2, vpp=2),
         Layout(4, cp=2, **_SP),
     ],
@@ -335,20 +338,15 @@ FEW_LAYOUTS = {
     "llama3": [Layout(2, **_SP)],
     "mistral": [Layout(2, cp=2)],
     "qwen3_moe": [
-        Layout(4, ep=4),
-        Layout(4, ep=2, overlap=True),
-        Layout(4, pp=2, vpp=2, ep=2),
-        Layout(4, cp=2, ep=2),
         Layout(4, **_SP, ep=2, etp=2),
         Layout(2, ep=2, **_OF_EXPERTS),
     ],
     "deepseek_v2": [Layout(2, **_SP, ep=2)],
-    "deepseek_v3": [Layout(1, **_OF_MLA), Layout(4, **_SP, pp=2, ep=2)],
+    "deepseek_v3": [Layout(1, **_OF_MLA)],
 }
 FEW_SMALL = {
     "untied": [Layout(2), Layout(4, pp=2, vpp=2)],
     "tied": [Layout(4, pp=2)],
-    "qwen3_moe": [Layout(4, ep=2)],
     "deepseek_v3": [Layout(4, **_SP, pp=2, ep=2)],
 }
 

@@ -7,7 +7,7 @@ sharding or fused kernels, and uses no line of the package's losses.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,10 @@ import transformers
 from torch import Tensor
 
 from megatron_gvpo.types import Routing, TrainBatch
+from megatron_gvpo.verify.reference import load, response_log_probs
+from megatron_gvpo.verify.tiny_model import scatter
+
+__all__ = ["load"]  # for the tests that use this module as the reference
 
 VOCABULARY = 131  # prime: tensor parallelism must pad it
 
@@ -43,7 +47,7 @@ class Sample:
 ReferenceLoss = Callable[[Sample], Tensor]
 
 
-_COMMON: dict[str, Any] = {
+COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -91,49 +95,51 @@ _GROUPED = {
     "routed_scaling_factor": 1.5,
 }
 CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
-    "untied": lambda: transformers.Qwen2Config(**_COMMON),
-    "tied": lambda: transformers.Qwen2Config(**{**_COMMON, "tie_word_embeddings": True}),
-    "qwen3": lambda: transformers.Qwen3Config(**_COMMON, head_dim=16),
-    "llama3": lambda: transformers.LlamaConfig(**_COMMON, head_dim=16, rope_parameters=_LLAMA3_ROPE),
-    "mistral": lambda: transformers.MistralConfig(**_COMMON, head_dim=16, sliding_window=None),
+    "untied": lambda: transformers.Qwen2Config(**COMMON),
+    "tied": lambda: transformers.Qwen2Config(**{**COMMON, "tie_word_embeddings": True}),
+    "qwen3": lambda: transformers.Qwen3Config(**COMMON, head_dim=16),
+    "llama3": lambda: transformers.LlamaConfig(**COMMON, head_dim=16, rope_parameters=_LLAMA3_ROPE),
+    "mistral": lambda: transformers.MistralConfig(**COMMON, head_dim=16, sliding_window=None),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
-        **_COMMON, **_EXPERTS, head_dim=16, num_experts=4, norm_topk_prob=True
+        **COMMON, **_EXPERTS, head_dim=16, num_experts=4, norm_topk_prob=True
     ),
     # As in DeepSeek-V2, a group gives two experts and is judged by its best one.
     "deepseek_v2": lambda: transformers.DeepseekV2Config(
-        **{**_COMMON, **_MLA},
+        **{**COMMON, **_MLA},
         **{**_EXPERTS, "num_experts_per_tok": 4},
         **{**_GROUPED, "n_routed_experts": 12, "n_group": 4, "topk_group": 2},
         topk_method="group_limited_greedy",
         rope_parameters=_YARN_ROPE,
     ),
     "deepseek_v3": lambda: transformers.DeepseekV3Config(
-        **{**_COMMON, **_MLA}, **_EXPERTS, **_GROUPED, rope_parameters=_YARN_ROPE
+        **{**COMMON, **_MLA}, **_EXPERTS, **_GROUPED, rope_parameters=_YARN_ROPE
     ),
 }
 
 
-def save_models(directory: Path) -> None:
-    """Write a checkpoint for each of CONFIGS, with attention, norms, biases and routers that are far from
-    trivial.
+# As the documentation calls them.
+FAMILY_NAMES = {
+    "untied": "Qwen2",
+    "tied": "Qwen2 (tied)",
+    "qwen3": "Qwen3",
+    "llama3": "Llama 3",
+    "mistral": "Mistral",
+    "qwen3_moe": "Qwen3-MoE",
+    "deepseek_v2": "DeepSeek-V2",
+    "deepseek_v3": "DeepSeek-V3",
+}
+
+
+def save_models(directory: Path, names: Iterable[str] | None = None) -> None:
+    """Write checkpoints of CONFIGS, or of those with these names.
+
+    Attention, norms, biases and routers are far from trivial.
     """
-    for name, config in CONFIGS.items():
+    for name in names or CONFIGS:
         torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(config())
-        named = [*model.named_parameters(), *model.named_buffers()]
-        for tensor_name, tensor in named:
-            if "norm" in tensor_name or "bias" in tensor_name:
-                tensor.data += 0.1 * torch.randn_like(tensor)
-            elif tensor_name.endswith("mlp.gate.weight"):
-                tensor.data.normal_(std=0.5)
+        model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]())
+        scatter(model)
         model.save_pretrained(directory / name)
-
-
-def load(directory: Path) -> torch.nn.Module:
-    model: torch.nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
-        directory, dtype="float32", experts_implementation="eager", attn_implementation="eager"
-    )
-    return model.double().eval()
 
 
 def as_in_file(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -157,9 +163,7 @@ def log_probs(model: torch.nn.Module, rows: TrainBatch, temperature: float) -> l
     routing = rows.routing or [None] * len(rows)
     for prompt, response, of_row in zip(rows.prompt_ids, rows.response_ids, routing, strict=True):
         with contextlib.nullcontext() if of_row is None else routed(model, of_row):
-            logits = model(input_ids=torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
-        logp = torch.log_softmax(logits / temperature, -1)
-        result.append(logp.gather(1, torch.tensor(response)[:, None])[:, 0])
+            result.append(response_log_probs(model, prompt, response, temperature))
     return result
 
 
@@ -232,16 +236,56 @@ def gvpo(beta: float, var: bool = True, cov: bool = True, surrogate: bool = Fals
     return loss
 
 
-def importance(sample: Sample, i: int, cap: float | None) -> Tensor:
-    """min(pi_old / pi_engine, cap) for the tokens of row i (truncated importance sampling); 1 without a
-    cap.
-    """
-    if cap is None:
+def token_truncate(log_ratio: Tensor) -> Tensor:
+    """Truncated importance sampling: min(pi_old / pi_engine, 1.2) of every token."""
+    return log_ratio.exp().minimum(torch.tensor(1.2))
+
+
+def sequence_truncate(log_ratio: Tensor) -> Tensor:
+    """The same with the ratio of the whole response."""
+    return log_ratio.exp().prod().minimum(torch.tensor(1.2)).expand_as(log_ratio)
+
+
+def geometric_truncate(log_ratio: Tensor) -> Tensor:
+    return log_ratio.mean().exp().minimum(torch.tensor(1.05)).expand_as(log_ratio)
+
+
+def token_mask(log_ratio: Tensor) -> Tensor:
+    """IcePop: the ratio in [0.7, 1.5], 0 outside."""
+    ratio = log_ratio.exp()
+    return ratio * ((ratio >= 0.7) & (ratio <= 1.5))
+
+
+def sequence_mask(log_ratio: Tensor) -> Tensor:
+    """MIS in [0.3, 2], where no token's ratio is below 0.4."""
+    ratio = log_ratio.exp().prod()
+    kept = 0.3 <= ratio <= 2 and log_ratio.exp().min() >= 0.4
+    return (ratio * kept).expand_as(log_ratio)
+
+
+Correction = Callable[[Tensor], Tensor]
+# The options of the corrections that gradient_py has.
+CORRECTIONS: dict[Correction, dict[str, Any]] = {
+    token_truncate: {"cap": 1.2},
+    sequence_truncate: {"level": "sequence", "cap": 1.2},
+    geometric_truncate: {"level": "geometric", "cap": 1.05},
+    token_mask: {"name": "mask", "low": 0.7, "high": 1.5},
+    sequence_mask: {"name": "mask", "level": "sequence", "low": 0.3, "high": 2.0, "veto": 0.4},
+}
+
+
+def option(correction: Correction | None) -> dict[str, Any]:
+    return {} if correction is None else {"importance": CORRECTIONS[correction]}
+
+
+def importance(sample: Sample, i: int, correction: Correction | None) -> Tensor:
+    """Weights of the tokens of row i, from log pi_old - log pi_engine; 1 without a correction."""
+    if correction is None:
         return torch.ones_like(sample.old[i])
-    return torch.exp(sample.old[i] - sample.engine[i]).minimum(torch.tensor(cap))
+    return correction(sample.old[i] - sample.engine[i])
 
 
-def gpg(age: str, cap: float | None = None) -> ReferenceLoss:
+def gpg(age: str, correction: Correction | None = None) -> ReferenceLoss:
     """arXiv 2504.02546: -1/T sum_it alpha (R_i - mean R) log pi (eq. 5-6, F_norm = 1).
 
     alpha = B / (B - M) (eq. 7-8), where M of B samples are in groups whose rewards are all equal; with
@@ -256,14 +300,14 @@ def gpg(age: str, cap: float | None = None) -> ReferenceLoss:
         for group in valid:
             mean = sample.rewards[group].mean()
             for i in group:
-                weighted = importance(sample, i, cap) * sample.logp[i]
+                weighted = importance(sample, i, correction) * sample.logp[i]
                 total -= alpha * (sample.rewards[i] - mean) * weighted.sum()
         return total / sample.tokens
 
     return loss
 
 
-def grpo(clip: float, kl_coef: float, cap: float | None = None) -> ReferenceLoss:
+def grpo(clip: float, kl_coef: float, correction: Correction | None = None) -> ReferenceLoss:
     """arXiv 2402.03300, eq. 3-4: the clipped objective minus k3, averaged over tokens, then over
     sequences.
     """
@@ -281,7 +325,7 @@ def grpo(clip: float, kl_coef: float, cap: float | None = None) -> ReferenceLoss
                 objective = torch.min(ratio * A, torch.clip(ratio, 1 - clip, 1 + clip) * A)
                 ref_ratio = torch.exp(sample.ref[i] - sample.logp[i])
                 k3 = ref_ratio - torch.log(ref_ratio) - 1
-                total -= (importance(sample, i, cap) * objective - kl_coef * k3).mean()
+                total -= (importance(sample, i, correction) * objective - kl_coef * k3).mean()
         return total / len(sample.logp)
 
     return loss

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,51 +17,8 @@ from torch import Tensor
 from megatron_gvpo.config.schema import Config, build_config
 from megatron_gvpo.observe.mismatch import MismatchWatch
 from megatron_gvpo.types import TrainBatch
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A parallel layout; data parallelism has the ranks that `tp`, `pp` and `cp` leave."""
-
-    ranks: int
-    tp: int = 1
-    pp: int = 1
-    vpp: int = 1
-    cp: int = 1
-    ep: int = 1
-    etp: int = 1
-    sequence_parallel: bool = False
-    stage_layers: tuple[int, ...] | None = None
-    overlap: bool = False
-    recompute: str = "none"
-    recompute_layers: int | None = None
-    recompute_modules: tuple[str, ...] = ("core_attn",)
-    offload: float = 0.0  # of the optimizer's states
-    small: bool = False  # under small_constants
-
-    @property
-    def dp(self) -> int:
-        return self.ranks // (self.tp * self.pp * self.cp)
-
-    def __str__(self) -> str:
-        names = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")
-        parts = [f"{name}{size}" for name in names if (size := getattr(self, name)) > 1]
-        parts += ["sp"] * self.sequence_parallel + ["overlap"] * self.overlap
-        parts += [f"stages{'.'.join(map(str, self.stage_layers))}"] if self.stage_layers else []
-        if self.recompute != "none":
-            of = str(self.recompute_layers or "")
-            of = "+".join(self.recompute_modules) if self.recompute == "selective" else of
-            parts.append(f"recompute_{self.recompute}" + (f"_{of}" if of else ""))
-        parts += [f"offload{self.offload:g}"] if self.offload else []
-        parts += ["small"] * self.small
-        return "-".join(parts) or "single"
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The section `parallel` of a configuration."""
-        others = ("ranks", "overlap", "offload", "small")
-        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in others}
-        return given | {"overlap_grad_reduce": self.overlap, "overlap_param_gather": self.overlap}
+from megatron_gvpo.verify.layout import Layout
+from megatron_gvpo.verify.measures import UPDATE
 
 
 @dataclass(frozen=True)
@@ -80,6 +37,7 @@ class Case:
     at_step_start: bool = False
     model: str = "untied"
     first: TrainBatch | None = None
+    teacher: str | None = None  # a model's name; its log-probs are results, too
 
 
 @dataclass(frozen=True)
@@ -107,9 +65,6 @@ class Probe:
 
 
 TEMPERATURE = 0.8
-# Adam's first step is g / (|g| + eps): with the usual 1e-8 it is the sign of g, so that a rounding error in a
-# gradient of 1e-9 flips the update. This eps is comparable to the gradients, and the update continuous.
-UPDATE = {"lr": 1e-2, "eps": 1e-3, "clip_grad": 0.5, "weight_decay": 0.1, "betas": (0.9, 0.95)}
 
 
 def config_of(case: Case, layout: Layout, directory: Path) -> Config:
@@ -127,6 +82,7 @@ def config_of(case: Case, layout: Layout, directory: Path) -> Config:
             "train": {"steps": 1, "prompts_per_step": 1, "max_tokens_per_micro_batch": case.budget},
             "optimizer": {**UPDATE, "offload_fraction": layout.offload},
             "parallel": layout.settings,
+            "teacher": None if case.teacher is None else {"path": str(directory / case.teacher)},
         }
     )
 
@@ -151,7 +107,7 @@ def run(directory: str) -> None:
     runs, probes = torch.load(place / "work.pt", weights_only=False)
     layout = list(dict.fromkeys(layout for layout, _ in runs))[run_number()]
     cases = [case for of, case in runs if of == layout]
-    results: dict[tuple[str, str], Outcome | Probe] = {}
+    results: dict[tuple[str, str], Outcome | Probe | Tensor] = {}
     with sizes_of(layout):
         for model in dict.fromkeys(case.model for case in cases):
             probe = probes[model]
@@ -160,6 +116,8 @@ def run(directory: str) -> None:
             for case in (case for case in cases if case.model == model):
                 print(f"{layout}: {case.name}", flush=True)
                 results[str(layout), case.name] = _gradients(policy, case, config_of(case, layout, place))
+            if policy.teacher is not None:
+                results[str(layout), "teacher"] = policy.score_teacher(probe.rows)
             results[str(layout), model] = _probe(policy, probe, config_of(probe, layout, place), exported)
             parallel_state.destroy_model_parallel()
     if dist.get_rank() == 0:
@@ -223,28 +181,12 @@ def _probe(policy: Any, case: Case, config: Config, exported: dict[str, Tensor])
     return Probe(exported, logp_r, updated_logp_r, _copy(policy.weights()), update.grad_norm, buckets)
 
 
-@torch.no_grad()
 def _export_gradients(policy: Any) -> dict[str, Tensor]:
-    """The accumulated gradients under Hugging Face names, exported from the parameters' places."""
-    from megatron.core import parallel_state
+    from megatron_gvpo.megatron.gradient_export import export_gradients
 
-    of_all = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    of_experts = parallel_state.get_expert_data_parallel_group()
-    for chunk in policy.model.chunks:
-        for buffers, group in ((chunk.buffers, of_all), (chunk.expert_parallel_buffers, of_experts)):
-            for bucket in (bucket for buffer in buffers for bucket in buffer.buckets):
-                # The distributed optimizer reduce-scatters: of a bucket, a rank has summed its shard only.
-                shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
-                dist.all_gather_into_tensor(bucket.grad_data, shard, group)
-    parameters = [p for chunk in policy.model.chunks for p in chunk.parameters()]
-    weights = [p.detach().clone() for p in parameters]
-    for parameter in parameters:
-        parameter.copy_(parameter.main_grad)
-    gradients = _copy(policy.weights())
+    gradients = export_gradients(policy.model)
     for name in [name for name in gradients if name.endswith("e_score_correction_bias")]:
         del gradients[name]  # exported, but no parameter
-    for parameter, weight in zip(parameters, weights, strict=True):
-        parameter.copy_(weight)
     return gradients
 
 

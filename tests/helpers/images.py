@@ -21,9 +21,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from debian import install
+from paths import ROOT
 from real_parts import used
 
-ROOT = Path(__file__).parents[2]
 TOOLS = ("buildah", "mmdebstrap")
 # Python's own modules link with these libraries; torch brings its own.
 LIBRARIES = ",".join(

@@ -74,8 +74,14 @@ def running(
     engine: str, task: Path, out: Path, *overrides: str, key: str | None = None
 ) -> Iterator[Supervisor]:
     """Context of healthy servers of `engine` on the tiny model, under a supervisor."""
+    with served(served_config(engine, task, out, *overrides), key) as supervisor:
+        yield supervisor
+
+
+@contextmanager
+def served(config: Config, key: str | None = None) -> Iterator[Supervisor]:
+    """Context of the configuration's servers, healthy, under a supervisor."""
     messages: list[str] = []
-    config = served_config(engine, task, out, *overrides)
     with pytest.MonkeyPatch.context() as environment:  # tests load checkpoints of their own
         environment.setenv("MEGATRON_GVPO_WEIGHTS", tempfile.gettempdir())
         supervisor = start_servers(config, key, messages.append)
@@ -85,7 +91,7 @@ def running(
             logs = "\n".join(process.tail() for process in supervisor.processes)
             assert supervisor.failed is None and time.monotonic() < deadline, "\n".join([*messages, logs])
             time.sleep(0.5)
-        used(f"{engine} server")
+        used(f"{config.rollout.engine} server")
         yield supervisor
     finally:
         supervisor.close()
@@ -164,13 +170,20 @@ def receiver(server: Server, transport: str) -> Any:
     return receiver_class(engine, transport)(server)
 
 
-def logprobs(model: Path, prompt: list[int], response: list[int], temperature: float = 1.0) -> torch.Tensor:
-    """Log-probs of the response's tokens by transformers, in fp32."""
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+def logprobs(
+    model: Path, prompt: list[int], response: list[int], temperature: float = 1.0, loaded: Any = None
+) -> torch.Tensor:
+    """Log-probs of the response's tokens by transformers, in fp32; `loaded`: its model, if there is one."""
     with torch.no_grad():
-        logits = reference(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+        model_of = loaded or reference(model)
+        logits = model_of(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
     logp = torch.log_softmax(logits / temperature, -1)
     return logp.gather(1, torch.tensor(response)[:, None]).squeeze(1)
+
+
+def reference(model: Path) -> Any:
+    """The model of transformers, in fp32."""
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
 
 
 def checksum(loop: BackgroundLoop, server: Server) -> dict[str, str]:

@@ -21,6 +21,12 @@ from megatron_gvpo.weights.shards.plan import fair_shares
 
 LAYOUTS = {
     "tp2 pp2": ("parallel.tp=2", "parallel.pp=2"),
+    "ep2 etp2 tp2": (
+        "parallel.tp=2",
+        "parallel.ep=2",
+        "parallel.etp=2",
+        "parallel.sequence_parallel=true",
+    ),
     "ep2 tp2": ("parallel.tp=2", "parallel.ep=2", "parallel.sequence_parallel=true"),
 }
 

@@ -18,7 +18,8 @@ def run(directory: str) -> None:
 
     With the core "GPU", layers have the core attention of GPU runs in the place of the CPU's.
 
-    A file holds {shared: (outcome, log-probs of a scoring pass, tokens in this rank's packs)}.
+    A file holds {shared: (outcome, log-probs of a scoring pass, tokens in this rank's packs)}, and under
+    "default" whether this model shares prompts where the configuration does not say.
     """
     from megatron_gvpo.megatron.attention.core import SharedPromptAttention
     from megatron_gvpo.megatron.cpu import spec
@@ -40,7 +41,7 @@ def run(directory: str) -> None:
         config = config_of(case, layout, place)
         spec.LocalAttention = cores[core]  # type: ignore[assignment, misc]
         policy = Policy(config)
-        found = {}
+        found = {"default": policy.model.share_prompts}
         for shared in (False, True):
             policy.model.share_prompts = shared
             packs.clear()
@@ -50,3 +51,19 @@ def run(directory: str) -> None:
         if dist.get_rank() == 0:
             torch.save(found, place / f"shared-{layout}-{case.model}-{budget}-{core}.pt")
         forget_layout()
+
+
+def refused(directory: str) -> None:
+    """Build the model in the directory with shared prompts; what the error says goes to `refused` in it."""
+    from megatron_gvpo.config.errors import ConfigError
+    from megatron_gvpo.config.parallel import ParallelConfig
+    from megatron_gvpo.config.schema import ModelConfig
+    from megatron_gvpo.megatron.model.build import build
+    from megatron_gvpo.megatron.parallel import initialize
+
+    place = Path(directory)
+    initialize(ParallelConfig(), seed=0)
+    try:
+        build(ModelConfig(path=directory, dtype="float32"), ParallelConfig(), share_prompts=True)
+    except ConfigError as error:
+        (place / "refused").write_text(str(error))

@@ -97,6 +97,12 @@ SERVER_OPTIONS = {
         # How much of max_tokens a new request is thought to need: below it, requests are taken back.
         ServerOption("SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION", "4096", "4", "tokens set aside for a request"),
     ],
+    # Prompts in parts are off on CPUs, where they would end vLLM (rollout/vllm.py).
+    "vllm": [
+        ServerOption("--block-size", "by GPU", "32", "tokens of a block of the cache"),
+        ServerOption("--num-gpu-blocks-override", "by GPU memory", "10", "blocks of the cache"),
+        ServerOption("--max-model-len", "the model's", "256", "tokens of a prompt and its response"),
+    ],
 }
 
 

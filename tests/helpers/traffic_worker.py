@@ -100,7 +100,8 @@ def run(directory: str) -> None:
     policy = Policy(config)
     rows = rows_of(case["lengths"])
     share = my_share(policy.model, rows, case["budget"], keep_groups=True)
-    packs = [PackedBatch.pack(pack, policy.model.padding) for pack in share.packs(rows)]
+    shares_prompts = policy.model.shares_prompts_of(rows)
+    packs = [PackedBatch.pack(pack, policy.model.padding, shares_prompts) for pack in share.packs(rows)]
     with Traffic(parallel.group_names()) as traffic:
         policy.update(rows, at_step_start=case["at_step_start"])
     result = {

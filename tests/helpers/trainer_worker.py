@@ -1,4 +1,4 @@
-"""Rank functions of test_resume.py, test_trainer.py and test_conversation_engines.py: runs on two ranks."""
+"""Rank functions of tests of whole runs on two ranks."""
 
 from __future__ import annotations
 
@@ -15,6 +15,12 @@ from tiny_run import StopAfter, configure, fit, reward_options
 from megatron_gvpo.config.schema import ConfigError
 from megatron_gvpo.runtime.collectives import all_have_failed
 from megatron_gvpo.runtime.user_functions import UserFunctionError
+
+
+def whole(task: str, out: str, *overrides: str) -> None:
+    """Run to the end."""
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(dist.get_rank()), str(dist.get_world_size())
+    fit(configure(Path(task), Path(out), *overrides))
 
 
 def interrupted_and_not(task: str, runs: str) -> None:

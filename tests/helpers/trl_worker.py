@@ -6,7 +6,11 @@ process.
 
 from __future__ import annotations
 
+import ast
+import inspect
+import math
 import sys
+import textwrap
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
@@ -41,6 +45,34 @@ def trainer(kind: type, logp: torch.Tensor, **settings: Any) -> Any:
     return self
 
 
+def importance_ratio(settings: dict[str, Any], data: dict[str, torch.Tensor]) -> torch.Tensor:
+    """TRL's weights for the engine's samples.
+
+    TRL computes them in the method that also generates: the statement that does so is taken from its source.
+    """
+    source = textwrap.dedent(inspect.getsource(GRPOTrainer._generate_and_score_completions))
+    mode = "vllm_importance_sampling_mode"
+    (statement,) = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.If)
+        and "vllm_importance_sampling_correction" in ast.unparse(node.test)
+        and mode in ast.unparse(node)
+    ]
+    names = {
+        "self": SimpleNamespace(**settings),
+        "completion_mask": data["mask"],
+        "tool_mask": None,
+        "old_per_token_logps": data["old"],
+        "sampling_per_token_logps": data["engine"],
+        "math": math,
+        "torch": torch,
+    }
+    exec(compile(ast.Module([statement], []), "trl", "exec"), names)
+    ratio: torch.Tensor = names["vllm_importance_sampling_ratio"]
+    return ratio
+
+
 def policy_loss(case: dict[str, Any], data: dict[str, torch.Tensor], logp: torch.Tensor) -> torch.Tensor:
     defaults = {
         "beta": 0.0,
@@ -57,7 +89,10 @@ def policy_loss(case: dict[str, Any], data: dict[str, torch.Tensor], logp: torch
     kind = RLOOTrainer if case["kind"] == "rloo" else GRPOTrainer
     self = trainer(kind, logp, **(defaults | case["settings"]))
     mask = data["mask"]
+    if case["settings"].get("use_vllm"):
+        data = data | {"importance": importance_ratio(case["settings"], data)}
     inputs = {
+        "importance_sampling_ratio": data.get("importance"),
         "prompt_ids": torch.zeros(len(mask), 1),
         "prompt_mask": torch.ones(len(mask), 1),
         "completion_ids": torch.zeros_like(mask),

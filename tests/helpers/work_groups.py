@@ -13,28 +13,40 @@ from typing import Any
 import pytest
 
 SHARED_SERVERS = (
-    *("rollout/test_engines", "rollout/test_waits"),
+    *("rollout/test_engines", "rollout/test_waits", "rollout/test_push_watch"),
     *("conversations/test_conversation_engines", "conversations/test_program_engines"),
+    *("teachers/test_teacher_engines", "weights/test_new_transport"),
 )
 # By how long they take. Tests of servers come after some that need only a CPU: on a new machine the engines'
 # environments are built meanwhile.
 LONGEST = (
     "megatron/test_gradient_invariance",
     "shipping/test_images",
+    "docs/test_commands",
     "cluster/test_slurm",
-    "sglang",
     "vllm",
-    "rollout/test_colocated",
-    "rollout/test_faults",
-    "weights/test_fp8",
-    "rollout/test_router_replay",
+    "sglang",
+    "megatron/test_adapters",
     "runs/test_recipe_runs",
-    "algorithms/test_trl",
-    "rollout/test_partial_rollouts",
-    "megatron/test_critic",
-    "cli/test_cli",
+    "rollout/test_faults",
+    "runs/test_stopping",
     "checkpoint/test_resharding",
+    "checkpoint/test_resume",
+    "rollout/test_router_replay",
+    "rewards/test_reward_servers",
+    "rollout/test_colocated",
+    "weights/test_adapter_pushes",
+    "rollout/test_speculation",
+    "rollout/test_partial_rollouts",
+    "cluster/test_checkup",
+    "conversations/test_mcp",
+    "cli/test_private_run",
+    "cli/test_cli",
+    "megatron/test_critic",
     "megatron/test_methods_invariance",
+    "kernels/test_triton_head",
+    "weights/test_fp8",
+    "algorithms/test_trl",
 )
 
 
@@ -59,7 +71,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """In each worker: put the longest groups first. Without workers the files' order stays."""
-    if hasattr(config, "workerinput"):
+    """In each worker: put the longest groups first.
+
+    Without workers, and in a limited time (`--seconds`), the files' order stays.
+    """
+    if hasattr(config, "workerinput") and config.getoption("seconds") is None:
         place = {group: i for i, group in enumerate(LONGEST)}
         items.sort(key=lambda item: place.get(group_of(item.nodeid), len(place)))

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 from paths import HELPERS
 
 
@@ -15,9 +16,14 @@ def python(*arguments: str, interpret: bool = False) -> subprocess.CompletedProc
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment)
 
 
-def test_the_kernels_compute_what_they_should():
-    cases = HELPERS / "triton_head_cases.py"
-    done = python("-m", "pytest", "-p", "no:cacheprovider", str(cases), interpret=True)
+FEW = pytest.param("not proof", id="few")
+OTHERS = pytest.param("proof", marks=pytest.mark.proof, id="others")
+
+
+@pytest.mark.parametrize("cases", [FEW, OTHERS])
+def test_the_kernels_compute_what_they_should(cases: str):
+    file = HELPERS / "triton_head_cases.py"
+    done = python("-m", "pytest", "-p", "no:cacheprovider", "-m", cases, str(file), interpret=True)
     assert done.returncode == 0, done.stdout[-6000:]
     assert "passed" in done.stdout or "[100%]" in done.stdout
 

@@ -157,6 +157,7 @@ def test_the_first_second_of_a_run_asks_the_machines_gpus(
     h100 = gpus.Gpu(0, "H100", 80.0, (9, 0), 18)
     monkeypatch.setattr("megatron_gvpo.config.preflight.list_gpus", lambda: [h100])
     monkeypatch.setattr("megatron_gvpo.config.preflight.version", lambda _: "2.13.0")
+    monkeypatch.setattr("megatron_gvpo.config.preflight.check_gpu_packages", lambda: None)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     config = configure(task, tmp_path / "out", *GVPO, "train.deterministic=true", "model.dtype=bfloat16")
     with pytest.raises(ConfigError, match=r"train\.deterministic=true on a GPU of compute capability 9\.0"):

@@ -24,6 +24,7 @@ from gradient_cases import COMBINED, FAMILIES, FAMILY_LAYOUTS, OTHERS
 from gradient_worker import TEMPERATURE, Case, Layout, Outcome
 from hypothesis import given
 from hypothesis import strategies as st
+from test_methods_invariance import ALGORITHMS as SINGLE
 
 from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.megatron.batch import PackedBatch
@@ -33,6 +34,7 @@ from megatron_gvpo.types import BatchTotals, LossInputs, TrainBatch
 
 TOLERANCE = 2e-5  # of the largest entry of a parameter's gradient
 ONE_BY_ONE, SPLIT, ALL = 1, 40, 10_000  # budgets in tokens: the first two divide conversations by segment
+POLICIES = ("old", "ref", "engine")
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "gvpo": {"recipe": "gvpo", "loss": {"beta": 0.3}},
     "grpo with kl": {"recipe": "grpo", "loss": {"kl_coef": 0.5}},
@@ -41,10 +43,22 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "gpg": {"recipe": "gpg", "estimator": {"age": "token"}},
     "disco": {"recipe": "disco", "loss": {"kl_limit": 0.0, "kl_coef": 10.0}},
     "rewards of turns": {"recipe": "reinforce_pp", "estimator": {"kl_coef": 0.3, "gamma": 0.9}},
+    "mask of trajectories": {
+        "recipe": "grpo",
+        "loss": {"kl_coef": 0.0, "importance": {"name": "mask", "level": "sequence", "low": 0.3, "high": 3}},
+    },
     "ratios of turns": {"recipe": "grpo", "loss": {"ratio": "turn", "clip_low": 0.05, "clip_high": 0.05}},
 }
+OWN = tuple(ALGORITHMS)
 # Other architectures have one method: their layouts change the model, not the loss.
 ALGORITHMS |= {f"{family}, gvpo": ALGORITHMS["gvpo"] for family in FAMILIES}
+# Methods that test_methods_invariance.py has for single responses; a comma would name another architecture.
+# Ranked items have rewards of their own, which turns stand for here.
+METHODS = {
+    f"method {name.replace(',', ';')}": method for name, method in SINGLE.items() if name != "ppo of items"
+}
+ALGORITHMS |= METHODS
+METHOD_LAYOUTS = (Layout(1), Layout(2), Layout(2, tp=2, sequence_parallel=True))
 FORMS = ("held", "segment a turn", "prompt as given")
 QUICK = [(Layout(1), SPLIT), (Layout(2, cp=2), ALL)]
 MORE = [
@@ -59,12 +73,20 @@ MORE = [
 FEW = [
     (layout, budget, name)
     for layout, budget in QUICK
-    for name in ("gvpo", "grpo with kl", "gspo", "rewards of turns", "ratios of turns")
+    for name in (
+        "gvpo",
+        "grpo with kl",
+        "gspo",
+        "rewards of turns",
+        "ratios of turns",
+        "mask of trajectories",
+    )
 ]
 FEW += [(Layout(2, ep=2), SPLIT, "qwen3_moe, gvpo")]
 EVERY = [
     *FEW,
-    *((*division, name) for division in (*QUICK, *MORE) for name in ALGORITHMS if "," not in name),
+    *((layout, SPLIT, name) for layout in METHOD_LAYOUTS for name in METHODS),
+    *((*division, name) for division in (*QUICK, *MORE) for name in OWN),
     *((layout, SPLIT, name) for layout in (*OTHERS, *COMBINED) for name in ("gvpo", "grpo with kl")),
     *((layout, SPLIT, f"{family}, gvpo") for family in FAMILIES for layout in FAMILY_LAYOUTS[family]),
 ]
@@ -171,6 +193,7 @@ class Plain:
         self.old_r, self.ref_r = (
             base_r + scale * torch.randn(base_r.shape, generator=generator) for scale in (0.1, 0.3)
         )
+        self.engine_r = base_r + 0.2 * torch.randn(base_r.shape, generator=generator)
         self.rows = {form: self._rows([in_form(talk, form) for talk in TALKS]) for form in FORMS}
 
     def _rows(self, talks: list[Talk]) -> TrainBatch:
@@ -180,7 +203,8 @@ class Plain:
             for number, end in enumerate(ends_of(talk[2], len(talk[1]))):
                 paid_r[begin + end - 1] = 0.3 * (number + 1)
             begin += len(talk[1])
-        return rows_of(talks).with_columns(old_logp_r=self.old_r, ref_logp_r=self.ref_r, turn_reward_r=paid_r)
+        policies = {"old_logp_r": self.old_r, "ref_logp_r": self.ref_r, "engine_logp_r": self.engine_r}
+        return rows_of(talks).with_columns(**policies, turn_reward_r=paid_r)
 
     def gradients(self, algorithm: AlgorithmConfig) -> tuple[float, dict[str, torch.Tensor]]:
         rows = self.rows["held"]
@@ -188,7 +212,7 @@ class Plain:
             rows, _ = algorithm.estimator.fill(rows)
         double = {
             name: column.double()
-            for name in ("reward_n", "advantage_n", "advantage_r", "old_logp_r", "ref_logp_r")
+            for name in (*("reward_n", "advantage_n", "advantage_r"), *(f"{p}_logp_r" for p in POLICIES))
             if (column := getattr(rows, name)) is not None
         }
         share, _ = algorithm.loss(LossInputs(rows.with_columns(**double), self.logp_r, BatchTotals.of(rows)))

@@ -99,8 +99,10 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     """Checkpoints and the ranks' results: one launch runs all layouts that the selected tests need."""
     path = tmp_path_factory.mktemp("invariance")
     reference.save_models(path)
+    wanted = selected(request)
     cases = {}
-    for name, step in STEPS.items():
+    for name in {*(name for _, name in wanted), *MODELS.values()}:
+        step = STEPS[name]
         rows, *_ = sampled_for(step, path)
         first = None
         if step.engine_gap is not None:
@@ -109,7 +111,6 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
             rows = rows.with_columns(engine_logp_r=rows.ref_logp_r - step.engine_gap, ref_logp_r=None)
         cases[name] = Case(name, step.algorithm, rows, step.budget, step.at_step_start, step.model, first)
     probes = {model: cases[name] for model, name in MODELS.items()}
-    wanted = selected(request)
     runs = [(layout, cases[name]) for layout, name in RUNS if (layout, name) in wanted]
     torch.save((runs, probes), path / "work.pt")
     ranks = [layout.ranks for layout in dict.fromkeys(layout for layout, _ in runs)]

@@ -27,6 +27,7 @@ LAYOUTS = [Layout(1), Layout(2), Layout(2, cp=2)]
 ONE_BY_ONE, SPLIT, ALL = 1, 24, 10_000  # budgets in tokens
 
 GRPO = {"recipe": "grpo", "loss": {"kl_coef": 0.0}}
+REJECTED = {"name": "reject", "level": "geometric", "low": 0.9, "high": 1.2, "veto": 0.3}
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "gvpo with entropy": {"recipe": "gvpo_entropy", "loss": {"entropy_coef": 0.3}},
     "gvpo, norm sum": {"recipe": "gvpo", "loss": {"norm": "sum"}},
@@ -48,8 +49,19 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "whitened": {"recipe": "reinforce_pp_baseline"},
     "returns less kl": {"recipe": "reinforce_pp", "estimator": {"kl_coef": 0.3}},
     "batch std": {"recipe": "gpg_batch_std"},
+    "ppo, sequence truncation": {
+        **GRPO,
+        "loss": {"kl_coef": 0.0, "importance": {"level": "sequence", "cap": 1.2}},
+    },
+    "ppo, geometric rejection": {**GRPO, "loss": {"kl_coef": 0.0, "importance": REJECTED}},
+    "pg, sequence mask": {
+        "recipe": "gpg",
+        "loss": {"importance": {"name": "mask", "level": "sequence", "low": 0.3}},
+    },
+    "cispo, token mask": {"recipe": "cispo", "loss": {"importance": {"name": "mask", "low": 0.8}}},
 }
 ALGORITHMS["ppo of items"]["loss"] = {"kl_coef": 0.0, "ratio": "item", "aggregation": "token_mean"}
+POLICIES = ("old", "ref", "engine")
 BUDGETS = (ONE_BY_ONE, SPLIT, ALL)
 QUICK = list(zip(LAYOUTS, BUDGETS, strict=True))  # on one rank one by one, and so on
 DIVISIONS = [
@@ -107,7 +119,8 @@ class Plain:
         old_r, ref_r = (
             base_r + scale * torch.randn(base_r.shape, generator=generator) for scale in (0.2, 0.5)
         )
-        self.rows = rows.with_columns(old_logp_r=old_r, ref_logp_r=ref_r)
+        engine_r = base_r + 0.4 * torch.randn(base_r.shape, generator=generator)
+        self.rows = rows.with_columns(old_logp_r=old_r, ref_logp_r=ref_r, engine_logp_r=engine_r)
 
     def gradients(self, algorithm: AlgorithmConfig) -> tuple[float, dict[str, torch.Tensor]]:
         rows = self.rows
@@ -117,7 +130,7 @@ class Plain:
             name: column.double()
             if isinstance(column, torch.Tensor) and column.is_floating_point()
             else column
-            for name in ("reward_n", "advantage_n", "advantage_r", "old_logp_r", "ref_logp_r")
+            for name in (*("reward_n", "advantage_n", "advantage_r"), *(f"{p}_logp_r" for p in POLICIES))
             if (column := getattr(rows, name)) is not None
         }
         rows = rows.with_columns(**double)

@@ -9,6 +9,7 @@ import gradient_reference as reference
 import pytest
 import torch
 from distributed import launch
+from families import FAMILIES, Family
 from gradient_cases import STEPS, TOLERANCE, expected, sampled_for
 from gradient_worker import Case, Layout
 from hypothesis import given
@@ -19,6 +20,7 @@ from megatron_gvpo.config.schema import ConfigError, build_config
 from megatron_gvpo.megatron.batch import PackedBatch
 from megatron_gvpo.megatron.microbatch_plan import plan
 from megatron_gvpo.types import TrainBatch
+from megatron_gvpo.verify.tiny_model import save_tiny
 
 BUDGETS = {"groups split": 24, "groups whole": 400}  # tokens a micro-batch
 RUNS = {
@@ -68,6 +70,7 @@ def test_gradients_are_those_of_whole_sequences(
     found = torch.load(place / f"shared-{layout}-{model}-{budget}-{core}.pt", weights_only=False)
     loss, gradients = expected(step_of(model), place)
     (_, plain_logp_r, plain_tokens), (shared, logp_r, tokens) = found[False], found[True]
+    assert found["default"] == (model != "qwen3_moe"), "a CPU shares prompts, unless routers replay"
     torch.testing.assert_close(logp_r, plain_logp_r, rtol=1e-5, atol=1e-5)
     assert shared.metrics["loss"] == pytest.approx(loss, rel=TOLERANCE, abs=1e-6)
     nothing = 1e-8 * max(wanted.abs().max() for wanted in gradients.values())
@@ -126,6 +129,17 @@ def test_packs_keep_to_the_budget_and_hold_every_row_once(groups, budget, ranks)
         assert batch.positions == int(batch.position_t.max()) + 1
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_rows_of_equal_length_are_neighbours(shared: bool) -> None:
+    """A CPU computes the attention of neighbours of equal length at once: with shared prompts, by prompt."""
+    rows = rows_of([(3, [2, 7, 2, 5]), (1, [4, 2, 4]), (3, [6, 1, 6])])
+    [[part]] = plan(rows, 1, 1000, hidden_size=32, share_prompts=shared).micro_batches
+    lengths = [(len(rows.prompt_ids[i]), len(rows.response_ids[i])) for i in part]
+    whole = [(1, 2), (3, 1), (3, 2), (3, 2), (1, 4), (1, 4), (3, 5), (3, 6), (3, 6), (3, 7)]
+    by_prompt = [(1, 2), (1, 4), (1, 4), (3, 2), (3, 2), (3, 5), (3, 7), (3, 1), (3, 6), (3, 6)]
+    assert lengths == (by_prompt if shared else whole)
+
+
 @pytest.mark.parametrize(
     ("model", "parallel", "reason"),
     [
@@ -156,3 +170,16 @@ def test_what_cannot_share_prompts_is_refused(tmp_path: Path, model, parallel, r
     )
     with pytest.raises(ConfigError, match=f"train.share_prompts=true is not possible here: .*{reason}"):
         check_layout(config, 2)
+
+
+OTHERS = [f for f in FAMILIES if f.architecture in ("GptOssForCausalLM", "Qwen3_5ForCausalLM")]
+
+
+@pytest.mark.parametrize("family", OTHERS, ids=lambda family: family.architecture)
+def test_attention_that_cannot_share_prompts_is_refused(tmp_path: Path, family: Family) -> None:
+    """Sinks and gated delta nets: a prompt that responses share would give other numbers."""
+    save_tiny(family.tiny, tmp_path, "model")
+    launch("shared_worker:refused", [1], str(tmp_path))
+    assert (
+        "train.share_prompts=true is not possible here: the attention" in (tmp_path / "refused").read_text()
+    )

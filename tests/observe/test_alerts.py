@@ -85,6 +85,25 @@ def test_a_healthy_run_has_no_alert():
     assert alerts_of(run()) == []
 
 
+def solved(step: int) -> float:
+    return min(0.2 + 0.05 * step, 0.95)
+
+
+def no_better(step: int) -> float:
+    return 0.2 + 0.1 * (step % 3 == 1)
+
+
+@pytest.mark.parametrize(
+    ("evaluated", "rules"), [(solved, set()), (no_better, {"entropy collapse", "reward for length"})]
+)
+def test_certain_or_longer_responses_are_no_trouble_where_evaluations_rise(evaluated: Curve, rules: set[str]):
+    changed = {
+        **{"response/entropy": late(0.05, 0.9), "response/length": late(900, 200)},
+        **{"reward/length_correlation": late(0.8, 0.0), "eval/pass@1": evaluated},
+    }
+    assert {alert.rule for alert in alerts_of(run(**changed))} == rules
+
+
 def test_an_alert_is_said_again_only_after_it_was_over():
     on_off = {"reward/groups_with_signal": lambda step: 0.0 if step % 20 < 8 else 0.6}
     assert [alert.step for alert in alerts_of(run(**on_off))] == [5, 24]  # type: ignore[arg-type]

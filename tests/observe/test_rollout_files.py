@@ -232,10 +232,14 @@ TALK = {
 }
 
 
+def as_numbers(ids, skip_special_tokens):
+    return " ".join(map(str, ids))
+
+
 def test_the_turns_of_a_conversation(tmp_path):
     files = writer(tmp_path)
-    files.write(responses(1, **TALK))
-    files.write(responses(2))
+    files.write(responses(1, **TALK).with_texts(as_numbers))
+    files.write(responses(2).with_texts(as_numbers))
     files.close()
     talk, single = rows(tmp_path)
     assert single["turns"] is single["messages"] is None
@@ -261,21 +265,38 @@ def test_messages_of_programs_that_are_no_plain_texts(tmp_path):
     files.close()
     user, assistant = rows(tmp_path)[0]["messages"]
     assert "hi" in user["content"] and assistant["content"] == "" and "add" in assistant["tool_calls"]
-    assert few_samples(responses(1, **{**TALK, "messages": odd}))[0].response
+    assert '"name": "add"' in few_samples(responses(1, **{**TALK, "messages": odd}))[0].response
+
+
+CALLS = [{"function": {"name": "add", "arguments": "{}"}}]
 
 
 @pytest.mark.parametrize(
-    "changed",
-    [{"messages": TALK["messages"][:2]}, {"turns": [Turn(0), Turn(2, -1, None, (8,), "critic")]}],
+    ("changed", "given"),
+    [
+        ({"messages": TALK["messages"][:2]}, None),
+        ({"turns": [Turn(0), Turn(2, -1, None, (8,), "critic")]}, None),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "content": None, "tool_calls": CALLS},
+                    {"role": "tool", "content": "42"},
+                    {"role": "assistant", "content": "so 42"},
+                ]
+            },
+            "42",
+        ),
+    ],
+    ids=["fewer messages", "several agents", "calls of tools alone"],
 )
-def test_messages_that_are_not_of_the_turns_give_no_texts(tmp_path, changed):
+def test_turns_that_the_messages_do_not_spell_are_decoded(tmp_path, changed, given):
     files = writer(tmp_path)
-    files.write(responses(1, **{**TALK, **changed}))
+    files.write(responses(1, **{**TALK, **changed}).with_texts(as_numbers))
     files.close()
     [talk] = rows(tmp_path)
     assert [(turn["text"], turn["given"], turn["tokens"]) for turn in talk["turns"]] == [
-        (None, None, 2),
-        (None, None, 1),
+        ("3 4", None, 2),
+        ("5", given, 1),
     ]
 
 

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from paths import HELPERS, ROOT
 from real_parts import used
 
 from megatron_gvpo.config.schema import LoggingConfig
@@ -19,9 +20,6 @@ from megatron_gvpo.observe.alerts import Alert
 from megatron_gvpo.observe.loggers.backend import Sample
 from megatron_gvpo.observe.loggers.logger import MetricLogger
 from megatron_gvpo.observe.loggers.services import SERVICES, ServiceError
-
-HELPERS = Path(__file__).parents[1] / "helpers"
-ROOT = HELPERS.parents[1]
 
 
 @pytest.fixture(scope="session")
@@ -51,6 +49,7 @@ def test_a_resumed_run_continues_in_the_service_and_repeats_nothing(service, ser
         "TRACKIO_DIR": str(tmp_path / "trackio"),
         "SWANLAB_MODE": "offline",
         "HF_HUB_OFFLINE": "1",
+        "PYTHONDONTWRITEBYTECODE": "",  # the environment is kept, and so is what its imports compile
     }
     surroundings.pop("MLFLOW_TRACKING_URI", None)
     script = [services_python, HELPERS / "log_to_service.py", service, tmp_path / "run"]

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
+from megatron_gvpo.api_model import ApiModelError, prefers
 from megatron_gvpo.groups import Prompt, Rollout
 from megatron_gvpo.runtime import web
-from megatron_gvpo.teacher import TeacherError, grade
 
 KEY = "k3y-of-the-judge"
 OK = b"HTTP/1.0 200 OK\r\n\r\n"
-SEVEN = OK + json.dumps({"choices": [{"text": "7"}]}).encode()
+FIRST = OK + json.dumps({"choices": [{"text": "A"}]}).encode()
 
 
 def whole_request(client: socket.socket) -> bytes:
@@ -60,38 +60,39 @@ def judge(answer: bytes, pause: float = 0.0) -> Iterator[tuple[str, list[bytes]]
         server.shutdown(socket.SHUT_RDWR)
 
 
-def asked_for_a_grade(url: str, **options: Any) -> float:
+def asked_for_a_preference(url: str, **options: Any) -> float:
     prompt = Prompt(id=0, text="1+1=", token_ids=[1], answer="2", record={})
-    return grade(prompt, Rollout([1], [0.0], "2", "stop", 0), url, "m", plain=True, **options)
+    a, b = (Rollout([1], [0.0], text, "stop", 0) for text in ("2", "3"))
+    return prefers(prompt, a, b, url, "m", plain=True, **options)
 
 
 def test_a_key_follows_no_redirect(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("JUDGE_KEY", KEY)
-    with judge(SEVEN) as (elsewhere, stolen):
+    with judge(FIRST) as (elsewhere, stolen):
         for status in (301, 302, 303, 307, 308):
             moved = f"HTTP/1.0 {status} Moved\r\nLocation: {elsewhere}/x\r\n\r\n".encode()
-            with judge(moved) as (url, asked), pytest.raises(TeacherError, match=rf"HTTP Error {status}"):
-                asked_for_a_grade(url, api_key_env="JUDGE_KEY")
+            with judge(moved) as (url, asked), pytest.raises(ApiModelError, match=rf"HTTP Error {status}"):
+                asked_for_a_preference(url, api_key_env="JUDGE_KEY")
             assert KEY.encode() in asked[0]
         assert stolen == []
-        assert asked_for_a_grade(elsewhere, api_key_env="JUDGE_KEY") == 0.7
+        assert asked_for_a_preference(elsewhere, api_key_env="JUDGE_KEY") == 1.0
 
 
 def test_a_user_in_the_url_goes_into_a_header_and_into_no_message():
-    with judge(SEVEN) as (url, asked):
-        assert asked_for_a_grade(url.replace("//", "//me:p%40ss@")) == 0.7
+    with judge(FIRST) as (url, asked):
+        assert asked_for_a_preference(url.replace("//", "//me:p%40ss@")) == 1.0
         assert base64.b64encode(b"me:p@ss") in asked[0]
-    with pytest.raises(TeacherError) as failed:
-        asked_for_a_grade("http://me:p%40ss@127.0.0.1:9/v1")
+    with pytest.raises(ApiModelError) as failed:
+        asked_for_a_preference("http://me:p%40ss@127.0.0.1:9/v1")
     assert "p%40ss" not in str(failed.value) and "127.0.0.1:9/v1" in str(failed.value)
 
 
 def test_a_proxy_of_the_environment_gets_nothing_that_is_for_this_machine(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("NO_PROXY", raising=False)
-    with judge(OK) as (proxy, asked), judge(SEVEN) as (url, _):
+    with judge(OK) as (proxy, asked), judge(FIRST) as (url, _):
         monkeypatch.setenv("http_proxy", proxy)
-        assert asked_for_a_grade(url) == 0.7 and asked == []
+        assert asked_for_a_preference(url) == 1.0 and asked == []
 
 
 @pytest.mark.parametrize(
@@ -105,8 +106,8 @@ def test_a_proxy_of_the_environment_gets_nothing_that_is_for_this_machine(monkey
     ],
 )
 def test_an_address_that_is_none_is_one_error_of_ours(url: str, problem: str):
-    with pytest.raises(TeacherError, match=problem):
-        asked_for_a_grade(url)
+    with pytest.raises(ApiModelError, match=problem):
+        asked_for_a_preference(url)
 
 
 @pytest.mark.parametrize(
@@ -125,21 +126,21 @@ def test_an_address_that_is_none_is_one_error_of_ours(url: str, problem: str):
     ],
 )
 def test_an_answer_that_is_none_is_one_error_of_ours(answer: bytes):
-    with judge(answer) as (url, _), pytest.raises(TeacherError, match=r"^http://127"):
-        asked_for_a_grade(url)
+    with judge(answer) as (url, _), pytest.raises(ApiModelError, match=r"^http://127"):
+        asked_for_a_preference(url)
 
 
 def test_an_endless_answer_ends(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(web, "LONGEST", 1000)
-    with judge(OK + b"x" * 5000) as (url, _), pytest.raises(TeacherError, match=r"more than 1,000 bytes"):
-        asked_for_a_grade(url)
-    with judge(OK + b" " * 900, pause=0.01) as (url, _), pytest.raises(TeacherError, match=r"within 0\.5 s"):
-        asked_for_a_grade(url, timeout=0.5)
+    with judge(OK + b"x" * 5000) as (url, _), pytest.raises(ApiModelError, match=r"more than 1,000 bytes"):
+        asked_for_a_preference(url)
+    with judge(OK + b" " * 900, pause=0.01) as (url, _), pytest.raises(ApiModelError, match=r"within 0\.5 s"):
+        asked_for_a_preference(url, timeout=0.5)
 
 
 def test_a_key_that_is_not_set_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("JUDGE_KEY", raising=False)
-    with judge(SEVEN) as (url, asked):
-        with pytest.raises(TeacherError, match=r"api_key_env: \$JUDGE_KEY is not set"):
-            asked_for_a_grade(url, api_key_env="JUDGE_KEY")
+    with judge(FIRST) as (url, asked):
+        with pytest.raises(ApiModelError, match=r"api_key_env: \$JUDGE_KEY is not set"):
+            asked_for_a_preference(url, api_key_env="JUDGE_KEY")
         assert asked == []

@@ -286,7 +286,7 @@ def test_workers_do_not_load_torch(functions: str) -> None:
         ({"function": "my_rewards.py"}, "expected module:function or path/file.py:function"),
         ({"function": "nowhere.py:length"}, "there is no file nowhere.py"),
         ({"function": "no_such_module:f"}, "importing no_such_module failed: ModuleNotFoundError"),
-        ({"function": "{file}:lenght"}, "has no function 'lenght'; it has: as_told, length, level, noted"),
+        ({"function": "{file}:lenght"}, "has no function 'lenght'; it has: Judge, Settings, as_told, len"),
         ({"function": "{file}:number"}, "has no function 'number'"),
         ({"function": "{file}:length", "options": {"scales": 1}}, "unexpected keyword argument 'scales'"),
         ({"function": "{broken}:f"}, "failed: SyntaxError"),

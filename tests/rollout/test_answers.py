@@ -89,3 +89,26 @@ def test_every_mutation_of_an_answer_is_a_response_or_costs_the_server(
     loop.run(session.close())
     loop.close()
     assert outcomes["response"] >= 1 and outcomes["lost"] >= 20
+
+
+@pytest.mark.parametrize("engine", DIALECTS)
+def test_a_request_stops_at_the_tokens_of_its_own_sampling(engine: str, monkeypatch: pytest.MonkeyPatch):
+    """For example, at those of `eval.sampling`, which may be others than those of `rollout`."""
+    sent: list[dict[str, Any]] = []
+
+    async def post(self: Http, path: str, body: dict[str, Any], **_: Any) -> Any:
+        sent.append(body)
+        return GOOD[engine]
+
+    monkeypatch.setattr(Http, "post", post)
+    loop = BackgroundLoop("test client")
+    session = loop.run(open_session())
+    pool = ServerPool([DIALECTS[engine](Http(session, "http://none"))], ServersConfig(), [1], lambda _: None)
+    pool.retire(pool.handles[0], "")
+    pool.admit(pool.handles[0], 0)
+    sampling = SamplingConfig(max_tokens=4, stop_token_ids=(7, 8))
+    loop.run(pool.generate([Request([3, 4], 1, 0)], sampling))
+    [body] = sent
+    assert body.get("sampling_params", body)["stop_token_ids"] == [1, 7, 8]
+    loop.run(session.close())
+    loop.close()

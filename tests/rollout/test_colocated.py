@@ -72,11 +72,11 @@ def test_lent_memory_comes_back_with_what_was_in_it(
     assert rest == pytest.approx(parameters * rest_by_weights, rel=0.02)
 
 
-class KillWhileTraining(Callback):
-    """Kills the sleeping server after a step, and records the bytes that both sides hold."""
+class WhileTraining(Callback):
+    """Records the bytes that both sides hold, and kills the sleeping server after the step `kill_in`."""
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+    def __init__(self, kill_in: int | None) -> None:
+        self.kill_in = kill_in
         self.while_generating: list[tuple[int, int]] = []
         self.while_training: list[tuple[int, int]] = []
 
@@ -97,17 +97,18 @@ class KillWhileTraining(Callback):
         assert handle.offloaded == ("weights", "cache")
         assert is_healthy(process.url, 60.0), "`serve`, which knows of no turns, would start it anew"
         self.while_training.append(bytes_held(trainer))
-        if step == self.step:
+        if step == self.kill_in:
             os.killpg(process.pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("engine", VLLM_FIRST)
-def test_a_run_with_a_colocated_server(engine: str, task: Path, tmp_path: Path):
+@pytest.mark.parametrize("kill_in", [None, pytest.param(2, marks=pytest.mark.proof)])
+def test_a_run_with_a_colocated_server(engine: str, kill_in: int | None, task: Path, tmp_path: Path):
     """Each side holds memory only in its turn, the server has every step's weights, and a server that dies
     while the trainer trains comes back in its own turn.
     """
     colocated = ("rollout.servers.colocated=true", "rollout.weights.transport=shared")
-    watch = KillWhileTraining(step=2)
+    watch = WhileTraining(kill_in)
     fit(served_config(engine, task, tmp_path, *colocated), [watch])
     assert set(watch.while_generating) == {(0, 0)} and len(watch.while_generating) == 4 + 3
     assert all(weights > 0 and rest > 0 for weights, rest in watch.while_training)

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-import re
+import random
 import shutil
 import signal
 import urllib.error
 import urllib.request
-from contextlib import suppress
 from functools import partial
-from ipaddress import ip_address
 from pathlib import Path
-from socket import SOCK_DGRAM
 
 import moe_task
-import psutil
 import pytest
 import torch
 from distributed import launch
 from groups import make_group
-from push_worker import PUSHES
+from pushed import assert_exported
 from safetensors.torch import load_file, save_file
+from server_keys import assert_key_is_hidden, assert_key_is_wanted
 from servers import (
     ENGINES,
     PROMPTS,
@@ -39,12 +36,13 @@ from servers import (
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron_gvpo import teacher
+from megatron_gvpo import api_model
 from megatron_gvpo.config.schema import Config, ConfigError, SamplingConfig, read_model_config
 from megatron_gvpo.rollout.checks import check_server
 from megatron_gvpo.rollout.http import ServerGone, ServerRefused
 from megatron_gvpo.rollout.launch.start import DIALECTS
 from megatron_gvpo.rollout.pool import ServerHandle
+from megatron_gvpo.rollout.prefix_cache import METRIC
 from megatron_gvpo.rollout.request import Request
 from megatron_gvpo.weights.broadcast import Broadcast
 from megatron_gvpo.weights.bucket import DoubleBuffer, buckets
@@ -69,6 +67,20 @@ def test_samples_are_complete_and_their_logprobs_are_those_of_transformers(serve
             assert len(rollout.token_ids) == 40 or rollout.finish_reason == "stop"
             expected = logprobs(task / "model", prompt, rollout.token_ids, temperature=0.7)
             assert torch.allclose(torch.tensor(rollout.logprobs), expected, atol=2e-4)
+
+
+def test_servers_tell_how_much_of_their_prompts_they_had(served: SharedServer):
+    """The same prompt of 200 tokens twice: vLLM keeps whole blocks, of 128 tokens on CPUs."""
+    pool = pool_of(served.client, [1])
+    numbers = random.Random(3)
+    request = Request(tuple(numbers.randrange(2, 20) for _ in range(200)), 1, seed=1)
+    found = []
+    for _ in range(2):
+        served.client.loop.run(pool.generate([request], SamplingConfig(max_tokens=4)))
+        found.append(pool.prefix_cache.take()[METRIC])
+    served.client.loop.run(pool.stop())
+    assert found[0] < 0.05 and found[1] >= 128 / 200
+    assert pool.prefix_cache.take() == {}, "nothing was asked since"
 
 
 def test_scores_are_those_of_transformers(served: SharedServer, task: Path):
@@ -102,30 +114,32 @@ def test_a_server_that_tells_no_experts_is_refused(served: SharedServer, task: P
         served.client.loop.run(check_server(served.client.server, config, model))
 
 
-def test_a_served_model_teaches_grades_and_judges(served: SharedServer, task: Path):
+def test_a_served_model_teaches_and_judges(served: SharedServer, task: Path):
     """The requests go to the OpenAI-compatible URL without a chat template, which the tiny tokenizer
     lacks.
     """
     problems = [f"{a}+{b}=" for a in (1, 12, 305) for b in (2, 47)]
     groups = [make_group([0, 1], p, texts=["1", "2"], record={"prompt": p}) for p in problems]
     asked = {"url": f"{served.url}/v1", "model": served_model(served.url), "plain": True, "max_tokens": 8}
-    said = [texts for (texts,) in teacher.chat(groups, 1, temperature=0.0, **asked)]
-    assert said == [greedy(task / "model", problem, 8) for problem in problems] and any(said)
-    assert [len(of_group) for of_group in teacher.chat(groups, 3, **asked)] == [3] * len(groups)
+    said = [texts for (texts,) in api_model.chat(groups, 1, temperature=0.0, **asked)]
+    assert said == [greedy(task / "model", p, 8, served.engine) for p in problems] and any(said)
+    assert [len(of_group) for of_group in api_model.chat(groups, 3, **asked)] == [3] * len(groups)
 
     prompt, (a, b) = groups[0].prompt, groups[0].rollouts
-    number = re.search(r"-?\d+(?:\.\d+)?", greedy(task / "model", f"{problems[0]}{a.text}", 8))
-    wanted = 0.0 if number is None else min(max(float(number[0]) / 10, 0.0), 1.0)
-    assert teacher.grade(prompt, a, template="{prompt}{response}", **asked) == wanted
-    assert teacher.prefers(prompt, a, b, template="{prompt}{a}{b}", **asked) == 0.5  # it knows no letters
-    with pytest.raises(teacher.TeacherError, match="HTTP Error 4"):
-        teacher.chat(groups[:1], 1, **{**asked, "url": f"{served.url}/v2"})
+    assert api_model.prefers(prompt, a, b, template="{prompt}{a}{b}", **asked) == 0.5  # it knows no letters
+    with pytest.raises(api_model.ApiModelError, match="HTTP Error 4"):
+        api_model.chat(groups[:1], 1, **{**asked, "url": f"{served.url}/v2"})
 
 
-def greedy(directory: Path, text: str, max_tokens: int) -> str:
-    """The greedy response of transformers."""
+def greedy(directory: Path, text: str, max_tokens: int, engine: str) -> str:
+    """The greedy response of transformers, with the penalty that the model recommends and vLLM adopts.
+
+    SGLang adopts it for chats alone.
+    """
     tokenizer = AutoTokenizer.from_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    if engine == "sglang":
+        model.generation_config.repetition_penalty = 1.0
     ids = tokenizer([text], return_tensors="pt", add_special_tokens=False)["input_ids"]
     said = model.generate(ids, do_sample=False, max_new_tokens=max_tokens)[0, ids.shape[1] :]
     return str(tokenizer.decode(said, skip_special_tokens=True))
@@ -136,55 +150,15 @@ def served_model(url: str) -> str:
         return str(json.load(answer)["data"][0]["id"])
 
 
-@pytest.mark.parametrize("engine", SGLANG_FIRST)
+@pytest.mark.proof  # in `make test`, tests/rewards/test_reward_servers.py asks the servers that it starts
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_servers_key_is_wanted_and_nobody_else_can_read_it(engine: str, task: Path, tmp_path: Path):
-    """The key is neither in the processes' command lines (ps) nor in any file. Only /health needs none."""
     key = "0x1f00ff00"  # which YAML would take for a number
     with running(engine, task, tmp_path, key=key) as supervisor:
         [process] = supervisor.processes
-        for path in (
-            "/v1/models",
-            "/server_info",
-            "/update_weights",
-            "/collective_rpc",
-            "/pause",
-            "/nowhere",
-        ):
-            for headers in ({}, {"Authorization": f"Bearer {key}0"}, {"Authorization": key}):
-                asked = urllib.request.Request(f"{process.url}{path}", headers=headers)
-                with pytest.raises(urllib.error.HTTPError, match="401"):
-                    urllib.request.urlopen(asked, timeout=30)
-        headers = {"Authorization": f"Bearer {key}"}
-        asked = urllib.request.Request(f"{process.url}/v1/models", headers=headers)
-        assert urllib.request.urlopen(asked, timeout=30).status == 200
-        assert_listens_on_loopback(process.pid)
-        lines = command_lines(process.pid)
-        assert len(lines) > 1 and not any(key in line for line in lines)
-        assert [file for file in (tmp_path / "servers").iterdir() if key in file.read_text()] == []
-        assert process.log.stat().st_mode & 0o777 == 0o600
+        assert_key_is_wanted(process, key)
+        assert_key_is_hidden(process, key)
     assert list((tmp_path / "servers").iterdir()) == [process.log]
-
-
-def assert_listens_on_loopback(group: int | None) -> None:
-    """All processes of the group listen on loopback alone."""
-    leader = psutil.Process(group)
-    sockets = [
-        (each.name(), socket.laddr)
-        for each in (leader, *leader.children(recursive=True))
-        for socket in each.net_connections("inet")
-        if socket.status == psutil.CONN_LISTEN or (socket.type == SOCK_DGRAM and not socket.raddr)
-    ]
-    assert sockets and [each for each in sockets if not ip_address(each[1].ip).is_loopback] == []
-
-
-def command_lines(group: int | None) -> list[str]:
-    """The command lines of a process group's processes."""
-    found = []
-    for place in Path("/proc").glob("[0-9]*"):
-        with suppress(ProcessLookupError, FileNotFoundError):  # it has ended
-            if os.getpgid(int(place.name)) == group:
-                found.append((place / "cmdline").read_text())
-    return found
 
 
 def test_the_servers_own_words_reach_the_user(served: SharedServer):
@@ -203,7 +177,8 @@ def test_a_silent_server_is_a_named_wait(served: SharedServer):
 
 
 @pytest.mark.parametrize(
-    "layout", ["tp2", *(pytest.param(name, marks=pytest.mark.proof) for name in ("single", "pp2", "dp2"))]
+    "layout",
+    ["tp2", *(pytest.param(name, marks=pytest.mark.proof) for name in ("single", "pp2", "dp2", "adapter"))],
 )
 def test_what_arrives_is_what_was_exported_byte_for_byte(
     served: SharedServer, task: Path, tmp_path: Path, layout: str
@@ -212,9 +187,9 @@ def test_what_arrives_is_what_was_exported_byte_for_byte(
     export.
 
     This holds before and after training steps, over every transport; greedy tokens and log-probs equal those
-    of transformers on the export.
+    of transformers on the export. Adapters are merged in both.
     """
-    ranks = 1 if layout == "single" else 2
+    ranks = 1 if layout in ("single", "adapter") else 2
     launch("push_worker:run", [ranks], served.engine, served.url, str(task), str(tmp_path), layout)
     assert_exported(tmp_path)
 
@@ -258,25 +233,6 @@ def test_a_server_of_another_node_has_the_weights_from_the_rank_beside_it(
         assert before != after
         for step, pushed in enumerate((before, after)):
             assert pushed == (tmp_path / server / f"checksum-{step}-from-files").read_text()
-
-
-def assert_exported(directory: Path) -> None:
-    """Check the files of push_worker: each push gave the server the export, and changed its weights."""
-    for step in range(len(PUSHES)):
-        export = directory / f"export-{step}"
-        pushed = (directory / f"checksum-{step}").read_text()
-        assert pushed == (directory / f"checksum-{step}-from-files").read_text()
-        assert step == 0 or pushed != (directory / f"checksum-{step - 1}").read_text()
-        for i, prompt in enumerate(PROMPTS):
-            response = eval((directory / f"greedy-{step}-{i}").read_text())
-            score = torch.tensor(json.loads((directory / f"score-{step}-{i}").read_text()))
-            torch.testing.assert_close(score, logprobs(export, prompt[:1], prompt[1:]), rtol=0, atol=1e-3)
-            reference = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32)
-            ids = torch.tensor([prompt])
-            greedy = reference.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, pad_token_id=0
-            )
-            assert response == greedy[0, len(prompt) :].tolist()
 
 
 def check(served: SharedServer, config: Config) -> None:

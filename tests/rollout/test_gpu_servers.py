@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from servers import engine_python
 
 from megatron_gvpo.config.schema import load_config
 from megatron_gvpo.rollout.server import PLUGINS
@@ -66,3 +69,64 @@ def test_patches_of_rearranged_experts_are_refused(monkeypatch: pytest.MonkeyPat
             RuntimeError, match=rf"cannot patch experts: .* {backend}, .* --moe-backend triton"
         ):
             refuse_rearranged_experts(model(backend))
+
+
+@pytest.mark.proof
+def test_what_attention_derives_from_its_weights_is_derived_again_after_patches(tmp_path: Path) -> None:
+    """In vLLM's own process, with its class of layers that derive: those of latent attention need a GPU."""
+    script = tmp_path / "patched.py"
+    script.write_text(PATCHED)
+    environment = {**os.environ, "PYTHONPATH": str(PLUGINS)}
+    found = subprocess.run(
+        [engine_python("vllm"), str(script)], env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert found.stdout.splitlines()[-1:] == ["4.0"], found.stderr[-2000:]
+
+
+PATCHED = """
+from types import SimpleNamespace
+
+import torch
+from megatron_gvpo_patches import apply_patches
+from megatron_gvpo_vllm import Receiver
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.utils import replace_parameter
+
+
+class Latent(torch.nn.Module, AttentionLayerBase):
+    def __init__(self):
+        super().__init__()
+        self.kv_b_proj = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+        self.process_weights_after_loading(torch.float32)
+
+    def process_weights_after_loading(self, act_dtype):
+        replace_parameter(self, "W_UK_T", 2 * self.kv_b_proj.detach(), prefer_copy=True)
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            getattr(self, name).data.copy_(tensor)
+
+    get_attn_backend = get_kv_cache_spec = None
+
+
+receiver = Receiver.__new__(Receiver)
+receiver.model, receiver.model_config = Latent(), SimpleNamespace(dtype=torch.float32)
+parts = torch.tensor([1], dtype=torch.int32), torch.tensor([2.0])
+wire = torch.cat([part.view(torch.uint8) for part in parts])
+apply_patches(receiver.model, wire, [["kv_b_proj", "float32", [2], 1]])
+receiver._patched = True
+receiver.finish_weight_update()
+print(receiver.model.W_UK_T[1].item())
+"""
+
+
+def test_temperatures_are_spread_over_drafted_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The function that takes the place of vLLM's on CPUs; real servers need it in test_speculation.py."""
+    monkeypatch.syspath_prepend(PLUGINS)
+    from megatron_gvpo_speculation import expand
+
+    spread = torch.full((5,), float("nan"))
+    expand(spread, torch.tensor([0.5, 0.0, 2.0]), torch.tensor([2, 2, 5], dtype=torch.int32), 0, 1)
+    assert spread.tolist() == [0.5, 0.5, 2.0, 2.0, 2.0]
+    expand(spread, torch.tensor([0.0, 0.7]), torch.tensor([1, 5], dtype=torch.int32), 0, 1)
+    torch.testing.assert_close(spread, torch.tensor([1.0, 0.7, 0.7, 0.7, 0.7]))

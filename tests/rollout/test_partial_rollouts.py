@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from servers import SGLANG_FIRST, Client, admit, logprobs, pool_of, running
+from servers import Client, admit, logprobs, pool_of, running
 
 from megatron_gvpo.config.schema import SamplingConfig
 from megatron_gvpo.rollout.request import Request
+from megatron_gvpo.rollout.speculation import DraftCounter
 
 PROMPTS = [[9, 16, 10, 17, 8, 16, 7, 19], [5, 5, 5], [12, 3, 4, 14, 9, 10]]
 
@@ -36,14 +37,27 @@ def endless(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("engine", SGLANG_FIRST)
-def test_a_response_stopped_for_new_weights_goes_on_where_it_was(engine: str, endless: Path, tmp_path: Path):
+NGRAM = "rollout.speculation.method=ngram"
+
+
+@pytest.mark.parametrize(
+    ("engine", "more"),
+    [
+        ("sglang", ()),
+        pytest.param("vllm", (), marks=pytest.mark.proof),
+        pytest.param("vllm", (NGRAM,), marks=pytest.mark.proof),
+    ],
+    ids=["sglang", "vllm", "vllm that speculates"],
+)
+def test_a_response_stopped_for_new_weights_goes_on_where_it_was(
+    engine: str, more: tuple[str, ...], endless: Path, tmp_path: Path
+):
     """Spans name the weights that sampled each part; the log-probs are those of one uninterrupted
     response.
     """
     sampling = SamplingConfig(max_tokens=240)
     requests = [Request(tuple(prompt), 8, seed=1) for prompt in PROMPTS]
-    with running(engine, endless, tmp_path) as supervisor:
+    with running(engine, endless, tmp_path, *more) as supervisor:
         client = Client(engine, supervisor.processes[0].url)
         pool, loop = pool_of(client, []), client.loop
         # A fast server may be done by then, and one on a busy machine not have begun.
@@ -59,6 +73,8 @@ def test_a_response_stopped_for_new_weights_goes_on_where_it_was(engine: str, en
             assert all(len(r.token_ids) == 240 for _, r in responses)
             if carried:
                 break
+        if more:
+            assert loop.run(DraftCounter().take([client.server])).accepted > 0
         loop.run(pool.stop())
         client.close()
     assert carried

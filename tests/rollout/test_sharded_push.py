@@ -31,13 +31,14 @@ def test_two_servers_of_two_ranks_get_their_shards(engine: str, task: Path, tmp_
         assert_equal_from_files(tmp_path, range(3))
 
 
+@pytest.mark.parametrize("layout", ["ep2 tp2", "ep2 etp2 tp2"])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_experts_go_from_their_ranks_to_the_servers(engine: str, task: Path, tmp_path: Path):
-    """The same holds for a mixture of experts, whose experts are on different ranks of the trainer."""
+def test_experts_go_from_their_ranks_to_the_servers(engine: str, layout: str, task: Path, tmp_path: Path):
+    """The same holds for a mixture of experts, whose experts are on different ranks, whole or in halves."""
     moe = moe_task.make(task, tmp_path / "task")
     with running(engine, moe, tmp_path, *TWO_OF_TWO) as supervisor:
         urls = ",".join(process.url for process in supervisor.processes)
-        launch("sharded_worker:push", [4], engine, urls, str(moe), str(tmp_path), "ep2 tp2")
+        launch("sharded_worker:push", [4], engine, urls, str(moe), str(tmp_path), layout)
         assert_equal_from_files(tmp_path, range(3))
 
 

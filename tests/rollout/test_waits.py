@@ -119,6 +119,7 @@ def test_the_other_ranks_wait_on_the_cpu_while_responses_are_finished(
     client.loop.run(pool.stop())
 
 
+@pytest.mark.proof
 @on_sglang
 def test_there_may_be_more_responses_than_open_files(client: Client):
     """Each response is a connection, and a cluster's step has more of them than a process may usually

@@ -61,6 +61,7 @@ def pushed(url: str, directory: Path, token: str = TOKEN, **settings: object) ->
     return done.stdout.splitlines()[-1]
 
 
+@pytest.mark.proof  # tests below push the same directory by themselves
 def test_a_run_pushes_its_export(hub: Hub, task: Path, tmp_path: Path):
     run = [str(task / "run.yaml"), f"output_dir={tmp_path}/run", "algorithm=gpg", "train.steps=2"]
     run += ["data.eval=null", "checkpoint.push_to_hub={repo: me/model, token: {env: MY_TOKEN}}"]

@@ -133,3 +133,58 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=rf"output_dir={tmp_path}/file/run: the lock run\.lock cannot be"):
         RunLock(str(tmp_path / "file" / "run")).__enter__()
+
+
+NO_LOCKS = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdarg.h>
+int fcntl64(int descriptor, int command, ...) {
+    va_list rest;
+    va_start(rest, command);
+    void *argument = va_arg(rest, void *);
+    va_end(rest);
+    if (command == F_OFD_SETLK || command == F_OFD_GETLK) return errno = ENOLCK, -1;
+    return ((int (*)(int, int, ...))dlsym(RTLD_NEXT, "fcntl64"))(descriptor, command, argument);
+}
+"""
+
+
+def test_a_file_system_without_locks_is_said_and_a_run_of_this_machine_still_found(tmp_path: Path):
+    (tmp_path / "none.c").write_text(NO_LOCKS)
+    library = str(tmp_path / "none.so")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, str(tmp_path / "none.c")], check=True)
+    run = tmp_path / "run"
+    command = [sys.executable, "-c", HOLD, str(run), "alone"]
+    pipe, environment = subprocess.PIPE, {**os.environ, "LD_PRELOAD": library}
+
+    def start() -> subprocess.Popen[str]:
+        return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment)
+
+    first = start()
+    try:
+        assert first.stdout is not None and first.stdout.readline() == "held\n"
+        second = start()
+        said, error = second.communicate(timeout=60)
+        assert said == "" and f"(process {first.pid}, since 20" in error.splitlines()[-1]
+    finally:
+        first.kill()
+    _, error = first.communicate(timeout=60)
+    assert "its file system has no locks (No locks available): nothing keeps a run on another" in error
+    third = start()
+    try:
+        assert third.stdout is not None and third.stdout.readline() == "held\n", "the first was killed"
+    finally:
+        third.kill()
+        third.communicate()
+
+
+def test_a_link_in_the_locks_place_is_not_followed(tmp_path: Path):
+    (tmp_path / "precious").write_text("years of work")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / FILE).symlink_to("../precious")
+    with pytest.raises(ConfigError, match=r"the lock run\.lock cannot be written: it is a symbolic link"):
+        RunLock(str(tmp_path / "run")).__enter__()
+    assert (tmp_path / "precious").read_text() == "years of work"

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from tiny_run import StopAfter, configure, fit, records
+from teacher_servers import teaching
+from tiny_run import StopAfter, configure, fit, make_task, records
 
 from megatron_gvpo.algorithms.recipe import read_recipe, recipe_names
 
@@ -30,13 +31,14 @@ def better(prompt, a, b):
     return float(len(a.token_ids) > len(b.token_ids)) if len(a.token_ids) != len(b.token_ids) else 0.5
 """
 pytestmark = pytest.mark.usefixtures("leave_the_process_group")
+TAUGHT = "teacher={path: PLACE/teacher, server: {urls: [TEACHER]}}"
 # Beside what a recipe says it goes with: what its rewards are here, and what users must name themselves.
 EXTRA = {
     "rank_grpo": ["algorithm.estimator={items: 2, separator_ids: [1, 2, 3, 4, 5]}"],
     "scaf_grpo": [
         "algorithm.members=[{name: hinted, fields: [hint_1, hint_2], n: 1, place: replace, keep: right}]"
     ],
-    "gvpo_teacher": ["algorithm.members=[{name: teacher, function: 'megatron_gvpo.teacher:repeat_best'}]"],
+    "gvpo_teacher": ["algorithm.members=[{name: teacher, function: 'megatron_gvpo.api_model:repeat_best'}]"],
     "s_grpo": ["data.max_prompt_tokens=64"],
     "hill": ["data.max_prompt_tokens=96", 'algorithm.members.0.template="{failed}"'],
     "xrpo": [
@@ -51,13 +53,17 @@ EXTRA = {
     ],
     "m_grpo": ["algorithm.estimator={open_ids: [1, 2, 3, 4], close_ids: [5, 6, 7, 8], local: rubric}"],
     "grpo_care": ["algorithm.estimator={marker_ids: [1, 2, 3], accuracy: right}"],
+    "opd": [TAUGHT],
+    "opd_rewards": [TAUGHT],
+    "gvpo_teacher_logprobs": [TAUGHT],
+    "opd_full": ["teacher={path: PLACE/teacher}"],
     "igrpo": ['algorithm.members.0.template="{hint}"'],
 }
 
 
 @pytest.fixture(scope="module")
-def place(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A data set with hints and scored responses beside the solutions, and rewards."""
+def place(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A data set with hints and scored responses beside the solutions, rewards, and a teacher."""
     directory = tmp_path_factory.mktemp("recipes")
     (directory / "rewards.py").write_text(REWARD)
     lines = (task / "data" / "train.jsonl").read_text().splitlines()
@@ -72,7 +78,10 @@ def place(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             hints = {"hint": "1", "hint_1": "1", "hint_2": "2", "hint_3": "3"}
             record |= {"responses": scored, "topic": number % 3, **hints}
             file.write(json.dumps(record) + "\n")
-    return directory
+    make_task.make_model(directory / "teacher", seed=1)
+    with teaching(directory / "teacher") as (url, _):
+        (directory / "teacher_url").write_text(url)
+        yield directory
 
 
 def blocks_of(name: str) -> set[tuple[str, str]]:
@@ -114,7 +123,10 @@ def overrides(name: str, place: Path) -> list[str]:
         "data.max_prompt_tokens=48",
         "checkpoint.export_hf=false",
         *(f"{key}={json.dumps(value)}" for key, value in settings.items()),
-        *(text.replace("PLACE", str(place)) for text in EXTRA.get(name, [])),
+        *(
+            text.replace("PLACE", str(place)).replace("TEACHER", (place / "teacher_url").read_text())
+            for text in EXTRA.get(name, [])
+        ),
     ]
 
 
@@ -133,11 +145,23 @@ def test_a_recipe_runs_with_a_gradient(task, place, tmp_path, name, count):
     assert any(line["train/grad_norm"] > 0 for line in steps)
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["ppo", "grpo_care"] + [pytest.param(name, marks=pytest.mark.proof) for name in recipe_names()],
+)
+def test_a_recipe_trains_adapters(task, place, tmp_path, name):
+    """PPO's critic trains all of its own weights; GRPO-CARE keeps a moving average, of adapters alone."""
+    fit(configure(task, tmp_path, *overrides(name, place), "train.steps=2", "model.adapter={rank: 4}"))
+    steps = records(tmp_path)[1:]
+    assert len(steps) == 2 and any(line["train/grad_norm"] > 0 for line in steps)
+    assert all(math.isfinite(value) for line in steps for value in line.values())
+
+
 def test_hill_runs_with_the_hints_of_another(task, place, tmp_path):
     """Every second prompt fails; a stand-in for a second model gives its best response as a hint."""
     hard = f'rewards.components=[{{name: hard, function: "{place}/rewards.py:hard"}}]'
     options = [*overrides("hill", place), hard, "data.max_prompt_tokens=96"]
-    hints = "algorithm.members.0.function=megatron_gvpo.teacher:repeat_best"
+    hints = "algorithm.members.0.function=megatron_gvpo.api_model:repeat_best"
     fit(configure(task, tmp_path, *options, hints, "algorithm.members.0.hint_template='{hint}'"))
     steps = records(tmp_path)[1:]
     assert len(steps) == 3 and any(line["train/grad_norm"] > 0 for line in steps)

@@ -8,13 +8,14 @@ import sys
 import typing
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import BaseModel
 
 from megatron_gvpo.algorithms.base import Block
 from megatron_gvpo.config.errors import ConfigError
-from megatron_gvpo.config.schema import Config, load_config
+from megatron_gvpo.config.schema import Config, RewardsConfig, load_config
 from megatron_gvpo.config.section import EVERY_KEY, Section
 from megatron_gvpo.runs.changes import changes, listed
 from megatron_gvpo.runs.record import check_unchanged, fingerprints, write_record
@@ -113,6 +114,17 @@ def test_what_changes_the_mathematics_is_refused_unless_it_is_allowed(run, overr
 )
 def test_what_does_not_is_said(run, override):
     assert compare(run, override).startswith(override.partition("=")[0] + " was ")
+
+
+def test_a_reward_models_servers_may_move_and_its_verdicts_may_not_change():
+    def rewards(url: str, too_long: str) -> dict[str, Any]:
+        model = {"path": "m", "too_long": too_long, "servers": {"urls": [url]}}
+        return RewardsConfig(components=[{"name": "quality", "model": model}]).model_dump(mode="json")
+
+    before, after = rewards("http://a:1", "error"), rewards("http://b:2", "drop")
+    found = {change.key: change.fixed for change in changes(RewardsConfig, before, after)}
+    at = "components.0.model"
+    assert found == {f"{at}.too_long": True, f"{at}.servers.urls": False}
 
 
 def test_other_paths_with_the_same_content_are_no_change(run):

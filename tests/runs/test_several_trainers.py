@@ -6,6 +6,7 @@ import asyncio
 import logging
 import signal
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,12 @@ def test_each_does_what_it_would_do_alone(runs):
 
 
 def test_they_leave_nothing_in_the_process(runs):
-    assert runs["before"] == runs["between"] == runs["after"]
+    for name, before in runs["before"].items():
+        for left in (runs["between"][name], runs["after"][name]):
+            # less is fine: other tests' threads end and their connections close at any time
+            added = left > before if isinstance(left, int) else Counter(left) - Counter(before)
+            assert not added, (name, before, left)
+    assert runs["before"]["signals"] == runs["after"]["signals"], "each signal has the handler that it had"
     assert runs["threads"] < runs["threads before"] + 10, "the groups of one model have some twenty threads"
 
 

@@ -141,6 +141,7 @@ def test_a_killed_launcher_takes_its_ranks_along(task, tmp_path):
                 rank.kill()
 
 
+@pytest.mark.proof  # the test above sends the other signal to the same handler
 def test_a_lost_terminal_saves(task, tmp_path):
     with terminal(*arguments(task, tmp_path / "run")) as (process, screen):
         wait_for(trained(tmp_path / "run"), process)

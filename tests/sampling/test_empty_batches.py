@@ -12,6 +12,7 @@ from megatron_gvpo.config.schema import ConfigError, load_config
 from megatron_gvpo.groups import Group, Prompt, Rollout
 from megatron_gvpo.rollout.request import RolloutError
 from megatron_gvpo.sampling.empty_batches import EmptyBatches
+from megatron_gvpo.turns import Turn
 from megatron_gvpo.types import TrainBatch
 
 
@@ -124,6 +125,11 @@ def test_all_masked_and_all_cut_off(good):
     assert said.startswith("step 1: every response was cut off at rollout.max_tokens=1024: raise it")
     for step in range(2, 9):  # budgets are legitimate, where rewards differ
         assert check(watching, step, [group(1, 0, finish="length")]) == []
+    talks = group(1, 0, finish="length")
+    for rollout in talks.rollouts:
+        rollout.turns = [Turn(0)]
+    [said] = check(watch(good), 1, [talks])
+    assert "every conversation ended at a limit, rollout.max_tokens=1024 or one of rollout.conv" in said
 
 
 def test_advantages_of_tokens_count():

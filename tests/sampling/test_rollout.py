@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from distributed import launch
 from real_parts import used
 from scipy.stats import chisquare
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -330,9 +331,8 @@ def groups_of(checkpoint: str, prompts: int) -> list:
     return generate_groups(ticket, lambda _, requests: engine.generate(requests, sampling))
 
 
-def on_two_ranks(rank: int, folder: str, checkpoint: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+def on_two_ranks(folder: str, checkpoint: str) -> None:
+    rank = dist.get_rank()
     gathered = all_gather_msgpack({"rank": rank, "bytes": b"x" * 1000 * rank, 3: [1.5, None, "é"]})
     assert [part["rank"] for part in gathered] == [0, 1]
     assert [len(part["bytes"]) for part in gathered] == [0, 1000]
@@ -340,12 +340,11 @@ def on_two_ranks(rank: int, folder: str, checkpoint: str) -> None:
     assert broadcast_msgpack({"from": rank}, src=1) == {"from": 1}
     results = {prompts: groups_of(checkpoint, prompts) for prompts in (len(RAGGED), 1)}
     torch.save({p: [asdict(g) for g in groups] for p, groups in results.items()}, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("checkpoint", ["tied"], indirect=True)
 def test_two_ranks_return_the_groups_of_one(checkpoint: str, tmp_path: Path):
-    torch.multiprocessing.spawn(on_two_ranks, (str(tmp_path), checkpoint), nprocs=2)
+    launch("test_rollout:on_two_ranks", [2], str(tmp_path), checkpoint)
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
     assert first == second
     for prompts, groups in first.items():

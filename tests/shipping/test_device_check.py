@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from real_parts import used
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "device_check.py"
 
 
+def test_each_check_names_proofs_that_exist() -> None:
+    """Every check that runs, and no other, has a line; the test files in it are there."""
+    text = SCRIPT.read_text()
+    [table] = re.findall(r"^PROOFS = (\{.*?^\})", text, re.MULTILINE | re.DOTALL)
+    proofs: dict[str, str] = ast.literal_eval(table)
+    checks = set(re.findall(r'attempt\(report, "(\w+)"', text))
+    assert proofs.keys() == checks | {"fp8", "train"} and len(checks) == 5
+    tests = {file.name for file in (SCRIPT.parents[1] / "tests").rglob("test_*.py")}
+    for proof in proofs.values():
+        named = {Path(file).name for file in re.findall(r"[\w/]*test_\w+\.py", proof)}
+        assert named and named <= tests, named - tests
+
+
+@pytest.mark.proof
 def test_the_smoke_form_runs_what_there_is_and_names_what_is_missing(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     command = [sys.executable, str(SCRIPT), "--smoke", "--out", str(out)]

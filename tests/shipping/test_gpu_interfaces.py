@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -71,7 +72,8 @@ def test_transformer_engine_has_what_this_package_uses() -> None:
     ours = "\n".join(file.read_text() for file in PACKAGE.rglob("*.py"))
     for attribute in ("_fp8_workspaces", "fuse_wgrad_accumulation"):
         assert f'"{attribute}"' in ours and re.search(rf"self\.{attribute}\b", text), attribute
-    for name in set(re.findall(r"\bNVTE_\w+", ours)):
+    of_its_build = {"NVTE_WITH_NCCL_EP", "NVTE_PYTORCH_FORCE_BUILD"}  # in the command that installs it
+    for name in set(re.findall(r"\bNVTE_\w+", ours)) - of_its_build:
         assert re.search(rf"[\"']{name}[\"']", text), name
 
 
@@ -142,7 +144,7 @@ def options_of(engine: str) -> set[str]:
 
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
 def test_the_engines_have_the_options_of_our_command_lines(engine: str, good: Path) -> None:
-    """With everything on that only GPUs have: colocation, routed experts, patched experts."""
+    """With everything on that only GPUs have: colocation, routed experts, patched experts, adapters."""
     model = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8}
     (good.parent / "config.json").write_text(json.dumps(model))
     base = [f"model.path={good.parent}", f"rollout.engine={engine}", "rollout.router_replay=true"]
@@ -151,6 +153,7 @@ def test_the_engines_have_the_options_of_our_command_lines(engine: str, good: Pa
     for more in (
         ["rollout.servers.colocated=true", "rollout.weights.transport=shared"],
         ["rollout.weights.transport=delta"],
+        ["rollout.servers.colocated=true", "rollout.weights.transport=adapter", "model.adapter={rank: 8}"],
     ):
         launch = DIALECTS[engine].launch(load_config([good], [*base, *more]), 1, None, True)
         used |= {word for word in launch.command if word.startswith("--")}
@@ -159,6 +162,8 @@ def test_the_engines_have_the_options_of_our_command_lines(engine: str, good: Pa
         for name in launch.environment:
             assert not name.startswith(("VLLM_", "SGLANG_")) or re.search(rf"\b{name}\b", settings), name
     assert len(used) > 8 and used - options_of(engine) == set()
+    refused = {"sglang": "--tokenizer-worker-num", "vllm": "--api-server-count"}
+    assert refused[engine] in options_of(engine)
 
 
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
@@ -173,7 +178,9 @@ def test_the_engines_have_the_routes_that_we_ask(engine: str) -> None:
     }
     served = set[str]()
     for file in (site_of(engine) / engine).rglob("entrypoints/**/*.py"):
-        served |= set(re.findall(r"\.(?:get|post|put|api_route|route)\(\s*\"(/[^\"]*)\"", file.read_text()))
+        served |= set(
+            re.findall(r"(?:\.(?:get|post|put|api_route|route)|Mount)\(\s*\"(/[^\"]*)\"", file.read_text())
+        )
     assert len(asked) > 8 and asked - served == set()
 
 
@@ -206,3 +213,65 @@ def test_cudnn_is_the_one_that_the_attention_table_was_made_for() -> None:
     pinned = re.search(r"^nvidia-cudnn-cu13==([\d.]+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert pinned is not None and tuple(map(int, pinned[1].split(".")[:3])) == CUDNN
     assert version("megatron-core") == REFERENCE["megatron-core"]
+
+
+def speculative(
+    engine: str, good: Path, method: str, head: str = "LlamaForCausalLMEagle3", more: Sequence[str] = ()
+) -> list[str]:
+    """The words of a GPU server's command line that are about speculation."""
+    draft = good.parent / "draft"
+    draft.mkdir(exist_ok=True)
+    (draft / "config.json").write_text(json.dumps({"architectures": [head]}))
+    (good.parent / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"]}))
+    given = [f"model.path={good.parent}", f"rollout.engine={engine}"]
+    with_draft = f"{{method: {method}, tokens: 4, model: {draft}}}"
+    chosen = with_draft if method in ("draft", "eagle") else f"{{method: {method}, tokens: 4}}"
+    config = load_config([good], [*given, f"rollout.speculation={chosen}", *more])
+    command = DIALECTS[engine].launch(config, 1, None, True).command
+    first = next(i for i, word in enumerate(command) if word.startswith("--speculative"))
+    return command[first:]
+
+
+def test_sglang_has_the_speculation_that_we_ask_for(good: Path) -> None:
+    package = site_of("sglang") / "sglang" / "srt"
+    source = (package / "speculative" / "spec_info.py").read_text()
+    source += (package / "speculative" / "spec_registry.py").read_text()
+    for method, algorithm in (
+        ("ngram", "NGRAM"),
+        ("draft", "STANDALONE"),
+        ("mtp", "NEXTN"),
+        ("eagle", "EAGLE3"),
+    ):
+        words = speculative("sglang", good, method)
+        assert {word for word in words if word.startswith("--")} - options_of("sglang") == set()
+        assert words[:4] == ["--speculative-algorithm", algorithm, "--speculative-num-draft-tokens", "5"]
+        assert re.search(rf"\b{algorithm}\b", source)
+    assert speculative("sglang", good, "eagle", "LlamaForCausalLMEagle")[1] == "EAGLE"
+    shared = ("rollout.servers.colocated=true", "rollout.weights.transport=shared")
+    assert speculative("sglang", good, "mtp", more=shared)[-1] == "--enable-draft-weights-cpu-backup"
+    told = (package / "managers" / "tokenizer_manager.py").read_text()
+    for name in ("spec_verify_ct", "spec_num_proposed_drafts", "spec_num_correct_drafts"):
+        assert f'meta_info["{name}"]' in told
+    settings = (package / "arg_groups" / "fields" / "spec.py").read_text()
+    for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
+        assert re.search(rf"    {name}: A\[\n(?:.*\n)*?    \] = 1\.0\n", settings), f"{name}'s default"
+    verify = (package / "speculative" / "eagle_utils.py").read_text()
+    assert "return is_all_greedy or is_cpu" in verify, "why SGLang's speculation is refused on CPUs"
+
+
+def test_vllm_has_the_speculation_that_we_ask_for(good: Path) -> None:
+    package = site_of("vllm") / "vllm"
+    source = (package / "config" / "speculative.py").read_text()
+    [body] = re.findall(r"\nclass SpeculativeConfig:\n(.*)", source, re.DOTALL)
+    fields = set(re.findall(r"^    (\w+): ", body, re.MULTILINE))
+    literals = set(re.findall(r'^    "(\w+)",|Literal\["(\w+)"\]', source, re.MULTILINE))
+    methods = {name for pair in literals for name in pair if name} | {"eagle", "eagle3", "mtp"}
+    for method in ("ngram", "suffix", "draft", "mtp", "eagle"):
+        option, value = speculative("vllm", good, method)
+        chosen = json.loads(value)
+        assert option in options_of("vllm") and set(chosen) - fields == set()
+        assert chosen["method"] in methods and chosen["num_speculative_tokens"] == 4
+    assert 'rejection_sample_method: RejectionSampleMethod = "standard"' in source
+    counters = (package / "v1" / "spec_decode" / "metrics.py").read_text()
+    for name in ("drafts", "draft_tokens", "accepted_tokens"):
+        assert f'"vllm:spec_decode_num_{name}"' in counters

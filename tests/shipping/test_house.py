@@ -35,6 +35,12 @@ def test_no_file_is_long():
     assert [str(path) for path in SOURCES if len(path.read_text().splitlines()) > 400] == []
 
 
+def test_files_of_tests_have_names_of_their_own():
+    """pytest imports them by name alone: two files of one name fail wherever one process collects both."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "__init__.py")
+    assert [name for name, count in names.items() if count > 1] == []
+
+
 def dotted(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 

@@ -17,10 +17,10 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
+from paths import ROOT
 
 from megatron_gvpo.versions import REFERENCE
 
-ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
 QUICKSTART = "/opt/megatron_gvpo/examples/quickstart/run.py"
 LIGHT = ("train.steps=2", "train.prompts_per_step=8", "optimizer.warmup_steps=0", "eval.n=1", "eval.k=[1]")

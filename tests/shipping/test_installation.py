@@ -91,6 +91,14 @@ def test_the_versions_that_were_resolved_together_fit():
     assert resolved_versions.problems(found["images"]) == []
 
 
+def test_what_was_installed_together_is_imported():
+    """The committed outcome of benchmarks/installed_versions.py, for the versions of the table."""
+    found = json.loads((ROOT / "benchmarks" / "results" / "resolved_versions.json").read_text())
+    assert found["installed"].keys() == found["images"].keys()
+    for one in found["installed"].values():
+        assert len(one["imported"]) > 4 and one["failed"] == {}
+
+
 @pytest.mark.parametrize(
     ("package", "changed", "said"),
     [

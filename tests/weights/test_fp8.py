@@ -60,11 +60,12 @@ def test_it_is_the_engines_own_quantiser_bit_for_bit(engine: str, power_of_two: 
 
 
 def test_a_bucket_keeps_what_is_quantised_and_every_offset_aligned():
-    """In a stream of odd sizes FP8 stays FP8, scales stay fp32, and the rest becomes the wire's dtype."""
+    """In a stream of odd sizes FP8 stays FP8, scales stay fp32, and so does what the trainer has in fp32."""
     torch.manual_seed(0)
     linear, odd = torch.randn(130, 131), torch.randn(3, 5)
     layout = Fp8Layout(frozenset(["a.weight", "odd.weight"]), (128, 128), False)
-    stream = [("a.weight", linear), ("norm", torch.ones(7)), ("odd.weight", odd), ("b", torch.ones(2))]
+    norm, bias = torch.ones(7).bfloat16(), torch.randn(2)
+    stream = [("a.weight", linear), ("norm", norm), ("odd.weight", odd), ("b", bias)]
     sent = {}
     for bucket in buckets(layout.quantised(stream), DoubleBuffer(2**20, torch.device("cpu")), torch.bfloat16):
         assert bucket.flat.data_ptr() % 8 == 0
@@ -75,7 +76,7 @@ def test_a_bucket_keeps_what_is_quantised_and_every_offset_aligned():
         quantised, scale = quantise(weight)
         assert torch.equal(sent[name].view(torch.uint8), quantised.view(torch.uint8))
         assert torch.equal(sent[f"{name}_scale_inv"], scale) and scale.dtype == torch.float32
-    assert sent["norm"].dtype == sent["b"].dtype == torch.bfloat16
+    assert sent["norm"].dtype == torch.bfloat16 and torch.equal(sent["b"], bias)
 
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}

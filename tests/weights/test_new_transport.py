@@ -124,7 +124,7 @@ def test_a_new_transports_name_and_limits_are_those_of_its_class(
 ):
     """The name is unknown until it is registered; then the checks ask the class."""
     chosen = ["rollout.engine=sglang", "rollout.weights.transport=raw_files"]
-    names = "'broadcast', 'sharded', 'delta', 'shared' or 'disk'"
+    names = "'broadcast', 'sharded', 'delta', 'shared', 'disk' or 'adapter'"
     unknown = rf"transport: Input should be {names} \(given: 'raw_files'\)"
     with pytest.raises(ConfigError, match=unknown):
         load_config([good], chosen)

@@ -12,10 +12,14 @@ from fake_servers import itself
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_gvpo.megatron.model.own_weights import OwnPart, OwnWeights
 from megatron_gvpo.rollout.pool import ServerHandle
 from megatron_gvpo.rollout.server import PLUGINS
 from megatron_gvpo.weights.bucket import Bucket, DoubleBuffer, TensorSpec, buckets
 from megatron_gvpo.weights.delta import Delta
+from megatron_gvpo.weights.shards.plan import Box, Cell, Message
+from megatron_gvpo.weights.shards.sender import Sender
+from megatron_gvpo.weights.sync import not_pushed
 
 sys.path.insert(0, str(PLUGINS))
 
@@ -31,14 +35,40 @@ CPU = torch.device("cpu")
 )
 @settings(max_examples=60, deadline=None)
 def test_buckets_hold_every_tensor_once_in_order(shapes, limit, dtype):
-    tensors = [(f"t{i}", torch.randn(shape)) for i, shape in enumerate(shapes)]
+    kinds = (torch.bfloat16, torch.float32, torch.bfloat16)
+    tensors = [(f"t{i}", torch.randn(shape).to(kinds[i % 3])) for i, shape in enumerate(shapes)]
     seen = []
     for bucket in buckets(iter(tensors), DoubleBuffer(2 * limit, CPU), dtype):
         assert bucket.flat.nbytes <= limit or len(bucket.specs) == 1
         seen += [(name, tensor.clone()) for name, tensor in bucket.tensors()]
     assert [name for name, _ in seen] == [name for name, _ in tensors]
     for (_, sent), (_, given_tensor) in zip(seen, tensors, strict=True):
-        assert sent.dtype == dtype and torch.equal(sent, given_tensor.to(dtype))
+        assert sent.dtype == (torch.float32 if given_tensor.dtype == torch.float32 else dtype)
+        assert torch.equal(sent, given_tensor.to(sent.dtype)), "no digit is lost"
+
+
+@given(st.integers(1, 600), st.permutations(["kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "q_a_proj"]))
+@settings(max_examples=40, deadline=None)
+def test_projections_that_a_server_loads_as_one_come_in_one_bucket(limit, order):
+    """SGLang drops either of them where it comes without the other: it would go on with older weights."""
+    names = [f"l.{i}.self_attn.{part}.weight" for i in range(3) for part in order]
+    stream = [(name, torch.full((10,), float(i))) for i, name in enumerate(names)]
+    sent: dict[str, torch.Tensor] = {}
+    for bucket in buckets(iter(stream), DoubleBuffer(2 * limit, CPU), torch.float32):
+        got = dict(bucket.tensors())
+        for name in got:
+            other = {"kv_a_proj_with_mqa": "q_a_proj", "q_a_proj": "kv_a_proj_with_mqa"}.get(
+                name.split(".")[3]
+            )
+            assert other is None or name.replace(name.split(".")[3], other) in got
+        sent |= {name: tensor.clone() for name, tensor in got.items()}
+    assert len(sent) == len(stream) and all(torch.equal(sent[name], tensor) for name, tensor in stream)
+
+
+def test_a_model_without_one_of_them_sends_the_others_all_the_same():
+    stream = [(f"l.{i}.self_attn.kv_a_proj_with_mqa.weight", torch.ones(3)) for i in range(2)]
+    [bucket] = buckets(iter([*stream, ("norm", torch.ones(2))]), DoubleBuffer(1000, CPU), torch.float32)
+    assert {spec.name for spec in bucket.specs} == {name for name, _ in stream} | {"norm"}
 
 
 def test_two_buffers_serve_all_buckets_in_turn():
@@ -103,6 +133,38 @@ def test_patches_change_the_changed_elements_alone_through_a_fused_sharded_loade
     assert torch.equal(model.qv, torch.cat([full["q"][2:], full["v"][2:]]))
 
 
+def test_the_routers_biases_keep_all_digits_in_a_run_in_bfloat16():
+    """GLM-4.5's lie near 34 and differ by 0.1, where bfloat16 has a step of 0.25: other experts would do."""
+    torch.manual_seed(0)
+    bias, weight = 34.5 + 0.14 * torch.randn(16), torch.randn(3).bfloat16()
+    assert len(bias.bfloat16().unique()) < len(bias.unique())
+    own = OwnWeights([weight, bias], [OwnPart("w", 0, 3, 0, 1, 0, 0, 1), OwnPart("b", 0, 16, 0, 1, 1, 0, 1)])
+    sender = Sender(None, torch.bfloat16, 1.0, lambda: False)  # it needs no group to fill a message
+    assert [sender._wire(own, part) for part in own.parts] == ["bfloat16", "float32"]
+    sender._parts = {0: own.parts[:1], 1: own.parts[1:]}
+    message = Message(0, 1, [Cell(0, Box(0, 3, 0, 1)), Cell(1, Box(0, 16, 0, 1))])
+    assert torch.equal(sender._fill(own, message, 0)[6:].clone().view(torch.float32), bias)
+
+    delta = Wire(itself, "127.0.0.1", "gloo", 1.0)
+    for delta._sparse in (False, True):
+        weight[1] += delta._sparse  # an odd number of patched elements before those of four bytes
+        bias[::5] += delta._sparse
+        got: dict[str, torch.Tensor] = {}
+        for bucket in buckets([("w", weight), ("b", bias)], DoubleBuffer(1000, CPU), torch.bfloat16):
+            asyncio.run(delta.send(bucket))
+            got |= dict(unpack(delta.wire, delta.patches))
+        assert got["b"].dtype == torch.float32
+        assert torch.equal(got["b"][::5] if delta._sparse else got["b"], bias[::5] if delta._sparse else bias)
+
+
+def test_patches_of_elements_of_other_sizes_lie_at_any_byte():
+    values = torch.tensor([1.0], dtype=torch.bfloat16), torch.tensor([34.53, 34.47])
+    parts = [torch.tensor([2, 0, 3], dtype=torch.int32), *values]
+    wire = torch.cat([part.view(torch.uint8) for part in parts])
+    [(_, w), (_, b)] = unpack(wire, [["w", "bfloat16", [3], 1], ["b", "float32", [4], 2]])
+    assert w[2] == 1.0 and torch.equal(b[[0, 3]], values[1])
+
+
 def test_a_tensor_with_more_elements_than_positions_is_sent_whole(monkeypatch):
     delta = Wire(itself, "127.0.0.1", "gloo", 1.0)
     monkeypatch.setattr("megatron_gvpo.weights.delta._MOST", 23)
@@ -151,3 +213,14 @@ def test_unpacking_undoes_packing_in_bf16(seed):
     [(name, patch)] = unpack(delta.wire, delta.patches)
     assert name == "w"
     assert torch.equal(torch.where(patch.isnan(), before, patch).view(torch.int16), after.view(torch.int16))
+
+
+def test_a_push_need_not_have_what_never_changes():
+    """Heads for further tokens are in the servers' checkpoint, and the trainer has none."""
+    layers = [f"model.layers.{i}.enorm.weight" for i in (9, 10, 11)]
+    stored = ["lm_head.weight", "mtp.fc.weight", *layers]
+    deepseek = {"architectures": ["DeepseekV3ForCausalLM"], "num_hidden_layers": 10}
+    assert not_pushed(deepseek, stored) == frozenset()
+    assert not_pushed(deepseek | {"num_nextn_predict_layers": 1}, stored) == {layers[1]}
+    qwen = {"architectures": ["Qwen3NextForCausalLM"], "num_hidden_layers": 10, "tie_word_embeddings": True}
+    assert not_pushed(qwen, stored) == {"lm_head.weight", "mtp.fc.weight"}

@@ -164,7 +164,7 @@ Every section and key, generated from `megatron_gvpo/config/` and `megatron_gvpo
 
 A configuration is one or more YAML files. Later files win, key by key; `key.sub=value` arguments on the
 command line win over all files. A key that does not exist is an error that names the nearest one. `required`
-keys have no default. The blocks that a method is made of are on the page [Recipes](recipes.md).
+keys have no default. The options of a method's blocks are on the page [Recipes](recipes.md).
 
-`1e-5`, `1_000` and `0x10` are numbers; `010`, `1:30`, `true` and anything in quotes are none. A number
-without a bound of its own lies between -2147483647 and 2147483647 (integers) or between -1e12 and 1e12."""
+`1e-5`, `1_000` and `0x10` are numbers; `010`, `1:30`, `true` and anything in quotes are not. A number
+without a stated bound must lie between -2147483647 and 2147483647 (integers) or between -1e12 and 1e12."""

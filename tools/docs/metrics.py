@@ -18,6 +18,6 @@ _HEAD = """# Metrics
 
 Generated from `megatron_gvpo/observe/metric_names.py`.
 
-Every step is a line of `OUTPUT_DIR/metrics.jsonl`, and goes to TensorBoard and Weights & Biases where they
-are switched on. A run logs the metrics that its method has. `<...>` stands for a name or a number.
+Every step adds a line to `OUTPUT_DIR/metrics.jsonl`; TensorBoard and the tracking services get it, too.
+A run logs the metrics that apply to its method and engine. `<...>` stands for a name or a number.
 [How to read the metrics](../howto/metrics.md) says which to watch."""

@@ -18,5 +18,5 @@ Generated from `megatron_gvpo/observe/rollouts/schema.py`.
 
 `OUTPUT_DIR/rollouts/step_000012.parquet` has the responses of training step 12, and `eval_000012.parquet`
 those of the evaluation after it, a row each. [Read the responses](../howto/read_rollouts.md) has examples.
-New versions may add columns: name those that you read.
+New versions may add columns, so select the columns that you read.
 """

@@ -51,12 +51,12 @@ if [ ! -e "$dir/.complete" ]; then
   if [ "$engine" = sglang ]; then
     "${pip[@]}" --no-deps "${bare[@]}" >&2
     cp -r "$here/sgl_kernel" "$site/"
-    # torchvision registers shapes of operators that its CUDA build alone has, at import; nothing else is used of it.
-    : >"$site/torchvision/_meta_registrations.py"
   else
-    # Their CUDA builds break the import of transformers beside a CPU torch; text models need none of them.
-    "$dir/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec >&2
+    # Their CUDA builds break the import of transformers beside a CPU torch; text and images need none of them.
+    "$dir/bin/python" -m pip uninstall --quiet --yes torchaudio torchcodec >&2
   fi
+  # torchvision registers shapes of operators that its CUDA build alone has, at import; they are not used.
+  : >"$site/torchvision/_meta_registrations.py"
   touch "$dir/.complete"
 fi
 echo "$dir/bin/python"

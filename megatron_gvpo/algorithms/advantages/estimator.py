@@ -160,7 +160,7 @@ def whitened(
 
 
 def prior(rows: TrainBatch) -> Tensor:
-    """The expected reward of each row's prompt, fp64 [n]. Raises ValueError where one is missing."""
+    """The expected reward of each row's prompt, fp64 [n]. Raises ValueError if one is missing."""
     if rows.prior_n is None or bool(rows.prior_n.isnan().any()):
         raise ValueError("some prompt has no expected reward: set algorithm.prior")
     return rows.prior_n.double()

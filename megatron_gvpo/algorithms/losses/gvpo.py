@@ -49,6 +49,9 @@ class GVPO(Loss):
     signal: ClassVar[Literal["reward"]] = "reward"
     couples_groups: ClassVar[bool] = True
     reference_sums_only: ClassVar[bool] = True
+    without_importance: ClassVar[str] = (
+        "its optimum is the same for every sampler of full support, arXiv 2504.19599, Theorem 3.2"
+    )
 
     @property
     def reference_policies(self) -> References:

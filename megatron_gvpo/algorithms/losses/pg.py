@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from megatron_gvpo.algorithms.base import STEP_START, Loss, Metrics, References
+from megatron_gvpo.algorithms.importance.base import effective_share
 from megatron_gvpo.algorithms.losses.aggregation import Aggregation
-from megatron_gvpo.algorithms.losses.importance import TruncatedImportance
+from megatron_gvpo.algorithms.losses.correction import AnyImportance
 from megatron_gvpo.types import LossInputs
 
 if TYPE_CHECKING:
@@ -22,7 +24,7 @@ class PolicyGradient(Loss):
 
     name: Literal["pg"] = "pg"
     aggregation: Aggregation = Aggregation(name="token_mean")
-    importance: TruncatedImportance | None = None
+    importance: AnyImportance | None = None  # corrects for the policy that sampled
 
     signal: ClassVar[Literal["advantage"]] = "advantage"
 
@@ -33,6 +35,9 @@ class PolicyGradient(Loss):
     @property
     def linear(self) -> bool:
         return self.importance is None
+
+    def derived(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        return effective_share(metrics)
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, Metrics]:
         rows = inputs.rows

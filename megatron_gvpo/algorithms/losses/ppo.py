@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
 from megatron_gvpo.algorithms.base import STEP_START, Loss, Metrics, Reference, References
+from megatron_gvpo.algorithms.importance.base import effective_share
 from megatron_gvpo.algorithms.losses.aggregation import Aggregation
-from megatron_gvpo.algorithms.losses.importance import TruncatedImportance
+from megatron_gvpo.algorithms.losses.correction import AnyImportance
 from megatron_gvpo.runtime.lazy_torch import torch
 from megatron_gvpo.types import LossInputs, TrainBatch
 
@@ -45,7 +47,7 @@ class PPO(Loss):
     kl_coef: float = Field(0.0, ge=0)
     reference: Reference = Reference(name="fixed")
     aggregation: Aggregation = Aggregation(name="sequence_mean")
-    importance: TruncatedImportance | None = None
+    importance: AnyImportance | None = None  # corrects for the policy that sampled
     demonstrations: Literal["ratio", "unclipped", "probability", "shaped", "likelihood"] = "ratio"
     shape: float = Field(0.1, gt=0)
     likelihood_coef: float = Field(0.1, ge=0)
@@ -72,6 +74,9 @@ class PPO(Loss):
             and all(policy == STEP_START for policy in self.reference_policies.values())
         )
 
+    def derived(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        return effective_share(metrics)
+
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, Metrics]:
         rows, totals, logp_r = inputs.rows, inputs.totals, inputs.logp_r
         coef_r = self.aggregation(rows, totals)
@@ -93,6 +98,8 @@ class PPO(Loss):
         loss_r = -gain_r
         if self.importance:
             importance_r, shares = self.importance(rows, totals)
+            if (hinted_r := self._hinted(rows)) is not None:  # their ratio has the policy that sampled
+                importance_r = importance_r.masked_fill(hinted_r, 1)
             loss_r = importance_r * loss_r
             metrics |= shares
         if self.kl_coef:
@@ -127,11 +134,16 @@ class PPO(Loss):
 
     def _sampled_with(self, rows: TrainBatch) -> Tensor:
         """log pi_old of every token, [r]."""
-        old_r = _old(rows)
-        if not self.cross_context or rows.engine_logp_r is None:
+        old_r, hinted_r = _old(rows), self._hinted(rows)
+        if hinted_r is None or rows.engine_logp_r is None:
             return old_r
-        hinted_r = rows.sampled_by(-1) & ~rows.engine_logp_r.isnan()
         return rows.engine_logp_r.where(hinted_r, old_r)
+
+    def _hinted(self, rows: TrainBatch) -> Tensor | None:
+        """With `cross_context`, True for tokens that were sampled with a hint, bool [r]; None without any."""
+        if not self.cross_context or rows.engine_logp_r is None:
+            return None
+        return rows.sampled_by(-1) & ~rows.engine_logp_r.isnan()
 
 
 def _part_mean(rows: TrainBatch, value_r: Tensor, part_r: Tensor) -> Tensor:

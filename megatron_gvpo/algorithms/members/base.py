@@ -81,6 +81,17 @@ def taught(
 ) -> list[Rollout]:
     """Responses that are trained in another context than they were sampled in.
 
-    The engine's log-probs and experts belong to that other context, so they are dropped.
+    The engine's experts belong to that other context, and are dropped. So are its log-probs, but for
+    responses of the policy: there they say how often it sampled them (`PPO.cross_context`).
     """
-    return [replace(r, weight_version=-1, spans=[], source=source, routing=None) for r in rollouts]
+    return [
+        replace(
+            r,
+            weight_version=-1,
+            spans=[],
+            source=source,
+            routing=None,
+            logprobs=r.logprobs if source == "policy" else [],
+        )
+        for r in rollouts
+    ]

@@ -10,6 +10,7 @@ from typing import ClassVar, Literal
 from pydantic import PositiveInt
 
 from megatron_gvpo.algorithms.members.base import Member, MemberContext
+from megatron_gvpo.groups import demonstrated
 from megatron_gvpo.types import Group, Rollout
 
 
@@ -42,14 +43,12 @@ class Demonstration(Member):
         return [self._joined(group, context.seed + i) for i, group in enumerate(groups)]
 
     def _joined(self, group: Group, seed: int) -> Group:
-        solution = group.prompt.demonstration
-        too_long = solution is not None and self.max_tokens is not None and len(solution) > self.max_tokens
+        prompt = group.prompt
+        too_long = self.max_tokens is not None and prompt.demonstration_length > self.max_tokens
         needless = self.when == "all_wrong" and any(r > self.right for r in group.rewards)
-        if solution is None or too_long or needless:
+        if prompt.demonstration is None or too_long or needless:
             return group
-        given = Rollout(
-            list(solution), [], "", "stop", -1, reward=self.reward, source="demonstration"
-        )  # of no weight version
+        given = demonstrated(prompt, self.reward, "demonstration", -1)  # of no weight version
         rollouts = list(group.rollouts)
         if self.place == "add":
             return replace(group, rollouts=[*rollouts, given])

@@ -16,7 +16,7 @@ class Replay(Member):
     """`count` earlier responses to the same prompt join each group, the newest first.
 
     A prompt that was not seen before has none: its group is smaller. Rewards are stored with the response;
-    its log-probs under the reference are computed anew, as GVPO needs them. `keep`: how many responses a
+    its log-probs under the reference are computed again, as GVPO needs them. `keep`: how many responses a
     prompt are held, and written into checkpoints.
     """
 

@@ -19,7 +19,7 @@ class Teacher(Member):
 
     `function(groups, n, **options)` -> n texts for each group, a list of lists; it is called on one rank. It
     sees the prompts and the policy's own responses with their rewards, so it may continue or correct one. For
-    a model behind an OpenAI-compatible URL: "megatron_gvpo.teacher:chat", options {url, model}.
+    a model behind an OpenAI-compatible URL: "megatron_gvpo.api_model:chat", options {url, model}.
 
     `share`: of the groups, drawn at random, that get a teacher; `when`: all of these, or where all failed.
     """

@@ -48,5 +48,5 @@ class InformationConsistency(Shaper):
 
 
 def surprisal(rollout: Rollout) -> float | None:
-    """Mean of -log p over the tokens, in nats; None where no engine told log-probs."""
+    """Mean of -log p over the tokens, in nats; None if no engine told log-probs."""
     return -fmean(rollout.logprobs) if rollout.logprobs else None

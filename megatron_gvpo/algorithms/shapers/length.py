@@ -98,7 +98,7 @@ class LengthCurriculum(Shaper):
 
 
 class FormatLength(SizedShaper):
-    """Format and length in the place of an answer ("Surrogate Signals"): R_f + R_l if the format is right.
+    """Format and length in place of an answer ("Surrogate Signals"): R_f + R_l if the format is right.
 
     x = L / max_tokens, R_l = 1 - (1 - x/turn)^2 up to `turn`, 1 - 2 ((x - turn) / (1 - turn))^2 after it.
     With a wrong format: min(0, R_f + R_l). R_f is the component `format`.

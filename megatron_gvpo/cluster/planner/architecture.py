@@ -8,19 +8,12 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from megatron_gvpo.config.checks.supported_models import check_family, experts
+from megatron_gvpo.cluster.planner.attention_kinds import DeltaNet, Latent
+from megatron_gvpo.cluster.planner.vision_tower import VisionTower, vision_tower
+from megatron_gvpo.config.checks.adapters import possible_targets
+from megatron_gvpo.config.checks.supported_models import check_family, dense_layers, experts
 from megatron_gvpo.config.schema import ConfigError, read_json_object, read_model_config
-
-
-@dataclass(frozen=True)
-class Latent:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
-
-    q_rank: int
-    kv_rank: int
-    nope_dim: int
-    rope_dim: int
-    v_dim: int
+from megatron_gvpo.images.families import takes_images, text_values
 
 
 @dataclass(frozen=True)
@@ -36,15 +29,26 @@ class Architecture:
     ffn: int  # MLP width of a dense layer
     tied: bool  # the head shares the embedding's weights
     qkv_bias: bool = False
+    out_bias: bool = False
     qk_norm: bool = False
+    wide_qk_norm: bool = False  # over all heads together
+    gate: bool = False  # queries come with a gate of the same size
+    sinks: bool = False  # a learned score a head
+    norms: int = 2  # of a layer, over the hidden size
     moe_layers: int = 0
     experts: int = 0
     experts_per_token: int = 0
     expert_ffn: int = 0
     shared_ffn: int = 0  # total width of the experts that every token goes through
+    shared_gate: bool = False
+    expert_bias: bool = False  # of experts and router
+    delta_net: DeltaNet | None = None
     latent: Latent | None = None
     positions: int | None = None  # longest sequence in tokens; None: the model has no limit
     window: bool = False  # sliding-window attention
+    adapted: tuple[str, ...] = ()  # Hugging Face's names of the layers that can have adapters
+    vision: VisionTower | None = None  # of a model that takes images
+    adapter_rank: int = 0  # of the adapters that train in place of the weights; 0: the weights train
 
     @property
     def embedding(self) -> int:
@@ -52,22 +56,40 @@ class Architecture:
         return self.vocab * self.hidden
 
     @property
-    def attention(self) -> int:
-        """Attention parameters of one layer that tensor parallelism splits."""
+    def attention(self) -> float:
+        """Attention parameters of one layer that tensor parallelism splits; the mean of unlike layers."""
+        full = self._full_attention
+        if (d := self.delta_net) is None:
+            return full
+        return (d.layers * d.split(self.hidden) + (self.layers - d.layers) * full) / self.layers
+
+    @property
+    def _full_attention(self) -> int:
         if (m := self.latent) is not None:
             q, out = self.heads * (m.nope_dim + m.rope_dim), self.heads * m.v_dim
             up = m.q_rank * q + m.kv_rank * self.heads * (m.nope_dim + m.v_dim)
             return up + out * self.hidden
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return self.hidden * (2 * q + 2 * kv) + (q + 2 * kv if self.qkv_bias else 0)
+        biases = (q + 2 * kv if self.qkv_bias else 0) + self.heads * self.sinks
+        return self.hidden * ((2 + self.gate) * q + 2 * kv) + biases
 
     @property
-    def replicated(self) -> int:
+    def replicated(self) -> float:
         """Parameters of one layer that tensor parallelism does not split: norms, latent down-projections."""
-        norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
+        full = self._full_replicated
+        if (d := self.delta_net) is None:
+            return full
+        linear = self.norms * self.hidden + d.replicated
+        return (d.layers * linear + (self.layers - d.layers) * full) / self.layers
+
+    @property
+    def _full_replicated(self) -> int:
+        norms = self.norms * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
+        if self.wide_qk_norm:
+            norms += (self.heads + self.kv_heads) * self.head_dim
         if (m := self.latent) is not None:
             norms += self.hidden * (m.q_rank + m.kv_rank + m.rope_dim) + m.q_rank + m.kv_rank
-        return norms
+        return norms + self.hidden * self.out_bias
 
     @property
     def mlp(self) -> int:
@@ -77,27 +99,64 @@ class Architecture:
     @property
     def shared(self) -> int:
         """Parameters of the shared experts of one mixture-of-experts layer."""
-        return 3 * self.hidden * self.shared_ffn
+        return 3 * self.hidden * self.shared_ffn + self.hidden * self.shared_gate
 
     @property
     def expert(self) -> int:
         """Parameters of one expert."""
-        return 3 * self.hidden * self.expert_ffn
+        biases = 2 * self.expert_ffn + self.hidden if self.expert_bias else 0
+        return 3 * self.hidden * self.expert_ffn + biases
 
     @property
     def router(self) -> int:
         """Router parameters of one mixture-of-experts layer; every rank holds them all."""
-        return self.hidden * self.experts
+        return self.hidden * self.experts + self.experts * self.expert_bias
 
     @property
     def parameters(self) -> int:
         """Parameters of the whole model."""
         routed = self.moe_layers * (self.experts * self.expert + self.shared + self.router)
-        layers = self.layers * (self.attention + self.replicated) + (self.layers - self.moe_layers) * self.mlp
-        return layers + routed + self.hidden + self.embedding * (1 if self.tied else 2)
+        layers = round(self.layers * (self.attention + self.replicated))
+        layers += (self.layers - self.moe_layers) * self.mlp
+        tower = self.vision.parameters if self.vision else 0
+        return tower + layers + routed + self.hidden + self.embedding * (1 if self.tied else 2)
 
     @property
-    def active_layer_parameters(self) -> int:
+    def attention_adapters(self) -> float:
+        """Parameters of the adapters of one layer's attention: rank x (columns + rows) of each linear.
+
+        The mean of unlike layers: a gated delta net has none.
+        """
+        if (m := self.latent) is not None:
+            q, up = m.nope_dim + m.rope_dim, m.nope_dim + m.v_dim
+            sizes = [self.hidden + m.q_rank, m.q_rank + self.heads * q]
+            sizes += [self.hidden + m.kv_rank + m.rope_dim, m.kv_rank + self.heads * up]
+            sizes.append(self.heads * m.v_dim + self.hidden)
+            return self.adapter_rank * sum(sizes)
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        widths = {"q_proj": (1 + self.gate) * q, "k_proj": kv, "v_proj": kv, "o_proj": q}
+        full = self.adapter_rank * sum(self.hidden + widths[name] for name in widths if name in self.adapted)
+        return full * (1 - (self.delta_net.layers if self.delta_net else 0) / self.layers)
+
+    def mlp_adapters(self, width: int) -> int:
+        """Parameters of the adapters of one gated MLP of this width."""
+        matrices = sum(name in self.adapted for name in ("gate_proj", "up_proj", "down_proj"))
+        return self.adapter_rank * matrices * (self.hidden + width)
+
+    @property
+    def adapters(self) -> float:
+        """Parameters of all adapters, with `model.adapter.targets=all`."""
+        dense = (self.layers - self.moe_layers) * self.mlp_adapters(self.ffn)
+        routed = self.moe_layers * self.experts * self.mlp_adapters(self.expert_ffn)
+        return self.layers * self.attention_adapters + dense + routed
+
+    def divisible(self, tp: int) -> bool:
+        """Returns True if tensor parallelism can divide the attention heads and the MLP."""
+        sizes = [self.heads, self.ffn] + ([] if self.latent else [self.kv_heads])
+        return not any(size % tp for size in sizes)
+
+    @property
+    def active_layer_parameters(self) -> float:
         """Parameters of all layers that one token is multiplied with."""
         chosen = self.moe_layers * (self.experts_per_token * self.expert + self.shared + self.router)
         return (
@@ -111,7 +170,12 @@ class Architecture:
         """Elements of KV cache (of MLA: latent cache) that a rollout engine keeps for one token."""
         if (m := self.latent) is not None:
             return self.layers * (m.kv_rank + m.rope_dim)
-        return self.layers * 2 * self.kv_heads * self.head_dim
+        return self._attending_layers * 2 * self.kv_heads * self.head_dim
+
+    @property
+    def _attending_layers(self) -> int:
+        """Layers in which a token attends to all tokens before it."""
+        return self.layers - (self.delta_net.layers if self.delta_net else 0)
 
     def layer_flops(self, tokens: float, context: float) -> float:
         """Operations of the forward pass of `tokens` tokens through all layers.
@@ -123,30 +187,30 @@ class Architecture:
             if self.latent
             else self.head_dim
         )
-        return tokens * (2 * self.active_layer_parameters + 4 * self.layers * width * context)
+        return tokens * (2 * self.active_layer_parameters + 4 * self._attending_layers * width * context)
 
     def head_flops(self, tokens: float) -> float:
         """Operations of the forward pass of `tokens` tokens through the head."""
         return 2 * tokens * self.embedding
 
 
-def load(name: str) -> Architecture:
+def load(name: str, option: str = "--model") -> Architecture:
     """Loads the architecture from a config.json (its directory or the file), or by the name of a known model.
 
-    Raises ConfigError, which lists the known models, if `name` is none of these.
+    Raises ConfigError, which names `option` and lists the known models, if `name` is none of these.
     """
     path = Path(name)
     if path.is_dir():
-        return from_config(read_model_config(name, key="--model"), f"--model {name}")
+        return from_config(read_model_config(name, key=option), f"{option} {name}")
     if path.is_file():
-        return from_config(read_json_object(path), f"--model {name}")
+        return from_config(text_values(read_json_object(path)), f"{option} {name}")
     known = json.loads(resources.files(__package__).joinpath("models.json").read_text())
     if name not in known:
         raise ConfigError(
-            f"--model {name}: expected a directory with a config.json, a config.json, or one of the known "
+            f"{option} {name}: expected a directory with a config.json, a config.json, or one of the known "
             f"models: {', '.join(known)}"
         )
-    return from_config(known[name], f"--model {name}")
+    return from_config(known[name], f"{option} {name}")
 
 
 def from_config(config: dict[str, Any], where: str) -> Architecture:
@@ -159,11 +223,20 @@ def from_config(config: dict[str, Any], where: str) -> Architecture:
     architecture = check_family(config, where)
     layers, hidden, heads = sizes["num_hidden_layers"], sizes["hidden_size"], sizes["num_attention_heads"]
     mixtures = experts(config)
-    expert_ffn = sizes["moe_intermediate_size"] if mixtures else 0
+    expert_ffn = sizes.get("moe_intermediate_size", 0) if mixtures else 0
+    if mixtures and not expert_ffn:  # families in which every layer is a mixture may name its width so
+        expert_ffn = sizes["intermediate_size"]
     latent = None
     if config.get("kv_lora_rank"):
         ranks = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         latent = Latent(*(sizes[key] for key in ranks))
+    of_family = _OF_FAMILY.get(architecture, {})
+    if architecture == "Glm4MoeForCausalLM":
+        of_family = {
+            "qkv_bias": bool(config.get("attention_bias")),
+            "qk_norm": bool(config.get("use_qk_norm")),
+        }
+    shared = sizes.get("n_shared_experts", 0) or sizes.get("num_shared_experts", 0)
     return Architecture(
         layers=layers,
         hidden=hidden,
@@ -171,18 +244,66 @@ def from_config(config: dict[str, Any], where: str) -> Architecture:
         heads=heads,
         kv_heads=sizes.get("num_key_value_heads", heads),
         head_dim=sizes.get("head_dim", hidden // heads),
-        ffn=sizes["intermediate_size"],
-        tied=bool(config.get("tie_word_embeddings", False)),
-        qkv_bias=architecture == "Qwen2ForCausalLM",
-        qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
-        moe_layers=layers - sizes.get("first_k_dense_replace", 0) if mixtures else 0,
+        ffn=sizes.get("intermediate_size", 0) or expert_ffn,
+        tied=bool(config.get("tie_word_embeddings", architecture in _TIED)),
+        moe_layers=layers - dense_layers(config) if mixtures else 0,
         experts=mixtures,
         experts_per_token=sizes["num_experts_per_tok"] if mixtures else 0,
         expert_ffn=expert_ffn,
-        shared_ffn=sizes.get("n_shared_experts", 0) * expert_ffn,
+        shared_ffn=shared * expert_ffn or sizes.get("shared_expert_intermediate_size", 0),
         latent=latent,
+        delta_net=_delta_net(config, sizes),
+        adapted=possible_targets(architecture),
         positions=sizes.get("max_position_embeddings", 0) or None,
         window=bool(config.get("sliding_window")) and bool(config.get("use_sliding_window", True)),
+        vision=_vision(config, architecture, where),
+        **of_family,
+    )
+
+
+def _vision(config: dict[str, Any], architecture: str, where: str) -> VisionTower | None:
+    if not takes_images(config):
+        return None
+    tower = config.get("vision_config")
+    if not isinstance(tower, dict):
+        raise ConfigError(f"{where}: no vision_config in config.json")
+    return vision_tower(tower, architecture, _Sizes(tower, f"{where}, vision_config").__getitem__)
+
+
+# Facts about a family that its config.json does not have.
+_GATED = {"qk_norm": True, "gate": True}
+_TIED = ("GemmaForCausalLM", "Gemma3ForCausalLM")  # where config.json does not say it
+_OF_FAMILY: dict[str, dict[str, Any]] = {
+    "Exaone4ForCausalLM": {"qk_norm": True},
+    "ExaoneMoeForCausalLM": {"qk_norm": True},
+    "Gemma3ForCausalLM": {"qk_norm": True, "norms": 4},
+    "GptOssForCausalLM": {"qkv_bias": True, "out_bias": True, "sinks": True, "expert_bias": True},
+    "HYV3ForCausalLM": {"qk_norm": True},
+    "MiniMaxM2ForCausalLM": {"wide_qk_norm": True},
+    "OlmoeForCausalLM": {"wide_qk_norm": True},
+    "Qwen2ForCausalLM": {"qkv_bias": True},
+    "Qwen2_5_VLForConditionalGeneration": {"qkv_bias": True},
+    "Qwen3ForCausalLM": {"qk_norm": True},
+    "Qwen3VLForConditionalGeneration": {"qk_norm": True},
+    "Qwen3MoeForCausalLM": {"qk_norm": True},
+    "Qwen3NextForCausalLM": {**_GATED, "shared_gate": True},
+    "Qwen3_5ForCausalLM": _GATED,
+    "Qwen3_5MoeForCausalLM": {**_GATED, "shared_gate": True},
+}
+
+
+def _delta_net(config: dict[str, Any], sizes: _Sizes) -> DeltaNet | None:
+    """Returns the gated delta net of all layers but every `full_attention_interval`th; None without one."""
+    if not config.get("linear_num_value_heads"):
+        return None
+    layers = sizes["num_hidden_layers"]
+    return DeltaNet(
+        layers=layers - layers // sizes.get("full_attention_interval", 4),
+        key_heads=sizes["linear_num_key_heads"],
+        value_heads=sizes["linear_num_value_heads"],
+        key_dim=sizes["linear_key_head_dim"],
+        value_dim=sizes["linear_value_head_dim"],
+        kernel=sizes["linear_conv_kernel_dim"],
     )
 
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from megatron_gvpo.cluster.planner import architecture, push, workload
+from megatron_gvpo.cluster.planner import architecture, push, teacher, workload
 from megatron_gvpo.cluster.planner.method import method
 from megatron_gvpo.cluster.planner.search import Candidate, Plan, search
 from megatron_gvpo.cluster.planner.sharing import Sharing, sharing
-from megatron_gvpo.cluster.planner.time import NODE
+from megatron_gvpo.cluster.planner.time import NODE, rollout_seconds, served_seconds
 from megatron_gvpo.cluster.planner.workload import Layout
 from megatron_gvpo.config.schema import ConfigError
 
@@ -40,12 +41,21 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(
             f"--mini-batches {options.mini_batches} does not divide --prompts {options.prompts}"
         )
-    if options.gpus > NODE and options.gpus % NODE:
+    gpus = options.gpus - _server_gpus(options)
+    if gpus > NODE and gpus % NODE:
         raise ConfigError(
             f"--gpus {options.gpus}: more than one node of {NODE} GPUs; give a multiple of {NODE}"
         )
     file = _writable(options.write) if options.write else None
     model, gpu = architecture.load(options.model), workload.gpu(options.gpu)
+    if not 0 <= options.adapter_rank <= 4096:
+        raise ConfigError(f"--adapter-rank {options.adapter_rank}: must be from 1 to 4096, or 0 for none")
+    if options.adapter_rank and options.fp8:
+        raise ConfigError("--adapter-rank with --fp8: adapters on FP8 layers have not been proven")
+    if options.adapter_rank and not model.adapted:
+        raise ConfigError(f"--adapter-rank with --model {options.model}: adapters on it have not been proven")
+    model = replace(model, adapter_rank=options.adapter_rank)
+    _check_images(options, model)
     lengths = workload.parse_lengths(options.response_length)
     asks = method(options.recipe, options.mini_batches)
     if asks.compares and options.k < 2:
@@ -63,21 +73,65 @@ def run(options: argparse.Namespace) -> int:
         asks.critic,
         options.batch_epochs,
         options.share_prompts,
+        workload.parse_speculation(options.speculate) if options.speculate else None,
+        options.image_tokens,
+        teacher.teacher(options, asks, gpu, options.prompt_tokens + lengths.maximum),
     )
     saved = sharing(model, work)
     if options.share_prompts and saved is None:
         what = "latent attention" if model.latent else "a sliding window"
         raise ConfigError(f"--share-prompts: a model with {what} cannot share prompts; leave it out")
-    plan = search(
-        model, gpu, options.gpus, work, ahead=options.async_steps, fp8=options.fp8, offload=options.offload
-    )
+    plan = search(model, gpu, gpus, work, ahead=options.async_steps, fp8=options.fp8, offload=options.offload)
     if file is not None:
         _write(file, overlay(plan.best[0], model.layers, work, options))
     if options.json:
-        print(json.dumps(to_dict(plan, options, model.parameters, saved), indent=2))
+        print(
+            json.dumps(to_dict(plan, options, model, saved) | {"server_gpus": options.gpus - gpus}, indent=2)
+        )
     else:
         _print(plan, options, model, work, saved)
     return 0
+
+
+def _server_gpus(options: argparse.Namespace) -> int:
+    """Returns the GPUs that servers of reward models, judges and a teacher take from the others.
+
+    A run starts them on the GPUs behind its own, on one machine; on several they have nodes of their own.
+    Raises ConfigError if they leave none.
+    """
+    asked = {"--reward-gpus": options.reward_gpus, "--teacher-gpus": options.teacher_gpus}
+    for name, count in asked.items():
+        if count < 0:
+            raise ConfigError(f"{name} {count}: must be at least 0")
+    wanted = sum(asked.values())
+    taken: int = wanted if options.gpus <= NODE else math.ceil(wanted / NODE) * NODE
+    if taken >= options.gpus:
+        given = " and ".join(f"{name} {count}" for name, count in asked.items() if count)
+        whole = f", which are {taken} in whole nodes" if taken > wanted else ""
+        raise ConfigError(f"{given}{whole}: --gpus {options.gpus} leaves none to train on")
+    return taken
+
+
+def _check_images(options: argparse.Namespace, model: architecture.Architecture) -> None:
+    """Raises ConfigError for images of a model that takes none, and for what is refused with images."""
+    count = options.image_tokens
+    if not 0 <= count <= options.prompt_tokens:
+        raise ConfigError(
+            f"--image-tokens {count}: must be from 0 to --prompt-tokens {options.prompt_tokens}"
+        )
+    if model.vision is None:
+        if count:
+            raise ConfigError(f"--image-tokens {count}: --model {options.model} takes no images")
+        return
+    given = {
+        "--adapter-rank": options.adapter_rank,
+        "--fp8": options.fp8,
+        "--share-prompts": options.share_prompts,
+        "--teacher": options.teacher is not None,
+        f"--recipe {options.recipe}": method(options.recipe, options.mini_batches).critic,
+    }
+    if found := [name for name, value in given.items() if value]:
+        raise ConfigError(f"{found[0]}: not supported with a model that takes images; leave it out")
 
 
 def _writable(name: str) -> Path:
@@ -103,12 +157,16 @@ def _write(file: Path, text: str) -> None:
 def overlay(chosen: Candidate, layers: int, work: workload.Workload, options: argparse.Namespace) -> str:
     """Returns the layout as the YAML text of a config file. `layers`: layers of the model."""
     layout = chosen.layout
+    own = layout.rollout_gpus or layout.gpus
     rollout: dict[str, Any] = {"engine": "sglang", "n": work.k, "max_tokens": work.lengths.maximum}
-    rollout["servers"] = {"tp": layout.rollout_tp, "count": min(NODE, options.gpus) // layout.rollout_tp}
+    rollout["servers"] = {"tp": layout.rollout_tp, "count": min(NODE, own) // layout.rollout_tp}
     # Colocated servers take turns with the trainer, so they cannot share a process group with it.
     if not layout.rollout_gpus:
         rollout["servers"]["colocated"] = True
         rollout["weights"] = {"transport": "shared"}
+    if work.speculation is not None:
+        method = "ngram" if work.speculation.from_text else "mtp"
+        rollout["speculation"] = {"method": method, "tokens": work.speculation.tokens}
     if layout.async_steps:
         rollout["async_steps"] = layout.async_steps
     train = {"prompts_per_step": work.prompts, "mini_batches": work.mini_batches}
@@ -118,16 +176,29 @@ def overlay(chosen: Candidate, layers: int, work: workload.Workload, options: ar
     values: dict[str, Any] = {"parallel": parallel(layout, layers), "rollout": rollout, "train": train}
     if layout.fp8:
         values["model"] = {"fp8": {"recipe": "mxfp8" if options.gpu.lower().startswith("b") else "blockwise"}}
+    if options.adapter_rank:
+        values.setdefault("model", {})["adapter"] = {
+            "rank": options.adapter_rank,
+            "alpha": options.adapter_rank,
+        }
     if layout.offload:
         values["optimizer"] = {"offload_fraction": layout.offload}
+    if (taught := work.teacher) is not None:
+        server = None if taught.held else {"tp": taught.tp, "count": taught.gpus // taught.tp}
+        # On several machines the trainer fills the one on which the run would start servers.
+        if taught.held or options.gpus <= NODE:
+            values["teacher"] = {"server": server}
     text = yaml.safe_dump(values, sort_keys=False)
     nodes = math.ceil(layout.gpus / NODE)
     launch = f"--nodes {nodes}"
     if layout.rollout_gpus:
         launch += f" --rollout-nodes {math.ceil(layout.rollout_gpus / NODE)}"
+    command = f"slurm CONFIG.yaml THIS.yaml {launch}"
+    if layout.gpus < options.gpus <= NODE:  # the run starts its servers behind its ranks
+        command = f"train CONFIG.yaml THIS.yaml --nproc {layout.gpus}"
     return (
         f"{PREDICTED} {chosen.seconds.step:.0f} s a step on {options.gpus} x {options.gpu} "
-        f"for {options.model}.\n# megatron-gvpo slurm CONFIG.yaml THIS.yaml {launch}\n{text}"
+        f"for {options.model}.\n# megatron-gvpo {command}\n{text}"
     )
 
 
@@ -141,13 +212,15 @@ def parallel(layout: Layout, layers: int) -> dict[str, Any]:
 
 
 def to_dict(
-    plan: Plan, options: argparse.Namespace, parameters: int, saved: Sharing | None
+    plan: Plan, options: argparse.Namespace, model: architecture.Architecture, saved: Sharing | None
 ) -> dict[str, Any]:
-    """Returns the plan in plain types, for --json. `parameters`: parameters of the model."""
+    """Returns the plan in plain types, for --json."""
     return {
         "predicted": True,
         "model": options.model,
-        "parameters": parameters,
+        "parameters": model.parameters,
+        "adapter_parameters": model.adapters,
+        "teacher": options.teacher,
         "gpus": options.gpus,
         "gpu": options.gpu,
         "recipe": options.recipe,
@@ -175,9 +248,22 @@ def _print(
         f"{work.responses} responses a step of {work.lengths.mean:g} tokens "
         f"(95 % under {work.lengths.p95:g}, at most {work.lengths.maximum}), {work.updates} update(s) a step."
     )
+    if taken := _server_gpus(options):
+        where = "behind the trainer's" if options.gpus <= NODE else "of nodes of their own (servers.urls)"
+        console.print(
+            f"{taken} of the GPUs, {where}, are for the servers of reward models, judges or the teacher: "
+            f"{options.gpus - taken} train and generate."
+        )
+    if model.adapter_rank:
+        console.print(
+            f"Adapters of rank {model.adapter_rank} train: {model.adapters:,} parameters. A push sends "
+            f"{2 * model.parameters / workload.GIB:.3g} GiB merged, or {2 * model.adapters / 2**20:.3g} MiB "
+            "of adapters alone."
+        )
     console.print(f"All numbers are predicted. {plan.considered} layouts considered; the best:\n")
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    phases = ("step", "rollout", "scoring", "training", "optimizer", "sync", "waiting")
+    taught = ("teacher",) if work.teacher is not None else ()
+    phases = ("step", "rollout", "scoring", *taught, "training", "optimizer", "sync", "waiting")
     for column in ("predicted layout", *(f"{phase} s" for phase in phases), "GiB", "MFU", "micro-batch"):
         table.add_column(column, justify="left" if column == "predicted layout" else "right")
     for candidate in plan.best[: options.top]:
@@ -198,8 +284,22 @@ def _print(
     console.print(f"\npredicted memory of the first, in GiB on its fullest GPU: {parts}")
     if best.layout.offload:
         console.print(f"and in host memory, for the optimizer: {best.host_gib:.0f} GiB a node")
+    if work.teacher is not None:
+        console.print(_of_teacher(work.teacher, best, options, work))
     if saved is not None:
         console.print(f"\n{saved.text(work.share_prompts)}")
+    if work.speculation is not None:
+        plain = rollout_seconds(
+            model,
+            workload.gpu(options.gpu),
+            best.layout.engines,
+            best.layout.rollout_tp,
+            replace(work, speculation=None),
+        )
+        console.print(
+            f"\nspeculative rollouts: {best.seconds.rollout:.1f} s in place of {plain:.1f} s, with "
+            f"{work.speculation.length:.2f} tokens a verification (predicted)"
+        )
     if best.layout.rollout_gpus:
         gpu = workload.gpu(options.gpu)
         whole, shards = (kind(model, gpu, best.layout).seconds for kind in (push.broadcast, push.sharded))
@@ -214,3 +314,22 @@ def _print(
             console.print(f"\n{title} (predicted)")
         for line in lines:
             console.print(f"  {line}")
+
+
+def _of_teacher(
+    taught: teacher.Teacher, best: Candidate, options: argparse.Namespace, work: workload.Workload
+) -> str:
+    """Returns the line that says where the teacher is, and what it takes there."""
+    name = f"teacher {options.teacher}, {taught.model.parameters:,} parameters: "
+    if taught.held:
+        return (
+            f"{name}held by the trainer; {best.teacher_host_gib:.0f} GiB of host memory a node between passes"
+        )
+    took = served_seconds(taught, workload.gpu(options.gpu), work)
+    said = (
+        f"{name}{taught.gpus // taught.tp} server(s) of {taught.tp} GPU(s) score the responses in "
+        f"{took:.1f} s; the trainer scores its own meanwhile"
+    )
+    if options.gpus > NODE:
+        said += "; the run starts none beside a whole machine of ranks, so give their teacher.server.urls"
+    return said

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_gvpo.algorithms.base import STEP_START
+from megatron_gvpo.algorithms.base import STEP_START, TEACHER
 from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.algorithms.recipe import read_recipe
 from megatron_gvpo.config.schema import ConfigError
@@ -14,9 +14,12 @@ from megatron_gvpo.config.schema import ConfigError
 class Method:
     """Work of a training method beside its updates."""
 
-    scoring: float  # the policy's forward passes over a step's tokens before the first update
+    scoring: float  # the policy's own forward passes over a step's tokens before the first update
     critic: bool = False
     compares: bool = False  # compares the responses to a prompt with each other
+    teacher_passes: int = 0  # a teacher's log-probs of a step's responses: how many times they are read
+    teacher_divergence: bool = False  # every update compares whole distributions with a teacher's
+    loss_terms: bool = True  # the loss has other terms than that divergence
 
 
 def method(recipe: str, mini_batches: int) -> Method:
@@ -37,9 +40,18 @@ def method(recipe: str, mini_batches: int) -> Method:
         )
     of_estimator = {} if algorithm.estimator is None else algorithm.estimator.reference_policies
     of_loss = algorithm.loss.reference_policies.values()
-    scoring = float(len(of_estimator)) + sum(reference != STEP_START for reference in of_loss)
+    others = [*of_estimator.values(), *(reference for reference in of_loss if reference != STEP_START)]
+    of_teacher, divergence = others.count(TEACHER), algorithm.loss.divergence
+    scoring = float(len(others) - of_teacher)
     if STEP_START in of_loss and "old" not in of_estimator and algorithm.reference_logprobs == "trainer":
         # The first mini-batch needs no scoring pass: the policy has not changed since the step began.
         scoring += (mini_batches - 1) / mini_batches
     compares = algorithm.needs_group and not algorithm.members
-    return Method(scoring, algorithm.critic is not None, compares)
+    return Method(
+        scoring,
+        algorithm.critic is not None,
+        compares,
+        of_teacher,
+        divergence is not None and divergence.needs_teacher,
+        algorithm.loss.has_terms,
+    )

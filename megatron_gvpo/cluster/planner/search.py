@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_gvpo.cluster.planner.architecture import Architecture
-from megatron_gvpo.cluster.planner.memory_model import Memory, host_state, memory
+from megatron_gvpo.cluster.planner.memory_model import Memory, host_state, memory, shard
+from megatron_gvpo.cluster.planner.teacher import Teacher
 from megatron_gvpo.cluster.planner.time import NODE, Seconds, model_flops, rollout_seconds, seconds
 from megatron_gvpo.cluster.planner.workload import Gpu, Layout, Workload
 from megatron_gvpo.config.schema import ConfigError
@@ -29,6 +30,7 @@ class Candidate:
     seconds: Seconds
     mfu: float  # model operations over the bf16 peak of the trainer's GPUs, while they train
     host_gib: float = 0.0  # host memory per node for the optimizer's states
+    teacher_host_gib: float = 0.0  # host memory per node for a teacher that the trainer holds
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -38,6 +40,11 @@ class Candidate:
             "predicted_gib": self.memory.in_gib(),
             "predicted_training_mfu": round(self.mfu, 3),
             **({"predicted_host_gib_of_a_node": round(self.host_gib, 1)} if self.layout.offload else {}),
+            **(
+                {"predicted_host_gib_of_a_node_for_the_teacher": round(self.teacher_host_gib, 1)}
+                if self.teacher_host_gib
+                else {}
+            ),
         }
 
 
@@ -61,7 +68,7 @@ def search(
     fp8: bool = False,
     offload: float = 0.0,
 ) -> Plan:
-    """Searches all layouts of `gpus` GPUs for the fastest step.
+    """Searches all layouts of `gpus` GPUs, which are not a teacher's, for the fastest step.
 
     `ahead`: the largest async depth to consider. `offload`: the fraction of the optimizer's states in host
     memory. Raises ConfigError with the reasons if no layout can run.
@@ -81,7 +88,7 @@ def search(
     with_host = False  # a layout that does not fit would fit with all optimizer states in host memory
     for where in _places(model, gpu, gpus, work, ahead):
         divided = replace(where, offload=offload)
-        for layout in _layouts(model, divided, fp8, reasons, work.share_prompts):
+        for layout in _layouts(model, divided, fp8, reasons, work.share_prompts, work.teacher):
             if work.responses / work.mini_batches < layout.dp:
                 reasons["more data-parallel ranks than responses in a mini-batch"] += 1
                 continue
@@ -137,22 +144,43 @@ def _with_engines(model: Architecture, gpu: Gpu, layout: Layout, work: Workload)
 
 
 def _layouts(
-    model: Architecture, where: Layout, fp8: bool, reasons: Counter[str], share_prompts: bool = False
+    model: Architecture,
+    where: Layout,
+    fp8: bool,
+    reasons: Counter[str],
+    share_prompts: bool = False,
+    teacher: Teacher | None = None,
 ) -> Iterator[Layout]:
-    """Yields every division of the trainer's GPUs that Megatron supports for this model."""
-    whole = model.window or share_prompts  # sequences that context parallelism cannot cut
+    """Yields every division of the trainer's GPUs that Megatron supports for this model, and its teacher."""
+    held = teacher if teacher is not None and teacher.held else None
+    # Sequences that context parallelism cannot cut.
+    whole = model.window or share_prompts or model.vision is not None
     gpus = where.gpus
     for tp in (size for size in SIZES if size <= min(NODE, gpus)):
-        if model.heads % tp or model.ffn % tp or (model.latent is None and model.kv_heads % tp):
+        if not model.divisible(tp):
             reasons[f"tp={tp} does not divide the attention heads or the MLP"] += 1
             continue
+        if model.adapter_rank % tp:
+            reasons[f"tp={tp} does not divide the adapters' rank"] += 1
+            continue
+        if model.vision is not None and model.vocab % tp:
+            reasons[
+                f"tp={tp} does not divide the vocabulary, which is not padded for a model with images"
+            ] += 1
+            continue
         for pp in (size for size in range(1, gpus + 1) if gpus % (tp * size) == 0 and size <= model.layers):
+            if model.vision is not None and model.vision.deep > model.layers // pp:
+                reasons[f"pp={pp} leaves the first stage fewer layers than the vision tower feeds"] += 1
+                continue
             for cp in (size for size in SIZES[: 1 if whole else 4] if gpus % (tp * pp * size) == 0):
                 for ep in SIZES if model.experts else (1,):
                     if model.experts % ep or gpus % (pp * ep):
                         continue
                     for vpp in (1, 2, 4):
-                        if vpp > 1 and (pp == 1 or model.layers % (pp * vpp)):
+                        if vpp > 1 and (pp == 1 or model.layers % (pp * vpp) or model.vision is not None):
+                            continue
+                        if held is not None and (why := held.misfit(model, tp, pp, vpp, cp, ep)):
+                            reasons[why] += 1
                             continue
                         for recompute in (False, True):
                             yield replace(
@@ -170,7 +198,8 @@ def _fit(model: Architecture, gpu: Gpu, layout: Layout, work: Workload) -> tuple
         least_tokens = max(work.longest, work.group_tokens) if work.share_prompts else work.longest
         if tokens < least_tokens and tokens != max(MICRO_TOKENS):
             break
-        used = memory(model, layout, min(tokens, share), max(1, int(share // tokens)), work.critic)
+        batches = max(1, int(share // tokens))
+        used = memory(model, layout, min(tokens, share), batches, work.critic, work.teacher)
         least = min(least, used.total / 2**30)
         if used.total / 2**30 > USABLE * gpu.memory_gib:
             continue
@@ -178,25 +207,36 @@ def _fit(model: Architecture, gpu: Gpu, layout: Layout, work: Workload) -> tuple
         if best is None or took.step < best.seconds.step:
             peak = took.training * layout.gpus * gpu.bf16_tflops * 1e12
             mfu = model_flops(model, work) / peak
-            best = Candidate(layout, tokens, used, took, mfu, _host_gib(model, layout, work.critic))
+            on_host = _host_gib(model, layout, work.critic), _teacher_host_gib(work.teacher, layout)
+            best = Candidate(layout, tokens, used, took, mfu, *on_host)
     return best, least
 
 
 def _host_gib(model: Architecture, layout: Layout, critic: bool) -> float:
-    """Returns the GiB of host memory for optimizer states on the fuller of the first and the last node.
+    """Returns the GiB of host memory for optimizer states on a node."""
+    if not layout.offload:
+        return 0.0
+    return _fuller_node(
+        layout,
+        lambda at: host_state(model, layout, at) + critic * host_state(model, layout, at, critic=True),
+    )
+
+
+def _teacher_host_gib(teacher: Teacher | None, layout: Layout) -> float:
+    """Returns the GiB of host memory for the weights of a teacher that the trainer holds, on a node."""
+    if teacher is None or not teacher.held:
+        return 0.0
+    return _fuller_node(layout, lambda stage: 2 * shard(teacher.model, layout, stage).total)
+
+
+def _fuller_node(layout: Layout, of_stage: Callable[[int], float]) -> float:
+    """Returns the GiB on the fuller of the first and the last node, given a rank's bytes by its stage.
 
     The ranks of these two nodes hold the ends of the pipeline.
     """
-    if not layout.offload:
-        return 0.0
-    of_stage, last = layout.gpus // layout.pp, max(0, layout.gpus - NODE)
+    ranks, last = layout.gpus // layout.pp, max(0, layout.gpus - NODE)
     nodes = (range(first, min(first + NODE, layout.gpus)) for first in (0, last))
-
-    def of_rank(rank: int) -> float:
-        stage = rank // of_stage
-        return host_state(model, layout, stage) + critic * host_state(model, layout, stage, critic=True)
-
-    return max(sum(map(of_rank, node)) for node in nodes) / 2**30
+    return max(sum(of_stage(rank // ranks) for rank in node) for node in nodes) / 2**30
 
 
 def _order(candidate: Candidate) -> tuple[float, float, float]:
@@ -205,7 +245,8 @@ def _order(candidate: Candidate) -> tuple[float, float, float]:
     If the rollouts limit the step, the layout that trains fastest beside them comes first.
     """
     took = candidate.seconds
-    return round(took.step, 2), took.scoring + took.training + took.optimizer, candidate.memory.total
+    trains = took.scoring + took.teacher + took.training + took.optimizer
+    return round(took.step, 2), trains, candidate.memory.total
 
 
 def _divisions(candidate: Candidate) -> int:

@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
 from statistics import NormalDist
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_gvpo.config.schema import ConfigError
+
+if TYPE_CHECKING:
+    from megatron_gvpo.cluster.planner.teacher import Teacher
 
 GIB = 2**30
 
@@ -105,6 +108,39 @@ def parse_lengths(text: str) -> Lengths:
 
 
 @dataclass(frozen=True)
+class Speculation:
+    """Speculative decoding of the rollouts (`rollout.speculation`)."""
+
+    tokens: int  # proposed at a time
+    acceptance: float  # share of the proposed tokens that the policy accepts
+    from_text: bool = (
+        False  # the text proposes, at no cost; else a layer with the model's sizes, and its head
+    )
+
+    @property
+    def length(self) -> float:
+        """Mean number of tokens that a verification gives."""
+        return 1 + self.tokens * self.acceptance
+
+
+def parse_speculation(text: str) -> Speculation:
+    """Parses `3,acceptance=0.77` or `3,acceptance=0.3,draft=text`. Raises ConfigError for other text."""
+    first, *others = text.split(",")
+    try:
+        named = dict(other.split("=") for other in others)
+        draft = {"head": False, "text": True}[named.pop("draft", "head")]
+        found = Speculation(int(first), float(named.pop("acceptance")), draft)
+    except (ValueError, KeyError):
+        named = {"": ""}
+    if named or not 1 <= found.tokens <= 64 or not 0 <= found.acceptance <= 1:
+        raise ConfigError(
+            f"--speculate {text}: expected TOKENS,acceptance=SHARE[,draft=text], with 1 to 64 tokens and a "
+            "share from 0 to 1"
+        )
+    return found
+
+
+@dataclass(frozen=True)
 class Workload:
     """One training step."""
 
@@ -117,6 +153,9 @@ class Workload:
     critic: bool = False
     batch_epochs: int = 1  # passes of updates over the mini-batches
     share_prompts: bool = False  # a group's prompt is computed once (train.share_prompts)
+    speculation: Speculation | None = None
+    image_tokens: int = 0  # of `prompt_tokens`, those that stand for the prompt's images
+    teacher: Teacher | None = None
 
     @property
     def updates(self) -> int:

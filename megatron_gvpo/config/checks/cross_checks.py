@@ -5,7 +5,8 @@ from __future__ import annotations
 from math import lcm
 from typing import TYPE_CHECKING
 
-from megatron_gvpo.algorithms.base import STEP_START
+from megatron_gvpo.config.checks.conversation import check_conversation
+from megatron_gvpo.config.checks.speculation import check_speculation
 from megatron_gvpo.observe.metric_names import entry
 from megatron_gvpo.weights.transports import transport_class
 
@@ -22,10 +23,13 @@ def check_combinations(config: Config) -> None:
         _engine_reference,
         _engine,
         _router_replay,
-        _conversation,
+        check_speculation,
+        check_conversation,
         _data,
         _rewards,
+        _served_rewards,
         _components,
+        _teacher,
         _evaluation,
         _schedule,
         _checkpoints,
@@ -39,7 +43,8 @@ def advice(config: Config) -> str | None:
     """A warning about a configuration that is legal but usually unintended, else None.
 
     It warns of a step with one update whose reference is the policy at step start: the reference is then the
-    policy that trains, and GVPO's d is 0.
+    policy that trains, and GVPO's d is 0. And of responses of older weights in a loss that could correct for
+    that, and takes them for the present policy's.
     """
     train, algorithm, loss = config.train, config.algorithm, config.algorithm.loss
     once = train.mini_batches * train.batch_epochs == 1
@@ -49,6 +54,13 @@ def advice(config: Config) -> str | None:
             f"train.mini_batches=1: a step's only update is its own reference, which makes {loss.name} "
             "a plain policy gradient, its Var and Cov 0; use 2 or more, or train.batch_epochs=2, or another "
             "algorithm.loss.reference"
+        )
+    corrects = "importance" in type(loss).model_fields
+    if config.rollout.async_steps and corrects and getattr(loss, "importance", None) is None:
+        return (
+            f"rollout.async_steps={config.rollout.async_steps}: responses come from older weights, and "
+            f"{loss.name} takes them for samples of the policy at step start, with which it compares: set "
+            "algorithm.loss.importance=truncate"
         )
     return None
 
@@ -94,8 +106,13 @@ def _engine_reference(config: Config) -> None:
 
 def _engine(config: Config) -> None:
     rollout = config.rollout
+    if rollout.weights.transport == "adapter" and config.model.adapter is None:
+        raise ValueError(
+            "rollout.weights.transport=adapter sends the adapter that trains, and without model.adapter none "
+            "does: set model.adapter, or use broadcast"
+        )
     if not rollout.uses_servers:
-        for name in ("servers", "weights", "async_steps"):
+        for name in ("servers", "weights", "async_steps", "speculation"):
             if getattr(rollout, name) != type(rollout).model_fields[name].default:
                 raise ValueError(
                     f"rollout.{name} has no effect with rollout.engine={rollout.engine}, which generates in "
@@ -140,29 +157,6 @@ def _router_replay(config: Config) -> None:
         )
     if reason:
         raise ValueError(f"rollout.router_replay=true is not possible here: {reason}")
-
-
-def _conversation(config: Config) -> None:
-    """Refuse what knows only one response to a prompt."""
-    algorithm, reason = config.algorithm, None
-    if config.rollout.conversation is None:
-        reader = next((place for place in algorithm.blocks_inside() if place.block.needs_turns), None)
-        if reader is not None:
-            raise ValueError(
-                f"algorithm.{reader.label} reads the turns of conversations: set rollout.conversation, or "
-                "the options with which it reads single responses"
-            )
-        return
-    if config.rollout.router_replay:
-        reason = "rollout.router_replay=true: the experts of several turns are not recorded"
-    elif config.train.share_prompts:
-        reason = "train.share_prompts=true: every turn has a context of its own"
-    elif single := [member.name for member in algorithm.members if not member.takes_conversations]:
-        reason = f"algorithm.members: {single[0]} adds or changes single responses"
-    elif algorithm.prior.greedy:
-        reason = f"algorithm.prior={algorithm.prior.name}: it takes one response a prompt, which may be lost"
-    if reason:
-        raise ValueError(f"rollout.conversation is not possible with {reason}")
 
 
 def _data(config: Config) -> None:
@@ -213,6 +207,22 @@ def _rewards(config: Config) -> None:
         )
 
 
+def _served_rewards(config: Config) -> None:
+    """Refuse what cannot go on with fewer responses than it asked for: a server may fail to score one."""
+    served = next((c.name for c in config.rewards.components if c.served is not None), None)
+    algorithm, reason = config.algorithm, None
+    if served is None:
+        return
+    if single := [member.name for member in algorithm.members if not member.takes_conversations]:
+        reason = f"algorithm.members: {single[0]} needs a reward for every response"
+    elif algorithm.prior.greedy:
+        reason = f"algorithm.prior={algorithm.prior.name}: it takes one response a prompt, which may be lost"
+    if reason:
+        raise ValueError(
+            f"rewards.components: {served} asks a model on servers, which is not possible with {reason}"
+        )
+
+
 def _components(config: Config) -> None:
     """Check that the reward has the components that blocks read by name."""
     algorithm, known = config.algorithm, [component.name for component in config.rewards.components]
@@ -238,6 +248,40 @@ def _components(config: Config) -> None:
                 )
 
 
+def _teacher(config: Config) -> None:
+    """Check that there is a teacher where a block reads one, and that it can say what the block reads."""
+    teacher, needed, rollout = config.teacher, config.algorithm.needs_teacher, config.rollout
+    if teacher is None and needed:
+        raise ValueError(
+            "teacher is missing: algorithm compares with a teacher's log-probs: name its Hugging Face "
+            "directory, teacher.path"
+        )
+    if teacher is None:
+        return
+    if not needed:
+        raise ValueError(
+            "teacher has no effect: nothing in algorithm compares with it. Use the recipe opd, or "
+            "algorithm.loss.reference=teacher"
+        )
+    if config.data.train.images_key is not None:
+        raise ValueError("data.train.images_key with teacher: a teacher reads no images")
+    if teacher.server is None:
+        return
+    reason, divergence = None, config.algorithm.loss.divergence
+    if divergence is not None and divergence.needs_teacher:
+        reason = (
+            f"algorithm.loss.divergence={divergence.name}: it needs the teacher's hidden states, and servers "
+            "give log-probs; use teacher.server=null"
+        )
+    elif config.algorithm.samples_from_policy and rollout.temperature != 1:
+        reason = (
+            f"rollout.temperature={rollout.temperature:g}: the log-probs of the loss are those at this "
+            "temperature, and servers give those of prompts at temperature 1"
+        )
+    if reason:
+        raise ValueError(f"teacher.server is not possible with {reason}")
+
+
 def _evaluation(config: Config) -> None:
     if max(config.eval.k, default=1) > config.eval.n:
         raise ValueError(
@@ -259,6 +303,11 @@ def _schedule(config: Config) -> None:
         )
     if optimizer.min_lr > optimizer.lr:
         raise ValueError(f"optimizer.min_lr={optimizer.min_lr} exceeds optimizer.lr={optimizer.lr}")
+    if optimizer.min_lr and optimizer.decay == "constant":
+        raise ValueError(
+            f"optimizer.min_lr={optimizer.min_lr} has no effect with optimizer.decay=constant: set decay to "
+            "cosine or linear, or leave it out"
+        )
 
 
 def _checkpoints(config: Config) -> None:
@@ -308,7 +357,7 @@ def _fp8_weights(config: Config) -> None:
     reason = None
     if config.rollout.servers.colocated:
         reason = "rollout.servers.colocated=true: the weights' memory could not be given to the servers"
-    elif any(reference != STEP_START for reference in config.algorithm.reference_policies):
+    elif config.algorithm.kept_reference is not None:
         reason = (
             "a reference policy with weights of its own: when it has scored, the policy's would be rounded "
             "to FP8 once more"

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_gvpo.config.errors import ConfigError
 from megatron_gvpo.runs.earlier import HEADER, OWN
 
 if TYPE_CHECKING:
     from megatron_gvpo.config.schema import Config
+
+# The last names of keys whose values are files and directories that a run reads, or functions in files.
+_READ = ("path", "model", "model_path", "function", "convert", "packages")
 
 
 def check_output_dir(config: Config) -> None:
@@ -29,18 +33,26 @@ def check_output_dir(config: Config) -> None:
             f"output_dir={directory}: a run writes its configuration to {own_file}, and another file "
             "has this name: rename it, or give another output_dir"
         )
-    read = {"model.path": config.model.path, "data.train.path": config.data.train.path}
-    if config.data.eval is not None:
-        read["data.eval.path"] = config.data.eval.path
-    for key, path in read.items():
+    for key, path in _inputs(config.model_dump(exclude={"output_dir"})):
         if os.path.isdir(path) and directory.exists() and os.path.samefile(path, directory):
             raise ConfigError(f"output_dir={directory} is {key}: a run must not write into what it reads")
         for own in (directory / name for name in OWN):
-            if Path(os.path.realpath(path)).is_relative_to(os.path.realpath(own)):
+            if os.path.lexists(path) and Path(os.path.realpath(path)).is_relative_to(os.path.realpath(own)):
                 raise ConfigError(
                     f"{key}={path} is in {own}, which a run in output_dir={directory} replaces: give another "
                     "output_dir"
                 )
+
+
+def _inputs(values: Any, at: str = "") -> Iterator[tuple[str, str]]:
+    """Keys and paths of the files and directories that a configuration names to be read."""
+    named = values.items() if isinstance(values, Mapping) else enumerate(values)
+    for name, value in named:
+        key = f"{at}.{name}" if at else str(name)
+        if isinstance(value, Mapping | list | tuple):
+            yield from _inputs(value, key)
+        elif isinstance(value, str) and value and name in _READ:
+            yield key, value.rpartition(".py:")[0] + ".py" if ".py:" in value else value
 
 
 def check_empty(directory: Path, name: str) -> None:

@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_gvpo.config.checks.adapters import check_adapter
+from megatron_gvpo.config.checks.images import check_images
 from megatron_gvpo.config.checks.lengths import check_lengths
 from megatron_gvpo.config.checks.supported_models import check_family, experts
 from megatron_gvpo.config.errors import ConfigError
@@ -28,10 +30,12 @@ class Padding:
         """Returns the padding that a model and its parallel layout need.
 
         Context parallelism cuts every sequence into 2 cp chunks. Sequence parallelism cuts a rank's tokens
-        into tp shards. FP8 kernels process a shard in blocks of tokens.
+        into tp shards. FP8 kernels process a shard in blocks of tokens. Separate adapters of q, k and v are
+        interleaved for tp tokens at a time.
         """
         sequence = 2 * parallel.cp if parallel.cp > 1 else 1
-        shards = parallel.cp * (parallel.tp if parallel.sequence_parallel else 1)
+        in_shards = parallel.sequence_parallel or model.adapter is not None
+        shards = parallel.cp * (parallel.tp if in_shards else 1)
         block = 1 if model.fp8 is None else model.fp8.tokens
         return Padding(sequence, math.lcm(sequence, shards * block))
 
@@ -39,20 +43,18 @@ class Padding:
 def check_layout(config: Config, world_size: int) -> None:
     """Raises ConfigError if the model or the layout does not fit config.json or the number of processes."""
     model = read_model_config(config.model.path)
-    check_family(model, f"model.path={config.model.path}")
-    _check_window(config.parallel, model)
+    architecture = check_family(model, f"model.path={config.model.path}")
     _check_processes(config.parallel, world_size)
-    _check_widths(config.parallel, model)
-    _check_depth(config.parallel, model)
-    _check_recompute(config.parallel, model)
-    _check_experts(config.parallel, model)
+    check_division(config.parallel, model)
     if config.rollout.router_replay and not experts(model):
         raise ConfigError(
             f"rollout.router_replay=true: model.path={config.model.path} has no experts to choose "
             "from; leave it out"
         )
+    check_images(config, model)
     check_lengths(config, model)
     _check_stop_tokens(config, model)
+    _check_top_k(config, model)
     _check_shared_prompts(config, model)
     if (critic := config.algorithm.critic) is not None and critic.path is not None:
         theirs = read_model_config(critic.path, "algorithm.critic.path")
@@ -65,7 +67,26 @@ def check_layout(config: Config, world_size: int) -> None:
                 f"algorithm.critic.path={critic.path}: vocab_size={theirs.get('vocab_size')}, and "
                 f"the policy's is {model.get('vocab_size')}: a critic reads the policy's tokens"
             )
+    if (teacher := config.teacher) is not None and teacher.server is None:
+        theirs, key = read_model_config(teacher.path, "teacher.path"), f"teacher.path={teacher.path}"
+        check_family(theirs, key)
+        try:
+            for check in (_check_window, _check_widths, _check_depth, _check_experts):
+                check(config.parallel, theirs)
+            _check_shared_prompts(config, theirs)
+        except ConfigError as error:
+            raise ConfigError(f"{key} is held in the policy's layout: {error}") from None
     _check_fp8(config, model)
+    check_adapter(config, model, architecture, experts(model))
+
+
+def check_division(parallel: ParallelConfig, model: dict[str, Any]) -> None:
+    """Raises ConfigError if the layout does not fit a model's config.json."""
+    _check_window(parallel, model)
+    _check_widths(parallel, model)
+    _check_depth(parallel, model)
+    _check_recompute(parallel, model)
+    _check_experts(parallel, model)
 
 
 def _check_fp8(config: Config, model: dict[str, Any]) -> None:
@@ -125,6 +146,18 @@ def _check_widths(parallel: ParallelConfig, model: dict[str, Any]) -> None:
                 f"parallel.tp={parallel.tp} does not divide the model's {name}={size}; "
                 f"possible: {_divisors(math.gcd(*sizes.values()))}"
             )
+    for name in ("linear_num_key_heads", "linear_num_value_heads"):  # gated delta net, cut into whole heads
+        if model.get(name) and model[name] % (parallel.tp * parallel.cp):
+            raise ConfigError(
+                f"parallel.tp={parallel.tp} x parallel.cp={parallel.cp} do not divide the model's "
+                f"{name}={model[name]}; possible products: {_divisors(model[name])}"
+            )
+    if model.get("linear_num_value_heads") and parallel.tp > 1 and not parallel.sequence_parallel:
+        raise ConfigError(
+            f"parallel.tp={parallel.tp} with gated delta nets (linear_num_value_heads) needs "
+            "parallel.sequence_parallel=true: otherwise megatron-core leaves the other ranks' heads out of "
+            "the gradient of the norm behind them"
+        )
     if model.get("kv_lora_rank") and parallel.tp > 1 and not parallel.sequence_parallel:
         raise ConfigError(
             f"parallel.tp={parallel.tp} with latent attention (kv_lora_rank) needs "
@@ -209,6 +242,18 @@ def _check_experts(parallel: ParallelConfig, model: dict[str, Any]) -> None:
             f"parallel.etp={parallel.etp} does not divide the model's moe_intermediate_size={width}; "
             f"possible: {_divisors(width)}"
         )
+    architectures = model.get("architectures") or []
+    if parallel.etp > 1 and "GptOssForCausalLM" in architectures:
+        raise ConfigError(
+            f"parallel.etp={parallel.etp}: GPT-OSS's experts have biases, and megatron-core would add them "
+            "on every rank that shares an expert; use parallel.etp=1"
+        )
+    if parallel.tp > 1 and {"OlmoeForCausalLM", "MiniMaxM2ForCausalLM"} & set(architectures):
+        raise ConfigError(
+            f"parallel.tp={parallel.tp}: {architectures[0]} normalizes queries and keys over all heads, and "
+            "Megatron-Bridge has this, with its gradient, for one tensor-parallel rank only; use parallel.ep "
+            "or parallel.pp"
+        )
     if parallel.tp > 1 and not parallel.sequence_parallel:
         raise ConfigError(
             f"parallel.tp={parallel.tp} with experts needs parallel.sequence_parallel=true: otherwise every "
@@ -233,6 +278,15 @@ def _check_shared_prompts(config: Config, model: dict[str, Any]) -> None:
         )
     if reason:
         raise ConfigError(f"train.share_prompts=true is not possible here: {reason}; leave it out")
+
+
+def _check_top_k(config: Config, model: dict[str, Any]) -> None:
+    divergence, vocabulary = config.algorithm.loss.divergence, model.get("vocab_size", math.inf)
+    if divergence is not None and divergence.top_k is not None and divergence.top_k > vocabulary:
+        raise ConfigError(
+            f"algorithm.loss.divergence.top_k={divergence.top_k}: the model's vocab_size={vocabulary} has "
+            "fewer tokens; leave it out for all of them"
+        )
 
 
 def _check_stop_tokens(config: Config, model: dict[str, Any]) -> None:

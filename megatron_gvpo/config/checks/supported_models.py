@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from megatron_gvpo.config.checks.refused_models import REFUSED
 from megatron_gvpo.config.errors import ConfigError
+from megatron_gvpo.images.families import FAMILIES
 
 # Architectures whose log-probs, gradients and round trip are compared with transformers
-# (tests/megatron/test_gradient_invariance.py). Each maps the keys that Megatron-Bridge (0.6.2) ignores to the
-# values that it assumes, which are also the defaults of transformers.
+# (tests/megatron/test_gradient_invariance.py, test_families.py). Each maps the keys that Megatron-Bridge
+# (0.6.2) ignores to the values that it assumes, which are also the defaults of transformers.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "DeepseekV2ForCausalLM": {"attention_bias": False, "moe_layer_freq": 1, "norm_topk_prob": False},
     "DeepseekV3ForCausalLM": {
@@ -23,11 +25,94 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "rope_interleave": True,
     },
+    "Exaone4ForCausalLM": {"hidden_act": "silu", "sliding_window": None, "tie_word_embeddings": True},
+    "ExaoneMoeForCausalLM": {
+        "hidden_act": "silu",
+        "n_group": 1,
+        "norm_topk_prob": True,
+        "scoring_func": "sigmoid",
+        "tie_word_embeddings": False,
+    },
+    "GemmaForCausalLM": {
+        "attention_bias": False,
+        "hidden_act": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+        "use_bidirectional_attention": False,
+    },
+    "Gemma3ForCausalLM": {
+        "attention_bias": False,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+        "use_bidirectional_attention": False,
+    },
+    "Glm4MoeForCausalLM": {"hidden_act": "silu", "norm_topk_prob": True},
+    "Glm4MoeLiteForCausalLM": {
+        "attention_bias": False,
+        "first_k_dense_replace": 1,
+        "hidden_act": "silu",
+        "norm_topk_prob": True,
+        "rope_interleave": True,
+        "tie_word_embeddings": False,
+    },
+    "GptOssForCausalLM": {
+        "attention_bias": True,
+        "hidden_act": "silu",
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+    },
+    "HYV3ForCausalLM": {
+        "attention_bias": False,
+        "first_k_dense_replace": 1,
+        "hidden_act": "silu",
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+    },
     "LlamaForCausalLM": {"attention_bias": False, "mlp_bias": False},
+    "MiniMaxM2ForCausalLM": {"hidden_act": "silu", "tie_word_embeddings": False},
     "MistralForCausalLM": {"hidden_act": "silu"},
+    "OlmoeForCausalLM": {
+        "attention_bias": False,
+        "clip_qkv": None,
+        "hidden_act": "silu",
+        "norm_topk_prob": False,
+        "tie_word_embeddings": False,
+    },
     "Qwen2ForCausalLM": {},
+    "Qwen2_5_VLForConditionalGeneration": {},
     "Qwen3ForCausalLM": {"attention_bias": False},
     "Qwen3MoeForCausalLM": {"attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    "Qwen3VLForConditionalGeneration": {"attention_bias": False},
+    "Qwen3NextForCausalLM": {
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "hidden_act": "silu",
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+    },
+    "Qwen3_5ForCausalLM": {"attention_bias": False, "attn_output_gate": True, "hidden_act": "silu"},
+    "Qwen3_5MoeForCausalLM": {"attention_bias": False, "attn_output_gate": True, "hidden_act": "silu"},
+}
+# (kind of most layers, every how many layers one has full attention): the only order that is built.
+_ORDERS: dict[str, tuple[str, int]] = {
+    "Exaone4ForCausalLM": ("full_attention", 1),
+    "ExaoneMoeForCausalLM": ("sliding_attention", 4),
+    "Gemma3ForCausalLM": ("sliding_attention", 6),
+    "GptOssForCausalLM": ("sliding_attention", 2),
+    "Qwen3NextForCausalLM": ("linear_attention", 4),
+    "Qwen3_5ForCausalLM": ("linear_attention", 4),
+    "Qwen3_5MoeForCausalLM": ("linear_attention", 4),
+}
+# Architectures whose first layers are dense, one where config.json does not say how many.
+_DENSE_FIRST = ("ExaoneMoeForCausalLM", "Glm4MoeLiteForCausalLM", "HYV3ForCausalLM")
+# The only values of GPT-OSS's YaRN that Megatron-Bridge builds; it ignores config.json's.
+_GPT_OSS_YARN = {
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
 }
 # The only values of llama3's rope parameters that megatron-core implements. It accepts any `factor`.
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -52,6 +137,7 @@ _LARGEST = {
     "num_local_experts": 1 << 20,
     "num_experts_per_tok": 1 << 20,
     "n_shared_experts": 1 << 20,
+    "num_shared_experts": 1 << 20,
     "n_group": 1 << 20,
     "topk_group": 1 << 20,
     "first_k_dense_replace": 10_000,
@@ -61,8 +147,20 @@ _LARGEST = {
     "qk_rope_head_dim": 1 << 16,
     "qk_nope_head_dim": 1 << 16,
     "v_head_dim": 1 << 16,
+    "linear_num_key_heads": 1 << 16,
+    "linear_num_value_heads": 1 << 16,
+    "linear_key_head_dim": 1 << 16,
+    "linear_value_head_dim": 1 << 16,
+    "linear_conv_kernel_dim": 64,
+    "shared_expert_intermediate_size": 1 << 24,
 }
-_ZERO = {"max_window_layers", "n_shared_experts", "first_k_dense_replace", "num_nextn_predict_layers"}
+_ZERO = {
+    "max_window_layers",
+    "n_shared_experts",
+    "num_shared_experts",
+    "first_k_dense_replace",
+    "num_nextn_predict_layers",
+}
 _POSITIVE = ("rms_norm_eps", "rope_theta", "initializer_range", "routed_scaling_factor")
 _SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob")
 
@@ -70,6 +168,14 @@ _SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_w
 def experts(model: dict[str, Any]) -> int:
     """Returns the number of routed experts in a config.json; 0 for a dense model."""
     return int(next((model[name] for name in _EXPERTS if model.get(name)), 0))
+
+
+def dense_layers(model: dict[str, Any]) -> int:
+    """Returns how many of the first layers have no experts, by the config.json of a mixture of experts."""
+    named = model.get("architectures") or ()
+    default = 1 if any(name in _DENSE_FIRST for name in named) else 0
+    given = model.get("first_k_dense_replace")
+    return default if given is None else int(given)
 
 
 def check_family(model: dict[str, Any], where: str) -> str:
@@ -82,11 +188,17 @@ def check_family(model: dict[str, Any], where: str) -> str:
         raise ConfigError(f"{where}: architectures in config.json is no list of names")
     architecture = next((name for name in named if name in ARCHITECTURES), None)
     if architecture is None:
+        if (refused := next((name for name in named if name in REFUSED), None)) is not None:
+            raise ConfigError(
+                f"{where}: architecture {refused} in config.json is refused: {REFUSED[refused]}"
+            )
         raise ConfigError(
             f"{where}: architecture {', '.join(named) or 'not named'} in config.json; "
             f"supported: {', '.join(ARCHITECTURES)}"
         )
     _check_sizes(model, where)
+    if architecture == "GemmaForCausalLM" and model.get("hidden_act") == "gelu":  # as the first release says
+        model = model | {"hidden_act": "gelu_pytorch_tanh"}
     for key, assumed in ARCHITECTURES[architecture].items():
         if model.get(key, assumed) not in (assumed, None):
             raise ConfigError(
@@ -99,6 +211,8 @@ def check_family(model: dict[str, Any], where: str) -> str:
             "input of the query projection once more than the model does"
         )
     _check_rope(model, architecture, where)
+    _check_order(model, architecture, where)
+    _check_dense_layers(model, architecture, where)
     _check_window(model, where)
     _check_groups(model, where)
     return architecture
@@ -114,7 +228,10 @@ def _check_sizes(model: dict[str, Any], where: str) -> None:
     def refuse(key: str, said: str) -> ConfigError:
         return ConfigError(f"{where}: {key}={_shown(model[key])} in config.json{said}")
 
-    if absent := [key for key in _REQUIRED if model.get(key) is None]:
+    required = [
+        key for key in _REQUIRED if key != "intermediate_size" or not model.get("moe_intermediate_size")
+    ]
+    if absent := [key for key in required if model.get(key) is None]:
         raise ConfigError(f"{where}: no {', '.join(absent)} in config.json")
     for key, largest in _LARGEST.items():
         if (value := model.get(key)) is None:
@@ -163,11 +280,23 @@ def _check_rope(model: dict[str, Any], architecture: str, where: str) -> None:
         if value is not None and (type(value) not in (int, float) or not 0 < value < math.inf):
             raise ConfigError(f"{where}: {name}={_shown(value)} in config.json: expected a positive number")
     kind = rope.get("rope_type", rope.get("type", "default"))
+    if architecture == "GptOssForCausalLM":
+        for name, value in {"rope_type": "yarn", **_GPT_OSS_YARN}.items():
+            if (found := kind if name == "rope_type" else rope.get(name)) != value:
+                raise ConfigError(
+                    f"{where}: {name}={_shown(found)} of the rope in config.json; Megatron-Bridge builds "
+                    f"{architecture} with {value} only"
+                )
+        return
+    tables = [value for value in rope.values() if isinstance(value, dict)]  # one for each kind of layer
+    kind = next((kind for table in tables if (kind := table.get("rope_type", "default")) != "default"), kind)
     known = ["default"]
-    if model.get("kv_lora_rank"):
+    if model.get("kv_lora_rank") and architecture != "Glm4MoeLiteForCausalLM":
         known.append("yarn")
-    elif architecture == "LlamaForCausalLM":
+    elif architecture in ("Exaone4ForCausalLM", "LlamaForCausalLM"):
         known.append("llama3")
+    elif architecture in FAMILIES:
+        known.append("mrope")  # the former name of default with a mrope_section
     if kind not in known:
         raise ConfigError(
             f"{where}: rope_type={kind} in config.json; supported for this architecture: {', '.join(known)}"
@@ -177,6 +306,47 @@ def _check_rope(model: dict[str, Any], architecture: str, where: str) -> None:
             raise ConfigError(
                 f"{where}: {name}={rope[name]} of the llama3 rope in config.json; megatron-core has it with "
                 f"{value} only"
+            )
+
+
+def _check_order(model: dict[str, Any], architecture: str, where: str) -> None:
+    """Raises ConfigError if the kinds of attention follow each other in an order that is not built."""
+    if architecture not in _ORDERS:
+        return
+    most, every = _ORDERS[architecture]
+    if architecture == "Exaone4ForCausalLM" and "sliding_window" not in model:
+        raise ConfigError(
+            f"{where}: no sliding_window in config.json, and transformers takes 4096; {architecture} is "
+            'supported with "sliding_window": null only'
+        )
+    for name in ("full_attention_interval", "sliding_window_pattern"):
+        interval = model.get(name, every)
+        if interval not in (every, "L" * (every - 1) + "G", None) and (interval != 0 or every > 1):
+            raise ConfigError(f"{where}: {name}={_shown(interval)} in config.json; supported: {every}")
+    wanted = ["full_attention" if (i + 1) % every == 0 else most for i in range(model["num_hidden_layers"])]
+    if (given := model.get("layer_types")) is not None and given != wanted:
+        raise ConfigError(
+            f"{where}: layer_types in config.json; {architecture} is supported with full_attention in every "
+            f"{every}th layer and {most} in the others"
+        )
+
+
+def _check_dense_layers(model: dict[str, Any], architecture: str, where: str) -> None:
+    """Raises ConfigError if transformers and Megatron-Bridge would take other layers for dense ones."""
+    if architecture not in _DENSE_FIRST:
+        return
+    if architecture == "HYV3ForCausalLM" and model.get("first_k_dense_replace") is None:
+        raise ConfigError(
+            f"{where}: no first_k_dense_replace in config.json, which Megatron-Bridge reads: add "
+            '"first_k_dense_replace": 1'
+        )
+    dense, layers = dense_layers(model), model["num_hidden_layers"]
+    for name, of_dense, of_sparse in (("mlp_layer_types", "dense", "sparse"), ("is_moe_layer", False, True)):
+        wanted = [of_dense if i < dense else of_sparse for i in range(layers)]
+        if (given := model.get(name)) is not None and given != wanted:
+            raise ConfigError(
+                f"{where}: {name} in config.json; {architecture} is supported with the first {dense} of "
+                f"{layers} layers dense (first_k_dense_replace) and experts in the others"
             )
 
 

@@ -10,8 +10,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from megatron_gvpo.config.sections import SamplingConfig
-from megatron_gvpo.conversations.parsers import PARSERS
-from megatron_gvpo.groups import Rollout
+from megatron_gvpo.conversations.parsers import parser_of
+from megatron_gvpo.groups import Rollout, utf8
 
 Message = dict[str, Any]
 
@@ -65,7 +65,7 @@ class ChatRequest(BaseModel):
 
     @property
     def most(self) -> int | None:
-        """Tokens of the answer at most."""
+        """The largest number of tokens of the answer."""
         limits = [n for n in (self.max_tokens, self.max_completion_tokens) if n is not None]
         return min(limits, default=None)
 
@@ -105,7 +105,9 @@ def _read_call(call: Any) -> dict[str, Any]:
         raise Refused("a tool call needs a function with name and arguments", "invalid_messages") from None
     if isinstance(arguments, str):
         with suppress(ValueError, RecursionError):  # else the template writes the text
-            arguments = json.loads(arguments)
+            values = json.loads(arguments)
+            json.dumps(values, ensure_ascii=False).encode()  # refuses half a surrogate pair, which is no text
+            arguments = values
     return {
         "id": str(call.get("id", "")),
         "type": "function",
@@ -130,8 +132,8 @@ def answer_of(text: str, parser: str, tools: bool, number: int) -> tuple[Message
 
     `number` makes the ids of the calls, in nine digits as Mistral's templates want them.
     """
-    calls = PARSERS[parser](text) if tools else []
-    if not calls or any(call.problem for call in calls):
+    calls = parser_of(parser)(text) if tools else []
+    if not calls or any(call.problem or utf8(call.name) != call.name for call in calls):
         return {"role": "assistant", "content": text}, "stop"
     content = text.partition(_CALL_BEGINS[parser])[0].strip() if parser in _CALL_BEGINS else ""
     written = [

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_gvpo.conversations.converse import Limits, Say
-from megatron_gvpo.conversations.programs.calls import Call, place, rollout_of_calls, without_retries
+from megatron_gvpo.conversations.programs.calls import Call, Calls
 from megatron_gvpo.conversations.programs.chat import Message, Refused, read_message, same
 from megatron_gvpo.conversations.template import Template
 from megatron_gvpo.data.sources import DataError
@@ -23,8 +23,8 @@ Templates = Callable[[str], Template]  # the template that shows these tools, gi
 class Dialogue:
     """The calls of one rollout's program. It lives in one event loop.
 
-    The seed of a call is made from its context, so that agents that ask at the same time hear the same in
-    whatever order they ask.
+    The seed of a call is made from its context, so that agents that ask at the same time get
+    the same answers in any order.
     """
 
     def __init__(self, say: Say, templates: Templates, prompt: Prompt, seed: int, limits: Limits) -> None:
@@ -34,12 +34,13 @@ class Dialogue:
         self.limited = False  # a call was refused because nothing was left
         self._say, self._templates, self._prompt, self._seed = say, templates, prompt, seed
         self._limits, self._left = limits, limits.max_tokens
-        self._calls: list[Call] = []
-        self._begun: Counter[tuple[int, ...]] = Counter()  # calls by context
+        self._calls = Calls(prompt.token_ids)
+        self._begun: Counter[int] = Counter()  # calls by the hash of their context
         self._turns = self._reserved = 0  # answered or asked; tokens that calls may take which are asked
         self._asking: set[asyncio.Task[Any]] = set()
         self._freed = asyncio.Condition()
         self._moved = time.monotonic()
+        self._spent = 0.0  # seconds between answers
 
     def idle_seconds(self) -> float:
         """The time since the program was last answered; 0 while the policy is asked."""
@@ -57,7 +58,7 @@ class Dialogue:
         """
         known = [
             call
-            for call in self._calls
+            for call in self._calls.calls
             if call.messages and call.tools == tools and same(_read(call), messages[: len(call.messages)])
         ]
         try:
@@ -66,7 +67,8 @@ class Dialogue:
                 found = template.opening(messages, self._prompt)
             else:
                 call = max(enumerate(known), key=lambda one: (len(one[1].messages), one[0]))[1]
-                found = call.end + template.given(call.end[-1], messages[len(call.messages) :])
+                end = self._calls.end(call)
+                found = end + template.given(end[-1], messages[len(call.messages) :])
         except DataError as error:
             raise Refused(str(error), "invalid_messages") from None
         if not found:
@@ -76,6 +78,7 @@ class Dialogue:
     async def ask(self, context: tuple[int, ...], most: int | None, agent: str) -> Rollout:
         """The policy's answer; `most`: of so many tokens. The caller records it. Raises Refused."""
         self.first_call.set()
+        self._spent += self.idle_seconds()
         if self.failed.done():
             raise Refused("the run has ended", "ended", 503)
         task = asyncio.current_task()
@@ -91,8 +94,8 @@ class Dialogue:
                 reserved = min(wanted, self._room(context))
                 self._reserved += reserved
                 self._turns += 1
-            seed = derived_seed(self._seed, *context, self._begun[context])
-            self._begun[context] += 1
+            seed = derived_seed(self._seed, *context, self._begun[hash(context)])
+            self._begun[hash(context)] += 1
             try:
                 return await self._say(Request(context, 1, seed, reserved))
             except Exception as error:
@@ -106,21 +109,30 @@ class Dialogue:
                 self._reserved -= reserved
                 self._freed.notify_all()
 
-    def record(self, call: Call) -> None:
-        """Add a call that was answered."""
-        self._left -= len(call.context) - self._shared(call.context) + len(call.said.token_ids)
-        self._calls.append(call)
-
-    def _shared(self, context: tuple[int, ...]) -> int:
-        return place(self._prompt.token_ids, [call.end for call in self._calls], context).shared
+    def record(
+        self,
+        context: tuple[int, ...],
+        said: Rollout,
+        agent: str,
+        messages: Sequence[Message] = (),
+        tools: str = "",
+    ) -> None:
+        """Add a call that was answered; its `messages` end with the answer."""
+        self._left -= self._calls.add(context, said, agent, messages, tools)
 
     def _room(self, context: tuple[int, ...]) -> int:
-        return self._left - self._reserved - len(context) + self._shared(context)
+        return self._left - self._reserved - len(context) + self._calls.shared(context)
 
     def _check(self, context: tuple[int, ...]) -> None:
         if self._turns >= self._limits.turns:
             self.limited = True
             raise Refused(f"no turns are left: rollout.conversation.turns={self._limits.turns}", "turns")
+        if self._spent > self._limits.seconds:
+            self.limited = True
+            raise Refused(
+                f"no time is left: rollout.conversation.rollout_timeout={self._limits.seconds:g} seconds",
+                "time",
+            )
         if self._room(context) < 1:
             self.limited = True
             raise Refused(
@@ -138,10 +150,10 @@ class Dialogue:
 
     def rollout(self, reward: float, counts: dict[str, float]) -> Rollout | None:
         """The rollout that the answered calls are; None without any."""
-        kept = without_retries(self._calls)
+        kept = self._calls.without_retries()
         if not kept:
             return None
-        rollout = rollout_of_calls(self._prompt.token_ids, kept)
+        rollout = self._calls.rollout(kept)
         if self.limited:
             rollout.finish_reason = "length"
         given = sum(len(turn.given) for turn in rollout.turns)
@@ -150,7 +162,7 @@ class Dialogue:
             "environment_reward": reward,
             "observation_tokens": float(given),
             "overridden_calls": float(self.counts["overridden_calls"]),
-            "retried_calls": float(len(self._calls) - len(kept)),
+            "retried_calls": float(len(self._calls.calls) - len(kept)),
         }
         return rollout
 

@@ -37,7 +37,7 @@ class Programs:
         self._opened = ExitStack()
 
     def __enter__(self) -> Self:
-        """Raises ConfigError where the program cannot be loaded."""
+        """Raises ConfigError if the program cannot be loaded."""
         with ExitStack() as opened:
             for starter in self._starters:
                 opened.enter_context(starter)
@@ -60,12 +60,7 @@ class Programs:
     ) -> list[list[Rollout]]:
         """`n` rollouts of each prompt, all at once, numbered from 0. Raises RolloutError."""
         pairs = [(p, r, i) for p, r in zip(prompts, requests, strict=True) for i in range(r.n)]
-        limits = Limits(
-            self._config.turns,
-            sampling.max_tokens,
-            self._config.turn_tokens or sampling.max_tokens,
-            self._config.observation_tokens,
-        )
+        limits = Limits.of(self._config, sampling.max_tokens)
         longest = max((len(prompt.token_ids) for prompt in prompts), default=0) + sampling.max_tokens
         text, vocabulary = self._templates[""].text, len(self._task.tokenizer)
 
@@ -106,7 +101,7 @@ class Programs:
                 reward, counts = await starter.run(packed, endpoint, dialogue)
             except ProgramFailed as error:
                 reason, reward, counts = str(error), 0.0, {}
-                if not dialogue.limited:  # else it ended because nothing was left
+                if not (dialogue.limited and error.raised):  # else it ended because nothing was left
                     continue
             else:
                 reason = "it returned without an answer of the policy"

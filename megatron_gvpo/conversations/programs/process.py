@@ -14,7 +14,7 @@ from megatron_gvpo.config.errors import ConfigError
 from megatron_gvpo.conversations.process import EnvironmentProcess
 from megatron_gvpo.conversations.programs.dialogue import Dialogue
 from megatron_gvpo.conversations.programs.program import Endpoint
-from megatron_gvpo.conversations.programs.worker import END, START
+from megatron_gvpo.conversations.programs.worker import END, GONE, START
 from megatron_gvpo.conversations.worker import FAILED, SAID
 from megatron_gvpo.rewards.printed import Printout
 from megatron_gvpo.rewards.wire import WireError, pack_values, receive_values, send_data
@@ -27,7 +27,11 @@ Ended = tuple[float, dict[str, float]]  # a program's reward and counts
 
 
 class ProgramFailed(Exception):  # noqa: N818 - it is no fault of this program
-    """A program gave no result, which is no doing of the policy's."""
+    """A program gave no result. `raised`: by an exception of its own."""
+
+    def __init__(self, reason: str, raised: bool = False) -> None:
+        super().__init__(reason)
+        self.raised = raised
 
 
 class _Process(EnvironmentProcess):
@@ -43,17 +47,18 @@ class Starter:
         self._printout = Printout(["program"])
         self._starting = asyncio.Lock()
         self._numbers = count()
-        self._running: dict[int, asyncio.Future[Ended]] = {}
+        self._running: dict[int, asyncio.Future[Ended]] = {}  # and those that wait for their start
+        self._started = set[int]()
         self._listener: asyncio.Task[None] | None = None
         self._gone = False
 
     def __enter__(self) -> Self:
-        """Raises ConfigError where the program cannot be loaded."""
+        """Raises ConfigError if the program cannot be loaded."""
         self._process = _Process(self._spec, self._options, self._printout)
         return self
 
     def wait_ready(self) -> None:
-        """Raises ConfigError where the program cannot be loaded."""
+        """Raises ConfigError if the program cannot be loaded."""
         self._process.wait_ready()
 
     def __exit__(
@@ -64,11 +69,11 @@ class Starter:
 
     @property
     def load(self) -> int:
-        """Programs that run."""
+        """Programs that run, or wait for their start."""
         return len(self._running)
 
     def end_step(self) -> None:
-        """The next step's lines of what programs print are counted anew."""
+        """The next step's lines of what programs print are counted from 0."""
         self._printout.end_step()
 
     async def run(self, prompt: bytes, endpoint: Endpoint, dialogue: Dialogue) -> Ended:
@@ -79,6 +84,7 @@ class Starter:
         try:
             async with self._starting:  # so that programs do not wait for each other's imports
                 await self._order([START, number, prompt, list(endpoint)])
+                self._started.add(number)
                 dialogue.moved()
                 first = asyncio.ensure_future(dialogue.first_call.wait())
                 waits: set[asyncio.Future[Any]] = {first, result, dialogue.failed}
@@ -100,11 +106,13 @@ class Starter:
             del self._running[number]
             if not result.done():
                 result.cancel()
-                with suppress(OSError):
-                    self._send([END, number])
+                if number in self._started:
+                    with suppress(OSError):
+                        self._send([END, number])
+            self._started.discard(number)
 
     async def _order(self, order: list[Any]) -> None:
-        """Tell the process; one that is gone is replaced. Raises RolloutError where there can be no other."""
+        """Tell the process; one that is gone is replaced. Raises RolloutError if there can be no other."""
         while True:
             if self._gone:
                 await self._restart()
@@ -113,7 +121,7 @@ class Starter:
             try:
                 return self._send(order)
             except OSError:
-                self._gone = True
+                self._fail_all()
 
     async def _restart(self) -> None:
         if self._listener is not None:
@@ -151,10 +159,14 @@ class Starter:
             while (values := receive_values(self._process.channel)) is not None:
                 self._settle(values)
         except (EOFError, OSError, WireError):
-            self._gone = True
-            for result in self._running.values():
-                if not result.done():
-                    result.set_exception(ProgramFailed("the process that starts programs has ended"))
+            self._fail_all()
+
+    def _fail_all(self) -> None:
+        """The process is gone, or is to be replaced: its programs end with it."""
+        self._gone = True
+        for number in self._started:
+            if not (result := self._running[number]).done():
+                result.set_exception(ProgramFailed("the process that starts programs has ended"))
 
     def _settle(self, values: Any) -> None:
         """Hand a program's result to who waits for it; the user's code ran there, so it is checked."""
@@ -168,8 +180,8 @@ class Starter:
         match said:
             case [float(reward), dict(counts)] if kind == SAID and _are_numbers(reward, counts):
                 result.set_result((reward, counts))
-            case [str(reason)] if kind == FAILED:
-                result.set_exception(ProgramFailed(reason))
+            case [str(reason)] if kind in (FAILED, GONE):
+                result.set_exception(ProgramFailed(reason, raised=kind == FAILED))
             case _:
                 result.set_exception(ProgramFailed("its process wrote what is no result"))
 

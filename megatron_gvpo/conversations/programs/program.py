@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from megatron_gvpo.conversations.environment import Reply, checked
+from megatron_gvpo.conversations.environment import NoAnswer, Reply, checked
+from megatron_gvpo.rewards.real_number import NoNumberError, real_number
 from megatron_gvpo.runtime.user_functions import check_call, load_function
 
 
@@ -25,24 +26,27 @@ class Endpoint(NamedTuple):
 def load_program(spec: str, options: Mapping[str, Any]) -> Callable[..., Any]:
     """The function that `spec` names, with its options bound. Raises ValueError that says what is wrong."""
     found = load_function(spec)
-    if inspect.isclass(found):
-        raise ValueError("it is a class; a program is a function run(prompt, endpoint)")
-    check_call(found, "run(prompt, endpoint)", 2, dict(options))
+    check_program(found, options)
     return partial(found, **options)
 
 
+def check_program(found: Any, options: Mapping[str, Any]) -> None:
+    """Raises ValueError for a function that is no program, or cannot be called with these options."""
+    if inspect.isclass(found):
+        raise ValueError("it is a class; a program is a function run(prompt, endpoint)")
+    check_call(found, "run(prompt, endpoint)", 2, dict(options))
+
+
 def ended(value: Any) -> tuple[float, dict[str, float]]:
-    """(reward, counts) of what a program returned: a number, a Reply or None. Raises ValueError."""
-    if isinstance(value, Reply):
-        if value.says is not None:
-            raise ValueError("a program's Reply has a reward and counts; `says` must be None")
-        reply = value
-    elif value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
-        reply = Reply(None, value or 0.0)
-    else:
-        raise ValueError(
+    """(reward, counts) of what a program returned: a number, a Reply or None. Raises NoAnswer."""
+    if isinstance(value, Reply) and value.says is not None:
+        raise NoAnswer("a program's Reply has a reward and counts; `says` must be None")
+    try:
+        reply = value if isinstance(value, Reply) else Reply(None, real_number(value or 0.0))
+    except NoNumberError:
+        raise NoAnswer(
             f"the program returned {type(value).__name__} {str(value)[:60]!r}: want the reward as a number, "
             "a Reply or None"
-        )
+        ) from None
     _, reward, counts = checked(reply)
     return reward, counts

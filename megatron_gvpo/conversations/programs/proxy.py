@@ -15,7 +15,6 @@ from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megatron_gvpo.config.sections import SamplingConfig
-from megatron_gvpo.conversations.programs.calls import Call
 from megatron_gvpo.conversations.programs.chat import (
     ChatRequest,
     Refused,
@@ -30,7 +29,9 @@ from megatron_gvpo.conversations.programs.dialogue import Dialogue, tools_text
 from megatron_gvpo.conversations.programs.program import Endpoint
 from megatron_gvpo.groups import Rollout
 from megatron_gvpo.rollout.http import spare_connections
+from megatron_gvpo.runtime.user_functions import UserFunctionError
 
+PATHS = CHAT, GENERATE, MODELS = "/v1/chat/completions", "/inference/v1/generate", "/v1/models"
 LONGEST = 2**26  # bytes of a request
 _DIALOGUE: web.RequestKey[Dialogue] = web.RequestKey("dialogue", Dialogue)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -70,9 +71,9 @@ class Proxy:
     async def __aenter__(self) -> Self:
         spare_connections()  # every program holds one
         app = web.Application(client_max_size=LONGEST, middlewares=[self._guarded])
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_post("/v1/chat/completions", self._chat)
-        app.router.add_post("/inference/v1/generate", self._generate)
+        app.router.add_get(MODELS, self._models)
+        app.router.add_post(CHAT, self._chat)
+        app.router.add_post(GENERATE, self._generate)
         # A caller that goes away takes its call back.
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
@@ -102,13 +103,16 @@ class Proxy:
             kind, _, key = request.headers.get("Authorization", "").partition(" ")
             dialogue = self._dialogues.get(key.strip()) if kind.lower() == "bearer" else None
             if dialogue is None:
-                raise Refused("the key is of no running rollout", "invalid_api_key", 401)
+                raise Refused("no running rollout has this key: use endpoint.api_key", "invalid_api_key", 401)
             request[_DIALOGUE] = dialogue
             return await handler(request)
         except Refused as error:
             return web.json_response(error.body(), status=error.status)
+        except UserFunctionError as error:  # the user's parser
+            return web.json_response(Refused(str(error), "parser", 500).body(), status=500)
         except web.HTTPException as error:
-            refused = Refused(f"{request.method} {request.path}: {error.reason}", "http", error.status)
+            here = f"; this endpoint has {', '.join(PATHS)}" if error.status == 404 else ""
+            refused = Refused(f"{request.method} {request.path}: {error.reason}{here}", "http", error.status)
             return web.json_response(refused.body(), status=error.status)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
@@ -134,7 +138,7 @@ class Proxy:
         parsed = bool(tools) and asked.extra.get("tool_choice") != "none"
         message, reason = answer_of(text, self._parser, parsed, hash((context, *said.token_ids)))
         reason = "length" if said.finish_reason == "length" else reason
-        dialogue.record(Call(context, said, agent, (*messages, message), tools))
+        dialogue.record(context, said, agent, (*messages, message), tools)
         body = completion(asked, self._answers, len(context), said, message, reason)
         if not asked.stream:
             return web.json_response(body)
@@ -151,7 +155,7 @@ class Proxy:
         options = asked.sampling_params.__pydantic_extra__ or {}
         agent = request.headers.get("X-Agent", "")
         said = await self._ask(dialogue, context, asked.sampling_params.max_tokens, agent, options)
-        dialogue.record(Call(context, said, agent))
+        dialogue.record(context, said, agent)
         choice = {
             "index": 0,
             "token_ids": said.token_ids,

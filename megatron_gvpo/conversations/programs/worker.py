@@ -21,7 +21,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple, NoReturn
 
 from megatron_gvpo.conversations.programs.program import Endpoint, ended, load_program
-from megatron_gvpo.conversations.worker import FAILED, READY, SAID, UNLOADABLE
+from megatron_gvpo.conversations.worker import FAILED, READY, SAID, UNLOADABLE, failure
 from megatron_gvpo.groups import prompt_of
 from megatron_gvpo.rewards.guarded import how_it_ended
 from megatron_gvpo.rewards.wire import (
@@ -35,9 +35,9 @@ from megatron_gvpo.rewards.wire import (
 )
 from megatron_gvpo.rewards.worker import begin_work, private
 from megatron_gvpo.runtime.parent_death import die_with_parent
-from megatron_gvpo.runtime.user_functions import described
 
 START, END = range(2)  # the kinds of an order
+GONE = 5  # the kind of a reply, beside those of `conversations.worker`: the program's process ended by itself
 _LONGEST = MAX_REPLY - 4096  # bytes of a program's result: its pipe holds them
 # Modules that the openai package imports at the first call of a client: here, and not in every program.
 _LATE = ("openai.resources.chat.completions", "anyio._backends._asyncio", "httpcore")
@@ -127,7 +127,7 @@ def _run(run: Callable[..., Any], prompt: bytes, endpoint: Endpoint, out: int) -
         if len(result) > _LONGEST:
             raise ValueError(f"the program returned {len(result)} bytes of counts")
     except BaseException as error:
-        result = pack_values([FAILED, described(error)[:MAX_TEXT]])
+        result = pack_values([FAILED, failure(error)])
     if os.getpid() == process:  # else the program has forked, and its child returned
         os.write(out, result)
     os._exit(0)
@@ -146,16 +146,16 @@ def _kill(child: _Child) -> None:
 
 
 def _reply(child: _Child) -> bytes:
-    """[SAID, number, reward, counts] or [FAILED, number, reason] of a program that has ended."""
+    """[SAID, number, reward, counts], or [FAILED or GONE, number, reason], of a program that has ended."""
     with suppress(OSError):
         os.killpg(child.process, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(child.process, 0)[1])
     try:
         data = os.read(child.result, MAX_REPLY)
         how = f"it ended its process ({how_it_ended(code)})"
-        kind, *values = unpack_values(data) if data else (FAILED, how)
+        kind, *values = unpack_values(data) if data else (GONE, how)
     except (OSError, WireError):
-        kind, values = FAILED, ["its process wrote what is no result"]
+        kind, values = GONE, ["its process wrote what is no result"]
     os.close(child.ends)
     os.close(child.result)
     return pack_values([kind, child.number, *values])

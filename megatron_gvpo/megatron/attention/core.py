@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
@@ -44,6 +45,23 @@ class _NoRotary(torch.nn.Module):
     @staticmethod
     def get_rotary_seq_len(*args: Any, **kwargs: Any) -> int:
         return 0
+
+
+def has_plain_rotary(model: Any) -> bool:
+    """Return True if one table of angles rotates all layers' queries and keys of a GPTModel.
+
+    Latent attention has a rotation of its own, YaRN also scales, Gemma 3 has two tables, and some layers of
+    K-EXAONE do not rotate: they stay in megatron-core's own path.
+    """
+    if model.config.multi_latent_attention or model.config.no_rope_freq:
+        return False
+    return type(getattr(model, "rotary_pos_emb", None)) is RotaryEmbedding
+
+
+def attends_to_all_before(config: Any) -> bool:
+    """Return True if every layer's attention is a plain softmax over the token and all tokens before it."""
+    variant = config.window_size is not None or config.experimental_attention_variant is not None
+    return not variant and config.softmax_type == "vanilla"
 
 
 def defer_rotary(model: Any) -> Any:

@@ -6,7 +6,7 @@ flash attention merges tiles, arXiv 2205.14135).
 
 The backward pass is exact. For a probability p = exp(score - lse), the gradient of the score is
 p (grad_out . value - grad_out . out), where `lse` is the logarithm of the softmax's denominator. A kernel
-that gets the merged `out` and `lse` in the place of its own therefore returns its part's share of the whole
+that gets the merged `out` and `lse` in place of its own therefore returns its part's share of the whole
 gradient. The shares of a query add up, and a prompt's keys get the sum over its responses.
 """
 

@@ -10,7 +10,6 @@ import shutil
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from megatron_gvpo.config.checks.output_dir import check_empty
 from megatron_gvpo.config.checks.supported_models import check_family
@@ -18,15 +17,22 @@ from megatron_gvpo.config.schema import Config, ConfigError, ModelConfig, Parall
 from megatron_gvpo.data.tokenizer import load_tokenizer
 from megatron_gvpo.megatron import parallel
 from megatron_gvpo.megatron.checkpoint import newest
-from megatron_gvpo.megatron.checkpoint.all_ranks import run_on_all_ranks
+from megatron_gvpo.megatron.checkpoint.all_ranks import run_on_all_ranks, run_on_rank_0
 from megatron_gvpo.megatron.checkpoint.loading import load_shards
+from megatron_gvpo.megatron.checkpoint.record import read_record
 from megatron_gvpo.megatron.checkpoint.saving import Writer, save_shards
-from megatron_gvpo.megatron.checkpoint.sharded import CheckpointError, load_weights, weights_state
+from megatron_gvpo.megatron.checkpoint.sharded import (
+    CheckpointError,
+    check_adapters,
+    load_weights,
+    weights_state,
+)
 from megatron_gvpo.megatron.model.build import build
 from megatron_gvpo.megatron.model.model import Model
 from megatron_gvpo.runs.preflight_on_ranks import preflight_on_ranks
 
 _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.jinja", "generation_*")
+_PROCESSOR = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 
 
 def to_megatron(source: Path, target: Path) -> None:
@@ -52,15 +58,18 @@ def to_hugging_face(source: Path, target: Path, like: Path) -> None:
     model = _build(like, "--like")
     _read(model, source, f"cannot read {source} as weights of {like}")
     run_on_all_ranks(f"cannot write {target}", lambda: model.save_hf(target))
-    for pattern in _TOKENIZER:
+    for pattern in (*_TOKENIZER, *_PROCESSOR):
         for file in like.glob(pattern):
             shutil.copy(file, target)
 
 
-def checkpoint_to_hugging_face(config: Config, target: Path, step: int | None = None) -> int:
+def checkpoint_to_hugging_face(
+    config: Config, target: Path, step: int | None = None, adapter_only: bool = False
+) -> int:
     """Write the weights of a run's checkpoint as a Hugging Face directory; returns its step.
 
-    `step`: default the newest. A collective. It needs no data, optimizer or engine. Raises ConfigError for
+    `step`: default the newest. `adapter_only`: write the adapters as Hugging Face PEFT does, without the base
+    (`model.adapter` must be set). A collective. It needs no data, optimizer or engine. Raises ConfigError for
     what `preflight` refuses, before anything is loaded, and where `target` is not empty; CheckpointError.
     """
     preflight_on_ranks(config, "export")
@@ -68,7 +77,11 @@ def checkpoint_to_hugging_face(config: Config, target: Path, step: int | None = 
     parallel.initialize(config.parallel, config.train.seed)
     model = build(config.model, config.parallel, trained=False)
     step = load_checkpoint(config, model, step)
-    write_hugging_face(model, config.model, target)
+    if adapter_only:
+        assert model.adapters is not None, "the command has checked it"
+        _write_adapter(model, target)
+    else:
+        write_hugging_face(model, config.model, target)
     return step
 
 
@@ -80,6 +93,7 @@ def load_checkpoint(config: Config, model: Model, step: int | None = None) -> in
     checkpoints = Path(config.output_dir) / "checkpoints"
 
     def load(directory: Path) -> int:
+        run_on_all_ranks("", lambda: check_adapters(directory, read_record(directory), model))
         _read(model, directory, f"cannot read {directory}")
         return int(directory.stem.removeprefix("step_"))
 
@@ -90,20 +104,31 @@ def load_checkpoint(config: Config, model: Model, step: int | None = None) -> in
 
 
 def write_hugging_face(model: Model, source: ModelConfig, target: Path) -> None:
-    """Write weights and configuration, and the tokenizer of the directory that `source` names. A collective.
+    """Write weights and configuration, and tokenizer and image processor of `source`. A collective.
 
+    Adapters are merged into the weights, and written by themselves in the folder `adapter` inside.
     Raises CheckpointError and then leaves `target` unchanged.
     """
     partial = target.with_name(target.name + ".partial")
+    what = f"cannot write {target}"
+    run_on_all_ranks(what, lambda: model.save_hf(partial))
+    if model.adapters is not None:
+        _write_adapter(model, partial / "adapter")
 
-    def write() -> None:
-        model.save_hf(partial)
-        if dist.get_rank() == 0:
-            load_tokenizer(source.path, source.trust_remote_code).save_pretrained(partial)
-            shutil.rmtree(target, ignore_errors=True)
-            partial.rename(target)
+    def finish() -> None:
+        load_tokenizer(source.path, source.trust_remote_code).save_pretrained(partial)
+        for name in _PROCESSOR:  # of a model that takes images
+            if (Path(source.path) / name).is_file():
+                shutil.copy(Path(source.path) / name, partial)
+        shutil.rmtree(target, ignore_errors=True)
+        partial.rename(target)
 
-    run_on_all_ranks(f"cannot write {target}", write)
+    run_on_rank_0(what, finish)
+
+
+def _write_adapter(model: Model, target: Path) -> None:
+    assert model.adapters is not None
+    run_on_all_ranks(f"cannot write {target}", lambda: model.save_adapters(target))
 
 
 def _read(model: Model, source: Path, problem: str) -> None:

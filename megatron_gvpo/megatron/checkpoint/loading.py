@@ -43,7 +43,7 @@ def load_shards(what: str, state: Callable[[], dict[str, Any]], directory: Path)
 
     megatron-core (0.19.2) takes the steps in one call: a rank that fails before the exchange of metadata
     leaves the others in it until the timeout, and only rank 0 validates the metadata, so it fails alone. It
-    also unpickles `.metadata` and the entries that are no tensors, which runs whatever they name. Here,
+    also unpickles `.metadata` and the entries that are not tensors, which runs whatever they name. Here,
     nothing is run, and all ranks raise that rank's error: CheckpointError, or for damage
     DamagedCheckpointError. A collective.
     """

@@ -58,7 +58,7 @@ def optimizer_shards(megatron: Any, weights: dict[str, Any]) -> dict[str, Sharde
 
     `megatron`: Megatron's (chained) optimizer; `weights`: the model's own sharded state.
     """
-    # Megatron's ShardedObject, a value that is no tensor, has no `data` that is a parameter.
+    # Megatron's ShardedObject, a value that is not a tensor, has no `data` that is a parameter.
     of_parameter = {id(base.data): base for base in nested_values(weights) if hasattr(base, "data")}
     shards: dict[str, ShardedTensor] = {}
     for optimizer in megatron.chained_optimizers:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
+from megatron_gvpo.megatron.adapters.tensors import is_adapter
 from megatron_gvpo.megatron.checkpoint.all_ranks import CheckpointError as CheckpointError
 from megatron_gvpo.megatron.checkpoint.all_ranks import (
     run_on_all_ranks,
@@ -58,6 +59,9 @@ def save(
         model.finish_background_work()
     final = root / f"step_{step:08d}"
     partial = final.with_suffix(PARTIAL)
+    adapters = policy.model.adapters
+    if adapters is not None:
+        state = {**state, "adapter": adapters.identity()}
     text = record_text(step, _layout(policy), state)
     writer = Writer(deferred=True)
     run_on_rank_0(f"cannot write {final}", lambda: _fresh_directory(partial))
@@ -104,7 +108,12 @@ def load(directory: Path, policy: Policy) -> dict[str, Any]:
     If any rank cannot read a part of it, every rank raises CheckpointError.
     """
     records: list[dict[str, Any]] = []
-    run_on_all_ranks("", lambda: records.append(read_record(directory)))
+
+    def read() -> None:
+        records.append(read_record(directory))
+        check_adapters(directory, records[0], policy.model)
+
+    run_on_all_ranks("", read)
     [state] = records
     for part in _parts(policy, directory):
         _read(f"cannot read {directory}", part, same_layout=state["layout"] == _layout(policy))
@@ -191,6 +200,31 @@ def _sharded_state(part: _Part, randomness: bool) -> dict[str, Any]:
     return state
 
 
+def check_adapters(directory: Path, record: dict[str, Any], model: Model) -> None:
+    """Raise CheckpointError unless a checkpoint is of the model's adapters, on the same base. No collective.
+
+    `record`: its state.json.
+    """
+    saved, ours = record.get("adapter"), None if model.adapters is None else model.adapters.identity()
+    if (saved is None) != (ours is None):
+        holds, given = ("whole weights", "set") if saved is None else ("adapters", "missing")
+        raise CheckpointError(f"{directory} holds {holds}, and model.adapter is {given}: make them agree")
+    for key, value in (ours or {}).items():
+        if saved is not None and value is not None and saved[key] != value:
+            if key != "base":
+                raise CheckpointError(
+                    f"{directory} has adapters with {key}={saved[key]}, and model.adapter has {value}"
+                )
+            raise CheckpointError(
+                f"{directory} has adapters for another base model than model.path: its config.json and "
+                f"weights are {_short(saved[key])}, and those here are {_short(value)}"
+            )
+
+
+def _short(base: dict[str, Any]) -> str:
+    return f"{base['bytes']} bytes with sha256 {base['sha256'][:8]}"
+
+
 def _layout(policy: Policy) -> dict[str, int]:
     model = policy.model.config
     return {
@@ -215,14 +249,24 @@ def _bare(model: Model) -> dict[str, Any]:
 
 
 def weights_state(model: Model) -> dict[str, Any]:
-    """Return the model's weights for dist_checkpointing, to save or to load."""
-    return {name: chunk.sharded_state_dict() for name, chunk in _bare(model).items()}
+    """Return the model's weights, or its adapters alone, for dist_checkpointing, to save or to load."""
+    states = {name: chunk.sharded_state_dict() for name, chunk in _bare(model).items()}
+    if model.adapters is None:
+        return states
+    return {
+        name: {key: value for key, value in state.items() if is_adapter(key)}
+        for name, state in states.items()
+    }
 
 
 def load_weights(model: Model, loaded: dict[str, Any]) -> None:
     """Load into the model what dist_checkpointing loaded for `weights_state`."""
     for name, chunk in _bare(model).items():
-        chunk.load_state_dict(loaded[name])
+        # The wrappers of adapters write the base's weights under other names than they look for. The names of
+        # the adapters have been compared with the checkpoint's.
+        found = chunk.load_state_dict(loaded[name], strict=model.adapters is None)
+        if wrong := [key for key in found.missing_keys if is_adapter(key)] + found.unexpected_keys:
+            raise RuntimeError(f"adapters that cannot be loaded: {wrong[0]} and {len(wrong) - 1} more")
 
 
 def _random_state() -> dict[str, Any]:

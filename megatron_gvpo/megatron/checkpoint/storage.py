@@ -152,7 +152,7 @@ class FilesReader(StorageReader):
         return done
 
     def read_bytes(self, name: str) -> bytes:
-        """Read an entry that is no tensor."""
+        """Read an entry that is not a tensor."""
         place = self._place(MetadataIndex(name))
         path = self.directory / place.relative_path
         with _opened(path) as file:
@@ -246,7 +246,7 @@ def _read_elements(path: Path, file: BinaryIO, place: _StorageInfo, name: str, i
 
 
 class SafeLoadPlanner(MCoreLoadPlanner):
-    """Reads objects that are no tensors as plain values; megatron-core's planner runs what they name."""
+    """Reads objects that are not tensors as plain values; megatron-core's planner runs what they name."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn

@@ -2,7 +2,7 @@
 
 One of the bridge's files imports transformer_engine at its top. `import_bridge()` provides empty modules
 during the import and removes them afterwards: if they stayed, other libraries would find a Transformer
-Engine.
+Engine. It also tells the bridge the names of the local layers.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import logging
+import re
 import sys
 import types
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 _ROOT = "transformer_engine"
@@ -59,9 +61,42 @@ def import_bridge() -> types.ModuleType:
     sys.meta_path.insert(0, finder)
     logging.disable(logging.INFO)  # the bridge logs each name that the empty modules lack
     try:
-        return importlib.import_module("megatron.bridge")
+        bridge = importlib.import_module("megatron.bridge")
+        # It took megatron-core's placeholders for Transformer Engine's classes; isinstance() of them raises.
+        adapters = importlib.import_module("megatron.bridge.peft.utils")
+        adapters.HAVE_TE = adapters.HAVE_TE_PYTORCH_GROUPED_LINEAR = False  # type: ignore[attr-defined]
+        _name_local_layers()
+        return bridge
     finally:
         logging.disable(logging.NOTSET)
         sys.meta_path.remove(finder)
         for name in [name for name in sys.modules if name.split(".")[0] == _ROOT]:
             del sys.modules[name]
+
+
+def _name_local_layers() -> None:
+    """Let the bridge convert the weights of the local layers in every family.
+
+    Some families name experts only as Transformer Engine's grouped layer does, `experts.linear_fc1.weight3`,
+    and not as local ones, `experts.local_experts.3.linear_fc1.weight`.
+    """
+    from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
+    from megatron.bridge.models.conversion.param_mapping import AutoMapping
+
+    AutoMapping.register_module_type("LocalAttention", "column")  # its sinks are those of this rank's heads
+    for linear in ("LocalRowParallelLinear", "LocalRowParallelLinearLayerNorm"):
+        AutoMapping.register_module_type(linear, "row")
+    add_norms = MegatronMappingRegistry._add_separate_layernorm_mappings
+
+    def add_names(registry: MegatronMappingRegistry) -> None:
+        add_norms(registry)
+        known = {mapping.megatron_param for mapping in registry.mappings}
+        for mapping in list(registry.mappings):
+            grouped = mapping.megatron_param
+            local = re.sub(r"experts\.(linear_fc[12]\.\w+)\*$", r"experts.local_experts.*.\1", grouped)
+            if local != grouped and local not in known:
+                other = copy(mapping)
+                other.megatron_param = local
+                registry.mappings.append(other)
+
+    MegatronMappingRegistry._add_separate_layernorm_mappings = add_names

@@ -23,6 +23,7 @@ from megatron_gvpo.megatron.cpu.process_groups import OneDeviceGroup
 from megatron_gvpo.megatron.cpu.uneven_collectives import REPLACEMENTS
 
 _CPU = torch.device("cpu")
+_ATTENTION_FLAGS = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 _installed = False
 
 
@@ -82,6 +83,23 @@ def cuda_means_cpu() -> Iterator[None]:
     """Run a block of Megatron code with every CUDA device argument meaning the CPU."""
     with _CudaMeansCpu():
         yield
+
+
+@contextlib.contextmanager
+def attention_flags_kept() -> Iterator[None]:
+    """Leave Transformer Engine's variables of the environment as they are, which nothing reads on a CPU.
+
+    megatron-core sets them for a model's attention backend, and refuses values that the model before, or the
+    parent process, left there for another backend.
+    """
+    kept = {name: os.environ.pop(name, None) for name in _ATTENTION_FLAGS}
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def install() -> None:

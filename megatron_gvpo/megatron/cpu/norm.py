@@ -13,17 +13,19 @@ class LocalRMSNorm(torch.nn.Module):
     """RMSNorm computed in fp32, with the interface of megatron-core's norm modules.
 
     megatron-core's own torch norm refuses sequence parallelism. This one marks its weight, so that
-    `finalize_model_grads` sums the weight's gradient over the tensor-parallel group.
+    `finalize_model_grads` sums the weight's gradient over the tensor-parallel group. With
+    `layernorm_zero_centered_gamma` the factor is 1 + weight.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
-        self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.eps, self.offset = eps, float(config.layernorm_zero_centered_gamma)
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype) - self.offset)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        normed: Tensor = _RMSNorm.apply(x.float(), self.weight.float(), self.eps)
+        factor_h = self.weight.float() + self.offset if self.offset else self.weight.float()
+        normed: Tensor = _RMSNorm.apply(x.float(), factor_h, self.eps)
         return normed.to(x.dtype)
 
 

@@ -25,6 +25,7 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -40,7 +41,8 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 class LocalAttention(MegatronModule):
     """Attention with the interface of megatron-core's core attention, for `thd` packs, without dropout.
 
-    query [t, n, d], key and value [t, n_kv, d] of this rank -> [t, n * d].
+    query [t, n, d], key and value [t, n_kv, d] of this rank -> [t, n * d]. With `softmax_type: learnable`
+    every head has a sink: a score, `softmax_offset`, that takes probability and gives no value (GPT-OSS).
     """
 
     def __init__(
@@ -59,7 +61,12 @@ class LocalAttention(MegatronModule):
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.cp_group = groups.cp
         self.scale = softmax_scale
-        self.window = config.window_size
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size if windowed else None
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // groups.tp.size()
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
         self.positions = config.qk_pos_emb_head_dim if config.multi_latent_attention else 0
 
     def forward(
@@ -83,7 +90,8 @@ class LocalAttention(MegatronModule):
             query, key = (rotate(x, pack.angles_t, interleaved) for x in (query, key))
         if self.cp_group.size() > 1:
             return self._across_ranks(query, key, value, lengths).flatten(1)
-        if self.window is not None and max(lengths) > self.window[0] + 1:
+        beyond_window = self.window is not None and max(lengths) > self.window[0] + 1
+        if beyond_window or self.softmax_offset is not None:
             parts = zip(*(x.split(lengths) for x in (query, key, value)), strict=True)
             return torch.cat([self._masked(q, k, v, 0) for q, k, v in parts]).flatten(1)
         return merged_attention(query, key, value, pack.sequences, LocalKernel(), self.scale).flatten(1)
@@ -113,9 +121,23 @@ class LocalAttention(MegatronModule):
         seen = torch.ones(len(query), len(key), dtype=torch.bool).tril(begin)
         if self.window is not None:
             seen = seen.triu(begin - self.window[0])
+        if self.softmax_offset is not None:
+            return self._with_sinks(query, key, value, seen)
         q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
         out = scaled_dot_product_attention(q, k, v, seen, scale=self.scale, enable_gqa=True)
         return out[0].transpose(0, 1)
+
+    def _with_sinks(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+        """As `_masked`, with each head's sink beside the keys that `seen` [q, k] lets a query see."""
+        assert self.softmax_offset is not None
+        shared = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(shared, dim=1) for x in (key, value))
+        scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
+        scores_nqk = torch.einsum("qnd,knd->nqk", query, key).float() * scale
+        sink = self.softmax_offset.float()[:, None, None].expand(-1, len(query), 1)
+        scores_nqk = torch.cat([scores_nqk.masked_fill(~seen, float("-inf")), sink], dim=-1)
+        shares_nqk = scores_nqk.softmax(dim=-1)[..., :-1].to(value.dtype)
+        return torch.einsum("nqk,knd->qnd", shares_nqk, value)
 
     def _sum_positional_gradient(self, key: Tensor) -> Tensor:
         """Sum the gradient of the positional part of MLA's keys over the tensor-parallel ranks.
@@ -126,6 +148,15 @@ class LocalAttention(MegatronModule):
         own, shared = key.split([key.shape[-1] - self.positions, self.positions], dim=-1)
         shared = copy_to_tensor_model_parallel_region(shared)  # backward: all-reduce
         return torch.cat([own, shared], dim=-1)
+
+
+class InterleavedAttention(LocalAttention):
+    """Attention of Gemma 3: every sixth layer sees the whole sequence, and the others a window."""
+
+    def __init__(self, config: Any, layer_number: int, *arguments: Any, **named: Any) -> None:
+        super().__init__(config, layer_number, *arguments, **named)
+        everywhere = layer_number % sum(config.interleaved_attn_pattern) == 0
+        self.window = None if everywhere else (config.window_size - 1, 0)
 
 
 class LocalKernel:

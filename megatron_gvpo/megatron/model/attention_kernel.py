@@ -71,7 +71,7 @@ def _mla(qk: int, v: int) -> bool:
 
 
 def check_attention(attention: Attention, capability: Capability, flash_attention: bool) -> None:
-    """Raises ConfigError where packs would have no attention kernel, or one whose memory is quadratic.
+    """Raises ConfigError if packs would have no attention kernel, or one whose memory is quadratic.
 
     float32 on one context-parallel rank has only the latter, and is let through: it is for small checks.
     """
@@ -98,7 +98,7 @@ def check_attention(attention: Attention, capability: Capability, flash_attentio
 
 
 def check_shared_prompts(attention: Attention, capability: Capability) -> None:
-    """Raises ConfigError where the kernels of `megatron/attention/flash.py` cannot compute shared prompts."""
+    """Raises ConfigError if the kernels of `megatron/attention/flash.py` cannot compute shared prompts."""
     qk, v = attention.head_dim_qk, attention.head_dim_v
     if attention.dtype != "bfloat16":
         reason = f"it takes bfloat16, and this is model.dtype={attention.dtype}"

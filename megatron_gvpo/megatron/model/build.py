@@ -2,28 +2,44 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
+import logging
 import os
 from collections.abc import Callable
+from contextlib import ExitStack, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 
 from megatron_gvpo.config.checks.parallel_layout import Padding
 from megatron_gvpo.config.schema import ConfigError, ModelConfig, ParallelConfig
-from megatron_gvpo.megatron.attention.core import attend_to_shared_prompts, defer_rotary
+from megatron_gvpo.images.processor import ImageProcessor
+from megatron_gvpo.images.source import ImageError
+from megatron_gvpo.megatron.adapters.adapters import make_adapters
+from megatron_gvpo.megatron.attention.core import (
+    attend_to_shared_prompts,
+    attends_to_all_before,
+    defer_rotary,
+    has_plain_rotary,
+)
+from megatron_gvpo.megatron.attention.latent_norms import correct_latent_norms
+from megatron_gvpo.megatron.images.vision import VisionInputs, has_vision, local_vision, vision_settings
 from megatron_gvpo.megatron.model.checked_weights import CheckedWeights
 from megatron_gvpo.megatron.model.complete_weights import check_weights
 from megatron_gvpo.megatron.model.fusions import fuse_weight_gradients, fusions
 from megatron_gvpo.megatron.model.group_limited_router import limit_groups, routing_settings
 from megatron_gvpo.megatron.model.megatron_bridge import open_bridge
 from megatron_gvpo.megatron.model.model import Model
+from megatron_gvpo.megatron.model.parameter_marks import correct_marks
 from megatron_gvpo.megatron.model.router_replay import Replay
 from megatron_gvpo.megatron.model.settings import ddp_settings, model_settings
 from megatron_gvpo.megatron.parallel import megatron_device
+
+log = logging.getLogger(__name__)
 
 # Modules that megatron-core (0.19.2) can recompute only with Transformer Engine.
 _NEED_TRANSFORMER_ENGINE = {"layernorm", "mla_up_proj", "moe_act"}
@@ -36,21 +52,24 @@ def build(
     trained: bool = True,
     before_wrapping: Callable[[list[Any]], list[Any]] | None = None,
     replays: bool = False,
-    share_prompts: bool = False,
+    share_prompts: bool | None = False,
     key: str = "model.path",
+    seed: int = 0,
 ) -> Model:
     """Build the sharded model with the checkpoint's weights; `trained`: with gradient buffers.
 
     `before_wrapping` may change the chunks after their weights are loaded, before Megatron wraps them.
-    `replays`: the routers follow `TrainBatch.routing`. `share_prompts`: a group's prompt is computed once.
-    `key`: the user's key or option for the directory.
+    `replays`: the routers follow `TrainBatch.routing`. `share_prompts`: a group's prompt is computed once;
+    None: on a CPU, where the model's attention and the layout allow it.
+    `key`: the user's key or option for the directory. `seed`: of new adapters, which exclude
+    `before_wrapping`.
 
     Raises ConfigError for weights that are not exactly the model's, damaged or not finite, for a model that
     Megatron-Bridge does not know, for settings that Megatron refuses, and for settings that this machine
     cannot run.
     """
     # Megatron prints every size, and Megatron-Bridge draws progress bars of its own.
-    with megatron_device(), contextlib.redirect_stdout(io.StringIO()):
+    with megatron_device(), redirect_stdout(io.StringIO()):
         bridge = open_bridge(model, key)
         try:
             provider = bridge.to_megatron_provider(load_weights=False)
@@ -58,21 +77,26 @@ def build(
             raise ConfigError(f"{key}={model.path}: Megatron-Bridge refuses config.json: {error}") from None
         on_cpu = not torch.cuda.is_available()
         hf_config = bridge.hf_pretrained.config
+        text_config, images = hf_config.get_text_config(), has_vision(hf_config)
         tied = provider.share_embeddings_and_output_weights
-        check_weights(Path(model.path), key, hf_config, tied)
+        heads = check_weights(Path(model.path), key, hf_config, tied)
+        if heads and trained and dist.get_rank() == 0:
+            log.warning("%s=%s", key, heads)
+        pictures = _image_processor(model.path) if images else None
         settings = {} if on_cpu else fusions(provider)
-        settings |= model_settings(model, parallel, on_cpu, deterministic) | routing_settings(hf_config)
+        settings |= model_settings(model, parallel, on_cpu, deterministic) | routing_settings(text_config)
+        settings |= vision_settings(hf_config) if images else {}
         for name, value in settings.items():
             setattr(provider, name, value)
         if replays:  # the fused router has no hook
             provider.moe_router_fusion = False
         if on_cpu:
-            from megatron_gvpo.megatron.cpu.spec import local_block_spec
+            from megatron_gvpo.megatron.cpu.spec import local_spec
 
-            provider.transformer_layer_spec = local_block_spec
+            provider.transformer_layer_spec = local_spec(provider.transformer_layer_spec)
         elif share_prompts:
             provider.transformer_layer_spec = attend_to_shared_prompts(provider.transformer_layer_spec)
-        provider.transformer_layer_spec = limit_groups(hf_config, provider.transformer_layer_spec)
+        provider.transformer_layer_spec = limit_groups(text_config, provider.transformer_layer_spec)
         try:
             provider.finalize()
         except (ValueError, AssertionError) as error:
@@ -81,7 +105,12 @@ def build(
             _refuse_on_cpu(model, parallel)
         else:
             _refuse_on_gpu(parallel)
-        own_attention, rotary = on_cpu or share_prompts, list[Any]()
+        own_attention, rotary = on_cpu or bool(share_prompts), list[Any]()
+        adapters = make_adapters(model, hf_config, seed, bridge)
+        if adapters is not None:
+            assert before_wrapping is None, "adapters on a model that is changed otherwise"
+            before_wrapping = partial(adapters.apply, trained=trained)
+        vision: list[VisionInputs] = []
 
         def load_weights(chunks: list[Any]) -> None:
             checked = CheckedWeights(bridge.hf_pretrained.state.source, Path(model.path), key)
@@ -89,21 +118,32 @@ def build(
             checked.finish()
 
         def prepare(chunks: list[Any]) -> list[Any]:
-            if own_attention and not provider.multi_latent_attention:  # which has a rotation of its own
+            correct_marks(chunks)
+            correct_latent_norms(chunks)
+            if pictures is not None:  # the model rotates by the pack's positions itself
+                vision.extend(VisionInputs(c, hf_config, pictures, model.train_vision) for c in chunks)
+            elif own_attention and all(has_plain_rotary(chunk) for chunk in chunks):
                 rotary.extend(defer_rotary(chunk) for chunk in chunks)
             if before_wrapping is None:
                 return chunks
             load_weights(chunks)
             return before_wrapping(chunks)
 
-        chunks = provider.provide_distributed_model(
-            ddp_config=ddp_settings(model, parallel),
-            wrap_with_ddp=trained,
-            bf16=model.dtype == "bfloat16",
-            fp16=False,
-            use_cpu_initialization=on_cpu,
-            pre_wrap_hook=prepare,
-        )
+        with ExitStack() as stand_ins:
+            if on_cpu:
+                from megatron_gvpo.megatron.cpu.device import attention_flags_kept
+
+                stand_ins.enter_context(attention_flags_kept())
+            if images and on_cpu:
+                stand_ins.enter_context(local_vision(type(bridge._model_bridge), provider))
+            chunks = provider.provide_distributed_model(
+                ddp_config=ddp_settings(model, parallel),
+                wrap_with_ddp=trained,
+                bf16=model.dtype == "bfloat16",
+                fp16=False,
+                use_cpu_initialization=on_cpu,
+                pre_wrap_hook=prepare,
+            )
         if before_wrapping is None:
             load_weights(chunks)
         if trained:
@@ -111,11 +151,19 @@ def build(
             no_sync = [chunk.no_sync for chunk in chunks]
             provider.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
             chunks[0].config.finalize_model_grads_func = finalize_model_grads
+    can_share = bool(rotary) and attends_to_all_before(chunks[0].config)
+    if share_prompts is None:
+        share_prompts = on_cpu and can_share and not replays and parallel.cp == 1
+    elif share_prompts and not can_share:
+        raise ConfigError(
+            f"train.share_prompts=true is not possible here: the attention of {key}={model.path} is no plain "
+            "softmax over all tokens before, or its positions are no plain rotary ones; leave it out"
+        )
     return Model(
         chunks=chunks,
         config=chunks[0].config,
         bridge=bridge,
-        vocab_size=int(hf_config.vocab_size),
+        vocab_size=int(text_config.vocab_size),
         padding=Padding.of(model, parallel),
         local=on_cpu,
         overlaps_param_gather=trained and parallel.overlap_param_gather,
@@ -123,7 +171,18 @@ def build(
         rotary=rotary,
         share_prompts=share_prompts,
         replay=Replay(chunks) if replays else None,
+        adapters=adapters,
+        vision=vision[0] if vision else None,
+        heads=heads,
     )
+
+
+def _image_processor(path: str) -> ImageProcessor:
+    """Raise ConfigError if the directory has no image processor that can be read."""
+    try:
+        return ImageProcessor(path)
+    except ImageError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _refuse_on_gpu(parallel: ParallelConfig) -> None:

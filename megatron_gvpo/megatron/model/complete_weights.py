@@ -8,7 +8,7 @@ is read.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +20,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_gvpo.config.schema import ConfigError, read_json_object
+from megatron_gvpo.images.families import name_in_file, takes_images
+from megatron_gvpo.megatron.model.further_heads import FurtherHeads, head_pattern
 from megatron_gvpo.runtime.collectives import first_problem
 
 _SHOWN = 3  # names in an error
 _INDEX = "model.safetensors.index.json"
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _ROWS = 4096  # rows of the vocabulary to compare at a time
 
 # Tensors (patterns of whole names) that no model needs, and why.
@@ -49,16 +51,17 @@ class _Stored:
     dtype: str
 
 
-def check_weights(directory: Path, key: str, hf_config: Any, tied: bool) -> None:
+def check_weights(directory: Path, key: str, hf_config: Any, tied: bool) -> FurtherHeads:
     """Compare the safetensors of a directory with the model of `hf_config`. A collective.
 
     Every rank reads headers. If there is an output layer beside tied embeddings, rank 0 also reads its
     values.
 
     `key`: the user's key or option for the directory; `tied`: the model has no output layer of its own.
-    Raises ConfigError, on every rank, unless the directory has exactly the model's tensors, all complete.
+    Returns the heads for further tokens that the directory has beside the model. Raises ConfigError, on every
+    rank, unless the directory has exactly the model's tensors, all complete.
     """
-    problem = None
+    problem, found = None, dict[str, _Stored]()
     try:
         found, listed = _headers(directory)
         _compare(_expected(hf_config, tied), found, listed, hf_config, tied)
@@ -68,6 +71,14 @@ def check_weights(directory: Path, key: str, hf_config: Any, tied: bool) -> None
         problem = f"{key}={directory}: {error}"
     if (said := first_problem(problem)) is not None:
         raise ConfigError(said)
+    heads = head_pattern(hf_config.to_dict())
+    return FurtherHeads(directory, {n: found[n].file for n in found if heads.fullmatch(n)})
+
+
+def has_heads(directory: Path, model: dict[str, Any]) -> bool:
+    """True if the directory has heads for further tokens; `model`: its config.json. Raises ConfigError."""
+    pattern = head_pattern(model)
+    return any(pattern.fullmatch(name) for name in _headers(directory)[0])
 
 
 def check_files(directory: Path, key: str) -> None:
@@ -83,35 +94,28 @@ def check_files(directory: Path, key: str) -> None:
 
 def _expected(hf_config: Any, tied: bool) -> dict[str, tuple[int, ...]]:
     """Return {name in files: shape} of the model's tensors. Raises ConfigError."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.core_model_loading import revert_weight_conversion
     from transformers.initialization import no_init_weights
 
     try:
         with torch.device("meta"), no_init_weights():
-            model = AutoModelForCausalLM.from_config(deepcopy(hf_config), trust_remote_code=False)
-        named: dict[str, Tensor] = model.state_dict()
+            images = takes_images(hf_config.to_dict())
+            kind = AutoModelForImageTextToText if images else AutoModelForCausalLM
+            model = kind.from_config(deepcopy(hf_config), trust_remote_code=False)
+            named: dict[str, Tensor] = model.state_dict()
+            if not images:  # in memory some weights have another form, such as all experts in one tensor
+                named = revert_weight_conversion(model, named)
     except Exception as error:  # sizes that contradict each other cause errors of any type
         first = str(error).partition("\n")[0]
         raise ConfigError(
             f"transformers builds no model of config.json: {type(error).__name__}: {first}"
         ) from None
-    expected = dict(shape for name, tensor in named.items() for shape in _in_files(name, tuple(tensor.shape)))
+    architecture = (hf_config.architectures or [""])[0]
+    expected = {name_in_file(name, architecture): tuple(tensor.shape) for name, tensor in named.items()}
     if tied:
         expected.pop(_HEAD, None)
     return expected
-
-
-def _in_files(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield (name, shape) as in files, where experts are separate tensors; in memory they are stacked."""
-    stem, _, kind = name.rpartition(".")
-    if not stem.endswith(".experts") or kind not in ("gate_up_proj", "down_proj"):
-        yield name, shape
-        return
-    experts, rows, columns = shape
-    parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
-    for expert in range(experts):
-        for part in parts:
-            yield f"{stem}.{expert}.{part}.weight", (rows // len(parts), columns)
 
 
 def _headers(directory: Path) -> tuple[dict[str, _Stored], set[str]]:
@@ -136,18 +140,25 @@ def _headers(directory: Path) -> tuple[dict[str, _Stored], set[str]]:
     if absent := [file.name for file in files if not file.is_file()]:
         raise ConfigError(f"{absent[0]} is missing there, and {_INDEX} names it")
     found: dict[str, _Stored] = {}
+    copies: list[tuple[str, Path]] = []  # tensors in a file to which the index does not give them
     for file in files:
         try:
             with safe_open(file, "pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 - `opened` is not a mapping
                     if listed is not None and listed.get(name, file.name) != file.name:
-                        continue  # the index gives this tensor to another file
+                        copies.append((name, file))
+                        continue
                     if name in found:
                         raise ConfigError(f"{name} is in {found[name].file} and in {file.name}: remove one")
                     header = opened.get_slice(name)
                     found[name] = _Stored(file.name, tuple(header.get_shape()), header.get_dtype())
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{file.name} is not whole: {error}") from None
+    for name, file in copies:
+        if name in found and not _same(name, directory / found[name].file, name, file):
+            raise ConfigError(
+                f"{name} is in {found[name].file} and, with other values, in {file.name}: remove one"
+            )
     return found, set(found) if listed is None else found.keys() & listed.keys()
 
 
@@ -160,6 +171,7 @@ def _compare(
 ) -> None:
     """Raise ConfigError if a tensor of the model is missing or unfit, or if a tensor is not the model's."""
     ignored = _ignored(hf_config)
+    hf_config = hf_config.get_text_config()
     extra = {name for name in found.keys() - expected.keys() if not ignored(name)}
     for pattern, remedy in _REFUSED.items():
         if refused := {name for name in extra if re.search(pattern, name)}:
@@ -190,27 +202,32 @@ def _compare(
 
 def _ignored(hf_config: Any) -> Callable[[str], bool]:
     """Return a test for names of tensors that the model does not need."""
-    patterns = list(_NEEDLESS)
-    # DeepSeek-V3 has more layers after the last, to predict further tokens; they are not part of the policy.
-    # Other models' configurations lack the key.
-    last, further = hf_config.num_hidden_layers, getattr(hf_config, "num_nextn_predict_layers", None) or 0
-    patterns += [rf"model\.layers\.{last + i}\..*" for i in range(further)]
-    whole = re.compile("|".join(patterns))
-    return lambda name: whole.fullmatch(name) is not None
+    needless, heads = re.compile("|".join(_NEEDLESS)), head_pattern(hf_config.to_dict())
+    return lambda name: any(pattern.fullmatch(name) for pattern in (needless, heads))
 
 
 def _check_head(directory: Path, found: dict[str, _Stored]) -> None:
     """Raise ConfigError if the output layer differs from the embedding, because tying would drop it."""
-    head, embedding = found[_HEAD], found[_EMBEDDING]
-    same = head.shape == embedding.shape
-    with safe_open(directory / head.file, "pt") as one, safe_open(directory / embedding.file, "pt") as other:
-        ours, theirs = one.get_slice(_HEAD), other.get_slice(_EMBEDDING)
-        for row in range(0, head.shape[0] if same else 0, _ROWS):
-            same = same and torch.equal(ours[row : row + _ROWS].float(), theirs[row : row + _ROWS].float())
-    if not same:
+    embedded = next(name for name in found if name.endswith(_EMBEDDING))
+    head, embedding = found[_HEAD], found[embedded]
+    if not _same(_HEAD, directory / head.file, embedded, directory / embedding.file):
         raise ConfigError(
-            f"{_HEAD} in {head.file} is not {_EMBEDDING}, and tie_word_embeddings=true in config.json: set "
+            f"{_HEAD} in {head.file} is not {embedded}, and tie_word_embeddings=true in config.json: set "
             "it to false, or remove the tensor"
+        )
+
+
+def _same(name: str, file: Path, other_name: str, other_file: Path) -> bool:
+    """True if two stored tensors have the same shape and values. It reads a few rows at a time."""
+    with safe_open(file, "pt") as one, safe_open(other_file, "pt") as other:
+        ours, theirs = one.get_slice(name), other.get_slice(other_name)
+        if (shape := ours.get_shape()) != theirs.get_shape():
+            return False
+        if not shape:
+            return torch.equal(one.get_tensor(name).float(), other.get_tensor(other_name).float())
+        rows = range(0, shape[0], _ROWS)
+        return all(
+            torch.equal(ours[row : row + _ROWS].float(), theirs[row : row + _ROWS].float()) for row in rows
         )
 
 

@@ -30,5 +30,7 @@ def fuse_weight_gradients(chunks: Iterable[Any]) -> None:
     """
     for chunk in chunks:
         for module in chunk.modules():
-            if hasattr(module, "fuse_wgrad_accumulation"):  # only Transformer Engine's linear layers have it
+            trained = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+            # Only Transformer Engine's linear layers have it; weights under adapters have no such buffers.
+            if trained and hasattr(module, "fuse_wgrad_accumulation"):
                 module.fuse_wgrad_accumulation = True

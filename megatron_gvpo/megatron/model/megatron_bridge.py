@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from megatron_gvpo.config.model_types import add_model_types
 from megatron_gvpo.config.schema import ConfigError, ModelConfig
 from megatron_gvpo.megatron.model.settings import DTYPES
 from megatron_gvpo.runtime.heavy_imports import heavy_imports
 from megatron_gvpo.versions import REFERENCE
+
+LOCKS = "MEGATRON_CONFIG_LOCK_DIR"  # Megatron-Bridge's variable
 
 
 @contextlib.contextmanager
@@ -30,6 +34,24 @@ def _keep_root_logger() -> Iterator[None]:
     finally:
         root.handlers[:] = handlers
         root.setLevel(level)
+
+
+@contextlib.contextmanager
+def _lock_of_its_own() -> Iterator[None]:
+    """Give Megatron-Bridge a lock that no other process waits for, unless the user has named a place for it.
+
+    Megatron-Bridge (0.6.2) reads config.json under a lock in the home directory; it gives up after 60 s.
+    That directory may be read-only, or shared by all ranks of a large job.
+    """
+    if LOCKS in os.environ:
+        yield
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        os.environ[LOCKS] = directory
+        try:
+            yield
+        finally:
+            del os.environ[LOCKS]
 
 
 def open_bridge(model: ModelConfig, key: str = "model.path") -> Any:
@@ -52,10 +74,13 @@ def open_bridge(model: ModelConfig, key: str = "model.path") -> Any:
             "dependencies conflict with transformers 5, and the rest of them is not needed"
         ) from error
     os.environ.setdefault("HF_HUB_OFFLINE", "1" if os.path.isdir(model.path) else "0")
+    add_model_types()
     try:
-        return bridge.AutoBridge.from_hf_pretrained(
-            model.path, dtype=DTYPES[model.dtype], trust_remote_code=model.trust_remote_code
-        )
+        # All supported models are transformers' own, so no code of the checkpoint is needed here.
+        with _lock_of_its_own():
+            return bridge.AutoBridge.from_hf_pretrained(
+                model.path, dtype=DTYPES[model.dtype], trust_remote_code=False
+            )
     except Exception as error:  # values of config.json that contradict each other cause errors of any type
         said = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
         raise ConfigError(f"{key}={model.path}: Megatron-Bridge cannot build this model: {said}") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,14 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from megatron_gvpo.config.checks.parallel_layout import Padding
+from megatron_gvpo.megatron.adapters.adapters import Adapters
+from megatron_gvpo.megatron.images.vision import VisionInputs
+from megatron_gvpo.megatron.model.further_heads import FurtherHeads
 from megatron_gvpo.megatron.model.own_weights import OwnWeights, find_own_weights
 from megatron_gvpo.megatron.model.router_replay import Replay
 from megatron_gvpo.megatron.model.safetensors_writer import SafetensorsWriter
 from megatron_gvpo.megatron.parallel import megatron_device
+from megatron_gvpo.types import TrainBatch
 
 
 @dataclass
@@ -32,10 +37,17 @@ class Model:
     overlaps_param_gather: bool  # after an update, other ranks' shards of the weights are still the old ones
     own_attention: bool  # the layers have this package's core attention
     rotary: list[Any]  # one module a chunk if this package's core attention applies RoPE, else empty
-    share_prompts: bool = False  # compute a group's prompt once
+    share_prompts: bool = False  # compute a group's prompt once, where its responses are single ones
     replay: Replay | None = None  # the hooks for router replay
+    adapters: Adapters | None = None  # what trains in place of the weights
+    vision: VisionInputs | None = None  # of a model that takes images
+    heads: FurtherHeads | None = None  # of the checkpoint, for further tokens: exported, never computed with
     _own: OwnWeights | None = None
     _background_work: list[Callable[[], None]] = field(default_factory=list)
+
+    def shares_prompts_of(self, rows: TrainBatch) -> bool:
+        """Return True if equal prompts of `rows` are computed once; not with turns or replayed experts."""
+        return self.share_prompts and rows.turns is None and rows.routing is None
 
     def add_background_work(self, wait: Callable[[], None]) -> None:
         """Register work that reads the weights in the background; `wait` waits for its end."""
@@ -74,17 +86,40 @@ class Model:
             yield from [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
 
     def export(self, on_host: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Yield (Hugging Face name, full tensor) of every weight in a fixed order.
+        """Yield (Hugging Face name, full tensor) of every weight in a fixed order, adapters merged.
 
         `on_host`: on the CPU; otherwise on the model's device. A collective: every rank must iterate to the
         end, and every rank gets every tensor.
         """
         self.finish_param_gather()
         with megatron_device(), torch.no_grad():
-            for name, tensor in self.bridge.export_hf_weights(self.chunks, cpu=on_host, show_progress=False):
+            stream = self.bridge.export_hf_weights(
+                self.chunks, cpu=on_host, show_progress=False, merge_adapter_weights=False
+            )
+            if self.adapters is not None:
+                stream = self.adapters.merged(stream)
+            for name, tensor in stream:
                 if name.endswith(("embed_tokens.weight", "lm_head.weight")):
                     tensor = tensor[: self.vocab_size]
                 yield name, tensor
+
+    def export_adapters(self, on_host: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Yield (Hugging Face PEFT's name, full tensor) of every adapter, like `export`.
+
+        Raises ValueError if the model has none.
+        """
+        if self.adapters is None:
+            raise ValueError("the model has no adapters: model.adapter is not set")
+        self.finish_param_gather()
+        with megatron_device(), torch.no_grad():
+            yield from self.adapters.tensors(on_host)
+
+    def save_adapters(self, directory: Path) -> None:
+        """Write the adapters as Hugging Face PEFT does. A collective; rank 0 writes (`Adapters.save`)."""
+        assert self.adapters is not None, "the model has no adapters"
+        self.finish_param_gather()
+        with megatron_device(), torch.no_grad():
+            self.adapters.save(directory)
 
     def own_weights(self) -> OwnWeights:
         """This rank's own weights, complete until they next change. A collective: every rank calls it."""
@@ -98,6 +133,10 @@ class Model:
         """Yield this rank's parameters."""
         for chunk in self.chunks:
             yield from chunk.parameters()
+
+    def trained_weights(self) -> Iterator[Tensor]:
+        """Yield those of this rank's parameters that train."""
+        return (weight for weight in self.weights() if weight.requires_grad)
 
     def drop_fp8_copies(self) -> None:
         """Free the FP8 copies of weights that Transformer Engine (2.20.2) keeps between micro-batches.
@@ -118,6 +157,8 @@ class Model:
     def save_hf(self, directory: Path, shard_bytes: int = 5 << 30) -> None:
         """Write a Hugging Face checkpoint of the present weights: config.json and safetensors.
 
+        It has the heads for further tokens of the checkpoint that the model came from, as they were.
+
         A collective. Rank 0 writes, and holds at most `shard_bytes` and one tensor more. If it cannot write,
         it alone raises, after the last tensor: until then it takes part in the gathers of all ranks.
         """
@@ -132,5 +173,9 @@ class Model:
         if problem is not None:
             raise problem
         if writer is not None:
+            for name, tensor in self.heads.tensors() if self.heads else ():
+                writer.add(name, tensor)
             writer.close()
-            self.bridge.hf_pretrained.config.save_pretrained(directory)
+            config = copy(self.bridge.hf_pretrained.config)
+            vars(config).pop("auto_map", None)  # it names Python files, which are not written
+            config.save_pretrained(directory)

@@ -52,7 +52,7 @@ class SafetensorsWriter:
         sums = {name: checksum(tensor) for name, tensor in self._shard.items()}
         metadata = {"format": "pt", HEADER: json.dumps(sums)}
         save_file(self._shard, self._path(len(self._names)), metadata=metadata)
-        _sort_metadata(self._path(len(self._names)))
+        sort_metadata(self._path(len(self._names)))
         self._names.append(list(self._shard))
         self._total += self._bytes
         self._shard, self._bytes = {}, 0
@@ -61,7 +61,7 @@ class SafetensorsWriter:
         return self._directory / f"shard-{shard}.safetensors"
 
 
-def _sort_metadata(file: Path) -> None:
+def sort_metadata(file: Path) -> None:
     """Sort the header's metadata, which safetensors writes in random order: equal models are equal files."""
     with file.open("r+b") as opened:
         size = int.from_bytes(opened.read(8), "little")

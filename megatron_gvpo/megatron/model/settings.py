@@ -43,6 +43,7 @@ def model_settings(
         "moe_token_dispatcher_type": "alltoall",  # variable_seq_lengths requires it, even for dense models
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
+        "moe_z_loss_coeff": None,
         "moe_router_bias_update_rate": 0.0,
     }
     if model.fp8 is not None:

@@ -59,6 +59,8 @@ class Finder:
 
     def _is(self, condition: Condition, name: str, steps: int) -> bool:
         values = self._values[name]
+        if condition.kind == "not_gained":
+            return len(values) < 2 or 2 * (values[-1] - values[0]) <= max(values) - min(values)
         if len(values) < steps or (condition.kind in ("rises", "falls") and len(values) < 2 * steps):
             return False
         now, before = fmean(values[-steps:]), fmean(values[:steps])

@@ -8,7 +8,9 @@ from typing import Literal
 # `now` is the mean of a metric over the last steps, `before` that over the first steps of the run.
 # above, below: now > value, now < value; rises, falls: now > value * before, now < value * before;
 # constant: all of the last values are the same.
-Kind = Literal["above", "below", "rises", "falls", "constant"]
+# not_gained: the last value is above the first one by less than half of what the values range over; also
+# where the metric has fewer than two values, because then nothing says that it did.
+Kind = Literal["above", "below", "rises", "falls", "constant", "not_gained"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +42,11 @@ class Rule:
 RULES = (
     Rule(
         "entropy collapse",
-        (Condition("response/entropy", "falls", 0.1),),
+        # A policy that learned its task is certain, too: its evaluations rose.
+        (Condition("response/entropy", "falls", 0.1), Condition("eval/pass@1", "not_gained")),
         5,
-        "the responses have become nearly certain: entropy fell from {before:.3g} to {now:.3g} nats a token",
+        "the responses have become nearly certain: entropy fell from {before:.3g} to {now:.3g} nats a token, "
+        "and no evaluation says that they became right",
         "whether a group's responses are all alike (report, Samples); lower optimizer.lr, set "
         "loss.entropy_coef, or hold the policy to a reference",
     ),
@@ -51,10 +55,12 @@ RULES = (
         (
             Condition("response/length", "rises", 1.3),
             Condition("reward/length_correlation", "above", 0.5),
+            Condition("eval/pass@1", "not_gained"),
         ),
         5,
-        "responses grew from {before:.0f} to {now:.0f} tokens, and longer ones of a group get more reward",
-        "the longest responses (report, Samples), and whether eval/pass@1 rises with the reward",
+        "responses grew from {before:.0f} to {now:.0f} tokens, and longer ones of a group get more "
+        "reward, and no evaluation says that they became right",
+        "the longest responses (report, Samples); evaluate (eval.every) to see if they are better",
     ),
     Rule(
         "mismatch rises",
@@ -63,7 +69,8 @@ RULES = (
         "engine and trainer disagree more than at first: mismatch/kl rose from {before:.2g} to {now:.2g} "
         "nats a token",
         "whether every push reached the engine (response/staleness), and the tokens with the largest gap "
-        "(report, Samples); docs/explanation/mismatch.md lists the causes",
+        "(report, Samples); docs/explanation/mismatch.md lists the causes, and loss.importance bounds what "
+        "such tokens weigh",
     ),
     Rule(
         "no signal",

@@ -12,7 +12,7 @@ from megatron_gvpo.observe.loggers.backend import RunInfo, Sample
 
 
 class TrackioWriter:
-    """A resumed run continues the run of the same name; a run started anew must find the name free."""
+    """A resumed run continues the run of the same name; a run started again must find the name free."""
 
     def __init__(self, project: str, run: RunInfo) -> None:
         trackio.init(

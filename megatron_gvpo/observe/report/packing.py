@@ -13,6 +13,7 @@ import numpy as np
 
 from megatron_gvpo.config.errors import ConfigError
 from megatron_gvpo.observe.report.pieces import Pieces
+from megatron_gvpo.observe.report.thumbnails import thumbnails
 from megatron_gvpo.observe.rollouts.reader import read_rollouts
 from megatron_gvpo.observe.rollouts.schema import Kind, schema
 
@@ -56,11 +57,21 @@ def read(directory: Path, kind: Kind, step: int, wanted: Sequence[str] | None = 
     return table if table.num_rows else schema([]).empty_table()
 
 
+def images_of(table: Any) -> dict[int, list[str]]:
+    """The names of each group's images, for groups that have some; older files have no such column."""
+    if "images" not in table.column_names:
+        return {}
+    pairs = zip(table["group"].to_pylist(), table["images"].to_pylist(), strict=True)
+    return {group: names for group, names in pairs if names}
+
+
 def _blocks(table: Any, pieces: Pieces | None) -> tuple[dict[str, Any], dict[str, Any]]:
     groups, prompts = table["group"].to_pylist(), table["prompt"].to_pylist()
     texts: dict[str, Any] = {
         "prompts": dict(zip(groups, prompts, strict=True)),
         "ids": dict(zip(groups, table["prompt_id"].to_pylist(), strict=True)),
+        "images": (images := images_of(table)),
+        "thumbnails": thumbnails(images),
         "responses": table["response"].to_pylist(),
         "rewards": _structs(table, "rewards"),
         "errors": _structs(table, "reward_errors"),
@@ -119,7 +130,7 @@ def _rows(table: Any, texts: dict[str, Any]) -> dict[str, list[Any]]:
 
 
 def _ragged(table: Any, name: str) -> list[np.ndarray | None]:
-    """A column of lists as arrays, float64; None where it is null, empty, or absent."""
+    """A column of lists as arrays, float64; None if it is null, empty, or absent."""
     if name not in table.column_names:
         return [None] * table.num_rows
     rows = table[name].to_numpy(zero_copy_only=False)

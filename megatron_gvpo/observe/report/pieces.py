@@ -24,7 +24,7 @@ class Pieces:
 
     @classmethod
     def of_run(cls, directory: Path, model: str | None, began_in: str | None) -> Pieces | None:
-        """The tokenizer in `directory`/hf, or in the run's model.path; None where neither has one.
+        """The tokenizer in `directory`/hf, or in the run's model.path; None if neither has one.
 
         `began_in`: the directory in which the run was started, which a relative model.path refers to.
         """

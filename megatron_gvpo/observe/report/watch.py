@@ -29,7 +29,7 @@ _FILES = ("metrics.jsonl", "config.yaml", "run.json", "rollouts")
 
 
 class Watched:
-    """The data of runs that may go on: collected anew when a file has changed and the page asks."""
+    """The data of runs that may go on: collected again when a file has changed and the page asks."""
 
     def __init__(self, directories: Sequence[Path], responses: int) -> None:
         self._directories = directories
@@ -61,7 +61,7 @@ class Watched:
 
 
 class WatchServer(ThreadingHTTPServer):
-    """Answers with the page and its data, on 127.0.0.1. Raises OSError where the port is taken."""
+    """Answers with the page and its data, on 127.0.0.1. Raises OSError if the port is taken."""
 
     daemon_threads = True
 

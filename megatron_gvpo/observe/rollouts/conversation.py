@@ -3,29 +3,40 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megatron_gvpo.groups import Rollout
+from megatron_gvpo.groups import Rollout, message_text, utf8
 from megatron_gvpo.turns import ends_of
 
 
-def utf8(text: str) -> str:
-    """The text without halves of surrogate pairs, which data may have and UTF-8 cannot."""
-    return text if text.isascii() else text.encode(errors="replace").decode()
+def spoken(rollout: Rollout, decode: Callable[..., str]) -> list[str] | None:
+    """The text of each turn of the policy; None for a single response.
+
+    It is that of the messages where they are of these turns, and otherwise decoded: several agents have
+    several chats, and a program's message has calls of tools apart from the text that wrote them.
+    """
+    if not rollout.turns:
+        return None
+    said, _ = _by_turn(rollout.messages)
+    if _are_of_turns(said, rollout) and not any(message.get("tool_calls") for message in said):
+        return [_content(message) for message in said]
+    ends = ends_of(rollout.turns, len(rollout.token_ids))
+    return [
+        decode(rollout.token_ids[turn.begin : end], skip_special_tokens=True)
+        for turn, end in zip(rollout.turns, ends, strict=True)
+    ]
 
 
-def turns(rollout: Rollout) -> list[dict[str, Any]] | None:
-    """The policy's turns, with what was said to it before each; None for a single response.
+def turns(rollout: Rollout, texts: Sequence[str] | None) -> list[dict[str, Any]] | None:
+    """The policy's turns with their `texts`, and what was said to it before each; None for a single response.
 
-    The texts are those of the messages: null where the messages are not of these turns, as with several
-    agents.
+    What was said comes from the messages, and is null where they are not of these turns.
     """
     if not rollout.turns:
         return None
     said, heard = _by_turn(rollout.messages)
-    linear = all(turn.after == i - 1 and turn.keep is None for i, turn in enumerate(rollout.turns))
-    known = linear and len(said) == len(rollout.turns)
+    known = _are_of_turns(said, rollout)
     found = []
     for i, (turn, end) in enumerate(
         zip(rollout.turns, ends_of(rollout.turns, len(rollout.token_ids)), strict=True)
@@ -34,7 +45,7 @@ def turns(rollout: Rollout) -> list[dict[str, Any]] | None:
         found.append(
             {
                 "agent": turn.agent or None,
-                "text": _text([said[i]]) if known else None,
+                "text": utf8(texts[i]) if texts is not None else None,
                 "tokens": end - turn.begin,
                 "reward": turn.reward,
                 "after": turn.after,
@@ -68,7 +79,7 @@ def transcript(rollout: Rollout) -> str:
     if not rollout.turns or not rollout.messages:
         return rollout.text
     return " | ".join(
-        _content(message) if message["role"] == "assistant" else f"{message['role']}: {_content(message)}"
+        ("" if message["role"] == "assistant" else f"{message['role']}: ") + utf8(message_text(message))
         for message in rollout.messages
     )
 
@@ -89,13 +100,16 @@ def _by_turn(chat: Messages) -> tuple[list[Mapping[str, Any]], list[list[Mapping
     return said, heard
 
 
+def _are_of_turns(said: Messages, rollout: Rollout) -> bool:
+    """True where the policy's messages are its turns, one after the other."""
+    linear = all(turn.after == i - 1 and turn.keep is None for i, turn in enumerate(rollout.turns))
+    return linear and len(said) == len(rollout.turns)
+
+
 def _text(chat: Messages) -> str:
     return "\n".join(map(_content, chat))
 
 
 def _content(message: Mapping[str, Any]) -> str:
-    """The message's text; JSON for content of another form, which a program may send."""
-    content = message.get("content")
-    return utf8(
-        content if isinstance(content, str) else "" if content is None else json.dumps(content, default=str)
-    )
+    """The message's text without its calls; JSON for content of another form, which a program may send."""
+    return utf8(message_text({"content": message.get("content")}))

@@ -14,7 +14,7 @@ DIRECTORY = "rollouts"  # in the output directory
 
 
 def saved_steps(output_dir: Path | str, kind: Kind = "train") -> list[int]:
-    """The steps whose responses the run has saved, in rising order; empty where there are none."""
+    """The steps whose responses the run has saved, in rising order; empty if there are none."""
     directory = Path(output_dir) / DIRECTORY
     names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
     found = {step: name for name in names if (step := step_of(name)) is not None}

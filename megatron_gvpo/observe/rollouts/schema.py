@@ -35,7 +35,7 @@ class Column(NamedTuple):
 
 
 COLUMNS = (
-    Column("step", pa.int32(), "The training step; of an evaluation, the step that it follows."),
+    Column("step", pa.int32(), "The training step; for an evaluation, the step before it."),
     Column("kind", pa.string(), "`train` or `eval`."),
     Column("group", pa.int32(), "Number of the response's group in the step, from 0."),
     Column("member", pa.int32(), "Number of the response in its group, from 0."),
@@ -47,25 +47,29 @@ COLUMNS = (
     Column("reward", pa.float64(), "The reward that trains: the weighted components, after shapers."),
     Column("rewards", None, "Each component of the reward, without its weight; null where not scored."),
     Column("reward_errors", None, "Why a component could not be scored (it counts as 0); null where it was."),
-    Column("advantage", pa.float64(), "The advantage; the mean over tokens where these have their own."),
-    Column("advantages", _NUMBERS, "The advantage of each token; null where it is one number."),
+    Column("explanations", None, "A judge's explanation, by component; null without one."),
+    Column("advantage", pa.float64(), "The advantage; the mean over tokens if these have their own."),
+    Column("advantages", _NUMBERS, "The advantage of each token; null if the response has one for all."),
     Column("weight", pa.float64(), "Mean of `weights`; null for a response that is not trained."),
-    Column("weights", _NUMBERS, "dL/dlogp of each token in its first update; null where all are `weight`."),
+    Column(
+        "weights", _NUMBERS, "dL/dlogp of each token in its first update; null if all are equal to `weight`."
+    ),
     Column("source", pa.string(), "`policy`, `replay`, `exit`, `demonstration` or `file`."),
     Column("version_first", pa.int32(), "Weight version (a step) that sampled the first token."),
     Column("version_last", pa.int32(), "Weight version that sampled the last token."),
     Column("rollout_logprobs", _NUMBERS, "Log-probs by the engine that sampled; null where none did."),
     Column("trainer_logprobs", _NUMBERS, "Log-probs by the trainer; null in evaluations."),
-    Column("finish_reason", pa.string(), "`stop`, or `length` where the response was cut off."),
+    Column("finish_reason", pa.string(), "`stop`, or `length` if the response was cut off."),
+    Column("images", pa.list_(pa.string()), "The prompt's images: paths, or the beginning of a data: URL."),
     Column("prompt_tokens", pa.int32(), "Length of `prompt_ids`."),
     Column("response_tokens", pa.int32(), "Length of `response_ids`."),
-    Column("seconds", pa.float64(), "Seconds that sampling it took; null where nothing was sampled."),
+    Column("seconds", pa.float64(), "Seconds of sampling; null if nothing was sampled."),
     Column("server", pa.string(), "URL of the server that sampled the response's end; null without servers."),
     Column(
         "turns",
         pa.list_(TURN),
         "The policy's turns in a conversation, whose tokens follow each other in `response_ids`; null for a "
-        "single response. [Conversations](../howto/conversations.md#look-at-them) explains the fields.",
+        "single response. [Conversations](../howto/conversations.md#look-at-conversations) has the fields.",
     ),
     Column(
         "messages",
@@ -79,9 +83,9 @@ COLUMNS = (
 def schema(components: Sequence[str]) -> pa.Schema:
     """The schema of a file of a run whose reward has these components.
 
-    Parquet has no empty structs: without components, `rewards` and `reward_errors` have the null type.
+    Parquet has no empty structs: without components, the structs have the null type.
     """
-    structs = {"rewards": pa.float64(), "reward_errors": pa.string()}
+    structs = {"rewards": pa.float64(), "reward_errors": pa.string(), "explanations": pa.string()}
     return pa.schema(
         [
             (

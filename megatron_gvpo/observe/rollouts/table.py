@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from megatron_gvpo.groups import Group, Prompt, Rollout
+from megatron_gvpo.groups import Group, Prompt, Rollout, utf8
+from megatron_gvpo.images.source import shown
 from megatron_gvpo.observe.rollouts import conversation
-from megatron_gvpo.observe.rollouts.conversation import utf8
 from megatron_gvpo.observe.rollouts.schema import Kind, schema
 
 if TYPE_CHECKING:
@@ -41,9 +41,10 @@ class Responses:
     step: int
     groups: Sequence[Group]
     trained: Sequence[TrainedRows] = ()
+    spoken: Sequence[list[str] | None] = ()  # the texts of each response's turns; empty until `with_texts`
 
     def with_texts(self, decode: Callable[..., str]) -> Responses:
-        """The same with texts for the responses that have none, such as demonstrations."""
+        """The same with texts for the responses that have none, such as demonstrations, and for all turns."""
         groups = [
             replace(
                 group,
@@ -58,7 +59,8 @@ class Responses:
             else group
             for group in self.groups
         ]
-        return replace(self, groups=groups)
+        spoken = [conversation.spoken(rollout, decode) for group in groups for rollout in group.rollouts]
+        return replace(self, groups=groups, spoken=spoken)
 
 
 class _Place(NamedTuple):
@@ -89,7 +91,8 @@ def table(responses: Responses, components: Sequence[str], groups: int | None = 
         "response_ids": [rollout.token_ids for rollout in rollouts],
         "reward": [rollout.reward for rollout in rollouts],
         "rewards": [_fields(rollout.rewards, components) for rollout in rollouts],
-        "reward_errors": [_fields(_errors(rollout), components) for rollout in rollouts],
+        "reward_errors": [_fields(_utf8_values(rollout.reward_errors), components) for rollout in rollouts],
+        "explanations": [_fields(_utf8_values(rollout.explanations), components) for rollout in rollouts],
         "advantage": [_mean(numbers.advantages) for numbers in mine],
         "advantages": [_unless_equal(numbers.advantages) for numbers in mine],
         "weight": [_mean(numbers.weights) for numbers in mine],
@@ -100,18 +103,22 @@ def table(responses: Responses, components: Sequence[str], groups: int | None = 
         "rollout_logprobs": [rollout.logprobs or None for rollout in rollouts],
         "trainer_logprobs": [numbers.logprobs for numbers in mine],
         "finish_reason": [rollout.finish_reason for rollout in rollouts],
+        "images": [[shown(image.source) for image in place.prompt.images] for place in places],
         "prompt_tokens": [len(place.prompt.token_ids) for place in places],
         "response_tokens": [len(rollout.token_ids) for rollout in rollouts],
         "seconds": [rollout.seconds for rollout in rollouts],
         "server": [rollout.server for rollout in rollouts],
-        "turns": [conversation.turns(rollout) for rollout in rollouts],
+        "turns": [
+            conversation.turns(place.rollout, responses.spoken[place.row] if responses.spoken else None)
+            for place in places
+        ],
         "messages": [conversation.messages(rollout) for rollout in rollouts],
     }
     return pa.Table.from_pydict(columns, schema=schema(components))
 
 
 class _Numbers(NamedTuple):
-    """The trainer's numbers of one response, a value for each token; None where it has none."""
+    """The trainer's numbers of one response, a value for each token; None if it has none."""
 
     logprobs: np.ndarray | None = None
     advantages: np.ndarray | None = None
@@ -149,8 +156,8 @@ def _fields(values: dict[str, Any], components: Sequence[str]) -> dict[str, Any]
     return {name: values.get(name) for name in components} if components else None
 
 
-def _errors(rollout: Rollout) -> dict[str, str]:
-    return {name: utf8(error) for name, error in rollout.reward_errors.items()}
+def _utf8_values(texts: dict[str, str]) -> dict[str, str]:
+    return {name: utf8(text) for name, text in texts.items()}
 
 
 def _mean(values: np.ndarray | None) -> float | None:
@@ -168,6 +175,6 @@ def _are_equal(values: np.ndarray) -> bool:
 
 
 def _version(rollout: Rollout, end: int) -> int | None:
-    """The weight version of the first (0) or last (-1) token; None where this run's engine sampled none."""
+    """The weight version of the first (0) or last (-1) token; None if this run's engine sampled none."""
     version = rollout.spans[end][0] if rollout.spans else rollout.weight_version
     return None if version < 0 else version

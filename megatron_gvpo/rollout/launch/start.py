@@ -10,15 +10,18 @@ from pathlib import Path
 
 import torch
 
+from megatron_gvpo.config.checks.cpu_engines import check_rollout_model
 from megatron_gvpo.config.checks.supported_models import check_family
 from megatron_gvpo.config.schema import Config, ConfigError, ServersConfig, read_model_config
 from megatron_gvpo.config.secrets import hide, read_variable, remember
+from megatron_gvpo.config.servers import EngineServers
 from megatron_gvpo.megatron.model.complete_weights import check_files
 from megatron_gvpo.rollout.launch.listener import check_free, is_loopback
 from megatron_gvpo.rollout.launch.nccl import check_nccl
 from megatron_gvpo.rollout.launch.supervise import ServerProcess, Supervisor, free_ports
 from megatron_gvpo.rollout.server import Server
 from megatron_gvpo.rollout.sglang import SGLang
+from megatron_gvpo.rollout.speculation import check_draft
 from megatron_gvpo.rollout.vllm import VLLM
 from megatron_gvpo.runtime.environment import ON_LOOPBACK
 from megatron_gvpo.weights.disk import run_directory
@@ -38,14 +41,17 @@ def start_servers(config: Config, key: str | None, report: Callable[[str], None]
         )
     if key is not None:
         remember(key)
-    ports = _ports(servers)
+    ports = free_ports_of(servers, "rollout.servers")
     key_of_path = "rollout.servers.model_path" if servers.model_path else "model.path"
     model = read_model_config(config.served_path, key_of_path)
     check_family(model, f"{key_of_path}={config.served_path}")
     check_files(Path(config.served_path), key_of_path)
+    check_draft(config)
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         check_nccl(config, ".".join(map(str, torch.cuda.nccl.version())))
+    else:
+        check_rollout_model(config)
     gpus = server_gpus(servers, torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "0")))
     logs = Path(config.output_dir) / "servers"
     # All that servers may map and read (megatron_gvpo_places). A user may name another directory of weights.
@@ -81,19 +87,19 @@ def start_servers(config: Config, key: str | None, report: Callable[[str], None]
     return supervisor
 
 
-def given_key(servers: ServersConfig) -> str | None:
-    """The key in `api_key_env`'s variable; None where none is named. Raises ConfigError."""
+def given_key(servers: EngineServers, section: str = "rollout.servers") -> str | None:
+    """The key in `api_key_env`'s variable; None if none is named. Raises ConfigError."""
     if servers.api_key_env is None:
         return None
     try:
-        return read_variable(servers.api_key_env, "rollout.servers.api_key_env")
+        return read_variable(servers.api_key_env, f"{section}.api_key_env")
     except ValueError as error:
         raise ConfigError(str(error)) from None
 
 
-def _ports(servers: ServersConfig) -> list[int]:
+def free_ports_of(servers: EngineServers, section: str) -> list[int]:
     """A free port for each server. Raises ConfigError, which names the process that has one."""
-    key = f"rollout.servers.host={servers.host}, rollout.servers.port={servers.port}"
+    key = f"{section}.host={servers.host}, {section}.port={servers.port}"
     try:
         if not servers.port:
             return free_ports(servers.count, servers.host)
@@ -102,7 +108,7 @@ def _ports(servers: ServersConfig) -> list[int]:
             check_free(servers.host, port)
         return ports
     except socket.gaierror as error:
-        raise ConfigError(f"rollout.servers.host={servers.host}: {error.strerror}") from None
+        raise ConfigError(f"{section}.host={servers.host}: {error.strerror}") from None
     except OSError as error:
         raise ConfigError(f"{key}: {error.strerror}") from None
 
@@ -110,7 +116,7 @@ def _ports(servers: ServersConfig) -> list[int]:
 def server_gpus(servers: ServersConfig, present: int, ranks: int) -> list[range]:
     """Each server's GPUs. This machine has `present` GPUs; the trainer has the first `ranks` of them.
 
-    Raises ConfigError where there are too few. A machine without GPUs (`present` is 0) passes.
+    Raises ConfigError if there are too few. A machine without GPUs (`present` is 0) passes.
     """
     first = 0 if servers.colocated else ranks
     wanted = servers.count * servers.tp

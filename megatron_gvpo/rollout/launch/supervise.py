@@ -19,7 +19,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from megatron_gvpo.config.secrets import hide
-from megatron_gvpo.config.servers import ServersConfig
+from megatron_gvpo.config.servers import EngineServers
 from megatron_gvpo.rollout.launch.listener import listens_alone, stranger
 from megatron_gvpo.rollout.server import Launch
 from megatron_gvpo.runtime.environment import MEGATRONS
@@ -138,15 +138,20 @@ class Supervisor:
 
     A process is started again if it ends, if it does not answer /health within `start_timeout` seconds of its
     start, or if it later is silent for `hang_timeout` seconds. After `restarts` restarts of one server
-    `failed` names it and the reason.
+    `failed` names it and the reason. `key` is the configuration's, of `settings`; `kind` names the servers.
     """
 
     def __init__(
-        self, processes: Sequence[ServerProcess], settings: ServersConfig, report: Callable[[str], None]
+        self,
+        processes: Sequence[ServerProcess],
+        settings: EngineServers,
+        report: Callable[[str], None],
+        key: str = "rollout.servers",
+        kind: str = "rollout server",
     ) -> None:
         self.processes = list(processes)
         self.failed: str | None = None
-        self._settings, self._report = settings, report
+        self._settings, self._report, self._key, self._kind = settings, report, key, kind
         self._unusable: set[str] = set()  # URLs of servers to start again
         self._held, self._starting = False, threading.Lock()
         self._closing = threading.Event()
@@ -155,11 +160,11 @@ class Supervisor:
     def start(self) -> None:
         for process in self.processes:
             process.start()
-            self._report(f"starting rollout server {process.url} (pid {process.pid}, log {process.log})")
+            self._report(f"starting {self._kind} {process.url} (pid {process.pid}, log {process.log})")
         self._thread.start()
 
     def restart(self, url: str) -> None:
-        """Have the server started again soon."""
+        """Restart the server soon."""
         self._unusable.add(url)
 
     def hold(self, unhealthy: Sequence[str]) -> None:
@@ -201,13 +206,13 @@ class Supervisor:
                 if restarts[process.url] >= self._settings.restarts:
                     if self.failed is None:
                         self.failed = (
-                            f"rollout server {process.url} {why}, after {restarts[process.url]} restarts "
-                            f"(rollout.servers.restarts); its log {process.log} ends with\n{process.tail()}"
+                            f"{self._kind} {process.url} {why}, after {restarts[process.url]} restarts "
+                            f"({self._key}.restarts); its log {process.log} ends with\n{process.tail()}"
                         )
                         self._report(self.failed)
                     continue
                 restarts[process.url] += 1
-                self._report(f"rollout server {process.url} {why}; starting it again")
+                self._report(f"{self._kind} {process.url} {why}; starting it again")
                 with self._starting:
                     process.stop(grace=1.0)
                     waits.pop(process.url, None)
@@ -220,7 +225,7 @@ class Supervisor:
         try:
             process.start()
         except OSError as error:  # no memory, for example, or a lost file system
-            self._report(f"rollout server {process.url} cannot be started: {error}")
+            self._report(f"{self._kind} {process.url} cannot be started: {error}")
             self._unusable.add(process.url)
 
     def _trouble(self, process: ServerProcess, waits: dict[str, Wait]) -> str | None:
@@ -237,7 +242,7 @@ class Supervisor:
         if process.is_healthy(min(5.0, limit)):
             waits[process.url] = (now, "hang_timeout")
         elif now - since > limit:
-            return f"has not answered for rollout.servers.{setting}={limit:g} s"
+            return f"has not answered for {self._key}.{setting}={limit:g} s"
         return None
 
 

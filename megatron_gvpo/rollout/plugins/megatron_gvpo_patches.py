@@ -50,7 +50,10 @@ def unpack(wire: torch.Tensor, patches: list[list[Any]]) -> list[tuple[str, torc
         dtype = getattr(torch, dtype_name)
         numel = torch.Size(shape).numel()
         size = (numel if count < 0 else count) * dtype.itemsize
-        value, values = values[:size].view(dtype), values[size:]
+        value, values = values[:size], values[size:]
+        if value.storage_offset() % dtype.itemsize:  # an element would lie between two addresses
+            value = value.clone()
+        value = value.view(dtype)
         if count < 0:
             tensors.append((name, value.view(shape)))
             continue

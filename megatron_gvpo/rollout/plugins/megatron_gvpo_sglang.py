@@ -20,6 +20,7 @@ from megatron_gvpo_patches import apply_patches, check_patched
 from megatron_gvpo_shards import Shards
 
 _groups: dict[str, tuple[Any, Any]] = {}  # by name: a process group, and its store, which it needs
+_broken: list[str] = []  # the errors of broadcasts in the present group
 _shards: list[Shards] = []  # this rank's part in the group's sharded pushes, if any
 
 
@@ -38,6 +39,8 @@ def receive(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]
     elif order["op"] == "tell":
         tell_gpus(order["file"])
     elif order["op"] == "check":
+        if _broken:  # the trainer believes that they arrived: SGLang ends, and has the weights from its start
+            raise RuntimeError(f"a broadcast of weight patches failed: {_broken[0]}")
         check_patched(model)
     elif order["op"] == "learn":
         _part_in(model, order).learn(model.load_weights)
@@ -62,12 +65,17 @@ def _join(order: dict[str, Any]) -> None:
         group = dist.ProcessGroupGloo(store, order["rank"], world, timeout)
     _groups.clear()  # the trainer uses one group at a time, and may never have left the last
     _shards.clear()
+    _broken.clear()
     _groups[order["name"]] = (group, store)
 
 
 def _apply(model: torch.nn.Module, order: dict[str, Any]) -> None:
     wire = torch.empty(order["bytes"], dtype=torch.uint8, device=next(model.parameters()).device)
-    _groups[order["name"]][0].broadcast([wire], dist.BroadcastOptions()).wait()
+    try:
+        _groups[order["name"]][0].broadcast([wire], dist.BroadcastOptions()).wait()
+    except RuntimeError as error:  # torch's: the trainer or another server has died. SGLang would end, too
+        _broken.append(str(error))
+        return
     apply_patches(model, wire, order["patches"])
 
 

@@ -8,17 +8,20 @@ so that the trainer's code is the same for both engines, on CPUs and GPUs.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron_gvpo_bucket import Layout
+from megatron_gvpo_copies import LoadCopies
 from megatron_gvpo_ipc import opened, tell_gpus
+from megatron_gvpo_model_types import add_model_types
 from megatron_gvpo_patches import apply_patches, check_patched, refuse_rearranged_experts, unpack
 from megatron_gvpo_places import in_weights
 from megatron_gvpo_shards import Shards
+from megatron_gvpo_speculation import mend_temperatures
 from megatron_gvpo_stores import bind_stores
 from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import (
@@ -27,7 +30,9 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 NAME = "megatron_gvpo"
@@ -76,6 +81,7 @@ class Receiver(WeightTransferEngine):
     supports_draft_weight_update = False
     _group: Any = None
     _reloading = False
+    _copies: LoadCopies
     _patched = False
     # On CPU, a copy of each tensor that was patched. It outlives a process group, as the patched weights do.
     _copy: dict[str, torch.Tensor]
@@ -115,9 +121,12 @@ class Receiver(WeightTransferEngine):
         if self._patched:
             self._patched = False
             check_patched(self.model)
+            derive_again(self.model, self.model_config.dtype)
         if self._reloading:
             self._reloading = False
             finalize_layerwise_reload(self.model, self.model_config)
+            if self.device.type == "cpu":
+                pack_heads_again(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         # The base class synchronises an accelerator, which a CPU build does not have.
@@ -137,7 +146,7 @@ class Receiver(WeightTransferEngine):
             return
         self._reload()
         if update_info.directory is not None:
-            self.model.load_weights(_tensors_in(update_info.directory))
+            self._load(_tensors_in(update_info.directory))
             return
         layout = Layout(update_info.names, update_info.dtypes, update_info.shapes)
         # vLLM keeps the tensors of a layer until the whole layer has come. So they are views of a new buffer,
@@ -149,7 +158,7 @@ class Receiver(WeightTransferEngine):
             flat = layout.mapped(update_info.file).to(self.device, copy=True)
         else:
             flat = self._broadcast(layout.nbytes)
-        self.model.load_weights(layout.views(flat))
+        self._load(layout.views(flat))
 
     def _take_shards(self, learn: bool) -> None:
         self._reload()
@@ -159,14 +168,14 @@ class Receiver(WeightTransferEngine):
             return
         assert self._shards is not None, "its layout was not learned"
         try:
-            self._shards.receive(self.model.load_weights)
+            self._shards.receive(self._load)
         except BaseException:  # other ranks wait for this one, until its connections end
             self.shutdown()
             raise
 
     def _load_all(self, weights: list[tuple[str, torch.Tensor]]) -> None:
         """Load a whole model. A padded vocabulary, which fills no layer, is copied only at the end."""
-        self.model.load_weights(weights)
+        self._load(weights)
         self.finish_weight_update()
 
     def _receive_patches(self, bucket: Bucket, counts: list[int]) -> None:
@@ -186,7 +195,7 @@ class Receiver(WeightTransferEngine):
                 raise RuntimeError(f"a patch of {name} came before the whole tensor")
             self._copy[name] = tensor.clone() if old is None else tensor.where(~kept, old)
         self._reload()
-        self.model.load_weights([(name, self._copy[name].clone()) for name in bucket.names])
+        self._load([(name, self._copy[name].clone()) for name in bucket.names])
 
     def _reload(self) -> None:
         """Begin vLLM's reloading of whole layers, if it has not begun."""
@@ -194,7 +203,13 @@ class Receiver(WeightTransferEngine):
             if self.device.type == "cpu":
                 forget_expert_kernels(self.model)
             initialize_layerwise_reload(self.model)
+            self._copies = LoadCopies(self.model)
             self._reloading = True
+
+    def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load weights while vLLM reloads."""
+        with self._copies:
+            self.model.load_weights(weights)
 
     def _broadcast(self, size: int) -> torch.Tensor:
         """The trainer's next broadcast, uint8 [size]."""
@@ -220,6 +235,29 @@ def forget_expert_kernels(model: torch.nn.Module) -> None:
             method.moe_kernel = None
 
 
+def pack_heads_again(model: torch.nn.Module) -> None:
+    """Have vLLM pack the output layers' weights anew, which it computes with on a CPU.
+
+    The weights of a tied one come by the embeddings' name, so that vLLM 0.32.0 goes on with the packed copy
+    of the weights before.
+    """
+    for layer in model.modules():
+        if isinstance(layer, ParallelLMHead):
+            layer.quant_method.process_weights_after_loading(layer)
+
+
+def derive_again(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Compute again what attention layers keep of weights in another form.
+
+    Latent attention decodes with two products of `kv_b_proj`, and some kernels with sinks in float32. vLLM
+    0.32.0 derives these after it loads a whole model. After patches it would decode with those of the weights
+    that the server started with, and a probe, which is only a prompt, would not show it.
+    """
+    attention: Iterator[Any] = filter(is_deferred_attention_layer, model.modules())
+    for layer in attention:
+        layer.process_weights_after_loading(dtype)
+
+
 def _tensors_in(directory: str) -> Iterator[tuple[str, torch.Tensor]]:
     for file in in_weights(directory):
         with safe_open(file, framework="pt") as tensors:
@@ -229,6 +267,8 @@ def _tensors_in(directory: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 def register() -> None:
     """Called by vLLM in each of its processes."""
+    add_model_types()
     bind_stores()
+    mend_temperatures()
     if NAME not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(NAME, Receiver)

@@ -13,30 +13,34 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from megatron_gvpo.rollout.server import answer_of
 from megatron_gvpo.rollout.sglang import WEIGHT_LOADER
 from megatron_gvpo.weights.broadcast import BroadcastReceiver
 from megatron_gvpo.weights.bucket import TensorSpec
 from megatron_gvpo.weights.delta import DeltaReceiver, Patch
 from megatron_gvpo.weights.disk import DiskReceiver
 from megatron_gvpo.weights.group import Rendezvous
-from megatron_gvpo.weights.receivers.base import HttpReceiver
+from megatron_gvpo.weights.receivers.base import HttpAdapterReceiver, HttpReceiver
 from megatron_gvpo.weights.sharded import ShardedReceiver
 from megatron_gvpo.weights.shared import SharedPlace, SharedReceiver
 from megatron_gvpo.weights.transport import WeightReceiver
+
+POLICY = {"selector": "target"}  # not the draft of speculative decoding, which SGLang would load as well
 
 
 class SGLangReceiver(HttpReceiver):
     """Begins and ends an update of one SGLang server."""
 
     begin_path: ClassVar[str] = "/begin_weight_update"
+    begin_body: ClassVar[dict[str, Any] | None] = POLICY
     end_path: ClassVar[str] = "/end_weight_update"
     already_begun: ClassVar[str] = "already open"
 
     async def end_update(self, version: str, timeout: float) -> None:
         await self._http.post(self.end_path, timeout=timeout)
-        await self._name_version(version, timeout)
+        await self.name_version(version, timeout)
 
-    async def _name_version(self, version: str, timeout: float) -> None:
+    async def name_version(self, version: str, timeout: float) -> None:
         body = {"new_version": version, "abort_all_requests": False}
         await self._http.post("/update_weight_version", body, timeout=timeout)
 
@@ -72,6 +76,7 @@ class SGLangBroadcast(SGLangReceiver, BroadcastReceiver):
             "group_name": meeting.name,
             "flush_cache": False,
             "load_format": "flattened_bucket",
+            **POLICY,
         }
         await self._http.post("/update_weights_from_distributed", body, timeout=timeout)
 
@@ -88,6 +93,7 @@ class PluginReceiver(SGLangReceiver):
         """Send each rank its order."""
         payloads = [base64.b64encode(pickled_tensor(json.dumps(order))).decode() for order in orders]
         body = {"serialized_named_tensors": payloads, "load_format": WEIGHT_LOADER, "flush_cache": False}
+        body |= POLICY
         await self._http.post("/update_weights_from_tensor", body, timeout=timeout)
 
 
@@ -168,7 +174,26 @@ class SGLangDisk(SGLangReceiver, DiskReceiver):
         # SGLang keeps the directory as its model path, but reads config.json there only when it starts.
         body = {"model_path": str(directory), "flush_cache": False, "keep_pause": True}
         await self._http.post("/update_weights_from_disk", body, timeout=timeout)
-        await self._name_version(version, timeout)
+        await self.name_version(version, timeout)
+
+
+class SGLangAdapter(SGLangReceiver, HttpAdapterReceiver):
+    """Adapters by files, which SGLang reads itself."""
+
+    load_path: ClassVar[str] = "/load_lora_adapter"
+    unload_path: ClassVar[str] = "/unload_lora_adapter"
+
+    async def refusal(self, rank: int, layers: Sequence[str], timeout: float) -> str | None:
+        info = await self._http.get("/server_info", timeout=timeout)
+        with answer_of(self._server, "/server_info"):
+            if not info["enable_lora"]:
+                return "it was started without --enable-lora"
+            if info["dp_size"] > 1:
+                return f"it has {info['dp_size']} data-parallel replicas, with which SGLang loads no adapters"
+            if info["max_lora_rank"] < rank:
+                return f"--max-lora-rank {info['max_lora_rank']}, and model.adapter.rank={rank}"
+            absent = sorted(set(layers) - set(info["lora_target_modules"]))
+            return f"its --lora-target-modules lack {', '.join(absent)}" if absent else None
 
 
 RECEIVERS: dict[str, type[WeightReceiver]] = {
@@ -177,6 +202,7 @@ RECEIVERS: dict[str, type[WeightReceiver]] = {
     "delta": SGLangDelta,
     "shared": SGLangShared,
     "disk": SGLangDisk,
+    "adapter": SGLangAdapter,
 }
 
 

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from megatron_gvpo.rollout.server import answer_of
 from megatron_gvpo.weights.broadcast import BroadcastReceiver
 from megatron_gvpo.weights.bucket import TensorSpec
 from megatron_gvpo.weights.delta import DeltaReceiver, Patch
 from megatron_gvpo.weights.disk import DiskReceiver
 from megatron_gvpo.weights.group import Rendezvous
-from megatron_gvpo.weights.receivers.base import HttpReceiver
+from megatron_gvpo.weights.receivers.base import HttpAdapterReceiver, HttpReceiver
 from megatron_gvpo.weights.sharded import ShardedReceiver
 from megatron_gvpo.weights.shared import SharedPlace, SharedReceiver
 from megatron_gvpo.weights.transport import WeightReceiver
@@ -110,10 +111,34 @@ class VLLMDisk(VLLMReceiver, DiskReceiver):
         await self.end_update(version, timeout)
 
 
+class VLLMAdapter(VLLMReceiver, HttpAdapterReceiver):
+    """Adapters by files, which vLLM reads itself."""
+
+    load_path: ClassVar[str] = "/v1/load_lora_adapter"
+    unload_path: ClassVar[str] = "/v1/unload_lora_adapter"
+
+    async def name_version(self, version: str, timeout: float) -> None:
+        # Not by an empty update: at the end of one vLLM removes all adapters from its workers.
+        await self._http.post("/update_weight_version", {"new_version": version}, timeout=timeout)
+
+    async def refusal(self, rank: int, layers: Sequence[str], timeout: float) -> str | None:
+        info = await self._http.get("/server_info?config_format=json", timeout=timeout)
+        with answer_of(self._server, "/server_info"):
+            served = info["vllm_config"]["lora_config"]
+            if served is None:
+                return "it was started without --enable-lora"
+            if not info["vllm_env"]["VLLM_ALLOW_RUNTIME_LORA_UPDATING"]:
+                return "it was started without VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+            if served["max_lora_rank"] < rank:
+                return f"--max-lora-rank {served['max_lora_rank']}, and model.adapter.rank={rank}"
+            return None
+
+
 RECEIVERS: dict[str, type[WeightReceiver]] = {
     "broadcast": VLLMBroadcast,
     "sharded": VLLMSharded,
     "delta": VLLMDelta,
     "shared": VLLMShared,
     "disk": VLLMDisk,
+    "adapter": VLLMAdapter,
 }

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from megatron_gvpo.weights.bucket import sent_as
 from megatron_gvpo.weights.group import Membership
 from megatron_gvpo.weights.shards.plan import Cell, Message, unpack_sends
 
@@ -101,7 +102,7 @@ class Sender:
     def _fill(self, own: OwnWeights, message: Message, turn: int) -> Tensor:
         """The bytes of a message, uint8, in the buffer that its target has in this turn."""
         views = [self._view(own, cell) for cell in message.cells]
-        wire_types = [view.dtype if not view.is_floating_point() else self._dtype for view in views]
+        wire_types = [sent_as(view.dtype, self._dtype) for view in views]
         sizes = [v.numel() * t.itemsize for v, t in zip(views, wire_types, strict=True)]
         total, key = sum(sizes), (message.target, turn)
         if key not in self._buffers or len(self._buffers[key]) < total:
@@ -125,5 +126,4 @@ class Sender:
         raise AssertionError(f"rank {self._member.rank} does not hold {cell}, and is to send it")
 
     def _wire(self, own: OwnWeights, part: OwnPart) -> str:
-        kind = own.tensors[part.source].dtype
-        return str(self._dtype if kind.is_floating_point else kind).removeprefix("torch.")
+        return str(sent_as(own.tensors[part.source].dtype, self._dtype)).removeprefix("torch.")

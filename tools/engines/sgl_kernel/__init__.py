@@ -7,7 +7,18 @@ raises. It proves protocol and control flow, not SGLang's kernels, and is never 
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 __version__ = "0.4.10"
+
+# Operators that SGLang's models with a vision tower look up when they are imported.
+for _name in (
+    "fused_sigmoid_mul_cpu",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+):
+    torch.library.define(f"sgl_kernel::{_name}", "(Tensor x) -> Tensor")
 
 
 def copy_all_layer_kv_cache_cpu(keys: Any, values: Any, target: Any, source: Any) -> None:

@@ -261,7 +261,9 @@ async function detail(jump = false) {
     h("span", {}, `${file.kind === "eval" ? "evaluation after step" : "step"} ${file.step}`), h("span", {}, `prompt ${texts.ids[entry.group]}`),
     h("span", {}, `${members.length} response${members.length === 1 ? "" : "s"}`));
   const cards = members.map(member => card(member, texts, tokens, member.at === single, range));
-  place.replaceChildren(head, h("div", { class: "prompt", dir: "auto" }, marked(texts.prompts[entry.group], browser.query)), ...cards);
+  const seen = (texts.images?.[entry.group] ?? []).map((name, i) => [name, texts.thumbnails?.[entry.group]?.[i]]);
+  const images = seen.map(([name, url]) => url ? h("img", { class: "seen", src: url, alt: name, title: name }) : h("div", { class: "label" }, `image ${name}`));
+  place.replaceChildren(head, ...images, h("div", { class: "prompt", dir: "auto" }, marked(texts.prompts[entry.group], browser.query)), ...cards);
   const chosen = place.querySelector(".card.chosen");
   if (chosen) chosen.scrollIntoView({ block: "nearest" });
   else if (jump === true && matchMedia("(max-width: 800px)").matches) place.scrollIntoView();

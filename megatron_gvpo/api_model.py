@@ -1,10 +1,11 @@
-"""Another model, over an OpenAI-compatible URL: its responses, its grades, its preferences.
+"""Another model, over an OpenAI-compatible URL: its responses and its preferences.
 
-`chat` is for `algorithm.members: [{name: teacher}]`, `grade` is a reward (`rewards.components`), and
-`prefers` is the judge of `algorithm.shapers: [{name: win_rate}]`. `url` is the API's, such as
-http://localhost:8000/v1; `key` is the field of the data record that holds the problem. With `plain` the model
-continues the text (/completions), without a chat template. All raise TeacherError for a request that fails or
-exceeds `timeout` seconds. The key is in the environment variable `api_key_env`.
+`chat` is for `algorithm.members: [{name: teacher}]`, and `prefers` is the judge of
+`algorithm.shapers: [{name: win_rate}]`. `url` is the API's, such as http://localhost:8000/v1; `key` is the
+field of the data record that holds the problem. With `plain` the model continues the text (/completions),
+without a chat template. All raise ApiModelError for a request that fails or exceeds `timeout` seconds. The
+key is in the environment variable `api_key_env`. Grades are for judges (`rewards.components.N.judge`), and
+log-probs for `teacher`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from megatron_gvpo.runtime.web import post_json
 _LINE = 300  # characters that an error message shows of an answer
 
 
-class TeacherError(RuntimeError):
+class ApiModelError(RuntimeError):
     """The other model gave no response."""
 
 
@@ -59,26 +60,6 @@ def chat(
 
     with ThreadPoolExecutor(parallel) as pool:
         return list(pool.map(ask, groups))
-
-
-def grade(
-    prompt: Prompt,
-    rollout: Rollout,
-    url: str,
-    model: str,
-    template: str = "{prompt}\n\nResponse:\n{response}\n\nGrade it from 0 to 10. Say the number only.",
-    key: str = "prompt",
-    scale: float = 10.0,
-    max_tokens: int = 16,
-    timeout: float = 60.0,
-    api_key_env: str | None = None,
-    plain: bool = False,
-) -> float:
-    """The first number in the model's verdict, divided by `scale` and clipped to [0, 1]; 0 without one."""
-    text = filled(template, {"prompt": _problem(prompt, key), "response": rollout.text})
-    said = _verdict(url, prompt, text, model, max_tokens, timeout, api_key_env, plain)
-    number = re.search(r"-?\d+(?:\.\d+)?", said)
-    return 0.0 if number is None else min(max(float(number[0]) / scale, 0.0), 1.0)
 
 
 def prefers(
@@ -135,7 +116,7 @@ def _texts(
     api_key_env: str | None,
     plain: bool,
 ) -> list[str]:
-    """options["n"] texts of the model. Raises TeacherError."""
+    """options["n"] texts of the model. Raises ApiModelError."""
     asked = {"prompt": text} if plain else {"messages": [{"role": "user", "content": text}]}
     place = f"{url.rstrip('/')}/{'completions' if plain else 'chat/completions'}"
     try:
@@ -144,11 +125,11 @@ def _texts(
         texts = [choice["text"] if plain else choice["message"]["content"] for choice in choices]
     except json.JSONDecodeError as error:
         said = " ".join(error.doc[:_LINE].split()) or "(nothing)"
-        raise TeacherError(hide(f"{what}: no JSON: {said}")) from None
+        raise ApiModelError(hide(f"{what}: no JSON: {said}")) from None
     except (OSError, HTTPException, RecursionError, ValueError, LookupError, TypeError) as error:
-        raise TeacherError(hide(f"{what}: {type(error).__name__}: {error}")) from None
+        raise ApiModelError(hide(f"{what}: {type(error).__name__}: {error}")) from None
     if len(texts) != options["n"]:
-        raise TeacherError(hide(f"{what}: {len(texts)} responses, and {options['n']} were asked for"))
+        raise ApiModelError(hide(f"{what}: {len(texts)} responses, and {options['n']} were asked for"))
     if not all(isinstance(text, str) for text in texts):
-        raise TeacherError(hide(f"{what}: a response without text, as of a model that refuses"))
+        raise ApiModelError(hide(f"{what}: a response without text, as of a model that refuses"))
     return texts

@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from groups import make_group
 
-from megatron_gvpo import teacher
+from megatron_gvpo import api_model
 
 KEY = "s3cr3t of the judge"  # in no other text: all later messages of this process hide it
 HTML = b"<!DOCTYPE html>\n<html><body>Please log in</body></html>"
@@ -108,8 +108,8 @@ def url() -> Iterator[str]:
 def test_a_service_that_gives_no_answer_is_told_in_one_line(url, model, said, monkeypatch):
     monkeypatch.setenv("KEY_OF_THE_JUDGE", KEY)
     begin, timeout = time.monotonic(), 1 if model in ("hangs", "drips") else 30
-    with pytest.raises(teacher.TeacherError) as error:
-        teacher.chat([make_group([1.0])], 1, url, model, timeout=timeout, api_key_env="KEY_OF_THE_JUDGE")
+    with pytest.raises(api_model.ApiModelError) as error:
+        api_model.chat([make_group([1.0])], 1, url, model, timeout=timeout, api_key_env="KEY_OF_THE_JUDGE")
     text = str(error.value)
     assert text.startswith(f"{url}: prompt p: {said}") and "\n" not in text and len(text) < 500
     assert time.monotonic() - begin < (4 if timeout == 1 else 30) and KEY not in text
@@ -118,5 +118,5 @@ def test_a_service_that_gives_no_answer_is_told_in_one_line(url, model, said, mo
 
 def test_a_service_that_floods(url):
     said = "an answer of more than 67,108,864 bytes"
-    with pytest.raises(teacher.TeacherError, match=said):
-        teacher.chat([make_group([1.0])], 1, url=url, model="floods", timeout=60)
+    with pytest.raises(api_model.ApiModelError, match=said):
+        api_model.chat([make_group([1.0])], 1, url=url, model="floods", timeout=60)

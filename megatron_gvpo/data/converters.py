@@ -1,0 +1,84 @@
+"""Turns records of well-known data sets into prompts and answers: `data.train.convert`.
+
+Each function takes a record as the data set has it, and returns it with `prompt` and `answer` (or
+`responses`) added; None leaves it out. The names of fields are those of the data sets' cards on the hub; the
+wording of prompts is that of the recipes which made a data set known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_gvpo.rewards.boxed import boxed
+
+Record = Mapping[str, Any]
+
+HASHES = 'Let\'s think step by step and output the final answer after "####".'
+BOX = "Let's think step by step and output the final answer within \\boxed{}."
+ANSWER_LINE = (
+    "Solve the following math problem step by step. The last line of your response should be of the form "
+    "Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n{problem}\n\nRemember "
+    'to put your answer on its own line after "Answer:".'
+)
+
+
+def gsm8k(record: Record) -> dict[str, Any]:
+    """openai/gsm8k: `question`, and `answer`, a solution that ends with `#### 1,234`.
+
+    The prompt asks for the same form, as verl's example does: the reward is `math` with `marker: "####"`.
+    """
+    _, hashes, answer = str(record["answer"]).rpartition("####")
+    if not hashes:
+        raise ValueError("the answer has no ####")
+    prompt = f"{record['question']} {HASHES}"
+    return {**record, "prompt": prompt, "answer": answer.strip().replace(",", "")}
+
+
+def boxed_problem(record: Record) -> dict[str, Any] | None:
+    r"""MATH, DeepScaleR, AIME, OpenMathReasoning: `problem`, and an answer under one of three names.
+
+    The answer is `answer` or `expected_answer`, or the last `\boxed{}` of `solution`. A record without any is
+    left out, such as OpenMathReasoning's proofs. The prompt asks for the same form, as DeepScaleR's and
+    verl's examples do.
+    """
+    answer = _answer(record)
+    return None if answer is None else {**record, "prompt": f"{record['problem']} {BOX}", "answer": answer}
+
+
+def answer_line_problem(record: Record) -> dict[str, Any] | None:
+    """The same data sets with DAPO's wording, which asks for a last line `Answer: ...`."""
+    answer = _answer(record)
+    prompt = ANSWER_LINE.replace("{problem}", str(record["problem"]))
+    return None if answer is None else {**record, "prompt": prompt, "answer": answer}
+
+
+def dapo(record: Record) -> dict[str, Any]:
+    """DAPO-Math-17k: `prompt`, and the answer in `reward_model.ground_truth`.
+
+    In BytedTsinghua-SIA/DAPO-Math-17k the prompt is a chat with DAPO's wording; in
+    open-r1/DAPO-Math-17k-Processed it is the problem alone, which gets that wording here. The reward is
+    `math` with `marker: "Answer:"`.
+    """
+    prompt = record["prompt"]
+    if isinstance(prompt, str):
+        prompt = ANSWER_LINE.replace("{problem}", prompt)
+    return {**record, "prompt": prompt, "answer": str(record["reward_model"]["ground_truth"])}
+
+
+def preference_pair(record: Record) -> dict[str, Any]:
+    """HuggingFaceH4/ultrafeedback_binarized: `chosen` and `rejected`, two chats that differ in the last turn.
+
+    The prompt is the chat before it; the chosen response has the reward 1, the rejected one 0.
+    """
+    *prompt, chosen = record["chosen"]
+    rejected = record["rejected"][-1]
+    responses = [{"response": chosen["content"], "reward": 1.0}]
+    responses.append({"response": rejected["content"], "reward": 0.0})
+    return {**record, "prompt": [dict(message) for message in prompt], "responses": responses}
+
+
+def _answer(record: Record) -> str | None:
+    given = [record.get(name) for name in ("answer", "expected_answer")]
+    given.append(boxed(str(record.get("solution") or "")))
+    return next((str(value).strip() for value in given if value is not None and str(value).strip()), None)

@@ -1,0 +1,92 @@
+"""Worked solutions of records: a text, or a chat in which the assistant's messages are the solution."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from megatron_gvpo.conversations.template import Template
+from megatron_gvpo.data.sources import DataError
+from megatron_gvpo.groups import Chat
+from megatron_gvpo.turns import Turn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_EXAMPLE = '[{"role": "assistant", "content": "..."}, {"role": "tool", "content": "..."}, ...]'
+
+
+class Demonstration(NamedTuple):
+    """The solution's own token ids, with the end token; its chat, where it is one; and its texts."""
+
+    token_ids: tuple[int, ...]
+    chat: Chat | None
+    texts: list[str]
+
+
+class DemonstrationReader:
+    """Reads the worked solution of a record. Raises DataError, without the record's place."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        end_token_id: int,
+        chat: bool,
+        tools: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """`chat`: prompts are rendered by the chat template, which also gets the `tools`."""
+        self._tokenizer, self._end, self._chat, self._tools = tokenizer, end_token_id, chat, tools
+        self._template: Template | None = None  # made for the first chat: it checks the chat template
+
+    def __call__(self, solution: Any) -> Demonstration:
+        if isinstance(solution, str):
+            ids = self._tokens(solution)
+            if not ids:
+                raise DataError("is empty: it has no tokens, so nothing would be learned from it")
+            return Demonstration(self._ended(ids), None, [solution])
+        self._check(solution)
+        if self._template is None:
+            self._template = Template(self._tokenizer, self._end, self._chat, self._tools)
+        own: list[int] = []
+        turns: list[Turn] = []
+        between: list[Mapping[str, Any]] = []
+        for i, message in enumerate(solution):
+            if message["role"] != "assistant":
+                between.append(message)
+                continue
+            said = self._tokens(self._template.written(message))
+            # Without a chat template texts follow each other as they are, and the last one ends the chat.
+            ids = self._ended(said) if self._chat or i + 1 == len(solution) else said
+            if not ids:
+                raise DataError(f"has an empty message {i}")
+            given = self._template.given(own[-1], between) if turns else ()
+            turns.append(Turn(len(own), len(turns) - 1, None, given))
+            own += ids
+            between = []
+        texts = [message["content"] for message in solution]
+        return Demonstration(tuple(own), Chat(tuple(turns), tuple(map(dict, solution))), texts)
+
+    def _check(self, solution: Any) -> None:
+        if not isinstance(solution, list) or not all(map(_is_message, solution)):
+            found = f"{type(solution).__name__} {repr(solution)[:60]}"
+            raise DataError(f"is neither a string nor a list of chat messages like {_EXAMPLE}, but {found}")
+        roles = [message["role"] for message in solution]
+        if roles[:1] != ["assistant"] or roles[-1] != "assistant":
+            raise DataError("must begin and end with a message of the assistant, after the prompt")
+        for i, (one, other) in enumerate(pairwise(roles)):
+            if one == other == "assistant":
+                raise DataError(f"has messages {i} and {i + 1} of the assistant with nothing in between")
+
+    def _tokens(self, text: str) -> tuple[int, ...]:
+        try:
+            return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        except Exception as error:  # tokenizers raises no narrower one
+            raise DataError(f"has text that the tokenizer cannot write: {error}") from None
+
+    def _ended(self, ids: tuple[int, ...]) -> tuple[int, ...]:
+        return ids if ids[-1:] == (self._end,) else (*ids, self._end)
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))

@@ -1,0 +1,118 @@
+"""A prompt's images: where the record names them, and the tokens of the prompt that stand for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_gvpo.data.sources import DataError, Record
+from megatron_gvpo.images.families import takes_images
+from megatron_gvpo.images.image import Image
+from megatron_gvpo.images.source import ImageError, shown
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MARK = "<image>"  # where a plain string has an image
+_PART: dict[str, Any] = {"type": "image"}
+
+
+class PromptImages:
+    """Reads the images of records, and writes them into prompts for one model."""
+
+    def __init__(self, path: str, model: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
+        """`model`: the config.json of the directory `path`. Raises DataError."""
+        from megatron_gvpo.images.processor import ImageProcessor  # loads torch
+
+        try:
+            self._processor = ImageProcessor(path)
+        except ImageError as error:
+            raise DataError(str(error)) from None
+        self.placeholder: int = model["image_token_id"]
+        start, end = model["vision_start_token_id"], model.get("vision_end_token_id")
+        around = [start, self.placeholder, *([] if end is None else [end])]
+        self._written = "".join(tokenizer.convert_ids_to_tokens(around))
+
+    def of(self, record: Record, key: str, directory: Path) -> tuple[Image, ...]:
+        """The images in the field `key`: one, or a list of them; relative paths begin in `directory`.
+
+        Raises DataError, which names the record, for an image that cannot be read.
+        """
+        value = record.fields.get(key)
+        given = value if isinstance(value, list) else [] if value is None else [value]
+        found = []
+        for number, source in enumerate(given, start=1):
+            where = f"{record.where}: field {key!r}, image {number}"
+            if isinstance(source, Mapping) and isinstance(source.get("path"), str):
+                source = source["path"]  # a column of images whose content is in files
+            if not isinstance(source, str):
+                raise DataError(f"{where}: expected a path or a data: URL, found {type(source).__name__}")
+            if not source.startswith("data:"):
+                source = str((directory / source).absolute())
+            try:
+                found.append(self._processor.image(source))
+            except ImageError as error:
+                raise DataError(f"{where}: {error}") from None
+        return tuple(found)
+
+    def in_text(self, text: str, count: int) -> str:
+        """A plain prompt with the tokens of an image at its marks `<image>`, or before it all."""
+        return self._written.join(_pieces(text, count))
+
+    def expanded(self, ids: Sequence[int], images: Sequence[Image], where: str) -> list[int]:
+        """Token ids with as many placeholders for every image as it has tokens. Raises DataError."""
+        if (count := list(ids).count(self.placeholder)) != len(images):
+            raise DataError(
+                f"{where}: the prompt has {count} placeholders of images as tokens, and {len(images)} images"
+            )
+        rest, whole = iter(images), list[int]()
+        for token in ids:
+            whole += [token] * (next(rest).tokens if token == self.placeholder else 1)
+        return whole
+
+
+def prompt_images(
+    path: str, model: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
+) -> PromptImages | None:
+    """The `PromptImages` of a model, None for one that takes no images. Raises DataError."""
+    return PromptImages(path, model, tokenizer) if takes_images(model) else None
+
+
+def as_parts(text: str, count: int) -> str | list[dict[str, Any]]:
+    """A user message's content with `count` images, at the marks `<image>` of its text or before it."""
+    if not count:
+        return text
+    parts: list[dict[str, Any]] = []
+    for number, piece in enumerate(_pieces(text, count)):
+        parts += [_PART] if number else []
+        parts += [{"type": "text", "text": piece}] if piece else []
+    return parts
+
+
+def images_in(messages: Sequence[Mapping[str, Any]]) -> int:
+    """The number of parts of type image in chat messages."""
+    contents = [message["content"] for message in messages if isinstance(message["content"], list)]
+    return sum(part["type"] == "image" for content in contents for part in content)
+
+
+def is_part(part: Any) -> bool:
+    """True for a part of a message's content: text, or an image."""
+    if not isinstance(part, dict):
+        return False
+    return part.get("type") == "image" or (part.get("type") == "text" and isinstance(part.get("text"), str))
+
+
+def short_names(record: Mapping[str, Any], key: str, images: Sequence[Image]) -> dict[str, Any]:
+    """A record with names of its images in place of their content."""
+    return {**record, key: [shown(image.source) for image in images]}
+
+
+def _pieces(text: str, count: int) -> list[str]:
+    """The text between images. Raises ValueError if its marks are not as many as its images."""
+    pieces = text.split(MARK)
+    if count and len(pieces) == 1:
+        return [""] * count + pieces
+    if len(pieces) != count + 1:
+        raise ValueError(f"the prompt has {len(pieces) - 1} marks {MARK}, and {count} images")
+    return pieces

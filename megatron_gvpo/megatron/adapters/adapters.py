@@ -1,0 +1,242 @@
+"""Low-rank adapters on a model whose own weights stay as they are, by Megatron-Bridge's PEFT.
+
+`Adapters.apply` runs after the base's weights are loaded and before Megatron wraps the chunks. New adapters
+have the same values under every parallel layout: each tensor is drawn from a generator of its own, which its
+Hugging Face name seeds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_gvpo.config.adapter import FUSED_NAMES, MEGATRON_NAMES, AdapterConfig
+from megatron_gvpo.config.checks.adapters import TARGETS
+from megatron_gvpo.config.errors import ConfigError
+from megatron_gvpo.config.schema import ModelConfig
+from megatron_gvpo.megatron.adapters.directory import (
+    adapter_config,
+    compare_names,
+    read_adapter,
+    write_adapter,
+)
+from megatron_gvpo.megatron.adapters.rounding import MergeRounding
+from megatron_gvpo.megatron.adapters.tensors import (
+    MARK,
+    export_tensors,
+    is_adapter,
+    layer_of,
+    place_tensors,
+)
+from megatron_gvpo.runs.fingerprint import fingerprint
+from megatron_gvpo.runtime.collectives import first_problem
+
+_PREFIX = "base_model.model."  # of names in the files of Hugging Face PEFT
+
+
+class Adapters:
+    """The adapters of one model on this rank."""
+
+    def __init__(
+        self,
+        options: AdapterConfig,
+        selected: tuple[str, ...],
+        base: str,
+        seed: int,
+        bridge: Any,
+        rounds: bool = False,
+    ) -> None:
+        """`selected`: Hugging Face's names of the linear layers with adapters; `base`: the model's directory.
+
+        `seed`: of new adapters; `bridge`: Megatron-Bridge's AutoBridge, which must be imported; `rounds`:
+        the weights have fewer digits than float32, so that merging loses some.
+        """
+        from megatron.bridge.peft.utils import create_peft
+
+        self.options, self.selected, self.base = options, selected, base
+        self._seed, self._bridge, self._rounds, self._warned = seed, bridge, rounds, False
+        self._chunks: list[Any] = []
+        self._base_files: dict[str, Any] | None = None  # see `identity`
+        self._peft = create_peft(
+            {
+                "type": options.type,
+                "dim": options.rank,
+                "alpha": options.alpha,
+                "target_modules": _megatron_targets(options.type, selected),
+                "share_expert_adapters": False,  # servers and Hugging Face load one adapter an expert
+            }
+        )
+
+    def apply(self, chunks: list[Any], trained: bool) -> list[Any]:
+        """Put adapters on loaded, unwrapped chunks; `trained`: they, and nothing else, get gradients.
+
+        A collective. Raises ConfigError on all ranks if the directory `path` does not have exactly these
+        adapters.
+        """
+        self._chunks = self._peft(chunks, training=trained)
+        for chunk in self._chunks:
+            for name, parameter in chunk.named_parameters():
+                if is_adapter(name) and not self._is_selected(name):
+                    parameter.requires_grad_(False)
+            _store_gate_and_up_apart(chunk)
+            # Modules that are computed again in the backward pass lose their gradients without an error if
+            # nothing that enters them needs one, such as the first layer's MLP with adapters in MLPs only.
+            if hasattr(chunk, "embedding"):
+                chunk.embedding.register_forward_hook(_ask_for_gradient)
+        self._fill()
+        return self._chunks
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """Inside, the model is the base: the adapters have no effect."""
+        self._peft.disable_adapter_layers(self._chunks)
+        try:
+            yield
+        finally:
+            self._peft.enable_adapter_layers(self._chunks)
+
+    def tensors(self, on_host: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Yield (Hugging Face PEFT's name, full tensor in the model's dtype) in a fixed order.
+
+        A collective: every rank must iterate to the end, and gets every tensor. The caller waits for pending
+        gathers of weights first (`Model.finish_param_gather`).
+        """
+        for name, tensor in export_tensors(self._bridge, self._chunks, on_host):
+            if layer_of(name) in self.selected:
+                yield _PREFIX + name, tensor
+
+    def merged(self, stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights of `stream`, Megatron-Bridge's export of the base, with the adapters merged in.
+
+        Megatron-Bridge (0.6.2) merges wrong adapters into experts that another rank holds. A product is
+        computed in fp32. Logs a warning, once, if rounding takes most of the adapters' change away. A
+        collective, as the stream is.
+        """
+        adapters = dict(export_tensors(self._bridge, self._chunks, on_host=False))
+        rounding, scale = MergeRounding(), self.options.alpha / self.options.rank
+        for name, weight in stream:
+            name = name.replace(".base_layer.", ".")
+            stem = name.removesuffix(".weight")
+            if (a := adapters.get(f"{stem}.lora_A.weight")) is None:
+                yield name, weight
+                continue
+            b = adapters[f"{stem}.lora_B.weight"]
+            change = scale * (b.to(weight.device).float() @ a.to(weight.device).float())
+            whole = (weight.float() + change).to(weight.dtype)
+            if self._rounds:
+                rounding.add(weight, whole, change)
+            yield name, whole
+        if not self._warned and dist.get_rank() == 0:
+            self._warned = rounding.warn()
+
+    def config(self) -> dict[str, Any]:
+        """Return what adapter_config.json of Hugging Face PEFT holds, as JSON values."""
+        return adapter_config(self.options, self.selected, self.base)
+
+    def identity(self) -> dict[str, Any]:
+        """Return what a checkpoint of these adapters records: their settings and the base, as JSON values.
+
+        The base is size and hash of its config.json and weights, on rank 0; None on other ranks.
+        """
+        if self._base_files is None and dist.get_rank() == 0:
+            self._base_files = fingerprint(Path(self.base), ("config.json", "*.safetensors"))
+        settings = self.options.model_dump(mode="json", include={"type", "rank", "alpha"})
+        return {**settings, "layers": list(self.selected), "base": self._base_files}
+
+    def save(self, directory: Path) -> None:
+        """Write the adapters as Hugging Face PEFT does. A collective; rank 0 writes.
+
+        If rank 0 cannot write, it alone raises OSError or SafetensorError, after the last gather.
+        """
+        tensors = {}
+        for name, tensor in self.tensors():
+            if dist.get_rank() == 0:
+                tensors[name] = tensor.clone().contiguous()
+        if dist.get_rank() == 0:
+            write_adapter(directory, self.config(), tensors)
+
+    def _is_selected(self, name: str) -> bool:
+        """Return False for a part of q, k and v, or of gate and up, that the user has not named.
+
+        Megatron-Bridge's canonical LoRA needs all parts of a layer. The other parts stay 0.
+        """
+        part = name.split(MARK)[1].split(".")[0]  # adapter_q, adapter_up, ..., or linear_in of a whole layer
+        return not part.startswith("adapter_") or f"{part.removeprefix('adapter_')}_proj" in self.selected
+
+    def _fill(self) -> None:
+        """Set the first values: those of the directory `path`, or A as PEFT draws it and B = 0."""
+        path, stored, problem = self.options.path, dict[str, Tensor](), None
+        if path is not None:
+            try:
+                stored = read_adapter(Path(path), self.options, self.selected)
+            except ConfigError as error:
+                problem = str(error)
+            if (said := first_problem(problem)) is not None:
+                raise ConfigError(said)
+        known: set[str] = set()
+
+        def value(name: str, shape: tuple[int, ...]) -> Tensor | None:
+            if layer_of(name) not in self.selected:
+                return torch.zeros(shape)
+            known.add(_PREFIX + name)
+            return self._drawn(name, shape) if path is None else stored.get(_PREFIX + name)
+
+        problem = place_tensors(self._bridge, self._chunks, value)
+        if path is not None:
+            where = f"model.adapter.path={path}"
+            problem = compare_names(known, set(stored), where) or (problem and f"{where}: {problem}")
+        if (said := first_problem(problem)) is not None:
+            raise ConfigError(said)
+
+    def _drawn(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return first values: A uniform within 1 / sqrt(columns), as PEFT does, and B = 0."""
+        if not name.endswith(".lora_A.weight"):
+            return torch.zeros(shape)
+        layer = layer_of(name)
+        if self.options.type == "lora":  # q, k and v share one, and gate and up
+            first = next((parts[0] for parts in FUSED_NAMES.values() if layer in parts), layer)
+            name = name.replace(f".{layer}.", f".{first}.")
+        digest = hashlib.sha256(f"{self._seed} {name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
+        return torch.empty(shape).uniform_(-1, 1, generator=generator) / math.sqrt(shape[-1])
+
+
+def make_adapters(model: ModelConfig, hf_config: Any, seed: int, bridge: Any) -> Adapters | None:
+    """Return the adapters of `model.adapter`, not yet applied, or None."""
+    if model.adapter is None:
+        return None
+    possible = next((TARGETS[name] for name in hf_config.architectures or () if name in TARGETS), ())
+    selected, rounds = model.adapter.selected(possible), model.dtype != "float32"
+    return Adapters(model.adapter, selected, model.path, seed, bridge, rounds)
+
+
+def _megatron_targets(kind: str, selected: tuple[str, ...]) -> list[str]:
+    """Return megatron-core's names of the layers, with all parts of those that it fuses."""
+    fused = {name for name, parts in FUSED_NAMES.items() if set(parts) & set(selected)}
+    parts = {part for name in fused for part in FUSED_NAMES[name]}
+    others = {MEGATRON_NAMES[name] for name in selected if name not in parts}
+    return sorted(others | (fused if kind == "lora" else {MEGATRON_NAMES[part] for part in parts}))
+
+
+def _store_gate_and_up_apart(chunk: Any) -> None:
+    """Let a checkpoint hold the adapters of gate and of up as what they are, plain matrices.
+
+    Megatron-Bridge (0.6.2) takes each for one of both, by its layer's name, and cuts it in halves. Under
+    another size of tensor parallelism its rows would come back in another order.
+    """
+    for name, module in chunk.named_modules():
+        if name.endswith((".adapter_gate", ".adapter_up")):
+            module.base_linear_name = module.base_linear_name.replace("linear_fc1", name.rpartition(".")[2])
+
+
+def _ask_for_gradient(_: Any, __: Any, output: Tensor) -> None:
+    if torch.is_grad_enabled() and not output.requires_grad:
+        output.requires_grad_()

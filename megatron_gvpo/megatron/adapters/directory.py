@@ -1,0 +1,130 @@
+"""Adapters as Hugging Face PEFT writes and reads them: adapter_config.json and adapter_model.safetensors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_gvpo.config.adapter import AdapterConfig
+from megatron_gvpo.config.errors import ConfigError
+from megatron_gvpo.config.schema import read_json_object
+from megatron_gvpo.megatron.checkpoint.checksums import checksum
+from megatron_gvpo.megatron.model.checked_weights import HEADER
+from megatron_gvpo.megatron.model.complete_weights import shown_names
+from megatron_gvpo.megatron.model.safetensors_writer import sort_metadata
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# Options of Hugging Face PEFT that change the function, and their values without that change.
+_PLAIN = {
+    "bias": "none",
+    "use_dora": False,
+    "use_rslora": False,
+    "fan_in_fan_out": False,
+    "rank_pattern": None,
+    "alpha_pattern": None,
+    "modules_to_save": None,
+    "layers_to_transform": None,
+    "layers_pattern": None,
+    "exclude_modules": None,
+    "target_parameters": None,
+    "trainable_token_indices": None,
+    "lora_bias": False,
+    "layer_replication": None,
+}
+
+
+def adapter_config(options: AdapterConfig, selected: tuple[str, ...], base: str) -> dict[str, Any]:
+    """Return the content of adapter_config.json. `selected`: the layers with adapters; `base`: the model."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": options.rank,
+        "lora_alpha": options.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": list(selected),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "use_dora": False,
+        "use_rslora": False,
+    }
+
+
+def write_adapter(directory: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Write a directory that Hugging Face PEFT, SGLang and vLLM load. Raises OSError, SafetensorError."""
+    directory.mkdir(parents=True, exist_ok=True)
+    sums = {name: checksum(tensor) for name, tensor in tensors.items()}
+    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt", HEADER: json.dumps(sums)})
+    sort_metadata(directory / WEIGHTS)
+    (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def read_adapter(directory: Path, options: AdapterConfig, selected: tuple[str, ...]) -> dict[str, Tensor]:
+    """Return the tensors of a directory, by name. Raises ConfigError if it is not of `options`."""
+    where = f"model.adapter.path={directory}"
+    file = directory / CONFIG
+    if not file.is_file():
+        raise ConfigError(f"{where}: no {CONFIG} there (a directory that Hugging Face PEFT saved)")
+    found = read_json_object(file)
+    if found.get("peft_type") != "LORA":
+        raise ConfigError(f"{where}: peft_type={found.get('peft_type')!r} in {CONFIG}; supported: LORA")
+    for name, plain in _PLAIN.items():
+        if (value := found.get(name)) and value != plain:
+            raise ConfigError(
+                f"{where}: {name}={value!r} in {CONFIG} changes the adapter, and is not supported"
+            )
+    for name, key, wanted in (("r", "rank", options.rank), ("lora_alpha", "alpha", options.alpha)):
+        if found.get(name) != wanted:
+            raise ConfigError(
+                f"{where}: {name}={found.get(name)!r} in {CONFIG}, and model.adapter.{key}={wanted}"
+            )
+    named = found.get("target_modules")
+    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+        raise ConfigError(f"{where}: target_modules={named!r} in {CONFIG}: expected a list of layers' names")
+    layers = {name.rpartition(".")[2] for name in named}
+    if layers != set(selected):
+        raise ConfigError(
+            f"{where}: target_modules={sorted(layers)} in {CONFIG}, and model.adapter.targets are "
+            f"{list(selected)}: set model.adapter.targets={json.dumps(sorted(layers))}"
+        )
+    return _read_tensors(directory / WEIGHTS, where)
+
+
+def _read_tensors(file: Path, where: str) -> dict[str, Tensor]:
+    if not file.is_file():
+        raise ConfigError(f"{where}: no {file.name} there (adapter_model.bin is a pickle, which is not read)")
+    try:
+        with safe_open(file, "pt") as opened:
+            sums = json.loads((opened.metadata() or {}).get(HEADER, "{}"))
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
+    except (OSError, SafetensorError, ValueError) as error:
+        raise ConfigError(f"{where}: {file.name} is not whole: {error}") from None
+    for name, tensor in tensors.items():
+        if name in sums and sums[name] != checksum(tensor):
+            raise ConfigError(
+                f"{where}: {name} in {file.name} is not what was saved (another checksum): it is damaged"
+            )
+        if tensor.numel() and not torch.isfinite(tensor).all():
+            raise ConfigError(f"{where}: {name} in {file.name} has values that are NaN or infinite")
+    return tensors
+
+
+def compare_names(wanted: set[str], stored: set[str], where: str) -> str | None:
+    """Return the problem with the names of a directory's tensors, or None."""
+    said = []
+    if missing := wanted - stored:
+        said.append(f"it lacks {shown_names(missing)}")
+    if extra := stored - wanted:
+        said.append(f"it has {shown_names(extra)} that the model does not take")
+    return f"{where}: {', and '.join(said)}" if said else None

@@ -1,0 +1,110 @@
+"""Adapters' tensors under Hugging Face names: out of a sharded model, and into one.
+
+Megatron-Bridge (0.6.2) exports adapters and imports none. So that no code here repeats its rules, importing
+uses the export: each rank puts numbers of its own in the adapters' places, and what comes out says where each
+of its elements belongs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+MARK = ".adapter."  # in the names of all adapters' parameters, and of no others
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+
+
+def is_adapter(name: str) -> bool:
+    """Return True for the Megatron name of an adapter's parameter."""
+    return MARK in name
+
+
+def layer_of(name: str) -> str:
+    """Return the linear layer, such as q_proj, of the name of an adapter's tensor."""
+    return name.split(".")[-3]
+
+
+def export_tensors(bridge: Any, chunks: list[Any], on_host: bool) -> Iterator[tuple[str, Tensor]]:
+    """Yield (Hugging Face's name of the layer + `.lora_A.weight` or `.lora_B.weight`, full tensor).
+
+    In a fixed order. A collective: every rank must iterate to the end, and gets every tensor.
+    """
+    group = parallel_state.get_expert_model_parallel_group()
+    config = chunks[0].module.config if hasattr(chunks[0], "module") else chunks[0].config
+    own = (config.num_moe_experts or 0) // group.size()
+    # Without grouped matrix products, Megatron-Bridge exports each rank's own experts by their local numbers.
+    gathers = group.size() > 1 and any(
+        ".local_experts." in name for chunk in chunks for name, _ in chunk.named_parameters()
+    )
+    stream = bridge.export_adapter_weights(chunks, cpu=on_host, show_progress=False)
+    for name, tensor in stream:
+        expert = _EXPERT.search(name)
+        tensor = tensor.detach()
+        if not gathers or expert is None:
+            yield name, tensor.contiguous()
+            continue
+        parts = [torch.empty_like(tensor) for _ in range(group.size())]
+        dist.all_gather(parts, tensor.contiguous(), group)
+        for rank, part in enumerate(parts):
+            number = rank * own + int(expert[1])
+            yield f"{name[: expert.start(1)]}{number}{name[expert.end(1) :]}", part
+
+
+@torch.no_grad()
+def place_tensors(
+    bridge: Any, chunks: list[Any], value: Callable[[str, tuple[int, ...]], Tensor | None]
+) -> str | None:
+    """Fill this rank's adapters with its parts of the tensors that `value` returns for (name, shape).
+
+    `chunks` are not wrapped yet. `value` returns None for a tensor that it does not have, and the adapter
+    keeps what it has. A collective. Returns the problem with a tensor of another shape, or with two that
+    should be the same, or None.
+    """
+    adapters = [p for c in chunks for name, p in c.named_parameters() if is_adapter(name)]
+    weights = [p.data for p in adapters]
+    # Float64 holds these numbers exactly, and every collective takes it.
+    first, sizes = dist.get_rank() << 40, [w.numel() for w in weights]
+    new = torch.zeros(sum(sizes), dtype=torch.float32)
+    done = torch.zeros(sum(sizes), dtype=torch.bool)
+    problem = None
+    try:
+        at = first
+        for parameter, weight in zip(adapters, weights, strict=True):
+            numbers = torch.arange(at, at + weight.numel(), dtype=torch.float64, device=weight.device)
+            parameter.data = numbers.view(weight.shape)
+            at += weight.numel()
+        for name, numbers in export_tensors(bridge, chunks, on_host=True):
+            given = value(name, tuple(numbers.shape))
+            if given is None:
+                continue
+            if given.shape != numbers.shape:
+                problem = problem or (
+                    f"{name} has shape {list(given.shape)}, and the model's is {list(numbers.shape)}"
+                )
+                continue
+            mine = (numbers >= first) & (numbers < first + len(new))
+            places, values = (numbers[mine] - first).long(), given[mine].float()
+            if not torch.equal(new[places][done[places]], values[done[places]]):
+                problem = problem or (
+                    f"{name} differs from that of a layer with which it shares one under type=lora: use "
+                    "type=canonical_lora"
+                )
+            new[places], done[places] = values, True
+    finally:
+        for parameter, weight in zip(adapters, weights, strict=True):
+            parameter.data = weight
+    at = 0
+    for weight in weights:
+        part, known = new[at : at + weight.numel()], done[at : at + weight.numel()]
+        if known.all():
+            weight.copy_(part.view(weight.shape))
+        elif known.any():
+            problem = problem or "only a part of an adapter's tensor is given"
+        at += weight.numel()
+    return problem

@@ -1,0 +1,47 @@
+"""Exports gradients as weights are exported, so that they can be compared by their Hugging Face names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megatron_gvpo.megatron.model.model import Model
+
+Export = Callable[[], Iterable[tuple[str, Tensor]]]
+
+
+@torch.no_grad()
+def export_gradients(model: Model, export: Export | None = None) -> dict[str, Tensor]:
+    """Return the accumulated gradients under Hugging Face names. A collective.
+
+    `export` gives the weights, where `model.export` cannot name all of them, as a critic's.
+    They are exported from the parameters' places, as weights are. Where Megatron-Bridge adds a constant to a
+    weight, such as 1 to a norm, an export of zeros says which.
+    """
+    of_all = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    of_experts = parallel_state.get_expert_data_parallel_group()
+    for chunk in model.chunks:
+        for buffers, group in ((chunk.buffers, of_all), (chunk.expert_parallel_buffers, of_experts)):
+            for bucket in (bucket for buffer in buffers for bucket in buffer.buckets):
+                # The distributed optimizer reduce-scatters: of a bucket, a rank has summed its shard only.
+                shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, shard, group)
+    parameters = [p for chunk in model.chunks for p in chunk.parameters()]
+    weights = [p.detach().clone() for p in parameters]
+    for parameter in parameters:
+        parameter.zero_()
+    constants = _copied(export or model.export)
+    for parameter in parameters:
+        parameter.copy_(parameter.main_grad)
+    gradients = {name: tensor - constants[name] for name, tensor in _copied(export or model.export).items()}
+    for parameter, weight in zip(parameters, weights, strict=True):
+        parameter.copy_(weight)
+    return gradients
+
+
+def _copied(export: Export) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in export()}

@@ -1,0 +1,90 @@
+"""Parallel layouts by name, such as `tp2-sp`, and those in which a model is compared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from megatron_gvpo.config.checks.parallel_layout import check_division
+from megatron_gvpo.config.checks.supported_models import experts
+from megatron_gvpo.config.errors import ConfigError
+from megatron_gvpo.config.schema import ParallelConfig
+
+MOST_RANKS = 4  # of a layout in which a model is compared
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A parallel layout; data parallelism has the ranks that `tp`, `pp` and `cp` leave."""
+
+    ranks: int
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+    sequence_parallel: bool = False
+    stage_layers: tuple[int, ...] | None = None
+    overlap: bool = False
+    recompute: str = "none"
+    recompute_layers: int | None = None
+    recompute_modules: tuple[str, ...] = ("core_attn",)
+    offload: float = 0.0  # of the optimizer's states
+    small: bool = False  # a test's layout, with sizes of libraries cut down
+
+    @property
+    def dp(self) -> int:
+        return self.ranks // (self.tp * self.pp * self.cp)
+
+    def __str__(self) -> str:
+        names = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")
+        parts = [f"{name}{size}" for name in names if (size := getattr(self, name)) > 1]
+        parts += ["sp"] * self.sequence_parallel + ["overlap"] * self.overlap
+        parts += [f"stages{'.'.join(map(str, self.stage_layers))}"] if self.stage_layers else []
+        if self.recompute != "none":
+            of = str(self.recompute_layers or "")
+            of = "+".join(self.recompute_modules) if self.recompute == "selective" else of
+            parts.append(f"recompute_{self.recompute}" + (f"_{of}" if of else ""))
+        parts += [f"offload{self.offload:g}"] if self.offload else []
+        parts += ["small"] * self.small
+        return "-".join(parts) or "single"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The section `parallel` of a configuration."""
+        others = ("ranks", "overlap", "offload", "small")
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in others}
+        return given | {"overlap_grad_reduce": self.overlap, "overlap_param_gather": self.overlap}
+
+
+def layouts_for(model: dict[str, Any], cores: int) -> list[Layout]:
+    """Return the layouts in which a model's config.json is compared on a machine with so many cores.
+
+    Each way of dividing a model alone, on two ranks; with a core for each of MOST_RANKS also two of them
+    together. Layouts that training would refuse are left out.
+    """
+    mixture = experts(model) > 0
+    found = [
+        Layout(1),
+        Layout(1, recompute="full"),
+        Layout(2),
+        Layout(2, tp=2),
+        Layout(2, tp=2, sequence_parallel=True),
+        Layout(2, pp=2),
+        Layout(2, cp=2),
+    ]
+    if mixture:
+        found += [Layout(2, ep=2), Layout(2, tp=2, sequence_parallel=True, ep=2)]
+    if cores >= MOST_RANKS:
+        ep = 2 if mixture else 1
+        found += [Layout(4, tp=2, sequence_parallel=True, pp=2, ep=ep), Layout(4, pp=2, ep=ep)]
+    return [layout for layout in found if _is_possible(layout, model)]
+
+
+def _is_possible(layout: Layout, model: dict[str, Any]) -> bool:
+    try:
+        check_division(ParallelConfig(**layout.settings), model)
+    except ConfigError:
+        return False
+    return True

@@ -1,0 +1,162 @@
+"""Results of both sides, their differences, and the largest differences that rounding explains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_gvpo.types import TrainBatch
+
+TEMPERATURE = 1.0  # of supervised fine-tuning, whose loss both sides differentiate
+MICRO_BATCH = 32  # tokens: the rows are several packs of several rows
+# Adam's first step is g / (|g| + eps): with the usual 1e-8 it is the sign of g, so that a rounding error in a
+# gradient of 1e-9 flips the update. This eps is comparable to the gradients, and the update continuous.
+UPDATE: dict[str, Any] = {
+    "lr": 1e-2,
+    "eps": 1e-3,
+    "clip_grad": 0.5,
+    "weight_decay": 0.1,
+    "betas": (0.9, 0.95),
+}
+# (tokens of the prompt, tokens of the response)
+_LENGTHS = [(3, 4), (3, 1), (1, 20), (7, 5), (5, 8), (2, 12), (4, 3)]
+
+
+@dataclass(frozen=True)
+class Computed:
+    """Results of one side; tensors have the names of the checkpoint's files."""
+
+    logp_r: Tensor  # of all response tokens
+    gradients: dict[str, Tensor]
+    norm: float  # of all gradients, by which the optimizer clips
+    updated: dict[str, Tensor]  # weights after one update
+    exported: dict[str, Tensor]  # weights before it
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The largest differences that rounding explains."""
+
+    logp: float = 1e-5  # nats
+    gradient: float = 2e-5  # of the largest entry of the same tensor's gradient
+    norm: float = 1e-5  # relative
+
+    @property
+    def update(self) -> float:
+        """Part of the learning rate.
+
+        A gradient that is off by d moves Adam's first step by lr d / eps at most. After clipping to a norm of
+        0.5, d is at most 0.5 times the gradient's limit.
+        """
+        return float(self.gradient * UPDATE["clip_grad"] / UPDATE["eps"])
+
+    @staticmethod
+    def for_rounding(own: Difference) -> Limits:
+        """`own`: between transformers in float32 and in float64, which has the same rounding to live with."""
+
+        def limit(least: float, rounding: float) -> float:
+            return min(max(least, 4 * rounding), 1e-3)  # what is computed wrongly differs by more
+
+        least = Limits()
+        return Limits(
+            limit(least.logp, own.logp), limit(least.gradient, own.gradient), limit(least.norm, own.norm)
+        )
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far one side is from the other, and the tensors that are the farthest."""
+
+    logp: float
+    gradient: float
+    gradient_name: str
+    norm: float
+    update: float
+    update_name: str
+    exported: str | None  # the first tensor that an export changes; None: no bit differs
+
+    def problem(self, limits: Limits) -> str | None:
+        """The message that says what is wrong, and how far; None if all is within the limits."""
+        said = []
+        if not self.logp <= limits.logp:
+            said.append(f"log-probs differ by up to {self.logp:.2g} nats")
+        if not self.gradient <= limits.gradient:
+            said.append(
+                f"gradient of {self.gradient_name} differs by {self.gradient:.2g} of its largest entry"
+            )
+        if not self.norm <= limits.norm:
+            said.append(f"gradient norm differs by {self.norm:.2g} of it")
+        if not self.update <= limits.update:
+            said.append(f"update of {self.update_name} differs by {self.update:.2g} of the learning rate")
+        if self.exported is not None:
+            said.append(f"export changes {self.exported}")
+        return "; ".join(said) or None
+
+
+def make_rows(vocabulary: int) -> TrainBatch:
+    """Return rows of unequal lengths with random tokens."""
+    generator = torch.Generator().manual_seed(0)
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(vocabulary, (count,), generator=generator).tolist()
+
+    return TrainBatch(
+        prompt_ids=[tokens(prompt) for prompt, _ in _LENGTHS],
+        response_ids=[tokens(response) for _, response in _LENGTHS],
+        group_n=torch.arange(len(_LENGTHS)),
+        reward_n=torch.zeros(len(_LENGTHS)),
+        truncated_n=torch.zeros(len(_LENGTHS), dtype=torch.bool),
+    )
+
+
+def compare(found: Computed, wanted: Computed) -> Difference:
+    """Return how far `found` is from the reference `wanted`."""
+    gradient, gradient_name = _worst(found.gradients, wanted.gradients, _of_largest)
+    update, update_name = _worst(found.updated, wanted.updated, _of_learning_rate)
+    return Difference(
+        logp=float((found.logp_r.double() - wanted.logp_r).abs().max()),
+        gradient=gradient,
+        gradient_name=gradient_name,
+        norm=abs(found.norm / wanted.norm - 1),
+        update=update,
+        update_name=update_name,
+        exported=_first_changed(found.exported, wanted.exported),
+    )
+
+
+def _worst(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], measure: Any) -> tuple[float, str]:
+    floor = 1e-8 * max(float(tensor.abs().max()) for tensor in wanted.values())
+    worst = (0.0, "")
+    for name, tensor in wanted.items():
+        if name not in found or found[name].shape != tensor.shape:
+            return float("inf"), name
+        difference = (found[name].double() - tensor).abs().max().item()
+        if difference != difference:  # NaN
+            return float("inf"), name
+        worst = max(worst, (measure(difference, tensor, floor), name))
+    return worst
+
+
+def _of_largest(difference: float, wanted: Tensor, floor: float) -> float:
+    """A gradient is a sum of terms that may cancel; an expert may get no token, and none at all."""
+    return max(0.0, difference - floor) / max(float(wanted.abs().max()), floor)
+
+
+def _of_learning_rate(difference: float, wanted: Tensor, floor: float) -> float:
+    return float(difference / UPDATE["lr"])
+
+
+def _first_changed(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str | None:
+    if found.keys() != wanted.keys():
+        return min(found.keys() ^ wanted.keys())
+    for name, tensor in wanted.items():
+        mine = found[name]
+        if mine.dtype != tensor.dtype or mine.shape != tensor.shape:
+            return name
+        if not torch.equal(mine.contiguous().view(torch.uint8), tensor.contiguous().view(torch.uint8)):
+            return name
+    return None

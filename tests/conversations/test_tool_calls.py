@@ -1,0 +1,114 @@
+"""Functions as tools in real worker processes: their answers, their mistakes and the policy's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from test_environments import SECONDS, Held, Script
+
+from megatron_gvpo.conversations.config import ConversationConfig
+from megatron_gvpo.data.task import Task
+from megatron_gvpo.data.tokenizer import end_token_id, load_tokenizer
+from megatron_gvpo.groups import Prompt, Rollout
+from megatron_gvpo.rollout.request import Request
+
+
+@pytest.fixture(scope="module")
+def material(task: Path) -> Task:
+    """The tiny task's tokenizer: one token a character."""
+    tokenizer = load_tokenizer(str(task / "model"))
+    return Task(tokenizer, end_token_id(tokenizer), [], [])
+
+
+TOOLS = '''
+import time
+
+def add(a: int, b: int) -> int:
+    """Adds two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return a + b
+
+async def slow(seconds: float) -> str:
+    """Waits.
+
+    Args:
+        seconds: How long.
+    """
+    time.sleep(seconds)
+    return "done"
+'''
+
+
+def test_tools_answer_calls_and_tell_the_policy_of_its_mistakes(material: Task, tmp_path: Path) -> None:
+    (tmp_path / "tools.py").write_text(TOOLS)
+    specs = (f"{tmp_path}/tools.py:add", f"{tmp_path}/tools.py:slow")
+    config = ConversationConfig(tools=specs, parser="json", turns=9, step_timeout=SECONDS)
+    chatty = Task(material.tokenizer, material.end_token_id, [], [], chat=False)
+    turns = [
+        '{"name": "add", "arguments": {"a": 2, "b": 3}}',
+        '[{"name": "add", "arguments": {"a": 2}}, {"name": "sub"}]',
+        '{"name": "add", "arguments": {"a": 2, "b": "x"}}',
+        '{"name": "add"',
+        '{"name": "slow", "arguments": {"seconds": 30}}',
+        '{"name": "slow", "arguments": {"seconds": 0}}',
+        "5",
+    ]
+
+    class Told(Script):
+        async def say(self, conversation: int, request: Request) -> Rollout:
+            rollout = await super().say(conversation, request)
+            rollout.text = self._turns[len(self.contexts[conversation]) - 1]
+            return rollout
+
+    with Held(chatty, config) as opened:
+        template = opened.conversations._template
+        texts = iter(turns)  # the tiny tokenizer knows no letters
+        template.text = lambda ids: next(texts)
+        [[rollout]] = opened.hold([Prompt("p", (5,), "?")], ["1"] * 9)
+    said = [m["content"] for m in rollout.messages if m["role"] == "tool"]
+    assert said[0] == "5"
+    assert said[1].startswith("Error: add: missing a required argument: 'b'")
+    assert said[2] == "Error: there is no tool 'sub'; there are: add, slow"
+    assert said[3].startswith("Error: TypeError") and said[4].startswith("Error: the call is no JSON")
+    assert said[5:] == [f"Error: it took longer than {SECONDS:g} seconds", "done"]
+    assert rollout.finish_reason == "stop"
+    assert (rollout.counts["tool_calls"], rollout.counts["tool_errors"]) == (7.0, 5.0)
+
+
+LEAVES = '''
+import gc, sys, time
+from megatron_gvpo.conversations.tools import Tools
+
+def leaves() -> str:
+    """Leaves."""
+    sys.exit(3)
+
+def environments() -> int:
+    """Counts the conversations that this process knows."""
+    time.sleep(0.02)
+    return sum(isinstance(found, Tools) for found in gc.get_objects())
+'''
+
+
+def test_a_tool_may_not_end_its_process_and_workers_forget_conversations(
+    material: Task, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Calls go to whichever worker is free, so that several know a conversation."""
+    (tmp_path / "leaves.py").write_text(LEAVES)
+    specs = tuple(f"{tmp_path}/leaves.py:{name}" for name in ("leaves", "environments"))
+    config = ConversationConfig(tools=specs, parser="json", turns=3, workers=2)
+    with Held(material, config) as opened:
+        opened.conversations._template.text = lambda ids: '[{"name": "leaves"}, {"name": "environments"}]'
+        for _ in range(4):
+            groups = opened.hold([Prompt("p", (5,), "?")] * 6, ["1"] * 3)
+    said = [[m["content"] for m in r.messages if m["role"] == "tool"] for [r] in groups]
+    assert all(len(texts) == 4 and texts[::2] == ["Error: SystemExit: 3"] * 2 for texts in said)
+    assert max(int(text) for texts in said for text in texts[1::2]) <= 12, "of this round and the one before"
+    shown = capfd.readouterr().err
+    assert "[tools] leaves: SystemExit: 3 (leaves.py, line 7): the policy is told, and this is shown" in shown
+    assert shown.count("SystemExit") <= 2, "once in each process"

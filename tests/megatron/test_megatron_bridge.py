@@ -1,0 +1,28 @@
+"""Opening Megatron-Bridge on machines whose home directory is no place for locks."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import gradient_reference as reference
+import pytest
+
+from megatron_gvpo.config.schema import ModelConfig
+from megatron_gvpo.megatron.model.megatron_bridge import LOCKS, open_bridge
+
+
+@pytest.mark.parametrize("place", ["nowhere", "the user's"])
+def test_ranks_wait_for_no_others_lock(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The home directory may be read-only, or shared by all ranks; the user may name a place."""
+    config = reference.CONFIGS["untied"]()
+    config.architectures = ["Qwen2ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    monkeypatch.setenv("HOME", "/proc")
+    monkeypatch.delenv(LOCKS, raising=False)
+    if place == "the user's":
+        monkeypatch.setenv(LOCKS, str(tmp_path / "locks"))
+    set_before = os.environ.get(LOCKS)
+    open_bridge(ModelConfig(path=str(tmp_path)))
+    assert os.environ.get(LOCKS) == set_before
+    assert (tmp_path / "locks").exists() == (place == "the user's")

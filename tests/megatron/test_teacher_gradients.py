@@ -1,0 +1,194 @@
+"""A teacher that the trainer holds: loss, gradients and norm against two plain transformers models in fp64.
+
+The teacher has another family, width, depth and vocabulary than the policy. The reference has all logits of
+both, by torch.nn.functional and plain autograd, sequence by sequence.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gradient_reference as reference
+import pytest
+import torch
+import transformers
+from distributed import launch
+from divergence_reference import on_logits
+from gradient_worker import TEMPERATURE, Case, Layout, Outcome
+from test_methods_invariance import make_rows
+
+from megatron_gvpo.algorithms.config import AlgorithmConfig
+from megatron_gvpo.kernels.divergence import Divergence
+from megatron_gvpo.types import BatchTotals, LossInputs
+from megatron_gvpo.verify.tiny_model import scatter
+
+TOLERANCE = 2e-5  # of the largest entry of a parameter's gradient
+_SP = {"tp": 2, "sequence_parallel": True}
+QUICK = [Layout(1)]
+LAYOUTS = [
+    *QUICK,
+    Layout(2, **_SP),
+    Layout(2),
+    Layout(2, tp=2),
+    Layout(2, pp=2),
+    Layout(2, cp=2),
+    Layout(4, **_SP, pp=2),
+    Layout(4, pp=2, vpp=2, overlap=True),
+    Layout(4, cp=2, **_SP),
+]
+
+
+def full(**options: Any) -> dict[str, Any]:
+    return {"recipe": "opd_full", "loss": {"divergence": options}}
+
+
+def beside(recipe: str, **options: Any) -> dict[str, Any]:
+    return {"recipe": recipe, "loss": {"divergence": {"coef": 0.3, **options}}}
+
+
+REVERSE = full(name="reverse")
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "reverse": REVERSE,
+    "forward": full(name="forward", coef=2.0),
+    "js": full(name="js", beta=0.3),
+    "top 5": full(name="reverse", top_k=5),
+    "weights known first": beside("gpg", name="forward"),
+    "groups of several": beside("gvpo", name="js"),
+    "clipped": beside("grpo", name="reverse"),
+    "with entropy": {"recipe": "opd_full", "loss": {"entropy_coef": 0.1}},
+    "on data": {"recipe": "opd_full", "sampler": "dataset"},
+}
+SELF = "the policy itself"
+EXPERTS = "a mixture of experts learns"
+EXPERT_LAYOUTS = [*QUICK, Layout(2, **_SP), Layout(2, pp=2)]
+BUDGET = 24  # tokens: groups are divided between micro-batches
+
+
+class Plain:
+    """The rows, and both models' logits of them by transformers."""
+
+    def __init__(self, directory: Path, student_name: str = "untied") -> None:
+        self.rows = make_rows()
+        student, teacher = (reference.load(directory / name) for name in (student_name, "teacher"))
+        self.parameters = dict(student.named_parameters())
+        found: list[list[torch.Tensor]] = []
+        for model in (student, teacher):
+            logits = []
+            for prompt, response in zip(self.rows.prompt_ids, self.rows.response_ids, strict=True):
+                ids = torch.tensor([[*prompt, *response]])
+                logits.append(model(input_ids=ids).logits[0, len(prompt) - 1 : -1])
+            found.append(logits)
+        self.z, self.y = (torch.cat(logits) for logits in found)
+        labels = torch.tensor([t for response in self.rows.response_ids for t in response])
+        self.labels = labels[:, None]
+        generator = torch.Generator().manual_seed(1)
+        base_r = (self.z / TEMPERATURE).log_softmax(-1).gather(1, self.labels)[:, 0].detach().float()
+        old_r, ref_r = (base_r + s * torch.randn(base_r.shape, generator=generator) for s in (0.2, 0.5))
+        self.rows = self.rows.with_columns(old_logp_r=old_r, ref_logp_r=ref_r)
+
+    def gradients(self, algorithm: AlgorithmConfig) -> tuple[float, float, dict[str, torch.Tensor]]:
+        temperature = TEMPERATURE if algorithm.samples_from_policy else 1.0
+        z, y = self.z / temperature, self.y.detach()[:, : reference.VOCABULARY] / temperature
+        logp = z.log_softmax(-1)
+        rows = self.rows
+        if algorithm.estimator is not None:
+            rows, _ = algorithm.estimator.fill(rows)
+        names = ("reward_n", "advantage_n", "old_logp_r", "ref_logp_r")
+        double = {n: column.double() for n in names if (column := getattr(rows, n)) is not None}
+        rows = rows.with_columns(**double)
+        logp_r = logp.gather(1, self.labels)[:, 0]
+        share, _ = algorithm.loss(LossInputs(rows, logp_r, BatchTotals.of(rows)))
+        options = algorithm.loss.divergence
+        assert options is not None
+        divergence = on_logits(Divergence(options.name, options.beta or 0.5, options.top_k), z, y).mean()
+        entropy = -(logp.exp() * logp).sum(-1).mean()
+        loss = share + options.coef * divergence - algorithm.loss.entropy_coef * entropy
+        gradients = torch.autograd.grad(loss, list(self.parameters.values()), retain_graph=True)
+        return loss.item(), divergence.item(), dict(zip(self.parameters, gradients, strict=True))
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("teachers")
+    reference.save_models(path, ("untied", "tied", "qwen3_moe"))
+    torch.manual_seed(1)
+    teacher = transformers.AutoModelForCausalLM.from_config(
+        transformers.Qwen3Config(
+            **{**reference.COMMON, "vocab_size": 140, "hidden_size": 48, "num_hidden_layers": 8}, head_dim=12
+        )
+    )
+    scatter(teacher)
+    teacher.save_pretrained(path / "teacher")
+    return path
+
+
+@pytest.fixture(scope="module")
+def plain(directory: Path) -> Plain:
+    return Plain(directory)
+
+
+@pytest.fixture(scope="module")
+def found(request: pytest.FixtureRequest, directory: Path, plain: Plain) -> dict[tuple[str, str], Outcome]:
+    """{(layout, algorithm): Outcome} in the layouts of the selected tests."""
+    layouts = {i.callspec.params["layout"] for i in request.session.items if i.path == request.path}
+    cases = [Case(name, a, plain.rows, BUDGET, teacher="teacher") for name, a in ALGORITHMS.items()]
+    own = full(name="js", reference="fixed")
+    cases += [Case(SELF, own, plain.rows, BUDGET, at_step_start=True, model="tied")]
+    work = [(layout, case) for layout in LAYOUTS if layout in layouts for case in cases]
+    experts = Case(EXPERTS, REVERSE, plain.rows, BUDGET, model="qwen3_moe", teacher="teacher")
+    work += [(layout, experts) for layout in EXPERT_LAYOUTS if layout in layouts]
+    probes = {"untied": cases[0], "tied": cases[-1], "qwen3_moe": experts}
+    torch.save((work, probes), directory / "work.pt")
+    ranks = [layout.ranks for layout in dict.fromkeys(layout for layout, _ in work)]
+    launch("gradient_worker:run", ranks, str(directory))
+    parts = [torch.load(file, weights_only=False) for file in directory.glob("results-*.pt")]
+    return {key: value for part in parts for key, value in part.items()}
+
+
+def in_layouts(layouts: list[Layout]) -> pytest.MarkDecorator:
+    marks = {layout: () if layout in QUICK else pytest.mark.proof for layout in layouts}
+    return pytest.mark.parametrize("layout", [pytest.param(x, marks=marks[x], id=str(x)) for x in layouts])
+
+
+each_layout = in_layouts(LAYOUTS)
+
+
+@each_layout
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_loss_gradients_and_norm_equal_transformers(found, plain, name, layout):
+    assert_equal(found[str(layout), name], *plain.gradients(AlgorithmConfig.model_validate(ALGORITHMS[name])))
+
+
+@in_layouts(EXPERT_LAYOUTS)
+def test_a_mixture_of_experts_learns_from_a_dense_teacher(found, directory, layout):
+    plain = Plain(directory, "qwen3_moe")
+    assert_equal(found[str(layout), EXPERTS], *plain.gradients(AlgorithmConfig.model_validate(REVERSE)))
+
+
+def assert_equal(
+    outcome: Outcome, loss: float, divergence: float, gradients: dict[str, torch.Tensor]
+) -> None:
+    assert outcome.metrics["loss"] == pytest.approx(loss, rel=TOLERANCE, abs=2e-6)
+    assert outcome.metrics["divergence"] == pytest.approx(divergence, rel=TOLERANCE)
+    assert divergence > 0.1
+    for key, wanted in reference.as_in_file(gradients).items():
+        difference = (outcome.gradients[key] - wanted).abs().max() / wanted.abs().max()
+        assert difference < TOLERANCE, key
+    norm = torch.stack([wanted.norm() for wanted in gradients.values()]).norm().item()
+    assert outcome.grad_norm == pytest.approx(norm, rel=TOLERANCE)
+
+
+@each_layout
+def test_the_teachers_log_probs_equal_transformers(found, plain, layout):
+    expected_r = (plain.y / TEMPERATURE).log_softmax(-1).gather(1, plain.labels)[:, 0]
+    torch.testing.assert_close(
+        found[str(layout), "teacher"], expected_r, rtol=0, atol=1e-5, check_dtype=False
+    )
+
+
+@each_layout
+def test_a_teacher_with_the_policys_weights_teaches_nothing(found, layout):
+    outcome = found[str(layout), SELF]
+    assert abs(outcome.metrics["divergence"]) < 1e-6
+    assert outcome.grad_norm < 1e-5

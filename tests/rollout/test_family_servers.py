@@ -1,0 +1,29 @@
+"""Real SGLang and vLLM servers with the families of docs/reference/models.md that their CPU builds carry.
+
+A trainer pushes weights before and after updates, over several transports. The log-probs of the server are
+those of transformers on the export.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import family_task
+import pytest
+from distributed import launch
+from pushed import assert_exported
+from served_families import SERVED
+from servers import running
+
+pytestmark = pytest.mark.proof
+
+
+@pytest.mark.parametrize(("engine", "title", "dtype"), SERVED)
+def test_a_family_is_served_with_the_trainers_weights(
+    engine: str, title: str, dtype: str, task: Path, tmp_path: Path
+) -> None:
+    own = family_task.make(task, tmp_path / "task", title, dtype)
+    with running(engine, own, tmp_path) as supervisor:
+        url = supervisor.processes[0].url
+        launch("push_worker:run", [1], engine, url, str(own), str(tmp_path), "single")
+    assert_exported(tmp_path, dtype)

@@ -1,0 +1,72 @@
+"""Teachers on real SGLang and vLLM servers: log-probs are those of transformers, also when servers die."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from real_parts import used
+from reward_models import make_judge
+from servers import PROMPTS, SharedServer, engine_python, logprobs
+
+from megatron_gvpo.config.schema import load_config
+from megatron_gvpo.groups import Group, Prompt, Rollout
+from megatron_gvpo.rollout.request import RolloutError
+from megatron_gvpo.teachers.served import ServedTeacher
+from megatron_gvpo.types import TrainBatch
+
+RESPONSES = [[7, 11, 4], [3], [19, 18, 17, 16, 15, 14, 13, 12] * 3, [7, 11, 5]]
+
+
+def teacher(good: Path, path: Path, server: dict[str, object], *more: str) -> ServedTeacher:
+    section = json.dumps({"path": str(path), "server": {"start_timeout": 300, **server}})
+    own = ("algorithm.loss.reference=teacher", "model.dtype=float32", f"teacher={section}")
+    return ServedTeacher(load_config([good], [*own, *more]))
+
+
+def batch() -> TrainBatch:
+    rollouts = [Rollout(ids, [], "", "stop") for ids in RESPONSES]
+    return TrainBatch.from_groups(
+        [Group(Prompt(f"p{i}", tuple(prompt), ""), list(rollouts)) for i, prompt in enumerate(PROMPTS)]
+    )
+
+
+def expected(path: Path, rows: TrainBatch) -> torch.Tensor:
+    pairs = zip(rows.prompt_ids, rows.response_ids, strict=True)
+    return torch.cat([logprobs(path, list(prompt), list(response)) for prompt, response in pairs])
+
+
+def test_log_probs_are_those_of_transformers(served: SharedServer, task: Path, good: Path):
+    rows = batch()
+    with teacher(good, task / "model", {"engine": served.engine, "urls": [served.url]}) as asked:
+        asked.ask([rows])
+        torch.testing.assert_close(asked.score(rows), expected(task / "model", rows), rtol=0, atol=2e-4)
+        assert asked.metrics["teacher/failed_requests"] == 0
+        too_long = TrainBatch.from_groups(
+            [Group(Prompt("p", (5,), ""), [Rollout([7] * 300, [], "", "stop")])]
+        )
+        with pytest.raises(RolloutError, match=r"status 400: .*(256|context)"):
+            asked.score(too_long)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_a_server_that_the_run_started_answers_again_after_it_was_killed(
+    engine: str, good: Path, tmp_path: Path
+):
+    model = make_judge(tmp_path / "model")
+    rows, own = batch(), {"engine": engine, "python": engine_python(engine)}
+    with teacher(good, model, own, f"output_dir={tmp_path / 'run'}") as asked:
+        torch.testing.assert_close(asked.score(rows), expected(model, rows), rtol=0, atol=2e-4)
+        assert asked._servers is not None and asked._servers._place.supervisor is not None
+        [process] = asked._servers._place.supervisor.processes
+        assert process.pid is not None
+        os.killpg(process.pid, signal.SIGKILL)
+        asked.ask([])  # a new step: nothing is known any more
+        torch.testing.assert_close(asked.score(rows), expected(model, rows), rtol=0, atol=2e-4)
+        assert asked.metrics["teacher/failed_requests"] > 0
+    used(f"{engine} server")
