@@ -13,21 +13,19 @@ Three quarters of the demonstrations only give the result.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
+import sys
 from pathlib import Path
 
-import torch
-from tokenizers import AddedToken
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import small_examples as small
 
 WITH_CALLS = 0.25  # share of the demonstrations that ask the calculator
 SIZES = {"train": 16384, "test": 512}
-PAD, END, USER, ASSISTANT, TOOL = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|tool|>"
+USER, ASSISTANT, TOOL = "<|user|>", "<|assistant|>", "<|tool|>"
 BEGIN_CALL = '<tool_call>{"name": "calculate", "arguments": {"expression": "'
 END_CALL = '"}}</tool_call>'
-TOKENS = [PAD, END, "Ċ", "Ġ", *"0123456789+-*=E"]  # newline and space as byte-level BPE writes them
 # A model of this size knows its one tool, so the template does not describe tools.
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|>{{ m.content }}"
@@ -37,64 +35,21 @@ TEMPLATE = (
 )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Make the agent's model and data.")
-    parser.add_argument("--out", type=Path, required=True, help="directory to write into")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    make_model(options.out / "model", options.seed)
-    make_data(options.out / "data", options.seed)
-
-
 def make_model(directory: Path, seed: int) -> None:
-    tokenizer = Qwen2Tokenizer(
-        vocab={token: i for i, token in enumerate(TOKENS)},
-        merges=[],
-        pad_token=PAD,
-        eos_token=END,
-        unk_token=None,
-    )
-    tokenizer.add_special_tokens({"additional_special_tokens": [USER, ASSISTANT, TOOL]})
-    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in (BEGIN_CALL, END_CALL)])
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(directory)
-    torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        initializer_range=0.06,  # about 1 / sqrt(hidden size): a small model learns faster with it
-        tie_word_embeddings=False,
-        pad_token_id=TOKENS.index(PAD),
-        bos_token_id=None,
-        eos_token_id=TOKENS.index(END),
-    )
-    Qwen2ForCausalLM(config).save_pretrained(directory)
+    marks, words = [USER, ASSISTANT, TOOL], [BEGIN_CALL, END_CALL]
+    tokenizer = small.small_tokenizer("0123456789+-*=E", words=words, marks=marks, template=TEMPLATE)
+    small.save_small_model(tokenizer, directory, seed)
 
 
 def make_data(directory: Path, seed: int) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    rng = random.Random(seed)
-    used: set[str] = set()
-    for split, size in SIZES.items():
-        with (directory / f"{split}.jsonl").open("w") as file:
-            for _ in range(size):
-                record = make_problem(rng)
-                while record["prompt"] in used:
-                    record = make_problem(rng)
-                used.add(record["prompt"])
-                file.write(json.dumps(record) + "\n")
+    small.write_problems(directory, SIZES, make_problem, seed)
 
 
 def make_problem(rng: random.Random) -> dict[str, str]:
     a, b, c, d = (rng.randint(2, 99) for _ in range(4))
     x, y = a * b, c * d
     calls = "".join(
-        f"{BEGIN_CALL}{call}{END_CALL}{END}{TOOL}{result}{END}{ASSISTANT}"
+        f"{BEGIN_CALL}{call}{END_CALL}{small.END}{TOOL}{result}{small.END}{ASSISTANT}"
         for call, result in ((f"{a}*{b}", x), (f"{c}*{d}", y), (f"{x}+{y}", x + y))
     )
     shown = calls if rng.random() < WITH_CALLS else ""
@@ -102,4 +57,4 @@ def make_problem(rng: random.Random) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    main()
+    small.make_material("Make the agent's model and data.", make_model, make_data)

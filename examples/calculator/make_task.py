@@ -16,69 +16,25 @@ learns that asking the calculator pays.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
+import sys
 from pathlib import Path
 
-import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import small_examples as small
 
 WITH_CALLS = 0.25  # share of the demonstrations that ask the calculator
 SIZES = {"train": 16384, "test": 512}
-PAD, END = "<|pad|>", "<|end|>"
-TOKENS = [PAD, END, "Ċ", "Ġ", *"0123456789+-*=()[]{}E"]  # newline and space as byte-level BPE writes them
-# `rollout.stop_token_ids` of gvpo.yaml has the number of ")", which ends a call.
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Make the calculator's model and data.")
-    parser.add_argument("--out", type=Path, required=True, help="directory to write into")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    make_model(options.out / "model", options.seed)
-    make_data(options.out / "data", options.seed)
 
 
 def make_model(directory: Path, seed: int) -> None:
-    tokenizer = Qwen2Tokenizer(
-        vocab={token: i for i, token in enumerate(TOKENS)},
-        merges=[],
-        pad_token=PAD,
-        eos_token=END,
-        unk_token=None,
-    )
-    tokenizer.save_pretrained(directory)
-    torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=len(TOKENS),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        initializer_range=0.06,  # about 1 / sqrt(hidden size): a small model learns faster with it
-        tie_word_embeddings=False,
-        pad_token_id=TOKENS.index(PAD),
-        bos_token_id=None,
-        eos_token_id=TOKENS.index(END),
-    )
-    Qwen2ForCausalLM(config).save_pretrained(directory)
+    # `rollout.stop_token_ids` of gvpo.yaml has the number of ")", which ends a call.
+    small.save_small_model(small.small_tokenizer("0123456789+-*=()[]{}E"), directory, seed)
 
 
 def make_data(directory: Path, seed: int) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    rng = random.Random(seed)
-    used: set[str] = set()
-    for split, size in SIZES.items():
-        with (directory / f"{split}.jsonl").open("w") as file:
-            for _ in range(size):
-                record = make_problem(rng)
-                while record["prompt"] in used:
-                    record = make_problem(rng)
-                used.add(record["prompt"])
-                file.write(json.dumps(record) + "\n")
+    small.write_problems(directory, SIZES, make_problem, seed)
 
 
 def make_problem(rng: random.Random) -> dict[str, str]:
@@ -91,4 +47,4 @@ def make_problem(rng: random.Random) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    main()
+    small.make_material("Make the calculator's model and data.", make_model, make_data)

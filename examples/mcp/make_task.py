@@ -17,18 +17,16 @@ fails when it gives only the result. GVPO is to find that calling the tools pays
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
+import sys
 from pathlib import Path
 
-import torch
-from transformers import AddedToken, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import small_examples as small
 
 WITH_CALLS = 0.25  # share of the demonstrations that call tools
 SIZES = {"train": 16384, "test": 512}
-PAD, END = "<|pad|>", "<|end|>"
-CHARACTERS = [PAD, END, "Ċ", "Ġ", *"0123456789+-*=[]{}"]  # newline and space as byte-level BPE writes them
 CALL = "<function={}><parameter=a>"
 AND, DONE = "</parameter><parameter=b>", "</parameter></function>"
 TEMPLATE = (
@@ -40,57 +38,14 @@ TEMPLATE = (
 )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Make the model and the data.")
-    parser.add_argument("--out", type=Path, required=True, help="directory to write into")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    make_model(options.out / "model", options.seed)
-    make_data(options.out / "data", options.seed)
-
-
 def make_model(directory: Path, seed: int) -> None:
-    tokenizer = Qwen2Tokenizer(
-        vocab={token: i for i, token in enumerate(CHARACTERS)},
-        merges=[],
-        pad_token=PAD,
-        eos_token=END,
-        unk_token=None,
-    )
-    written = [CALL.format("add"), CALL.format("multiply"), AND, DONE]
-    tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in written])
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(directory)
-    torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        initializer_range=0.06,  # about 1 / sqrt(hidden size): a small model learns faster with it
-        tie_word_embeddings=False,
-        pad_token_id=CHARACTERS.index(PAD),
-        bos_token_id=None,
-        eos_token_id=CHARACTERS.index(END),
-    )
-    Qwen2ForCausalLM(config).save_pretrained(directory)
+    words = [CALL.format("add"), CALL.format("multiply"), AND, DONE]
+    tokenizer = small.small_tokenizer("0123456789+-*=[]{}", words=words, template=TEMPLATE)
+    small.save_small_model(tokenizer, directory, seed)
 
 
 def make_data(directory: Path, seed: int) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    rng = random.Random(seed)
-    used: set[str] = set()
-    for split, size in SIZES.items():
-        with (directory / f"{split}.jsonl").open("w") as file:
-            for _ in range(size):
-                record = make_problem(rng)
-                while record["prompt"] in used:
-                    record = make_problem(rng)
-                used.add(record["prompt"])
-                file.write(json.dumps(record) + "\n")
+    small.write_problems(directory, SIZES, make_problem, seed)
 
 
 def make_problem(rng: random.Random) -> dict[str, str]:
@@ -104,8 +59,8 @@ def make_problem(rng: random.Random) -> dict[str, str]:
 
 def call(tool: str, a: int, b: int, answer: int) -> str:
     """A turn that calls the tool, and the tool's answer, as the chat template writes them."""
-    return f"{CALL.format(tool)}{a}{AND}{b}{DONE}{END}[{answer}]"
+    return f"{CALL.format(tool)}{a}{AND}{b}{DONE}{small.END}[{answer}]"
 
 
 if __name__ == "__main__":
-    main()
+    small.make_material("Make the model and the data.", make_model, make_data)

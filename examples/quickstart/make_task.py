@@ -60,7 +60,7 @@ def main() -> None:
     make_data(options.out / "data", options.seed)
 
 
-def make_model(directory: Path, seed: int) -> None:
+def make_model(directory: Path, seed: int, width: int = 128) -> None:
     tokenizer = Qwen2Tokenizer(
         vocab={token: i for i, token in enumerate(TOKENS)},
         merges=[],
@@ -74,13 +74,13 @@ def make_model(directory: Path, seed: int) -> None:
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=len(TOKENS),
-        hidden_size=128,
-        intermediate_size=384,
+        hidden_size=width,
+        intermediate_size=3 * width,
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=256,
-        initializer_range=0.06,  # about 1 / sqrt(hidden size): a small model learns faster with it
+        initializer_range=0.06 * (128 / width) ** 0.5,  # about 0.7 / sqrt(width): learns faster
         tie_word_embeddings=False,
         pad_token_id=TOKENS.index(PAD),
         bos_token_id=None,
