@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -59,6 +60,7 @@ def _serve(engine: str, task: Path, place: Path, prefix: str) -> tuple[subproces
     command += ["rollout.servers.restarts=1000", "rollout.servers.hang_timeout=60"]
     with (place / "log").open("wb") as log:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        environment["MEGATRON_GVPO_WEIGHTS"] = tempfile.gettempdir()  # which has the runs of all schedules
         return subprocess.Popen(command, stdout=log, stderr=log, env=environment), port
 
 

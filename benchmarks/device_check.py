@@ -16,8 +16,8 @@
   offload    updates with optimizer states and activations in host memory: equality, speed, memory
   ipc        another process maps a weight bucket of this GPU, like a colocated rollout server: bytes, GB/s
 
-It runs the checks that the machine can run. The table names those that are missing or fail. The exit status
-is 1 if a check that ran gave a wrong result.
+It runs the checks that the machine can run. The table names those that are missing or fail, and the proof on
+CPU that each check completes. The exit status is 1 if a check that ran gave a wrong result.
 """
 
 from __future__ import annotations
@@ -55,6 +55,19 @@ from device_model import (
 # TFLOPS of bf16 matrix products without sparsity, from NVIDIA's data sheets
 PEAK_TFLOPS = {"H200": 989, "H100": 989, "H800": 989, "A100": 312, "A800": 312, "B200": 2250, "L40S": 362}
 
+# By check: the proof on CPU that it completes, and what a GPU adds.
+PROOFS = {
+    "head": "tests/kernels/test_triton_head.py, under Triton's interpreter against fp64: the kernels run",
+    "layers": "tests/megatron/test_gradient_invariance.py, local layers against transformers, and "
+    "test_attention_kernel.py: Transformer Engine's layers against those",
+    "shared": "tests/megatron/test_shared_prompts.py and test_merged_attention.py, the merge in fp64: "
+    "PyTorch's FlashAttention, and its time",
+    "offload": "tests/megatron/test_precision.py and test_activation_offload.py: pinned memory, streams",
+    "ipc": "tests/weights/test_ipc.py and tests/rollout/test_colocated.py, by shared memory: CUDA's handles",
+    "fp8": "tests/weights/test_fp8.py and tests/megatron/test_fp8_copies.py, scales and copies: FP8 products",
+    "train": "tests/megatron/test_gradient_invariance.py, test_memory_profile.py: speed, fused kernels",
+}
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(
@@ -87,6 +100,7 @@ def main() -> None:
         for name, shape in SHAPES.items():
             shape, named = ({**shape, **TINY} if args.smoke else shape), name + (", fp8" if recipe else "")
             attempt(report, named, partial(train, shape, args.smoke, recipe))
+    report["completes"] = PROOFS
     report["seconds"] = round(time.perf_counter() - begin, 1)
     print_table(report)
     gpu = re.sub(r"\W+", "_", report["machine"]["device"].lower()).strip("_")
@@ -256,6 +270,7 @@ def print_table(report: dict[str, Any]) -> None:
             rows.append((f"{name}: {key}", shown))
     rows += [(f"missing: {name}", reason) for name, reason in report["missing"].items()]
     rows += [(f"FAILED: {name}", reason) for name, reason in report.get("failed", {}).items()]
+    rows += [(f"completes, {name}", proof) for name, proof in report["completes"].items()]
     rows.append(("seconds", f"{report['seconds']}"))
     width = max(len(name) for name, _ in rows)
     for name, value in rows:

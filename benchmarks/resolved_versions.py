@@ -37,12 +37,15 @@ def main() -> int:
     out: Path = parser.parse_args().out
     images = {"trainer": pins((ROOT / "locks" / "gpu.txt").read_text())}
     images |= {engine: resolved(engine) for engine in ("sglang", "vllm")}
+    old = json.loads(out.read_text()) if out.exists() else {"images": {}}
     found = {
         "date": datetime.now(UTC).date().isoformat(),
         "python": PYTHON_REFERENCE,
         "platform": PLATFORM,
         "nccl": REFERENCE["nccl"],
         "images": images,
+        # what benchmarks/installed_versions.py added, as long as it installed these versions
+        "installed": {n: o for n, o in old.get("installed", {}).items() if old["images"][n] == images[n]},
     }
     out.write_text(json.dumps(found, indent=1) + "\n")
     wrong = problems(images)

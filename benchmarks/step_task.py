@@ -38,9 +38,9 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "equal": Case("equal", 64, target=1.0),
-    "ragged": Case("ragged", 64, target=1.5),
-    "whole": Case("equal", 64, whole=True),
+    "equal": Case("equal", 64, target=1.15),
+    "ragged": Case("ragged", 64, target=1.9),
+    "whole": Case("equal", 64, target=1.3, whole=True),
     "equal_8k": Case("equal", 8192),
     "ragged_8k": Case("ragged", 8192),
 }

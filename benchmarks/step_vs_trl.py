@@ -18,8 +18,11 @@ gradient checkpointing, no reference model, and micro-batches of 64 (256 and 32 
 entropy for its log, and has no option to skip that.
 
 Ratios are TRL / ours of neighbouring steps, above 1 if ours is faster. On a machine that runs other programs,
-read the median, and `of_fastest`, the ratio of each side's fastest step. The first run creates an environment
-with TRL in the user's cache directory (a few minutes).
+read the median, `of_fastest`, the ratio of each side's fastest step, and `cpu_ratio`, that of processor time.
+The first run creates an environment with TRL in the user's cache directory (a few minutes). This writes the
+committed results, three runs of all cases with the load at the beginning of each:
+
+    python benchmarks/step_vs_trl.py --runs 3 --out benchmarks/results/step_vs_trl_cpu.json
 """
 
 from __future__ import annotations
@@ -50,13 +53,19 @@ PINS = tuple(f"{name}=={REFERENCE[name]}" for name in ("trl", "accelerate", "dat
 def main() -> None:
     args = parse()
     trl_python = make_environment()
-    report: dict[str, Any] = {"machine": machine(), "settings": settings(args), "batch": BATCH, "cases": {}}
-    for name in args.cases:
-        report["cases"][name] = measure(name, args, trl_python)
-        print_case(name, report["cases"][name])
-        if args.out:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(json.dumps(report, indent=2) + "\n")
+    report: dict[str, Any] = {"machine": machine(), "settings": settings(args), "batch": BATCH, "runs": []}
+    for run in range(args.runs):
+        cases: dict[str, Any] = {}
+        report["runs"].append(cases)
+        for name in args.cases:
+            load = os.getloadavg()[0]
+            cases[name] = {"load": round(load, 2), **measure(name, args, trl_python)}
+            print(f"run {run + 1} of {args.runs}, load {load:.1f}, ", end="")
+            print_case(name, cases[name])
+            report["ladder"] = ladder(report["runs"])
+            if args.out:
+                args.out.parent.mkdir(parents=True, exist_ok=True)
+                args.out.write_text(json.dumps(report, indent=2) + "\n")
 
 
 def parse() -> argparse.Namespace:
@@ -71,6 +80,7 @@ def parse() -> argparse.Namespace:
         metavar="CASE",
         help=f"of {', '.join(CASES)} (8k: a vocabulary of 8192, not 64); default: all",
     )
+    parser.add_argument("--runs", type=int, default=1, help="repetitions of all cases in new processes (1)")
     parser.add_argument("--rounds", type=int, default=8, help="measured steps of each side (8)")
     parser.add_argument("--warm-up", type=int, default=1, help="steps before them (1)")
     parser.add_argument("--threads", type=int, default=2, help="threads of each side (2); they run in turn")
@@ -156,7 +166,6 @@ def machine() -> dict[str, Any]:
     return {
         "machine": platform.machine(),
         "cores": os.cpu_count(),
-        "load": os.getloadavg()[1],
         "python": platform.python_version(),
         **versions,
     }
@@ -187,6 +196,17 @@ def ratios(rounds: list[tuple[dict, dict]], clock: str) -> dict[str, float]:
     fastest = [min(r[side][clock] for r in rounds) for side in (0, 1)]
     of_fastest = round(fastest[0] / fastest[1], 3)
     return spread(trl[clock] / ours[clock] for trl, ours in rounds) | {"of_fastest": of_fastest}
+
+
+def ladder(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return, for each case, the target and the runs' median ratios, with the load at each run's start."""
+    steps = {}
+    for name in runs[0]:
+        of_case = [run[name] for run in runs if name in run]
+        steps[name] = {"target": of_case[0]["target"]}
+        steps[name] |= {key: [one[key]["median"] for one in of_case] for key in ("ratio", "cpu_ratio")}
+        steps[name]["load"] = [one["load"] for one in of_case]
+    return steps
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:

@@ -14,6 +14,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "quickstart"))
 
 import make_task
 
+from megatron_gvpo.config.checks.adapters import possible_targets
+from megatron_gvpo.weights.adapters.layers import adapter_shapes
+
 WIDTHS = {50: 256, 500: 1024, 1 << 40: 2048}  # most megabytes of a model: its hidden size
 
 
@@ -42,6 +45,14 @@ def make_model(directory: Path, megabytes: int, device: torch.device) -> dict[st
     config.architectures = ["Qwen2ForCausalLM"]
     config.save_pretrained(directory)
     return {name: weight.to(device) for name, weight in weights.items()}
+
+
+def make_adapter(weights: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
+    """Return an adapter of this rank on all linear layers, bf16, by Hugging Face PEFT's names."""
+    stored = {name: tuple(weight.shape) for name, weight in weights.items()}
+    shapes, _ = adapter_shapes(stored, possible_targets("Qwen2ForCausalLM"), rank)
+    noise = torch.randn(1 << 20, generator=torch.Generator().manual_seed(1)).mul_(0.02).bfloat16()
+    return {name: _fill(torch.empty(shape, dtype=torch.bfloat16), noise) for name, shape in shapes.items()}
 
 
 def change(weights: dict[str, Tensor], every: int) -> None:

@@ -24,16 +24,21 @@ ROOT = Path(__file__).parent.parent
 
 @contextmanager
 def served(
-    engine: str, directory: Path, args: argparse.Namespace
+    engine: str, directory: Path, args: argparse.Namespace, rank: int | None = None
 ) -> Iterator[tuple[BackgroundLoop, ServerPool, Config, int]]:
-    """Yield a healthy server of `engine` with the model, a pool of only this server, its process group."""
+    """Yield a healthy server of `engine` with the model, a pool of only this server, its process group.
+
+    With `rank` it takes adapters of this rank.
+    """
     small = ["--max-total-tokens", "4096"] if engine == "sglang" else ["--max-num-seqs", "8"]
     servers = {"python": engine_python(engine, args), "context_length": 128, "args": small}
-    rollout = {"engine": engine, "servers": servers, "weights": {"bucket_mb": args.bucket_mb}}
+    weights = {"bucket_mb": args.bucket_mb, "transport": "broadcast" if rank is None else "adapter"}
+    rollout = {"engine": engine, "servers": servers, "weights": weights}
+    adapter = None if rank is None else {"rank": rank, "alpha": rank}
     config = build_config(
         {
             "output_dir": str(directory / engine),
-            "model": {"path": str(directory / "model"), "dtype": "bfloat16"},
+            "model": {"path": str(directory / "model"), "dtype": "bfloat16", "adapter": adapter},
             "data": {"train": {"path": "unused"}},
             "rollout": rollout,
             "train": {"steps": 1, "prompts_per_step": 1},

@@ -11,6 +11,7 @@ receives them.
   delta       like broadcast, but changed elements only
   shared      memory of this machine, or of one GPU (CUDA IPC), that the server maps
   disk        safetensors files
+  adapter     a low-rank adapter of all linear layers alone (`--rank`), by files, to a server started for it
 
 `push_s` is the whole push. `transfer_s` is the time from the first byte read to the last one loaded in the
 server, and `of_plain` = plain_s / transfer_s (target for broadcast: 0.8). `wire_of_plain` is the same ratio
@@ -41,7 +42,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from sync_model import change, make_model
+from sync_model import change, make_adapter, make_model
 from sync_ranks import measure_ranks
 from sync_server import ROOT, cpu_seconds, device, engine_python, served, two_gpus
 from torch import Tensor
@@ -53,6 +54,7 @@ from megatron_gvpo.rollout.launch.start import DIALECTS
 from megatron_gvpo.rollout.leader import Push
 from megatron_gvpo.rollout.pool import ServerPool
 from megatron_gvpo.sampling.local_model import LocalModel
+from megatron_gvpo.weights.adapters.transport import Adapter
 from megatron_gvpo.weights.broadcast import Broadcast
 from megatron_gvpo.weights.bucket import Bucket
 from megatron_gvpo.weights.delta import Delta
@@ -66,7 +68,7 @@ from megatron_gvpo.weights.shared import Shared
 CPU = torch.device("cpu")
 TIMEOUT = 120.0  # seconds for one step of a push
 TARGET = 0.8
-TRANSPORTS = ("in-process", "broadcast", "delta", "shared", "disk")
+TRANSPORTS = ("in-process", "broadcast", "delta", "shared", "disk", "adapter")
 Weights = dict[str, Tensor]
 
 
@@ -117,6 +119,7 @@ def parse() -> argparse.Namespace:
         metavar="N",
         help="measure pushes by shards from N trainer ranks, without engines (sync_ranks.py)",
     )
+    parser.add_argument("--rank", type=int, default=16, help="of the adapter (16)")
     parser.add_argument("--rounds", type=int, default=5, help="measured pushes of each transport (5)")
     parser.add_argument("--bucket-mb", type=int, default=512, help="rollout.weights.bucket_mb (512)")
     parser.add_argument("--changed", type=int, default=50, help="every N-th element changes a push (50)")
@@ -147,15 +150,18 @@ def measure_model(
 
         yield measure("none", "in-process", push_in_process, weights, plain, args)
         del target
-    for name in args.engines:
-        with served(name, directory, args) as (loop, pool, config, pid):
-            for transport in [t for t in args.transports if t != "in-process"]:
+    whole = [name for name in args.transports if name not in ("in-process", "adapter")]
+    alone = [name for name in args.transports if name == "adapter"]
+    for name, transports in [(name, kind) for name in args.engines for kind in (whole, alone) if kind]:
+        pushed = make_adapter(weights, args.rank) if transports is alone else weights
+        with served(name, directory, args, args.rank if transports is alone else None) as server:
+            for transport in transports:
                 if transport in ("broadcast", "delta") and args.device == "cuda" and not two_gpus():
                     print(f"{transport} is left out: NCCL needs a second GPU", file=sys.stderr)
                     continue
-                pushing = Pushing(transport, loop, pool, config, weights, pid, args)
+                pushing = Pushing(transport, *server, pushed, args)
                 try:
-                    yield measure(name, transport, pushing, weights, plain, args)
+                    yield measure(name, transport, pushing, pushed, plain, args)
                 finally:
                     pushing.close()
 
@@ -205,8 +211,8 @@ class Pushing:
         loop: BackgroundLoop,
         pool: ServerPool,
         config: Config,
-        weights: Weights,
         pid: int,
+        weights: Weights,
         args: argparse.Namespace,
     ) -> None:
         where, backend = device(args), "nccl" if args.device == "cuda" else "gloo"
@@ -214,6 +220,9 @@ class Pushing:
         self._timed: Any
         if transport == "disk":
             self._timed = Timed(Disk(receiver, Path(config.output_dir) / "weights", TIMEOUT))
+            where = CPU
+        elif transport == "adapter":
+            self._timed = Timed(Adapter.create(config, receiver, CPU))
             where = CPU
         elif transport == "shared":
             memory = NodeMemory(f"megatron_gvpo-{os.getpid()}", where)
@@ -351,7 +360,7 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
-    return {name: getattr(args, name) for name in ("rounds", "bucket_mb", "changed")} | {"target": TARGET}
+    return {"target": TARGET} | {n: vars(args)[n] for n in ("rounds", "bucket_mb", "changed", "rank")}
 
 
 def machine(args: argparse.Namespace) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -41,9 +41,14 @@ class Case:
     spoil: Callable[[Path], object] = field(default=lambda _: None)
     expected: Expected = "refused"
     says: Sequence[str] = ()
-    environment: dict[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str | None] = field(default_factory=dict)  # None: not set
     resumed: bool = False  # the directory holds a run that was stopped after its second checkpoint
     forbidden: str = ""  # a file that must not exist afterwards: code in the input would write it
+    before: Callable[[], object] = field(default=lambda: None)  # in the command's process, before it begins
+    fresh: bool = False  # the command runs in an interpreter of its own
+    shell: str = ""  # a script for bash in place of the command; $PROGRAM is the command line's program
+    # Looks at the directory afterwards: "lost", "silent" (it did something else than it was told), or "".
+    after: Callable[[Path], str] = field(default=lambda _: "")
 
 
 def with_values(**values: Any) -> Callable[[Path], object]:

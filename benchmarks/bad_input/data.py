@@ -39,7 +39,7 @@ def whole(
 
 
 def record(**fields: object) -> str:
-    return json.dumps({"prompt": "1+1=", "answer": "2", "solution": "x", "demonstration": "2"} | fields)
+    return json.dumps({"prompt": "1+1=", "answer": "2", "solution": "2", "demonstration": "2"} | fields)
 
 
 def parquet(**columns: list[object]) -> Callable[[Path], object]:

@@ -1,19 +1,23 @@
 #!/usr/bin/env python
 """Gives the command line bad inputs, and counts how it takes them.
 
-usage: benchmarks/bad_input/run.py [--room ROOM ...] [--name PART ...] [--limit SECONDS] [--out FILE.json]
+usage: benchmarks/bad_input/run.py [--room ROOM ...] [--name PART ...] [--share SHARE --seed SEED]
+    [--limit SECONDS] [--out FILE.json]
 
 Every input runs in a process of its own, forked from one that has imported the libraries, in a fresh
 directory. Outcomes: `good` (refused in one line that names the key, file or line; or rightly accepted),
 `vague` (refused without that name), `traceback`, `silent` (accepted, though it should not be), `wrongly
-refused`, `hang` (longer than the limit), `ran code` (code in the input was executed).
+refused`, `hang` (longer than the limit), `ran code` (code in the input was executed), `lost` (a file of the
+user's or of an earlier run is gone or changed).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import random
 import runpy
 import shutil
 import signal
@@ -43,6 +47,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Give the command line bad inputs.")
     parser.add_argument("--room", action="append", help="only these classes of inputs")
     parser.add_argument("--name", action="append", help="only inputs whose name contains this")
+    parser.add_argument("--share", type=float, default=1.0, help="draw this share of each class (1)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the draw (0)")
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds until an input counts as a hang")
     parser.add_argument("--out", type=Path, help="write the outcomes as JSON")
     options = parser.parse_args()
@@ -51,6 +57,12 @@ def main() -> int:
 
     chosen = [c for c in CASES if not options.room or c.room in options.room]
     chosen = [c for c in chosen if not options.name or any(part in c.name for part in options.name)]
+    draw = random.Random(options.seed)
+    chosen = [
+        case
+        for room in dict.fromkeys(case.room for case in chosen)
+        for case in _drawn([c for c in chosen if c.room == room], options.share, draw)
+    ]
     outcomes: dict[str, dict[str, str]] = {}
     with tempfile.TemporaryDirectory(prefix="bad-input-") as place:
         home = Path(place)
@@ -70,6 +82,11 @@ def main() -> int:
     return 0 if set(total) <= {"good"} else 1
 
 
+def _drawn(cases: list[Any], share: float, draw: random.Random) -> list[Any]:
+    kept = set(draw.sample(range(len(cases)), math.ceil(share * len(cases))))
+    return [case for number, case in enumerate(cases) if number in kept]
+
+
 def _import_libraries() -> None:
     """Import in the parent what every command would: children then begin in milliseconds."""
     import tiny_run  # noqa: F401
@@ -79,6 +96,8 @@ def _import_libraries() -> None:
 
 def _make_material(home: Path, resumed: bool) -> None:
     """Write home/task, and home/stopped: the same with a run that stopped after step 4 of 6."""
+    from bad_input.case import Case
+
     _forked(_make_task, home / "task.log", home)
     if not resumed:
         return
@@ -95,8 +114,7 @@ def _make_material(home: Path, resumed: bool) -> None:
         _command,
         home / "stopped.log",
         home / "stopped",
-        ["train", "run.yaml", "output_dir=run"],
-        {},
+        Case("", "", ("train", "run.yaml", "output_dir=run")),
         stop=lambda: second.is_dir() and len(list(second.iterdir())) >= 2,
     )
     assert len(list(second.iterdir())) >= 2, log
@@ -117,12 +135,14 @@ def _try(case: Any, home: Path, limit: float) -> tuple[str, str]:
     shutil.copytree(home / ("stopped" if case.resumed else "task"), here, symlinks=True)
     case.spoil(here)
     log = home / "case.log"
-    code, text = _forked(_command, log, here, list(case.arguments), case.environment, limit=limit)
+    code, text = _forked(_command, log, here, case, limit=limit)
     lines = [line for line in text.splitlines() if line.strip()]
     last = lines[-1] if lines else ""
     told = any(word in text for word in case.says) if case.says else bool(text.strip())
     if case.forbidden and (here / case.forbidden).exists():
         return "ran code", last
+    if (found := case.after(here)) == "lost" or (found and code == 0):
+        return found, last
     if code is None:
         return "hang", last
     if "Traceback (most recent call last)" in text or code < 0:
@@ -137,11 +157,22 @@ def _try(case: Any, home: Path, limit: float) -> tuple[str, str]:
     return ("good" if told and short and code in (1, 2) else "vague"), f"{code}: {last}"
 
 
-def _command(here: Path, arguments: list[str], environment: dict[str, str]) -> None:
+def _command(here: Path, case: Any) -> None:
     os.chdir(here)
-    os.environ.update(environment)
     os.environ["PYTHONPATH"] = str(ROOT)
-    sys.argv = ["megatron-gvpo", *arguments]
+    for name, value in case.environment.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    case.before()
+    program = [sys.executable, "-m", "megatron_gvpo"]
+    if case.shell:
+        os.environ["PROGRAM"] = " ".join(program)
+        os.execvp("bash", ["bash", "-c", case.shell])
+    if case.fresh:
+        os.execv(program[0], [*program, *case.arguments])
+    sys.argv = ["megatron-gvpo", *case.arguments]
     runpy.run_module("megatron_gvpo", run_name="__main__")
 
 
