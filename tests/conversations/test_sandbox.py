@@ -124,8 +124,8 @@ def test_a_hundred_hostile_programs_stay_inside(
                 quiet.accept() if quiet is tcp else quiet.recv(1)
         assert sorted(tmp_path.iterdir()) == before and secret.read_text() == SECRET
     assert [child for child in me.children(recursive=True) if "bwrap" in child.name()] == []
-    # Fewer where garbage of earlier tests was collected meanwhile.
-    assert len(os.listdir("/proc/self/fd")) <= open_before
+    # A leak would add one for each of the hundred programs; a few come and go with the test process's other threads.
+    assert len(os.listdir("/proc/self/fd")) < open_before + 10
 
 
 def test_a_machine_that_cannot_make_sandboxes_is_refused_at_the_start(
