@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from rows import make_rows
 
 from megatron_gvpo.algorithms.advantages.estimator import Estimator
+from megatron_gvpo.algorithms.advantages.gae import GAE
 
 GPG_BATCH = [[1, 0, 0, 1], [0, 0, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0]]
 
@@ -48,6 +49,31 @@ def test_gpg_alpha_of_tokens():
     rows = make_rows(GPG_BATCH, lengths=[1, 2, 1, 2] + [7] * 8 + [3, 3, 1, 1])
     _, metrics = Estimator(age="token")(rows)
     assert metrics["age_alpha"] == pytest.approx((6 + 56 + 8) / 14)
+
+
+@pytest.mark.parametrize(
+    "estimator",
+    [
+        Estimator(baseline="none", whiten="token"),
+        Estimator(baseline="none", whiten="sequence"),
+        Estimator(baseline="none", scale="batch_std"),
+        GAE(values="zero", lam=1.0),
+    ],
+    ids=lambda estimator: str(estimator),
+)
+def test_statistics_of_a_step_are_of_what_it_trains(estimator):
+    """Masked responses, often the longest and all wrong, would leave the others too high an advantage."""
+    rows = make_rows([[1], [0], [0.5], [0], [0]], lengths=[2, 3, 2, 40, 40])
+    masked = rows.with_columns(trained_n=torch.tensor([True, True, True, False, False]))
+    advantages, _ = estimator(masked)
+    alone, _ = estimator(rows.select([0, 1, 2]))
+    assert advantages[: len(alone)].tolist() == pytest.approx(alone.tolist(), rel=1e-5)
+
+
+@pytest.mark.parametrize("whiten", ["sequence", "token"])
+def test_a_step_without_trained_responses_has_finite_advantages(whiten):
+    rows = make_rows([[1], [0]]).with_columns(trained_n=torch.tensor([False, False]))
+    assert Estimator(baseline="none", whiten=whiten)(rows)[0].isfinite().all()
 
 
 @pytest.mark.parametrize(("age", "alpha"), [("sample", 3 / 2), ("token", 10 / 5)])

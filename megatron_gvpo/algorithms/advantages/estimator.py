@@ -29,10 +29,12 @@ class Estimator(Advantage):
                 sample  sequences, B / (B - M), as in the paper: exact for means over sequences
                 token   response tokens: exact for `token_mean`
                 none    alpha = 1
-            responses that are not trained count in neither, as in the loss's mean
     whiten      (A - mean) / (std + eps) over the optimizer step, every response counting once (sequence) or
                 as often as it has tokens (token): REINFORCE++ (arXiv 2501.03262), SPO (arXiv 2509.13232)
     negative    the factor of negative advantages, applied last: Weighted GRPO (arXiv 2602.03452)
+
+    Responses that are not trained (`mask_truncated`) count in their group's mean and std alone: batch_std,
+    age and whiten are over what the update trains.
 
     A group is valid when its rewards differ. Any other, a group of one included, has advantages of
     exactly 0 under the baselines mean and loo (before `whiten`); where no group is valid, alpha is 1.
@@ -101,13 +103,11 @@ class Estimator(Advantage):
             case "group_std":
                 return group_std(rows, reward_n, self.ddof) + self.eps
             case "batch_std":
-                sum_of_squares = ((reward_n - reward_n.mean()) ** 2).sum()
-                return (sum_of_squares / max(len(rows) - self.ddof, 1)).sqrt() + self.eps
+                _, std = _mean_and_std(reward_n, _trained(rows), self.ddof)
+                return std + self.eps
 
     def _alpha(self, rows: TrainBatch, valid_n: Tensor) -> Tensor:
-        size_n = (rows.length_n if self.age == "token" else torch.ones_like(rows.length_n)).double()
-        if rows.trained_n is not None:
-            size_n = size_n * rows.trained_n
+        size_n = _trained(rows) * (rows.length_n if self.age == "token" else 1)
         valid = size_n[valid_n].sum()
         if self.age == "none" or valid == 0:
             return torch.ones_like(valid)
@@ -151,12 +151,24 @@ def normalised(rows: TrainBatch, value_n: Tensor, ddof: int = 1, eps: float = 1e
 def whitened(
     rows: TrainBatch, value_n: Tensor, over: Literal["sequence", "token"], ddof: int, eps: float
 ) -> Tensor:
-    """(value - mean) / (std + eps) over all rows, each counted once or as often as it has tokens, [n]."""
-    count_n = torch.ones_like(value_n) if over == "sequence" else rows.length_n.to(value_n.dtype)
+    """(value - mean) / (std + eps) over the trained rows, each counted once or once a token, [n]."""
+    count_n = _trained(rows) * (rows.length_n if over == "token" else 1)
+    mean, std = _mean_and_std(value_n, count_n, ddof)
+    return (value_n - mean) / (std + eps)
+
+
+def _trained(rows: TrainBatch) -> Tensor:
+    """1 for a row that is trained, else 0, fp64 [n]."""
+    trained_n = torch.ones_like(rows.reward_n) if rows.trained_n is None else rows.trained_n
+    return trained_n.double()
+
+
+def _mean_and_std(value_n: Tensor, count_n: Tensor, ddof: int) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of values that count so often, scalars; 0 where none counts."""
     total = count_n.sum()
-    mean = (count_n * value_n).sum() / total
+    mean = (count_n * value_n).sum() / total.clamp(min=1)
     variance = (count_n * (value_n - mean) ** 2).sum() / (total - ddof).clamp(min=1)
-    return (value_n - mean) / (variance.sqrt() + eps)
+    return mean, variance.sqrt()
 
 
 def prior(rows: TrainBatch) -> Tensor:

@@ -21,8 +21,8 @@ class GAE(Advantage):
     (arXiv 1506.02438, eq. 16.) s_t is prompt and response before token t, and V of the end of a response is
     0, of a truncated one too. r_t is the response's reward for the last token and 0 for the others, minus
     kl_coef log(pi(y_t) / pi_ref(y_t)) of every token under the policy at step start (arXiv 2203.02155). The
-    critic's targets are V(s_t) + A_t, before `whiten`: (A - mean) / (std + eps) over the optimizer
-    step's tokens.
+    critic's targets are V(s_t) + A_t, before `whiten`: (A - mean) / (std + eps) over the tokens that the
+    optimizer step trains.
 
     In a conversation t counts the policy's own tokens: the step after a turn's last token is the next turn's
     first, whose s_t includes what the environment said, and gamma and lambda do not discount that. A turn's
@@ -55,12 +55,12 @@ class GAE(Advantage):
 
     def __call__(self, rows: TrainBatch) -> tuple[Tensor, Metrics]:
         advantage_r, _, metrics = self._advantages(rows)
-        return self._whitened(advantage_r).float(), metrics
+        return self._whitened(rows, advantage_r).float(), metrics
 
     def fill(self, rows: TrainBatch) -> tuple[TrainBatch, Metrics]:
         advantage_r, value_r, metrics = self._advantages(rows)
         filled = rows.with_columns(
-            advantage_r=self._whitened(advantage_r).float(),
+            advantage_r=self._whitened(rows, advantage_r).float(),
             return_r=(value_r + advantage_r).float() if self.needs_values else None,
         )
         return filled, metrics
@@ -92,10 +92,11 @@ class GAE(Advantage):
             metrics["explained_variance"] = torch.nan_to_num(1 - unexplained, nan=0.0, neginf=0.0)
         return advantage_r, value_r, metrics
 
-    def _whitened(self, advantage_r: Tensor) -> Tensor:
-        if self.whiten == "none" or len(advantage_r) < 2:
+    def _whitened(self, rows: TrainBatch, advantage_r: Tensor) -> Tensor:
+        of_r = advantage_r if rows.trained_n is None else advantage_r[rows.trained_n[rows.seq_r]]
+        if self.whiten == "none" or len(of_r) < 2:
             return advantage_r
-        return (advantage_r - advantage_r.mean()) / (advantage_r.std() + self.eps)
+        return (advantage_r - of_r.mean()) / (of_r.std() + self.eps)
 
 
 def gae(reward_r: Tensor, value_r: Tensor, lengths: Sequence[int], gamma: float, lam: float) -> Tensor:

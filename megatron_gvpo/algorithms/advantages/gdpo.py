@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 class ComponentEstimator(Advantage):
     """A_i = sum_j w_j (r_ij - mean_j) / (std_j + eps), j over the reward's components; fp32 [n].
 
-    Mean and std are of the group; then whitened over the optimizer step ((A - mean) / (std + 1e-4), in
-    responses as in TRL or in tokens as in verl). `weights`: of the components that count, by name; null:
-    all, with weight 1. They act after the normalisation, unlike those of `rewards.components`.
+    Mean and std are of the group; then whitened over what the optimizer step trains ((A - mean) / (std +
+    1e-4), in responses as in TRL or in tokens as in verl). `weights`: of the components that count, by name;
+    null: all, with weight 1. They act after the normalisation, unlike those of `rewards.components`.
     """
 
     name: Literal["components"] = "components"
