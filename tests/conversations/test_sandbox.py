@@ -124,7 +124,7 @@ def test_a_hundred_hostile_programs_stay_inside(
                 quiet.accept() if quiet is tcp else quiet.recv(1)
         assert sorted(tmp_path.iterdir()) == before and secret.read_text() == SECRET
     assert [child for child in me.children(recursive=True) if "bwrap" in child.name()] == []
-    # A leak would add one for each of the hundred programs; a few come and go with the test process's other threads.
+    # A leak would add one for each of the hundred programs; other threads of the tests open and close a few.
     assert len(os.listdir("/proc/self/fd")) < open_before + 10
 
 
