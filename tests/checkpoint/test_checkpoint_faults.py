@@ -125,3 +125,15 @@ def test_a_damaged_newest_checkpoint_is_replaced_by_the_newest_whole_one(task, t
     assert f"{place}/step_00000002 is used; step_00000004, step_00000003 are newer, and damaged" in used
     names = [f"step_0000000{name}" for name in ("2", "3.damaged", "4", "4.damaged")]
     assert sorted(path.name for path in place.iterdir()) == names
+
+
+def test_nothing_of_a_damaged_checkpoint_stays(task, tmp_path):
+    """Its policy is whole and is loaded before its critic, which is damaged: then step 3 replaces all of it."""
+    ppo = (*SHORT, "algorithm=ppo", "algorithm.critic.lr=1e-3", "checkpoint.every=1", "checkpoint.keep=2")
+    fit(configure(task, tmp_path, *ppo))
+    before, place = records(tmp_path), tmp_path / "checkpoints"
+    shard = place / "step_00000004" / "critic" / "__0_0.distcp"
+    shard.write_bytes(bytes(len(shard.read_bytes())))
+    fit(configure(task, tmp_path, *ppo), resume=True)
+    assert (place / "step_00000004.damaged").is_dir()
+    assert records(tmp_path) == before, "the learning rate, too"

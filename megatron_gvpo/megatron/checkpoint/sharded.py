@@ -180,6 +180,7 @@ def _read(what: str, part: _Part, same_layout: bool) -> None:
         def take() -> None:
             load_weights(model, loaded)  # the optimizer's tensors were loaded in place
             optimizer.steps = loaded["optimizer"]["step"]
+            optimizer.scheduler.num_steps = 0  # Megatron adds the loaded number to it
             optimizer.scheduler.load_state_dict(loaded["schedule"])
             if same_layout:  # other layouts have other ranks' generators; no trained number depends on them
                 _restore_random_state(loaded["random"])
