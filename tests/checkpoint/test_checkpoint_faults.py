@@ -128,7 +128,7 @@ def test_a_damaged_newest_checkpoint_is_replaced_by_the_newest_whole_one(task, t
 
 
 def test_nothing_of_a_damaged_checkpoint_stays(task, tmp_path):
-    """Its policy is whole and is loaded before its critic, which is damaged: then step 3 replaces all of it."""
+    """Its policy is whole and is loaded before its damaged critic: then step 3 replaces all of it."""
     ppo = (*SHORT, "algorithm=ppo", "algorithm.critic.lr=1e-3", "checkpoint.every=1", "checkpoint.keep=2")
     fit(configure(task, tmp_path, *ppo))
     before, place = records(tmp_path), tmp_path / "checkpoints"
