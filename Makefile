@@ -7,7 +7,7 @@ PYTHON := $(VENV)/bin/python
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 
-# Two workers of pytest, each of which runs whole groups of tests (tests/helpers/work_groups.py).
+# Two workers of pytest, each of which runs whole groups of tests (tests/helpers/suite/work_groups.py).
 WORKERS ?= 2
 PYTEST := $(PYTHON) -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder --max-worker-restart 0
 

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import psutil
 from chaos_strikes import Server
-from proxy import Proxy
-from servers import another_node, engine_python
+from servers.proxy import Proxy
+from servers.real_servers import another_node, engine_python
 
 from megatron_gvpo.rollout.launch.supervise import free_ports, is_healthy
 

@@ -17,8 +17,8 @@ import psutil
 from chaos_clock import Clock
 from chaos_schedules import Fault
 from chaos_starter import kill_session
-from faults import signal_for_a_while
-from proxy import Mode, Proxy
+from servers.faults import signal_for_a_while
+from servers.proxy import Mode, Proxy
 
 from megatron_gvpo.rollout.launch.supervise import free_ports
 

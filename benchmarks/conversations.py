@@ -32,7 +32,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 
 import tiny_run  # noqa: E402 - from tests/
-from servers import ENGINES, Client, pool_of, running  # noqa: E402
+from servers.real_servers import ENGINES, Client, pool_of, running  # noqa: E402
 
 from megatron_gvpo.config.sections import SamplingConfig  # noqa: E402
 from megatron_gvpo.conversations.config import ConversationConfig  # noqa: E402

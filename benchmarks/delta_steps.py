@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 
 import tiny_run  # noqa: E402 - from tests/
-from servers import Client, checksum, running, served_config  # noqa: E402
+from servers.real_servers import Client, checksum, running, served_config  # noqa: E402
 
 
 def main() -> int:

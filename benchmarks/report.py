@@ -45,7 +45,7 @@ def main() -> None:
 
 def made(directory: Path) -> Path:
     """Make the run and its report; returns the report's path."""
-    from made_run import make_run
+    from inputs.made_run import make_run
 
     from megatron_gvpo.observe.report import Reporter, write_page
 
@@ -55,7 +55,7 @@ def made(directory: Path) -> Path:
 
 
 def measure(file: Path, directory: Path) -> dict[str, Any]:
-    from chromium import browser
+    from machine.chromium import browser
 
     openings = []
     with browser(directory) as page:

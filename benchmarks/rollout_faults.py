@@ -27,8 +27,8 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 
 import tiny_run  # noqa: E402 - from tests/
-from faults import Fault, check, faulty_run, kill, stop  # noqa: E402
-from servers import ENGINES, running  # noqa: E402
+from servers.faults import Fault, check, faulty_run, kill, stop  # noqa: E402
+from servers.real_servers import ENGINES, running  # noqa: E402
 
 from megatron_gvpo.rollout.launch.supervise import Supervisor  # noqa: E402
 

@@ -18,13 +18,15 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
-    from servers import SharedServer
+    from servers.real_servers import SharedServer
 
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background jobs; runs would ignore it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 gc.disable()  # until the tests are collected: their imports make a million objects, none of them garbage
-pytest_plugins = ["failures", "fuzz_settings", "real_parts", "time_budget", "work_groups"]
+pytest_plugins = [
+    f"suite.{name}" for name in ("failures", "fuzz_settings", "real_parts", "time_budget", "work_groups")
+]
 
 
 def pytest_collection_finish() -> None:
@@ -70,7 +72,7 @@ def served(
     request: pytest.FixtureRequest, task: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[SharedServer]:
     """One server of each engine on the tiny model, for all tests that leave it as they found it."""
-    from servers import Client, SharedServer, running
+    from servers.real_servers import Client, SharedServer, running
 
     with running(request.param, task, tmp_path_factory.mktemp(request.param)) as supervisor:
         [process] = supervisor.processes
@@ -92,7 +94,7 @@ def leave_the_process_group() -> Iterator[None]:
 @pytest.fixture
 def good(tmp_path: Path) -> Path:
     """A configuration file without any error, for tests that change something in it."""
-    from good_config import GOOD
+    from inputs.good_config import GOOD
 
     file = tmp_path / "good.yaml"
     file.write_text(GOOD)

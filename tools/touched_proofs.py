@@ -6,7 +6,8 @@ usage: tools/touched_proofs.py [--since COMMIT] [--seconds N] [--list]
 The change is everything since COMMIT: by default since the branch left origin/main or main, or, on main
 itself, since the commit on which `make proof` ran last (benchmarks/results/proof.json), or else the commit
 before. Where git has no such history, all rooms count as touched. Those that were changed last come first.
-The output names the proofs that ran and those for which no time was left (tests/helpers/time_budget.py).
+The output names the proofs that ran and those for which no time was left
+(tests/helpers/suite/time_budget.py).
 Exit status: 1 if a proof failed, 0 if none did, also where none ran.
 """
 

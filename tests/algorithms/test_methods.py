@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from inputs.rows import make_logp, make_rows
 from paths import ROOT
-from rows import make_logp, make_rows
 from tiny_run import fit, records
 
 from megatron_gvpo.algorithms import catalog as methods

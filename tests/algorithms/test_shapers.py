@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from groups import make_group, rewards_of
+from inputs.groups import make_group, rewards_of
 
 from megatron_gvpo.algorithms.advantages.estimator import Estimator
 from megatron_gvpo.algorithms.config import AlgorithmConfig

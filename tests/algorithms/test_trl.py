@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+from inputs.rows import make_logp, make_rows
 from paths import HELPERS
-from real_parts import used
-from rows import make_logp, make_rows
+from suite.real_parts import used
 
 from megatron_gvpo.algorithms.advantages.estimator import Estimator
 from megatron_gvpo.algorithms.base import Loss, token_weights
@@ -130,7 +130,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[float, t
             case |= {"settings": TRL[name], "advantages": rows.advantage_n}
         cases[name] = case
     torch.save(cases, directory / "in.pt")
-    python, worker = step_vs_trl.make_environment(), HELPERS.joinpath("trl_worker.py")
+    python, worker = step_vs_trl.make_environment(), HELPERS / "references" / "trl_worker.py"
     command = [str(python), str(worker), str(directory / "in.pt"), str(directory / "out.pt")]
     compiled = os.environ | {"PYTHONDONTWRITEBYTECODE": ""}  # TRL's imports take 7 s, and otherwise 16
     done = subprocess.run(command, env=compiled, capture_output=True, text=True, timeout=600)

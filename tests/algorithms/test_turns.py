@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rows import make_rows
+from inputs.rows import make_rows
 
 from megatron_gvpo.algorithms.advantages.gae import GAE
 from megatron_gvpo.algorithms.base import token_weights

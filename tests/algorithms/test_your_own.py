@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from groups import make_group
+from inputs.groups import make_group
 from pydantic import TypeAdapter
 from tiny_run import configure, fit, records
 

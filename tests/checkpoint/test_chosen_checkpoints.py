@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from good_config import GOOD
+from inputs.good_config import GOOD
 from safetensors.torch import load_file
 from tiny_run import GVPO, StopAfter, configure, fit, records
 

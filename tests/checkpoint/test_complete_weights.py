@@ -8,10 +8,10 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import gradient_reference as reference
 import pytest
 import torch
 from distributed import forget_layout
+from references import gradient_reference as reference
 from safetensors.torch import load_file, save_file
 from tiny_run import GVPO, SHORT, configure, fit
 from torch import Tensor

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import gradient_reference as reference
 import pytest
 import torch
+from references import gradient_reference as reference
 from safetensors.torch import load_file
 from small_constants import small_constants
 

@@ -75,7 +75,7 @@ def test_resume_while_groups_are_accumulated(task, tmp_path):
 
 
 def test_resume_on_two_ranks(task, tmp_path):
-    launch("trainer_worker:interrupted_and_not", [2], str(task), str(tmp_path))
+    launch("workers.trainer_worker:interrupted_and_not", [2], str(task), str(tmp_path))
     assert len(list((tmp_path / "dp2-whole" / "hf").glob("*.safetensors"))) > 2, "it exceeded small constants"
     for layout in ("dp2", "tp2"):
         assert_same_run(tmp_path / f"{layout}-whole", tmp_path / f"{layout}-parts")

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gradient_reference as reference
 import pytest
 import torch
 from distributed import launch
+from references import gradient_reference as reference
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor

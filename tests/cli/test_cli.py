@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from real_parts import used
+from suite.real_parts import used
 from tiny_run import records, reward_options
 
 from megatron_gvpo.cli import main

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from paths import ROOT
-from real_parts import used
-from servers import ENGINES, engine_python
+from servers.real_servers import ENGINES, engine_python
+from suite.real_parts import used
 from tiny_run import SHORT
 
 SECRET, LITERAL = "s3cr3t-of-the-judge", "l1teral-passw0rd"

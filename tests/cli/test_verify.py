@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from families import FAMILIES, Family
-from real_parts import used
+from cases.families import FAMILIES, Family
+from suite.real_parts import used
 
 from megatron_gvpo.config.errors import ConfigError
 from megatron_gvpo.verify.command import run

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from distributed import launch
-from real_parts import used
+from suite.real_parts import used
 
 from megatron_gvpo.cli import main
 from megatron_gvpo.cluster.checkup import _rounds
@@ -37,7 +37,7 @@ FAULTS = {
 @pytest.fixture(scope="module")
 def checked(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("checked")
-    launch("checkup_worker:run", [4], str(out), ",".join(FAULTS))
+    launch("workers.checkup_worker:run", [4], str(out), ",".join(FAULTS))
     return out
 
 

@@ -73,7 +73,7 @@ def test_memory_on_cpu(task: Path, tmp_path: Path):
     """Measured parameters, gradients and optimizer states of every rank, for a policy and a critic, are
     within 2 % of the prediction.
     """
-    launch("memory_worker:run", [1, 2, 4], str(task), str(tmp_path))
+    launch("workers.memory_worker:run", [1, 2, 4], str(task), str(tmp_path))
     model = architecture.load(str(task / "model"))
     measured = [json.loads(file.read_text()) for file in tmp_path.glob("*.json")]
     assert len(measured) == 2 * (1 + 2 * 4 + 4 * 3)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import FAMILIES
+from cases.families import FAMILIES
 
 from megatron_gvpo.cli import main
 from megatron_gvpo.cluster.planner import architecture, memory_model

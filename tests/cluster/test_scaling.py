@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from paths import ROOT
-from real_parts import used
+from suite.real_parts import used
 
 SCALING = ROOT / "benchmarks" / "scaling.py"
 PHASES = {"rollout", "reward", "training", "optimizer", "sync", "waiting", "other"}

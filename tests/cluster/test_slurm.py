@@ -16,14 +16,14 @@ from pathlib import Path
 import pytest
 from distributed import launch
 from doc_blocks import blocks
+from machine import slurm as real
+from machine.slurm import NODES, Slurm
 from paths import ROOT
-from real_parts import used
-from servers import engine_python
+from servers.real_servers import engine_python
+from suite.real_parts import used
 from tiny_run import records
 
-import slurm as real
 from megatron_gvpo.cli import main
-from slurm import NODES, Slurm
 
 STEPS = 8
 SHORT = (f"train.steps={STEPS}", "checkpoint.every=1", "checkpoint.export_hf=false", "eval.every=0")
@@ -117,7 +117,7 @@ def asked(place: Path) -> dict[int, set[str]]:
 def uninterrupted(task: Path, tmp_path_factory) -> Path:
     """The same run on two ranks of this machine, without Slurm."""
     place = tmp_path_factory.mktemp("uninterrupted")
-    launch("trainer_worker:whole", [2], str(task), str(place / "run"), *SHORT, reward(place))
+    launch("workers.trainer_worker:whole", [2], str(task), str(place / "run"), *SHORT, reward(place))
     return place
 
 

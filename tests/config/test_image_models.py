@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from cases.vision_cases import CONFIGS, PROCESSOR
 from transformers import AutoModelForImageTextToText
-from vision_cases import CONFIGS, PROCESSOR
 
 from megatron_gvpo.cluster.planner import architecture
 from megatron_gvpo.cluster.planner.memory_model import shard, trained_shard

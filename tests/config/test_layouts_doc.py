@@ -12,9 +12,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import checkpoint_worker
-from gradient_cases import FAMILIES, RUNS, STEPS, small
-from gradient_reference import FAMILY_NAMES
+from cases.gradient_cases import FAMILIES, RUNS, STEPS, small
+from references.gradient_reference import FAMILY_NAMES
+from workers import checkpoint_worker
 
 from megatron_gvpo.config.checks.parallel_layout import check_layout
 from megatron_gvpo.config.schema import ConfigError, build_config

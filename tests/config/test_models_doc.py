@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
-import family_task
-import gradient_reference as reference
 import pytest
-from families import FAMILIES
-from gradient_cases import RUNS, STEPS
-from served_families import SERVED, SERVED_ELSEWHERE
+from cases.families import FAMILIES
+from cases.gradient_cases import RUNS, STEPS
+from cases.served_families import SERVED, SERVED_ELSEWHERE
+from inputs import family_task
+from references import gradient_reference as reference
 
 from megatron_gvpo.config.checks.cpu_engines import DELTA_NETS, NOT_ON_CPU, check_on_cpu
 from megatron_gvpo.config.checks.refused_models import REFUSED

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from good_config import message
+from inputs.good_config import message
 
 from megatron_gvpo.config.schema import Config, ConfigError, load_config
 from megatron_gvpo.teachers.checks import check_teacher

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from good_config import message
+from inputs.good_config import message
 
 from megatron_gvpo.config.checks.parallel_layout import check_layout
 from megatron_gvpo.config.schema import ConfigError, load_config

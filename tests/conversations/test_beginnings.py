@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from real_parts import used
+from suite.real_parts import used
 from test_template import END, ids, tokenizer
 
 from megatron_gvpo.config.sections import SamplingConfig

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from chromium import browser
+from machine.chromium import browser
 from paths import ROOT
-from real_parts import used
+from suite.real_parts import used
 
 from megatron_gvpo import cli
 from megatron_gvpo.conversations import Reply

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from real_parts import used
+from suite.real_parts import used
 from tiny_run import SHORT, KeepGroups, configure, fit, records
 
 from megatron_gvpo.conversations.beginnings import beginnings

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from digits import TALK, talks
+from inputs.digits import TALK, talks
 from tiny_run import GVPO, SHORT, configure, fit
 
 from megatron_gvpo.config.schema import ConfigError, RewardConfig, RewardsConfig

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_tokenizer import END, ids, tokenizer
-from real_parts import used
+from inputs.chat_tokenizer import END, ids, tokenizer
+from suite.real_parts import used
 
 from megatron_gvpo.config.sections import SamplingConfig
 from megatron_gvpo.conversations.config import ConversationConfig

@@ -10,8 +10,8 @@ from typing import Any
 
 import psutil
 import pytest
-from processes import command_of
-from real_parts import used
+from machine.processes import command_of
+from suite.real_parts import used
 
 from megatron_gvpo.config.errors import ConfigError
 from megatron_gvpo.config.sections import SamplingConfig

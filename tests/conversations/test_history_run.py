@@ -6,8 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from digits import TALK, talks
-from real_parts import used
+from inputs.digits import TALK, talks
+from suite.real_parts import used
 from tiny_run import GVPO, KeepGroups, configure, fit, records
 
 from megatron_gvpo.data.tokenizer import load_tokenizer

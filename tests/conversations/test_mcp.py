@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 import pytest
 import yaml
-from processes import command_of
-from real_parts import used
+from machine.processes import command_of
+from suite.real_parts import used
 from test_environments import Held
 
 from megatron_gvpo.config.schema import build_config
@@ -268,7 +268,7 @@ def test_wrong_servers_are_refused(server: dict[str, Any], problem: str) -> None
 
 
 def test_headers_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    from good_config import GOOD
+    from inputs.good_config import GOOD
 
     from megatron_gvpo.config.secrets import as_written
     from megatron_gvpo.config.yaml import Loader

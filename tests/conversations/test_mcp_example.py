@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from paths import ROOT
-from real_parts import used
+from suite.real_parts import used
 
 from megatron_gvpo import cli
 from megatron_gvpo.conversations.parsers import PARSERS

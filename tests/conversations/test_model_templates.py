@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from chat_tokenizer import ids, tokenizer
+from inputs.chat_tokenizer import ids, tokenizer
 from transformers import Qwen2Tokenizer
 
 from megatron_gvpo.conversations.template import Template

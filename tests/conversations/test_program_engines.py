@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from real_parts import used
-from servers import SharedServer, logprobs, pool_of, served_config
+from servers.real_servers import SharedServer, logprobs, pool_of, served_config
+from suite.real_parts import used
 from tiny_run import GVPO, assert_same_run, configure, fit, records
 
 from megatron_gvpo.callbacks import Callback

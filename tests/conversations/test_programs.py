@@ -12,10 +12,10 @@ from typing import Any
 
 import psutil
 import pytest
-from chat_tokenizer import CHATML, END, ids, tokenizer
-from paths import ROOT
-from processes import command_of
-from real_parts import used
+from inputs.chat_tokenizer import CHATML, END, ids, tokenizer
+from machine.processes import command_of
+from paths import HELPERS
+from suite.real_parts import used
 
 from megatron_gvpo.config.errors import ConfigError
 from megatron_gvpo.config.sections import SamplingConfig
@@ -28,7 +28,7 @@ from megatron_gvpo.groups import Prompt, Rollout
 from megatron_gvpo.rollout.request import Request
 from megatron_gvpo.turns import segments
 
-PROGRAMS = ROOT / "tests" / "helpers" / "agent_programs.py"
+PROGRAMS = HELPERS / "programs" / "agent_programs.py"
 # Tools and calls of them, as Qwen2.5 writes them.
 WITH_CALLS = CHATML.replace(
     "{{ m.content }}<|im_end|>",

@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from debian import install
-from real_parts import used
+from machine.debian import install
+from suite.real_parts import used
 from test_environments import Held
 from tiny_run import GVPO, SHORT, configure, fit, records
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_tokenizer import CHATML, END, ids, tokenizer
+from inputs.chat_tokenizer import CHATML, END, ids, tokenizer
 
 from megatron_gvpo.conversations.converse import LOST, Limits, converse
 from megatron_gvpo.conversations.process import Answer

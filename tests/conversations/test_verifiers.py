@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from chat_tokenizer import END, ids, tokenizer
 from doc_blocks import blocks
-from real_parts import used
+from inputs.chat_tokenizer import END, ids, tokenizer
+from suite.real_parts import used
 
 from megatron_gvpo.config.sections import SamplingConfig
 from megatron_gvpo.conversations.config import ConversationConfig

@@ -15,8 +15,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from dataset_hub import hub_of
-from paths import ROOT
+from paths import HELPERS, IMPORTS, ROOT
+from servers.dataset_hub import hub_of
 
 from megatron_gvpo.config.schema import load_config
 from megatron_gvpo.groups import Prompt, Rollout
@@ -199,8 +199,8 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str,
     home = tmp_path_factory.mktemp("hub")
     with hub_of(HUB) as (url, read):
         place = {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-        environment = {**os.environ, **place, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'helpers'}"}
-        command = [sys.executable, str(ROOT / "tests" / "helpers" / "read_recipes.py"), *LOADED]
+        environment = {**os.environ, **place, "PYTHONPATH": IMPORTS}
+        command = [sys.executable, str(HELPERS / "programs" / "read_recipes.py"), *LOADED]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     fetched = " ".join(read)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from chat_tokenizer import CHATML, END, ids, tokenizer
+from inputs.chat_tokenizer import CHATML, END, ids, tokenizer
 from tiny_run import configure, fit, records
 from transformers import AutoModelForCausalLM
 

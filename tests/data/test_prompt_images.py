@@ -12,10 +12,10 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-from chat_tokenizer import tokenizer as chat_tokenizer
+from cases.vision_cases import PROCESSOR
+from inputs.chat_tokenizer import tokenizer as chat_tokenizer
 from PIL import Image as Picture
 from transformers import PreTrainedTokenizerBase
-from vision_cases import PROCESSOR
 
 from megatron_gvpo.config.schema import DataConfig, DatasetConfig
 from megatron_gvpo.data.prompt_images import PromptImages

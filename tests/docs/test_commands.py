@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import yaml
 from doc_blocks import NEEDS, ROOT, Block, blocks, commands, outside_of_blocks, pages
-from good_config import GOOD
+from inputs.good_config import GOOD
 
 from megatron_gvpo import cli
 from megatron_gvpo.config.schema import build_config

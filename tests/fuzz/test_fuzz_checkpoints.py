@@ -13,8 +13,8 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from inputs.mutate import ODD, mutated, spoiled
 from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
-from mutate import ODD, mutated, spoiled
 from torch.distributed import checkpoint as torch_checkpoint
 
 from megatron_gvpo.megatron.checkpoint.all_ranks import CheckpointError

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import yaml
-from good_config import GOOD
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from mutate import mutated, spoiled
+from inputs.good_config import GOOD
+from inputs.mutate import mutated, spoiled
 
 from megatron_gvpo.cli.terminal import refuse
 from megatron_gvpo.config.checks.parallel_layout import check_layout

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
-from mutate import mutated
+from inputs.mutate import mutated
 
 from megatron_gvpo.config.schema import ConfigError, SamplingConfig
 from megatron_gvpo.rollout.http import ServerRefused

@@ -4,3 +4,4 @@ from pathlib import Path
 
 HELPERS = Path(__file__).parent
 ROOT = HELPERS.parents[1]
+IMPORTS = f"{ROOT}:{HELPERS}"  # the PYTHONPATH of a program that imports the package and helpers

@@ -17,8 +17,8 @@ import make_task
 import torch
 import torch.distributed as dist
 from distributed import forget_layout
-from real_parts import used
 from safetensors.torch import load_file
+from suite.real_parts import used
 from torch import Tensor
 
 from megatron_gvpo.callbacks import Callback, Recorder

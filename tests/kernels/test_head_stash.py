@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from head_reference import error, fused_stash, fused_weights_first, fused_weights_last, naive, problem
+from references.head_reference import (
+    error,
+    fused_stash,
+    fused_weights_first,
+    fused_weights_last,
+    naive,
+    problem,
+)
 from torch import Tensor
 from torch.nn.functional import embedding
 

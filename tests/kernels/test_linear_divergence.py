@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from divergence_reference import on_logits
-from head_reference import error
+from references.divergence_reference import on_logits
+from references.head_reference import error
 from torch import Tensor
 from torch.profiler import profile
 

@@ -22,7 +22,7 @@ OTHERS = pytest.param("proof", marks=pytest.mark.proof, id="others")
 
 @pytest.mark.parametrize("cases", [FEW, OTHERS])
 def test_the_kernels_compute_what_they_should(cases: str):
-    file = HELPERS / "triton_head_cases.py"
+    file = HELPERS / "cases" / "triton_head_cases.py"
     done = python("-m", "pytest", "-p", "no:cacheprovider", "-m", cases, str(file), interpret=True)
     assert done.returncode == 0, done.stdout[-6000:]
     assert "passed" in done.stdout or "[100%]" in done.stdout

@@ -24,7 +24,7 @@ THREADS, REGISTERS = 256, 65536  # of a block of 8 warps, and of a multiprocesso
 
 def compiled() -> list[dict[str, Any]]:
     """In a new process, because Triton reads TRITON_INTERPRET at its first import."""
-    command = [sys.executable, str(HELPERS / "triton_compiled.py"), *map(str, GPUS)]
+    command = [sys.executable, str(HELPERS / "programs" / "triton_compiled.py"), *map(str, GPUS)]
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]

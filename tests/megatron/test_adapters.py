@@ -12,16 +12,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import adapter_reference
-import gradient_reference as reference
 import pytest
 import torch
-from adapter_reference import Expected
-from adapter_worker import Job
+from cases.families import FAMILIES
+from cases.gradient_cases import COMBINED, MODELS, OTHERS, STEPS, THOROUGH, TOLERANCE, sampled_for, small
 from distributed import launch
-from families import FAMILIES
-from gradient_cases import COMBINED, MODELS, OTHERS, STEPS, THOROUGH, TOLERANCE, sampled_for, small
-from gradient_worker import TEMPERATURE, UPDATE, Case, Layout
+from references import adapter_reference
+from references import gradient_reference as reference
+from references.adapter_reference import Expected
+from workers.adapter_worker import Job
+from workers.gradient_worker import TEMPERATURE, UPDATE, Case, Layout
 
 from megatron_gvpo.megatron.checkpoint.loading import open_checkpoint
 from megatron_gvpo.verify.tiny_model import save_tiny
@@ -156,7 +156,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         rows, *_ = sampled_for(step, path)
         cases[model] = Case(model, step.algorithm, rows, step.budget, step.at_step_start, model)
     torch.save((jobs, cases), path / "work.pt")
-    launch("adapter_worker:run", [j.layout.ranks for j in jobs], str(path), timeout=1800)
+    launch("workers.adapter_worker:run", [j.layout.ranks for j in jobs], str(path), timeout=1800)
     return path
 
 

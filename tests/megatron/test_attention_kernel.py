@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from packaging.version import Version
-from transformer_engine_source import CUDNN, loaded
+from references.transformer_engine_source import CUDNN, loaded
 
 from megatron_gvpo.config.preflight import preflight
 from megatron_gvpo.config.schema import ConfigError, ModelConfig, ParallelConfig

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import gradient_reference as reference
 import pytest
 import torch
-from critic_worker import Found
 from distributed import launch
-from gradient_worker import Case, Layout
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rows import make_rows
+from inputs.rows import make_rows
+from references import gradient_reference as reference
 from test_conversations import contexts, with_turns
+from workers.critic_worker import Found
+from workers.gradient_worker import Case, Layout
 
 from megatron_gvpo.algorithms.advantages.gae import GAE, Critic
 from megatron_gvpo.algorithms.config import AlgorithmConfig
@@ -226,7 +226,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     ]
     assert Pieces.divide(step_rows(), SPLIT) is not None, "a conversation is divided by segment"
     torch.save((work, HEAD, BIAS), path / "work.pt")
-    launch("critic_worker:run", [layout.ranks for layout, _ in work], str(path))
+    launch("workers.critic_worker:run", [layout.ranks for layout, _ in work], str(path))
     return path
 
 

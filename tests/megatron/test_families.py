@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from cases.families import FAMILIES, Family
 from distributed import launch
-from families import FAMILIES, Family
 
 from megatron_gvpo.cluster.planner.architecture import from_config
 from megatron_gvpo.config.checks.supported_models import check_family
@@ -57,7 +57,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         jobs += [(family.architecture, layout) for of, layout in wanted if of == family]
     torch.save(jobs, path / "jobs.pt")
     sizes = [1 if layout is None else layout.ranks for _, layout in jobs]
-    launch("family_worker:run", sizes, str(path), timeout=1800)
+    launch("workers.family_worker:run", sizes, str(path), timeout=1800)
     return path
 
 

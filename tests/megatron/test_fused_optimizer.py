@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import gradient_reference as reference
 import pytest
 import torch
-from gradient_cases import STEPS, sampled_for
-from gradient_worker import Case
+from cases.gradient_cases import STEPS, sampled_for
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core.optimizer import distrib_optimizer
+from references import gradient_reference as reference
 from test_precision import bf16_policy, states
+from workers.gradient_worker import Case
 
 import megatron_gvpo.megatron.parallel  # noqa: F401 - before megatron.core
 from megatron_gvpo.megatron.checkpoint import sharded as checkpoint

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import gradient_reference as reference
 import pytest
 import torch
+from references import gradient_reference as reference
 
 from megatron_gvpo.config.schema import ModelConfig, ParallelConfig
 from megatron_gvpo.megatron.model.fusions import fuse_weight_gradients, fusions

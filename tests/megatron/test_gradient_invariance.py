@@ -35,11 +35,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-import gradient_reference as reference
 import pytest
 import torch
-from distributed import launch
-from gradient_cases import (
+from cases.gradient_cases import (
     ALL,
     HIDDEN,
     MODELS,
@@ -57,8 +55,10 @@ from gradient_cases import (
     sampled,
     sampled_for,
 )
-from gradient_worker import TEMPERATURE, UPDATE, Case, Layout, Outcome, Probe
+from distributed import launch
+from references import gradient_reference as reference
 from safetensors.torch import load_file
+from workers.gradient_worker import TEMPERATURE, UPDATE, Case, Layout, Outcome, Probe
 
 from megatron_gvpo.megatron.microbatch_plan import plan
 
@@ -114,7 +114,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     runs = [(layout, cases[name]) for layout, name in RUNS if (layout, name) in wanted]
     torch.save((runs, probes), path / "work.pt")
     ranks = [layout.ranks for layout in dict.fromkeys(layout for layout, _ in runs)]
-    launch("gradient_worker:run", ranks, str(path), timeout=1800)
+    launch("workers.gradient_worker:run", ranks, str(path), timeout=1800)
     return path
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import gradient_reference as reference
 import pytest
+from references import gradient_reference as reference
 
 from megatron_gvpo.config.schema import ModelConfig
 from megatron_gvpo.megatron.model.megatron_bridge import LOCKS, open_bridge

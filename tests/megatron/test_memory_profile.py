@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import gradient_reference as reference
 import pytest
 import torch
-from gradient_cases import make_rows
-from gradient_worker import Case, Layout, config_of
+from cases.gradient_cases import make_rows
+from references import gradient_reference as reference
+from workers.gradient_worker import Case, Layout, config_of
 
 from megatron_gvpo.megatron import parallel
 from megatron_gvpo.megatron.memory_profile import _CPU, GIB

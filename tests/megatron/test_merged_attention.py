@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import flash_on_cpu
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from on_cpu import flash_on_cpu
 from torch import Tensor
 
 from megatron_gvpo.megatron.attention.flash import FlashAttention

@@ -13,11 +13,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import gradient_reference as reference
 import pytest
 import torch
 from distributed import launch
-from gradient_worker import TEMPERATURE, Case, Layout, Outcome
+from references import gradient_reference as reference
+from workers.gradient_worker import TEMPERATURE, Case, Layout, Outcome
 
 from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.types import BatchTotals, LossInputs, TrainBatch
@@ -166,7 +166,7 @@ def found(request: pytest.FixtureRequest, directory: Path, plain: Plain) -> dict
     ]
     torch.save((work, {"untied": work[0][1]}), directory / "work.pt")
     ranks = [layout.ranks for layout in dict.fromkeys(layout for layout, _ in work)]
-    launch("gradient_worker:run", ranks, str(directory))
+    launch("workers.gradient_worker:run", ranks, str(directory))
     parts = [torch.load(file, weights_only=False) for file in directory.glob("results-*.pt")]
     return {key: value for part in parts for key, value in part.items()}
 

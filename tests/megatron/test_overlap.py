@@ -11,12 +11,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import gradient_reference as reference
 import pytest
 import torch
+from cases.gradient_cases import SPLIT, WHOLE, gvpo, sampled_for
 from distributed import launch
-from gradient_cases import SPLIT, WHOLE, gvpo, sampled_for
-from gradient_worker import Case, Layout
+from references import gradient_reference as reference
+from workers.gradient_worker import Case, Layout
 
 EMA = {"name": "ema", "decay": 0.5}
 FIXED = {"name": "fixed"}
@@ -46,7 +46,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         rows, *_ = sampled_for(step, place)
         work.append((layout, Case(name, step.algorithm, rows, step.budget, model=model)))
     torch.save(work, place / "work.pt")
-    launch("overlap_worker:run", [layout.ranks for layout, _ in work], str(place))
+    launch("workers.overlap_worker:run", [layout.ranks for layout, _ in work], str(place))
     return place
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import gradient_reference as reference
 import pytest
 import torch
-from gradient_cases import STEPS, sampled_for
-from gradient_worker import UPDATE, Case, Layout, config_of
+from cases.gradient_cases import STEPS, sampled_for
+from references import gradient_reference as reference
+from workers.gradient_worker import UPDATE, Case, Layout, config_of
 
 from megatron_gvpo.config.checks.parallel_layout import Padding
 from megatron_gvpo.config.schema import (

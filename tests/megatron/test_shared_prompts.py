@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import gradient_reference as reference
 import pytest
 import torch
+from cases.families import FAMILIES, Family
+from cases.gradient_cases import STEPS, TOLERANCE, expected, sampled_for
 from distributed import launch
-from families import FAMILIES, Family
-from gradient_cases import STEPS, TOLERANCE, expected, sampled_for
-from gradient_worker import Case, Layout
 from hypothesis import given
 from hypothesis import strategies as st
+from references import gradient_reference as reference
+from workers.gradient_worker import Case, Layout
 
 from megatron_gvpo.config.checks.parallel_layout import Padding, check_layout
 from megatron_gvpo.config.schema import ConfigError, build_config
@@ -28,7 +28,7 @@ RUNS = {
     "qwen3_moe": [Layout(2, ep=2)],
     "llama3": [Layout(1)],
 }
-# With the core attention of GPUs, whose kernels tests/helpers/flash_on_cpu.py has for CPUs.
+# With the core attention of GPUs, whose kernels tests/helpers/on_cpu/flash_on_cpu.py has for CPUs.
 GPU_RUNS = {
     "untied": [
         Layout(1, recompute="selective"),
@@ -59,7 +59,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         case = Case(step_of(model), step.algorithm, rows, BUDGETS[budget], model=model)
         work.setdefault(layout.ranks, []).append((layout, budget, core, case))
     torch.save(list(work.values()), directory / "work.pt")
-    launch("shared_worker:run", list(work), str(directory))
+    launch("workers.shared_worker:run", list(work), str(directory))
     return directory
 
 
@@ -179,7 +179,7 @@ OTHERS = [f for f in FAMILIES if f.architecture in ("GptOssForCausalLM", "Qwen3_
 def test_attention_that_cannot_share_prompts_is_refused(tmp_path: Path, family: Family) -> None:
     """Sinks and gated delta nets: a prompt that responses share would give other numbers."""
     save_tiny(family.tiny, tmp_path, "model")
-    launch("shared_worker:refused", [1], str(tmp_path))
+    launch("workers.shared_worker:refused", [1], str(tmp_path))
     assert (
         "train.share_prompts=true is not possible here: the attention" in (tmp_path / "refused").read_text()
     )

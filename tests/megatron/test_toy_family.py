@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import gradient_reference as reference
 import pytest
 import torch
 import transformers
-from real_parts import used
-from rows import make_rows
+from inputs.rows import make_rows
+from references import gradient_reference as reference
+from suite.real_parts import used
 
 from megatron_gvpo.config.checks.parallel_layout import check_layout
 from megatron_gvpo.config.checks.supported_models import ARCHITECTURES

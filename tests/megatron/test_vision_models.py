@@ -12,10 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import launch
-from gradient_worker import UPDATE, Layout
-from safetensors.torch import load_file
-from vision_cases import (
+from cases.vision_cases import (
     CONFIGS,
     VisionCase,
     decoded_log_probs,
@@ -25,7 +22,10 @@ from vision_cases import (
     save_model,
     with_placeholders,
 )
-from vision_worker import Found
+from distributed import launch
+from safetensors.torch import load_file
+from workers.gradient_worker import UPDATE, Layout
+from workers.vision_worker import Found
 
 from megatron_gvpo.images.families import name_in_file
 from megatron_gvpo.images.processor import ImageProcessor
@@ -76,7 +76,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         save_model(path, model)
     rows = make_rows(path, ImageProcessor(str(path / "qwen3_vl")))
     torch.save((cases, rows), path / "work.pt")
-    launch("vision_worker:run", [case.layout.ranks for case in cases], str(path), timeout=1800)
+    launch("workers.vision_worker:run", [case.layout.ranks for case in cases], str(path), timeout=1800)
     return path
 
 

@@ -88,7 +88,7 @@ def test_weights_are_the_gradient_of_gvpos_loss(finished):
 def layouts(task, tmp_path_factory) -> Path:
     """The first step of the run `finished`, on two ranks in three layouts."""
     out = tmp_path_factory.mktemp("layouts")
-    launch("rollouts_worker:first_step", [2], str(task), str(out), timeout=300)
+    launch("workers.rollouts_worker:first_step", [2], str(task), str(out), timeout=300)
     return out
 
 

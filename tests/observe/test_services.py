@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from paths import HELPERS, ROOT
-from real_parts import used
+from paths import HELPERS, IMPORTS
+from suite.real_parts import used
 
 from megatron_gvpo.config.schema import LoggingConfig
 from megatron_gvpo.observe.alerts import Alert
@@ -26,7 +26,7 @@ from megatron_gvpo.observe.loggers.services import SERVICES, ServiceError
 def services_python() -> Path:
     """The Python of an environment with the services' packages, built once in the user's cache."""
     used("trackio, MLflow and SwanLab")
-    pins = HELPERS / "services.txt"
+    pins = HELPERS / "programs" / "services.txt"
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_gvpo"
     cache.mkdir(parents=True, exist_ok=True)
     home = cache / f"services-{hashlib.sha256(pins.read_bytes()).hexdigest()[:12]}"
@@ -45,14 +45,14 @@ def services_python() -> Path:
 def test_a_resumed_run_continues_in_the_service_and_repeats_nothing(service, services_python, tmp_path):
     surroundings = {
         **os.environ,
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{HELPERS}",
+        "PYTHONPATH": IMPORTS,
         "TRACKIO_DIR": str(tmp_path / "trackio"),
         "SWANLAB_MODE": "offline",
         "HF_HUB_OFFLINE": "1",
         "PYTHONDONTWRITEBYTECODE": "",  # the environment is kept, and so is what its imports compile
     }
     surroundings.pop("MLFLOW_TRACKING_URI", None)
-    script = [services_python, HELPERS / "log_to_service.py", service, tmp_path / "run"]
+    script = [services_python, HELPERS / "programs" / "log_to_service.py", service, tmp_path / "run"]
     done = subprocess.run(script, env=surroundings, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     held = json.loads(done.stdout.splitlines()[-1])

@@ -81,7 +81,7 @@ def test_what_is_sent_is_what_the_formulas_say(tmp_path: Path, layouts: list[tup
     cases.append(cases[-1] | {"at_step_start": False})  # the head's other backward, which comes late
     cases.sort(key=lambda case: case["ranks"])
     (tmp_path / "cases.json").write_text(json.dumps(cases))
-    launch("traffic_worker:run", [case["ranks"] for case in cases], str(tmp_path))
+    launch("workers.traffic_worker:run", [case["ranks"] for case in cases], str(tmp_path))
 
     for number, case in enumerate(cases):
         model = architecture.load(case["model"])

@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from chromium import Page, browser
-from made_run import make_run
+from inputs.made_run import make_run
+from machine.chromium import Page, browser
 
 from megatron_gvpo.callbacks import Callback
 from megatron_gvpo.cli import main

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_parts import used
+from suite.real_parts import used
 
 from megatron_gvpo.config.schema import RewardConfig, RewardsConfig
 from megatron_gvpo.rewards.pool import RewardPool

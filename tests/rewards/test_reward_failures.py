@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from real_parts import used
+from suite.real_parts import used
 
 from megatron_gvpo.config.schema import ConfigError, RewardConfig, RewardsConfig
 from megatron_gvpo.rewards.pool import RewardPool

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_parts import used
-from reward_models import logits, make_judge, make_reward_model
-from server_keys import assert_key_is_hidden, assert_key_is_wanted
-from servers import engine_python
+from servers.real_servers import engine_python
+from servers.reward_models import logits, make_judge, make_reward_model
+from servers.server_keys import assert_key_is_hidden, assert_key_is_wanted
+from suite.real_parts import used
 
 from megatron_gvpo.config.schema import load_config
 from megatron_gvpo.groups import Group, Prompt, Rollout

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_parts import used
+from suite.real_parts import used
 
 from megatron_gvpo.config.schema import ConfigError, RewardConfig, RewardsConfig
 from megatron_gvpo.rewards.boxed import boxed, verify_format

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reward_models import Answer, make_reward_model, scores, standing_in
+from servers.reward_models import Answer, make_reward_model, scores, standing_in
 
 from megatron_gvpo.config.schema import Config, ConfigError, load_config
 from megatron_gvpo.conversations.converse import LOST

@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from servers import VLLM_FIRST, served_config
+from servers.real_servers import VLLM_FIRST, served_config
 from tiny_run import configure, fit, records
 
 from megatron_gvpo.callbacks import Callback

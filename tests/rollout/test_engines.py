@@ -12,15 +12,14 @@ import urllib.request
 from functools import partial
 from pathlib import Path
 
-import moe_task
 import pytest
 import torch
 from distributed import launch
-from groups import make_group
-from pushed import assert_exported
+from inputs import moe_task
+from inputs.groups import make_group
+from pushes.pushed import assert_exported
 from safetensors.torch import load_file, save_file
-from server_keys import assert_key_is_hidden, assert_key_is_wanted
-from servers import (
+from servers.real_servers import (
     ENGINES,
     PROMPTS,
     SGLANG_FIRST,
@@ -34,6 +33,7 @@ from servers import (
     running,
     served_config,
 )
+from servers.server_keys import assert_key_is_hidden, assert_key_is_wanted
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_gvpo import api_model
@@ -190,7 +190,7 @@ def test_what_arrives_is_what_was_exported_byte_for_byte(
     of transformers on the export. Adapters are merged in both.
     """
     ranks = 1 if layout in ("single", "adapter") else 2
-    launch("push_worker:run", [ranks], served.engine, served.url, str(task), str(tmp_path), layout)
+    launch("pushes.push_worker:run", [ranks], served.engine, served.url, str(task), str(tmp_path), layout)
     assert_exported(tmp_path)
 
 
@@ -200,7 +200,7 @@ def test_a_server_of_two_ranks_gets_its_shards(engine: str, task: Path, tmp_path
     """The same holds for a tensor-parallel server with both ranks in the group."""
     with running(engine, task, tmp_path, "rollout.servers.tp=2") as supervisor:
         url = supervisor.processes[0].url
-        launch("push_worker:run", [1], engine, url, str(task), str(tmp_path), "single")
+        launch("pushes.push_worker:run", [1], engine, url, str(task), str(tmp_path), "single")
     assert_exported(tmp_path)
 
 
@@ -211,7 +211,7 @@ def test_a_mixture_of_experts_gets_its_weights(engine: str, task: Path, tmp_path
     moe = moe_task.make(task, tmp_path / "task")
     with running(engine, moe, tmp_path) as supervisor:
         url = supervisor.processes[0].url
-        launch("push_worker:run", [1], engine, url, str(moe), str(tmp_path), "single")
+        launch("pushes.push_worker:run", [1], engine, url, str(moe), str(tmp_path), "single")
     assert_exported(tmp_path)
 
 
@@ -227,7 +227,8 @@ def test_a_server_of_another_node_has_the_weights_from_the_rank_beside_it(
         override = f"rollout.servers.python={python}"
         with running(served.engine, task, tmp_path / "second", override) as supervisor:
             urls = f"{served.url},{supervisor.processes[0].url}"
-            launch("push_worker:on_two_nodes", [2], served.engine, urls, str(task), str(tmp_path), str(pid))
+            arguments = (served.engine, urls, str(task), str(tmp_path), str(pid))
+            launch("pushes.push_worker:on_two_nodes", [2], *arguments)
     for server in ("0", "1"):
         before, after = ((tmp_path / server / f"checksum-{step}").read_text() for step in range(2))
         assert before != after
@@ -291,7 +292,7 @@ def test_a_server_of_another_engine_is_said_to_be_one(served: SharedServer, task
 @pytest.mark.parametrize("served", SGLANG_FIRST, indirect=True)
 def test_the_probe_tells_other_weights(served: SharedServer, task: Path, tmp_path: Path):
     """The run refuses to continue with a server that has not taken the push."""
-    launch("push_worker:unheard", [1], served.engine, served.url, str(task), str(tmp_path))
+    launch("pushes.push_worker:unheard", [1], served.engine, served.url, str(task), str(tmp_path))
     assert "does not have the weights that were sent" in (tmp_path / "error").read_text()
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import family_task
 import pytest
+from cases.served_families import SERVED
 from distributed import launch
-from pushed import assert_exported
-from served_families import SERVED
-from servers import running
+from inputs import family_task
+from pushes.pushed import assert_exported
+from servers.real_servers import running
 
 pytestmark = pytest.mark.proof
 
@@ -25,5 +25,5 @@ def test_a_family_is_served_with_the_trainers_weights(
     own = family_task.make(task, tmp_path / "task", title, dtype)
     with running(engine, own, tmp_path) as supervisor:
         url = supervisor.processes[0].url
-        launch("push_worker:run", [1], engine, url, str(own), str(tmp_path), "single")
+        launch("pushes.push_worker:run", [1], engine, url, str(own), str(tmp_path), "single")
     assert_exported(tmp_path, dtype)

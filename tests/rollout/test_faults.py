@@ -13,10 +13,10 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from digits import TALK, talks
-from faults import Fault, Slowdown, check, faulty_run, kill, stop
-from proxy import Proxy
-from servers import SGLANG_FIRST, running
+from inputs.digits import TALK, talks
+from servers.faults import Fault, Slowdown, check, faulty_run, kill, stop
+from servers.proxy import Proxy
+from servers.real_servers import SGLANG_FIRST, running
 from tiny_run import records
 
 from megatron_gvpo.observe import read_metrics

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from servers import engine_python
+from servers.real_servers import engine_python
 
 from megatron_gvpo.config.schema import load_config
 from megatron_gvpo.rollout.server import PLUGINS

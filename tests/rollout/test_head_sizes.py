@@ -10,8 +10,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from family_task import engine_config, tiny_config
-from servers import engine_python
+from inputs.family_task import engine_config, tiny_config
+from servers.real_servers import engine_python
 from tiny_run import configure
 
 from megatron_gvpo.config.checks.cpu_engines import CPU_HEAD_SIZES, check_on_cpu, check_rollout_model

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from servers import Client, admit, logprobs, pool_of, running
+from servers.real_servers import Client, admit, logprobs, pool_of, running
 
 from megatron_gvpo.config.schema import SamplingConfig
 from megatron_gvpo.rollout.request import Request

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from paths import HELPERS
-from servers import PROMPTS, SharedServer, checksum
+from paths import HELPERS, IMPORTS
+from servers.real_servers import PROMPTS, SharedServer, checksum
 
 from megatron_gvpo.config.schema import ConfigError, SamplingConfig, load_config
 from megatron_gvpo.rollout.checks import check_server
@@ -241,9 +241,9 @@ def test_a_real_server_outlives_a_killed_trainer(served: SharedServer, task: Pat
     """Killed once paused, between two buckets, and while the server waits for one; then another pushes."""
 
     def push(end: str) -> int:
-        command = [sys.executable, str(HELPERS / "killed_pusher.py"), served.engine, served.url]
+        command = [sys.executable, str(HELPERS / "programs" / "killed_pusher.py"), served.engine, served.url]
         command += [transport, str(task / "model"), end]
-        environment = {**os.environ, "PYTHONPATH": f"{HELPERS.parents[1]}:{HELPERS}"}
+        environment = {**os.environ, "PYTHONPATH": IMPORTS}
         return subprocess.run(command, timeout=240, env=environment).returncode
 
     def generate() -> Any:

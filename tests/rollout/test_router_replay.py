@@ -10,13 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import gradient_reference as reference
-import moe_task
 import numpy as np
 import pytest
 import torch
-from groups import make_group
-from servers import engine_with, served_config
+from inputs import moe_task
+from inputs.groups import make_group
+from references import gradient_reference as reference
+from servers.real_servers import engine_with, served_config
 from tiny_run import configure, fit, records
 
 from megatron_gvpo.algorithms.curriculum.batch_policy import Accumulator
@@ -72,7 +72,7 @@ class OwnChoice(Callback):
             self.again = servers.loop.run(servers.pool.generate(asked, trainer.config.rollout))
 
 
-# The plugin lets the engine report experts on a CPU (tests/helpers/PLUGIN).
+# The plugin lets the engine report experts on a CPU (tests/helpers/on_cpu/PLUGIN).
 @pytest.mark.parametrize(
     ("engine", "plugin", "cached"),
     [

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from cases.vision_cases import END, IMAGE, PROCESSOR, START, make_rows
 from PIL import Image as Picture
-from vision_cases import END, IMAGE, PROCESSOR, START, make_rows
 
 from megatron_gvpo.config.errors import ConfigError
 from megatron_gvpo.config.schema import SamplingConfig

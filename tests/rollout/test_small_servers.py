@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from servers import Client, logprobs, pool_of, running
+from servers.real_servers import Client, logprobs, pool_of, running
 from small_constants import SERVER_OPTIONS, small_servers
 
 from megatron_gvpo.config.schema import SamplingConfig

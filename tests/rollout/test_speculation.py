@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import mtp_task
 import pytest
 import torch
-from faults import Fault, check, faulty_run, kill
+from inputs import mtp_task
 from safetensors.torch import load_file, save_file
-from servers import PROMPTS, Client, admit, pool_of, running, served_config
+from servers.faults import Fault, check, faulty_run, kill
+from servers.real_servers import PROMPTS, Client, admit, pool_of, running, served_config
 from tiny_run import fit, records, weights
 from transformers import AutoModelForCausalLM
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import launch
-from paths import HELPERS
+from paths import HELPERS, IMPORTS
 from safetensors.torch import load_file
-from servers import Client, SharedServer, running
+from servers.real_servers import Client, SharedServer, running
 
 from megatron_gvpo.config.schema import SamplingConfig, ServersConfig
 from megatron_gvpo.config.servers import WeightSyncConfig
@@ -125,9 +126,10 @@ def test_there_may_be_more_responses_than_open_files(client: Client):
     """Each response is a connection, and a cluster's step has more of them than a process may usually
     open.
     """
-    worker = HELPERS.joinpath("few_files.py")
-    command = [sys.executable, str(worker), "sglang", client.server.url]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    program = HELPERS / "programs" / "few_files.py"
+    command = [sys.executable, str(program), "sglang", client.server.url]
+    environment = {**os.environ, "PYTHONPATH": IMPORTS}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split()[-2:] == ["400", "responses"]
 
@@ -136,14 +138,16 @@ def test_there_may_be_more_responses_than_open_files(client: Client):
 def test_a_server_that_ends_before_a_push_is_proved_is_lost_and_comes_back(task: Path, tmp_path: Path):
     with running("sglang", task, tmp_path) as supervisor:
         [process] = supervisor.processes
-        launch("push_worker:ended", [1], "sglang", process.url, str(task), str(tmp_path), str(process.pid))
+        launch(
+            "pushes.push_worker:ended", [1], "sglang", process.url, str(task), str(tmp_path), str(process.pid)
+        )
 
 
 def test_servers_may_take_longer_to_start_than_a_collective_waits(task: Path, tmp_path: Path):
     """A large model's weights take long to load: the ranks wait without a collective, and all get the
     error.
     """
-    launch("push_worker:unopened", [2], str(task), str(tmp_path))
+    launch("pushes.push_worker:unopened", [2], str(task), str(tmp_path))
     for rank in range(2):
         assert (
             "not healthy after rollout.servers.start_timeout=15 s" in (tmp_path / f"error-{rank}").read_text()

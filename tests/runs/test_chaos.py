@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from debian import install
+from machine.debian import install
 from paths import ROOT
-from real_parts import used
+from suite.real_parts import used
 
 sys.path.append(str(ROOT / "benchmarks"))
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from good_config import GOOD
-from hub_server import TOKEN, Hub, running_hub
+from inputs.good_config import GOOD
+from servers.hub_server import TOKEN, Hub, running_hub
 
 from megatron_gvpo.config.schema import ConfigError, build_config
 from megatron_gvpo.config.secrets import as_written

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from debian import unpack
+from machine.debian import unpack
 from paths import HELPERS, ROOT
 
 PACKAGES = (
@@ -29,8 +29,8 @@ def run_guest(packages: Path) -> list[str]:
         "PYTHON": sys.executable,
         "PYTHONPATH": ROOT,
         "PYTHONDONTWRITEBYTECODE": 1,
-        "PROGRAM": HELPERS / "nfs_locks.py",
-        "init": HELPERS / "nfs_guest.sh",
+        "PROGRAM": HELPERS / "machine" / "nfs_locks.py",
+        "init": HELPERS / "machine" / "nfs_guest.sh",
     }
     kernel = [packages / "usr/bin/linux.uml", "mem=512M", "rootfstype=hostfs", "rootflags=/", "ro", "quiet"]
     consoles = ["con=null", "con0=fd:0,fd:1"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from paths import ROOT
-from reward_models import make_judge
+from servers.reward_models import make_judge
 from tiny_run import fit
 
 from megatron_gvpo.config.schema import load_config

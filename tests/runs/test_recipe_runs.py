@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from teacher_servers import teaching
+from servers.teacher_servers import teaching
 from tiny_run import StopAfter, configure, fit, make_task, records
 
 from megatron_gvpo.algorithms.recipe import read_recipe, recipe_names

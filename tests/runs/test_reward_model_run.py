@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from reward_models import make_reward_model, scores, standing_in
+from servers.reward_models import make_reward_model, scores, standing_in
 from tiny_run import GVPO, SHORT, configure, fit
 
 from megatron_gvpo.observe import read_metrics

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import torch.distributed as dist
-from real_parts import used
+from suite.real_parts import used
 from tiny_run import GVPO, SHORT, configure, records
 
 from megatron_gvpo.callbacks import Callback, Recorder

@@ -8,8 +8,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
-from servers import logprobs
-from teacher_servers import teaching
+from servers.real_servers import logprobs
+from servers.teacher_servers import teaching
 from tiny_run import SHORT, configure, fit, make_task, records
 
 from megatron_gvpo.config.preflight import preflight

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from chat_tokenizer import tokenizer
-from real_parts import used
-from vision_cases import CONFIGS, decoded_log_probs, load, make_rows, save_model
+from cases.vision_cases import CONFIGS, decoded_log_probs, load, make_rows, save_model
+from inputs.chat_tokenizer import tokenizer
+from suite.real_parts import used
 
 from megatron_gvpo.config.schema import SamplingConfig
 from megatron_gvpo.images.families import name_in_file

@@ -10,7 +10,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from rows import make_logp, make_rows, sequence_weights
+from inputs.rows import make_logp, make_rows, sequence_weights
 
 from megatron_gvpo.algorithms.losses.gvpo import GVPO
 from megatron_gvpo.observe.mismatch import THRESHOLDS, MismatchWatch, mismatch

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import megatron.core
 import pytest
-from interfaces import Library, Uses
 from paths import ROOT
-from servers import engine_python
-from transformer_engine_source import CUDNN, source
+from references.interfaces import Library, Uses
+from references.transformer_engine_source import CUDNN, source
+from servers.real_servers import engine_python
 
 from megatron_gvpo.config.schema import load_config
 from megatron_gvpo.rollout.launch.start import DIALECTS

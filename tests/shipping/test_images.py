@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
-import images
 import pytest
+from machine import images
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version

@@ -27,10 +27,11 @@ def repository(tmp_path: Path) -> Path:
         (tmp_path / "tests" / room / f"test_{room}.py").write_text(f"{PROOF}    pass\n")
     (tmp_path / "tests" / "cli").mkdir()
     (tmp_path / "tests" / "cli" / "test_cli.py").write_text("def test_no_proof():\n    raise ValueError\n")
-    (tmp_path / "tests" / "conftest.py").write_text("pytest_plugins = ['time_budget', 'work_groups']\n")
+    plugins = "pytest_plugins = ['suite.time_budget', 'suite.work_groups']\n"
+    (tmp_path / "tests" / "conftest.py").write_text(plugins)
     (tmp_path / "pytest.ini").write_text(SETTINGS)
-    for file in (TOOL, "tests/helpers/time_budget.py", "tests/helpers/work_groups.py"):
-        (tmp_path / file).parent.mkdir(exist_ok=True)
+    for file in (TOOL, "tests/helpers/suite/time_budget.py", "tests/helpers/suite/work_groups.py"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / file, tmp_path / file)
     git(tmp_path, "init", "--quiet", "--initial-branch=main")
     commit(tmp_path, "README.md")
@@ -124,7 +125,7 @@ def test_a_room_without_proofs_fails_nothing(repository: Path):
 
 @pytest.mark.proof
 def test_what_does_not_end_is_cut_off_and_named(repository: Path):
-    budget = repository / "tests" / "helpers" / "time_budget.py"
+    budget = repository / "tests" / "helpers" / "suite" / "time_budget.py"
     budget.write_text(budget.read_text().replace("GRACE = 300.0", "GRACE = 10.0"))
     proved(repository, git(repository, "rev-parse", "HEAD"), weights=0.0)
     (repository / "tests" / "weights" / "test_weights.py").write_text(f"{PROOF}    time.sleep(100 * n)\n")

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from groups import make_group
-from reward_models import make_judge, standing_in
-from servers import logprobs
-from teacher_servers import generated, teaching
+from inputs.groups import make_group
+from servers.real_servers import logprobs
+from servers.reward_models import make_judge, standing_in
+from servers.teacher_servers import generated, teaching
 
 from megatron_gvpo.config.schema import load_config
 from megatron_gvpo.groups import Group, Prompt, Rollout

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from real_parts import used
-from reward_models import make_judge
-from servers import PROMPTS, SharedServer, engine_python, logprobs
+from servers.real_servers import PROMPTS, SharedServer, engine_python, logprobs
+from servers.reward_models import make_judge
+from suite.real_parts import used
 
 from megatron_gvpo.config.schema import load_config
 from megatron_gvpo.groups import Group, Prompt, Rollout

@@ -7,9 +7,9 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from adapter_pushes import RANK, make_adapter
+from pushes.adapter_pushes import RANK, make_adapter
 from safetensors.torch import load_file
-from servers import ENGINES
+from servers.real_servers import ENGINES
 from tiny_run import configure
 
 from megatron_gvpo.config.schema import Config, ConfigError

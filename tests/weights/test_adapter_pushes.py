@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapter_pushes import ADAPTERS, RANK, AdapterRun, adapted_logprobs, make_adapter
-from faults import Fault, check, faulty_run, kill
+from pushes.adapter_pushes import ADAPTERS, RANK, AdapterRun, adapted_logprobs, make_adapter
 from safetensors.torch import load_file
-from servers import ENGINES, PROMPTS, SGLANG_FIRST, Client, logprobs, running, served_config
+from servers.faults import Fault, check, faulty_run, kill
+from servers.real_servers import ENGINES, PROMPTS, SGLANG_FIRST, Client, logprobs, running, served_config
 from tiny_run import fit, records
 
 from megatron_gvpo.config.schema import Config, ConfigError, SamplingConfig, ServersConfig, read_model_config

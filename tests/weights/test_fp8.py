@@ -11,10 +11,10 @@ import pytest
 import tiny_run
 import torch
 from distributed import launch
-from fp8_worker import quantise_checkpoint
 from paths import HELPERS
+from pushes.fp8_worker import quantise_checkpoint
 from safetensors.torch import load_file, save_file
-from servers import ENGINES, PROMPTS, engine_python, engine_with, logprobs, running
+from servers.real_servers import ENGINES, PROMPTS, engine_python, engine_with, logprobs, running
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_gvpo.config.schema import ConfigError
@@ -46,7 +46,7 @@ def cases() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(("engine", "power_of_two"), [("vllm", False), ("sglang", True)])
 def test_it_is_the_engines_own_quantiser_bit_for_bit(engine: str, power_of_two: bool, tmp_path: Path):
     """vLLM's quantiser has scales of any value, SGLang's has powers of two (scale_fmt ue8m0)."""
-    weights, reference = cases(), HELPERS.joinpath("fp8_reference.py")
+    weights, reference = cases(), HELPERS / "references" / "fp8_reference.py"
     save_file(weights, tmp_path / "in.safetensors")
     command = [engine_python(engine), reference, engine, tmp_path / "in.safetensors", tmp_path / "out"]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -114,7 +114,7 @@ def test_a_server_in_fp8_gets_what_its_checkpoint_would_hold_byte_for_byte(engin
     own = (python, f"rollout.servers.model_path={served}", "model.dtype=bfloat16")
     with running(engine, task, tmp_path / "out", *own) as supervisor:
         url = supervisor.processes[0].url
-        launch("fp8_worker:run", [1], engine, url, str(task), str(served), str(tmp_path))
+        launch("pushes.fp8_worker:run", [1], engine, url, str(task), str(served), str(tmp_path))
     answers = [json.loads((tmp_path / f"answers-{step}").read_text()) for step in (0, 1)]
     assert answers[0]["pushed"] != answers[1]["pushed"]
     for step, answer in enumerate(answers):

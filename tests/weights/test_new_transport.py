@@ -10,7 +10,7 @@ from typing import Any, Self
 import pytest
 import tiny_run
 import torch
-from servers import PROMPTS, SharedServer, logprobs, served_config
+from servers.real_servers import PROMPTS, SharedServer, logprobs, served_config
 
 from megatron_gvpo.config.schema import Config, ConfigError, load_config
 from megatron_gvpo.rollout.pool import ServerHandle

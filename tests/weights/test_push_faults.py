@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_servers import itself
+from servers.fake_servers import itself
 
 from megatron_gvpo.config.schema import Config, ServersConfig, load_config
 from megatron_gvpo.config.servers import WeightSyncConfig

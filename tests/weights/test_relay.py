@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_servers import itself
+from servers.fake_servers import itself
 from torch.distributed import HashStore
 
 from megatron_gvpo.config.schema import ServersConfig

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
-import moe_task
 import pytest
 import torch
 import torch.distributed as dist
 from distributed import launch
+from inputs import moe_task
 from torch import Tensor
 
 from megatron_gvpo.megatron.model.own_weights import OwnPart, OwnWeights
@@ -232,7 +232,7 @@ def test_the_parts_that_ranks_hold_are_those_of_the_export(layout: str, task: Pa
     """Put together, they are the exported tensors, byte for byte, and each rank reads its present weights."""
     if "ep2" in layout:
         task = moe_task.make(task, tmp_path / "task")
-    launch("sharded_worker:parts", [4], str(task), str(tmp_path), layout)
+    launch("pushes.sharded_worker:parts", [4], str(task), str(tmp_path), layout)
     exported, assembled = (torch.load(tmp_path / name) for name in ("exported", "assembled"))
     assert exported.keys() == assembled.keys()
     for name, tensor in exported.items():

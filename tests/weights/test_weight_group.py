@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as dist
-from fake_servers import itself
+from servers.fake_servers import itself
 
 from megatron_gvpo.rollout.http import ServerRefused
 from megatron_gvpo.rollout.pool import ServerHandle

@@ -1,0 +1,1 @@
+"""Models, layouts and steps that tests of several rooms go through."""

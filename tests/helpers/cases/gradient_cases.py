@@ -1,0 +1,398 @@
+"""Cases of test_gradient_invariance.py: optimizer steps, layouts, the steps of each layout, and the
+reference.
+
+A step has an algorithm of the package, the paper's formula for its loss (gradient_reference.py), and rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from references import gradient_reference as reference
+from references.gradient_reference import Correction, ReferenceLoss
+from torch import Tensor
+from workers.gradient_worker import TEMPERATURE, Layout
+
+from megatron_gvpo.types import Routing, TrainBatch
+
+TOLERANCE = 1e-5  # of the largest entry of a parameter's gradient
+# Methods differ in normalisers and in splits over micro-batches and ranks, so all steps run on one rank and
+# on two data-parallel ones. The other layouts change only the model, and run the CORE.
+THOROUGH = [Layout(1), Layout(2)]
+OTHERS = [
+    Layout(1, recompute="full"),
+    Layout(2, pp=2, recompute="full", recompute_layers=1),
+    Layout(2, overlap=True),
+    Layout(2, tp=2),
+    Layout(2, tp=2, sequence_parallel=True),
+    Layout(2, pp=2),
+    Layout(2, pp=2, stage_layers=(3, 1)),
+    Layout(2, pp=2, vpp=2),
+    Layout(2, cp=2),
+    Layout(4),
+    Layout(4, tp=2),
+    Layout(4, tp=2, pp=2),
+    Layout(4, pp=2),
+    Layout(4, pp=4),
+]
+COMBINED = [
+    Layout(4, pp=2, vpp=2, overlap=True),
+    Layout(4, tp=2, sequence_parallel=True, pp=2, vpp=2),
+    Layout(4, cp=4),
+    Layout(4, cp=2, overlap=True),
+    Layout(4, cp=2, tp=2, sequence_parallel=True),
+    Layout(4, cp=2, pp=2, vpp=2),
+    Layout(2, overlap=True, offload=1.0),
+    Layout(4, tp=2, offload=0.5),
+]
+_SP = {"tp": 2, "sequence_parallel": True}
+# Every family on one rank and where its own parts are cut; experts wherever they can go.
+_PARTS = {"recompute": "selective", "recompute_modules": ("core_attn", "mlp")}
+_OF_EXPERTS = {"recompute": "selective", "recompute_modules": ("core_attn", "moe")}
+_OF_MLA = {"recompute": "selective", "recompute_modules": ("shared_experts",)}
+DENSE = [Layout(1), Layout(2, **_SP), Layout(2, **_SP, **_PARTS), Layout(2, cp=2), Layout(4, tp=2, pp=2)]
+EXPERTS = [
+    Layout(1),
+    Layout(2),
+    Layout(2, ep=2),
+    Layout(2, pp=2),
+    Layout(2, cp=2),
+    Layout(2, **_SP),
+    Layout(2, **_SP, etp=2),
+    Layout(2, **_SP, ep=2),
+    Layout(4, ep=4),
+    Layout(4, ep=2, overlap=True),
+    Layout(4, pp=2, vpp=2, ep=2),
+    Layout(4, cp=2, ep=2),
+    Layout(4, **_SP, ep=2, etp=2),
+    Layout(2, ep=2, **_OF_EXPERTS),
+    Layout(2, ep=2, offload=0.5),
+]
+MLA = [
+    Layout(1),
+    Layout(1, **_OF_MLA),
+    Layout(2, **_SP),
+    Layout(2, ep=2),
+    Layout(2, cp=2),
+    Layout(4, **_SP, pp=2, ep=2),
+]
+# Where a replayed router runs twice, and other micro-batches in between.
+COMPUTED_AGAIN = [Layout(2, pp=2, **_OF_EXPERTS), Layout(2, pp=2, recompute="full")]
+FAMILY_LAYOUTS = {
+    "qwen3": DENSE,
+    "llama3": DENSE,
+    "mistral": DENSE,
+    "qwen3_moe": EXPERTS,
+    "deepseek_v2": [Layout(1), Layout(2, **_SP, ep=2)],
+    "deepseek_v3": MLA,
+}
+HIDDEN = 32  # of the reference's models
+Params = dict[str, torch.nn.Parameter]
+Groups = list[tuple[int, list[tuple[int, float]]]]  # (prompt tokens, (response tokens, reward) of every row)
+
+ROWS: dict[str, Groups] = {
+    # A group of one, a group whose rewards are all equal, a prompt and two responses of one token.
+    "ragged": [
+        (3, [(4, 1.0), (1, 0.0), (9, 0.5)]),
+        (1, [(20, 1.0), (6, 0.0)]),
+        (7, [(5, 1.0)]),
+        (5, [(8, 0.5), (3, 0.5), (6, 0.5), (2, 0.5)]),
+        (2, [(1, 0.0), (12, 1.0), (7, 0.0)]),
+    ],
+    # On four ranks the long sequences, whose group has no signal, keep ranks to themselves.
+    "long without signal": [
+        (3, [(30, 1.0), (28, 1.0)]),
+        (3, [(4, 1.0), (6, 0.0), (3, 0.0)]),
+        (3, [(2, 0.0), (5, 0.0)]),
+        (3, [(7, 1.0), (3, 0.0)]),
+    ],
+    "fewer than ranks": [(2, [(3, 1.0), (5, 0.0)])],
+}
+ONE_BY_ONE, SPLIT, WHOLE, ALL = 1, 24, 40, 10_000  # budgets in tokens, and what they do to the ragged rows
+
+
+def make_rows(groups: Groups) -> TrainBatch:
+    """Rows of random tokens; the groups' rows are mixed, and their numbers have gaps."""
+    generator = torch.Generator().manual_seed(0)
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(reference.VOCABULARY, (count,), generator=generator).tolist()
+
+    prompts = [tokens(length) for length, _ in groups]
+    flat = [(g, *row) for g, (_, rows) in enumerate(groups) for row in rows]
+    longest = max(length for _, length, _ in flat)
+    rows = TrainBatch(
+        prompt_ids=[prompts[g] for g, _, _ in flat],
+        response_ids=[tokens(length) for _, length, _ in flat],
+        group_n=torch.tensor([3 * g + 1 for g, _, _ in flat]),
+        reward_n=torch.tensor([reward for _, _, reward in flat]),
+        truncated_n=torch.tensor([length == longest for _, length, _ in flat]),
+    )
+    return rows.select(torch.randperm(len(rows), generator=generator).tolist())
+
+
+def moved(rows: TrainBatch, logp: list[Tensor]) -> TrainBatch:
+    """The rows as in a later mini-batch of a step: the policy differs from the old one and from the
+    reference.
+    """
+    generator = torch.Generator().manual_seed(1)
+    logp_r = torch.cat(logp).detach().float()
+    old_r, ref_r = (logp_r + scale * torch.randn(logp_r.shape, generator=generator) for scale in (0.2, 0.5))
+    return rows.with_columns(old_logp_r=old_r, ref_logp_r=ref_r)
+
+
+def by_another_engine(rows: TrainBatch, logp: list[Tensor]) -> TrainBatch:
+    """The rows with log-probs of an engine that differs from the trainer in every token."""
+    noise_r = torch.randn(sum(map(len, logp)), generator=torch.Generator().manual_seed(2))
+    return rows.with_columns(engine_logp_r=torch.cat(logp).detach().float() + 0.4 * noise_r)
+
+
+def routing_of(rows: TrainBatch, model: Any) -> list[Routing | None]:
+    """Random experts of every token, as no router would choose them; none for every third row."""
+    generator = torch.Generator().manual_seed(3)
+    layers, per_token = model.num_hidden_layers, model.num_experts_per_tok
+    count = getattr(model, "n_routed_experts", None) or model.num_experts
+
+    def of(tokens: int) -> Routing:
+        order = torch.rand(tokens - 1, layers, count, generator=generator).argsort(-1)
+        ids = order[..., :per_token].to(torch.uint8).numpy().tobytes()
+        return Routing(layers, per_token, 1, ids)
+
+    pairs = zip(rows.prompt_ids, rows.response_ids, strict=True)
+    return [None if i % 3 == 2 else of(len(p) + len(r)) for i, (p, r) in enumerate(pairs)]
+
+
+@dataclass(frozen=True)
+class Step:
+    """An optimizer update by the package's `algorithm` and by the paper's `loss`.
+
+    With `at_step_start` it is a step's first mini-batch: old policy and reference are the present policy,
+    their columns are empty, and most methods know their weights before the forward. Otherwise the policy has
+    moved. With `engine_gap` the reference's log-probs are the engine's, lower by the gap in every token; at
+    step start they then come from older weights.
+    """
+
+    algorithm: dict[str, Any]
+    loss: ReferenceLoss
+    budget: int
+    at_step_start: bool = False
+    rows: str = "ragged"
+    model: str = "untied"
+    engine_gap: float | None = None
+    replayed: bool = False
+
+
+def gvpo(
+    budget: int, at_step_start: bool = False, model: str = "untied", gap: float | None = None, **loss: Any
+) -> Step:
+    terms, form = loss.get("terms", ("var", "cov")), loss.get("form")
+    paper = reference.gvpo(0.3, "var" in terms, "cov" in terms, surrogate=form == "nll")
+    algorithm = {"recipe": "gvpo", "loss": {"beta": 0.3, **loss}}
+    return Step(algorithm, paper, budget, at_step_start, model=model, engine_gap=gap)
+
+
+def gpg(
+    budget: int,
+    age: str,
+    rows: str = "ragged",
+    at_step_start: bool = False,
+    by: Correction | None = None,
+) -> Step:
+    algorithm = {"recipe": "gpg", "estimator": {"age": age}, "loss": reference.option(by)}
+    return Step(algorithm, reference.gpg(age, by), budget, at_step_start, rows)
+
+
+def grpo(
+    budget: int,
+    kl_coef: float,
+    at_step_start: bool = False,
+    rows: str = "ragged",
+    by: Correction | None = None,
+) -> Step:
+    algorithm = {"recipe": "grpo", "loss": {"kl_coef": kl_coef, **reference.option(by)}}
+    return Step(algorithm, reference.grpo(0.2, kl_coef, by), budget, at_step_start, rows)
+
+
+def sft(budget: int, model: str = "untied") -> Step:
+    return Step({"recipe": "sft"}, reference.sft(), budget, model=model)
+
+
+STEPS = {
+    "gvpo, one by one": gvpo(ONE_BY_ONE),
+    "gvpo, groups split": gvpo(SPLIT),
+    "gvpo, groups whole": gvpo(WHOLE),
+    "gvpo, all in one": gvpo(ALL),
+    "gvpo, step start, groups split": gvpo(SPLIT, True),
+    "gvpo, step start, groups whole": gvpo(WHOLE, True),
+    "gvpo, without var, groups split": gvpo(SPLIT, terms=("cov",)),
+    "gvpo, without var, groups whole": gvpo(WHOLE, terms=("cov",)),
+    "gvpo, without cov, groups split": gvpo(SPLIT, terms=("var",)),
+    "gvpo, without cov, groups whole": gvpo(WHOLE, terms=("var",)),
+    "gvpo, without both, groups split": gvpo(SPLIT, terms=()),
+    "gvpo, without both, groups whole": gvpo(WHOLE, terms=()),
+    "gvpo, as variance, groups split": gvpo(SPLIT, form="variance"),
+    "gvpo, as variance, groups whole": gvpo(WHOLE, form="variance"),
+    "gvpo, as nll, groups split": gvpo(SPLIT, form="nll"),
+    "gvpo, as nll, step start, groups split": gvpo(SPLIT, True, form="nll"),
+    "gvpo, as nll, step start, groups whole": gvpo(WHOLE, True, form="nll"),
+    "gvpo, engine's reference, groups split": gvpo(SPLIT, gap=0.05),
+    "gvpo, engine's reference, groups whole": gvpo(WHOLE, gap=0.05),
+    "gvpo, engine's reference, step start, groups split": gvpo(SPLIT, True, gap=0.05),
+    "gvpo, engine's reference, step start, groups whole": gvpo(WHOLE, True, gap=0.05),
+    "gvpo, engine's reference, without var": gvpo(WHOLE, gap=0.05, terms=("cov",)),
+    "gpg, age by sample, one by one": gpg(ONE_BY_ONE, "sample"),
+    "gpg, age by token": gpg(SPLIT, "token"),
+    "gpg, age by sample, ranks without signal": gpg(ALL, "sample", "long without signal"),
+    "gpg, age by token, ranks without signal, accumulated": gpg(SPLIT, "token", "long without signal"),
+    "gpg with importance": gpg(SPLIT, "token", by=reference.token_truncate),
+    "gpg with importance, step start": gpg(SPLIT, "sample", at_step_start=True, by=reference.token_truncate),
+    "gpg with a token mask": gpg(SPLIT, "token", by=reference.token_mask),
+    "gpg with sequence importance, one by one": gpg(ONE_BY_ONE, "sample", by=reference.sequence_truncate),
+    "grpo with importance": grpo(SPLIT, 0.5, by=reference.token_truncate),
+    "grpo with importance, step start": grpo(WHOLE, 0.0, True, by=reference.token_truncate),
+    "grpo with geometric importance": grpo(SPLIT, 0.5, by=reference.geometric_truncate),
+    "grpo with a sequence mask": grpo(SPLIT, 0.5, by=reference.sequence_mask),
+    "grpo with a sequence mask, step start": grpo(WHOLE, 0.0, True, by=reference.sequence_mask),
+    "grpo with kl, one by one": grpo(ONE_BY_ONE, 0.5),
+    "grpo with kl": grpo(SPLIT, 0.5),
+    "grpo without kl, step start": grpo(WHOLE, 0.0, True),
+    "grpo with kl, fewer rows than ranks": grpo(SPLIT, 0.5, rows="fewer than ranks"),
+    "sft": sft(SPLIT),
+    "sft, all in one": sft(ALL),
+    "tied, gvpo, groups split": gvpo(SPLIT, model="tied"),
+    "tied, gvpo, groups whole": gvpo(WHOLE, model="tied"),
+    "tied, sft": sft(SPLIT, model="tied"),
+}
+FAMILIES = [name for name in reference.CONFIGS if name not in ("untied", "tied")]
+for family in FAMILIES:
+    of_family = {
+        "gvpo, groups split": gvpo(SPLIT),
+        "gvpo, step start, groups whole": gvpo(WHOLE, True),
+        "gpg, accumulated": gpg(SPLIT, "token", "long without signal"),
+        "grpo, fewer rows than ranks": grpo(SPLIT, 0.5, rows="fewer than ranks"),
+    }
+    if family in ("qwen3_moe", "deepseek_v3"):
+        of_family["gvpo, replayed"] = replace(gvpo(SPLIT), replayed=True)
+    STEPS |= {f"{family}, {name}": replace(step, model=family) for name, step in of_family.items()}
+CORE = [
+    "gvpo, groups split",
+    "gvpo, groups whole",
+    "gvpo, step start, groups whole",
+    "gvpo, engine's reference, groups split",
+    "gvpo, engine's reference, groups whole",
+    "gpg, age by sample, ranks without signal",
+    "gpg, age by token, ranks without signal, accumulated",
+    "grpo with kl",
+    "grpo with kl, fewer rows than ranks",
+    "grpo with importance, step start",
+    "grpo with a sequence mask",
+    "sft",
+    "tied, gvpo, groups split",
+]
+PART = ["gvpo, groups split", "gvpo, step start, groups whole", "grpo with kl, fewer rows than ranks"]
+PART += ["gpg, age by token, ranks without signal, accumulated", "tied, gvpo, groups split"]
+QWEN2 = [name for name, step in STEPS.items() if step.model not in FAMILIES]
+RUNS = [(layout, name) for layout in THOROUGH for name in QWEN2]
+RUNS += [(layout, name) for layout in OTHERS for name in CORE]
+RUNS += [(layout, name) for layout in COMBINED for name in PART]
+RUNS += [
+    (layout, name)
+    for model, layouts in FAMILY_LAYOUTS.items()
+    for layout in layouts
+    for name, step in STEPS.items()
+    if step.model == model
+]
+RUNS += [(layout, "qwen3_moe, gvpo, replayed") for layout in COMPUTED_AGAIN]
+# Every layout again with overlap, and with the sizes of small_constants.py cut down.
+SMALL_STEPS = {"gvpo, groups split", "tied, gvpo, groups split", "grpo with kl", "qwen3_moe, gvpo, replayed"}
+SMALL_STEPS |= {f"{family}, gvpo, groups split" for family in FAMILIES}
+SMALL_STEPS |= {f"{family}, grpo, fewer rows than ranks" for family in FAMILIES}
+
+
+def small(layout: Layout) -> Layout:
+    return replace(layout, overlap=True, small=True)
+
+
+RUNS += list(dict.fromkeys((small(layout), name) for layout, name in RUNS if name in SMALL_STEPS))
+MODELS = {"untied": "gvpo, groups split"}  # every model's step of its update
+MODELS |= {model: f"{model}, gvpo, groups split" for model in ("tied", *FAMILIES)}
+PROBES = list(dict.fromkeys((layout, STEPS[name].model) for layout, name in RUNS))
+# `make test` runs every method on one and two ranks, and every family and every kind of division (tp, sp, pp,
+# vpp, cp, ep, etp, dp, uneven stages, overlap, recomputation, offload) in few layouts and steps, and small
+# constants in few layouts; `make proof` runs all of RUNS.
+FEW = ["gvpo, groups split", "gpg, age by token, ranks without signal, accumulated"]
+FEW_LAYOUTS = {
+    "untied": [
+        Layout(2, pp=2, recompute="full", recompute_layers=1),
+        Layout(2, pp=2, stage_layers=(3, 1)),
+        Layout(2, overlap=True, offload=1.0),
+        Layout(4, **_SP, pp=2, vpp=2),
+        Layout(4, cp=2, **_SP),
+    ],
+    "tied": [Layout(2, pp=2)],
+    "qwen3": [Layout(2, **_SP, **_PARTS)],
+    "llama3": [Layout(2, **_SP)],
+    "mistral": [Layout(2, cp=2)],
+    "qwen3_moe": [
+        Layout(4, **_SP, ep=2, etp=2),
+        Layout(2, ep=2, **_OF_EXPERTS),
+    ],
+    "deepseek_v2": [Layout(2, **_SP, ep=2)],
+    "deepseek_v3": [Layout(1, **_OF_MLA)],
+}
+FEW_SMALL = {
+    "untied": [Layout(2), Layout(4, pp=2, vpp=2)],
+    "tied": [Layout(4, pp=2)],
+    "deepseek_v3": [Layout(4, **_SP, pp=2, ep=2)],
+}
+
+
+def in_make_test(layout: Layout, name: str) -> bool:
+    model = STEPS[name].model
+    if layout.small:
+        return layout in map(small, FEW_SMALL.get(model, [])) and not name.endswith(", replayed")
+    if name.endswith(", replayed"):
+        return model == "qwen3_moe" and layout in (Layout(1), Layout(2, pp=2, recompute="full"))
+    if model not in FAMILIES and layout in THOROUGH:
+        return name in CORE
+    few = [*FEW_LAYOUTS.get(model, []), *([Layout(1)] if model in FAMILIES else [])]
+    return layout in few and name in (*FEW, MODELS[model])
+
+
+QUICK = [run for run in RUNS if in_make_test(*run)]
+
+
+@cache
+def sampled(
+    directory: Path, model: str, temperature: float, rows: str, replayed: bool = False
+) -> tuple[TrainBatch, list[Tensor], Params]:
+    """Rows, the reference's log-probs of them (an autograd graph that is reused), and its parameters."""
+    policy, made = reference.load(directory / model), make_rows(ROWS[rows])
+    if replayed:
+        made = replace(made, routing=routing_of(made, reference.CONFIGS[model]()))
+    return made, reference.log_probs(policy, made, temperature), dict(policy.named_parameters())
+
+
+def sampled_for(step: Step, directory: Path) -> tuple[TrainBatch, list[Tensor], Params]:
+    temperature = 1.0 if step.algorithm["recipe"] == "sft" else TEMPERATURE
+    rows, logp, parameters = sampled(directory, step.model, temperature, step.rows, step.replayed)
+    rows = by_another_engine(rows, logp)
+    present = step.at_step_start and step.engine_gap is None
+    return (rows if present else moved(rows, logp)), logp, parameters
+
+
+@cache
+def expected(name: str, directory: Path) -> tuple[float, dict[str, Tensor]]:
+    """The reference's loss and gradients."""
+    rows, logp, parameters = sampled_for(STEPS[name], directory)
+    loss = STEPS[name].loss(reference.sample_of(rows, logp))
+    gradients = torch.autograd.grad(loss, list(parameters.values()), retain_graph=True, allow_unused=True)
+    found = {
+        name: torch.zeros_like(parameter) if gradient is None else gradient
+        for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True)
+    }
+    return loss.item(), found

@@ -1,0 +1,159 @@
+"""Cases of the head's Triton kernels under Triton's interpreter; test_triton_head.py runs them.
+
+The interpreter runs the kernels' own code on a CPU. It says nothing about speed or about products in bf16: it
+has none, so they are fp32 here.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from references.head_reference import (
+    error,
+    fused_stash,
+    fused_weights_first,
+    fused_weights_last,
+    naive,
+    problem,
+)
+
+from megatron_gvpo.kernels import triton_tiles
+from megatron_gvpo.kernels.linear_logprob import linear_logprob
+
+TRITON = {"backend": "triton"}
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give small shapes several blocks of columns, splits of the vocabulary and groups of rows."""
+    set_small_blocks(monkeypatch.setattr)
+
+
+def set_small_blocks(setattr) -> None:
+    tile = {"ROWS": 16, "COLUMNS": 16, "HIDDEN": 16, "GROUP": 2, "num_warps": 8, "num_stages": 4}
+    setattr(triton_tiles, "scan_tile", lambda *shape: tile)
+    setattr(triton_tiles, "ROW_BLOCK", 32)
+    setattr(triton_tiles, "SPLITS", 3)
+    setattr(triton_tiles, "PROGRAMS", 1)
+
+
+FLAT, PEAKED = (pytest.param(s, marks=pytest.mark.proof, id=n) for s, n in ((0.01, "flat"), (8.0, "peaked")))
+ONE = pytest.param(1, None, marks=pytest.mark.proof, id="one")
+
+
+@pytest.mark.parametrize("scale", [FLAT, pytest.param(1.0, id="normal"), PEAKED])
+@pytest.mark.parametrize(("r", "vocab_size"), [ONE, pytest.param(37, 97, id="padded")])
+def test_every_mode_matches_fp64(r: int, vocab_size: int | None, scale: float):
+    hidden, weight, labels, g, e = problem(r, 24, 101, scale, vocab_size=vocab_size)
+    options = {"temperature": 0.6, "vocab_size": vocab_size}
+    triton = {**options, **TRITON, "logits_bytes": 4 * 101 * 10}
+    logp, entropy, dx, dw = naive(hidden, weight, labels, g, e, **options)
+    out, dx_, dw_ = fused_weights_last(hidden, weight, labels, g, e, **triton)
+    assert max(error(out.logp_r, logp), error(dx_, dx), error(dw_, dw)) < 1e-5
+    assert float((out.entropy_r - entropy).abs().max()) < 1e-5
+
+    *_, dx, dw = naive(hidden, weight, labels, g, **options)
+    partly = {"stash_bytes": 20 * 101 * 4}
+    found = [
+        fused(hidden, weight, labels, g, **triton)
+        for fused in (fused_weights_last, fused_weights_first, fused_stash)
+    ]
+    for out, dx_, dw_ in (*found, fused_weights_last(hidden, weight, labels, g, **partly, **triton)):
+        assert max(error(out.logp_r, logp), error(dx_, dx), error(dw_, dw)) < 1e-5
+    out, dx_, dw_ = fused_stash(hidden, weight, labels, g, stash_dtype=torch.bfloat16, **triton)
+    assert error(out.logp_r, logp) < 1e-5
+    assert 1e-5 < max(error(dx_, dx), error(dw_, dw)) < 2**-7
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    r=st.integers(0, 20),
+    h=st.integers(1, 20),
+    v=st.integers(1, 70),
+    padding=st.integers(0, 69),
+    stash_rows=st.integers(0, 20),
+    per_row=st.booleans(),
+)
+def test_any_shape(r: int, h: int, v: int, padding: int, stash_rows: int, per_row: bool):
+    vocab_size = max(1, v - padding)
+    hidden, weight, labels, g, e = problem(r, h, v, 2.0, vocab_size=vocab_size)
+    options = {"temperature": 0.5 + torch.arange(r) / 20 if per_row else 0.7, "vocab_size": vocab_size}
+    logp, entropy, dx, dw = naive(hidden, weight, labels, g, e, **options)
+    out, dx_, dw_ = fused_weights_last(hidden, weight, labels, g, e, **options, **TRITON)
+    for got, want in ((out.logp_r, logp), (out.entropy_r, entropy), (dx_, dx), (dw_, dw)):
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=3e-5)
+    *_, dx, dw = naive(hidden, weight, labels, g, **options)
+    stash = fused_weights_last(hidden, weight, labels, g, stash_bytes=stash_rows * v * 4, **options, **TRITON)
+    first = fused_weights_first(hidden, weight, labels, g, **options, **TRITON)
+    for out, dx_, dw_ in (stash, first):
+        for got, want in ((out.logp_r, logp), (dx_, dx), (dw_, dw)):
+            torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=3e-5)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("fused", [fused_weights_last, fused_weights_first, fused_stash])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter
+def test_non_finite_hidden_states_show(fused, bad: float):
+    hidden, weight, labels, g, _ = problem(6, 4, 11)
+    hidden[2, 1] = bad
+    logp, _, dx, _ = naive(hidden, weight, labels, g)
+    out, dx_, dw_ = fused(hidden, weight, labels, g, **TRITON)
+    assert torch.equal(out.logp_r.isfinite(), logp.isfinite())
+    assert not out.logp_r[2].isfinite()
+    assert torch.equal(dx_.isfinite().all(1), dx.isfinite().all(1))
+    assert not dw_.isfinite().all()
+
+
+def test_fp64_is_refused():
+    hidden, weight, labels, *_ = problem(3, 4, 11, 1.0, torch.float64)
+    with pytest.raises(ValueError, match="fp64: use 'chunked'"):
+        linear_logprob(hidden, weight, labels, **TRITON)
+
+
+def test_tensor_parallel_equals_one_process(tmp_path):
+    """Four ranks are one group and two groups. Shards are ragged: another shard's label meets columns that
+    are padding here, and must not match one.
+    """
+    mp.spawn(_tensor_parallel_rank, (str(tmp_path / "store"),), nprocs=4)
+
+
+def _tensor_parallel_rank(rank: int, store: str) -> None:
+    torch.set_num_threads(1)
+    set_small_blocks(setattr)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=4)
+    try:
+        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        _check_tensor_parallel(pairs[rank // 2], 61)
+        for vocab_size in (53, 41):  # the last shard has some, or no columns
+            _check_tensor_parallel(dist.group.WORLD, vocab_size)
+    finally:
+        dist.destroy_process_group()
+
+
+def _check_tensor_parallel(group: dist.ProcessGroup, vocab_size: int) -> None:
+    tp, rank = group.size(), group.rank()
+    shard = 80 // tp
+    edges = {i * shard + side for i in range(tp + 1) for side in (-1, 0)}
+    labels = torch.tensor(sorted({*edges, 0, vocab_size - 1} & set(range(vocab_size))))
+    hidden, weight, _, g, e = problem(len(labels), 6, 80, 3.0)
+    weight[vocab_size:] = 1e3  # padding that would take the whole softmax if it were not masked
+    mine = weight[rank * shard : (rank + 1) * shard]
+    options = {"temperature": 0.8, "vocab_size": vocab_size}
+    parallel = {**options, **TRITON, "tp_group": group, "logits_bytes": 4 * 5 * shard}
+    for mode in ("recompute", "stash", "partly stashed", "weights_first"):
+        e_r = e if mode == "recompute" else None
+        logp, _, dx, dw = naive(hidden, weight, labels, g, e_r, **options)
+        stash = {"recompute": 0, "stash": 1 << 20, "partly stashed": 4 * shard * 3}
+        if mode == "weights_first":
+            out, dx_, dw_ = fused_weights_first(hidden, mine, labels, g, **parallel)
+        else:
+            out, dx_, dw_ = fused_weights_last(
+                hidden, mine, labels, g, e_r, stash_bytes=stash[mode], **parallel
+            )
+        dist.all_reduce(dx_, group=group)
+        for got, want in ((out.logp_r, logp), (dx_, dx), (dw_, dw[rank * shard : (rank + 1) * shard])):
+            torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,1 @@
+"""Tiny models, data, configurations and runs that are made for tests."""

@@ -1,0 +1,73 @@
+"""The tiny task with a model of one of the families, of sizes that engines' kernels for CPUs have."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from cases.families import FAMILIES
+from references import gradient_reference as reference
+
+from megatron_gvpo.verify.tiny_model import save_tiny
+
+_SIZES = {
+    "hidden_size": 64,
+    "head_dim": 32,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "linear_key_head_dim": 128,  # as in the released models; vLLM's kernel for CPUs refuses 32
+    "linear_value_head_dim": 128,
+    "rotary_dim": 16,
+    "max_position_embeddings": 512,
+}
+# vLLM's kernel for latent attention on CPUs has only the ranks of the released models.
+_LATENT = {
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "head_dim": 64,
+    "qk_head_dim": 96,
+}
+_OF_TASK = ("vocab_size", "eos_token_id", "pad_token_id")
+
+
+def make(task: Path, directory: Path, title: str, dtype: str = "float32") -> Path:
+    """Copy `task` to `directory` with a model of random weights, run in `dtype`; returns `directory`.
+
+    `title`: the family's name in the documentation.
+    """
+    shutil.copytree(task, directory)
+    model, config = directory / "model", engine_config(title)
+    dense = json.loads((model / "config.json").read_text())
+    config |= {key: dense.get(key) for key in _OF_TASK} | {"bos_token_id": None}
+    (model / "model.safetensors").unlink()
+    save_tiny(config, model, title)
+    run = directory / "run.yaml"
+    text = run.read_text().replace(str(task), str(directory))
+    assert "dtype: float32" in text
+    run.write_text(text.replace("dtype: float32", f"dtype: {dtype}"))
+    return directory
+
+
+def engine_config(title: str) -> dict[str, Any]:
+    """The config.json of a tiny model of the family, of sizes that engines' kernels for CPUs have."""
+    config = tiny_config(title)
+    if config["architectures"] == ["DeepseekV3ForCausalLM"]:  # engines read these, and transformers has none
+        config |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    sizes = _SIZES | (_LATENT if config.get("kv_lora_rank") else {})
+    return config | {key: size for key, size in sizes.items() if config.get(key) is not None}
+
+
+def tiny_config(title: str) -> dict[str, Any]:
+    """The config.json of a tiny model of the family, as its gradients are compared."""
+    for family in FAMILIES:
+        if family.title == title:
+            return family.tiny
+    [name] = [name for name, its_title in reference.FAMILY_NAMES.items() if its_title == title]
+    config = reference.CONFIGS[name]()
+    architecture = type(config).__name__.replace("Config", "ForCausalLM")
+    return {**config.to_dict(), "architectures": [architecture]}

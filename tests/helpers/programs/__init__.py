@@ -1,0 +1,1 @@
+"""Programs that tests run by their path, in processes and environments of their own."""

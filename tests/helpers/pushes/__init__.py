@@ -1,0 +1,1 @@
+"""Trainers that push weights to real servers, and checks of what arrived."""

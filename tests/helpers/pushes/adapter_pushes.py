@@ -1,0 +1,98 @@
+"""Adapters made by Hugging Face PEFT, and their pushes to real servers as a run makes them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from servers.real_servers import receiver
+from transformers import AutoModelForCausalLM
+
+from megatron_gvpo.config.schema import Config
+from megatron_gvpo.config.servers import WeightSyncConfig
+from megatron_gvpo.rollout.background_loop import BackgroundLoop
+from megatron_gvpo.rollout.leader import Push, Wait
+from megatron_gvpo.rollout.pool import ServerPool
+from megatron_gvpo.weights.adapters.layers import adapted_layers, adapter_shapes
+from megatron_gvpo.weights.adapters.transport import Adapter
+from megatron_gvpo.weights.push import Publisher
+from megatron_gvpo.weights.stored_tensors import stored_tensors
+
+RANK, ALPHA = 4, 6
+ADAPTERS = (f"model.adapter={{rank: {RANK}, alpha: {ALPHA}}}", "rollout.weights.transport=adapter")
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def make_adapter(
+    model: Path, out: Path, seed: int, rank: int = RANK, layers: Sequence[str] = ALL, alpha: int = ALPHA
+) -> Path:
+    """Write an adapter of random numbers, which changes log-probs by tenths of nats; returns `out`."""
+    with warnings.catch_warnings(action="ignore"):
+        from peft import LoraConfig, get_peft_model
+
+        base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        options = LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(layers), task_type="CAUSAL_LM")
+        adapted = get_peft_model(base, options)
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator)
+        adapted.save_pretrained(out)
+    return out
+
+
+def adapted_logprobs(
+    model: Path, adapter: Path, prompt: list[int], response: list[int], temperature: float = 1.0
+) -> torch.Tensor:
+    """Log-probs of the response's tokens by PEFT, in fp32."""
+    from peft import PeftModel
+
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    adapted = PeftModel.from_pretrained(base, str(adapter))
+    with torch.no_grad():
+        logits = adapted(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+    logp = torch.log_softmax(logits / temperature, -1)
+    return logp.gather(1, torch.tensor(response)[:, None]).squeeze(1)
+
+
+class AdapterRun:
+    """A run's pushes to the servers of a pool, of adapters from files in place of a trainer's."""
+
+    def __init__(self, config: Config, pool: ServerPool, loop: BackgroundLoop) -> None:
+        self._pool = pool
+        self.messages: list[str] = []
+        stored = {name: tensor.shape for name, tensor in stored_tensors(Path(config.model.path)).items()}
+        assert config.model.adapter is not None
+        expected, optional = adapter_shapes(stored, adapted_layers(config), config.model.adapter.rank)
+        transport = Adapter.create(config, partial(receiver, transport="adapter"), torch.device("cpu"))
+        self._publisher = Publisher(
+            pool,
+            loop,
+            transport,
+            WeightSyncConfig(transport="adapter", bucket_mb=1, in_flight=config.rollout.weights.in_flight),
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            expected=expected,
+            optional=optional,
+            fp8=None,
+            colocated=False,
+            report=self.messages.append,
+        )
+
+    def push(self, adapter: Path, version: int) -> float:
+        """Push until every healthy server has the adapter; returns the bytes that each got."""
+        while not all(handle.has(version) for handle in self._pool.handles):
+            command = self._publisher.next_command(version)
+            if isinstance(command, Push):
+                tensors = load_file(adapter / "adapter_model.safetensors")
+                self._publisher.attempt(iter(tensors.items()), version)
+            else:
+                assert isinstance(command, Wait), command
+        return self._publisher.metrics["sync/bytes"]
+
+    def close(self) -> None:
+        self._publisher.close()

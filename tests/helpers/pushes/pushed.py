@@ -1,0 +1,46 @@
+"""Checks of what push_worker wrote: every push gave the server the exported weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from servers.real_servers import PROMPTS, logprobs, reference
+
+from megatron_gvpo.config.model_types import add_model_types
+from pushes.push_worker import PUSHES
+
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3}  # of one log-prob, nats
+
+
+def assert_exported(directory: Path, dtype: str = "float32") -> None:
+    """Check the files of push_worker: each push gave the server the export, and changed its log-probs.
+
+    vLLM packs linear weights on CPUs, so its checksums see them as empty; the log-probs show those. A server
+    in bfloat16 rounds, and so other tokens than the reference's may be the likeliest.
+    """
+    add_model_types()
+    for step in range(len(PUSHES)):
+        export = directory / f"export-{step}"
+        pushed = (directory / f"checksum-{step}").read_text()
+        assert pushed == (directory / f"checksum-{step}-from-files").read_text()
+        if step:
+            now, before = (json.loads((directory / f"score-{n}-0").read_text()) for n in (step, step - 1))
+            assert max(abs(a - b) for a, b in zip(now, before, strict=True)) > 0.01
+        model = reference(export)
+        gaps = []
+        for i, prompt in enumerate(PROMPTS):
+            score = json.loads((directory / f"score-{step}-{i}").read_text())
+            gaps.append(torch.tensor(score) - logprobs(export, prompt[:1], prompt[1:], loaded=model))
+            tokens, told = json.loads((directory / f"sample-{step}-{i}").read_text())
+            gaps.append(torch.tensor(told) - logprobs(export, prompt, tokens, loaded=model))
+            response = eval((directory / f"greedy-{step}-{i}").read_text())
+            ids = torch.tensor([prompt])
+            greedy = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, pad_token_id=0
+            )
+            assert response == greedy[0, len(prompt) :].tolist() or dtype != "float32"
+        gap = torch.cat(gaps).abs()
+        print(f"step {step} ({PUSHES[step]}): {gap.mean():.2g} nats off on average, {gap.max():.2g} at most")
+        assert gap.max() <= TOLERANCE[dtype], f"step {step}"

@@ -1,0 +1,175 @@
+"""Rank functions of trainers that push shards."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from inputs.rows import make_rows
+from tiny_run import configure
+
+from megatron_gvpo.config.schema import Config
+from megatron_gvpo.megatron.policy import Policy
+from megatron_gvpo.sampling.served import ServedEngine
+from megatron_gvpo.weights.sharded import Sharded
+from megatron_gvpo.weights.shards.plan import fair_shares
+from pushes.push_worker import _compare, served_engine
+
+LAYOUTS = {
+    "tp2 pp2": ("parallel.tp=2", "parallel.pp=2"),
+    "ep2 etp2 tp2": (
+        "parallel.tp=2",
+        "parallel.ep=2",
+        "parallel.etp=2",
+        "parallel.sequence_parallel=true",
+    ),
+    "ep2 tp2": ("parallel.tp=2", "parallel.ep=2", "parallel.sequence_parallel=true"),
+}
+
+
+def parts(task: str, out: str, layout: str) -> None:
+    """Rank 0 writes the exported tensors, and those put together from all ranks' own parts."""
+    config = configure(Path(task), Path(out), "algorithm=grpo", "optimizer.lr=1.0e-2", *LAYOUTS[layout])
+    policy = Policy(config)
+    policy.own_weights()
+    policy.update(make_rows([[1.0, 0.0, 0.5], [0.0, 1.0, 0.5]]), at_step_start=True)
+    own = policy.own_weights()
+    exported = {name: tensor.clone() for name, tensor in policy.weights()}
+    assembled = {name: torch.full((len(t), t.numel() // len(t)), torch.nan) for name, t in exported.items()}
+    for part in own.parts:
+        assembled[part.name][part.top : part.bottom, part.left : part.right] = own.read(part)
+    for tensor in assembled.values():  # a rank's NaN stands for what others have
+        found = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+        dist.all_gather(found, tensor)
+        for other in found:
+            tensor.copy_(torch.where(tensor.isnan(), other, tensor))
+    if dist.get_rank() == 0:
+        torch.save(exported, Path(out) / "exported")
+        torch.save(assembled, Path(out) / "assembled")
+
+
+def push(engine: str, urls: str, task: str, out: str, layout: str) -> None:
+    """Push before and after updates; write the servers' checksums, and those of the export from files."""
+    config = _config(engine, urls, task, out, layout)
+    policy = Policy(config)
+    with served_engine(config, policy) as rollouts:
+        for step in range(3):
+            if step:
+                policy.update(make_rows([[1.0, 0.0, 0.5], [0.0, 1.0, 0.5]]), at_step_start=True)
+            rollouts.sync(step)
+            policy.model.save_hf(Path(out) / f"export-{step}")
+            if rollouts.servers is not None:
+                _check_bytes(_transport(rollouts), rollouts.metrics)
+                _compare_all(rollouts, Path(out), step)
+            dist.barrier()
+
+
+def killed(engine: str, urls: str, task: str, out: str, layout: str, pid: str) -> None:
+    """A server's processes are killed in the middle of the second push. All servers have the third."""
+    config = _config(engine, urls, task, out, layout)
+    policy = Policy(config)
+    with served_engine(config, policy) as rollouts:
+        rollouts.sync(0)
+        if rollouts.servers is not None:
+            _before_sending(_transport(rollouts), lambda: os.killpg(int(pid), signal.SIGKILL))
+        policy.update(make_rows([[1.0, 0.0, 0.5], [0.0, 1.0, 0.5]]), at_step_start=True)
+        rollouts.sync(1)
+        if rollouts.servers is not None:
+            states = [(handle.state, handle.has(1)) for handle in rollouts.servers.pool.handles]
+            assert sorted(states) == [("lost", False), ("ready", True)], states
+            rollouts.servers.loop.run(_all_back(rollouts))
+        dist.barrier()
+        rollouts.sync(1)
+        policy.model.save_hf(Path(out) / "export-1")
+        if rollouts.servers is not None:
+            assert all(handle.has(1) for handle in rollouts.servers.pool.handles)
+            _compare_all(rollouts, Path(out), 1)
+        dist.barrier()
+
+
+def interrupted(engine: str, urls: str, task: str, out: str, layout: str) -> None:
+    """The trainer's ranks are killed in the middle of their first push."""
+    config = _config(engine, urls, task, out, layout)
+    policy = Policy(config)
+    with served_engine(config, policy) as rollouts:
+        if rollouts.servers is not None:
+            connect = rollouts._weights.connect
+
+            def connect_and_wait(servers: Any) -> None:
+                connect(servers)
+                _before_sending(_transport(rollouts), lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+            rollouts._weights.connect = connect_and_wait
+        rollouts.sync(0)
+
+
+def _config(engine: str, urls: str, task: str, out: str, layout: str) -> Config:
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(dist.get_rank()), str(dist.get_world_size())
+    return configure(
+        Path(task),
+        Path(out),
+        f"rollout.engine={engine}",
+        f"rollout.servers.urls=[{urls}]",
+        "algorithm=grpo",
+        "optimizer.lr=1.0e-2",
+        "rollout.weights.transport=sharded",
+        "rollout.weights.bucket_mb=1",
+        "rollout.weights.timeout=60",
+        *LAYOUTS[layout],
+    )
+
+
+def _transport(rollouts: ServedEngine) -> Sharded:
+    found = rollouts._weights._publisher._transport
+    assert isinstance(found, Sharded)
+    return found
+
+
+def _check_bytes(transport: Sharded, metrics: dict[str, float]) -> None:
+    """Both ends of each link have counted the plan's bytes, and no rank sent more than its share."""
+    plan = transport.plan
+    assert plan is not None and transport.counted == plan.link_bytes()
+    sent = plan.sent_bytes()
+    shares, bucket = fair_shares(plan, transport.held), 2**19
+    for rank in range(plan.trainers):
+        assert sent[rank] <= shares[rank] + bucket, (rank, sent[rank], shares[rank])
+    trainer = sum(sent[rank] for rank in range(plan.trainers))
+    assert trainer == metrics["sync/bytes"] and max(sent[r] for r in range(plan.trainers)) < 0.5 * trainer
+
+
+def _before_sending(transport: Sharded, act: Any) -> None:
+    """Call `act` once, when the servers receive and before rank 0 sends."""
+    all_at_once = transport._all_at_once
+
+    async def acting(own: Any) -> None:
+        sender, transport._all_at_once = transport._sender, all_at_once
+        send = sender.send
+
+        def acting_send(weights: Any) -> None:
+            act()
+            send(weights)
+
+        sender.send = acting_send
+        await all_at_once(own)
+
+    transport._all_at_once = acting
+
+
+async def _all_back(rollouts: ServedEngine) -> None:
+    import asyncio
+
+    for _ in range(600):
+        if all(handle.state != "lost" for handle in rollouts.servers.pool.handles):
+            return
+        await asyncio.sleep(0.5)
+    raise AssertionError("a killed server did not come back in 300 s")
+
+
+def _compare_all(rollouts: ServedEngine, out: Path, step: int) -> None:
+    for i, handle in enumerate(rollouts.servers.pool.handles):
+        (out / str(i)).mkdir(exist_ok=True)
+        _compare(rollouts.servers, handle, out / f"export-{step}", out / str(i), step)

@@ -1,0 +1,1 @@
+"""Independent references: methods in fp64, other projects' losses and quantisers, libraries' sources."""

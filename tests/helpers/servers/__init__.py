@@ -1,0 +1,1 @@
+"""Real rollout servers, stand-ins for servers, and what disturbs them."""

@@ -1,0 +1,56 @@
+"""A stand-in for a teacher's SGLang server, whose log-probs are those of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from servers.real_servers import logprobs, reference
+from servers.reward_models import Answer, standing_in
+
+
+@dataclass
+class Teacher:
+    """The model, and the requests that it has answered."""
+
+    model: Path
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    loaded: Any = None
+    status: int = 200  # of requests; another one is an outage, or a refusal
+    last: int | None = None  # the number of requests after which an outage begins
+
+    def answer(self, path: str, body: Any) -> Any:
+        if path == "/health":
+            return {}
+        assert path == "/generate"
+        if self.status != 200:
+            return self.status
+        if self.last is not None and len(self.asked) >= self.last:
+            return 503
+        self.asked.append(body)
+        return generated(body, self.logps(body["input_ids"], body["logprob_start_len"]))
+
+    def logps(self, ids: list[int], start: int) -> list[float]:
+        """Log-probs of all tokens after the place `start` but the last, which is there for the server."""
+        first, rest = ids[: start + 1], ids[start + 1 : -1]
+        found: list[float] = logprobs(self.model, first, rest, loaded=self.loaded).tolist()
+        return found
+
+
+def generated(body: dict[str, Any], logps: list[float]) -> dict[str, Any]:
+    """SGLang's answer: an entry without a log-prob for the first token, and one too many for the last."""
+    ids = body["input_ids"][body["logprob_start_len"] :]
+    entries = [[logp, token, None] for logp, token in zip([None, *logps, 0.0], ids, strict=True)]
+    return {"meta_info": {"input_token_logprobs": entries}}
+
+
+@contextmanager
+def teaching(model: Path) -> Iterator[tuple[str, Teacher]]:
+    """(address, teacher) of a server that has the model."""
+    teacher = Teacher(model, loaded=reference(model))
+    answer: Answer = teacher.answer
+    with standing_in(answer) as url:
+        yield url, teacher

@@ -1,0 +1,1 @@
+"""Plugins of pytest: how the suite itself is run."""

@@ -1,0 +1,1 @@
+"""Rank functions that `distributed.launch` runs on one or several ranks."""

@@ -1,0 +1,129 @@
+"""Rank function of test_adapters.py: a real Policy with adapters, under each layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from distributed import run_number
+from torch import Tensor
+
+from megatron_gvpo.config.schema import AdapterConfig, Config
+from workers.gradient_worker import Case, Layout, config_of, sizes_of
+
+
+@dataclass(frozen=True)
+class Job:
+    """Adapters as in the directory `adapter`, under a layout. `load`: a job whose checkpoint is resumed."""
+
+    model: str
+    layout: Layout
+    adapter: str
+    settings: tuple[tuple[str, Any], ...]  # of model.adapter, without the path
+    load: str | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.adapter}: {self.layout}" + (f" from {self.load}" if self.load else "")
+
+    @property
+    def file(self) -> str:
+        return self.name.replace(": ", "_").replace(" ", "_")
+
+
+def with_adapter(config: Config, **settings: Any) -> Config:
+    adapter = AdapterConfig(**settings)
+    return config.model_copy(update={"model": config.model.model_copy(update={"adapter": adapter})})
+
+
+def run(directory: str) -> None:
+    """Run one job; rank 0 writes its results."""
+    from megatron.core import parallel_state
+
+    place = Path(directory)
+    jobs, cases = torch.load(place / "work.pt", weights_only=False)
+    job: Job = jobs[run_number()]
+    with sizes_of(job.layout):
+        results = _results(job, cases[job.model], place)
+    if dist.get_rank() == 0:
+        torch.save(results, place / f"{job.file}.pt")
+    parallel_state.destroy_model_parallel()
+
+
+def _results(job: Job, case: Case, place: Path) -> dict[str, Any]:
+    from megatron_gvpo.megatron.checkpoint import sharded as checkpoint
+    from megatron_gvpo.megatron.policy import Policy
+
+    path = None if job.load else str(place / job.adapter)
+    config = with_adapter(config_of(case, job.layout, place), path=path, **dict(job.settings))
+    policy, rows = Policy(config), case.rows
+    model = policy.model
+    if job.load is not None:
+        checkpoint.load(place / f"{job.load}-checkpoint" / "step_00000001", policy)
+    frozen = [p.detach().clone() for p in model.weights() if not p.requires_grad]
+    result: dict[str, Any] = {
+        "trained": sum(p.numel() for p in model.trained_weights()),
+        "buffers": sum(b.numel() for b in model.gradient_buffers()),
+        "optimizer": sum(t.numel() for t in policy.optimizer.tensors()),
+        "logp_r": policy.score(rows),
+        "adapters": _copy(policy.adapter_weights()),
+        "merged": _copy(policy.weights()),
+        "config": policy.adapter_config(),
+    }
+    with model.adapters.off():
+        result["base_logp_r"] = policy.score(rows)
+    if job.load is None:
+        model.save_adapters(place / f"{job.file}-saved")
+    gradients: dict[str, Tensor] = {}
+    apply = policy.optimizer.apply
+
+    policy.optimizer.apply = lambda: gradients.update(_export_gradients(policy))
+    policy.update(rows, at_step_start=case.at_step_start)
+    policy.optimizer.apply = apply
+    done = policy.update(rows, at_step_start=case.at_step_start)
+    result |= {"loss": done.metrics["loss"], "grad_norm": done.update.grad_norm, "gradients": gradients}
+    result |= {"updated_logp_r": policy.score(rows), "updated": _copy(policy.adapter_weights())}
+    for part in ("training", "weights"):  # a colocated engine has the memory
+        policy.memory.release(part)
+    result["held"] = sum(p.untyped_storage().nbytes() for p in model.weights())
+    for part in ("weights", "training"):
+        policy.memory.restore(part)
+    result["restored_logp_r"] = policy.score(rows)
+    now = [p for p in model.weights() if not p.requires_grad]
+    result["base_kept"] = all(torch.equal(a, b) for a, b in zip(frozen, now, strict=True))
+    if job.load is None:
+        checkpoint.save(place / f"{job.file}-checkpoint", 1, policy, {}, keep=1)
+        policy.update(rows, at_step_start=case.at_step_start)
+        result["updated_twice"] = _copy(policy.adapter_weights())
+    return result
+
+
+@torch.no_grad()
+def _export_gradients(policy: Any) -> dict[str, Tensor]:
+    """The accumulated gradients under Hugging Face PEFT's names, exported from the adapters' places."""
+    from megatron.core import parallel_state
+
+    of_all = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    of_experts = parallel_state.get_expert_data_parallel_group()
+    for chunk in policy.model.chunks:
+        for buffers, group in ((chunk.buffers, of_all), (chunk.expert_parallel_buffers, of_experts)):
+            for bucket in (bucket for buffer in buffers for bucket in buffer.buckets):
+                shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, shard, group)
+    policy.model.finish_param_gather()
+    parameters = list(policy.model.trained_weights())
+    weights = [p.detach().clone() for p in parameters]
+    for parameter in parameters:
+        parameter.copy_(parameter.main_grad)
+    gradients = _copy(policy.model.adapters.tensors())
+    for parameter, weight in zip(parameters, weights, strict=True):
+        parameter.copy_(weight)
+    return gradients
+
+
+def _copy(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in named}

@@ -1,0 +1,303 @@
+"""Rank function of test_resharding.py: train and save under one layout, continue under others."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import resource
+import shutil
+import signal
+import sys
+import unittest.mock
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from cases.gradient_cases import small
+from distributed import forget_layout, run_number
+from torch import Tensor
+
+from workers.gradient_worker import Case, Layout, config_of, sizes_of
+
+MOMENTS = ("param", "exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """Contents of a checkpoint under Hugging Face names, and the results of two updates after it."""
+
+    states: dict[str, dict[str, Tensor]]  # "weights", and the optimizer's by MOMENTS
+    losses: list[float]
+    grad_norms: list[float]
+    lrs: list[float]
+    weights: dict[str, Tensor]
+
+
+def run(directory: str) -> None:
+    """Run one part of work.pt: [(layout, layout that saves, case), ...]. The layout that saves continues,
+    too.
+
+    Rank 0 writes {layout}-of-{layout that saves}-{model}.pt.
+    """
+    from megatron_gvpo.megatron.checkpoint import sharded as checkpoint
+    from megatron_gvpo.megatron.policy import Policy
+
+    place = Path(directory)
+    for layout, source, case in torch.load(place / "work.pt", weights_only=False)[run_number()]:
+        name = f"{source}-{case.model}"
+        with sizes_of(layout):
+            policy = Policy(config_of(case, layout, place))
+            if layout == source:
+                policy.update(case.rows, at_step_start=False)
+                checkpoint.save(place / name, 1, policy, {"mine": 7}, keep=1)
+            else:
+                assert checkpoint.load(checkpoint.complete(place / name)[-1], policy)["mine"] == 7
+            found = _continued(policy, case)
+        if dist.get_rank() == 0:
+            torch.save(found, place / f"{layout}-of-{name}.pt")
+        forget_layout()
+
+
+def _continued(policy: Any, case: Case) -> Continuation:
+    states = {"weights": _copy(policy), **{name: _moments(policy, name) for name in MOMENTS}}
+    results = [policy.update(case.rows, at_step_start=False) for _ in range(2)]
+    return Continuation(
+        states,
+        losses=[result.metrics["loss"] for result in results],
+        grad_norms=[result.update.grad_norm for result in results],
+        lrs=[result.update.lr for result in results],
+        weights=_copy(policy),
+    )
+
+
+def _copy(policy: Any) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in policy.weights()}
+
+
+@torch.no_grad()
+def _moments(policy: Any, name: str) -> dict[str, Tensor]:
+    """One kind of the optimizer's tensors under Hugging Face names: exported from the weights' places."""
+    policy.model.finish_param_gather()
+    parameters = list(policy.model.weights())
+    weights = [p.clone() for p in parameters]
+    runs = []  # before anything is overwritten: in fp32, masters are the weights
+    for optimizer in policy.optimizer.megatron.chained_optimizers:
+        for parameter in optimizer.model_param_gbuf_map:
+            run = optimizer._get_model_param_range_map(parameter)["param"]
+            states = optimizer._get_main_param_and_optimizer_states(parameter)
+            if "master_param" in states:  # in host memory, beside the weight
+                assert torch.equal(states["param"], states["master_param"])
+            runs.append((parameter, run, states[name].clone()))
+    for parameter in parameters:
+        parameter.zero_()
+    for parameter, run, value in runs:
+        parameter.view(-1)[run.start : run.end] = value
+    for chunk in policy.model.chunks:
+        for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
+            dist.all_reduce(buffer.param_data, group=buffer.data_parallel_group)
+    found = _copy(policy)
+    for parameter, weight in zip(parameters, weights, strict=True):
+        parameter.copy_(weight)
+    return found
+
+
+def killed_while_saving(directory: str) -> None:
+    """The kernel ends the process in the middle of a save in the background."""
+    from megatron_gvpo.megatron.checkpoint import sharded as checkpoint
+    from megatron_gvpo.megatron.policy import Policy
+
+    place = Path(directory)
+    case = torch.load(place / "case.pt", weights_only=False)
+    policy = Policy(config_of(case, Layout(1), place))
+    policy.update(case.rows, at_step_start=False)
+    checkpoint.save(place / "killed", 1, policy, {}, keep=1, asynchronous=True)
+    policy.update(case.rows, at_step_start=False)
+    assert [path.name for path in checkpoint.complete(place / "killed")] == ["step_00000001"]
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))
+    checkpoint.save(place / "killed", 2, policy, {}, keep=1, asynchronous=True)
+    policy.model.finish_background_work()
+    raise AssertionError("a file grew beyond its limit")
+
+
+def saved_again(directory: str) -> None:
+    """Save a step a second time. Before every change on disk, copy what a kill would leave; record what can
+    be loaded from the copy, and whether saving continues from there.
+    """
+    from megatron_gvpo.megatron.checkpoint import sharded as checkpoint
+    from megatron_gvpo.megatron.policy import Policy
+
+    place = Path(directory)
+    root, instants = place / "again", place / "instants"
+    case = torch.load(place / "case.pt", weights_only=False)
+    policy = Policy(config_of(case, Layout(1), place))
+    weights = []
+    copying = False
+
+    def look(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal copying
+        changes = event in ("os.rename", "os.remove", "os.rmdir", "os.mkdir") or (
+            event == "open" and str(arguments[0]).startswith(str(root)) and arguments[2] & os.O_ACCMODE
+        )
+        if changes and len(weights) == 2 and not copying:
+            copying = True
+            shutil.copytree(root, instants / f"{len(list(instants.iterdir())):04}")
+            copying = False
+
+    instants.mkdir()
+    sys.addaudithook(look)  # Python asks before it does something
+    for number in (1, 2):
+        policy.update(case.rows, at_step_start=False)
+        weights.append(_copy(policy))
+        checkpoint.save(root, 1, policy, {"mine": number}, keep=1)
+    weights.append({})  # enough has been seen
+    found = []
+    for instant in [*sorted(instants.iterdir()), root]:
+        newest = checkpoint.newest(instant)
+        loaded = 0 if newest is None else checkpoint.load(newest, policy)["mine"]
+        expected = weights[loaded - 1] if loaded else {}
+        same = all(torch.equal(tensor, expected[name]) for name, tensor in policy.weights() if loaded)
+        names = []
+        for step in (1, 2):
+            checkpoint.save(instant, step, policy, {"mine": 3}, keep=1)
+            names += sorted(path.name for path in instant.iterdir())
+        found.append((loaded, same, names))
+    torch.save(found, place / "again.pt")
+
+
+def fails_on_one_rank(directory: str) -> None:
+    """Let one rank fail in each part of a save, then of a load; every rank writes the error that it
+    raised.
+    """
+    from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
+
+    from megatron_gvpo.megatron.checkpoint import loading, saving
+    from megatron_gvpo.megatron.checkpoint import sharded as checkpoint
+    from megatron_gvpo.megatron.policy import Policy
+
+    place, rank = Path(directory), dist.get_rank()
+    case = torch.load(place / "case.pt", weights_only=False)
+    policy = Policy(config_of(case, Layout(2), place))
+    checkpoint.save(place / "alone", 1, policy, {"mine": 7}, keep=1)
+    newest = checkpoint.newest(place / ("alone", "not mounted")[rank])
+    assert newest is not None and newest.name == "step_00000001", "what rank 0 sees"
+    heard = []
+
+    def hear(action: Callable[..., Any], *arguments: Any) -> None:
+        try:
+            action(*arguments)
+        except checkpoint.CheckpointError as error:
+            heard.append(str(error))
+
+    model = policy.model.chunks[0].module
+    owners = {"sharded_state_dict": model, "load_state_dict": model, "save": saving.Writer}
+    for part, failing in PARTS_OF_A_SAVE:
+        with _failing(owners.get(part, saving), part) if rank == failing else contextlib.nullcontext():
+            hear(checkpoint.save, place / "alone", 2, policy, {}, 1)
+    for part, call, failing in PARTS_OF_A_LOAD:
+        with _failing(owners.get(part, loading), part, call) if rank == failing else contextlib.nullcontext():
+            hear(checkpoint.load, place / "alone" / "step_00000001", policy)
+    own = checkpoint.weights_state
+
+    def claimed(model: Any) -> Any:
+        return dict_list_map_outplace(lambda base: replace(base, replica_id=0), own(model))
+
+    with unittest.mock.patch.object(checkpoint, "weights_state", claimed if rank == 1 else own):
+        hear(checkpoint.load, place / "alone" / "step_00000001", policy)
+    hear(checkpoint.load, place / ("alone/step_00000001", "not mounted")[rank], policy)
+    assert checkpoint.load(place / "alone" / "step_00000001", policy)["mine"] == 7
+    torch.save(heard, place / f"heard-{rank}.pt")
+
+
+def _failing(owner: Any, name: str, call: int = 1) -> Any:
+    """Replace a function by one that fails at a given call."""
+    whole, calls, rank = getattr(owner, name), itertools.count(1), dist.get_rank()
+
+    def fail(*arguments: Any, **options: Any) -> Any:
+        if next(calls) == call:
+            raise OSError(28, f"rank {rank} has no space left")
+        return whole(*arguments, **options)
+
+    return unittest.mock.patch.object(owner, name, fail)
+
+
+# Functions that are made to fail, and the rank on which.
+PARTS_OF_A_SAVE = [
+    ("sharded_state_dict", 0),  # the model's
+    ("sharded_state_dict", 1),
+    ("validate_sharding_integrity", 0),
+    ("validate_sharding_integrity", 1),
+    ("save", 0),  # the writer's
+    ("save", 1),
+    ("save_config", 0),  # metadata.json, which no other writes
+]
+# Of a policy with a reference of its own, which is loaded first: (what, at which call, rank).
+PARTS_OF_A_LOAD = [
+    (part, call, rank)
+    for part in (
+        "open_checkpoint",
+        "sharded_state_dict",
+        "validate_sharding_integrity",
+        "read_state",
+        "load_state_dict",
+    )
+    for call in (1, 2)
+    for rank in (0, 1)
+]
+
+
+def peak_of_a_save(directory: str) -> None:
+    """Measure by how many bytes saving in the background raises the process's peak; rank 0 writes peak.pt."""
+    from megatron_gvpo.megatron.checkpoint import sharded as checkpoint
+    from megatron_gvpo.megatron.policy import Policy
+
+    place = Path(directory)
+    case = torch.load(place / "case.pt", weights_only=False)
+    policy = Policy(config_of(case, Layout(1), place))
+    policy.update(case.rows, at_step_start=False)
+    checkpoint.save(place / "peak", 1, policy, {}, keep=1)  # what a first save loads and caches
+    Path("/proc/self/clear_refs").write_text("5")  # from here on, the peak is what comes
+    before = _status("VmRSS")
+    checkpoint.save(place / "peak", 2, policy, {}, keep=1, asynchronous=True)
+    policy.model.finish_background_work()
+    optimizer = sum(t.nbytes for t in policy.optimizer.tensors())
+    torch.save({"rise": _status("VmHWM") - before, "optimizer": optimizer}, place / "peak.pt")
+
+
+def _status(name: str) -> int:
+    """A value of /proc/self/status, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(name)).split()[1])
+
+
+SQUARE, EXPERTS = Layout(4, tp=2, pp=2), Layout(4, ep=2, overlap=True)
+EVERYWHERE = Layout(4, tp=2, pp=2, ep=2, sequence_parallel=True)
+INTERLEAVED = Layout(4, pp=2, vpp=2)
+# (model, the layout that saves): the layouts that go on.
+MOVES: dict[tuple[str, Layout], list[Layout]] = {
+    ("untied", SQUARE): [Layout(1), Layout(4), Layout(4, pp=4)],
+    ("tied", SQUARE): [Layout(1), Layout(4, overlap=True), Layout(4, pp=4), INTERLEAVED],
+    ("tied", INTERLEAVED): [Layout(2, cp=2)],
+    ("tied", Layout(1)): [Layout(2, pp=2, stage_layers=(1, 3)), Layout(1, offload=1.0)],
+    ("untied", Layout(2, offload=0.5)): [Layout(2, offload=0.5, pp=2), Layout(1)],
+    ("qwen3_moe", EVERYWHERE): [Layout(1), EXPERTS, Layout(4, pp=4)],
+    ("qwen3_moe", EXPERTS): [Layout(2, tp=2, etp=2, sequence_parallel=True), INTERLEAVED],
+    ("deepseek_v3", EVERYWHERE): [Layout(2, ep=2), Layout(2, pp=2)],
+    # Many buckets, and tensors that are written and read without a copy.
+    ("untied", small(Layout(2))): [Layout(1), small(Layout(2, pp=2)), small(SQUARE)],
+    ("tied", small(Layout(4, pp=2))): [small(Layout(4)), small(Layout(2, offload=0.5)), INTERLEAVED],
+    ("qwen3_moe", small(EXPERTS)): [small(EVERYWHERE), Layout(2, pp=2)],
+    ("deepseek_v3", small(Layout(2, ep=2))): [small(EVERYWHERE)],
+}
+# `make test` runs these moves, `make proof` all of MOVES.
+QUICK: set[tuple[str, Layout, Layout]] = {
+    ("untied", SQUARE, Layout(4, pp=4)),
+    ("untied", Layout(2, offload=0.5), Layout(1)),
+    ("qwen3_moe", EVERYWHERE, Layout(1)),
+    ("deepseek_v3", EVERYWHERE, Layout(2, ep=2)),
+    ("tied", small(Layout(4, pp=2)), small(Layout(4))),
+}

@@ -1,0 +1,85 @@
+"""Rank function of test_overlap.py: the same run with and without overlapped communication."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from distributed import forget_layout, run_number
+from small_constants import late_gathers, small_constants
+
+from megatron_gvpo.types import TrainBatch
+from workers.gradient_worker import config_of
+
+
+def run(directory: str) -> None:
+    """Run case number `run_number()` of work.pt twice; rank 0 writes {case}.pt."""
+    place, number = Path(directory), run_number()
+    layout, case = torch.load(place / "work.pt", weights_only=False)[number]
+
+    found: dict[bool, dict[str, Any]] = {}
+    for overlap in (False, True):
+        config = config_of(case, replace(layout, overlap=overlap), place)
+        # Far from a minimum, where a gradient is a small difference of large terms and shows their rounding.
+        slow = config.optimizer.model_copy(update={"lr": 1e-3})
+        config = config.model_copy(update={"optimizer": slow})
+        with small_constants(), late_gathers():
+            found[overlap] = _updates(config, case.rows, place / f"checkpoint-{number}-{overlap}")
+        forget_layout()
+    if dist.get_rank() == 0:
+        torch.save(found, place / f"{case.name}.pt")
+
+
+def _updates(config: Any, rows: TrainBatch, root: Path) -> dict[str, Any]:
+    """Do updates, and between them everything that reads weights; returns {step: result}."""
+    from megatron_gvpo.megatron.checkpoint import sharded as checkpoint
+    from megatron_gvpo.megatron.policy import Policy
+
+    policy = Policy(config)
+    groups = sum(len(chunk.bucket_groups) for chunk in policy.model.chunks)
+    found: dict[str, Any] = {"bucket groups": groups}
+
+    def update(when: str, of: TrainBatch = rows) -> None:
+        result = policy.update(of, at_step_start=False)
+        found[f"{when}: loss"] = result.metrics["loss"]
+        found[f"{when}: gradient norm"] = result.update.grad_norm
+
+    def score(when: str) -> None:
+        logp_r = policy.score(rows)
+        found[f"{when}: log-prob sum"] = logp_r.sum().item()
+        found[f"{when}: log-probs"] = logp_r
+
+    def export(when: str) -> None:
+        found.update({f"{when}: {name}": tensor.clone() for name, tensor in policy.weights()})
+
+    for i in range(3):
+        update(f"one after the other {i}")
+    score("one after the other")
+    update("after a score")
+    score("after a score")
+    for i in range(2):
+        update(f"before an export {i}")
+        export(f"export {i}")
+    if policy.reference is not None:
+        for i in range(2):
+            anchor_r = policy.score_reference(rows)
+            found[f"reference {i}"] = anchor_r
+            update(f"with the reference {i}", rows.with_columns(ref_logp_r=anchor_r))
+            policy.end_step()
+    update("before memory is released")
+    policy.memory.release("weights")
+    policy.memory.restore("weights")
+    score("after memory was released")
+    if config.parallel.pp > 1:  # in one case: it takes as long as all the rest
+        update("before a save")
+        checkpoint.save(root, 1, policy, {}, keep=1)
+        update("after a save")
+        checkpoint.load(checkpoint.complete(root)[-1], policy)
+        export("loaded")
+        update("after a load")
+    score("in the end")
+    export("in the end")
+    return found

@@ -1,0 +1,69 @@
+"""Rank function of test_shared_prompts.py: the same update with shared and with repeated prompts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from distributed import forget_layout, run_number
+from on_cpu import flash_on_cpu
+
+from megatron_gvpo.megatron.batch import PackedBatch
+from workers.gradient_worker import _gradients, config_of
+
+
+def run(directory: str) -> None:
+    """Run this launch's part of work.pt, [(layout, budget, core, case), ...]; rank 0 writes a file for each.
+
+    With the core "GPU", layers have the core attention of GPU runs in the place of the CPU's.
+
+    A file holds {shared: (outcome, log-probs of a scoring pass, tokens in this rank's packs)}, and under
+    "default" whether this model shares prompts where the configuration does not say.
+    """
+    from megatron_gvpo.megatron.attention.core import SharedPromptAttention
+    from megatron_gvpo.megatron.cpu import spec
+    from megatron_gvpo.megatron.policy import Policy
+
+    flash_on_cpu.install()
+    cores = {"CPU": spec.LocalAttention, "GPU": SharedPromptAttention}
+
+    place, packs = Path(directory), []
+    pack = PackedBatch.pack
+
+    def counted(*args: object, **options: object) -> PackedBatch:
+        batch = pack(*args, **options)  # type: ignore[arg-type]
+        packs.append(len(batch.token_t))
+        return batch
+
+    PackedBatch.pack = counted  # type: ignore[method-assign, assignment]
+    for layout, budget, core, case in torch.load(place / "work.pt", weights_only=False)[run_number()]:
+        config = config_of(case, layout, place)
+        spec.LocalAttention = cores[core]  # type: ignore[assignment, misc]
+        policy = Policy(config)
+        found = {"default": policy.model.share_prompts}
+        for shared in (False, True):
+            policy.model.share_prompts = shared
+            packs.clear()
+            outcome = _gradients(policy, case, config)
+            tokens = sum(packs)
+            found[shared] = outcome, policy.score(case.rows), tokens
+        if dist.get_rank() == 0:
+            torch.save(found, place / f"shared-{layout}-{case.model}-{budget}-{core}.pt")
+        forget_layout()
+
+
+def refused(directory: str) -> None:
+    """Build the model in the directory with shared prompts; what the error says goes to `refused` in it."""
+    from megatron_gvpo.config.errors import ConfigError
+    from megatron_gvpo.config.parallel import ParallelConfig
+    from megatron_gvpo.config.schema import ModelConfig
+    from megatron_gvpo.megatron.model.build import build
+    from megatron_gvpo.megatron.parallel import initialize
+
+    place = Path(directory)
+    initialize(ParallelConfig(), seed=0)
+    try:
+        build(ModelConfig(path=directory, dtype="float32"), ParallelConfig(), share_prompts=True)
+    except ConfigError as error:
+        (place / "refused").write_text(str(error))

@@ -1,0 +1,113 @@
+"""Rank function of test_vision_models.py: scores, gradients, an update and exports of one case a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from cases.vision_cases import VisionCase, with_placeholders
+from distributed import forget_layout, run_number
+from torch import Tensor
+
+from megatron_gvpo.config.schema import Config, build_config
+from workers.gradient_worker import UPDATE, _copy
+
+
+@dataclass(frozen=True)
+class Found:
+    logp_r: Tensor
+    marked_logp_r: Tensor  # of responses with placeholders of images
+    loss: float
+    gradients: dict[str, Tensor]  # under the names of files
+    grad_norm: float
+    exported: dict[str, Tensor]
+    updated: dict[str, Tensor]
+    updated_logp_r: Tensor
+    with_gradient: int  # elements of gradient buffers on rank 0
+    optimizer_parameters: int  # elements that rank 0's optimizer has
+
+
+def config_of(case: VisionCase, directory: Path) -> Config:
+    return build_config(
+        {
+            "output_dir": "unused",
+            "model": {
+                "path": str(directory / case.model),
+                "dtype": "float32",
+                "train_vision": case.trained,
+            },
+            "data": {"train": {"path": "unused", "demonstration_key": "unused"}},
+            "algorithm": {"recipe": "sft"},
+            "train": {"steps": 1, "prompts_per_step": 1, "max_tokens_per_micro_batch": case.budget},
+            "optimizer": UPDATE,
+            "parallel": case.layout.settings,
+        }
+    )
+
+
+def run(directory: str) -> None:
+    from megatron_gvpo.config.checks.parallel_layout import check_layout
+    from megatron_gvpo.megatron.policy import Policy
+
+    place = Path(directory)
+    cases, rows = torch.load(place / "work.pt", weights_only=False)
+    case = cases[run_number()]
+    config = config_of(case, place)
+    check_layout(config, dist.get_world_size())
+    policy = Policy(config)
+    logp_r = policy.score(rows)
+    marked_logp_r = policy.score(with_placeholders(rows))
+    exported = _copy(policy.weights())
+    norms: list[float] = []
+    gradients: dict[str, Tensor] = {}
+    apply = policy.optimizer.apply
+
+    def look_first() -> Any:
+        gradients.update(_export_gradients(policy))
+        update = apply()
+        norms.append(update.grad_norm)
+        return update
+
+    policy.optimizer.apply = look_first
+    result = policy.update(rows, at_step_start=True)
+    found = Found(
+        logp_r=logp_r,
+        marked_logp_r=marked_logp_r,
+        loss=result.metrics["loss"],
+        gradients=gradients,
+        grad_norm=norms[0],
+        exported=exported,
+        updated_logp_r=policy.score(rows),
+        updated=_copy(policy.weights()),
+        with_gradient=sum(buffer.numel() for buffer in policy.model.gradient_buffers()),
+        optimizer_parameters=sum(
+            p.numel() for group in policy.optimizer.megatron.param_groups for p in group["params"]
+        ),
+    )
+    if dist.get_rank() == 0:
+        torch.save(found, place / f"found-{case}.pt")
+    forget_layout()
+
+
+@torch.no_grad()
+def _export_gradients(policy: Any) -> dict[str, Tensor]:
+    """The summed gradients under the names of files, exported from the parameters' places; 0 where frozen."""
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    for buffer in (buffer for chunk in policy.model.chunks for buffer in chunk.buffers):
+        for bucket in buffer.buckets:  # a rank has summed its shard only
+            shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+            dist.all_gather_into_tensor(bucket.grad_data, shard, group)
+    parameters = [p for chunk in policy.model.chunks for p in chunk.parameters()]
+    weights = [p.detach().clone() for p in parameters]
+    for parameter in parameters:
+        gradient = getattr(parameter, "main_grad", None)
+        parameter.zero_() if gradient is None else parameter.copy_(gradient)
+    gradients = _copy(policy.weights())
+    for parameter, weight in zip(parameters, weights, strict=True):
+        parameter.copy_(weight)
+    return gradients
