@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +30,7 @@ from megatron_gvpo.observe import PhaseTimer, ProfileWindow, profile_window
 from megatron_gvpo.observe.mismatch import THRESHOLDS, MismatchWatch
 from megatron_gvpo.observe.spans import phase_markers
 from megatron_gvpo.runs.best import Best
+from megatron_gvpo.runs.earlier import exported_step
 from megatron_gvpo.runtime.collectives import broadcast_msgpack
 from megatron_gvpo.runtime.environment import prepare
 from megatron_gvpo.sampling.batch_queue import BatchQueue, Order
@@ -208,7 +209,7 @@ class Components:
 
         `metrics` are the step's, by which it may be the best. A collective.
         """
-        options, out = self.config.checkpoint, Path(self.config.output_dir)
+        options = self.config.checkpoint
         is_best = broadcast_msgpack(self.best.offer(step, metrics))  # ranks may differ in times and memory
         state = {**state, "best": self.best.state_dict()}
         with self.timer.phase("checkpoint"):
@@ -216,11 +217,30 @@ class Components:
                 *(self.checkpoints, step, self.policy, state, options.keep, options.asynchronous),
                 best=self.best.step,
             )
-        if is_best:
-            self.export_hf(out / "hf_best")
-        if options.exports(step):
-            self.export_hf(out / "exports" / path.name)
+        self._export(self._exports(step, is_best), step)
         return path
+
+    def complete_exports(self, step: int) -> None:
+        """Write the exports of the checkpoint of `step`, which `resume` has read, that its run did not reach.
+
+        A collective.
+        """
+        exports = self._exports(step, self.best.step == step)
+        missing = broadcast_msgpack([i for i, path in enumerate(exports) if exported_step(path) != step])
+        self._export([exports[i] for i in missing], step)
+
+    def _exports(self, step: int, is_best: bool) -> list[Path]:
+        """The Hugging Face directories that go with the checkpoint of `step`."""
+        out = Path(self.config.output_dir)
+        best = [out / "hf_best"] if is_best else []
+        on_the_way = [out / "exports" / f"step_{step:08d}"] if self.config.checkpoint.exports(step) else []
+        return best + on_the_way
+
+    def _export(self, directories: Sequence[Path], step: int) -> None:
+        if directories:
+            self.finish_saving()  # first: no export is of a step whose checkpoint is lost
+        for directory in directories:
+            self.export_hf(directory, step)
 
     def finish_saving(self) -> None:
         """Wait for a checkpoint that is still being written. Raises CheckpointError if writing fails."""
@@ -228,13 +248,13 @@ class Components:
             for model in self.policy.models:
                 model.finish_background_work()
 
-    def export_hf(self, directory: Path) -> None:
-        """Write a Hugging Face checkpoint: weights, configuration, tokenizer. A collective.
+    def export_hf(self, directory: Path, step: int) -> None:
+        """Write a Hugging Face checkpoint of `step`: weights, configuration, tokenizer. A collective.
 
         Raises CheckpointError, and leaves `directory` as it was.
         """
         with self.timer.phase("checkpoint"):
-            write_hugging_face(self.policy.model, self.config.model, directory)
+            write_hugging_face(self.policy.model, self.config.model, directory, step)
 
     @property
     def checkpoints(self) -> Path:

@@ -99,9 +99,9 @@ class Trainer:
         """
         with self._turn.fit(lambda: self.step, self.config.train.steps):
             metrics = self._fit()
-            if metrics and self.is_main:  # the other ranks do not wait: it may take long
+            if metrics is not None and self.is_main:  # the other ranks do not wait: it may take long
                 self._push()
-            return metrics
+            return metrics or {}
 
     def close(self) -> None:
         """Free the model's memory and its process groups, as the construction of another Trainer does."""
@@ -111,16 +111,19 @@ class Trainer:
         vars(self).pop("components", None)
         parallel.release()
 
-    def _fit(self) -> Metrics:
+    def _fit(self) -> Metrics | None:
+        """Train to the last step; returns that step's metrics, or None if the run was finished before."""
         steps, every = self.config.train.steps, self.config.checkpoint.every
         metrics: Metrics = {}
         if self.step >= steps and (said := broadcast_msgpack(finished(self.config))) is not None:
             if self.is_main:
                 log.warning(said)
-            return metrics
+            return None
         with Interrupt() as interrupt, self._directory.alone(), self.components, ExitStack() as end:
             self._prepare_hub()
             self._directory.begin(self.step, self.resumed)  # only now, because the input is known to be right
+            if self.resumed:
+                self.components.complete_exports(self.step)
             end.callback(self._notify, "on_exit")
             self._notify("on_start")
             if self.is_main and (said := advice(self.config)):
@@ -145,7 +148,7 @@ class Trainer:
                 raise
             self._finish_saving()
             if self.config.checkpoint.export_hf:
-                self.components.export_hf(Path(self.config.output_dir) / "hf")
+                self.components.export_hf(Path(self.config.output_dir) / "hf", self.step)
             self._notify("on_end")
         return metrics
 

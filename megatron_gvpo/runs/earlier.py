@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -41,6 +43,7 @@ OWN = (
 _ABOUT = ("report.html",)
 # The first line of config.yaml, which distinguishes it from a user's own file.
 HEADER = "# The configuration of the run in this directory, as merged. Written by megatron-gvpo.\n"
+EXPORT = "export.json"  # in an export, with the step of its weights
 # Those of them that a run writes after its last checkpoint only.
 _LAST = ("hf", "summary.json", "curve.png")
 
@@ -93,6 +96,14 @@ def newest_step(directory: Path) -> int | None:
     return max(checkpoint_steps(directory), default=None)
 
 
+def exported_step(directory: Path) -> int | None:
+    """The step of a run's weights in a Hugging Face directory that it has written; None for any other."""
+    with suppress(OSError, ValueError, AttributeError):
+        step = json.loads((directory / EXPORT).read_text()).get("step")
+        return step if type(step) is int else None
+    return None
+
+
 def check_step(output_dir: str, step: int) -> None:
     """Raises ConfigError, which lists the steps, for a --step of which there is no checkpoint."""
     there = checkpoint_steps(Path(output_dir))
@@ -107,8 +118,10 @@ def finished(config: Config) -> str | None:
     """A sentence for the user if the run in the output directory is finished, else None."""
     directory, steps = Path(config.output_dir), config.train.steps
     newest = newest_step(directory)
-    if newest is None or newest < steps or (config.checkpoint.export_hf and not (directory / "hf").is_dir()):
+    if newest is None or newest < steps:
         return None
+    if config.checkpoint.export_hf and exported_step(directory / "hf") != newest:
+        return None  # none, or one of fewer steps: the run was ended before it
     return (
         f"output_dir={directory}: this run is finished, nothing is left to do: its newest checkpoint is of "
         f"step {newest}, and train.steps={steps}. To train on, give more steps, such as "

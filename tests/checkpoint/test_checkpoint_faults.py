@@ -85,6 +85,8 @@ def test_a_disk_full_while_exporting_leaves_the_export_and_the_checkpoint(task, 
     after = weights(tmp_path)
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert checkpoint.complete(tmp_path / "checkpoints")[-1].name == "step_00000003"
+    fit(configure(task, tmp_path, *GVPO, "train.steps=3"), resume=True)
+    assert not all(torch.equal(before[name], tensor) for name, tensor in weights(tmp_path).items())
 
 
 @pytest.mark.parametrize(

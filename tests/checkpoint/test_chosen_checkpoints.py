@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,13 @@ from inputs.good_config import GOOD
 from safetensors.torch import load_file
 from tiny_run import GVPO, StopAfter, configure, fit, records
 
+from megatron_gvpo.callbacks import Callback
 from megatron_gvpo.cli import main
 from megatron_gvpo.config.schema import ConfigError, build_config
 from megatron_gvpo.config.sections import BestConfig
 from megatron_gvpo.config.yaml import Loader
 from megatron_gvpo.runs.best import Best
+from megatron_gvpo.runs.earlier import exported_step
 
 LOWEST = "checkpoint.keep_best={metric: reward/mean, order: lowest}"
 HOW = (*GVPO, "data.eval=null", "checkpoint.every=1", "checkpoint.keep=1", "checkpoint.export_every=2")
@@ -60,6 +63,34 @@ def test_exports_on_the_way(chosen, task, tmp_path):
     written, kept = (load_file(d / "model.safetensors") for d in (tmp_path / "hf", chosen / "hf_best"))
     assert all(torch.equal(written[name], kept[name]) for name in kept)
     assert not all(torch.equal(written[name], last[name]) for name in last)
+
+
+class SeeExports(Callback):
+    """Reads the exports before the first step."""
+
+    def on_start(self, trainer):
+        out = Path(trainer.config.output_dir)
+        self.seen = {place: load_file(out / place / "model.safetensors") for place in EXPORTS}
+
+
+EXPORTS = ("hf_best", "exports/step_00000002")
+
+
+@pytest.mark.usefixtures("leave_the_process_group")
+def test_exports_that_a_kill_has_left_out_are_written_on_resume(task, tmp_path):
+    """As a kill leaves it after the checkpoint of step 2: that step is the best, and hf_best is of step 1."""
+    latest = "checkpoint.keep_best={metric: train/lr, order: lowest}"  # its decay makes the newest the best
+    how = (*HOW, latest, "optimizer.warmup_steps=0")
+    fit(configure(task, tmp_path, *how), [StopAfter(2)])
+    whole = {place: load_file(tmp_path / place / "model.safetensors") for place in EXPORTS}
+    assert exported_step(tmp_path / "hf_best") == 2
+    shutil.rmtree(tmp_path / "exports")
+    (tmp_path / "hf_best" / "export.json").write_text('{"step": 1}')
+    (tmp_path / "hf_best" / "model.safetensors").unlink()
+    exports = SeeExports()
+    fit(configure(task, tmp_path, *how, "train.steps=2"), [exports], resume=True)
+    for place, tensors in exports.seen.items():
+        assert all(torch.equal(tensors[name], whole[place][name]) for name in whole[place]), place
 
 
 @pytest.mark.usefixtures("leave_the_process_group")

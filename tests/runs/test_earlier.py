@@ -102,6 +102,9 @@ def test_a_finished_run_says_so_and_how_to_go_on(good, tmp_path):
         said("checkpoint.export_hf=false") or ""
     )
     (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "export.json").write_text('{"step": 10}')
+    assert said() is None, "the export is of fewer steps"
+    (tmp_path / "hf" / "export.json").write_text('{"step": 20}')
     assert "such as train.steps=40" in (said() or "")
     assert "step 20, and train.steps=10." in (said("train.steps=10") or "")
     assert said("train.steps=30") is None

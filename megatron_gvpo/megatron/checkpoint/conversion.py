@@ -6,6 +6,7 @@ checkpoints `checkpoints/step_*` of a run can be read as one, too.
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from megatron_gvpo.megatron.checkpoint.sharded import (
 )
 from megatron_gvpo.megatron.model.build import build
 from megatron_gvpo.megatron.model.model import Model
+from megatron_gvpo.runs.earlier import EXPORT
 from megatron_gvpo.runs.preflight_on_ranks import preflight_on_ranks
 
 _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.jinja", "generation_*")
@@ -81,7 +83,7 @@ def checkpoint_to_hugging_face(
         assert model.adapters is not None, "the command has checked it"
         _write_adapter(model, target)
     else:
-        write_hugging_face(model, config.model, target)
+        write_hugging_face(model, config.model, target, step)
     return step
 
 
@@ -103,10 +105,11 @@ def load_checkpoint(config: Config, model: Model, step: int | None = None) -> in
     return found
 
 
-def write_hugging_face(model: Model, source: ModelConfig, target: Path) -> None:
+def write_hugging_face(model: Model, source: ModelConfig, target: Path, step: int) -> None:
     """Write weights and configuration, and tokenizer and image processor of `source`. A collective.
 
-    Adapters are merged into the weights, and written by themselves in the folder `adapter` inside.
+    Adapters are merged into the weights, and written by themselves in the folder `adapter` inside. The file
+    export.json tells the step (`runs.earlier.exported_step`).
     Raises CheckpointError and then leaves `target` unchanged.
     """
     partial = target.with_name(target.name + ".partial")
@@ -120,6 +123,7 @@ def write_hugging_face(model: Model, source: ModelConfig, target: Path) -> None:
         for name in _PROCESSOR:  # of a model that takes images
             if (Path(source.path) / name).is_file():
                 shutil.copy(Path(source.path) / name, partial)
+        (partial / EXPORT).write_text(json.dumps({"step": step}) + "\n")
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
 
