@@ -25,7 +25,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's backgro
     signal.signal(signal.SIGINT, signal.default_int_handler)
 gc.disable()  # until the tests are collected: their imports make a million objects, none of them garbage
 pytest_plugins = [
-    f"suite.{name}" for name in ("failures", "fuzz_settings", "real_parts", "time_budget", "work_groups")
+    *("suite.doc_tables", "suite.failures", "suite.fuzz_settings"),
+    *("suite.real_parts", "suite.time_budget", "suite.work_groups"),
 ]
 
 

@@ -1,19 +1,19 @@
 """docs/reference/layouts.md says what the tests prove and the code refuses: its tables are written from both.
 
-`python tests/config/test_layouts_doc.py` writes them anew.
+`pytest --write-tables tests/config/test_layouts_doc.py` writes them anew.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from cases.gradient_cases import FAMILIES, RUNS, STEPS, small
 from references.gradient_reference import FAMILY_NAMES
+from suite.doc_tables import Hold
 from workers import checkpoint_worker
 
 from megatron_gvpo.config.checks.parallel_layout import check_layout
@@ -223,24 +223,6 @@ def refused() -> str:
 TABLES = {"proven": proven, "resharded": resharded, "attention": attention, "refused": refused}
 
 
-def written(text: str) -> str:
-    """The document with its tables as they should be."""
-    for name, table in TABLES.items():
-        begin, end = f"<!-- {name} -->\n", f"\n<!-- end of {name} -->"
-        head, rest = text.split(begin)
-        _, tail = rest.split(end)
-        text = head + begin + table() + end + tail
-    return text
-
-
-def test_the_document_is_current() -> None:
+def test_the_document_is_current(hold_current: Hold) -> None:
     assert set(FAMILIES) < set(FAMILY_NAMES)
-    text = FILE.read_text()
-    assert text == written(text), "run python tests/config/test_layouts_doc.py"
-
-
-if __name__ == "__main__":
-    if "--help" in sys.argv:
-        print(__doc__)
-    else:
-        FILE.write_text(written(FILE.read_text()))
+    hold_current(FILE, TABLES)

@@ -1,12 +1,11 @@
 """docs/reference/models.md lists the families that tests compare with transformers, and what is refused.
 
-`python tests/config/test_models_doc.py` writes its tables anew.
+`pytest --write-tables tests/config/test_models_doc.py` writes its tables anew.
 """
 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +16,7 @@ from cases.gradient_cases import RUNS, STEPS
 from cases.served_families import SERVED, SERVED_ELSEWHERE
 from inputs import family_task
 from references import gradient_reference as reference
+from suite.doc_tables import Hold
 
 from megatron_gvpo.config.checks.cpu_engines import DELTA_NETS, NOT_ON_CPU, check_on_cpu
 from megatron_gvpo.config.checks.refused_models import REFUSED
@@ -82,19 +82,8 @@ def refused() -> str:
 TABLES = {"supported": supported, "not served": not_served, "refused": refused}
 
 
-def written(text: str) -> str:
-    """The document with its tables as they should be."""
-    for name, table in TABLES.items():
-        begin, end = f"<!-- {name} -->\n", f"\n<!-- end of {name} -->"
-        head, rest = text.split(begin)
-        _, tail = rest.split(end)
-        text = head + begin + table() + end + tail
-    return text
-
-
-def test_the_document_is_current() -> None:
-    text = FILE.read_text()
-    assert text == written(text), "run python tests/config/test_models_doc.py"
+def test_the_document_is_current(hold_current: Hold) -> None:
+    hold_current(FILE, TABLES)
 
 
 def test_every_supported_architecture_is_compared() -> None:
@@ -132,10 +121,3 @@ def test_a_refusal_says_what_was_wrong(architecture: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         check_family({"architectures": [architecture]}, "model.path=m")
     assert REFUSED[architecture] in str(refusal.value)
-
-
-if __name__ == "__main__":
-    if "--help" in sys.argv:
-        print(__doc__)
-    else:
-        FILE.write_text(written(FILE.read_text()))

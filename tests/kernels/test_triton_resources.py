@@ -1,7 +1,7 @@
 """The head's Triton kernels fit an A100, an H100 and a B200: docs/explanation/head.md has what they take.
 
-`python tests/kernels/test_triton_resources.py` writes the table anew. Another Triton may give other numbers;
-the limits of the GPUs hold for all.
+`pytest --write-tables tests/kernels/test_triton_resources.py` writes the table anew. Another Triton may give
+other numbers; the limits of the GPUs hold for all.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from typing import Any
 
 import pytest
 from paths import HELPERS, ROOT
+from suite.doc_tables import Hold
 
 FILE = ROOT / "docs" / "explanation" / "head.md"
-BEGIN, END = "<!-- resources -->\n", "\n<!-- end of resources -->"
 GPUS = {80: "A100 (sm_80)", 90: "H100 (sm_90)", 100: "B200 (sm_100)"}
 SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes that one block may have (CUDA's guide)
 THREADS, REGISTERS = 256, 65536  # of a block of 8 warps, and of a multiprocessor
 
 
-def compiled() -> list[dict[str, Any]]:
+@pytest.fixture(scope="module")
+def kernels() -> list[dict[str, Any]]:
     """In a new process, because Triton reads TRITON_INTERPRET at its first import."""
     command = [sys.executable, str(HELPERS / "programs" / "triton_compiled.py"), *map(str, GPUS)]
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
@@ -43,11 +44,6 @@ def table(kernels: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-@pytest.fixture(scope="module")
-def kernels() -> list[dict[str, Any]]:
-    return compiled()
-
-
 def test_every_gpu_can_run_the_kernels(kernels: list[dict[str, Any]]) -> None:
     """They fit, hardly spill, use tensor cores for bf16, and load 16 bytes at once."""
     assert len(kernels) == 9 * len(GPUS)
@@ -59,11 +55,5 @@ def test_every_gpu_can_run_the_kernels(kernels: list[dict[str, Any]]) -> None:
         assert made["wide"] or made["kernel"].startswith("scan"), made  # scans copy asynchronously
 
 
-def test_the_table_is_current(kernels: list[dict[str, Any]]) -> None:
-    written = FILE.read_text().split(BEGIN)[1].split(END)[0]
-    assert written == table(kernels), "run python tests/kernels/test_triton_resources.py"
-
-
-if __name__ == "__main__":
-    head, rest = FILE.read_text().split(BEGIN)
-    FILE.write_text(head + BEGIN + table(compiled()) + END + rest.split(END)[1])
+def test_the_table_is_current(kernels: list[dict[str, Any]], hold_current: Hold) -> None:
+    hold_current(FILE, {"resources": lambda: table(kernels)})
