@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_gvpo.data.sources import DataError
+from megatron_gvpo.data.tokenizer import opened
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -150,7 +151,7 @@ class Template:
         text = "".join(message["content"] for message in messages)
         if text.startswith(prompt.text):
             return prompt.token_ids + self._tokens(text[len(prompt.text) :])
-        return tuple(self._tokenizer(text)["input_ids"])
+        return tuple(opened(self._tokenizer, [text])[0])
 
     def _plain(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The messages with a space in every special token that they spell.

@@ -18,6 +18,7 @@ from megatron_gvpo.config.schema import DataConfig, DatasetConfig
 from megatron_gvpo.data.demonstrations import DemonstrationReader
 from megatron_gvpo.data.prompt_images import PromptImages, as_parts, images_in, is_part, short_names
 from megatron_gvpo.data.sources import DataError, Record, converted, read_records
+from megatron_gvpo.data.tokenizer import opened
 from megatron_gvpo.data.unknown import UnknownCharacters
 from megatron_gvpo.groups import Chat, Prompt, Scored
 from megatron_gvpo.images.image import Image
@@ -171,12 +172,14 @@ def _records(dataset: DatasetConfig) -> Iterator[Record]:
 def _tokens(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], places: Sequence[str], special: bool = False
 ) -> list[list[int]]:
-    """The token ids of each text, with the special tokens where they are asked for.
+    """The token ids of each text, where `special` with the special tokens that begin a text.
 
     Raises DataError, which names the place, for a text that the tokenizer refuses.
     """
     try:
-        ids: list[list[int]] = tokenizer(list(texts), add_special_tokens=special)["input_ids"]
+        if special:
+            return opened(tokenizer, texts)
+        ids: list[list[int]] = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
         return ids
     except Exception as error:  # tokenizers raises no narrower one
         if len(texts) > 1:  # find the text
@@ -233,7 +236,7 @@ class PromptWriter:
                 for i, m in enumerate(said)
             ]
         rendered = self._render(record, said, len(prompt.images))
-        ids = self._tokenizer([rendered], add_special_tokens=not self._render.chat)["input_ids"][0]
+        [ids] = _tokens(self._tokenizer, [rendered], [record.where], special=not self._render.chat)
         ids = self._render.expanded(ids, prompt.images, record.where)
         if len(ids) > self.longest:
             return None
@@ -304,6 +307,11 @@ class _Renderer:
             )
         if not pictures and not any(str(message["content"]).strip() for message in messages):
             raise DataError(f"{record.where}: the prompt is empty: no message has any text")
+        if messages[-1]["role"] == "assistant":
+            raise DataError(
+                f"{record.where}: the prompt ends with a message of the assistant, and the response would be "
+                "another one: end it before that message"
+            )
         if self._system and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self._system}, *messages]
         try:

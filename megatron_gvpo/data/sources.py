@@ -36,9 +36,17 @@ def read_records(
 ) -> Iterator[Record]:
     """The records of a file, of a directory's files in the order of their names, or of a hub data set.
 
-    `split` is for hub data sets and generators, `subset` for hub data sets. `limit`: the first so many.
-    Raises DataError, also where one of these is named and its package is not installed.
+    `split` is for hub data sets and generators, `subset` for hub data sets; DataError where another has one,
+    which would be read whole. `limit`: the first so many. Raises DataError, also where a package is missing.
     """
+    generated, of_hub = path.startswith(PREFIX), not (path.startswith(PREFIX) or _is_local(path))
+    if subset is not None and not of_hub:
+        raise DataError(f"{path}: subset={subset} is for data sets of the hub: leave it out")
+    if split != "train" and not (of_hub or generated):
+        raise DataError(
+            f"{path}: split={split} is for data sets of the hub and for generators, and this would be read "
+            "whole: leave it out, and name the split's own file"
+        )
     try:
         yield from islice(_read_records(path, split, subset, limit), limit)
     except OSError as error:
@@ -64,20 +72,26 @@ def _read_records(path: str, split: str, subset: str | None, limit: int | None) 
         yield from _generate(path, split)
         return
     local = Path(path)
-    if local.is_dir():
+    if not _is_local(path):
+        yield from _read_hub(path, split, subset, limit)
+    elif local.is_dir():
         files = sorted(file for file in local.iterdir() if file.suffix in _READERS and not file.is_dir())
         if not files:
             raise DataError(f"{path}: no .jsonl or .parquet file in this directory")
         for file in files:
             yield from _READERS[file.suffix](file)
-    elif local.suffix in _READERS or local.exists() or local.is_absolute() or path.startswith("."):
-        if not local.is_file():
-            raise DataError(f"{path}: no such file or directory")
-        if local.suffix not in _READERS:
-            raise DataError(f"{path}: expected a .jsonl or .parquet file, or a directory of them")
-        yield from _READERS[local.suffix](local)
+    elif not local.is_file():
+        raise DataError(f"{path}: no such file or directory")
+    elif local.suffix not in _READERS:
+        raise DataError(f"{path}: expected a .jsonl or .parquet file, or a directory of them")
     else:
-        yield from _read_hub(path, split, subset, limit)
+        yield from _READERS[local.suffix](local)
+
+
+def _is_local(path: str) -> bool:
+    """True for a file or directory, present or not; False for the name of a hub data set."""
+    local = Path(path)
+    return local.suffix in _READERS or local.exists() or local.is_absolute() or path.startswith(".")
 
 
 def _read_jsonl(file: Path) -> Iterator[Record]:

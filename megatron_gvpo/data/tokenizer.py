@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -44,3 +45,15 @@ def end_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
             "name it as eos_token in tokenizer_config.json"
         )
     return int(tokenizer.eos_token_id)
+
+
+def opened(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """The token ids of texts that a response goes on from, special tokens before them included.
+
+    Those that some tokenizers write behind a text, such as their end token, would end it before the response.
+    """
+    encoded = tokenizer(list(texts), return_special_tokens_mask=True)
+    pairs = zip(encoded["input_ids"], encoded["special_tokens_mask"], strict=True)
+    return [
+        ids[: max((i + 1 for i, added in enumerate(mask) if not added), default=0)] for ids, mask in pairs
+    ]

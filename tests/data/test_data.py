@@ -294,13 +294,13 @@ def test_a_prompt_with_more_text_is_written_like_the_others(
     tmp_path: Path, tokenizer: Any, chat_tokenizer: Any
 ) -> None:
     """The text goes before or after the last user message."""
-    said = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+    said = [{"role": "user", "content": "1+1"}, {"role": "other", "content": "2"}]
     path = jsonl(tmp_path / "a.jsonl", {"prompt": "2+2", "answer": "4"}, {"prompt": said, "answer": "2"})
     data = DataConfig(train=DatasetConfig(path=path))
     plain, chat = load(path, chat_tokenizer)
     write = PromptWriter(data.train, data, chat_tokenizer, 40).extended
     assert write(plain, " hint").text == "<user>2+2 hint\n<assistant>"
-    assert write(chat, "hint ", before=True).text == "<user>hint 1+1\n<assistant>2\n<assistant>"
+    assert write(chat, "hint ", before=True).text == "<user>hint 1+1\n<other>2\n<assistant>"
     assert write(plain, "x" * 40) is None
     bare = PromptWriter(data.train, data, tokenizer, 40).extended(plain, "1+1=2, ", before=True)
     assert (bare.text, tokenizer.decode(bare.token_ids), bare.answer) == ("1+1=2, 2+2", "1+1=2, 2+2", "4")

@@ -1,0 +1,74 @@
+"""Data that reads well and would train something else: prompts that are over, splits that are not there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from megatron_gvpo.config.schema import DataConfig, DatasetConfig
+from megatron_gvpo.data.prompts import DataError, PromptWriter, load_prompts
+from megatron_gvpo.types import Prompt
+
+BEGIN, END = 0, 1
+CHAT_TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}:{% endif %}"
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A token a character; as some do, it writes its begin token before and its end token behind a text."""
+    characters = ["<begin>", "<end>", *map(chr, range(32, 127))]
+    backend = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="<begin>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.post_processor = processors.TemplateProcessing(
+        single="<begin> $A <end>", pair="$A $B", special_tokens=[("<begin>", BEGIN), ("<end>", END)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<begin>", eos_token="<end>")
+
+
+def load(path: str, tokenizer: PreTrainedTokenizerFast, **dataset: Any) -> list[Prompt]:
+    data = DataConfig(train=DatasetConfig(path=path, **dataset))
+    return load_prompts(data.train, data, tokenizer, longest=100, end_token_id=END)
+
+
+def write(file: Path, *prompts: Any) -> str:
+    file.write_text("".join(json.dumps({"prompt": prompt, "answer": "x"}) + "\n" for prompt in prompts))
+    return str(file)
+
+
+def test_a_plain_prompt_is_not_ended(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Otherwise the response would come after the end. An end token that the text spells stays."""
+    path = write(tmp_path / "a.jsonl", "?", "?<end>")
+    [mark] = tokenizer("?", add_special_tokens=False)["input_ids"]
+    plain, spelled = load(path, tokenizer)
+    assert (plain.token_ids, spelled.token_ids) == ((BEGIN, mark), (BEGIN, mark, END))
+    data = DataConfig(train=DatasetConfig(path=path))
+    more = PromptWriter(data.train, data, tokenizer, 40).extended(plain, "?")
+    assert more is not None and more.token_ids == (BEGIN, mark, mark)
+
+
+def test_a_prompt_does_not_end_with_the_assistants_message(tmp_path: Path, tokenizer: Any) -> None:
+    """The template would open another turn behind it: the field of whole chats was named as the prompt's."""
+    tokenizer.chat_template = CHAT_TEMPLATE
+    chat = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+    assert load(write(tmp_path / "a.jsonl", chat[:1]), tokenizer)[0].text == "1+1:"
+    with pytest.raises(DataError, match=r"line 1: the prompt ends with a message of the assistant"):
+        load(write(tmp_path / "a.jsonl", chat), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("path", "key"),
+    [("a.jsonl", "split"), (".", "split"), ("a.jsonl", "subset"), ("reasoning_gym:x", "subset")],
+)
+def test_files_have_no_subsets_and_splits(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, path: str, key: str
+) -> None:
+    """A directory with the files of all splits would be read whole, and trained or evaluated on."""
+    write(tmp_path / "a.jsonl", "?")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=f"{key}=test is for data sets of the hub"):
+        load(path, tokenizer, **{key: "test"})
