@@ -47,6 +47,22 @@ class Block(Section):
     def _short_form(cls, values: Any) -> Any:
         return {"name": values} if isinstance(values, str) and "name" in cls.model_fields else values
 
+    @model_validator(mode="after")
+    def _effective(self) -> Self:
+        for option, needed in self.idle_options.items():
+            value = getattr(self, option)
+            default = type(self).model_fields[option].get_default(call_default_factory=True)
+            if option in self.model_fields_set and value != default:
+                raise ValueError(
+                    f"{option}={value} has no effect: it goes with {needed}; set that, or leave {option} out"
+                )
+        return self
+
+    @property
+    def idle_options(self) -> dict[str, str]:
+        """Options that have no effect beside the others, each with what it goes with (see `unless`)."""
+        return {}
+
     @property
     def needs_tracker(self) -> bool:
         """True if it reads the success rates of prompts (`algorithm.tracker`)."""
@@ -102,6 +118,11 @@ class Block(Section):
                     key = f"{above}{field}.{i}" if listed else f"{above}{field}"
                     yield Placed(key, _label(f"{above}{field}", block, listed), block)
                     yield from block.blocks_inside(f"{key}.")
+
+
+def unless(**options: tuple[bool, str]) -> dict[str, str]:
+    """The options that are idle, of (True if it has an effect, what it goes with) for each."""
+    return {option: needed for option, (effective, needed) in options.items() if not effective}
 
 
 class Placed(NamedTuple):
@@ -300,6 +321,11 @@ class Loss(Block):
     def reference_policies(self) -> References:
         """The policies that it compares with, by the column of log-probs that each must fill."""
         return {}
+
+    @property
+    def reads_members(self) -> str | None:
+        """The option, with its value, that is for responses of members alone; None where it has none."""
+        return None
 
     @property
     def needs_items(self) -> bool:

@@ -120,6 +120,12 @@ class AlgorithmConfig(Block):
                 f"the references of loss, loss.divergence and estimator differ ({', '.join(kept)}): one "
                 "reference policy is kept"
             )
+        if not self.needs_tracker and self.tracker != Tracker():
+            raise ValueError("tracker has no effect: no block reads it; prompts, allocation and prior do")
+        if loss.reads_members and not self.members:
+            raise ValueError(
+                f"loss.{loss.reads_members} has no effect without members: it is for the responses they bring"
+            )
         if loss.needs_items and not (estimator is not None and estimator.finds_items):
             raise ValueError("loss.ratio=item needs the estimator rank, which finds the items")
         if self.reference_logprobs == "engine":

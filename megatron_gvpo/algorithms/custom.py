@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from megatron_gvpo.algorithms.base import STEP_START, Advantage, Loss, Metrics, Reference, References
+from megatron_gvpo.algorithms.base import STEP_START, Advantage, Loss, Metrics, Reference, References, unless
 from megatron_gvpo.algorithms.members.base import Member, MemberContext
 from megatron_gvpo.algorithms.shapers.base import Shaper, rewarded
 from megatron_gvpo.runtime.lazy_torch import torch
@@ -37,6 +37,10 @@ class CustomLoss(Loss):
     def _callable(self) -> Self:
         check_call(load_function(self.function), "f(inputs, **options)", 1, self.options)
         return self
+
+    @property
+    def idle_options(self) -> dict[str, str]:
+        return unless(reference=("ref" in self.reads, "ref in its reads"))
 
     @property
     def signal(self) -> Literal["reward", "advantage", "none"]:  # type: ignore[override]

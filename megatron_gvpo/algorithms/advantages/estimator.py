@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field, model_validator
 
-from megatron_gvpo.algorithms.base import Advantage, Metrics
+from megatron_gvpo.algorithms.base import Advantage, Metrics, unless
 from megatron_gvpo.runtime.lazy_torch import torch
 from megatron_gvpo.types import TrainBatch
 
@@ -57,6 +57,11 @@ class Estimator(Advantage):
                 "compare the responses of a prompt, so they need baseline=mean or loo"
             )
         return self
+
+    @property
+    def idle_options(self) -> dict[str, str]:
+        divides = self.scale != "none" or self.whiten != "none", "a scale or whiten"
+        return unless(ddof=divides, eps=divides)
 
     @property
     def needs_group(self) -> bool:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt
 
-from megatron_gvpo.algorithms.base import STEP_START, Advantage, Block, Metrics, Reference, References
+from megatron_gvpo.algorithms.base import STEP_START, Advantage, Block, Metrics, Reference, References, unless
 from megatron_gvpo.runtime.lazy_torch import torch
 from megatron_gvpo.types import BatchTotals, TrainBatch
 
@@ -44,6 +44,12 @@ class GAE(Advantage):
     reference: Reference = Reference(name="fixed")
     whiten: Literal["none", "token"] = "token"
     eps: float = Field(1e-8, ge=0)
+
+    @property
+    def idle_options(self) -> dict[str, str]:
+        return unless(
+            reference=(self.kl_coef > 0, "kl_coef above 0"), eps=(self.whiten != "none", "whiten=token")
+        )
 
     @property
     def needs_values(self) -> bool:

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from megatron_gvpo.algorithms.base import Block
+from megatron_gvpo.algorithms.base import Block, unless
 from megatron_gvpo.algorithms.curriculum.tracker import Record
 
 
@@ -54,6 +54,10 @@ class SuccessRate(PromptChoice):
     floor: float = Field(0.05, ge=0)
     gamma: float = Field(0.5, ge=0)
     field: str | None = None
+
+    @property
+    def idle_options(self) -> dict[str, str]:
+        return unless(gamma=(self.favour == "unsure", "favour=unsure"))
 
     @property
     def stated_in(self) -> str | None:

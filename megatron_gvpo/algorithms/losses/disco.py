@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from megatron_gvpo.algorithms.base import STEP_START, Loss, Metrics, References
+from megatron_gvpo.algorithms.base import STEP_START, Loss, Metrics, References, unless
 from megatron_gvpo.runtime.lazy_torch import torch
 from megatron_gvpo.types import LossInputs, TrainBatch
 
@@ -42,6 +42,13 @@ class DisCO(Loss):
     signal: ClassVar[Literal["reward"]] = "reward"
     couples_groups: ClassVar[bool] = True
     couples_step: ClassVar[bool] = True  # by the hinge on the step's KL
+
+    @property
+    def idle_options(self) -> dict[str, str]:
+        return unless(
+            max_tokens=(self.length_temperature is not None, "length_temperature"),
+            kl_limit=(self.kl_coef > 0, "kl_coef above 0"),
+        )
 
     @property
     def reference_policies(self) -> References:

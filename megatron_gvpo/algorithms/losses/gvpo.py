@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from megatron_gvpo.algorithms.base import STEP_START, Loss, Metrics, Reference, References
+from megatron_gvpo.algorithms.base import STEP_START, Loss, Metrics, Reference, References, unless
 from megatron_gvpo.algorithms.losses.aggregation import GroupNorm, group_coefficients
 from megatron_gvpo.runtime.lazy_torch import torch
 from megatron_gvpo.types import LossInputs
@@ -52,6 +52,13 @@ class GVPO(Loss):
     without_importance: ClassVar[str] = (
         "its optimum is the same for every sampler of full support, arXiv 2504.19599, Theorem 3.2"
     )
+
+    @property
+    def idle_options(self) -> dict[str, str]:
+        return unless(
+            reference=("cov" in self.terms, "cov among its terms"),
+            form=("var" in self.terms, "var among its terms"),
+        )
 
     @property
     def reference_policies(self) -> References:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from megatron_gvpo.algorithms.base import STEP_START, Loss, Metrics, Reference, References
+from megatron_gvpo.algorithms.base import STEP_START, Loss, Metrics, Reference, References, unless
 from megatron_gvpo.algorithms.importance.base import effective_share
 from megatron_gvpo.algorithms.losses.aggregation import Aggregation
 from megatron_gvpo.algorithms.losses.correction import AnyImportance
@@ -56,8 +56,22 @@ class PPO(Loss):
     signal: ClassVar[Literal["advantage"]] = "advantage"
 
     @property
+    def idle_options(self) -> dict[str, str]:
+        return unless(
+            reference=(self.kl_coef > 0, "kl_coef above 0"),
+            shape=(self.demonstrations == "shaped", "demonstrations=shaped"),
+            likelihood_coef=(self.demonstrations == "likelihood", "demonstrations=likelihood"),
+        )
+
+    @property
     def reference_policies(self) -> References:
         return {"old": STEP_START, "ref": self.reference} if self.kl_coef else {"old": STEP_START}
+
+    @property
+    def reads_members(self) -> str | None:
+        if self.cross_context:
+            return "cross_context=true"
+        return None if self.demonstrations == "ratio" else f"demonstrations={self.demonstrations}"
 
     @property
     def needs_items(self) -> bool:

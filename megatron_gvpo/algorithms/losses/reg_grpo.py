@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from megatron_gvpo.algorithms.base import STEP_START, Loss, Metrics, Reference, References
+from megatron_gvpo.algorithms.base import STEP_START, Loss, Metrics, Reference, References, unless
 from megatron_gvpo.types import LossInputs
 
 if TYPE_CHECKING:
@@ -30,6 +30,10 @@ class RegGRPO(Loss):
     signal: ClassVar[Literal["advantage"]] = "advantage"
     couples_groups: ClassVar[bool] = True
     token_advantages: ClassVar[bool] = False
+
+    @property
+    def idle_options(self) -> dict[str, str]:
+        return unless(reference=(self.kl_coef > 0, "kl_coef above 0"))
 
     @property
     def reference_policies(self) -> References:

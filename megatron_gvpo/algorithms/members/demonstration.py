@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 
 from pydantic import PositiveInt
 
+from megatron_gvpo.algorithms.base import unless
 from megatron_gvpo.algorithms.members.base import Member, MemberContext
 from megatron_gvpo.groups import demonstrated
 from megatron_gvpo.types import Group, Rollout
@@ -34,6 +35,13 @@ class Demonstration(Member):
     reward: float = 1.0
     right: float = 0.0
     max_tokens: PositiveInt | None = None
+
+    @property
+    def idle_options(self) -> dict[str, str]:
+        return unless(
+            slot=(self.place == "replace", "place=replace"),
+            right=(self.when == "all_wrong", "when=all_wrong"),
+        )
 
     @property
     def unset_length(self) -> str | None:

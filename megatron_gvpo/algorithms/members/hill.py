@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, PositiveInt, model_validator
 
+from megatron_gvpo.algorithms.base import unless
 from megatron_gvpo.algorithms.members.base import Member, MemberContext
 from megatron_gvpo.runtime.template import filled
 from megatron_gvpo.runtime.user_functions import check_call, load_function
@@ -61,6 +62,11 @@ class LearnedHint(Member):
         if self.function is not None:
             check_call(load_function(self.function), "f(groups, n, **options)", 2, self.options)
         return self
+
+    @property
+    def idle_options(self) -> dict[str, str]:
+        asks = self.function is None, "hints of the policy, function=null"
+        return unless(options=(self.function is not None, "function"), template=asks, solution=asks)
 
     def __call__(self, groups: Sequence[Group], context: MemberContext) -> list[Group]:
         failed = [g for g, group in enumerate(groups) if all(r <= self.right for r in group.rewards)]

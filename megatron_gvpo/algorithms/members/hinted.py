@@ -8,6 +8,7 @@ from typing import Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
+from megatron_gvpo.algorithms.base import unless
 from megatron_gvpo.algorithms.members.base import Member, MemberContext, taught
 from megatron_gvpo.types import Group, Prompt
 
@@ -53,6 +54,12 @@ class Hinted(Member):
         if self.prompt == "hinted" and (self.place == "replace" or self.keep == "right"):
             raise ValueError("prompt=hinted makes a group of its own: place=add and keep=all go with it")
         return self
+
+    @property
+    def idle_options(self) -> dict[str, str]:
+        return unless(
+            keep_group=(self.prompt == "hinted", "prompt=hinted"), source=(self.prompt == "own", "prompt=own")
+        )
 
     def __call__(self, groups: Sequence[Group], context: MemberContext) -> list[Group]:
         if context.step <= self.after_step:

@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
+from megatron_gvpo.algorithms.base import unless
 from megatron_gvpo.algorithms.members.base import Member, MemberContext
 from megatron_gvpo.runtime.user_functions import check_call, load_function
 from megatron_gvpo.types import Group, Rollout
@@ -36,6 +37,10 @@ class Teacher(Member):
     def _callable(self) -> Self:
         check_call(load_function(self.function), "f(groups, n, **options)", 2, self.options)
         return self
+
+    @property
+    def idle_options(self) -> dict[str, str]:
+        return unless(right=(self.when == "all_wrong", "when=all_wrong"))
 
     def __call__(self, groups: Sequence[Group], context: MemberContext) -> list[Group]:
         rng = random.Random(context.seed)

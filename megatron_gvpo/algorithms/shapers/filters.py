@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt
 
-from megatron_gvpo.algorithms.base import Component
+from megatron_gvpo.algorithms.base import Component, unless
 from megatron_gvpo.algorithms.shapers.base import Shaper, value_of
 from megatron_gvpo.types import Group, Rollout
 
@@ -24,6 +24,10 @@ class Keep(Shaper):
     which: Literal["right", "best"] = "right"
     right: float = 0.5
     by: Component | None = None  # a component of the reward; null: all of it
+
+    @property
+    def idle_options(self) -> dict[str, str]:
+        return unless(right=(self.which == "right", "which=right"))
 
     @property
     def components_read(self) -> tuple[Component, ...]:
@@ -45,6 +49,10 @@ class Drop(Shaper):
     which: Literal["all_right", "all_wrong", "all_equal"] = "all_equal"
     right: float = 0.5  # a value above this is right
     by: Component | None = None  # the reward component that is judged; null: the reward
+
+    @property
+    def idle_options(self) -> dict[str, str]:
+        return unless(right=(self.which != "all_equal", "which=all_right or all_wrong"))
 
     @property
     def components_read(self) -> tuple[Component, ...]:
@@ -74,6 +82,10 @@ class MaskTruncated(Shaper):
     repeat: PositiveInt | None = None
     share: float = Field(1.0, ge=0, le=1)
     right: float = 0.5  # a reward above this is right
+
+    @property
+    def idle_options(self) -> dict[str, str]:
+        return unless(right=(self.only_wrong, "only_wrong=true"))
 
     def __call__(self, groups: Sequence[Group], step: int) -> list[Group]:
         def masked(rollout: Rollout) -> bool:
