@@ -127,6 +127,7 @@ class Recorder(Callback):
         components = [component.name for component in config.rewards.components]
         self._rollouts = RolloutWriter(self._directory, config.logging.rollouts, components, resume_step)
         self._opened.callback(self._rollouts.close)
+        self._opened.callback(self._write_responses)  # of a step that the run has not come to report
         self._progress = Progress(
             config.logging.progress,
             config.train.steps,
@@ -149,13 +150,16 @@ class Recorder(Callback):
         for alert in alerts:
             self._logger.tell(alert)
         self._logger.log(step, metrics)
-        while self._responses:
-            self._rollouts.write(self._responses.pop(0))
+        self._write_responses()
         self._progress.update(step, metrics)
         for alert in alerts:
             self._progress.note(f"ALERT {alert}")
         if table := memory_report(metrics):
             self._progress.note(table)
+
+    def _write_responses(self) -> None:
+        while self._responses:
+            self._rollouts.write(self._responses.pop(0))
 
     def _conclude(self, trainer: Trainer) -> None:
         wall = time.perf_counter() - self._begin

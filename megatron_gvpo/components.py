@@ -76,6 +76,8 @@ class Components:
         threshold = config.rollout.mismatch_threshold or THRESHOLDS[config.model.dtype]
         self.mismatch = MismatchWatch(threshold, config.rollout.top_p)
         self.best = Best(config.checkpoint.keep_best)
+        # Metrics of the step that `resume` has read, if its run could not report it; else None.
+        self.unreported: dict[str, float] | None = None
         self.profiler: ProfileWindow = profile_window(
             config.logging, Path(config.output_dir), dist.get_rank()
         )
@@ -178,6 +180,7 @@ class Components:
             self.estimator.load_state_dict(state.get("estimator", {}))
         self.mismatch.load_state_dict(state.get("mismatch", {}))
         self.best.load_state_dict(state.get("best", {}))
+        self.unreported = state.get("unreported")
         if (lost := _without_state(saved, blocks, state)) and dist.get_rank() == 0:
             log.warning("the method has changed: the checkpoint's state of %s is left out", ", ".join(lost))
 

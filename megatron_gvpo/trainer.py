@@ -80,7 +80,9 @@ class Trainer:
         self._directory = RunDirectory(config, earlier, allow_change)
         self.resumed = found is not None
         self.step = found or 0
-        self._metrics: Metrics = {}  # of `step`, if this process has trained it
+        # Of `step`, if this process has trained it, or its run could not report it.
+        self._metrics: Metrics = self.components.unreported or {}
+        self._unreported = self.components.unreported is not None  # on_step has not been called for `step`
         self._saving: Path | None = None  # a checkpoint that may not be complete yet
         self._saved: Path | None = None  # the last complete one
         self._saved_step = self.step  # of the last one, which a resumed run has read
@@ -114,7 +116,6 @@ class Trainer:
     def _fit(self) -> Metrics | None:
         """Train to the last step; returns that step's metrics, or None if the run was finished before."""
         steps, every = self.config.train.steps, self.config.checkpoint.every
-        metrics: Metrics = {}
         if self.step >= steps and (said := broadcast_msgpack(finished(self.config))) is not None:
             if self.is_main:
                 log.warning(said)
@@ -131,12 +132,15 @@ class Trainer:
             if not self.resumed:
                 self._notify("on_step", 0, self.evaluate())
             try:
+                if self._unreported:
+                    self._report()
+                    self.save()  # with the evaluation, by which it may be the best
                 for step in range(self.step + 1, steps + 1):
                     try:
-                        metrics = self._metrics = self._train_step(step, interrupt)
+                        self._train_step(step, interrupt)
                     except UserFunctionError as error:
                         raise UserFunctionError(f"step {step}: {error}; {self._kept()}") from error
-                    self._notify("on_step", step, metrics)
+                    self._report()
                     if step == steps or (every and step % every == 0):
                         self.save()
                     interrupt.check()
@@ -150,7 +154,7 @@ class Trainer:
             if self.config.checkpoint.export_hf:
                 self.components.export_hf(Path(self.config.output_dir) / "hf", self.step)
             self._notify("on_end")
-        return metrics
+        return self._metrics
 
     def _prepare_hub(self) -> None:
         """Raise ConfigError on all ranks if rank 0 cannot push what the run will export."""
@@ -174,8 +178,8 @@ class Trainer:
             )
             log.warning("pushed %s to %s", directory, url)
 
-    def _train_step(self, step: int, interrupt: Interrupt) -> Metrics:
-        """Sample from the policy at step start, freeze what the loss compares with, update, evaluate."""
+    def _train_step(self, step: int, interrupt: Interrupt) -> None:
+        """Sample from the policy at step start, freeze what the loss compares with, update."""
         components, timer, begin = self.components, self.components.timer, time.perf_counter()
         timer.take()
         components.profiler.step(step)
@@ -195,10 +199,6 @@ class Trainer:
         metrics |= (mismatch := self.components.mismatch.take())
         if self.is_main and (warning := self.components.mismatch.warning(step, mismatch)):
             log.warning(warning)
-        self.step, self._resume_point, self._updated = step, components.state_dict(), False
-        if self._samples_from_policy and not components.engine.shares_gpus:  # otherwise right before sampling
-            components.sync(step)
-        seconds, phases = time.perf_counter() - begin, timer.take()
         for result in results:
             found = {f"train/{name}": value for name, value in result.metrics.items()} | result.head
             for name, value in found.items():
@@ -208,15 +208,24 @@ class Trainer:
             metrics["train/lr"] = results[-1].update.lr
             metrics |= results[0].memory
         metrics["train/skipped"] = float(sum(r.update.skipped for r in results))
+        self.step, self._resume_point, self._updated = step, components.state_dict(), False
+        self._metrics, self._unreported = metrics, True  # the engine may fail from here on
+        if self._samples_from_policy and not components.engine.shares_gpus:  # otherwise right before sampling
+            components.sync(step)
+        seconds, phases = time.perf_counter() - begin, timer.take()
         metrics |= components.rollout_metrics
         if components.teacher is not None:
             metrics |= components.teacher.metrics
         metrics |= {f"time/{name}": value for name, value in phases.items()} | {"time/step": seconds}
         metrics["throughput/tokens_per_s"] = trained_tokens(groups) / seconds
+
+    def _report(self) -> None:
+        """Evaluate, if it is time to, and tell the callbacks of the step."""
         every = self.config.eval.every
-        if step == self.config.train.steps or (every and step % every == 0):
-            metrics |= self.evaluate()
-        return metrics
+        if self.step == self.config.train.steps or (every and self.step % every == 0):
+            self._metrics |= self.evaluate()
+        self._unreported = False
+        self._notify("on_step", self.step, self._metrics)
 
     def _draw_groups(self, interrupt: Interrupt) -> list[Group]:
         """Sample prompts and responses until the batch policy has a batch."""
@@ -353,7 +362,8 @@ class Trainer:
     def save(self) -> None:
         """Write, or begin to write, a checkpoint; a run resumed from it does what this one does next."""
         self._finish_saving()
-        self._saving = self.components.save(self.step, self._resume_point, self._metrics)
+        state = self._resume_point | ({"unreported": self._metrics} if self._unreported else {})
+        self._saving = self.components.save(self.step, state, self._metrics)
         self._saved_step = self.step
         if not self.config.checkpoint.asynchronous:
             self._finish_saving()

@@ -7,13 +7,11 @@ import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from megatron_gvpo.config.errors import ConfigError
+from megatron_gvpo.config.schema import Config, read_json_object
 from megatron_gvpo.observe.jsonl import read_metrics
-
-if TYPE_CHECKING:
-    from megatron_gvpo.config.schema import Config
 
 # Files and directories that a run writes. The directory may also hold files that are not the run's (the
 # quickstart keeps its data there), so only these are removed.
@@ -104,6 +102,14 @@ def exported_step(directory: Path) -> int | None:
     return None
 
 
+def _is_unreported(directory: Path, step: int) -> bool:
+    """True if the engine failed after the step's updates: its evaluation and its record are missing."""
+    with suppress(ConfigError):
+        file = directory / "checkpoints" / f"step_{step:08d}" / "state.json"
+        return "unreported" in read_json_object(file)
+    return False
+
+
 def check_step(output_dir: str, step: int) -> None:
     """Raises ConfigError, which lists the steps, for a --step of which there is no checkpoint."""
     there = checkpoint_steps(Path(output_dir))
@@ -122,6 +128,8 @@ def finished(config: Config) -> str | None:
         return None
     if config.checkpoint.export_hf and exported_step(directory / "hf") != newest:
         return None  # none, or one of fewer steps: the run was ended before it
+    if _is_unreported(directory, newest):
+        return None
     return (
         f"output_dir={directory}: this run is finished, nothing is left to do: its newest checkpoint is of "
         f"step {newest}, and train.steps={steps}. To train on, give more steps, such as "
