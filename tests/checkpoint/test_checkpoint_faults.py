@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import resource
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -127,6 +129,29 @@ def test_a_damaged_newest_checkpoint_is_replaced_by_the_newest_whole_one(task, t
     assert f"{place}/step_00000002 is used; step_00000004, step_00000003 are newer, and damaged" in used
     names = [f"step_0000000{name}" for name in ("2", "3.damaged", "4", "4.damaged")]
     assert sorted(path.name for path in place.iterdir()) == names
+
+
+def test_a_named_checkpoint_is_on_the_disk(task, tmp_path, monkeypatch):
+    """If the node fails right after it got its name, no file lacks its content."""
+    synced, named, fsync, replace = set(), {}, os.fsync, os.replace
+
+    def noted(descriptor):
+        fsync(descriptor)
+        synced.add(os.fstat(descriptor).st_ino)
+
+    def name(source, target):
+        if Path(source).suffix == ".partial":
+            inside = [Path(source), *Path(source).rglob("*")]
+            named[Path(target).name] = {path.name for path in inside if path.stat().st_ino not in synced}
+            synced.clear()
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(os, "replace", name)
+    ema = 'algorithm.loss.reference={"name": "ema", "decay": 0.9}'
+    fit(configure(task, tmp_path, *GVPO, *SHORT, ema, "train.steps=1"))
+    assert named == {"step_00000001": set()}
+    assert (tmp_path / "checkpoints").stat().st_ino in synced, "the name, too"
 
 
 def test_nothing_of_a_damaged_checkpoint_stays(task, tmp_path):

@@ -8,6 +8,7 @@ of the same step is renamed first, and counts under its new name until the new c
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from dataclasses import dataclass
@@ -69,15 +70,14 @@ def save(
         _prepare(f"cannot write {final}", part, writer)
 
     def finish() -> None:
-        with (partial / "state.json").open("w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())  # like the tensors: if the node fails, no named file lacks its content
+        (partial / "state.json").write_text(text)
+        _flush(partial)
         if final.exists():  # this step was saved before, and is saved again because the run is interrupted
             replaced = final.with_suffix(REPLACED)
             shutil.rmtree(replaced, ignore_errors=True)
             os.replace(final, replaced)
         os.replace(partial, final)
+        _sync(root)  # before the checkpoints go that this one replaces
         found = complete(root)
         unfinished = [path for path in root.glob("step_*") if path.suffix in (PARTIAL, REPLACED)]
         kept = {*found[-keep:], *(path for path in found if path.stem == f"step_{best or 0:08d}")}
@@ -282,6 +282,29 @@ def _restore_random_state(state: dict[str, Any]) -> None:
     get_cuda_rng_tracker().set_states(state["megatron"])
     torch.cuda.set_rng_state(state["cuda"])
     torch.set_rng_state(state["torch"])
+
+
+def _flush(directory: Path) -> None:
+    """Have the disk take all small files: if the node fails, no named checkpoint lacks what is in them.
+
+    The ranks have done so with their tensors.
+    """
+    for place, _, names in os.walk(directory):
+        for name in names:
+            if not name.endswith(".distcp"):
+                _sync(Path(place, name))
+        _sync(Path(place))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that has no such thing
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def _remove(checkpoint: Path) -> None:
