@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -71,6 +71,15 @@ class Policy(Scorer):
             self.reference = ReferenceWeights(self.model, other.decay)
         held = config.teacher is not None and config.teacher.server is None
         self.teacher = Teacher(config) if held else None
+
+    @property
+    def kept_reference(self) -> Literal["none", "base", "fixed", "average"]:
+        """The kept reference weights of the method; "base": those of the model, which new adapters leave."""
+        if self._base_is_reference:
+            return "base"
+        if self.reference is None:
+            return "none"
+        return "average" if self.reference.moves else "fixed"
 
     def score_reference(self, rows: TrainBatch) -> Tensor:
         """`score` under the weights of the method's fixed or moving reference."""

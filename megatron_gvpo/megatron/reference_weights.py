@@ -31,6 +31,11 @@ class ReferenceWeights:
         self._own: list[Tensor] = []  # the model's own weights while a moving average is swapped in
         self._capture()
 
+    @property
+    def moves(self) -> bool:
+        """True for a moving average."""
+        return self._decay is not None
+
     @torch.no_grad()
     def _capture(self) -> None:
         """Copy the model's present weights."""

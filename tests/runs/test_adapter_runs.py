@@ -119,6 +119,17 @@ def test_adapters_are_exported_alone_and_another_run_starts_from_them(
     trainer = fit(config)
     assert trainer.components.policy.reference is not None
     assert records(tmp_path / "out")[-1]["train/grad_norm"] > 0
+    without = configure(task, tmp_path / "out", *FIXED, *SHORT, *ADAPTER, "train.steps=2")
+    with pytest.raises(CheckpointError, match=r"adapter\.path is missing: the reference would be the base"):
+        fit(without, resume=True)
+
+
+def test_a_reference_that_the_checkpoint_lacks_is_no_damage(task: Path, whole: Path, tmp_path: Path) -> None:
+    """The run's reference was the base model; resumed with adapters to begin with, it would be those."""
+    shutil.copytree(whole, tmp_path / "out")
+    path = f"model.adapter.path={whole / 'hf' / 'adapter'}"
+    with pytest.raises(CheckpointError, match="step_00000004 has no weights of a reference policy"):
+        fit(configure(task, tmp_path / "out", *FIXED, *ADAPTER, path, "train.steps=5"), resume=True)
 
 
 def broken(directory: Path, change: str) -> None:

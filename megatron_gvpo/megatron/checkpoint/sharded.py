@@ -60,6 +60,7 @@ def save(
         model.finish_background_work()
     final = root / f"step_{step:08d}"
     partial = final.with_suffix(PARTIAL)
+    state = {**state, "reference": policy.kept_reference}
     adapters = policy.model.adapters
     if adapters is not None:
         state = {**state, "adapter": adapters.identity()}
@@ -112,6 +113,7 @@ def load(directory: Path, policy: Policy) -> dict[str, Any]:
     def read() -> None:
         records.append(read_record(directory))
         check_adapters(directory, records[0], policy.model)
+        _check_reference(directory, records[0].get("reference"), policy.kept_reference)
 
     run_on_all_ranks("", read)
     [state] = records
@@ -220,6 +222,24 @@ def check_adapters(directory: Path, record: dict[str, Any], model: Model) -> Non
                 f"{directory} has adapters for another base model than model.path: its config.json and "
                 f"weights are {_short(saved[key])}, and those here are {_short(value)}"
             )
+
+
+def _check_reference(directory: Path, saved: str | None, ours: str) -> None:
+    """Raise CheckpointError if the method compares with other weights than before. No collective.
+
+    `saved`: the kept reference in state.json; None if an earlier version wrote it.
+    """
+    if ours == "base" and saved == "fixed":
+        raise CheckpointError(
+            f"{directory}: its run compared with the adapters that it began with, and model.adapter.path is "
+            "missing: the reference would be the base model. Name their directory again"
+        )
+    if ours in ("fixed", "average") and saved in ("none", "base"):
+        began = ", or began without model.adapter.path" if saved == "base" else ""
+        raise CheckpointError(
+            f"{directory} has no weights of a reference policy, which the method needs: its run had another "
+            f"method{began}. Start a new run from its weights (megatron-gvpo export)"
+        )
 
 
 def _short(base: dict[str, Any]) -> str:
