@@ -6,6 +6,7 @@ from math import lcm
 from typing import TYPE_CHECKING
 
 from megatron_gvpo.config.checks.conversation import check_conversation
+from megatron_gvpo.config.checks.idle_keys import check_idle_keys, keys_of_sampling
 from megatron_gvpo.config.checks.speculation import check_speculation
 from megatron_gvpo.observe.metric_names import entry
 from megatron_gvpo.weights.transports import transport_class
@@ -35,34 +36,46 @@ def check_combinations(config: Config) -> None:
         _checkpoints,
         _offload,
         _fp8_weights,
+        check_idle_keys,
     ):
         check(config)
 
 
 def advice(config: Config) -> str | None:
-    """A warning about a configuration that is legal but usually unintended, else None.
+    """Warnings about a configuration that is legal but usually unintended, else None.
 
-    It warns of a step with one update whose reference is the policy at step start: the reference is then the
-    policy that trains, and GVPO's d is 0. And of responses of older weights in a loss that could correct for
-    that, and takes them for the present policy's.
+    They are about a step with one update whose reference is the policy at step start: the reference is then
+    the policy that trains, and GVPO's d is 0. About responses of older weights in a loss that could correct
+    for that, and takes them for the present policy's. And about keys of sampling in a run that samples
+    nothing.
     """
+    found = (_one_update(config), _older_weights(config), keys_of_sampling(config))
+    return "\n".join(text for text in found if text is not None) or None
+
+
+def _one_update(config: Config) -> str | None:
     train, algorithm, loss = config.train, config.algorithm, config.algorithm.loss
     once = train.mini_batches * train.batch_epochs == 1
     older = config.rollout.async_steps and algorithm.reference_logprobs == "engine"
-    if once and not older and loss.reference_sums_only and loss.known_at_step_start and not loss.linear:
-        return (
-            f"train.mini_batches=1: a step's only update is its own reference, which makes {loss.name} "
-            "a plain policy gradient, its Var and Cov 0; use 2 or more, or train.batch_epochs=2, or another "
-            "algorithm.loss.reference"
-        )
+    if not once or older or not loss.reference_sums_only or not loss.known_at_step_start or loss.linear:
+        return None
+    return (
+        f"train.mini_batches=1: a step's only update is its own reference, which makes {loss.name} "
+        "a plain policy gradient, its Var and Cov 0; use 2 or more, or train.batch_epochs=2, or another "
+        "algorithm.loss.reference"
+    )
+
+
+def _older_weights(config: Config) -> str | None:
+    loss = config.algorithm.loss
     corrects = "importance" in type(loss).model_fields
-    if config.rollout.async_steps and corrects and getattr(loss, "importance", None) is None:
-        return (
-            f"rollout.async_steps={config.rollout.async_steps}: responses come from older weights, and "
-            f"{loss.name} takes them for samples of the policy at step start, with which it compares: set "
-            "algorithm.loss.importance=truncate"
-        )
-    return None
+    if not config.rollout.async_steps or not corrects or getattr(loss, "importance", None) is not None:
+        return None
+    return (
+        f"rollout.async_steps={config.rollout.async_steps}: responses come from older weights, and "
+        f"{loss.name} takes them for samples of the policy at step start, with which it compares: set "
+        "algorithm.loss.importance=truncate"
+    )
 
 
 def _batch(config: Config) -> None:
