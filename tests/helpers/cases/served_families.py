@@ -10,6 +10,9 @@ SERVED = [
     ("vllm", "GLM-4.5, 4.6", "float32"),
     ("vllm", "Gemma 3 (text)", "float32"),
     ("vllm", "GPT-OSS", "float32"),
+    ("vllm", "Qwen3.5", "bfloat16"),
+    ("vllm", "Qwen3.5 MoE", "bfloat16"),
+    ("vllm", "Qwen3-Next", "bfloat16"),
 ]
 # The same, in test_engines.py.
 SERVED_ELSEWHERE = [

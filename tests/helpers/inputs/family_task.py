@@ -32,6 +32,8 @@ _LATENT = {
     "head_dim": 64,
     "qk_head_dim": 96,
 }
+# Less than in the tiny models, whose wide weights make more of bfloat16's rounding than the probe allows.
+_RANGE = {"bfloat16": 0.05}
 _OF_TASK = ("vocab_size", "eos_token_id", "pad_token_id")
 
 
@@ -44,6 +46,7 @@ def make(task: Path, directory: Path, title: str, dtype: str = "float32") -> Pat
     model, config = directory / "model", engine_config(title)
     dense = json.loads((model / "config.json").read_text())
     config |= {key: dense.get(key) for key in _OF_TASK} | {"bos_token_id": None}
+    config["initializer_range"] = _RANGE.get(dtype, config["initializer_range"])
     (model / "model.safetensors").unlink()
     save_tiny(config, model, title)
     run = directory / "run.yaml"
@@ -59,6 +62,8 @@ def engine_config(title: str) -> dict[str, Any]:
     if config["architectures"] == ["DeepseekV3ForCausalLM"]:  # engines read these, and transformers has none
         config |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
     sizes = _SIZES | (_LATENT if config.get("kv_lora_rank") else {})
+    if not config.get("head_dim") and not config.get("kv_lora_rank"):
+        sizes["hidden_size"] = config["num_attention_heads"] * sizes["head_dim"]
     return config | {key: size for key, size in sizes.items() if config.get(key) is not None}
 
 
