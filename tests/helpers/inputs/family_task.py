@@ -32,6 +32,18 @@ _LATENT = {
     "head_dim": 64,
     "qk_head_dim": 96,
 }
+# The released models have these; the configurations of transformers do not.
+_READ_BY_ENGINES: dict[str, dict[str, Any]] = {
+    "DeepseekV3ForCausalLM": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "Glm4MoeLiteForCausalLM": {"first_k_dense_replace": 1},
+    "HYV3ForCausalLM": {"expert_hidden_dim": 32, "route_norm": True, "qk_norm": True},
+    "MiniMaxM2ForCausalLM": {
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+        "use_qk_norm": True,
+        "qk_norm_type": "per_layer",
+    },
+}
 # Less than in the tiny models, whose wide weights make more of bfloat16's rounding than the probe allows.
 _RANGE = {"bfloat16": 0.05}
 _OF_TASK = ("vocab_size", "eos_token_id", "pad_token_id")
@@ -59,8 +71,7 @@ def make(task: Path, directory: Path, title: str, dtype: str = "float32") -> Pat
 def engine_config(title: str) -> dict[str, Any]:
     """The config.json of a tiny model of the family, of sizes that engines' kernels for CPUs have."""
     config = tiny_config(title)
-    if config["architectures"] == ["DeepseekV3ForCausalLM"]:  # engines read these, and transformers has none
-        config |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    config |= _READ_BY_ENGINES.get(config["architectures"][0], {})
     sizes = _SIZES | (_LATENT if config.get("kv_lora_rank") else {})
     if not config.get("head_dim") and not config.get("kv_lora_rank"):
         sizes["hidden_size"] = config["num_attention_heads"] * sizes["head_dim"]

@@ -11,7 +11,7 @@ from servers.real_servers import PROMPTS, logprobs, reference
 from megatron_gvpo.config.model_types import add_model_types
 from pushes.push_worker import PUSHES
 
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3}  # of one log-prob, nats
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}  # of one log-prob, nats
 
 
 def assert_exported(directory: Path, dtype: str = "float32") -> None:
