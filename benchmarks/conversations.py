@@ -144,7 +144,7 @@ def measure(engine: str, place: Path, rounds: int) -> list[dict[str, Any]]:
     tiny_run.make(task)
     (place / "tool.py").write_text(TOOL)
     tokenizer = load_tokenizer(str(task / "model"))
-    material = Task(tokenizer, end_token_id(tokenizer), [], [])
+    material = Task(tokenizer, (end_token_id(tokenizer),), [], [])
     texts = [f"{i % 10}+{i // 10}=" for i in range(PROMPTS)]
     prompts = [Prompt(text, tuple(tokenizer(text)["input_ids"]), text) for text in texts]
     results = []

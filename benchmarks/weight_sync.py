@@ -141,7 +141,7 @@ def measure_model(
             device=device(args),
             dtype=torch.bfloat16,
             batch_size=1,
-            end_token_id=1,
+            end_token_ids=(1,),
         )
 
         def push_in_process(version: int) -> dict[str, float]:

@@ -104,7 +104,7 @@ class Components:
             config.data.train, config.data, task.tokenizer, task.longest_prompt, task.tools, task.images
         )
         return ComposedSampler(
-            *(base, writer, self.members, task.end_token_id),
+            *(base, writer, self.members, task.end_token_ids),
             answers=answers,
             score=score,
             greedy=greedy,

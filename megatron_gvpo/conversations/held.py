@@ -37,7 +37,7 @@ class Conversations:
     def __init__(self, config: ConversationConfig, task: Task) -> None:
         self._config = config
         again = config.history == "template"
-        self._template = Template(task.tokenizer, task.end_token_id, task.chat, task.tools, again)
+        self._template = Template(task.tokenizer, task.end_token_ids, task.chat, task.tools, again)
         self._environments = Environments(config)
 
     def __enter__(self) -> Self:

@@ -34,21 +34,23 @@ _HISTORIES: tuple[list[dict[str, str]], ...] = (
 class Template:
     """Writes what comes between two turns of the policy, as tokens.
 
-    `chat`: prompts are rendered by the tokenizer's chat template; otherwise texts follow each other as they
-    are. `again`: the conversation is rendered again for every turn. Raises DataError if the template does
-    not write a conversation message after message, as far as that is needed.
+    `end_token_ids`: those that end a turn of the policy. `chat`: prompts are rendered by the tokenizer's chat
+    template; otherwise texts follow each other as they are. `again`: the conversation is rendered again for
+    every turn. Raises DataError if the template does not write a conversation message after message, as far
+    as that is needed.
     """
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        end_token_id: int,
+        end_token_ids: Sequence[int],
         chat: bool,
         tools: Sequence[Mapping[str, Any]] = (),
         again: bool = False,
     ) -> None:
-        self._tokenizer, self._end, self._tools = tokenizer, end_token_id, list(tools) or None
+        self._tokenizer, self._ends, self._tools = tokenizer, tuple(end_token_ids), list(tools) or None
         self._chat, self.again = chat, again
+        self._end_before = dict[str, int]()  # the token that ends a turn, by the role that speaks next
         self._checked = set[str]()  # roles whose messages were checked
         self._rendered: dict[int, tuple[str, str]] = {}  # histories, as `_renderings` returns them
         added = [str(t.content) for t in tokenizer.added_tokens_decoder.values() if t.special]
@@ -116,11 +118,16 @@ class Template:
             return self._tokens("".join(message["content"] for message in messages))
         for message in messages:
             self._check(message["role"])
-        text = self._suffix(0, messages)
-        end = str(self._tokenizer.convert_ids_to_tokens(self._end))
-        if last == self._end:
-            text = text.removeprefix(end)
-        return self._tokens(text)
+        tokens = self._tokens(self._suffix(0, messages))
+        return tokens[1:] if tokens[0] == last else tokens
+
+    def end_before(self, role: str) -> int:
+        """The token with which the chat template ends a turn before a message of this role.
+
+        Raises DataError.
+        """
+        self._check(role)
+        return self._end_before[role]
 
     def written(self, message: Mapping[str, Any]) -> str:
         """A message of the policy as the policy writes it: its text, and its `tool_calls` by the template.
@@ -130,13 +137,15 @@ class Template:
         if not message.get("tool_calls"):
             return str(message["content"])
         (_, opening), text = self._renderings(0, [message], generate=False)
-        end = str(self._tokenizer.convert_ids_to_tokens(self._end))
-        if not self._chat or not text.startswith(opening) or end not in text[len(opening) :]:
+        said = text[len(opening) :]
+        ends = [token for token in self._tokenizer.convert_ids_to_tokens(self._ends) if token]
+        place = max(map(said.rfind, ends))
+        if not self._chat or not text.startswith(opening) or place < 0:
             raise DataError(
                 "the chat template writes tool calls in another place than the policy's turn: give the text "
                 "of the calls as the content"
             )
-        return text[len(opening) :].rpartition(end)[0]
+        return said[:place]
 
     def opening(self, messages: Sequence[Mapping[str, Any]], prompt: Prompt) -> tuple[int, ...]:
         """The tokens of a whole chat up to the policy's next turn. Raises DataError.
@@ -224,7 +233,6 @@ class Template:
             self._checked.add(role)
             return
         suffixes = {self._suffix(history, [message]) for history in range(len(_HISTORIES))}
-        end = str(self._tokenizer.convert_ids_to_tokens(self._end))
         if len(suffixes) > 1:
             raise DataError(
                 f"the chat template writes a message of role {role} differently after different histories: "
@@ -236,11 +244,13 @@ class Template:
                 f"the chat template leaves out a message of role {role} after a turn of the policy, which is "
                 "a text: use another template" + (", or data.chat_template=false" if role != "tool" else "")
             )
-        if not suffix.startswith(end):
+        end = self._tokens(suffix)[0]
+        if end not in self._ends:
+            ends = self._tokenizer.convert_ids_to_tokens(self._ends)
             raise DataError(
-                f"the chat template ends a turn with {suffix[:20]!r}, and the policy ends its turns with "
-                f"the tokenizer's end token {end!r}: name the former as eos_token in tokenizer_config.json"
+                f"the chat template ends a turn with {suffix[:20]!r}, and the policy's turns end with "
+                f"{' or '.join(map(repr, ends))}: name the former's token, {end}, in eos_token_id of "
+                "generation_config.json or in rollout.stop_token_ids"
             )
-        if self._tokens(suffix)[:1] != (self._end,):
-            raise DataError(f"the tokenizer does not write {end!r} as its end token, {self._end}")
+        self._end_before[role] = end
         self._checked.add(role)

@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_gvpo.conversations.template import Template
+from megatron_gvpo.data.end_tokens import ended
 from megatron_gvpo.data.sources import DataError
 from megatron_gvpo.groups import Chat
 from megatron_gvpo.turns import Turn
@@ -31,12 +32,12 @@ class DemonstrationReader:
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        end_token_id: int,
+        end_token_ids: Sequence[int],
         chat: bool,
         tools: Sequence[Mapping[str, Any]],
     ) -> None:
         """`chat`: prompts are rendered by the chat template, which also gets the `tools`."""
-        self._tokenizer, self._end, self._chat, self._tools = tokenizer, end_token_id, chat, tools
+        self._tokenizer, self._ends, self._chat, self._tools = tokenizer, end_token_ids, chat, tools
         self._template: Template | None = None  # made for the first chat: it checks the chat template
 
     def __call__(self, solution: Any) -> Demonstration:
@@ -44,10 +45,10 @@ class DemonstrationReader:
             ids = self._tokens(solution)
             if not ids:
                 raise DataError("is empty: it has no tokens, so nothing would be learned from it")
-            return Demonstration(self._ended(ids), None, [solution])
+            return Demonstration(ended(ids, self._ends), None, [solution])
         self._check(solution)
         if self._template is None:
-            self._template = Template(self._tokenizer, self._end, self._chat, self._tools)
+            self._template = Template(self._tokenizer, self._ends, self._chat, self._tools)
         own: list[int] = []
         turns: list[Turn] = []
         between: list[Mapping[str, Any]] = []
@@ -57,7 +58,11 @@ class DemonstrationReader:
                 continue
             said = self._tokens(self._template.written(message))
             # Without a chat template texts follow each other as they are, and the last one ends the chat.
-            ids = self._ended(said) if self._chat or i + 1 == len(solution) else said
+            ids = said
+            if i + 1 == len(solution):
+                ids = ended(said, self._ends)
+            elif self._chat:
+                ids = ended(said, (self._template.end_before(solution[i + 1]["role"]), *self._ends))
             if not ids:
                 raise DataError(f"has an empty message {i}")
             given = self._template.given(own[-1], between) if turns else ()
@@ -83,9 +88,6 @@ class DemonstrationReader:
             return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
         except Exception as error:  # tokenizers raises no narrower one
             raise DataError(f"has text that the tokenizer cannot write: {error}") from None
-
-    def _ended(self, ids: tuple[int, ...]) -> tuple[int, ...]:
-        return ids if ids[-1:] == (self._end,) else (*ids, self._end)
 
 
 def _is_message(message: Any) -> bool:

@@ -16,6 +16,7 @@ from jinja2 import TemplateError
 
 from megatron_gvpo.config.schema import DataConfig, DatasetConfig
 from megatron_gvpo.data.demonstrations import DemonstrationReader
+from megatron_gvpo.data.end_tokens import ended
 from megatron_gvpo.data.prompt_images import PromptImages, as_parts, images_in, is_part, short_names
 from megatron_gvpo.data.sources import DataError, Record, converted, read_records
 from megatron_gvpo.data.tokenizer import opened
@@ -39,7 +40,7 @@ def load_prompts(
     tokenizer: PreTrainedTokenizerBase,
     *,
     longest: int,
-    end_token_id: int,
+    end_token_ids: Sequence[int],
     positions: int | None = None,
     tools: Sequence[Mapping[str, Any]] = (),
     images: PromptImages | None = None,
@@ -48,14 +49,15 @@ def load_prompts(
 
     With `data.chat_template` and a tokenizer that has one, a plain string becomes a user message, and
     `data.system_prompt` comes first unless the record has a system message of its own. A prompt has at most
-    `longest` tokens; `data.prompt_too_long` says what becomes of another. Demonstrations end with
-    `end_token_id`, and together with their prompt they must fit into the model's `positions` tokens.
+    `longest` tokens; `data.prompt_too_long` says what becomes of another. Demonstrations end with the first
+    of `end_token_ids` unless they end with one, and together with their prompt they must fit into the model's
+    `positions` tokens.
     `tools`: JSON schemas for the chat template. `images`: of a model that takes images. A prompt's tokens
     include those that stand for its images. Raises DataError.
     """
     render = _Renderer(data, tokenizer, tools, images)
     unknown = UnknownCharacters(tokenizer)
-    read_demonstration = DemonstrationReader(tokenizer, end_token_id, render.chat, tools)
+    read_demonstration = DemonstrationReader(tokenizer, end_token_ids, render.chat, tools)
     prompts = []
     records = 0
     for record, text, ids, pictures in _encoded(dataset, render, tokenizer):
@@ -94,7 +96,7 @@ def load_prompts(
                 )
         responses: tuple[Scored, ...] = ()
         if dataset.responses_key is not None:
-            responses = _responses(record, dataset.responses_key, tokenizer, end_token_id)
+            responses = _responses(record, dataset.responses_key, tokenizer, end_token_ids)
             unknown.see(record.where, [response.text for response in responses])
             most = max(len(response.token_ids) for response in responses)
             if positions and len(ids) + most > positions:
@@ -340,12 +342,8 @@ def _field(record: Record, key: str) -> Any:
     return value
 
 
-def _ended(tokens: list[int], end_token_id: int) -> tuple[int, ...]:
-    return (*tokens, *([end_token_id] if tokens[-1:] != [end_token_id] else []))
-
-
 def _responses(
-    record: Record, key: str, tokenizer: PreTrainedTokenizerBase, end_token_id: int
+    record: Record, key: str, tokenizer: PreTrainedTokenizerBase, end_token_ids: Sequence[int]
 ) -> tuple[Scored, ...]:
     """The scored responses of a record: [{"response": text, "reward": number}, ...]."""
     found = _field(record, key)
@@ -360,7 +358,7 @@ def _responses(
     texts = [item["response"] for item in found]
     encoded = _tokens(tokenizer, texts, [f"{record.where}, response {i}" for i in range(len(texts))])
     return tuple(
-        Scored(_ended(ids, end_token_id), item["response"], float(item["reward"]))
+        Scored(ended(ids, end_token_ids), item["response"], float(item["reward"]))
         for item, ids in zip(found, encoded, strict=True)
     )
 

@@ -11,6 +11,7 @@ from megatron_gvpo.config.schema import Config, ConfigError, read_model_config
 from megatron_gvpo.conversations.parsers import parser_of
 from megatron_gvpo.conversations.template import Template
 from megatron_gvpo.conversations.tools import tool_schemas
+from megatron_gvpo.data.end_tokens import end_token_ids
 from megatron_gvpo.data.prompt_images import PromptImages, prompt_images
 from megatron_gvpo.data.prompts import DataError, load_prompts
 from megatron_gvpo.data.tokenizer import end_token_id, load_tokenizer
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Task:
     tokenizer: PreTrainedTokenizerBase
-    end_token_id: int
+    end_token_ids: tuple[int, ...]  # all that end a response; the first ends texts that are given as one
     prompts: list[Prompt]
     eval_prompts: list[Prompt]  # empty if the configuration names none
     longest_prompt: int = 0  # in tokens
@@ -44,21 +45,22 @@ def load_task(config: Config) -> Task:
             f"{end}, and the model knows only {vocabulary} tokens; name its own as eos_token in "
             "tokenizer_config.json"
         )
+    chat = config.data.chat_template and bool(tokenizer.chat_template)
+    ends = end_token_ids(config.model.path, tokenizer, config.rollout.stop_token_ids, chat)
     positions = None if config.algorithm.samples_from_policy else model.get("max_position_embeddings")
     longest = longest_prompt(config, model)
     tools = _tools(config)
     images = prompt_images(config.model.path, model, tokenizer)
     data, held_out = config.data, config.data.eval
-    common: dict[str, Any] = {"longest": longest, "end_token_id": end, "tools": tools, "images": images}
+    common: dict[str, Any] = {"longest": longest, "end_token_ids": ends, "tools": tools, "images": images}
     prompts = load_prompts(data.train, data, tokenizer, positions=positions, **common)
     eval_prompts = []
     if held_out is not None:
         eval_prompts = load_prompts(held_out, data, tokenizer, **common)
-    chat = data.chat_template and bool(tokenizer.chat_template)
     talks = config.rollout.conversation
     if talks is not None:  # raises DataError for a template that cannot go on
-        Template(tokenizer, end, chat, tools, talks.history == "template")
-    task = Task(tokenizer, end, prompts, eval_prompts, longest, chat, tools, images)
+        Template(tokenizer, ends, chat, tools, talks.history == "template")
+    task = Task(tokenizer, ends, prompts, eval_prompts, longest, chat, tools, images)
     _check_vocabulary(task, vocabulary, config.model.path)
     _check_shared_prompts(config, prompts)
     _check_differences(config, prompts)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_gvpo.config.checks.lengths import longest_prompt
 from megatron_gvpo.config.schema import Config, ConfigError, read_model_config
+from megatron_gvpo.data.end_tokens import ids_in_files
 from megatron_gvpo.data.vocabulary import vocabulary
 from megatron_gvpo.images.families import takes_images, text_values
 from megatron_gvpo.images.processor import ImageProcessor
@@ -34,8 +36,13 @@ SHAPE = (
 )
 
 
-async def check_server(server: Server, config: Config, model: dict[str, Any]) -> None:
-    """Compare the server's release, model and tokenizer with the run's. Raises ConfigError if they differ."""
+async def check_server(
+    server: Server, config: Config, model: dict[str, Any], end_token_ids: Sequence[int]
+) -> None:
+    """Compare the server's release, model and tokenizer with the run's. Raises ConfigError if they differ.
+
+    `end_token_ids`: those at which the run's responses end; the server must have no others.
+    """
     where = f"rollout server {server.url}"
     try:
         facts = await server.facts(TIMEOUT)
@@ -80,6 +87,12 @@ async def check_server(server: Server, config: Config, model: dict[str, Any]) ->
                 f"model.path={config.model.path} has {key}={model.get(key)!r}: start it with the "
                 "trainer's model"
             )
+    if further := [number for number in ids_in_files(served) if number not in end_token_ids]:
+        raise ConfigError(
+            f"{where} serves {facts.model_path}, whose eos_token_id in config.json or generation_config.json "
+            f"has {further[0]}, at which responses of model.path={config.model.path} do not end: make the "
+            "files alike, or name the token in rollout.stop_token_ids"
+        )
     expected = read_model_config(config.served_path).get("quantization_config")
     if theirs.get("quantization_config") != expected:
         raise ConfigError(

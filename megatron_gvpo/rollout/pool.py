@@ -84,14 +84,14 @@ class ServerPool:
         self,
         servers: Sequence[Server],
         settings: ServersConfig,
-        stop_ids: Sequence[int],
+        end_token_ids: Sequence[int],
         report: Callable[[str], None],
         supervisor: Supervisor | None = None,
         routers: Routers | None = None,
         images: ImageSender | None = None,
     ) -> None:
         self.handles = [ServerHandle(server) for server in servers]
-        self._settings, self._stop_ids, self._report = settings, tuple(stop_ids), report
+        self._settings, self._end_token_ids, self._report = settings, tuple(end_token_ids), report
         self._supervisor, self._routers, self._images = supervisor, routers, images
         self.prefix_cache = PrefixCache()
         self._changed = asyncio.Event()  # set when a server's state changes
@@ -308,7 +308,7 @@ class ServerPool:
         self, handle: ServerHandle, request: Request, index: int, given: list[int], sampling: SamplingConfig
     ) -> Sample | Lost:
         """The sample that continues the tokens `given`, or the failure. Raises RolloutError for a refusal."""
-        room = request.longest(sampling) - len(given)
+        room, stops = request.longest(sampling) - len(given), sampling.stops(self._end_token_ids)
         images = await images_of(request, self._images)
         call = asyncio.create_task(
             handle.server.sample(
@@ -316,7 +316,7 @@ class ServerPool:
                 room,
                 derived_seed(request.seed, index, len(given)),
                 sampling,
-                (*self._stop_ids, *sampling.stop_token_ids),
+                stops,
                 self._settings.request_timeout,
                 images,
             )
@@ -343,6 +343,8 @@ class ServerPool:
             handle.calls.discard(call)
         if sample.version not in (None, str(version)):  # for example, it restarted between two health checks
             return Lost(f"{handle.server.url} sampled from weights {sample.version}, not {version}")
+        if (problem := sample.ended_elsewhere(stops)) is not None:
+            raise RolloutError(f"rollout server {handle.server.url} {problem}")
         # A server would take a sampled placeholder for an image when it is asked to go on.
         return sample.before(images[0].placeholder) if images and sample.finish_reason == "abort" else sample
 

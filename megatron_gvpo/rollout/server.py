@@ -56,6 +56,17 @@ class Sample:
         if not self.token_ids and self.finish_reason != "abort":
             raise ValueError("a finished response without any token")
 
+    def ended_elsewhere(self, stops: Sequence[int]) -> str | None:
+        """The fault of a server that ended the response at another token than these, else None."""
+        if self.finish_reason != "stop" or self.token_ids[-1] in stops:
+            return None
+        return (
+            f"ended a response at token {self.token_ids[-1]}, and the run's end at "
+            f"{', '.join(map(str, stops))}: its model has another eos_token_id in config.json or "
+            "generation_config.json than model.path; make the files alike, or name the token in "
+            "rollout.stop_token_ids"
+        )
+
     def before(self, token: int) -> Sample:
         """An aborted sample up to the first such token."""
         end = self.token_ids.index(token) if token in self.token_ids else len(self.token_ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import secrets
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -32,8 +33,8 @@ class ServerSession:
     that cannot be started.
     """
 
-    def __init__(self, config: Config, model: dict[str, Any], end_token_id: int) -> None:
-        self._config, self._model = config, model
+    def __init__(self, config: Config, model: dict[str, Any], end_token_ids: Sequence[int]) -> None:
+        self._config, self._model, self._ends = config, model, end_token_ids
         servers, dialect = config.rollout.servers, DIALECTS[config.rollout.engine]
         with ExitStack() as opened:  # ends what was started where a later part fails
             self.supervisor, urls, key = _servers(config)
@@ -52,7 +53,7 @@ class ServerSession:
             silence = MISSED * servers.health_timeout
             clients = [dialect(Http(session, url, key, started.get(url), silence), kept) for url in urls]
             images = ImageSender(config.model.path, model) if takes_images(model) else None
-            self.pool = ServerPool(clients, servers, [end_token_id], report, self.supervisor, routers, images)
+            self.pool = ServerPool(clients, servers, end_token_ids, report, self.supervisor, routers, images)
             opened.callback(self.loop.cancel_all)
             opened.callback(lambda: self.loop.run(self.pool.stop()))
             self._ready = self.loop.submit(self._all_ready())
@@ -77,7 +78,7 @@ class ServerSession:
     async def _all_ready(self) -> None:
         await self.pool.start()
         for handle in self.pool.handles:
-            await check_server(handle.server, self._config, self._model)
+            await check_server(handle.server, self._config, self._model, self._ends)
 
 
 def _servers(config: Config) -> tuple[Supervisor | None, list[str], str | None]:

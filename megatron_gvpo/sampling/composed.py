@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_gvpo.algorithms.members.base import JoinGroups
+from megatron_gvpo.data.end_tokens import ended
 from megatron_gvpo.data.prompts import PromptWriter
 from megatron_gvpo.data.tracker import SuccessTracker
 from megatron_gvpo.groups import Group, Prompt, Rollout
@@ -34,7 +35,7 @@ class ComposedSampler:
         base: Sampler,
         writer: PromptWriter,
         members: Sequence[JoinGroups],
-        end_token_id: int,
+        end_token_ids: Sequence[int],
         *,
         answers: Callable[[int], EngineSampler] | None = None,
         score: Callable[[list[Group]], None] | None = None,
@@ -43,7 +44,7 @@ class ComposedSampler:
         expected: Callable[[Prompt], float] | None = None,
         policy: Callable[[TrainBatch], Tensor] | None = None,
     ) -> None:
-        self._base, self._writer, self._members, self._end = base, writer, members, end_token_id
+        self._base, self._writer, self._members, self._ends = base, writer, members, end_token_ids
         self._expected, self._score = expected, score
         self._answers, self._greedy, self._tracker, self._policy = answers, greedy, tracker, policy
 
@@ -70,7 +71,7 @@ class ComposedSampler:
                 derived_seed(seed, number, 1),
                 self._answers,
                 self._writer,
-                self._end,
+                self._ends,
                 self._score,
                 self._policy,
                 on_wait,
@@ -87,7 +88,7 @@ class BatchContext:
     seed: int
     sampler: Callable[[int], EngineSampler] | None
     writer: PromptWriter
-    end_token_id: int
+    end_token_ids: Sequence[int]
     scorer: Callable[[list[Group]], None] | None
     policy: Callable[[TrainBatch], Tensor] | None = None  # log-probs of all response tokens
     on_wait: OnWait = None
@@ -115,8 +116,7 @@ class BatchContext:
         return self.writer.encode(text)
 
     def encode_response(self, text: str) -> list[int]:
-        ids = self.writer.encode(text)
-        return ids if ids[-1:] == [self.end_token_id] else [*ids, self.end_token_id]
+        return list(ended(self.writer.encode(text), self.end_token_ids))
 
     def texts(
         self, function: str, groups: Sequence[Group], n: int, options: Mapping[str, Any]

@@ -54,7 +54,7 @@ class EmbeddedEngine:
             device=parallel.device(),
             dtype=getattr(torch, config.model.dtype),
             batch_size=config.rollout.batch_size,
-            end_token_id=task.end_token_id,
+            end_token_ids=task.end_token_ids,
             trust_remote_code=config.model.trust_remote_code,
         )
         talks = config.rollout.conversation

@@ -44,14 +44,14 @@ class LocalModel:
         device: torch.device | str,
         dtype: torch.dtype,
         batch_size: int,
-        end_token_id: int,
+        end_token_ids: Sequence[int],
         trust_remote_code: bool = False,
     ) -> None:
         self.version = -1  # of the weights
         self.device = torch.device(device)
         self.batch_size = batch_size
         self._tokenizer = tokenizer
-        self._end_token_id = end_token_id
+        self._end_token_ids = end_token_ids
         self._refusal: str | None = "it has no weights yet: push them first"
         # The first push overwrites the initial weights. Drawing them must not advance the run's random state.
         devices = [self.device] if self.device.type == "cuda" else []
@@ -158,7 +158,7 @@ class LocalModel:
         """One rollout of at most `longest` tokens for each entry of `prompt_of` (a row of `requests`)."""
         prompts = [request.prompt_ids for request in requests]
         n, steps, device = len(seeds), max(longest), self.device
-        stop_ids = (self._end_token_id, *sampling.stop_token_ids)
+        stop_ids = sampling.stops(self._end_token_ids)
         stop = torch.tensor(stop_ids, device=device)
         uniform = np.stack([np.random.default_rng(seed).random(steps) for seed in seeds])
         uniform_ns = torch.from_numpy(uniform).to(device)

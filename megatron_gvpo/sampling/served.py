@@ -219,7 +219,7 @@ class ServedEngine:
         try:
             if self._conversations is not None:
                 self._opened.enter_context(self._conversations)
-            self.servers = ServerSession(self._config, self._model, self._task.end_token_id)
+            self.servers = ServerSession(self._config, self._model, self._task.end_token_ids)
         except ConfigError as error:
             failed = Failed(error)
         except OSError as error:

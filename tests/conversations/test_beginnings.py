@@ -61,7 +61,7 @@ def opened(directory: Path, turns: int) -> Iterator[Conversations]:
     config = ConversationConfig(
         environment=f"{file}:Remembers", turns=turns, earlier_key="earlier", step_timeout=20
     )
-    with Conversations(config, Task(OF, END, [], [], chat=True)) as conversations:
+    with Conversations(config, Task(OF, (END,), [], [], chat=True)) as conversations:
         yield conversations
 
 

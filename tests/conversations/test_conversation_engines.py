@@ -112,7 +112,7 @@ def test_servers_hold_conversations_in_the_contexts_that_are_trained(
     """Every own token's log-prob is that of transformers in its segment, at the sampling temperature."""
     used("environment workers")
     tokenizer = load_tokenizer(str(task / "model"))
-    material = Task(tokenizer, end_token_id(tokenizer), [], [])
+    material = Task(tokenizer, (end_token_id(tokenizer),), [], [])
     stops = [1, 6, 7, 8, 9]
     pool = pool_of(served.client, stops)
     prompts = [Prompt(name, tuple(tokenizer(name)["input_ids"]), name) for name in ("7+5=", "3-1+4=")]

@@ -42,7 +42,10 @@ def hold(environment: str, options: dict[str, Any], prompt: Prompt, said: Sequen
             pass
 
     config = ConversationConfig(environment=environment, options=options, turns=20, step_timeout=200)
-    with Conversations(config, Task(of, END, [], [], chat=True)) as conversations, asyncio.Runner() as runner:
+    with (
+        Conversations(config, Task(of, (END,), [], [], chat=True)) as conversations,
+        asyncio.Runner() as runner,
+    ):
         used("environment workers")
         request = Request(prompt.token_ids, 2, seed=3)
         held = conversations.hold(Script(), [prompt], [request], SamplingConfig(max_tokens=4000))

@@ -90,7 +90,7 @@ SECONDS = 1.0  # of a step
 def material(task: Path) -> Task:
     """The tiny task's tokenizer: one token a character."""
     tokenizer = load_tokenizer(str(task / "model"))
-    return Task(tokenizer, end_token_id(tokenizer), [], [])
+    return Task(tokenizer, (end_token_id(tokenizer),), [], [])
 
 
 class Script:
@@ -103,7 +103,7 @@ class Script:
     async def say(self, conversation: int, request: Request) -> Rollout:
         seen = self.contexts.setdefault(conversation, [])
         seen.append(list(request.prompt_ids))
-        ids = [*encoded(self._task, self._turns[len(seen) - 1]), self._task.end_token_id]
+        ids = [*encoded(self._task, self._turns[len(seen) - 1]), self._task.end_token_ids[0]]
         reason = "stop" if len(ids) <= request.max_tokens else "length"
         ids = ids[: request.max_tokens]
         return Rollout(ids, [-0.5] * len(ids), "", reason, 7 + len(seen))
@@ -164,7 +164,7 @@ def held(material: Task, file: Path) -> Iterator[Held]:
 
 def test_a_conversation_is_the_tokens_that_the_policy_saw_and_said(held: Held) -> None:
     [[rollout]] = held.hold([prompt("a", "echo", "echo", "end")], ["1+2", "3", "4*5"])
-    task, end = held.task, held.task.end_token_id
+    task, end = held.task, held.task.end_token_ids[0]
     said = [[*encoded(task, text), end] for text in ("1+2", "3", "4*5")]
     heard = [tuple(encoded(task, text)) for text in ("1+2", "1+2+3")]
     assert rollout.token_ids == [t for ids in said for t in ids]
@@ -194,7 +194,7 @@ def test_limits_end_a_conversation_and_are_never_lost(held: Held) -> None:
     assert (len(turns.turns), turns.finish_reason) == (4, "length")
     [[tokens]] = held.hold([prompt("a", "go")], ["1"] * 9, max_tokens=7)
     assert (len(tokens.turns), tokens.finish_reason) == (3, "length")  # 2 + 1 + 2 + 1, and 1 for the third
-    assert tokens.token_ids[-1] != held.task.end_token_id
+    assert tokens.token_ids[-1] != held.task.end_token_ids[0]
     assert [turn.reward for turn in tokens.turns] == [0.0, 0.0, None], "it never heard the last"
     [[long]] = held.hold([prompt("a", "long", "end")], ["1", "2"])
     assert long.messages[1]["content"] == "[300 tokens: too long to be shown]"

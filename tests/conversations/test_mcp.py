@@ -88,7 +88,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def material(task: Path) -> Task:
     tokenizer = load_tokenizer(str(task / "model"))
-    return Task(tokenizer, end_token_id(tokenizer), [], [])
+    return Task(tokenizer, (end_token_id(tokenizer),), [], [])
 
 
 class Http:

@@ -77,7 +77,7 @@ def of_model(written: str, end: str) -> Qwen2Tokenizer:
 @pytest.mark.parametrize("name", TAKEN)
 def test_a_tools_answer_is_written_as_the_models_template_does(templates: dict[str, str], name: str) -> None:
     of = of_model(templates[name], TAKEN[name])
-    template = Template(of, of.eos_token_id, chat=True, tools=[SCHEMA])
+    template = Template(of, (of.eos_token_id,), chat=True, tools=[SCHEMA])
     answer = tool_message("add", "42", "000000001")
     given = template.given(of.eos_token_id, [answer])
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": CALL}, answer]
@@ -100,7 +100,7 @@ def test_templates_that_want_calls_apart_from_the_text_are_refused(
     end, said = REFUSED[name]
     of = of_model(templates[name], end)
     with pytest.raises(DataError, match=said):
-        Template(of, of.eos_token_id, chat=True, tools=[SCHEMA])
+        Template(of, (of.eos_token_id,), chat=True, tools=[SCHEMA])
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think"])
@@ -113,7 +113,7 @@ def test_qwen3_keeps_thoughts_or_strips_them(templates: dict[str, str], name: st
     said = {"role": "assistant", "content": thought}
     ended = (*prompt, *ids(of, thought), of.eos_token_id)
     kept, stripped = (
-        Template(of, of.eos_token_id, chat=True, again=again).followed(prompt, ended, [said], [answer])
+        Template(of, (of.eos_token_id,), chat=True, again=again).followed(prompt, ended, [said], [answer])
         for again in (False, True)
     )
     assert kept[: len(ended)] == ended and "hm" in of.decode(kept)

@@ -151,7 +151,7 @@ def test_servers_answer_programs_in_the_contexts_that_are_trained(
     """Every own token's log-prob is that of transformers in its segment, at the sampling temperature."""
     used("agent programs")
     tokenizer = load_tokenizer(str(task / "model"))
-    material = Task(tokenizer, end_token_id(tokenizer), [], [])
+    material = Task(tokenizer, (end_token_id(tokenizer),), [], [])
     pool = pool_of(served.client, [1, 6, 7, 8, 9])
     prompts = [Prompt(name, tuple(tokenizer(name)["input_ids"]), name) for name in ("7+5=", "3-1+4=")]
     requests = [Request(p.token_ids, 3, seed=7 + i) for i, p in enumerate(prompts)]

@@ -67,7 +67,7 @@ class Held:
 
     def __init__(self, **options: Any) -> None:
         self.of = tokenizer(WITH_CALLS)
-        task = Task(self.of, END, [], [], chat=True)
+        task = Task(self.of, (END,), [], [], chat=True)
         settings = {"turns": 12, "step_timeout": SECONDS, "workers": 2, **options}
         spec = f"{PROGRAMS}:run"
         self.config = ConversationConfig(program=spec, **settings)
@@ -312,7 +312,7 @@ def test_what_is_no_program_is_an_error_at_the_start(tmp_path: Path, name: str, 
     file = tmp_path / "mine.py"
     file.write_text("class Agent:\n    pass\n\n\ndef short(prompt):\n    pass\n")
     spec = f"{file}:{name}"
-    programs = Programs(ConversationConfig(program=spec), spec, Task(tokenizer(), END, [], [], chat=True))
+    programs = Programs(ConversationConfig(program=spec), spec, Task(tokenizer(), (END,), [], [], chat=True))
     with pytest.raises(ConfigError) as error, programs:
         pass
     assert str(error.value).startswith(f"rollout.conversation.program={spec}: ") and said in str(error.value)

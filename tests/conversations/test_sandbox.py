@@ -174,7 +174,7 @@ CALL = '{{"name": "python", "arguments": {}}}'
 
 def test_the_policy_sees_what_its_programs_did_wrong(task: Path) -> None:
     tokenizer = load_tokenizer(str(task / "model"))
-    material = Task(tokenizer, end_token_id(tokenizer), [], [])
+    material = Task(tokenizer, (end_token_id(tokenizer),), [], [])
     config = ConversationConfig(
         tools=("python",), parser="json", turns=9, observation_tokens=400, sandbox={"seconds": SECONDS}
     )
@@ -200,7 +200,7 @@ def test_a_sandbox_that_does_not_start_loses_the_conversation(task: Path, tmp_pa
     packages = tmp_path / "packages"
     packages.mkdir()
     config = ConversationConfig(tools=("python",), parser="json", sandbox={"packages": str(packages)})
-    with Held(Task(tokenizer, end_token_id(tokenizer), [], []), config) as held:
+    with Held(Task(tokenizer, (end_token_id(tokenizer),), [], []), config) as held:
         packages.rmdir()
         held.conversations._template.text = lambda ids: CALL.format('{"code": "print(1)"}')
         [[rollout]] = held.hold([Prompt("p", (5,), "?")], ["1"] * 9)

@@ -18,7 +18,7 @@ from megatron_gvpo.rollout.request import Request
 def material(task: Path) -> Task:
     """The tiny task's tokenizer: one token a character."""
     tokenizer = load_tokenizer(str(task / "model"))
-    return Task(tokenizer, end_token_id(tokenizer), [], [])
+    return Task(tokenizer, (end_token_id(tokenizer),), [], [])
 
 
 TOOLS = '''
@@ -48,7 +48,7 @@ def test_tools_answer_calls_and_tell_the_policy_of_its_mistakes(material: Task, 
     (tmp_path / "tools.py").write_text(TOOLS)
     specs = (f"{tmp_path}/tools.py:add", f"{tmp_path}/tools.py:slow")
     config = ConversationConfig(tools=specs, parser="json", turns=9, step_timeout=SECONDS)
-    chatty = Task(material.tokenizer, material.end_token_id, [], [], chat=False)
+    chatty = Task(material.tokenizer, material.end_token_ids, [], [], chat=False)
     turns = [
         '{"name": "add", "arguments": {"a": 2, "b": 3}}',
         '[{"name": "add", "arguments": {"a": 2}}, {"name": "sub"}]',

@@ -56,7 +56,7 @@ def test_a_rollout_of_verifiers_is_trained_as_it_was_sampled(
     config = ConversationConfig(program="verifiers_program.py:run", turns=4, step_timeout=600)
     policy = Script()
     prompt = Prompt("p", (1, 2, 3), "", answer="42", record={"prompt": "What is 6*7?"})
-    material = Task(policy.of, END, [], [], chat=True)
+    material = Task(policy.of, (END,), [], [], chat=True)
     with Programs(config, "verifiers_program.py:run", material) as programs:
         used("agent programs")
         request, sampling = Request(prompt.token_ids, 1, seed=3), SamplingConfig(max_tokens=4000)

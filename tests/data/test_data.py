@@ -64,7 +64,7 @@ def load(path: Any, tokenizer: PreTrainedTokenizerFast, /, **settings: Any) -> l
     positions = settings.pop("positions", None)
     data = DataConfig(train=dataset, **settings)
     longest = data.max_prompt_tokens or 1024
-    return load_prompts(dataset, data, tokenizer, longest=longest, end_token_id=END, positions=positions)
+    return load_prompts(dataset, data, tokenizer, longest=longest, end_token_ids=(END,), positions=positions)
 
 
 GOOD = [

@@ -36,7 +36,7 @@ SOLUTION: list[dict[str, Any]] = [
 
 def test_a_chat_is_the_tokens_that_the_template_writes() -> None:
     of = tokenizer(WITH_CALLS)
-    shown = DemonstrationReader(of, END, chat=True, tools=())(SOLUTION)
+    shown = DemonstrationReader(of, (END,), chat=True, tools=())(SOLUTION)
     asked = [{"role": "user", "content": "a"}]
     spelled = [{**m, "content": m["content"].replace("<|im_end|>", "< |im_end|>")} for m in SOLUTION]
     whole = of.apply_chat_template([*asked, *spelled], tokenize=False).removesuffix("\n")
@@ -51,7 +51,7 @@ def test_a_chat_is_the_tokens_that_the_template_writes() -> None:
 
 def test_texts_follow_each_other_without_a_chat_template() -> None:
     of = tokenizer(None)
-    shown = DemonstrationReader(of, END, chat=False, tools=())([*SOLUTION[:2], SOLUTION[0]])
+    shown = DemonstrationReader(of, (END,), chat=False, tools=())([*SOLUTION[:2], SOLUTION[0]])
     assert shown.chat is not None
     assert shown.token_ids == (*ids(of, "hello"), *ids(of, "hello"), END)
     assert [turn.given for turn in shown.chat.turns] == [(), ids(of, "he")]
@@ -72,11 +72,11 @@ def test_texts_follow_each_other_without_a_chat_template() -> None:
 )
 def test_what_is_no_solution_is_refused(solution: Any, said: str) -> None:
     with pytest.raises(DataError, match=said):
-        DemonstrationReader(tokenizer(), END, chat=True, tools=())(solution)
+        DemonstrationReader(tokenizer(), (END,), chat=True, tools=())(solution)
 
 
 def test_a_prompt_with_a_chat_survives_a_checkpoint() -> None:
-    shown = DemonstrationReader(tokenizer(WITH_CALLS), END, chat=True, tools=())(SOLUTION)
+    shown = DemonstrationReader(tokenizer(WITH_CALLS), (END,), chat=True, tools=())(SOLUTION)
     prompt = Prompt("p", (5, 6), "?", demonstration=shown.token_ids, demonstration_chat=shown.chat)
     fields = {name: getattr(prompt, name) for name in Prompt.__slots__}
     again = prompt_of(json.loads(json.dumps({**fields, "record": {}})))

@@ -45,7 +45,7 @@ def load_split(task: Path, file: str) -> list[Prompt]:
     tokenizer = load_tokenizer(str(task / "model"))
     dataset = DatasetConfig(path=str(task / "data" / file), demonstration_key="solution")
     data = DataConfig(train=dataset)
-    return load_prompts(dataset, data, tokenizer, longest=32, end_token_id=end_token_id(tokenizer))
+    return load_prompts(dataset, data, tokenizer, longest=32, end_token_ids=(end_token_id(tokenizer),))
 
 
 @pytest.fixture(scope="module")

@@ -80,7 +80,7 @@ def load_file(
 ) -> list[Prompt]:
     dataset = DatasetConfig(path=str(file), images_key="images", answer_key=None)
     config = DataConfig(train=dataset, **data)
-    return load_prompts(dataset, config, tokenizer, longest=longest, end_token_id=2, images=images)
+    return load_prompts(dataset, config, tokenizer, longest=longest, end_token_ids=(2,), images=images)
 
 
 def test_an_image_has_its_tokens_where_the_prompt_has_it(
@@ -195,7 +195,7 @@ def test_a_chat_as_demonstration_of_a_prompt_with_images_is_refused(
     dataset = DatasetConfig(path=str(tmp_path / "data.jsonl"), **keys)
     with pytest.raises(DataError, match=r"line 1: .* is a chat, and the prompt has images"):
         load_prompts(
-            dataset, DataConfig(train=dataset), tokenizer, longest=200, end_token_id=2, images=images
+            dataset, DataConfig(train=dataset), tokenizer, longest=200, end_token_ids=(2,), images=images
         )
 
 

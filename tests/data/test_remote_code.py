@@ -48,7 +48,7 @@ def test_a_checkpoints_code_does_not_run(malicious: Path, tmp_path: Path):
         load_tokenizer(str(malicious))
     except DataError as error:
         assert "model.trust_remote_code=true: read it first" in str(error)
-    settings = {"device": "cpu", "dtype": torch.float32, "batch_size": 1, "end_token_id": 1}
+    settings = {"device": "cpu", "dtype": torch.float32, "batch_size": 1, "end_token_ids": (1,)}
     made = LocalModel(str(malicious), None, **settings)
     assert type(made.model).__module__.startswith("transformers.models.qwen2")
     assert not (tmp_path / "ran").exists()

@@ -19,14 +19,14 @@ from megatron_gvpo.rollout.pool import ServerPool
 from megatron_gvpo.rollout.request import Request, RolloutError
 
 SGLANG = {
-    "output_ids": [5],
+    "output_ids": [1],
     "meta_info": {
-        "output_token_logprobs": [[-0.5, 5, None]],
+        "output_token_logprobs": [[-0.5, 1, None]],
         "finish_reason": {"type": "stop"},
         "weight_version": "0",
     },
 }
-VLLM = {"choices": [{"token_ids": [5], "logprobs": {"token_logprobs": [-0.5]}, "finish_reason": "stop"}]}
+VLLM = {"choices": [{"token_ids": [1], "logprobs": {"token_logprobs": [-0.5]}, "finish_reason": "stop"}]}
 GOOD = {"sglang": SGLANG, "vllm": VLLM}
 
 

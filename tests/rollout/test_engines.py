@@ -43,7 +43,7 @@ from megatron_gvpo.rollout.http import ServerGone, ServerRefused
 from megatron_gvpo.rollout.launch.start import DIALECTS
 from megatron_gvpo.rollout.pool import ServerHandle
 from megatron_gvpo.rollout.prefix_cache import METRIC
-from megatron_gvpo.rollout.request import Request
+from megatron_gvpo.rollout.request import Request, RolloutError
 from megatron_gvpo.weights.broadcast import Broadcast
 from megatron_gvpo.weights.bucket import DoubleBuffer, buckets
 from megatron_gvpo.weights.delta import Delta
@@ -67,6 +67,28 @@ def test_samples_are_complete_and_their_logprobs_are_those_of_transformers(serve
             assert len(rollout.token_ids) == 40 or rollout.finish_reason == "stop"
             expected = logprobs(task / "model", prompt, rollout.token_ids, temperature=0.7)
             assert torch.allclose(torch.tensor(rollout.logprobs), expected, atol=2e-4)
+
+
+def test_a_server_stops_at_the_tokens_that_it_is_told_and_nowhere_else(served: SharedServer):
+    """Its model's files name token 1; requests name all tokens at which a run's responses end."""
+    requests = [Request(tuple(prompt), 8, seed=7 + i) for i, prompt in enumerate(PROMPTS)]
+    pool = pool_of(served.client, [1, 5, 6, 7])
+    groups = served.client.loop.run(
+        pool.generate(requests, SamplingConfig(max_tokens=40, stop_token_ids=[8]))
+    )
+    served.client.loop.run(pool.stop())
+    rollouts, ends = [rollout for group in groups for rollout in group], {1, 5, 6, 7, 8}
+    assert all(ends.isdisjoint(rollout.token_ids[:-1]) for rollout in rollouts)
+    assert all((r.finish_reason == "stop") == (r.token_ids[-1] in ends) for r in rollouts)
+    last = {rollout.token_ids[-1] for rollout in rollouts}
+    assert last & {5, 6, 7} and 8 in last
+
+    pool = pool_of(served.client, [5])
+    with pytest.raises(
+        RolloutError, match=r"ended a response at token 1, and the run's end at 5: its model has"
+    ):
+        served.client.loop.run(pool.generate(requests, SamplingConfig(max_tokens=40)))
+    served.client.loop.run(pool.stop())
 
 
 def test_servers_tell_how_much_of_their_prompts_they_had(served: SharedServer):
@@ -111,7 +133,7 @@ def test_a_server_that_tells_no_experts_is_refused(served: SharedServer, task: P
     config = served_config(served.engine, task, tmp_path, "rollout.router_replay=true")
     model = read_model_config(config.model.path)
     with pytest.raises(ConfigError, match="no experts: start it with --enable-return-routed-experts"):
-        served.client.loop.run(check_server(served.client.server, config, model))
+        served.client.loop.run(check_server(served.client.server, config, model, [1]))
 
 
 def test_a_served_model_teaches_and_judges(served: SharedServer, task: Path):
@@ -238,7 +260,7 @@ def test_a_server_of_another_node_has_the_weights_from_the_rank_beside_it(
 
 def check(served: SharedServer, config: Config) -> None:
     model = read_model_config(config.model.path)
-    served.client.loop.run(check_server(served.client.server, config, model))
+    served.client.loop.run(check_server(served.client.server, config, model, [1]))
 
 
 def test_a_fitting_server_is_accepted(served: SharedServer, task: Path, tmp_path: Path):
@@ -259,6 +281,13 @@ def test_an_untested_release_is_refused_unless_allowed(
         check(served, served_config(served.engine, task, tmp_path))
     allowed = "rollout.servers.allow_untested_version=true"
     check(served, served_config(served.engine, task, tmp_path, allowed))
+
+
+def test_further_end_tokens_of_a_server_are_refused(served: SharedServer, task: Path, tmp_path: Path):
+    config = served_config(served.engine, task, tmp_path)
+    model = read_model_config(config.model.path)
+    with pytest.raises(ConfigError, match=r"serves .*, whose eos_token_id .* has 1, at which responses of"):
+        served.client.loop.run(check_server(served.client.server, config, model, [5]))
 
 
 @pytest.mark.parametrize(
@@ -286,7 +315,7 @@ def test_a_server_of_another_engine_is_said_to_be_one(served: SharedServer, task
     config = served_config(other, task, tmp_path, f"rollout.servers.urls=[{served.url}]")
     model = read_model_config(config.model.path)
     with pytest.raises(ConfigError, match=f"{served.url} does not speak as rollout.engine={other} does"):
-        served.client.loop.run(check_server(DIALECTS[other](served.client.server.http), config, model))
+        served.client.loop.run(check_server(DIALECTS[other](served.client.server.http), config, model, [1]))
 
 
 @pytest.mark.parametrize("served", SGLANG_FIRST, indirect=True)

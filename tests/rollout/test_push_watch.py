@@ -232,7 +232,7 @@ def test_an_sglang_server_of_several_http_processes_is_refused(good: Path) -> No
 
     config = load_config([good], ["rollout.engine=sglang"])
     with pytest.raises(ConfigError, match=r"^rollout server http://elsewhere:1 has 4 HTTP processes"):
-        asyncio.run(check_server(SGLang(Answers()), config, {}))
+        asyncio.run(check_server(SGLang(Answers()), config, {}, ()))
 
 
 @pytest.mark.proof

@@ -206,7 +206,7 @@ def test_an_interrupted_start_leaves_no_server(task: Path, tmp_path: Path, monke
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     server = interpreter(tmp_path, f"echo $$ > {started}\nexec sleep 1000")
     config = configure(task, tmp_path / "run", "rollout.engine=sglang", server)
-    engine = ServedEngine(config, Task(None, 1, [], []), None)  # type: ignore[arg-type] # nothing is sampled
+    engine = ServedEngine(config, Task(None, (1,), [], []), None)  # type: ignore[arg-type] # nothing is sampled
     with pytest.raises(KeyboardInterrupt):
         engine.__enter__()
     assert not Path(f"/proc/{int(started.read_text())}").exists()

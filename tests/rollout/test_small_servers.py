@@ -41,7 +41,7 @@ def test_answers_are_exact_above_every_size(
     prompts = [torch.randint(2, 20, (length,), generator=generator).tolist() for length in (3, 40, 70, 120)]
     with running(engine, task, tmp_path, override) as supervisor:
         client = Client(engine, supervisor.processes[0].url)
-        pool = pool_of(client, [])
+        pool = pool_of(client, [1])
         sampling = SamplingConfig(temperature=0.7, max_tokens=90)
         requests = [Request(tuple(prompt), 8, seed=7 + i) for i, prompt in enumerate(prompts)]
         groups = client.loop.run(pool.generate(requests, sampling))

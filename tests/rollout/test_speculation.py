@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,8 @@ from tiny_run import fit, records, weights
 from transformers import AutoModelForCausalLM
 
 from megatron_gvpo.config.schema import ConfigError, SamplingConfig, load_config, read_model_config
+from megatron_gvpo.data.end_tokens import end_token_ids
+from megatron_gvpo.data.tokenizer import load_tokenizer
 from megatron_gvpo.groups import Rollout
 from megatron_gvpo.observe import read_metrics
 from megatron_gvpo.rollout.checks import check_server
@@ -29,6 +32,7 @@ from megatron_gvpo.rollout.speculation import DraftCounter, check_draft
 Model = Any  # of transformers
 SAMPLES = 150  # of each prompt, for statistics
 BINS = 20
+ENDS = (1, 0)  # by the models' generation_config.json; config.json and the tokenizer name 1 alone
 
 
 @dataclass
@@ -45,6 +49,8 @@ def sharper(source: Path, target: Path, factor: float) -> Path:
     [file] = target.glob("*.safetensors")
     tensors = load_file(file)
     save_file(tensors | {"model.norm.weight": tensors["model.norm.weight"] * factor}, file)
+    recommended = target / "generation_config.json"
+    recommended.write_text(json.dumps(json.loads(recommended.read_text()) | {"eos_token_id": list(ENDS)}))
     return target
 
 
@@ -59,14 +65,17 @@ def speculating(
     with running("vllm", task, directory, *options) as supervisor:
         client = Client("vllm", supervisor.processes[0].url)
         config = served_config("vllm", task, directory, *options)
-        client.loop.run(check_server(client.server, config, read_model_config(config.model.path)))
+        client.loop.run(check_server(client.server, config, read_model_config(config.model.path), ENDS))
         yield Speculating(client, models)
         client.close()
 
 
 def test_samples_and_log_probs_are_the_policys_before_and_after_a_push(speculating: Speculating):
     client, counter = speculating.client, DraftCounter()
-    pool = pool_of(client, [1])
+    own = str(speculating.models[0])
+    ends = end_token_ids(own, load_tokenizer(own))
+    assert sorted(ends) == sorted(ENDS)
+    pool = pool_of(client, list(ends))
     for version, directory in enumerate(speculating.models):
         if version:
             client.receiver("disk", "load_directory", directory, str(version))
@@ -74,6 +83,7 @@ def test_samples_and_log_probs_are_the_policys_before_and_after_a_push(speculati
             client.loop.run(admit(pool, version))
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         sampled = sample(client, pool, SAMPLES, SamplingConfig(max_tokens=24))
+        assert {rollout.token_ids[-1] for _, rollout in sampled} >= {*ENDS}
         assert_distributed_as(model, sampled)
         cooler = SamplingConfig(temperature=0.6, max_tokens=40)
         for temperature, few in ((1.0, sampled[::25]), (0.6, sample(client, pool, 2, cooler))):
@@ -81,8 +91,8 @@ def test_samples_and_log_probs_are_the_policys_before_and_after_a_push(speculati
                 longest = 24 if temperature == 1 else 40
                 assert rollout.weight_version == version
                 assert len(rollout.token_ids) == longest or rollout.finish_reason == "stop"
-                assert 1 not in rollout.token_ids[:-1]
-                assert (rollout.finish_reason == "stop") == (rollout.token_ids[-1] == 1)
+                assert not {*ENDS} & {*rollout.token_ids[:-1]}
+                assert (rollout.finish_reason == "stop") == (rollout.token_ids[-1] in ENDS)
                 expected = logprobs_by(model, prompt, rollout.token_ids, temperature)
                 torch.testing.assert_close(torch.tensor(rollout.logprobs), expected, rtol=0, atol=1e-3)
         for prompt, rollout in sample(client, pool, 1, SamplingConfig(top_p=1e-6, max_tokens=20)):
@@ -251,4 +261,4 @@ def test_a_server_that_does_not_speculate_is_told_from_one_that_does(
     config = served_config("vllm", task, tmp_path, f"model.path={speculating.models[0]}")
     model = read_model_config(config.model.path)
     with pytest.raises(ConfigError, match=r"speculates, and rollout\.speculation is not set"):
-        speculating.client.loop.run(check_server(speculating.client.server, config, model))
+        speculating.client.loop.run(check_server(speculating.client.server, config, model, ENDS))

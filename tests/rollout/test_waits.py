@@ -42,7 +42,7 @@ def client(served: SharedServer) -> Client:
 def pushing(client: Client, task: Path, **settings: object) -> tuple[ServerPool, Publisher, list]:
     """A pool of the server, its publisher, and the tiny model's weights."""
     weights = list(load_file(task / "model" / "model.safetensors").items())
-    pool = ServerPool([client.server], ServersConfig(start_timeout=TIMEOUT), [], print)
+    pool = ServerPool([client.server], ServersConfig(start_timeout=TIMEOUT), [1], print)
     client.loop.run(pool.start())
     publisher = Publisher(
         pool,

@@ -33,7 +33,7 @@ def test_samples_have_transformers_log_probs(tmp_path: Path, name: str) -> None:
         device="cpu",
         dtype=torch.float32,
         batch_size=8,
-        end_token_id=2,
+        end_token_ids=(2,),
     )
     used("embedded rollout engine")
     architecture = model.config.architectures[0]

@@ -29,7 +29,7 @@ class TableEngine:
     def __init__(self, config, task, policy):
         self.version = -1
         self.metrics = {}
-        self.table = [task.tokenizer(text)["input_ids"] + [task.end_token_id] for text in ANSWERS]
+        self.table = [task.tokenizer(text)["input_ids"] + [task.end_token_ids[0]] for text in ANSWERS]
         self.policy, self.calls = policy, []
         self.built.append(self)
 

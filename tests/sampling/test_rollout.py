@@ -79,7 +79,7 @@ def empty_engine(checkpoint: str, batch_size: int = 4096) -> LocalModel:
         device="cpu",
         dtype=torch.float32,
         batch_size=batch_size,
-        end_token_id=END,
+        end_token_ids=(END,),
     )
 
 

@@ -185,7 +185,7 @@ def test_a_server_that_cannot_take_the_adapters_is_refused_by_its_own_settings(
 
     def check(adapter: str) -> None:
         config = serving.configured(f"model.adapter={adapter}")
-        client.loop.run(check_server(client.server, config, read_model_config(config.model.path)))
+        client.loop.run(check_server(client.server, config, read_model_config(config.model.path), [1]))
 
     check("{rank: 4, targets: [q_proj, v_proj]}")
     with pytest.raises(ConfigError, match=r"takes no such adapters: --max-lora-rank \d+.*rank=32"):

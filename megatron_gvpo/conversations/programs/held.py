@@ -32,7 +32,7 @@ class Programs:
 
     def __init__(self, config: ConversationConfig, spec: str, task: Task) -> None:
         self._config, self._task = config, task
-        self._templates = {"": Template(task.tokenizer, task.end_token_id, task.chat)}
+        self._templates = {"": Template(task.tokenizer, task.end_token_ids, task.chat)}
         self._starters = [Starter(spec, config.options, config.step_timeout) for _ in range(config.workers)]
         self._opened = ExitStack()
 
@@ -115,5 +115,7 @@ class Programs:
         """The template that shows these tools, given as JSON. Raises DataError."""
         if tools not in self._templates:
             task = self._task
-            self._templates[tools] = Template(task.tokenizer, task.end_token_id, task.chat, json.loads(tools))
+            self._templates[tools] = Template(
+                task.tokenizer, task.end_token_ids, task.chat, json.loads(tools)
+            )
         return self._templates[tools]

@@ -106,7 +106,7 @@ def load_checkpoint(config: Config, model: Model, step: int | None = None) -> in
 
 
 def write_hugging_face(model: Model, source: ModelConfig, target: Path, step: int) -> None:
-    """Write weights and configuration, and tokenizer and image processor of `source`. A collective.
+    """Write weights, configuration, tokenizer, image processor and generation_config.json. A collective.
 
     Adapters are merged into the weights, and written by themselves in the folder `adapter` inside. The file
     export.json tells the step (`runs.earlier.exported_step`).
@@ -120,7 +120,7 @@ def write_hugging_face(model: Model, source: ModelConfig, target: Path, step: in
 
     def finish() -> None:
         load_tokenizer(source.path, source.trust_remote_code).save_pretrained(partial)
-        for name in _PROCESSOR:  # of a model that takes images
+        for name in (*_PROCESSOR, "generation_config.json"):  # where the model has them
             if (Path(source.path) / name).is_file():
                 shutil.copy(Path(source.path) / name, partial)
         (partial / EXPORT).write_text(json.dumps({"step": step}) + "\n")

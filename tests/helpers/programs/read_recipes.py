@@ -23,6 +23,6 @@ for argument in sys.argv[1:]:
     data = load_config([RECIPES / f"{name}.yaml"], limits).data
     for part in ("train", "eval"):
         if (dataset := getattr(data, part)) is not None:
-            prompts = load_prompts(dataset, data, tokens, longest=10**6, end_token_id=END)
+            prompts = load_prompts(dataset, data, tokens, longest=10**6, end_token_ids=(END,))
             found[f"{name}/{part}"] = [asdict(prompt) for prompt in prompts]
 json.dump(found, sys.stdout)

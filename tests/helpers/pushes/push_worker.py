@@ -36,7 +36,7 @@ SAMPLED = SamplingConfig(max_tokens=24)
 def served_engine(config: Config, policy: Policy) -> ServedEngine:
     """The engine of a run whose prompts are PROMPTS."""
     prompts = [Prompt(str(i), tuple(prompt), "") for i, prompt in enumerate(PROMPTS)]
-    return ServedEngine(config, Task(load_tokenizer(config.model.path), 1, prompts, []), policy)
+    return ServedEngine(config, Task(load_tokenizer(config.model.path), (1,), prompts, []), policy)
 
 
 def run(engine: str, url: str, task: str, out: str, layout: str) -> None:
@@ -222,7 +222,7 @@ def unopened(task: str, out: str) -> None:
     leader.HEARTBEAT = 1.0
     overrides = ["rollout.engine=sglang", "rollout.servers.urls=[http://127.0.0.1:9]"]
     config = configure(Path(task), Path(out), *overrides, "rollout.servers.start_timeout=15")
-    rollouts = ServedEngine(config, Task(None, 1, [], []), None)
+    rollouts = ServedEngine(config, Task(None, (1,), [], []), None)
     try:
         rollouts.__enter__()
     except RolloutError as error:
