@@ -5,6 +5,7 @@ TRL has none of Mistral's; a template of their form stands for them.
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from transformers import Qwen2Tokenizer
 
 from megatron_gvpo.conversations.template import Template
 from megatron_gvpo.conversations.tools import tool_message
+from megatron_gvpo.data.end_tokens import end_token_ids
 from megatron_gvpo.data.sources import DataError
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -91,6 +93,42 @@ def test_a_tools_answer_is_written_as_the_models_template_does(templates: dict[s
     assert whole[-len(given) :] == given
     if name not in THINKING:
         assert whole == (*rendered(chat[:1]), *ids(of, CALL), of.eos_token_id, *given)
+
+
+@pytest.mark.parametrize(
+    ("name", "ends", "last"),
+    [
+        ("gemma3", ("<eos>", "<end_of_turn>"), "<end_of_turn>"),
+        ("gemma4_v2", ("<eos>", "<turn|>"), "<turn|>"),
+        ("llama3_1", ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"), "<|eot_id|>"),
+        ("qwen3", ("<|endoftext|>", "<|im_end|>"), "<|im_end|>"),
+        ("qwen3", ("<|endoftext|>",), "<|endoftext|>"),  # a base model
+        ("glm4moe", ("<|endoftext|>", "<|observation|>", "<|user|>"), "<|user|>"),
+        ("gptoss", ("<|return|>", "<|endoftext|>", "<|call|>"), "<|return|>"),
+        ("phi3", ("<|endoftext|>", "<|end|>"), "<|end|>"),
+    ],
+)
+def test_a_text_that_is_given_ends_as_the_models_template_ends_a_turn(
+    templates: dict[str, str], tmp_path: Path, name: str, ends: tuple[str, ...], last: str
+) -> None:
+    """`ends`: the tokenizer's end token, and those of generation_config.json."""
+    of = of_model(templates[name], ends[0])
+    of.add_special_tokens({"additional_special_tokens": list(ends[1:])})
+    numbers = of.convert_tokens_to_ids(list(ends))
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": numbers}))
+    found = end_token_ids(str(tmp_path), of, chat=True)
+    assert of.convert_ids_to_tokens(found[0]) == last and set(found) == set(numbers)
+
+
+def test_glm_ends_a_turn_with_the_beginning_of_the_next(templates: dict[str, str]) -> None:
+    of = of_model(templates["glm4moe"], "<|endoftext|>")
+    of.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|observation|>"]})
+    ends = of.convert_tokens_to_ids(["<|user|>", "<|observation|>", "<|endoftext|>"])
+    template = Template(of, ends, chat=True, tools=[SCHEMA])
+    user, answer = {"role": "user", "content": "so?"}, tool_message("add", "42", "000000001")
+    assert template.end_before("tool") == ends[1] and template.end_before("user") == ends[0]
+    assert template.given(ends[1], [answer])[0] != ends[1] and template.given(ends[0], [user])[0] != ends[0]
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -32,7 +32,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def load(path: str, tokenizer: PreTrainedTokenizerFast, **dataset: Any) -> list[Prompt]:
     data = DataConfig(train=DatasetConfig(path=path, **dataset))
-    return load_prompts(data.train, data, tokenizer, longest=100, end_token_id=END)
+    return load_prompts(data.train, data, tokenizer, longest=100, end_token_ids=(END,))
 
 
 def write(file: Path, *prompts: Any) -> str:
