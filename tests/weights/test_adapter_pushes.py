@@ -86,7 +86,7 @@ def pool(serving: Serving) -> Iterator[ServerPool]:
 
     async def make() -> ServerPool:
         settings = ServersConfig(start_timeout=900)
-        pool = ServerPool([serving.client.server], settings, [], print)
+        pool = ServerPool([serving.client.server], settings, [1], print)
         await pool.start()
         return pool
 
