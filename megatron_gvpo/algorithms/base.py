@@ -50,12 +50,9 @@ class Block(Section):
     @model_validator(mode="after")
     def _effective(self) -> Self:
         for option, needed in self.idle_options.items():
-            value = getattr(self, option)
             default = type(self).model_fields[option].get_default(call_default_factory=True)
-            if option in self.model_fields_set and value != default:
-                raise ValueError(
-                    f"{option}={value} has no effect: it goes with {needed}; set that, or leave {option} out"
-                )
+            if (value := getattr(self, option)) != default:
+                raise ValueError(f"{option}={value} has no effect: it goes with {needed}; else leave it out")
         return self
 
     @property
@@ -87,6 +84,11 @@ class Block(Section):
     def components_read(self) -> tuple[Component, ...]:
         """The components of the reward that it cannot do without."""
         return ()
+
+    @property
+    def record_fields(self) -> dict[str, str]:
+        """The fields of data records that it reads, by the option that names each."""
+        return {}
 
     @property
     def unset_length(self) -> str | None:

@@ -59,9 +59,10 @@ def load_prompts(
     unknown = UnknownCharacters(tokenizer)
     read_demonstration = DemonstrationReader(tokenizer, end_token_ids, render.chat, tools)
     prompts = []
-    records = 0
+    records = pictured = 0
     for record, text, ids, pictures in _encoded(dataset, render, tokenizer):
         records += 1
+        pictured += bool(pictures)
         unknown.see(record.where, [text])
         if not ids:
             problem = f"the tokenizer knows none of {_shown(text)}" if text else "it has no tokens"
@@ -113,6 +114,11 @@ def load_prompts(
 
     if not records:
         raise DataError(f"{dataset.path}: no records")
+    if dataset.images_key is not None and not pictured:
+        raise DataError(
+            f"{dataset.path}: no record has an image in the field {dataset.images_key!r} (images_key): name "
+            "the field that has, or leave it out"
+        )
     if dropped := records - len(prompts):
         log.warning(
             "%s: dropped %d of %d prompts, longer than data.max_prompt_tokens=%d",

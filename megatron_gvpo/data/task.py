@@ -63,6 +63,7 @@ def load_task(config: Config) -> Task:
     task = Task(tokenizer, ends, prompts, eval_prompts, longest, chat, tools, images)
     _check_vocabulary(task, vocabulary, config.model.path)
     _check_shared_prompts(config, prompts)
+    _check_fields(config, prompts)
     _check_differences(config, prompts)
     return task
 
@@ -91,6 +92,17 @@ def _check_shared_prompts(config: Config, prompts: list[Prompt]) -> None:
             f"{config.data.train.path}: the demonstrations (field {config.data.train.demonstration_key!r}) "
             "have several turns, and train.share_prompts=true is for single responses: leave it out"
         )
+
+
+def _check_fields(config: Config, prompts: list[Prompt]) -> None:
+    """Raises DataError for a field that a block reads and no record has: the block would do nothing."""
+    for place in config.algorithm.blocks_inside():
+        for option, field in place.block.record_fields.items():
+            if all(prompt.record.get(field) is None for prompt in prompts):
+                raise DataError(
+                    f"algorithm.{place.key}.{option}={field}: no record of {config.data.train.path} has this "
+                    f"field; fields of the first: {', '.join(prompts[0].record)}"
+                )
 
 
 def _check_differences(config: Config, prompts: list[Prompt]) -> None:

@@ -58,6 +58,8 @@ class WeightedOrder:
     ) -> None:
         self._prompts, self._seed, self._by, self._tracker = prompts, seed, by, tracker
         self._draws = 0
+        if (field := by.stated_in) is not None:
+            _check_rates(prompts, field)
 
     def take(self, k: int) -> list[int]:
         """Indices of `k` prompts; a prompt repeats only where `k` exceeds the number of prompts."""
@@ -91,3 +93,14 @@ class WeightedOrder:
                 f"{len(self._prompts)}, or drawn otherwise (algorithm.prompts): resume with the same settings"
             )
         self._draws = state["draws"]
+
+
+def _check_rates(prompts: Sequence[Prompt], field: str) -> None:
+    """Raises DataError for a stated success rate that is none: percentages would turn the order round."""
+    for prompt in prompts:
+        rate = prompt.record.get(field)
+        if rate is not None and (isinstance(rate, str | bool) or not 0 <= rate <= 1):
+            raise DataError(
+                f"prompt {prompt.id}: field {field!r} (algorithm.prompts.field) is {rate!r}: want a success "
+                "rate from 0 to 1"
+            )

@@ -89,3 +89,13 @@ def test_draws_go_on_after_a_checkpoint():
         resumed.load_state_dict({"count": 9, "draws": 1})
     with pytest.raises(DataError, match=r"drawn otherwise \(algorithm.prompts\)"):
         resumed.load_state_dict({"count": 4, "epoch": 0, "position": 2})
+
+
+@pytest.mark.parametrize("rate", [75, -0.1, "0.5", True])
+def test_a_stated_rate_is_no_percentage(rate: object):
+    """With a weight below 0, the prompts that should come last would come first."""
+    prompts = [*PROMPTS, Prompt("p7", (1,), "", record={"rate": rate})]
+    with pytest.raises(
+        DataError, match=r"prompt p7: field 'rate' \(algorithm.prompts.field\) is .*from 0 to 1"
+    ):
+        WeightedOrder(prompts, 0, SuccessRate(field="rate"), learned())

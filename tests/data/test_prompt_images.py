@@ -185,6 +185,14 @@ def test_errors_name_the_line_and_the_image(
         load(tmp_path, tokenizer, images, {"prompt": "fine"}, {"prompt": "x", **record})
 
 
+def test_a_field_of_images_that_no_record_has(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, images: PromptImages
+) -> None:
+    """A misspelt images_key would train on the texts alone, without a word."""
+    with pytest.raises(DataError, match=r"no record has an image in the field 'images' \(images_key\)"):
+        load(tmp_path, tokenizer, images, {"prompt": "fine"}, {"prompt": "<image> x", "image": ["a.png"]})
+
+
 def test_a_chat_as_demonstration_of_a_prompt_with_images_is_refused(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase, images: PromptImages
 ) -> None:

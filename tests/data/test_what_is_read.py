@@ -10,8 +10,9 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from megatron_gvpo.config.schema import DataConfig, DatasetConfig
+from megatron_gvpo.config.schema import DataConfig, DatasetConfig, load_config
 from megatron_gvpo.data.prompts import DataError, PromptWriter, load_prompts
+from megatron_gvpo.data.task import load_task
 from megatron_gvpo.types import Prompt
 
 BEGIN, END = 0, 1
@@ -72,3 +73,26 @@ def test_files_have_no_subsets_and_splits(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match=f"{key}=test is for data sets of the hub"):
         load(path, tokenizer, **{key: "test"})
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "key"),
+    [
+        ("{prompts: {name: success_rate, field: pass_rat}}", "prompts.field=pass_rat"),
+        ("{members: [{name: hinted, fields: [prompt, hnt]}]}", "members.0.fields.1=hnt"),
+        ("{members: [{name: learned_hint, template: '{solution}', solution: no}]}", "members.0.solution=no"),
+        ("{members: [{name: exemplars, key: question}]}", "members.0.key=question"),
+        ("{shapers: [{name: information_consistency, across: topc}]}", "shapers.0.across=topc"),
+        ("{shapers: [{name: group_similarity, function: 'math:gcd', across: x}]}", "shapers.0.across=x"),
+    ],
+)
+def test_a_field_that_a_block_reads_and_no_record_has(
+    task: Path, tmp_path: Path, algorithm: str, key: str
+) -> None:
+    """A misspelt one would do nothing, and say nothing: no hint, no paraphrase, all prompts alike."""
+    of_run = [f"output_dir={tmp_path}", "data.eval=null", "data.train.limit=3"]
+    config = load_config([task / "run.yaml"], [*of_run, f"algorithm={algorithm}"])
+    with pytest.raises(DataError) as error:
+        load_task(config)
+    said = f"algorithm.{key}: no record of {config.data.train.path} has this field; fields of the first: "
+    assert str(error.value).startswith(said)

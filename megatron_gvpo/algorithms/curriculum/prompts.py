@@ -63,6 +63,10 @@ class SuccessRate(PromptChoice):
     def stated_in(self) -> str | None:
         return self.field
 
+    @property
+    def record_fields(self) -> dict[str, str]:
+        return {} if self.field is None else {"field": self.field}
+
     def weight(self, known: Record | None) -> float:
         if known is None:
             return 1.0 + self.floor

@@ -37,6 +37,10 @@ class Exemplars(Member):
             raise ValueError("template needs {problem} and {solution} in it")
         return self
 
+    @property
+    def record_fields(self) -> dict[str, str]:
+        return {"key": self.key}
+
     def build(self) -> Corpus:
         return Corpus(self)
 

@@ -68,6 +68,10 @@ class LearnedHint(Member):
         asks = self.function is None, "hints of the policy, function=null"
         return unless(options=(self.function is not None, "function"), template=asks, solution=asks)
 
+    @property
+    def record_fields(self) -> dict[str, str]:
+        return {} if self.solution is None else {"solution": self.solution}
+
     def __call__(self, groups: Sequence[Group], context: MemberContext) -> list[Group]:
         failed = [g for g, group in enumerate(groups) if all(r <= self.right for r in group.rewards)]
         written = self._written(groups, failed, context) if failed else {}

@@ -61,6 +61,10 @@ class Hinted(Member):
             keep_group=(self.prompt == "hinted", "prompt=hinted"), source=(self.prompt == "own", "prompt=own")
         )
 
+    @property
+    def record_fields(self) -> dict[str, str]:
+        return {f"fields.{i}": field for i, field in enumerate(self.fields)}
+
     def __call__(self, groups: Sequence[Group], context: MemberContext) -> list[Group]:
         if context.step <= self.after_step:
             return list(groups)

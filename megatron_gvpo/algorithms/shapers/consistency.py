@@ -25,6 +25,10 @@ class InformationConsistency(Shaper):
     across: str
     coef: float = Field(0.5, ge=0)
 
+    @property
+    def record_fields(self) -> dict[str, str]:
+        return {"across": self.across}
+
     def __call__(self, groups: Sequence[Group], step: int) -> list[Group]:
         of_variants: dict[str, list[float]] = {}
         for group in groups:

@@ -69,6 +69,10 @@ class GroupSimilarity(Shaper):
     across: str | None = None
     weight: float = 0.0  # of the reward that was there
 
+    @property
+    def record_fields(self) -> dict[str, str]:
+        return {} if self.across is None else {"across": self.across}
+
     @model_validator(mode="after")
     def _callable(self) -> Self:
         check_call(load_function(self.function), "f(a, b, **options)", 2, self.options)
