@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from chat_tokenizer import CHATML, END, ids, tokenizer
-from real_parts import used
+from inputs.chat_tokenizer import CHATML, END, ids, tokenizer
+from suite.real_parts import used
 from tiny_run import GVPO, KeepGroups, configure, fit
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
