@@ -177,6 +177,20 @@ def test_a_window_is_not_cut_by_context_parallelism(tmp_path: Path):
     assert {layout.cp for layout in search._layouts(model, Layout(64), False, Counter())} == {1}
 
 
+def test_the_memory_is_that_of_the_micro_batches_that_the_trainer_makes():
+    """With context parallelism, train.max_tokens_per_micro_batch is a rank's part of a micro-batch."""
+    model, gpu = architecture.load("Qwen/Qwen2.5-7B"), workload.gpu("h800")
+    work = Workload(256, 8, 500, Lengths(8000, 15000, 30000))
+    found = [c for c in search.search(model, gpu, 64, work).best if c.layout.cp > 1]
+    assert len(found) > 20
+    for candidate in found:
+        layout, share = candidate.layout, work.tokens / candidate.layout.dp
+        budget = candidate.micro_tokens * layout.cp  # of Policy
+        assert budget >= work.longest
+        tokens, batches = min(budget, share), max(1, int(share // budget))
+        assert candidate.memory == memory.memory(model, layout, tokens, batches)
+
+
 @pytest.mark.parametrize(
     ("recipe", "epochs"), [("gvpo", 1), ("grpo", 1), ("grpo", 2), ("ppo", 2), ("gvpo_minus_cov", 1)]
 )

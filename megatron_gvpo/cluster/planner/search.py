@@ -25,7 +25,7 @@ class Candidate:
     """A layout that can run. All numbers are predicted."""
 
     layout: Layout
-    micro_tokens: int  # train.max_tokens_per_micro_batch
+    micro_tokens: int  # train.max_tokens_per_micro_batch: of one rank
     memory: Memory
     seconds: Seconds
     mfu: float  # model operations over the bf16 peak of the trainer's GPUs, while they train
@@ -193,10 +193,11 @@ def _fit(model: Architecture, gpu: Gpu, layout: Layout, work: Workload) -> tuple
     best: Candidate | None = None
     least = float("inf")
     share = work.tokens / work.mini_batches / layout.dp
-    for tokens in MICRO_TOKENS:
+    for of_rank in MICRO_TOKENS:
+        tokens = of_rank * layout.cp  # context-parallel ranks share a micro-batch
         # A prompt is shared by the responses in a micro-batch: it has room for a whole group.
         least_tokens = max(work.longest, work.group_tokens) if work.share_prompts else work.longest
-        if tokens < least_tokens and tokens != max(MICRO_TOKENS):
+        if tokens < least_tokens and of_rank != max(MICRO_TOKENS):
             break
         batches = max(1, int(share // tokens))
         used = memory(model, layout, min(tokens, share), batches, work.critic, work.teacher)
@@ -208,7 +209,7 @@ def _fit(model: Architecture, gpu: Gpu, layout: Layout, work: Workload) -> tuple
             peak = took.training * layout.gpus * gpu.bf16_tflops * 1e12
             mfu = model_flops(model, work) / peak
             on_host = _host_gib(model, layout, work.critic), _teacher_host_gib(work.teacher, layout)
-            best = Candidate(layout, tokens, used, took, mfu, *on_host)
+            best = Candidate(layout, of_rank, used, took, mfu, *on_host)
     return best, least
 
 
