@@ -3,14 +3,14 @@
     python benchmarks/chaos.py --schedules 60 --out benchmarks/results/chaos_embedded.jsonl
     python benchmarks/chaos.py --servers sglang --schedules 40 --out benchmarks/results/chaos_sglang.jsonl
 
-Every seed gives a run of two ranks and twelve steps with two to four faults (chaos_schedules.py). A run
+Every seed gives a run of two ranks and twelve steps with two to four faults (parts/chaos/schedules.py). A run
 that ends is started again with `--resume=auto` until it is done. It passes if every group of every step is
-complete, sampled from the step's weights and counted once, in the data's order (chaos_checks.py); with the
+complete, sampled from the step's weights and counted once, in the data's order (checks.py); with the
 embedded engine every metric but times, and every bit of the final weights, must equal those of an undisturbed
 run.
-With `--servers` two real servers run on two nodes (chaos_nodes.py), and are faults' victims, too.
+With `--servers` two real servers run on two nodes (nodes.py), and are faults' victims, too.
 
-The ranks are forked from a process that has imported the libraries (chaos_starter.py). Results are appended
+The ranks are forked from a process that has imported the libraries (starter.py). Results are appended
 to FILE, a line a schedule; seeds that are there already are left out, so the suite can be run in pieces. The
 exit status is 1 if a schedule fails. It needs root, to mount the small file system that faults fill, a C
 compiler, and Debian's libfaketime.
@@ -29,8 +29,8 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tests" / "helpers")]
 
-from chaos_schedules import Engine, schedule  # noqa: E402 - from this directory
-from chaos_suite import Suite  # noqa: E402
+from parts.chaos.schedules import Engine, schedule  # noqa: E402 - from this directory
+from parts.chaos.suite import Suite  # noqa: E402
 
 
 def main() -> int:

@@ -36,14 +36,14 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "tests" / "helpers")]
 
 import tiny_run  # noqa: E402 - from tests/
-from chaos_checks import PROMPTS, check, final_history  # noqa: E402 - from this directory
-from chaos_clock import Clock  # noqa: E402
-from chaos_job import Job, ledger_of  # noqa: E402
-from chaos_nodes import two_nodes  # noqa: E402
-from chaos_schedules import Fault, Schedule  # noqa: E402
-from chaos_starter import kill_session  # noqa: E402
-from chaos_strikes import Judge, Scene  # noqa: E402
-from chaos_suite import overrides, served_overrides  # noqa: E402
+from parts.chaos.checks import PROMPTS, check, final_history  # noqa: E402 - from this directory
+from parts.chaos.clock import Clock  # noqa: E402
+from parts.chaos.job import Job, ledger_of  # noqa: E402
+from parts.chaos.nodes import two_nodes  # noqa: E402
+from parts.chaos.schedules import Fault, Schedule  # noqa: E402
+from parts.chaos.starter import kill_session  # noqa: E402
+from parts.chaos.strikes import Judge, Scene  # noqa: E402
+from parts.chaos.suite import overrides, served_overrides  # noqa: E402
 
 from megatron_gvpo.observe.jsonl import read_metrics  # noqa: E402
 

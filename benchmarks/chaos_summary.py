@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from chaos_schedules import EMBEDDED, SERVERS
+from parts.chaos.schedules import EMBEDDED, SERVERS
 
 
 def main() -> None:

@@ -36,12 +36,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import device_head
 import device_ipc
-import device_offload
-import device_shared
 import torch
-from device_model import (
+from parts.device import head as fused_head
+from parts.device import offload, shared
+from parts.device.model import (
     SHAPES,
     TINY,
     clean_up,
@@ -86,10 +85,10 @@ def main() -> None:
     report: dict[str, Any] = {"machine": machine(), "smoke": args.smoke, "results": {}, "missing": {}}
     if not torch.cuda.is_available():
         report["missing"]["gpu"] = "torch finds no CUDA device, so the checks ran on the CPU"
-    attempt(report, "head", partial(device_head.head, args.smoke))
+    attempt(report, "head", partial(fused_head.head, args.smoke))
     attempt(report, "layers", layers)
-    attempt(report, "shared", partial(device_shared.times, args.smoke))
-    attempt(report, "offload", partial(device_offload.offload, args.smoke))
+    attempt(report, "shared", partial(shared.times, args.smoke))
+    attempt(report, "offload", partial(offload.offload, args.smoke))
     if torch.cuda.is_available():
         attempt(report, "ipc", partial(device_ipc.check, args.smoke))
     else:
@@ -223,7 +222,7 @@ def train(shape: dict[str, Any], smoke: bool, fp8: str | None = None) -> dict[st
     for _ in range(rounds):
         with clock(seconds, "update"):
             policy.update(rows, at_step_start=True)
-    of_head = device_head.head_seconds(policy, rows, dtype)
+    of_head = fused_head.head_seconds(policy, rows, dtype)
     seconds["head"] = rounds * of_head["weights_first"]  # the mode of the update above
     updates = {"weights_first": seconds["update"] / rounds}
     policy.optimizer.apply = apply  # type: ignore[method-assign]
@@ -232,7 +231,7 @@ def train(shape: dict[str, Any], smoke: bool, fp8: str | None = None) -> dict[st
         policy.update(rows, at_step_start=False)
         with clock(updates, mode):
             policy.update(rows, at_step_start=False)
-    with device_head.naive_head():
+    with fused_head.naive_head():
         policy.update(rows, at_step_start=True)
         with clock(updates, "naive"):
             policy.update(rows, at_step_start=True)

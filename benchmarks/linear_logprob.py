@@ -1,8 +1,8 @@
 """Measures time, memory and error of the fused log-prob head, log_softmax + gather, and other fused heads.
 
-All heads (heads.py) compute the same dX and dW of sum(g * logp). Each measurement runs in a new process, for
-a clean peak memory. All heads run in turn, `--rounds` times. Memory is the peak beyond the inputs, dX and dW.
-Times are of one forward and backward.
+All heads (parts/heads.py) compute the same dX and dW of sum(g * logp). Each measurement runs in a new
+process, for a clean peak memory. All heads run in turn, `--rounds` times. Memory is the peak beyond the
+inputs, dX and dW. Times are of one forward and backward.
 
 On a CPU it compares the naive head and this head's modes, at one shape. A ratio is the median over the rounds
 of ratios to the same round's naive time, because machines are noisy. "busy" is CPU seconds over wall seconds
@@ -63,7 +63,7 @@ def main() -> None:
 
         if not torch.cuda.is_available():
             sys.exit("--device cuda: PyTorch finds no GPU here")
-        from heads import NOTES
+        from parts.heads import NOTES
 
         report: dict[str, Any] = {
             "machine": machine(args),
@@ -134,7 +134,7 @@ def run_in_process(head: str, arguments: Sequence[str]) -> dict[str, Any]:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     import torch
-    from heads import head
+    from parts.heads import head
 
     tokens, hidden, vocab = shapes(args)[0]
     torch.manual_seed(0)
@@ -257,7 +257,7 @@ def machine(args: argparse.Namespace) -> dict[str, Any]:
 
 def compare_on_gpu(args: argparse.Namespace, shape: Sequence[str]) -> dict[str, Any]:
     """Measure all heads at one shape, each in its own process."""
-    from heads import OURS, PEERS
+    from parts.heads import OURS, PEERS
 
     arguments = [*sys.argv[1:], *shape]
     tokens, hidden, vocab = (int(size) for size in shape[1::2])

@@ -2,9 +2,10 @@
 
     python benchmarks/paper_tables.py --out benchmarks/results/paper_tables --work /tmp/paper_tables
 
-The task `tabular` is a table of logits (tabular.py). The task `quickstart` is the 0.8 M model on arithmetic
-problems, by whole runs of the trainer from one SFT warm start (examples/quickstart). All rows of a table have
-the same settings, except the one that the table varies: no method is tuned. A cell is one row with one seed.
+The task `tabular` is a table of logits (parts/tabular.py). The task `quickstart` is the 0.8 M model on
+arithmetic problems, by whole runs of the trainer from one SFT warm start (examples/quickstart). All rows of a
+table have the same settings, except the one that the table varies: no method is tuned. A cell is one row with
+one seed.
 A finished cell is a line of runs.jsonl, and is never repeated; the warm start stays in --work. So the program
 can be stopped and continued, `--minutes` stops it by itself, and several processes may run at once on
 different --tasks, --tables or seeds (--only). tables.md lists the missing cells.
@@ -29,7 +30,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
-import tabular
+from parts import tabular
 
 from megatron_gvpo.algorithms.config import AlgorithmConfig
 

@@ -37,10 +37,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from scaling_point import PHASES, Point
+from parts.scaling.point import PHASES, Point
 
 ROOT = Path(__file__).parents[1]
-WORKER = Path(__file__).with_name("scaling_worker.py")
+WORKER = ROOT / "benchmarks" / "parts" / "scaling" / "worker.py"
 QUICKSTART = [ROOT / "examples/quickstart/gvpo.yaml", ROOT / "examples/cpu.yaml"]
 SP = "parallel.tp=2 parallel.sequence_parallel=true"
 LAYOUTS = ("", "parallel.tp=2", SP, "parallel.pp=2", "parallel.tp=2 parallel.pp=2", f"{SP} parallel.pp=2")
@@ -128,7 +128,7 @@ def plan(args: argparse.Namespace) -> list[Point]:
 def arguments(
     args: argparse.Namespace, point: Point, out: Path, overrides: Sequence[str], run_dir: Path
 ) -> list[str]:
-    """Return the arguments of scaling_worker.py for a point."""
+    """Return the arguments of worker.py for a point."""
     smallest = min(p.ranks for p in plan(args))
     prompts = args.prompts * (point.ranks // smallest if point.mode == "weak" else 1)
     output = args.points / point.name if args.points else run_dir
@@ -150,7 +150,7 @@ def run(ranks: int, command: Sequence[str]) -> None:
 
 
 def submit(args: argparse.Namespace, point: Point, command: Sequence[str]) -> None:
-    """Submit a job of `megatron-gvpo slurm` that runs scaling_worker.py."""
+    """Submit a job of `megatron-gvpo slurm` that runs worker.py."""
     from megatron_gvpo.cluster import slurm
     from megatron_gvpo.cluster.job import Job, check
     from megatron_gvpo.config.schema import ConfigError, load_config
@@ -194,7 +194,7 @@ def report(args: argparse.Namespace, points: list[dict[str, Any]]) -> int:
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
     if args.plot:
-        from scaling_plot import plot
+        from parts.scaling.plot import plot
 
         plot(points, args.plot)
     worse = (

@@ -41,12 +41,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from step_task import BATCH, CASES, Case, make_material
+from parts.step.task import BATCH, CASES, Case, make_material
 
 from megatron_gvpo.versions import REFERENCE
 
 ROOT = Path(__file__).parent.parent
-SIDES = Path(__file__).with_name("step_sides.py")
+SIDES = ROOT / "benchmarks" / "parts" / "step" / "sides.py"
 PINS = tuple(f"{name}=={REFERENCE[name]}" for name in ("trl", "accelerate", "datasets"))
 
 

@@ -42,9 +42,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from sync_model import change, make_adapter, make_model
-from sync_ranks import measure_ranks
-from sync_server import ROOT, cpu_seconds, device, engine_python, served, two_gpus
+from parts.sync.model import change, make_adapter, make_model
+from parts.sync.ranks import measure_ranks
+from parts.sync.server import ROOT, cpu_seconds, device, engine_python, served, two_gpus
 from torch import Tensor
 
 from megatron_gvpo.config.schema import Config
@@ -117,7 +117,7 @@ def parse() -> argparse.Namespace:
         type=int,
         nargs="+",
         metavar="N",
-        help="measure pushes by shards from N trainer ranks, without engines (sync_ranks.py)",
+        help="measure pushes by shards from N trainer ranks, without engines (parts/sync/ranks.py)",
     )
     parser.add_argument("--rank", type=int, default=16, help="of the adapter (16)")
     parser.add_argument("--rounds", type=int, default=5, help="measured pushes of each transport (5)")
@@ -324,7 +324,7 @@ class Plain:
         if args.device == "cuda" and not two_gpus():
             return self
         store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
-        command = [sys.executable, str(Path(__file__).with_name("sync_plain.py")), args.device]
+        command = [sys.executable, str(ROOT / "benchmarks" / "parts" / "sync" / "plain.py"), args.device]
         self._process = subprocess.Popen([*command, str(store.port), str(self._bucket)])
         backend = "nccl" if args.device == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=0, world_size=2)

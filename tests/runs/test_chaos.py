@@ -12,8 +12,8 @@ from suite.real_parts import used
 
 sys.path.append(str(ROOT / "benchmarks"))
 
-from chaos_schedules import EMBEDDED, Fault, Schedule
-from chaos_suite import Suite
+from parts.chaos.schedules import EMBEDDED, Fault, Schedule
+from parts.chaos.suite import Suite
 
 FAULTS = (
     Fault("stop rank", 2, seconds=1.0, victim=1),

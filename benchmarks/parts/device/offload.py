@@ -14,8 +14,19 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import device_model
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # for its own process, which runs this file
+
+from parts.device.model import (
+    SHAPES,
+    TINY,
+    clean_up,
+    clock,
+    made_rows,
+    policy_of,
+    save_model,
+)
 
 UPDATES = 3
 MODULES = ["qkv_linear", "core_attn", "attn_proj"]
@@ -33,12 +44,12 @@ def offload(smoke: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as directory:
         place = Path(directory)
-        tiny = device_model.TINY if smoke else {"num_hidden_layers": 8}
-        device_model.save_model(place, {**device_model.SHAPES["qwen2.5-1.5b"], **tiny})
+        tiny = TINY if smoke else {"num_hidden_layers": 8}
+        save_model(place, {**SHAPES["qwen2.5-1.5b"], **tiny})
         for name in VARIANTS:
             if name != "attention":
                 found[name] = one(place, name, smoke)
-                device_model.clean_up()
+                clean_up()
             elif on_gpu:  # in a new process, because Transformer Engine reads its environment at import
                 environment = {**os.environ, "NVTE_CPU_OFFLOAD_V1": "1"}
                 arguments = [str(place), name, *(["--smoke"] if smoke else [])]
@@ -56,24 +67,22 @@ def one(place: Path, name: str, smoke: bool) -> dict[str, Any]:
     dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     sections = {"optimizer": {"lr": 1e-4}, **VARIANTS[name]}
     sections["optimizer"] = {"lr": 1e-4, **sections["optimizer"]}
-    policy = device_model.policy_of(place, dtype, max_tokens=8192, sections=sections)
+    policy = policy_of(place, dtype, max_tokens=8192, sections=sections)
     sizes = {"groups": 2, "k": 2, "prompt": 8, "response": 24} if smoke else {"groups": 4, "k": 5}
-    rows = device_model.made_rows(
-        vocab=policy.model.vocab_size, ragged=True, **{"prompt": 150, "response": 850, **sizes}
-    )
+    rows = made_rows(vocab=policy.model.vocab_size, ragged=True, **{"prompt": 150, "response": 850, **sizes})
     seconds: dict[str, float] = {}
     apply = policy.optimizer.apply
 
     def timed() -> Any:
         seconds.clear()
-        with device_model.clock(seconds, "optimizer"):
+        with clock(seconds, "optimizer"):
             return apply()
 
     policy.optimizer.apply = timed  # type: ignore[method-assign]
     results, took = [], dict[str, float]()
     for _ in range(UPDATES):
         took.clear()
-        with device_model.clock(took, "update"):
+        with clock(took, "update"):
             results.append(policy.update(rows, at_step_start=True))
     memory = {n.split("/")[1].removesuffix("_gib"): v for n, v in results[0].memory.items()}
     return {

@@ -1,6 +1,6 @@
 """The two sides of step_vs_trl.py: each is a process that takes a step when its standard input says so.
 
-    python step_sides.py SIDE --case CASE --directory DIR --trl-batch N --max-tokens N
+    python sides.py SIDE --case CASE --directory DIR --trl-batch N --max-tokens N
 
 A line "plain" asks for one step. The answer is a line of JSON with its figures. Our side also accepts "parts"
 and "operators", which add the time by part or by operator. The end of the input ends the process.
@@ -16,8 +16,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import step_task
-from step_task import (
+sys.path.insert(0, str(Path(__file__).parents[2]))  # TRL's environment and ours run this file
+
+from parts.step import task
+from parts.step.task import (
     CASES,
     LEARNING_RATE,
     MAX_TOKENS,
@@ -186,7 +188,7 @@ def run_ours(args: argparse.Namespace) -> None:
             },
             "algorithm": {"recipe": "grpo", "estimator": {"eps": 1e-4}, "loss": {"kl_coef": 0.0}},
             "rollout": {"n": RESPONSES, "max_tokens": MAX_TOKENS},
-            "rewards": {"components": [{"name": "even", "function": f"{step_task.__file__}:reward"}]},
+            "rewards": {"components": [{"name": "even", "function": f"{task.__file__}:reward"}]},
             "train": {
                 "steps": 10**6,
                 "prompts_per_step": PROMPTS,

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from device_model import SHAPES, TINY, clean_up, clock, made_rows, policy_of, save_model
 
 from megatron_gvpo.cluster.planner.architecture import from_config
 from megatron_gvpo.cluster.planner.sharing import sharing
 from megatron_gvpo.cluster.planner.workload import Lengths, Workload
+from parts.device.model import SHAPES, TINY, clean_up, clock, made_rows, policy_of, save_model
 
 
 def times(smoke: bool) -> dict[str, Any]:

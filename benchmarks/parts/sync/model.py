@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "quickstart"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "quickstart"))
 
 import make_task
 

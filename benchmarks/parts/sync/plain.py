@@ -1,6 +1,6 @@
 """Receives the plain broadcasts that weight_sync.py compares its transports with.
 
-usage: python sync_plain.py cpu|cuda PORT BUCKET_BYTES
+usage: python plain.py cpu|cuda PORT BUCKET_BYTES
 """
 
 from __future__ import annotations

@@ -18,13 +18,13 @@ from functools import partial
 from pathlib import Path
 
 import psutil
-from chaos_strikes import Server
 from servers.proxy import Proxy
 from servers.real_servers import another_node, engine_python
 
 from megatron_gvpo.rollout.launch.supervise import free_ports, is_healthy
+from parts.chaos.strikes import Server
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 START_SECONDS = 600.0
 
 

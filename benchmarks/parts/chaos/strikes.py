@@ -14,16 +14,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-from chaos_clock import Clock
-from chaos_schedules import Fault
-from chaos_starter import kill_session
 from servers.faults import signal_for_a_while
 from servers.proxy import Mode, Proxy
 
 from megatron_gvpo.rollout.launch.supervise import free_ports
+from parts.chaos.clock import Clock
+from parts.chaos.schedules import Fault
+from parts.chaos.starter import kill_session
 
 LINKS: dict[str, Mode] = {"slow link": "slow", "cut link": "cut", "close link": "refuse"}
-JUDGE = Path(__file__).with_name("chaos_judge.py")
+JUDGE = Path(__file__).with_name("judge.py")
 
 
 class NotYet(Exception):  # noqa: N818 - not an error
@@ -31,7 +31,7 @@ class NotYet(Exception):  # noqa: N818 - not an error
 
 
 class Judge:
-    """The judge's process (chaos_judge.py), which may be killed and started again."""
+    """The judge's process (judge.py), which may be killed and started again."""
 
     def __init__(self, ledger: Path, seconds: float) -> None:
         [self.port] = free_ports(1, "127.0.0.1")

@@ -19,7 +19,7 @@ from megatron_gvpo.rollout.http import Http, open_session
 from megatron_gvpo.rollout.launch.start import DIALECTS, start_servers
 from megatron_gvpo.rollout.pool import ServerPool
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[3]
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 /* Loaded before libfaketime: sleeps stay true. libfaketime 0.9.10 also shifts sleeps until a moment of a clock
    that it was told to leave alone, which then fail with EINVAL.
 
-   cc -shared -fPIC -o chaos_clock.so chaos_clock.c */
+   cc -shared -fPIC -o clock.so clock.c */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <sys/syscall.h>

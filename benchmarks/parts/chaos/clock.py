@@ -16,7 +16,7 @@ class Clock:
     """The clock of processes that are started with `environment`."""
 
     def __init__(self, place: Path) -> None:
-        self._file, self._library = place / "clock", place / "chaos_clock.so"
+        self._file, self._library = place / "clock", place / "clock.so"
         self.set(0.0)
 
     def environment(self) -> dict[str, str]:

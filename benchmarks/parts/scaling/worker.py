@@ -1,6 +1,6 @@
 """One rank of one point of scaling.py: it times training steps, then counts the messages of one more step.
 
-    torchrun --nproc-per-node 2 benchmarks/scaling_worker.py POINT.json --steps 3 CONFIG.yaml key=value ...
+    torchrun --nproc-per-node 2 worker.py POINT.json --steps 3 CONFIG.yaml key=value ...
 
 The first rank writes POINT.json. At the beginning of every phase the ranks wait for one another; that time is
 `waiting`. So no phase contains the delay of the phase before it.

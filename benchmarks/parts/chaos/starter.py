@@ -24,7 +24,7 @@ from typing import Any
 
 import psutil
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 SECOND_NODE = "CHAOS_SECOND_NODE"  # the variable that puts rank 1 on the node of this process
 
 

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from chaos_schedules import ENDS, Fault
-from chaos_strikes import NotYet, Scene
-
 from megatron_gvpo.observe.jsonl import read_metrics
+from parts.chaos.schedules import ENDS, Fault
+from parts.chaos.strikes import NotYet, Scene
 
 RESUME = "--resume=auto"
 FRUITLESS = 5  # starts in a row without a newer checkpoint, after which the job of `megatron-gvpo slurm` ends
@@ -25,7 +24,7 @@ class ChaosError(AssertionError):
 
 
 class Running(Protocol):
-    """A command that was started: chaos_starter.Command, or a subprocess."""
+    """A command that was started: starter.Command, or a subprocess."""
 
     @property
     def pid(self) -> int: ...

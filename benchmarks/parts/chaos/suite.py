@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any, Self
 
 import tiny_run
-from chaos_checks import PROMPTS, check, final_history
-from chaos_clock import Clock
-from chaos_job import Job, ledger_of
-from chaos_nodes import two_nodes
-from chaos_schedules import STEPS, Layout, Schedule
-from chaos_starter import SECOND_NODE, Command, Starter
-from chaos_strikes import JUDGE, Judge, Scene, Server
+
+from parts.chaos.checks import PROMPTS, check, final_history
+from parts.chaos.clock import Clock
+from parts.chaos.job import Job, ledger_of
+from parts.chaos.nodes import two_nodes
+from parts.chaos.schedules import STEPS, Layout, Schedule
+from parts.chaos.starter import SECOND_NODE, Command, Starter
+from parts.chaos.strikes import JUDGE, Judge, Scene, Server
 
 JUDGING = 0.1  # seconds of the judge for a group: time for faults to strike in a step
 DISK = 300  # MB of the file system that holds a run's output, and that faults fill

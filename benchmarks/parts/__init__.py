@@ -1,0 +1,1 @@
+"""Modules that the programs in benchmarks/ import or start."""

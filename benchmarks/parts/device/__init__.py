@@ -1,0 +1,1 @@
+"""Parts of device_check.py: one check of a GPU each."""

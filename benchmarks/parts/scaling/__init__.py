@@ -1,0 +1,1 @@
+"""Parts of scaling.py: a point, its ranks, and the plot."""

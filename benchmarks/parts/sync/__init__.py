@@ -1,0 +1,1 @@
+"""Parts of weight_sync.py: models, receivers, ranks and servers."""
