@@ -64,6 +64,7 @@ def load_task(config: Config) -> Task:
     _check_vocabulary(task, vocabulary, config.model.path)
     _check_shared_prompts(config, prompts)
     _check_fields(config, prompts)
+    _check_templates(config, [*prompts, *eval_prompts])
     _check_differences(config, prompts)
     return task
 
@@ -102,6 +103,18 @@ def _check_fields(config: Config, prompts: list[Prompt]) -> None:
                 raise DataError(
                     f"algorithm.{place.key}.{option}={field}: no record of {config.data.train.path} has this "
                     f"field; fields of the first: {', '.join(prompts[0].record)}"
+                )
+
+
+def _check_templates(config: Config, prompts: list[Prompt]) -> None:
+    """Raises DataError for a field that a judge's template names and no record has."""
+    for i, component in enumerate(config.rewards.components):
+        for name in component.judge.fields_of_data if component.judge is not None else ():
+            if config.samples_responses and not any(name in prompt.record for prompt in prompts):
+                raise DataError(
+                    f"rewards.components.{i}.judge.template: no record of the data has a field {name!r} for "
+                    f"{{{name}}}; fields of the first: {', '.join(prompts[0].record)}. Braces that are text: "
+                    f"{{ {name} }}"
                 )
 
 

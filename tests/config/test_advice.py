@@ -32,3 +32,14 @@ def test_a_user_is_told_where_older_weights_pass_for_the_present_ones(good, algo
     overrides = ["rollout.engine=sglang", "rollout.async_steps=1", "train.mini_batches=2"]
     config = load_config([good], [*overrides, f"algorithm={algorithm}"])
     assert ("rollout.async_steps=1: " in (advice(config) or "")) == said
+
+
+def test_an_evaluation_that_counts_another_component_than_the_answers(good):
+    held_out, both = "data.eval={path: e.jsonl}", "rewards.components=[{name: format}, {name: math}]"
+    said = advice(load_config([good], [held_out, both, "train.mini_batches=2"]))
+    assert said == (
+        "rewards.components: evaluation counts the first, format, and math judges the answers: put math first"
+    )
+    alone = "rewards.components=[{name: format}]"
+    for given in ([both], [held_out, alone], [held_out]):
+        assert advice(load_config([good], [*given, "train.mini_batches=2"])) is None

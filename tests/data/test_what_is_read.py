@@ -96,3 +96,13 @@ def test_a_field_that_a_block_reads_and_no_record_has(
         load_task(config)
     said = f"algorithm.{key}: no record of {config.data.train.path} has this field; fields of the first: "
     assert str(error.value).startswith(said)
+
+
+def test_a_field_that_a_judge_reads_and_no_record_has(task: Path, tmp_path: Path) -> None:
+    """The judge would read the name in braces, and grade by it."""
+    judge = {"template": "{response} by {prompt}, {solution}, {rubic}", "model": "m"}
+    judge |= {"servers": {"urls": ["http://h:1"]}}
+    rewards = f"rewards.components={json.dumps([{'name': 'quality', 'judge': judge}])}"
+    config = load_config([task / "run.yaml"], [f"output_dir={tmp_path}", "data.train.limit=3", rewards])
+    with pytest.raises(DataError, match=r"rewards.components.0.judge.template: no record .* field 'rubic'"):
+        load_task(config)

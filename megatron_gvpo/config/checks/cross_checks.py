@@ -46,10 +46,10 @@ def advice(config: Config) -> str | None:
 
     They are about a step with one update whose reference is the policy at step start: the reference is then
     the policy that trains, and GVPO's d is 0. About responses of older weights in a loss that could correct
-    for that, and takes them for the present policy's. And about keys of sampling in a run that samples
-    nothing.
+    for that, and takes them for the present policy's. About an evaluation that does not count right answers,
+    which another component of the reward judges. And about keys of sampling in a run that samples nothing.
     """
-    found = (_one_update(config), _older_weights(config), keys_of_sampling(config))
+    found = (_one_update(config), _older_weights(config), _counted(config), keys_of_sampling(config))
     return "\n".join(text for text in found if text is not None) or None
 
 
@@ -75,6 +75,19 @@ def _older_weights(config: Config) -> str | None:
         f"rollout.async_steps={config.rollout.async_steps}: responses come from older weights, and "
         f"{loss.name} takes them for samples of the policy at step start, with which it compares: set "
         "algorithm.loss.importance=truncate"
+    )
+
+
+def _counted(config: Config) -> str | None:
+    components = config.rewards.components
+    if config.data.eval is None or not components or components[0].needs_answer:
+        return None
+    judge = next((component.name for component in components if component.needs_answer), None)
+    if judge is None:
+        return None
+    return (
+        f"rewards.components: evaluation counts the first, {components[0].name}, and {judge} judges the "
+        f"answers: put {judge} first"
     )
 
 

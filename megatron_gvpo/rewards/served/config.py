@@ -83,6 +83,12 @@ class JudgeConfig(Section):
     servers: JudgeServers = JudgeServers()
 
     @property
+    def fields_of_data(self) -> list[str]:
+        """The fields of data records that the template names."""
+        own = {"prompt", "response", "answer", "lowest", "highest"}
+        return sorted(set(re.findall(r"\{([^\W\d]\w*)\}", self.template)) - own)
+
+    @property
     def schema_of_verdicts(self) -> dict[str, Any] | None:
         """The JSON schema of verdicts; None if they follow a regular expression."""
         if self.regex is not None:
