@@ -309,8 +309,8 @@ class Trainer:
     def _updates(self, mini_batches: list[TrainBatch], saved: bool) -> list[UpdateResult]:
         """Update with every mini-batch, `train.batch_epochs` times, against the same reference policies.
 
-        In a second pass the first mini-batch needs log-probs of the policy at step start, too. Its first
-        forward computed them. `saved`: the first pass keeps the weights of tokens.
+        In a second pass the first one needs log-probs of the policy at step start, too: its first forward has
+        them. Those with nothing left to train use up their learning rates. `saved`: keep weights of tokens.
         """
         results: list[UpdateResult] = []
         for epoch in range(self.config.train.batch_epochs):
@@ -322,6 +322,8 @@ class Trainer:
                     references = self.config.algorithm.loss.reference_policies.items()
                     at_start = [f"{column}_logp_r" for column, policy in references if policy == STEP_START]
                     mini_batches[i] = rows.with_columns(**dict.fromkeys(at_start, result.logp_r))
+        planned = self.config.train.mini_batches * self.config.train.batch_epochs
+        self.components.policy.skip_updates(planned - len(results))
         return results
 
     def _trained(self, rows: TrainBatch, result: UpdateResult) -> TrainedRows:

@@ -229,6 +229,11 @@ class Policy(Scorer):
         weight_r, _ = token_weights(loss, _with_references(rows, logp_r), logp_r, totals)
         return rows.with_columns(weight_r=weight_r)
 
+    def skip_updates(self, count: int) -> None:
+        """Advance the learning rates past updates that have nothing to train."""
+        for _, optimizer in self._trained:
+            optimizer.scheduler.step(count)
+
     def end_step(self) -> None:
         """Update a moving reference."""
         if self.reference is not None:
