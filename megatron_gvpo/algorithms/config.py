@@ -17,6 +17,7 @@ from megatron_gvpo.algorithms.members.base import Member
 from megatron_gvpo.algorithms.recipe import merge, read_recipe
 from megatron_gvpo.algorithms.registry import choice
 from megatron_gvpo.algorithms.shapers.base import Shaper
+from megatron_gvpo.algorithms.shapers.filters import MaskTruncated
 
 if TYPE_CHECKING:
     AnyPrompts = prompts.PromptChoice
@@ -144,6 +145,11 @@ class AlgorithmConfig(Block):
             if not self.has_rewards and place.block.needs_rewards:
                 raise ValueError(
                     f"{place.label} compares rewards, and sampler=dataset has none: leave it out"
+                )
+            if isinstance(place.block, MaskTruncated):
+                raise ValueError(
+                    f"{place.label} masks responses that were cut off, and those of sampler={sampler} are "
+                    "whole: leave it out"
                 )
             if place.block.needs_engine_logprobs:
                 raise ValueError(

@@ -49,6 +49,13 @@ def test_unlikeliness_vector():
     assert advantage_n.tolist() == pytest.approx([0.446773, 0.721711, -1.477788, 0.309305], abs=1e-6)
 
 
+def test_unlikeliness_leaves_alone_what_no_engine_sampled():
+    """A given solution was taken for the likeliest response, and lost the most."""
+    sampled = make_group([1, 1, 1], lengths=[1, 1, 1], logprobs=[0, -0.5, -2])
+    sampled.rollouts[0].logprobs = []
+    assert shaped(Unlikeliness(beta=0.5), sampled) == [[1, 0.75, 1]]
+
+
 def test_short_right_answers_of_the_best_groups():
     """sigmoid(1) = 0.731059; the second group is not in the best half."""
     good, poor = make_group([1, 1, 0], lengths=[10, 20, 5]), make_group([1, 0, 0], lengths=[9, 9, 9])
@@ -108,7 +115,7 @@ def test_s_grpo_vector():
 
 def test_win_rate_of_a_strict_order():
     group = make_group([0] * 4, lengths=[4, 3, 2, 1])
-    judge = "groups:longer"
+    judge = "inputs.groups:longer"
     assert shaped(WinRate(function=judge), group) == [pytest.approx([1, 2 / 3, 1 / 3, 0])]
     assert shaped(WinRate(function=judge), make_group([3.0])) == [[0.5]]
     (capped,) = shaped(WinRate(function=judge, opponents=1), group)
@@ -132,8 +139,14 @@ def test_similarity_to_the_others_or_to_answers_to_paraphrases():
 @pytest.mark.parametrize(
     ("block", "said"),
     [
-        ({"name": "win_rate", "function": "groups:rewards_of"}, "called as f(prompt, a, b, **options)"),
-        ({"name": "group_similarity", "function": "groups:rewards_of"}, "called as f(a, b, **options)"),
+        (
+            {"name": "win_rate", "function": "inputs.groups:rewards_of"},
+            "called as f(prompt, a, b, **options)",
+        ),
+        (
+            {"name": "group_similarity", "function": "inputs.groups:rewards_of"},
+            "called as f(a, b, **options)",
+        ),
         (
             {"name": "win_rate", "function": "megatron_gvpo.api_model:prefers"},
             "missing a required argument: 'url'",

@@ -47,6 +47,16 @@ from megatron_gvpo.config.schema import load_config
         ("{recipe: grpo, shapers: [{name: drop, right: 0.9}]}", "it goes with which=all_right or all_wrong"),
         ("{recipe: grpo, shapers: [{name: mask_truncated, right: 0.9}]}", "it goes with only_wrong=true"),
         ("{prompts: {name: success_rate, gamma: 1}}", "gamma=1.0 has no effect: it goes with favour=unsure"),
+        ("{recipe: gvpo_offline, shapers: [unlikeliness]}", "reads the engine's log-probs, and sampler=file"),
+        (
+            "{recipe: gvpo_offline, shapers: [{name: information_consistency, across: t}]}",
+            "information_consistency reads the engine's log-probs, and sampler=file has none",
+        ),
+        ("{recipe: gvpo_offline, shapers: [mask_truncated]}", "and those of sampler=file are whole"),
+        (
+            "{recipe: sft, prompts: success_rate}",
+            "prompts=success_rate compares rewards, and sampler=dataset",
+        ),
         ("{tracker: {decay: 0.5}}", "algorithm: tracker has no effect: no block reads it"),
     ],
 )

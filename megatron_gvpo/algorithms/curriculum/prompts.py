@@ -47,6 +47,7 @@ class SuccessRate(PromptChoice):
     """
 
     needs_tracker: ClassVar[bool] = True
+    needs_rewards: ClassVar[bool] = True
     weighted: ClassVar[bool] = True
 
     name: Literal["success_rate"] = "success_rate"

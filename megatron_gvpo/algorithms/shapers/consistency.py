@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import fmean
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -20,6 +20,8 @@ class InformationConsistency(Shaper):
     record's field `across`. Responses that no engine sampled have no H and keep their reward. Inspired by the
     abstract: what it rewards as helpful is the run's own reward here.
     """
+
+    needs_engine_logprobs: ClassVar[bool] = True
 
     name: Literal["information_consistency"] = "information_consistency"
     across: str

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -39,19 +39,22 @@ class Unlikeliness(Shaper):
     """r' = r (1 - beta rank / k), rank 0 the least likely of the group (arXiv 2506.02355).
 
     The likelihood is the mean log-prob a token by the engine that sampled. So right answers
-    that the policy would seldom give count more.
+    that the policy would seldom give count more. Responses that no engine sampled keep their reward, and are
+    not among the k.
     """
+
+    needs_engine_logprobs: ClassVar[bool] = True
 
     name: Literal["unlikeliness"] = "unlikeliness"
     beta: float = Field(0.25, ge=0, le=1)
 
     def __call__(self, groups: Sequence[Group], step: int) -> list[Group]:
         def shaped(group: Group) -> Group:
-            likelihood = [fmean(rollout.logprobs) if rollout.logprobs else 0.0 for rollout in group.rollouts]
-            order = sorted(range(len(likelihood)), key=likelihood.__getitem__)
-            rank = {i: position for position, i in enumerate(order)}
-            k = len(group.rollouts)
-            return rewarded(group, [r * (1 - self.beta * rank[i] / k) for i, r in enumerate(group.rewards)])
+            known = {i: fmean(r.logprobs) for i, r in enumerate(group.rollouts) if r.logprobs}
+            rewards = group.rewards
+            for rank, i in enumerate(sorted(known, key=known.__getitem__)):
+                rewards[i] *= 1 - self.beta * rank / len(known)
+            return rewarded(group, rewards)
 
         return [shaped(group) for group in groups]
 
