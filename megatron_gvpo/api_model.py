@@ -11,6 +11,7 @@ log-probs for `teacher`.
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,9 +20,11 @@ from typing import Any
 
 from megatron_gvpo.config.secrets import hide, read_variable
 from megatron_gvpo.groups import Group, Prompt, Rollout
+from megatron_gvpo.rewards.served.dialogue import as_text
 from megatron_gvpo.runtime.template import filled
 from megatron_gvpo.runtime.web import post_json
 
+log = logging.getLogger(__name__)
 _LINE = 300  # characters that an error message shows of an answer
 
 
@@ -42,13 +45,13 @@ def chat(
     parallel: int = 16,
     api_key_env: str | None = None,
     plain: bool = False,
-) -> list[list[str]]:
-    """`n` texts of the model for each group's prompt.
+) -> list[list[str | None]]:
+    """`n` texts of the model for each group's prompt; None for one that was cut off at `max_tokens`.
 
     `template` may also use {best}, the best of the group's own responses, and {worst}.
     """
 
-    def ask(group: Group) -> list[str]:
+    def ask(group: Group) -> list[str | None]:
         fields = {
             "prompt": _problem(group.prompt, key),
             "best": max(group.rollouts, key=lambda rollout: rollout.reward).text,
@@ -56,10 +59,15 @@ def chat(
         }
         options = {"model": model, "n": n, "temperature": temperature, "max_tokens": max_tokens}
         what = f"{url}: prompt {group.prompt.id}"
-        return _texts(url, what, filled(template, fields), options, timeout, api_key_env, plain)
+        found = _texts(url, what, filled(template, fields), options, timeout, api_key_env, plain)
+        return [text if whole else None for text, whole in found]
 
     with ThreadPoolExecutor(parallel) as pool:
-        return list(pool.map(ask, groups))
+        texts = list(pool.map(ask, groups))
+    if cut := sum(text is None for mine in texts for text in mine):
+        said = "%s: %d of %d responses were cut off at max_tokens=%d, and are left out"
+        log.warning(hide(said % (url, cut, n * len(groups), max_tokens)))
+    return texts
 
 
 def prefers(
@@ -88,7 +96,12 @@ def repeat_best(groups: Sequence[Group], n: int) -> list[list[str]]:
 
 
 def _problem(prompt: Prompt, key: str) -> str:
-    return str(prompt.record.get(key, prompt.text))
+    """The problem as the data have it: a text, or a chat. Raises ApiModelError."""
+    found = prompt.record.get(key)
+    if found is None:
+        fields = ", ".join(prompt.record)
+        raise ApiModelError(f"prompt {prompt.id}: no field {key!r} (option key); fields there: {fields}")
+    return as_text(found) if isinstance(found, list) else str(found)
 
 
 def _verdict(
@@ -103,7 +116,7 @@ def _verdict(
 ) -> str:
     """The one greedy answer."""
     options = {"model": model, "n": 1, "temperature": 0.0, "max_tokens": max_tokens}
-    (said,) = _texts(url, f"{url}: prompt {prompt.id}", text, options, timeout, api_key_env, plain)
+    ((said, _),) = _texts(url, f"{url}: prompt {prompt.id}", text, options, timeout, api_key_env, plain)
     return said
 
 
@@ -115,14 +128,15 @@ def _texts(
     timeout: float,
     api_key_env: str | None,
     plain: bool,
-) -> list[str]:
-    """options["n"] texts of the model. Raises ApiModelError."""
+) -> list[tuple[str, bool]]:
+    """options["n"] texts of the model, each with False if it was cut off. Raises ApiModelError."""
     asked = {"prompt": text} if plain else {"messages": [{"role": "user", "content": text}]}
     place = f"{url.rstrip('/')}/{'completions' if plain else 'chat/completions'}"
     try:
         key = None if api_key_env is None else read_variable(api_key_env, "api_key_env")
         choices = post_json(place, {**options, **asked}, timeout, key)["choices"]
         texts = [choice["text"] if plain else choice["message"]["content"] for choice in choices]
+        whole = [choice.get("finish_reason") != "length" for choice in choices]
     except json.JSONDecodeError as error:
         said = " ".join(error.doc[:_LINE].split()) or "(nothing)"
         raise ApiModelError(hide(f"{what}: no JSON: {said}")) from None
@@ -132,4 +146,4 @@ def _texts(
         raise ApiModelError(hide(f"{what}: {len(texts)} responses, and {options['n']} were asked for"))
     if not all(isinstance(text, str) for text in texts):
         raise ApiModelError(hide(f"{what}: a response without text, as of a model that refuses"))
-    return texts
+    return list(zip(texts, whole, strict=True))

@@ -120,11 +120,11 @@ class BatchContext:
 
     def texts(
         self, function: str, groups: Sequence[Group], n: int, options: Mapping[str, Any]
-    ) -> list[list[str]]:
-        def ask() -> list[list[str]]:
+    ) -> list[list[str | None]]:
+        def ask() -> list[list[str | None]]:
             return _checked(load_function(function)(groups, n, **options), len(groups), n)
 
-        texts: list[list[str]] = call_on_rank0(f"step {self.step}: algorithm.members: {function}", ask)
+        texts: list[list[str | None]] = call_on_rank0(f"step {self.step}: algorithm.members: {function}", ask)
         return texts
 
     def score(self, groups: list[Group]) -> None:
@@ -145,10 +145,13 @@ class BatchContext:
         return mean_n
 
 
-def _checked(texts: Any, groups: int, n: int) -> list[list[str]]:
-    """A teacher function's texts as strings. Raises ValueError unless there are `n` for each group."""
+def _checked(texts: Any, groups: int, n: int) -> list[list[str | None]]:
+    """A teacher function's texts as strings, None for one that it does not have.
+
+    Raises ValueError unless there are `n` for each group.
+    """
     listed = [list(given) for given in texts]
     if len(listed) != groups or any(len(given) != n for given in listed):
         found = [len(given) for given in listed]
         raise ValueError(f"expected {n} texts for each of {groups} groups, it returned {found}")
-    return [[str(text) for text in given] for given in listed]
+    return [[None if text is None else str(text) for text in given] for given in listed]

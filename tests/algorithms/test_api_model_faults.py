@@ -18,6 +18,10 @@ HTML = b"<!DOCTYPE html>\n<html><body>Please log in</body></html>"
 heard: list[str | None] = []  # the keys that requests brought to /elsewhere
 
 
+ASKED = {"prompt": "1+1="}
+CUT = [{"message": {"content": t}, "finish_reason": reason} for t, reason in (("a", "stop"), ("b", "length"))]
+
+
 def choices(*contents: object) -> bytes:
     return json.dumps({"choices": [{"message": {"content": content}} for content in contents]}).encode()
 
@@ -31,6 +35,7 @@ ANSWERS = {
     "refuses": choices(None),
     "too many": choices("a", "b"),
     "deep": b"[" * 100_000,
+    "cut": json.dumps({"choices": CUT}).encode(),
 }
 
 
@@ -109,7 +114,9 @@ def test_a_service_that_gives_no_answer_is_told_in_one_line(url, model, said, mo
     monkeypatch.setenv("KEY_OF_THE_JUDGE", KEY)
     begin, timeout = time.monotonic(), 1 if model in ("hangs", "drips") else 30
     with pytest.raises(api_model.ApiModelError) as error:
-        api_model.chat([make_group([1.0])], 1, url, model, timeout=timeout, api_key_env="KEY_OF_THE_JUDGE")
+        api_model.chat(
+            [make_group([1.0], record=ASKED)], 1, url, model, timeout=timeout, api_key_env="KEY_OF_THE_JUDGE"
+        )
     text = str(error.value)
     assert text.startswith(f"{url}: prompt p: {said}") and "\n" not in text and len(text) < 500
     assert time.monotonic() - begin < (4 if timeout == 1 else 30) and KEY not in text
@@ -119,4 +126,22 @@ def test_a_service_that_gives_no_answer_is_told_in_one_line(url, model, said, mo
 def test_a_service_that_floods(url):
     said = "an answer of more than 67,108,864 bytes"
     with pytest.raises(api_model.ApiModelError, match=said):
-        api_model.chat([make_group([1.0])], 1, url=url, model="floods", timeout=60)
+        api_model.chat([make_group([1.0], record=ASKED)], 1, url=url, model="floods", timeout=60)
+
+
+def test_a_response_that_was_cut_off_is_none(url, caplog):
+    """It would get an end token, and teach the policy to end in the middle of a sentence."""
+    assert api_model.chat([make_group([1.0], record=ASKED)], 2, url, "cut", max_tokens=9) == [["a", None]]
+    assert caplog.messages == [f"{url}: 1 of 2 responses were cut off at max_tokens=9, and are left out"]
+
+
+def test_a_problem_is_what_the_data_have():
+    """A chat was written as Python writes it, and where the field was another, in the policy's template."""
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1="}]
+    (prompt, told) = (make_group([1.0], record={"prompt": given}).prompt for given in (chat[1:], chat))
+    assert api_model._problem(prompt, "prompt") == "1+1="
+    assert api_model._problem(told, "prompt") == "system: Be brief.\n\nuser: 1+1="
+    with pytest.raises(
+        api_model.ApiModelError, match=r"prompt p: no field 'question' .* fields there: prompt"
+    ):
+        api_model._problem(prompt, "question")

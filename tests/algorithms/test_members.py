@@ -22,6 +22,7 @@ from megatron_gvpo.algorithms.members.hinted import Hinted
 from megatron_gvpo.algorithms.members.replay import Replay
 from megatron_gvpo.algorithms.members.teacher_member import Teacher
 from megatron_gvpo.runtime.user_functions import load_function
+from megatron_gvpo.sampling.composed import _checked
 from megatron_gvpo.types import BatchTotals, Group, Prompt, Rollout, TrainBatch
 
 
@@ -220,6 +221,19 @@ def test_a_teacher_joins_scored_like_the_others():
     assert [len(g.rollouts) for g in only_failed([make_group([0]), make_group([1])], Asked())] == [2, 1]
     some = Teacher(function="test_members:append", share=0.5)([make_group([0])] * 100, Asked())
     assert 30 < sum(len(g.rollouts) == 2 for g in some) < 70
+
+
+def sometimes(groups, n):
+    """Teacher whose first text was cut off."""
+    return [[None, *["b"] * (n - 1)] for _ in groups]
+
+
+def test_a_text_that_a_teacher_does_not_have_joins_nothing():
+    """It was the text `None`, with an end token behind it."""
+    texts = _checked(sometimes([1], 2), 1, 2)
+    assert texts == [[None, "b"]]
+    (group,) = Teacher(function="test_members:sometimes", n=2)([make_group([0], texts=["a"])], Asked())
+    assert [rollout.text for rollout in group.rollouts] == ["a", "b"]
 
 
 def test_a_chat_model_is_asked_over_http():

@@ -37,8 +37,8 @@ class MemberContext(Protocol):
 
     def texts(
         self, function: str, groups: Sequence[Group], n: int, options: Mapping[str, Any]
-    ) -> list[list[str]]:
-        """`n` texts for each group from a user's function, which is called on one rank."""
+    ) -> list[list[str | None]]:
+        """`n` texts for each group from a user's function, which is called on one rank; None: it has none."""
 
     def score(self, groups: list[Group]) -> None:
         """Fill in the rewards."""

@@ -96,7 +96,7 @@ class LearnedHint(Member):
         """The hints for groups, as rollouts, by the group's number."""
         if self.function is not None:
             texts = context.texts(self.function, [groups[g] for g in failed], self.hints, self.options)
-            hints = [[Rollout([], [], text, "stop", -1) for text in mine] for mine in texts]
+            hints = [[Rollout([], [], text or "", "stop", -1) for text in mine] for mine in texts]
             return {g: Group(groups[g].prompt, mine) for g, mine in zip(failed, hints, strict=True)}
         asked: dict[int, Prompt] = {}
         for g in failed:

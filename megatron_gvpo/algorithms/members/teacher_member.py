@@ -18,7 +18,8 @@ from megatron_gvpo.types import Group, Rollout
 class Teacher(Member):
     """Responses of another model, or of any function that gives texts, scored by the run's rewards.
 
-    `function(groups, n, **options)` -> n texts for each group, a list of lists; it is called on one rank. It
+    `function(groups, n, **options)` -> n texts for each group, a list of lists, where None is for a text that
+    it does not have, such as one that was cut off: it would be ended. The function is called on one rank. It
     sees the prompts and the policy's own responses with their rewards, so it may continue or correct one. For
     a model behind an OpenAI-compatible URL: "megatron_gvpo.api_model:chat", options {url, model}.
 
@@ -59,6 +60,7 @@ class Teacher(Member):
                 [
                     Rollout(context.encode_response(t), [], t, "stop", -1, source="demonstration")
                     for t in given
+                    if t is not None
                 ],
             )
             for g, given in zip(chosen, texts, strict=True)
