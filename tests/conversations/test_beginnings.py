@@ -59,7 +59,7 @@ def opened(directory: Path, turns: int) -> Iterator[Conversations]:
     file = directory / "remembers.py"
     file.write_text(ENVIRONMENT)
     config = ConversationConfig(
-        environment=f"{file}:Remembers", turns=turns, earlier_key="earlier", step_timeout=20
+        environment=f"{file}:Remembers", turns=turns, earlier_key="earlier", step_timeout=200
     )
     with Conversations(config, Task(OF, (END,), [], [], chat=True)) as conversations:
         yield conversations

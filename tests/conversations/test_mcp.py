@@ -136,7 +136,7 @@ def talk(
 ) -> Rollout:
     """One conversation with these turns; `between` is called before the second turn."""
     used("MCP server")
-    settings = {"turns": 20, "observation_tokens": 300, "step_timeout": 20.0, **settings}
+    settings = {"turns": 20, "observation_tokens": 300, "step_timeout": 200.0, **settings}
     config = ConversationConfig(mcp=[server], parser="json", **settings)
     with Held(material, config) as held:
         texts = iter([*turns, "done"])

@@ -198,7 +198,7 @@ def test_limits_are_errors_that_openai_clients_understand() -> None:
 
 
 def test_a_program_has_so_many_seconds_between_its_answers() -> None:
-    with Held(turns=9, rollout_timeout=0.7) as held:
+    with Held(turns=9, rollout_timeout=5) as held:
         [[rollout]] = held.hold([prompt("slow")], lambda _, i: f"{i}")
     assert (
         rollout.finish_reason == "length" and 1 <= rollout.counts["retried_calls"] + len(rollout.turns) <= 2
@@ -228,7 +228,7 @@ def test_a_program_that_hangs_is_ended_and_lost() -> None:
         assert rollout.finish_reason == LOST
         said = "it neither asked the policy nor returned for 3 seconds (rollout.conversation.step_timeout)"
         assert rollout.text == said
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 50  # of the 60 s that it hangs
         while running_programs() and time.monotonic() < deadline:
             time.sleep(0.05)
         assert running_programs() == []
