@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -72,7 +71,10 @@ def test_what_one_rank_alone_refuses_is_said(tmp_path: Path):
 
 
 def test_the_launcher_names_a_killed_rank_and_ends_the_others_at_once(tmp_path: Path):
-    """The killed rank cannot say anything, and the others cannot know of it: they may be in a long call."""
+    """The killed rank cannot say anything, and the others cannot know of it: they may be in a long call.
+
+    After an error they would have PATIENCE, here longer than the test.
+    """
     (tmp_path / "sitecustomize.py").write_text(
         "import os, signal, time\n"
         "match os.environ.get('RANK'):\n"
@@ -80,12 +82,11 @@ def test_the_launcher_names_a_killed_rank_and_ends_the_others_at_once(tmp_path: 
         "    case '1': os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     program = (
-        "import sys; from megatron_gvpo.runtime.launch import launch; sys.exit(launch(2, ['--version']))"
+        "import sys; from megatron_gvpo.runtime import launch; launch.PATIENCE = 1000.0\n"
+        "sys.exit(launch.launch(2, ['--version']))"
     )
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    begin = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", program], env=environment, stderr=subprocess.PIPE, text=True, timeout=120
     )
     assert (done.returncode, done.stderr) == (137, "rank 1 was killed by SIGKILL: the others are ended\n")
-    assert time.monotonic() - begin < 9

@@ -55,7 +55,7 @@ def pushed(url: str, directory: Path, token: str = TOKEN, **settings: object) ->
         env=os.environ | variables(url, token),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()[-1]
