@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from machine.processes import left_having
 from suite.real_parts import used
 
 from megatron_gvpo.config.schema import RewardConfig, RewardsConfig
@@ -228,15 +229,7 @@ def test_what_a_function_leaves_behind_ends_with_the_run(functions, monkeypatch,
     monkeypatch.setenv("MARKER", marker := f"hostile-{os.getpid()}-{time.time()}")
     [rollout] = score(functions, "leaves", text)
     assert rollout.reward == (1.0 if text == "fine" else 0.0)
-    left = [p for p in Path("/proc").glob("[0-9]*/environ") if marker.encode() in _read(p)]
-    assert left == []
-
-
-def _read(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError:
-        return b""
+    assert left_having(marker) == []
 
 
 def test_what_functions_print_has_their_names_and_an_end(functions, capfd):
@@ -262,9 +255,9 @@ def test_what_functions_print_has_their_names_and_an_end(functions, capfd):
 
 def test_importing_is_no_time_of_the_functions(functions, monkeypatch):
     """The module takes longer than the time limit to import, in a worker that has just started."""
-    Path(functions).with_name("very_slow.py").write_text("import time\ntime.sleep(3)\n")
+    Path(functions).with_name("very_slow.py").write_text("import time\ntime.sleep(7)\n")
     monkeypatch.syspath_prepend(Path(functions).parent)
-    [rollout] = score(functions, "imports", "x", timeout=1.5)
+    [rollout] = score(functions, "imports", "x", timeout=5.0)
     assert rollout.reward == 1.0, rollout.reward_errors
 
 

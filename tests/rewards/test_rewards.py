@@ -10,11 +10,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from machine.processes import having, left_having
 from suite.real_parts import used
 
 from megatron_gvpo.config.schema import ConfigError, RewardConfig, RewardsConfig
@@ -234,10 +234,10 @@ def test_a_bad_reward_costs_its_rollout_only(functions: str) -> None:
         "none": "it returned NoneType instead of a number",
         "recursion": "RecursionError: ",
         "crash": "it ended its process (exit code 7)",
-        "hang": "it took longer than rewards.timeout=3 seconds",
+        "hang": "it took longer than rewards.timeout=8 seconds",
         "still fine": None,
     }
-    rewards = config(user(functions, "as_told"), RewardConfig(name="format"), timeout=3.0)
+    rewards = config(user(functions, "as_told"), RewardConfig(name="format"), timeout=8.0)
     for rollout, error in zip(score(rewards, *expected), expected.values(), strict=True):
         assert rollout.rewards == {"as_told": 0.0 if error else 1.0, "format": 0.0}
         assert rollout.reward == rollout.rewards["as_told"]
@@ -247,7 +247,7 @@ def test_a_bad_reward_costs_its_rollout_only(functions: str) -> None:
 
 def test_the_clock_is_of_one_rollout_not_of_all(functions: str) -> None:
     texts = ["fine", "hang", "crash", "hang", *map(str, range(100))]
-    rollouts = score(config(user(functions, "as_told"), timeout=3.0, workers=2), *texts)
+    rollouts = score(config(user(functions, "as_told"), timeout=8.0, workers=2), *texts)
     assert [rollout.reward for rollout in rollouts] == [1.0, 0.0, 0.0, 0.0] + [1.0] * 100
 
 
@@ -333,21 +333,11 @@ def children() -> list[int]:
     return [pid for pid in found if pid not in _earlier]
 
 
-def running(marker: str) -> Iterator[int]:
-    """Processes with `marker` in their environment: the run's own and all their descendants."""
-    for environ in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if marker.encode() in environ.read_bytes():
-                yield int(environ.parent.name)
-        except OSError:
-            continue
-
-
 def test_nothing_outlives_its_pool(functions: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MARKER", marker := f"reward-test-{os.getpid()}-{time.time()}")
-    rollouts = score(config(user(functions, "as_told"), timeout=3.0, workers=2), "spawn", "fine")
+    rollouts = score(config(user(functions, "as_told"), timeout=8.0, workers=2), "spawn", "fine")
     assert [rollout.reward for rollout in rollouts] == [0.0, 1.0]
-    assert not children() and not list(running(marker))
+    assert not left_having(marker) and not children()
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
@@ -365,13 +355,10 @@ def test_nothing_outlives_its_run(functions: str, how: signal.Signals) -> None:
     )
     assert run.stdout is not None and run.stdout.readline() == "ready\n"
     time.sleep(0.5)  # the reward hangs by now
-    assert len(list(running(marker))) >= 2
+    assert len(list(having(marker))) >= 2
     run.send_signal(how)
     run.wait(timeout=60)
-    deadline = time.monotonic() + 20
-    while list(running(marker)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not list(running(marker))
+    assert left_having(marker) == []
 
 
 SCRIPT = """

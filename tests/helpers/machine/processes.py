@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
 import psutil
 
 
@@ -11,3 +15,24 @@ def command_of(process: psutil.Process) -> list[str]:
         return process.cmdline()
     except psutil.Error:
         return []
+
+
+def having(marker: str) -> Iterator[int]:
+    """Processes with `marker` in their environment: one that was started with it, and all its descendants."""
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if marker.encode() in environ.read_bytes():
+                yield int(environ.parent.name)
+        except OSError:
+            continue
+
+
+def left_having(marker: str, seconds: float = 60.0) -> list[int]:
+    """Processes with `marker` in their environment, when there are none any more or the time is over.
+
+    A process that was killed takes a moment to end, and more on a busy machine.
+    """
+    deadline = time.monotonic() + seconds
+    while (left := list(having(marker))) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left
