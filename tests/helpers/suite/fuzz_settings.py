@@ -1,7 +1,8 @@
-"""Settings of the fuzz suite: the same few examples in each `make test`, thousands of others in `make proof`.
+"""Settings of Hypothesis: the same few examples in each `make test`, thousands of others in `make proof`.
 
-CI tries the same examples each time, so that a change is judged by what it changed. `make proof` looks for
-others; what it finds becomes an `@example`. `make test OPTIONS="--fuzz 4000"` looks for more by hand.
+CI tries the same examples each time, however long they take, so that a change is judged by what it changed.
+`make proof` looks for others in the fuzz suite; what it finds becomes an `@example`.
+`make test OPTIONS="--fuzz 4000"` looks for more by hand.
 """
 
 import pytest
@@ -15,13 +16,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the profile `fuzz` before the tests are imported; other suites keep their own settings."""
+    """Make the profiles before the tests are imported: `fuzz`, and the one that other suites build upon."""
     random = config.getoption("fuzz")
-    settings.register_profile(
-        "fuzz",
-        max_examples=random or 25,
-        derandomize=not random,
-        deadline=None,
-        database=None,
-        suppress_health_check=SLOW,
-    )
+    same = {
+        "derandomize": not random,
+        "deadline": None,
+        "database": None,
+        "suppress_health_check": SLOW,
+    }
+    settings.register_profile("fuzz", max_examples=random or 25, **same)
+    settings.register_profile("others", **same)
+    settings.load_profile("others")
