@@ -319,7 +319,7 @@ def test_sigterm_while_starting_leaves_nothing(task, tmp_path):
         time.sleep(0.05)
         ranks = psutil.Process(launched.pid).children()
     launched.send_signal(signal.SIGTERM)
-    _, error = launched.communicate(timeout=120)
+    _, error = launched.communicate(timeout=300)
     assert launched.returncode == 128 + signal.SIGTERM
     assert error == "stopped on request before training began; nothing was written\n"
     assert not (tmp_path / "run").exists()

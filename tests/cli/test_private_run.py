@@ -26,7 +26,7 @@ def reward(prompt, rollout, seen="", api_key="", password=""):
     assert api_key == os.environ["JUDGE_KEY"] and password == os.environ["LITERAL"]
     if not Path(seen).exists() and rollout.weight_version > 0:
         above = psutil.Process().parents()
-        trainer = [each for each in above if "megatron_gvpo" in " ".join(each.cmdline())]
+        trainer = [each for each in above if "megatron_gvpo" in each.cmdline()]
         run = {each.pid: each for each in (trainer[-1], *trainer[-1].children(recursive=True))}
         found = {"listening": [], "processes": len(run), "leaks": []}
         for pid, process in run.items():

@@ -77,7 +77,7 @@ def test_a_terminal_is_told_what_takes_long(seconds: int, rank: str, notice: boo
     )
     os.write(terminal, b"end\n")
     shown = ""
-    while "end" not in shown:  # a terminal gives a line at a time
+    while "end\r\n" not in shown:  # a terminal gives a line at a time, or a part of it
         shown += os.read(master, 1000).decode()
     os.close(terminal)
     os.close(master)

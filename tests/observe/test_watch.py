@@ -53,7 +53,7 @@ def take_steps(source: Path, target: Path, steps: int) -> None:
 
 
 def answer(server: WatchServer, path: str, host: str) -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=120)
     connection.putrequest("GET", path, skip_host=True)
     connection.putheader("Host", host)
     connection.endheaders()
@@ -123,12 +123,12 @@ def test_the_command_serves_until_it_is_told_to_stop(number: signal.Signals, tmp
         try:
             assert process.stdout is not None
             url = process.stdout.readline().split()[0]
-            connection = http.client.HTTPConnection(url.split("/")[2], timeout=20)
+            connection = http.client.HTTPConnection(url.split("/")[2], timeout=120)
             connection.request("GET", "/version")
             assert json.load(connection.getresponse())
             assert main(["watch", str(run), "--port", url.rstrip("/").rpartition(":")[2]]) == 2
             process.send_signal(number)
-            assert process.wait(20) == 0
+            assert process.wait(120) == 0
         finally:
             process.kill()
 

@@ -56,7 +56,7 @@ def commit(place: Path, *changed: str) -> str:
 def run(place: Path, *arguments: str) -> tuple[int, str]:
     command = [sys.executable, place / TOOL, *arguments]
     few = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist.plugin"}
-    done = subprocess.run(command, env=few, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=few, capture_output=True, text=True, timeout=900)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -95,9 +95,9 @@ def test_a_clone_without_history_runs_every_room(repository: Path, tmp_path: Pat
 
 
 def test_proofs_that_take_longer_than_there_is_time_are_named_and_fail_nothing(repository: Path):
-    proved(repository, git(repository, "rev-parse", "HEAD"), weights=1000.0, rollout=1.0)
+    proved(repository, git(repository, "rev-parse", "HEAD"), weights=10000.0, rollout=1.0)
     commit(repository, "megatron_gvpo/weights/disk.py", "megatron_gvpo/cli/main.py")
-    code, said = run(repository, "--seconds", "100")
+    code, said = run(repository, "--seconds", "800")
     assert code == 0, said
     ran, left_out = said.split("did not run, for want of time: 2")
     assert "did not run, because they failed before: 1" in left_out

@@ -31,6 +31,7 @@ from megatron_gvpo.weights.transport import PushFailed
 OFFER = {"do": "offer", "handles": 0, "file": True}
 NOTHING = {"do": "offer", "handles": 0, "file": False}
 CPU = torch.device("cpu")
+PATIENCE = 60.0  # seconds for an answer of a thread; nothing here takes one
 
 
 def stream(count: int) -> Iterator[Bucket]:
@@ -47,8 +48,8 @@ def relays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: list[int]) ->
     for rank in ranks:
         (tmp_path / str(rank)).mkdir()
         monkeypatch.setattr(node, "SHARED_MEMORY", tmp_path / str(rank))
-        others.append(Relay(store, rank, NodeMemory("memory", CPU), 5.0))
-    yield Relays(store, ranks, 5.0), others
+        others.append(Relay(store, rank, NodeMemory("memory", CPU), PATIENCE))
+    yield Relays(store, ranks, PATIENCE), others
     for other in others:
         other._memory.close()
     assert not list(tmp_path.glob("*/*"))
@@ -64,7 +65,7 @@ def following(others: list[Relay], streams: list[Iterator[Bucket]]) -> Iterator[
         thread.start()
     yield
     for thread in threads:
-        thread.join(20)
+        thread.join(PATIENCE)
         assert not thread.is_alive(), "a relay did not hear that the push was over"
 
 
@@ -149,7 +150,9 @@ def test_each_rank_of_a_server_maps_the_bucket_on_a_gpu_of_its_own(tmp_path, mon
     monkeypatch.setattr(node, "shared_storage", lambda flat: {"of bytes": flat.tolist()})
     store, server = HashStore(), OnTwoGpus()
     theirs = NodeMemory("memory", torch.device("cuda", 1), first=False)
-    mine = Shared(itself, 5.0, NodeMemory("memory", torch.device("cuda", 0)), Relays(store, [1], 5.0))
+    mine = Shared(
+        itself, PATIENCE, NodeMemory("memory", torch.device("cuda", 0)), Relays(store, [1], PATIENCE)
+    )
     zeros, ones = (Bucket([], torch.full((2,), i, dtype=torch.uint8)) for i in range(2))
 
     async def push() -> None:
@@ -157,7 +160,7 @@ def test_each_rank_of_a_server_maps_the_bucket_on_a_gpu_of_its_own(tmp_path, mon
         assert await mine.send(zeros) == 2
         mine.over()
 
-    with following([Relay(store, 1, theirs, 5.0)], [iter([ones])]):
+    with following([Relay(store, 1, theirs, PATIENCE)], [iter([ones])]):
         asyncio.run(push())
     assert server.place == [{"of bytes": [0, 0]}, {"of bytes": [1, 1]}]
     assert mine.metrics == {"sync/ipc": 1.0}
@@ -172,7 +175,7 @@ def test_a_server_of_another_machine_is_named(tmp_path, monkeypatch):
         async def tell_gpus(self, file: Path, timeout: float) -> None: ...
 
     monkeypatch.setattr(node, "SHARED_MEMORY", tmp_path)
-    mine = Shared(itself, 5.0, NodeMemory("memory", CPU), Relays(HashStore(), [], 5.0))
+    mine = Shared(itself, PATIENCE, NodeMemory("memory", CPU), Relays(HashStore(), [], PATIENCE))
     with pytest.raises(
         PushFailed, match=r"transport=shared: 0 of the 2 rank\(s\) of http://server see .*memory"
     ):
@@ -202,16 +205,16 @@ def test_a_relay_goes_on_to_the_next_collective_where_rank_0_has_no_memory(tmp_p
     monkeypatch.setattr("os.posix_fallocate", no_memory)
     zeros = Bucket([], torch.zeros(2, dtype=torch.uint8))
     store, memory = HashStore(), NodeMemory("memory", CPU)
-    mine = Shared(itself, 5.0, memory, Relays(store, [1], 5.0))
+    mine = Shared(itself, PATIENCE, memory, Relays(store, [1], PATIENCE))
 
     async def push() -> None:
         await mine.begin([ServerHandle(Without())], 1)
         with pytest.raises(PushFailed, match="no 2 bytes of shared memory"):
             await mine.send(zeros)
 
-    with following([Relay(store, 1, NodeMemory("memory", CPU, first=False), 5.0)], [stream_of_two()]):
+    with following([Relay(store, 1, NodeMemory("memory", CPU, first=False), PATIENCE)], [stream_of_two()]):
         asyncio.run(push())
-        assert further.wait(20)
+        assert further.wait(PATIENCE)
         mine.over()
     memory.close()
 
@@ -233,7 +236,7 @@ def test_a_relay_hears_of_the_end_of_a_push_that_never_began(tmp_path, monkeypat
     publisher = Publisher(
         pool,
         loop,
-        Shared(itself, 5.0, memory, Relays(store, [1], 5.0)),
+        Shared(itself, PATIENCE, memory, Relays(store, [1], PATIENCE)),
         WeightSyncConfig(transport="shared"),
         dtype=torch.float32,
         device=CPU,
@@ -246,7 +249,7 @@ def test_a_relay_hears_of_the_end_of_a_push_that_never_began(tmp_path, monkeypat
     left = stream(2)
     loop.run(under_way(pool.handles[0]))
     assert publisher.next_command(1) == Push()
-    with following([Relay(store, 1, NodeMemory("memory", CPU, first=False), 5.0)], [left]):
+    with following([Relay(store, 1, NodeMemory("memory", CPU, first=False), PATIENCE)], [left]):
         with pytest.raises(ExceptionGroup) as failure:
             publisher.attempt(iter(()), 1)
         assert failure.group_contains(RuntimeError, match="not an answer of a server")
