@@ -36,6 +36,7 @@ from megatron_gvpo.runtime.environment import prepare
 from megatron_gvpo.sampling.batch_queue import BatchQueue, Order
 from megatron_gvpo.sampling.composed import ComposedSampler
 from megatron_gvpo.sampling.empty_batches import EmptyBatches
+from megatron_gvpo.sampling.engine import OnWait
 from megatron_gvpo.sampling.samplers import DatasetSampler, FileSampler, Sampler, responses_of
 from megatron_gvpo.sampling.shaping import run_shapers
 from megatron_gvpo.sampling.source import RolloutSource
@@ -128,12 +129,12 @@ class Components:
         """Metrics of the engine's last sync and of the last batch's conversations."""
         return self._source.metrics
 
-    def evaluate(self, version: int) -> tuple[list[Group], dict[str, float]]:
+    def evaluate(self, version: int, on_wait: OnWait = None) -> tuple[list[Group], dict[str, float]]:
         """Responses of the present policy to the held-out prompts, and metrics; empty without prompts.
 
-        A collective.
+        A collective. The engine calls `on_wait` while it waits.
         """
-        return self._source.evaluate(version)
+        return self._source.evaluate(version, on_wait)
 
     def state_dict(self) -> dict[str, Any]:
         """The state that a checkpoint keeps besides the policy, as JSON values."""

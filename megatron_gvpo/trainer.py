@@ -82,7 +82,7 @@ class Trainer:
         self.step = found or 0
         # Of `step`, if this process has trained it, or its run could not report it.
         self._metrics: Metrics = self.components.unreported or {}
-        self._unreported = self.components.unreported is not None  # on_step has not been called for `step`
+        self._unreported = not self.resumed or self.components.unreported is not None  # on_step is due
         self._saving: Path | None = None  # a checkpoint that may not be complete yet
         self._saved: Path | None = None  # the last complete one
         self._saved_step = self.step  # of the last one, which a resumed run has read
@@ -127,20 +127,18 @@ class Trainer:
                 self.components.complete_exports(self.step)
             end.callback(self._notify, "on_exit")
             self._notify("on_start")
-            if self.is_main and (said := advice(self.config)):
-                log.warning(said)
-            if not self.resumed:
-                self._notify("on_step", 0, self.evaluate())
+            self._warn([said] if (said := advice(self.config)) else [])
             try:
                 if self._unreported:
-                    self._report()
-                    self.save()  # with the evaluation, by which it may be the best
+                    self._report(interrupt)
+                    if self.resumed:
+                        self.save()  # with the evaluation, by which it may be the best
                 for step in range(self.step + 1, steps + 1):
                     try:
                         self._train_step(step, interrupt)
                     except UserFunctionError as error:
                         raise UserFunctionError(f"step {step}: {error}; {self._kept()}") from error
-                    self._report()
+                    self._report(interrupt)
                     if step == steps or (every and step % every == 0):
                         self.save()
                     interrupt.check()
@@ -197,8 +195,7 @@ class Trainer:
             trained = [self._trained(rows, r) for rows, r in zip(mini_batches, results, strict=False)]
             self._notify("on_responses", Responses("train", step, groups, trained))
         metrics |= (mismatch := self.components.mismatch.take())
-        if self.is_main and (warning := self.components.mismatch.warning(step, mismatch)):
-            log.warning(warning)
+        self._warn([said] if (said := components.mismatch.warning(step, mismatch)) else [])
         for result in results:
             found = {f"train/{name}": value for name, value in result.metrics.items()} | result.head
             for name, value in found.items():
@@ -219,11 +216,12 @@ class Trainer:
         metrics |= {f"time/{name}": value for name, value in phases.items()} | {"time/step": seconds}
         metrics["throughput/tokens_per_s"] = trained_tokens(groups) / seconds
 
-    def _report(self) -> None:
-        """Evaluate, if it is time to, and tell the callbacks of the step."""
+    def _report(self, interrupt: Interrupt) -> None:
+        """Evaluate, if it is time to, and tell the callbacks of the step. A resumed run makes up for it."""
         every = self.config.eval.every
-        if self.step == self.config.train.steps or (every and self.step % every == 0):
-            self._metrics |= self.evaluate()
+        if self.step in (0, self.config.train.steps) or (every and self.step % every == 0):
+            interrupt.check()
+            self._metrics |= self.evaluate(interrupt.check)
         self._unreported = False
         self._notify("on_step", self.step, self._metrics)
 
@@ -354,9 +352,11 @@ class Trainer:
             self.components.mismatch.compare(rows, result.logp_r, self.step)
         return result
 
-    def evaluate(self) -> Metrics:
+    def evaluate(self, on_wait: OnWait = None) -> Metrics:
         """Metrics of the present policy on the held-out prompts; empty without any."""
-        groups, metrics = self.components.evaluate(self.step)
+        groups, metrics = self.components.evaluate(self.step, on_wait)
+        if on_wait is not None and any(r.reward_errors for group in groups for r in group.rollouts):
+            on_wait()  # as in `_draw_groups`
         if groups and self.config.logging.rollouts.every:
             self._notify("on_responses", Responses("eval", self.step, groups))
         return metrics
@@ -365,7 +365,7 @@ class Trainer:
         """Write, or begin to write, a checkpoint; a run resumed from it does what this one does next."""
         self._finish_saving()
         state = self._resume_point | ({"unreported": self._metrics} if self._unreported else {})
-        self._saving = self.components.save(self.step, state, self._metrics)
+        self._saving = self.components.save(self.step, state, self._metrics if self.step else {})
         self._saved_step = self.step
         if not self.config.checkpoint.asynchronous:
             self._finish_saving()

@@ -19,7 +19,7 @@ from megatron_gvpo.rollout.request import RolloutError
 from megatron_gvpo.runs.preflight_on_ranks import preflight_on_ranks
 from megatron_gvpo.runtime.collectives import first_problem
 from megatron_gvpo.runtime.environment import prepare
-from megatron_gvpo.sampling.engine import NoEngine, RolloutEngine, engine_class
+from megatron_gvpo.sampling.engine import NoEngine, OnWait, RolloutEngine, engine_class
 from megatron_gvpo.sampling.evaluation import summarise
 from megatron_gvpo.sampling.outages import REWARDS, Outages
 from megatron_gvpo.sampling.samplers import EngineSampler
@@ -83,17 +83,17 @@ class RolloutSource:
             with self._timer.phase("sync"):
                 self.engine.sync(version)
 
-    def evaluate(self, version: int) -> tuple[list[Group], dict[str, float]]:
+    def evaluate(self, version: int, on_wait: OnWait = None) -> tuple[list[Group], dict[str, float]]:
         """Responses of the present policy to the held-out prompts, and metrics; empty without prompts.
 
-        A collective.
+        A collective. The engine calls `on_wait` while it waits.
         """
         if not self._task.eval_prompts:
             return [], {}
         self.sync(version)
         options = self._config.eval
         sampler = self.sampler(options.n, options.sampling)
-        groups = sampler.collect(sampler.submit(self._task.eval_prompts, options.seed))
+        groups = sampler.collect(sampler.submit(self._task.eval_prompts, options.seed), on_wait)
         self._timer.take()
         whole = [group for group in groups if len(group.rollouts) >= max(options.k, default=1)]
         if not whole:

@@ -1,19 +1,24 @@
-"""An outage after a step's updates: the step is saved, and its record and evaluation are not lost."""
+"""An outage, or a signal, after a step's updates: the step is saved, and its record and evaluation come on
+resume.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_run import GVPO, configure, fit, records, weights
+from tiny_run import GVPO, assert_same_run, configure, fit, records, reward_options, weights
 
 from megatron_gvpo.config.schema import Config
+from megatron_gvpo.groups import Group
 from megatron_gvpo.observe.rollouts.reader import read_rollouts
 from megatron_gvpo.rollout.request import RolloutError
 from megatron_gvpo.sampling.embedded import EmbeddedEngine
-from megatron_gvpo.sampling.engine import ENGINES
+from megatron_gvpo.sampling.engine import ENGINES, OnWait
 
 pytestmark = pytest.mark.usefixtures("leave_the_process_group")
 
@@ -22,9 +27,12 @@ HOW = (*GVPO, "rollout.engine=outage", "checkpoint.every=1", "train.steps=2", "e
 
 
 class Outage(EmbeddedEngine):
-    """The embedded engine. It fails as if its servers were gone: at a sync, or in an evaluation."""
+    """The embedded engine. It fails as if its servers were gone: at a sync, or in an evaluation.
 
-    at_sync = at_evaluation = -1
+    The run gets SIGTERM while it waits for the responses of another evaluation.
+    """
+
+    at_sync = at_evaluation = told_at_evaluation = -1
 
     def sync(self, version: int) -> None:
         if version == self.at_sync:
@@ -35,6 +43,13 @@ class Outage(EmbeddedEngine):
         if n == 2 and self.version == self.at_evaluation:  # a step samples 4
             raise RolloutError("no rollout server is left")
         return super().submit(prompts, n, sampling, seed)
+
+    def collect(self, ticket: Any, on_wait: OnWait = None) -> list[Group]:
+        if ticket.n == 2 and self.version == self.told_at_evaluation:
+            os.kill(os.getpid(), signal.SIGTERM)
+            if on_wait is not None:
+                on_wait()
+        return super().collect(ticket, on_wait)
 
 
 def state(out: Path, step: int) -> Any:
@@ -64,3 +79,32 @@ def test_a_step_whose_engine_fails_after_its_updates_is_reported_on_resume(
     assert records(parts)[-1]["eval/pass@1"] is not None
     assert state(parts, 2) == state(whole, 2)
     assert weights(parts).keys() == weights(whole).keys()
+
+
+def test_a_signal_ends_an_evaluation_which_comes_on_resume(
+    task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It comes while responses are awaited, in the last evaluation and in the one before the first step."""
+    monkeypatch.setitem(ENGINES, "outage", f"{__name__}:Outage")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    fit(configure(task, whole, *HOW))
+    for version, logged in ((0, []), (2, [0, 1])):
+        with monkeypatch.context() as told:
+            told.setattr(Outage, "told_at_evaluation", version)
+            stopped = fit(configure(task, parts, *HOW), resume=version > 0)
+        assert stopped.step == version and "unreported" in state(parts, version)
+        assert [record["step"] for record in records(parts)] == logged
+    fit(configure(task, parts, *HOW), resume=True)
+    assert records(parts) == records(whole)
+    assert state(parts, 2) == state(whole, 2)
+
+
+def test_rewards_that_end_with_the_job_are_not_evaluated(task: Path, tmp_path: Path):
+    """Slurm ends every process of a job: the evaluation of step 2 comes again, without failed rewards."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    short = (*GVPO, "train.steps=2", "checkpoint.every=1")
+    fit(configure(task, whole, *short))
+    stopped = fit(configure(task, parts, *short, reward_options(task, signal_in=3, killed=True)))
+    assert stopped.step == 2 and [record["step"] for record in records(parts)] == [0, 1]
+    fit(configure(task, parts, *short), resume=True)
+    assert_same_run(whole, parts)
