@@ -53,6 +53,7 @@ class JsonlWriter:
         line = (json.dumps({"step": step, **finite}) + "\n").encode()
         while line:  # a disk that is almost full accepts a part of the line first
             line = line[self._file.write(line) :]
+        os.fsync(self._file.fileno())  # a checkpoint of the step will be there after a loss of power, too
 
     def close(self) -> None:
         self._file.close()

@@ -124,7 +124,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("train/loss", "loss", "The loss. Its scale depends on the method."),
         Metric("train/grad_norm", "norm", "Norm of the gradient before clipping."),
         Metric("train/lr", "rate", "Learning rate of the last update."),
-        Metric("train/skipped", "updates", "Updates that were skipped because the gradient was not finite."),
+        Metric("train/skipped", "updates", "Number of those skipped because the gradient was not finite."),
         Metric(
             "train/kl",
             "nats a token",
@@ -162,7 +162,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("train/value_clip_fraction", "share", "Critic: tokens whose clipped error counts."),
         Metric("train/value_grad_norm", "norm", "Critic: norm of its gradient."),
         Metric(
-            "train/value_skipped", "updates", "Critic: updates skipped because the gradient was not finite."
+            "train/value_skipped", "share", "Critic: updates skipped because the gradient was not finite."
         ),
         Metric("train/<metric>", "its own", "A metric that your own loss returns."),
     ),

@@ -84,11 +84,18 @@ def test_resumed_file_equals_an_uninterrupted_one(tmp_path, torn):
     assert file.read_bytes() == (tmp_path / "whole" / "metrics.jsonl").read_bytes()
 
 
-def test_lines_are_on_disk_at_once_and_hold_no_nan(tmp_path):
+def test_lines_are_on_disk_at_once_and_hold_no_nan(tmp_path, monkeypatch):
+    """A node that loses its power keeps the checkpoint of a step, so it must keep the step's line, too."""
+    fsync, on_disk = os.fsync, []
+
+    def noted(descriptor):
+        fsync(descriptor)
+        on_disk.append((tmp_path / "metrics.jsonl").read_text())
+
     logger = MetricLogger(QUIET, tmp_path, resume_step=None)
+    monkeypatch.setattr(os, "fsync", noted)
     logger.log(3, {"train/loss": math.inf, "reward/mean": np.float32(0.5)})
-    line = (tmp_path / "metrics.jsonl").read_text()
-    assert line == '{"step": 3, "train/loss": null, "reward/mean": 0.5}\n'
+    assert on_disk == ['{"step": 3, "train/loss": null, "reward/mean": 0.5}\n']
 
 
 def test_fresh_run_starts_a_fresh_file(tmp_path):
