@@ -244,7 +244,12 @@ class Template:
                 f"the chat template leaves out a message of role {role} after a turn of the policy, which is "
                 "a text: use another template" + (", or data.chat_template=false" if role != "tool" else "")
             )
-        end = self._tokens(suffix)[0]
+        tokens = self._tokens(suffix)
+        if not tokens:
+            raise DataError(
+                f"the tokenizer knows nothing of {suffix[:20]!r}, as the chat template ends a turn"
+            )
+        end = tokens[0]
         if end not in self._ends:
             ends = self._tokenizer.convert_ids_to_tokens(self._ends)
             raise DataError(

@@ -62,7 +62,7 @@ def load_task(config: Config) -> Task:
         Template(tokenizer, ends, chat, tools, talks.history == "template")
     task = Task(tokenizer, ends, prompts, eval_prompts, longest, chat, tools, images)
     _check_vocabulary(task, vocabulary, config.model.path)
-    _check_shared_prompts(config, prompts)
+    _check_turns(config, prompts)
     _check_fields(config, prompts)
     _check_templates(config, [*prompts, *eval_prompts])
     _check_differences(config, prompts)
@@ -86,12 +86,21 @@ def _tools(config: Config) -> tuple[dict[str, Any], ...]:
         raise ConfigError(f"rollout.conversation.{error}") from None
 
 
-def _check_shared_prompts(config: Config, prompts: list[Prompt]) -> None:
-    """Raises DataError if turns, which have contexts of their own, would share a prompt."""
-    if config.train.share_prompts and any(prompt.demonstration_chat is not None for prompt in prompts):
+def _check_turns(config: Config, prompts: list[Prompt]) -> None:
+    """Raises DataError if turns of demonstrations, whose contexts go on token by token, cannot do so."""
+    talks = config.rollout.conversation
+    reason = None
+    if config.train.share_prompts:
+        reason = "train.share_prompts=true is for single responses: leave it out"
+    elif talks is not None and talks.history == "template":
+        reason = (
+            "they are written turn after turn, not again for every turn as the policy would see them with "
+            "rollout.conversation.history=template: use append, or a prompt for every turn"
+        )
+    if reason is not None and any(prompt.demonstration_chat is not None for prompt in prompts):
         raise DataError(
             f"{config.data.train.path}: the demonstrations (field {config.data.train.demonstration_key!r}) "
-            "have several turns, and train.share_prompts=true is for single responses: leave it out"
+            f"have several turns, and {reason}"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -106,3 +107,19 @@ def test_a_field_that_a_judge_reads_and_no_record_has(task: Path, tmp_path: Path
     config = load_config([task / "run.yaml"], [f"output_dir={tmp_path}", "data.train.limit=3", rewards])
     with pytest.raises(DataError, match=r"rewards.components.0.judge.template: no record .* field 'rubic'"):
         load_task(config)
+
+
+def test_demonstrations_of_turns_are_not_trained_in_other_contexts(task: Path, tmp_path: Path) -> None:
+    """With history=template, the policy would see its earlier turns otherwise than it was trained to."""
+    shutil.copytree(task / "model", tmp_path / "model")
+    written = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}"
+    written += "{% endfor %}"
+    (tmp_path / "model" / "chat_template.jinja").write_text(written)
+    said = [{"role": role, "content": "1"} for role in ("assistant", "user", "assistant")]
+    record = {"prompt": "1+1=", "solution": said, "answer": "2"}
+    (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n")
+    given = [f"output_dir={tmp_path}", f"model.path={tmp_path}/model", "algorithm=sft", "data.eval=null"]
+    given += [f"data.train={{path: {tmp_path}/a.jsonl, demonstration_key: solution}}"]
+    given += ["rollout.conversation={environment: 'm:E', history: template}"]
+    with pytest.raises(DataError, match=r"have several turns, and they are written turn after turn"):
+        load_task(load_config([task / "run.yaml"], given))
