@@ -220,7 +220,8 @@ References = Mapping[Literal["old", "ref"], Reference]
 class Stateful(Protocol):
     """A member or an advantage of a run that remembers something between steps, for checkpoints.
 
-    The state consists of JSON values.
+    The state consists of JSON values, and later calls do not change it: an interrupted step is resumed from
+    the state before it.
     """
 
     def state_dict(self) -> dict[str, Any]: ...
