@@ -65,6 +65,7 @@ def load_task(config: Config) -> Task:
     _check_turns(config, prompts)
     _check_fields(config, prompts)
     _check_templates(config, [*prompts, *eval_prompts])
+    _check_answers(config, [*(prompts if config.algorithm.samples_from_policy else ()), *eval_prompts])
     _check_differences(config, prompts)
     return task
 
@@ -125,6 +126,18 @@ def _check_templates(config: Config, prompts: list[Prompt]) -> None:
                     f"{{{name}}}; fields of the first: {', '.join(prompts[0].record)}. Braces that are text: "
                     f"{{ {name} }}"
                 )
+
+
+def _check_answers(config: Config, prompts: list[Prompt]) -> None:
+    """Raises DataError for an empty answer where a reward compares with it: every response would be wrong."""
+    compares = next((c.name for c in config.rewards.components if c.needs_answer), None)
+    empty = [prompt.id for prompt in prompts if prompt.answer is not None and not prompt.answer.strip()]
+    if compares is not None and empty:
+        raise DataError(
+            f"{empty[0]}: its answer is empty, and the reward {compares} compares with it: no response would "
+            f"be right ({len(empty)} of {len(prompts)} prompts): correct them, or leave them out "
+            "(data.train.convert)"
+        )
 
 
 def _check_differences(config: Config, prompts: list[Prompt]) -> None:

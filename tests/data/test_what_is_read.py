@@ -123,3 +123,14 @@ def test_demonstrations_of_turns_are_not_trained_in_other_contexts(task: Path, t
     given += ["rollout.conversation={environment: 'm:E', history: template}"]
     with pytest.raises(DataError, match=r"have several turns, and they are written turn after turn"):
         load_task(load_config([task / "run.yaml"], given))
+
+
+def test_an_empty_answer_is_none(task: Path, tmp_path: Path) -> None:
+    """Every response would be wrong, which looks like a hard problem."""
+    records = [{"prompt": "1+1=", "answer": answer} for answer in ("2", " ", "")]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    data = f"data.train={{path: {tmp_path}/a.jsonl, demonstration_key: null}}"
+    given = [f"output_dir={tmp_path}", data, "data.eval=null"]
+    load_task(load_config([task / "run.yaml"], given))  # rewards variety alone
+    with pytest.raises(DataError, match=r"a.jsonl:2: its answer is empty, and the reward math .*2 of 3 prom"):
+        load_task(load_config([task / "run.yaml"], [*given, "rewards.components=[{name: math}]"]))
