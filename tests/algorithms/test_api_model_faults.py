@@ -49,11 +49,11 @@ class Service(BaseHTTPRequestHandler):
             self.send_header("Location", f"http://{self.headers['Host']}/elsewhere")
             return self.end_headers()
         if model == "hangs":
-            time.sleep(5)
+            time.sleep(60)
         if model == "drips":
             self.send_response(200)
             self.end_headers()
-            for _ in range(50):
+            for _ in range(600):
                 self.wfile.write(b" ")
                 time.sleep(0.1)
         if model == "floods":
@@ -119,7 +119,7 @@ def test_a_service_that_gives_no_answer_is_told_in_one_line(url, model, said, mo
         )
     text = str(error.value)
     assert text.startswith(f"{url}: prompt p: {said}") and "\n" not in text and len(text) < 500
-    assert time.monotonic() - begin < (4 if timeout == 1 else 30) and KEY not in text
+    assert time.monotonic() - begin < 30 and KEY not in text
     assert heard == [], "the key does not follow a redirect"
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
+from suite.package_log import own_records
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -226,7 +227,7 @@ def test_characters_that_the_tokenizer_drops_are_named(
     path = jsonl(tmp_path / "a.jsonl", ASK, ASK | {"prompt": "1 \U0001f600 é"}, ASK | {"prompt": "é"})
     with caplog.at_level(logging.WARNING):
         load(path, tokenizer)
-    (said,) = caplog.messages
+    [said] = [record.getMessage() for record in own_records(caplog)]
     assert said.startswith(f"{path}, line 2: the tokenizer has no token for ") and "U+1F600" in said
     assert said.endswith("and writes <pad> for them")
     known = {"<end>": 0, "one": 1, "<unk>": 2}  # the word, and no letter of it
@@ -235,11 +236,11 @@ def test_characters_that_the_tokenizer_drops_are_named(
     caplog.clear()
     of_words = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>")
     load(jsonl(tmp_path / "b.jsonl", {"prompt": "one", "answer": 1}), of_words)
-    assert caplog.messages == []
+    assert own_records(caplog) == []
     pairs = Tokenizer(models.BPE({"<end>": 0, "o": 1, "n": 2, "e": 3, " ": 4}, []))  # as the quickstart's
     dropping = PreTrainedTokenizerFast(tokenizer_object=pairs, eos_token="<end>")
     load(jsonl(tmp_path / "c.jsonl", {"prompt": "one !", "answer": 1}), dropping)
-    assert caplog.messages[0].endswith("has no token for '!' (U+0021), and leaves them out")
+    assert own_records(caplog)[0].getMessage().endswith("has no token for '!' (U+0021), and leaves them out")
     with pytest.raises(DataError, match=r"line 1: the prompt is empty: the tokenizer knows none of str '!'"):
         load(jsonl(tmp_path / "d.jsonl", {"prompt": "!", "answer": 1}), dropping)
 

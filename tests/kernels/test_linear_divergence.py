@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -159,8 +160,13 @@ def test_a_teacher_that_does_not_fit_is_refused():
 
 def peak_bytes(run) -> int:
     """The most bytes that PyTorch's allocator held at once for what `run` allocated."""
-    with profile(profile_memory=True) as profiler:
-        run()
+    gc.collect()  # what is freed meanwhile must be what `run` allocated, and no garbage of other tests
+    gc.disable()
+    try:
+        with profile(profile_memory=True) as profiler:
+            run()
+    finally:
+        gc.enable()
     changes = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
     held = peak = 0
     for change in sorted(changes, key=lambda event: event.start_ns()):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from suite.package_log import own_records
 
 from megatron_gvpo.config.schema import LoggingConfig
 from megatron_gvpo.observe import PhaseTimer, profile_window
@@ -205,7 +206,7 @@ def test_a_broken_gpu_is_named_once(monkeypatch, caplog, function: str, words: s
     stand_in_for_a_driver(monkeypatch, **{function: lost})
     monitor = DeviceMonitor()
     monitor.sample(), monitor.sample()
-    [record] = caplog.records
+    [record] = own_records(caplog)
     assert re.search(words, record.getMessage(), re.IGNORECASE)
     assert "gpu0/power_w" in monitor.take()
     assert device.list_gpus()[0].name == "NVIDIA H200"
@@ -222,4 +223,4 @@ def test_without_a_gpu_the_monitor_is_silent(monkeypatch, caplog):
     monkeypatch.setattr(device, "_nvml", lambda: None)
     with DeviceMonitor(interval=0.01) as monitor:
         assert monitor.take() == {}
-    assert not caplog.records
+    assert not own_records(caplog)

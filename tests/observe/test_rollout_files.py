@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from distributed import launch
+from suite.package_log import own_records
 from tiny_run import GVPO, SHORT, StopAfter, configure, fit, records
 
 from megatron_gvpo.config.sections import RolloutFilesConfig
@@ -149,7 +150,7 @@ def test_the_oldest_files_go_above_the_limit(tmp_path, caplog):
         files.write(responses(6, "eval"))
         files.close()
     assert saved_steps(tmp_path) == [5, 6] and saved_steps(tmp_path, "eval") == [6]
-    [said] = [record.getMessage() for record in caplog.records]
+    [said] = [record.getMessage() for record in own_records(caplog)]
     assert "logging.rollouts.max_gb" in said and "first step_000001.parquet" in said
     files = writer(tmp_path / "small", max_gb=1e-9)
     files.write(responses(1))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from paths import HELPERS, IMPORTS
+from suite.package_log import own_records
 from suite.real_parts import used
 
 from megatron_gvpo.config.schema import LoggingConfig
@@ -117,8 +118,8 @@ def test_a_service_that_fails_costs_no_step(tmp_path, monkeypatch, caplog):
         for step in range(3):
             logger.log(step, {"reward/mean": 1.0})
         logger.close()
-    [warning] = caplog.messages
-    assert warning == (
+    [warning] = own_records(caplog)
+    assert warning.getMessage() == (
         "Weights & Biases (logging.wandb_project) failed at step 0 and gets no more of this run: "
         "ConnectionError: no route to host; metrics.jsonl has every step"
     )
