@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("WANDB__SERVICE_WAIT", "300")  # seconds for the start of its process: 30 by default
 
 import pytest
 import torch

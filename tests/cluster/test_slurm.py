@@ -26,7 +26,14 @@ from tiny_run import records
 from megatron_gvpo.cli import main
 
 STEPS = 8
-SHORT = (f"train.steps={STEPS}", "checkpoint.every=1", "checkpoint.export_hf=false", "eval.every=0")
+SOON = 240.0  # seconds: quiet machines take ten, and a rank that waits for another one takes 1800
+SHORT = (
+    f"train.steps={STEPS}",
+    "rewards.timeout=600",
+    "checkpoint.every=1",
+    "checkpoint.export_hf=false",
+    "eval.every=0",
+)
 TWO_NODES = ("--nodes", "2", "--ranks-per-node", "1", "--no-gpus", "--save-before", "120")
 
 # In the middle of a step it does something to the job, once in a start, and slows the steps after it, so that
@@ -134,8 +141,8 @@ def with_an_error_of_rank_1(slurm: Slurm, place: Path) -> Slurm:
 
 
 def assert_rank_1_is_named(slurm: Slurm, job: str, place: Path) -> None:
-    """The job ended less than a minute after its fault, and its output names the error."""
-    assert slurm.ended(job) - (place / "acted").stat().st_mtime < 60
+    """The job ended soon after its fault, and its output names the error."""
+    assert slurm.ended(job) - (place / "acted").stat().st_mtime < SOON
     end = slurm.output(job).read_text()[-10_000:]  # tracebacks name long paths
     assert "first failure: rank 1 on gvpo-node" in end
     assert "Traceback" in end and "RuntimeError: an error of rank 1 alone" in end
@@ -203,7 +210,7 @@ def test_a_rank_that_fails_ends_the_job_in_seconds_and_is_named(
     job = job_of(submit(there, str(task / "run.yaml"), *SHORT, out, fault, *TWO_NODES))
     assert slurm.end(job) == "FAILED", slurm.said(job)
     if how == "killed":
-        assert slurm.ended(job) - (tmp_path / "acted").stat().st_mtime < 60
+        assert slurm.ended(job) - (tmp_path / "acted").stat().st_mtime < SOON
         end = slurm.output(job).read_text()[-10_000:]
         assert re.search(r"first failure: rank 1 on gvpo-node\d at .* killed by SIGKILL: often because", end)
     else:

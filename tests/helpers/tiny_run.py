@@ -36,7 +36,7 @@ data:
   eval: {{path: {task}/data/test.parquet, limit: 4}}
   max_prompt_tokens: 32
 rollout: {{n: 4, max_tokens: 10}}
-rewards: {{components: [{{name: variety, function: "{task}/reward.py:reward"}}]}}
+rewards: {{timeout: 600, components: [{{name: variety, function: "{task}/reward.py:reward"}}]}}
 train: {{steps: 4, prompts_per_step: 4, max_tokens_per_micro_batch: 128}}
 optimizer: {{lr: 1.0e-3, warmup_steps: 1, decay: linear}}
 eval: {{every: 2, n: 2, k: [1, 2], sampling: {{max_tokens: 10}}}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import threading
 import time
@@ -106,11 +107,14 @@ def test_a_server_that_never_becomes_healthy_is_started_again(tmp_path: Path):
 
 def test_a_server_that_cannot_be_started_again_is_a_failure(tmp_path: Path):
     """The supervisor goes on after an OSError of a restart."""
-    supervisor = supervised(tmp_path, ["sleep", "0.1"], restarts=2)
+    supervisor = supervised(tmp_path, ["sleep", "1000"], restarts=2)
     with closing(supervisor):
         supervisor.start()
         (tmp_path / "log").rename(tmp_path / "away")
         (tmp_path / "log").write_text("no directory for a log")
+        [process] = supervisor.processes
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
         why = failure(supervisor)
     assert "cannot be used, after 2 restarts" in why
 

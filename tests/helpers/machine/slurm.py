@@ -93,7 +93,7 @@ class Slurm:
         def started() -> bool:
             state = self.state(job)
             # It is over for a moment before each start.
-            assert waited("over", state in OVER) < 15, (
+            assert waited("over", state in OVER) < 120, (
                 f"the job is {state} without start {number}:\n{self.said(job)}"
             )
             # A node refuses a job that it ended in the same second: so not at once.
@@ -146,10 +146,10 @@ def running(base: Path) -> Iterator[Slurm]:
         slurm("slurmctld", "-f", str(base / "slurm.conf"))
         for node in NODES:
             slurm("slurmd", "-f", str(base / "slurm.conf"), "-N", node)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while "idle" not in (states := _states(slurm)) or len(states) != 1:
             logs = "\n".join(log.read_text()[-2000:] for log in base.glob("*.log"))
-            assert time.monotonic() < deadline, f"Slurm's nodes are {states} after a minute:\n{logs}"
+            assert time.monotonic() < deadline, f"Slurm's nodes are {states} after five minutes:\n{logs}"
             time.sleep(0.2)
         used("Slurm")
         yield slurm
