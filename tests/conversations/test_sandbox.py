@@ -16,6 +16,7 @@ import psutil
 import pytest
 import yaml
 from machine.debian import install
+from machine.processes import command_of
 from suite.real_parts import used
 from test_environments import Held
 from tiny_run import GVPO, SHORT, configure, fit, records
@@ -30,7 +31,7 @@ from megatron_gvpo.data.task import Task
 from megatron_gvpo.data.tokenizer import end_token_id, load_tokenizer
 from megatron_gvpo.groups import Prompt
 
-SECONDS = 4.0
+SECONDS = 8.0  # a busy machine may need some for the simplest program
 HOSTILE = yaml.safe_load(Path(__file__).with_name("hostile_programs.yaml").read_text())
 SECRET = "the-secret-of-this-machine"
 
@@ -123,7 +124,7 @@ def test_a_hundred_hostile_programs_stay_inside(
             with pytest.raises(BlockingIOError):
                 quiet.accept() if quiet is tcp else quiet.recv(1)
         assert sorted(tmp_path.iterdir()) == before and secret.read_text() == SECRET
-    assert [child for child in me.children(recursive=True) if "bwrap" in child.name()] == []
+    assert [each for each in me.children(recursive=True) if "bwrap" in " ".join(command_of(each)[:1])] == []
     # A leak would add one for each of the hundred programs; other threads of the tests open and close a few.
     assert len(os.listdir("/proc/self/fd")) < open_before + 10
 
@@ -187,7 +188,7 @@ def test_the_policy_sees_what_its_programs_did_wrong(task: Path) -> None:
         [[rollout]] = held.hold([Prompt("p", (5,), "?")], ["1"] * 9, max_tokens=4000)
     said = [message["content"] for message in rollout.messages if message["role"] == "tool"]
     assert said[0] == "42\n"
-    assert said[1] in ("[it took longer than 4 seconds]", "[too much computing time]")
+    assert said[1] in (f"[it took longer than {SECONDS:g} seconds]", "[too much computing time]")
     assert said[2].endswith("ZeroDivisionError: division by zero\n[exit code 1]")
     assert said[3] == "[signal 9, Killed]" and said[4] == "1\n"
     assert said[5:] == ["Error: python: it takes one argument, code, which is a text"] * 2
