@@ -220,8 +220,7 @@ References = Mapping[Literal["old", "ref"], Reference]
 class Stateful(Protocol):
     """A member or an advantage of a run that remembers something between steps, for checkpoints.
 
-    The state consists of JSON values, and later calls do not change it: an interrupted step is resumed from
-    the state before it.
+    The state consists of JSON values and is a copy: an interrupted step resumes from the state before it.
     """
 
     def state_dict(self) -> dict[str, Any]: ...

@@ -138,8 +138,7 @@ class SamplingConfig(Section):
     # Sample from the likeliest tokens whose probabilities add up to this.
     top_p: float = Field(1.0, gt=0, le=1)
     max_tokens: PositiveInt = 1024  # The longest response, in tokens; a longer one is cut off.
-    # Tokens that end a response, besides the model's own: the tokenizer's eos_token, and eos_token_id in
-    # generation_config.json and config.json.
+    # Tokens that end a response, besides the tokenizer's eos_token and the eos_token_id of the model's files.
     stop_token_ids: tuple[NonNegativeInt, ...] = ()
 
     def stops(self, end_token_ids: Sequence[int]) -> tuple[int, ...]:
@@ -171,10 +170,6 @@ class RolloutConfig(SamplingConfig):
     # Warn above this KL between the policy that samples and the trained one, in nats a token. Default: 1e-6
     # in float32, 1e-3 in bfloat16.
     mismatch_threshold: float | None = Field(None, gt=0)
-
-    def stops(self, end_token_ids: Sequence[int]) -> tuple[int, ...]:
-        """All tokens that end a response, where the policy's are `end_token_ids`."""
-        return tuple(dict.fromkeys((*end_token_ids, *self.stop_token_ids)))
 
     @property
     def wants_routing(self) -> bool:
