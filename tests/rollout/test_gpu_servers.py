@@ -1,4 +1,4 @@
-"""Command lines of servers on GPUs, made without one, and the experts that patches must not touch."""
+"""Command lines of servers on GPUs, made without one, and what patches touch there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from servers.real_servers import engine_python
+from servers.real_servers import ENGINES, engine_python
 
 from megatron_gvpo.config.schema import load_config
 from megatron_gvpo.rollout.server import PLUGINS
@@ -83,6 +83,100 @@ def test_what_attention_derives_from_its_weights_is_derived_again_after_patches(
     assert found.stdout.splitlines()[-1:] == ["4.0"], found.stderr[-2000:]
 
 
+def test_vllm_turns_all_heads_of_latent_attention_on_a_cpu(good: Path) -> None:
+    """Its compiled kernel takes them for one. GLM-4.7-Flash has it in test_family_servers.py, a proof."""
+    latent = {"architectures": ["Glm4MoeLiteForCausalLM"], "kv_lora_rank": 512}
+    own = '{"custom_ops": ["-rotary_embedding"]}'
+    assert own in arguments(good, latent, on_gpu=False)
+    assert own not in arguments(good, latent) and own not in arguments(good, DENSE, on_gpu=False)
+
+
+@pytest.mark.proof
+def test_vllm_reloads_weights_whose_loader_has_no_name(tmp_path: Path) -> None:
+    """In vLLM's own process: MiniMax-M2's norms have such loaders, and its CPU build does not run it."""
+    script = tmp_path / "reload.py"
+    script.write_text(NAMELESS)
+    environment = {**os.environ, "PYTHONPATH": str(PLUGINS)}
+    found = subprocess.run(
+        [engine_python("vllm"), str(script)], env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert found.stdout.splitlines()[-1:] == ["[6.0, 6.0]"], found.stderr[-2000:]
+
+
+NAMELESS = """
+import functools
+
+import torch
+from megatron_gvpo_vllm import Receiver
+from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+
+def load(param, loaded, times):
+    param.data.copy_(times * loaded)
+
+
+class Norm(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+        self.weight.weight_loader = functools.partial(load, times=2)
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            self.weight.weight_loader(self.weight, tensor)
+
+
+receiver = Receiver.__new__(Receiver)
+receiver.model, receiver.model_config, receiver.device = Norm(), None, torch.device("cpu")
+record_metadata_for_reloading(receiver.model)
+receiver._reload()
+receiver._load([("weight", torch.full((2,), 3.0))])
+receiver.finish_weight_update()
+print(receiver.model.weight.tolist())
+"""
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("engine", ENGINES)
+def test_convolutions_of_delta_nets_keep_what_a_patch_does_not_name(engine: str, tmp_path: Path) -> None:
+    """In the engine's own process, with its loader, which writes by index, and only on GPUs in place."""
+    script = tmp_path / "patched.py"
+    script.write_text(CONVOLUTION.replace("LOADERS", LOADERS[engine]))
+    environment = {**os.environ, "PYTHONPATH": str(PLUGINS)}
+    found = subprocess.run(
+        [engine_python(engine), str(script)], env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert found.stdout.splitlines()[-1:] == ["[0.0, 9.0, 2.0, 3.0, 4.0, 5.0]"], found.stderr[-2000:]
+
+
+LOADERS = {
+    "sglang": "sglang.srt.layers.attention.mamba.mamba",
+    "vllm": "vllm.model_executor.layers.mamba.mamba_mixer2",
+}
+CONVOLUTION = """
+import torch
+from LOADERS import mamba_v2_sharded_weight_loader
+from megatron_gvpo_patches import apply_patches, check_patched
+
+
+class Convolution(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.arange(6.0).view(6, 1, 1), requires_grad=False)
+
+    def load_weights(self, weights):
+        loader = mamba_v2_sharded_weight_loader([(2, 0, False)] * 3, 1, 0)
+        for _, tensor in weights:
+            loader(self.weight, tensor)
+
+
+parts = torch.tensor([1], dtype=torch.int32), torch.tensor([9.0])
+wire = torch.cat([part.view(torch.uint8) for part in parts])
+model = Convolution()
+apply_patches(model, wire, [["weight", "float32", [6, 1, 1], 1]])
+check_patched(model)
+print(model.weight.flatten().tolist())
+"""
 PATCHED = """
 from types import SimpleNamespace
 

@@ -201,6 +201,7 @@ def test_what_a_loader_copies_is_learned_whatever_views_it_takes():
     assert rows == [(2, 6, 3, 6)]
     assert learned((6, 8), lambda w: target.copy_(w.t()[4:, :3])) == [(0, 3, 4, 8)]
     assert learned((2, 4, 6), lambda w: target.copy_(w[1].view(4, 6)[:, :3])) == [(1, 2, 0, 21)]
+    assert learned((8, 6), lambda w: target.__setitem__(slice(0, 2), w[1:3, 3:])) == [(1, 3, 3, 6)]
     assert learned((8,), lambda w: target[0].copy_(w.split(3)[1])) == [(3, 6, 0, 1)]
     assert learned((), lambda w: target[0, 0].copy_(w)) == [(0, 1, 0, 1)]
     assert learned((8, 6), lambda w: target.copy_(torch.cat([w, w])[:4, :3])) == [(0, 8, 0, 6)]
@@ -217,6 +218,8 @@ def test_a_slice_gives_what_the_whole_tensor_would_and_nothing_else():
     target = torch.zeros(4, 3)
     target.copy_(Slice.of(whole)[2:6].narrow(1, 3, 3))
     assert torch.equal(target, full[2:6, 3:])
+    target[1:3, ...] = Slice.of(whole)[2:4, 3:].view_as(target[1:3])
+    assert torch.equal(target[1:3], full[2:4, 3:])
     target[:3, :2].copy_(Slice.of(whole).t()[3:, 4:6])
     assert torch.equal(target[:3, :2], full.t()[3:, 4:6])
     with pytest.raises(RuntimeError, match=r"^w: the engine copies rows 0 to 3, columns 0 to 2, and did"):

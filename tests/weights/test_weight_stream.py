@@ -89,7 +89,17 @@ class Fused(torch.nn.Module):
     def load_weights(self, weights):
         for name, tensor in weights:
             row = {"q": 0, "v": 2}[name]
-            self.qv.data.narrow(0, row, 2).copy_(tensor.narrow(0, 2, 2))  # the second of two ranks
+            self.write(self.qv.data.narrow(0, row, 2), tensor.narrow(0, 2, 2))  # the second of two ranks
+
+    def write(self, target, source):
+        target.copy_(source)
+
+
+class ByIndex(Fused):
+    """Its loader writes as those of convolutions in both engines do."""
+
+    def write(self, target, source):
+        target[0:2, ...] = source
 
 
 class Wire(Delta):
@@ -107,9 +117,10 @@ class _Recorder:
         self.patches, self.size = patches, size
 
 
-def test_patches_change_the_changed_elements_alone_through_a_fused_sharded_loader():
+@pytest.mark.parametrize("kind", [Fused, ByIndex])
+def test_patches_change_the_changed_elements_alone_through_a_fused_sharded_loader(kind: type[Fused]):
     torch.manual_seed(0)
-    delta, model = Wire(itself, "127.0.0.1", "gloo", 1.0), Fused()
+    delta, model = Wire(itself, "127.0.0.1", "gloo", 1.0), kind()
     full = {"q": torch.randn(4, 6), "v": torch.randn(4, 6)}
 
     def push(sparse: bool) -> None:

@@ -65,10 +65,20 @@ def unpack(wire: torch.Tensor, patches: list[list[Any]]) -> list[tuple[str, torc
 
 
 class KeepWhereNaN(TorchFunctionMode):
-    """In this context `target.copy_(source)` keeps the target's elements where the source is NaN."""
+    """In this context a copy into a tensor keeps the tensor's elements where the source is NaN.
+
+    Loaders write `target.copy_(source)`, or `target[index] = source`, as those of convolutions do.
+    """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         if func is torch.Tensor.copy_ and args[1].is_floating_point():
-            target, source = args[0], args[1].to(args[0])
-            return func(target, torch.where(torch.isnan(source), target, source))
+            return func(args[0], _kept(args[0], args[1]))
+        if func is torch.Tensor.__setitem__ and isinstance(args[2], torch.Tensor):
+            return func(*args[:2], _kept(args[0][args[1]], args[2]))
         return func(*args, **(kwargs or {}))
+
+
+def _kept(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """The source in the target's dtype, with the target's elements where it is NaN."""
+    source = source.to(target)
+    return torch.where(torch.isnan(source), target, source)

@@ -64,6 +64,8 @@ class Slice(torch.Tensor):
         kwargs = kwargs or {}
         if func is torch.Tensor.copy_ and isinstance(args[1], Slice):
             return _copy(args[0], args[1])
+        if func is torch.Tensor.__setitem__ and isinstance(args[2], Slice):
+            return _copy(args[0][args[1]], args[2])
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
             if isinstance(result, torch.Tensor):

@@ -8,6 +8,7 @@ so that the trainer's code is the same for both engines, on CPUs and GPUs.
 from __future__ import annotations
 
 import datetime
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -202,6 +203,7 @@ class Receiver(WeightTransferEngine):
         if not self._reloading:
             if self.device.type == "cpu":
                 forget_expert_kernels(self.model)
+            name_loaders(self.model)
             initialize_layerwise_reload(self.model)
             self._copies = LoadCopies(self.model)
             self._reloading = True
@@ -221,6 +223,17 @@ class Receiver(WeightTransferEngine):
         if self._shards is not None:
             self._shards.close()
         self._group = self._store = self._shards = None
+
+
+def name_loaders(model: torch.nn.Module) -> None:
+    """Name the loaders that are partials, such as those of MiniMax-M2's norms.
+
+    vLLM 0.32.0 asks every loader for its name when it begins to reload, and a partial has none.
+    """
+    for parameter in model.parameters():
+        loader = getattr(parameter, "weight_loader", None)
+        if isinstance(loader, functools.partial):
+            loader.__name__ = loader.func.__name__  # type: ignore[attr-defined]
 
 
 def forget_expert_kernels(model: torch.nn.Module) -> None:
