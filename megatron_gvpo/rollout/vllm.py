@@ -47,9 +47,14 @@ GENERATE = "/inference/v1/generate"  # takes images with token ids
 
 
 def finished_launch(
-    command: list[str], environment: dict[str, str], servers: EngineServers, api_key: str | None, on_gpu: bool
+    command: list[str],
+    environment: dict[str, str],
+    servers: EngineServers,
+    api_key: str | None,
+    on_gpu: bool,
+    model: dict[str, Any],
 ) -> Launch:
-    """The launch with what every vLLM server gets."""
+    """The launch with what every vLLM server gets. `model`: its config.json."""
     if api_key:
         environment["VLLM_API_KEY"] = api_key
         # vLLM itself asks for the key under /v1 and the like, and not on the paths that load weights.
@@ -59,6 +64,12 @@ def finished_launch(
         # A seeded request whose prompt is computed in parts ends the engine: it sets back the offset of
         # its random state, and those of CPUs have none.
         command += ["--no-enable-chunked-prefill"]
+        if set(model.get("architectures") or ()) & set(DELTA_NETS):
+            # Its cache of recurrent states computes prompts in parts.
+            command += ["--no-enable-prefix-caching"]
+        if model.get("kv_lora_rank"):
+            # The compiled kernel of plain rotary embeddings takes all heads of latent attention for one.
+            command += ["--compilation-config", '{"custom_ops": ["-rotary_embedding"]}']
         environment["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # otherwise each rank wants a NUMA node
         environment["NUMBA_NUM_THREADS"] = "1"  # otherwise n-gram drafts wait for threads at every step
@@ -119,10 +130,7 @@ class VLLM:
             environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the older runner does not return experts
         if config.rollout.speculation is not None:
             command += ["--speculative-config", json.dumps(_speculation(config.rollout.speculation))]
-        if not on_gpu and set(model.get("architectures") or ()) & set(DELTA_NETS):
-            # Its cache of recurrent states computes prompts in parts, which `finished_launch` turns off.
-            command += ["--no-enable-prefix-caching"]
-        return finished_launch(command, environment, servers, api_key, on_gpu)
+        return finished_launch(command, environment, servers, api_key, on_gpu, model)
 
     async def check_health(self, timeout: float) -> None:
         await self.http.get("/health", timeout=timeout)

@@ -252,10 +252,10 @@ def test_a_server_of_another_node_has_the_weights_from_the_rank_beside_it(
             arguments = (served.engine, urls, str(task), str(tmp_path), str(pid))
             launch("pushes.push_worker:on_two_nodes", [2], *arguments)
     for server in ("0", "1"):
-        before, after = ((tmp_path / server / f"state-{step}").read_text() for step in range(2))
+        before, after = ((tmp_path / server / f"checksum-{step}").read_text() for step in range(2))
         assert before != after
         for step, pushed in enumerate((before, after)):
-            assert pushed == (tmp_path / server / f"state-{step}-from-files").read_text()
+            assert pushed == (tmp_path / server / f"checksum-{step}-from-files").read_text()
 
 
 def check(served: SharedServer, config: Config) -> None:

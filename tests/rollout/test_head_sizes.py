@@ -97,6 +97,13 @@ def test_a_reward_model_without_a_kernel_is_refused(
         ("sglang", "DeepSeek-V3", "float32", "is DeepseekV3ForCausalLM: .* takes the latents"),
         ("vllm", "DeepSeek-V3", "float32", r"latent attention with .*=\(16, 8\), .* has \(512, 64\) only"),
         ("vllm", "GPT-OSS", "float32", "heads of 16 elements"),
+        (
+            "sglang",
+            "EXAONE 4.0 (1.2B)",
+            "float32",
+            "is Exaone4ForCausalLM: .* use rollout.engine=vllm",
+        ),
+        ("vllm", "MiniMax-M2", "float32", "is MiniMaxM2ForCausalLM: .*: use rollout.engine=sglang, or a GPU"),
     ],
 )
 def test_a_family_that_an_engine_lacks_on_a_cpu_is_refused(

@@ -30,9 +30,15 @@ NOT_ON_CPU: dict[str, dict[str, str]] = {
         **dict.fromkeys(
             _LATENT, "SGLang's attention for CPUs (torch_native) takes the latents in its cache for keys"
         ),
+        **dict.fromkeys(
+            ("Exaone4ForCausalLM", "ExaoneMoeForCausalLM"),
+            "SGLang wants an attention kernel of GPUs for it (fa3, triton or trtllm_mha)",
+        ),
         "GptOssForCausalLM": "SGLang's attention for CPUs (torch_native) has no attention sinks",
     },
-    "vllm": {},
+    "vllm": {
+        "MiniMaxM2ForCausalLM": "vLLM's kernels for CPUs choose experts by a sigmoid only out of groups",
+    },
 }
 
 

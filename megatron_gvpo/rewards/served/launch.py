@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -64,15 +65,15 @@ def open_servers(
     api_key = secrets.token_hex(16)
     remember(api_key)
     on_gpu = torch.cuda.is_available()
+    where = f"{section.rpartition('.')[0]}.path"
+    model = read_model_config(checkpoint.path, where)
     if not on_gpu:
-        where = f"{section.rpartition('.')[0]}.path"
-        model = read_model_config(checkpoint.path, where)
         named = f"{where}={checkpoint.path}"
         check_on_cpu(model, servers.engine, checkpoint.dtype, f"{section}.engine", named)
     gpus = list(_gpus(config, section)) if on_gpu else []
     processes = []
     for number, port in enumerate(free_ports_of(servers, section)):
-        launch = command(servers, checkpoint, section, port, api_key, on_gpu)
+        launch = command(servers, checkpoint, model, section, port, api_key, on_gpu)
         launch.environment.update({n: os.environ.get(n, lo) for n, lo in ON_LOOPBACK.items()})
         if on_gpu:
             mine = gpus[number * servers.tp : (number + 1) * servers.tp]
@@ -94,9 +95,15 @@ def open_servers(
 
 
 def command(
-    servers: RewardServers, checkpoint: Checkpoint, section: str, port: int, api_key: str, on_gpu: bool
+    servers: RewardServers,
+    checkpoint: Checkpoint,
+    model: dict[str, Any],
+    section: str,
+    port: int,
+    api_key: str,
+    on_gpu: bool,
 ) -> Launch:
-    """The command that starts a server of the model."""
+    """The command that starts a server of the checkpoint, whose config.json is `model`."""
     environment = {"PYTHONPATH": str(PLUGINS)}
     trust = ["--trust-remote-code"] if checkpoint.trust_remote_code else []
     if servers.engine == "sglang":
@@ -116,7 +123,7 @@ def command(
     if servers.context_length:
         words += ["--max-model-len", str(servers.context_length)]
     environment["VLLM_NO_USAGE_STATS"] = "1"
-    return vllm.finished_launch(words, environment, servers, api_key, on_gpu)
+    return vllm.finished_launch(words, environment, servers, api_key, on_gpu, model)
 
 
 def _gpus(config: Config, section: str) -> Iterator[int]:

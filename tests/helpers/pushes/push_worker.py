@@ -21,7 +21,6 @@ from megatron_gvpo.megatron.policy import Policy
 from megatron_gvpo.rollout import leader
 from megatron_gvpo.rollout.pool import ServerHandle
 from megatron_gvpo.rollout.request import RolloutError
-from megatron_gvpo.rollout.server import Server
 from megatron_gvpo.rollout.session import ServerSession
 from megatron_gvpo.sampling.served import ServedEngine
 from megatron_gvpo.types import Prompt
@@ -104,22 +103,19 @@ def _ask(servers: ServerSession, directory: Path, step: int) -> None:
 
 
 def _compare(servers: ServerSession, handle: ServerHandle, export: Path, directory: Path, step: int) -> None:
-    """Write the server's state after the push, and after it has loaded the export."""
+    """Write the server's checksums and scores after the push, and after it has loaded the export."""
     server, call = handle.server, servers.loop.run
     assert handle.has(step) and call(server.weight_version(10)) == str(step)
-    pushed = _state(servers, server)
-    call(server.pause(30))
-    call(receiver(server, "disk").load_directory(export, str(step), 60))
-    call(server.flush_cache(30))
-    call(server.resume(30))
-    (directory / f"state-{step}").write_text(pushed)
-    (directory / f"state-{step}-from-files").write_text(_state(servers, server))
-
-
-def _state(servers: ServerSession, server: Server) -> str:
-    """The server's checksums, and log-probs, which show the weights that vLLM's checksums see as empty."""
-    scores = [servers.loop.run(server.score(prompt, 60)) for prompt in PROMPTS]
-    return json.dumps({"checksums": checksum(servers.loop, server), "scores": scores}, indent=1)
+    for suffix in ("", "-from-files"):
+        if suffix:
+            call(server.pause(30))
+            call(receiver(server, "disk").load_directory(export, str(step), 60))
+            call(server.flush_cache(30))
+            call(server.resume(30))
+        checksums = json.dumps(checksum(servers.loop, server), indent=1)
+        (directory / f"checksum-{step}{suffix}").write_text(checksums)
+        scores = [call(server.score(prompt, 60)) for prompt in PROMPTS]
+        (directory / f"scores-{step}{suffix}").write_text(json.dumps(scores))
 
 
 def end(rollouts: ServedEngine) -> None:
