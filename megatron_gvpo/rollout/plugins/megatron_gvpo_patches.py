@@ -74,7 +74,7 @@ class KeepWhereNaN(TorchFunctionMode):
         if func is torch.Tensor.copy_ and args[1].is_floating_point():
             return func(args[0], _kept(args[0], args[1]))
         if func is torch.Tensor.__setitem__ and isinstance(args[2], torch.Tensor):
-            return func(*args[:2], _kept(args[0][args[1]], args[2]))
+            return func(args[0], args[1], _kept(args[0][args[1]], args[2]))
         return func(*args, **(kwargs or {}))
 
 
