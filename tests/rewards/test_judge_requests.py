@@ -61,7 +61,7 @@ def judge(answer: bytes, pause: float = 0.0) -> Iterator[tuple[str, list[bytes]]
 
 
 def asked_for_a_preference(url: str, **options: Any) -> float:
-    prompt = Prompt(id=0, text="1+1=", token_ids=[1], answer="2", record={})
+    prompt = Prompt(id=0, text="1+1=", token_ids=[1], answer="2", record={"prompt": "1+1="})
     a, b = (Rollout([1], [0.0], text, "stop", 0) for text in ("2", "3"))
     return prefers(prompt, a, b, url, "m", plain=True, **options)
 

@@ -143,8 +143,12 @@ def test_a_served_model_teaches_and_judges(served: SharedServer, task: Path):
     problems = [f"{a}+{b}=" for a in (1, 12, 305) for b in (2, 47)]
     groups = [make_group([0, 1], p, texts=["1", "2"], record={"prompt": p}) for p in problems]
     asked = {"url": f"{served.url}/v1", "model": served_model(served.url), "plain": True, "max_tokens": 8}
-    said = [texts for (texts,) in api_model.chat(groups, 1, temperature=0.0, **asked)]
+    url, options = asked["url"], {"model": asked["model"], "n": 1, "temperature": 0.0, "max_tokens": 8}
+    found = [api_model._texts(url, "a test", p, options, 300.0, None, True)[0] for p in problems]
+    said = [text for text, _ in found]
     assert said == [greedy(task / "model", p, 8, served.engine) for p in problems] and any(said)
+    whole = [[text if ended else None] for text, ended in found]
+    assert api_model.chat(groups, 1, temperature=0.0, **asked) == whole
     assert [len(of_group) for of_group in api_model.chat(groups, 3, **asked)] == [3] * len(groups)
 
     prompt, (a, b) = groups[0].prompt, groups[0].rollouts
