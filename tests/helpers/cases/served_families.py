@@ -20,6 +20,7 @@ SERVED = [
     ("sglang", "OLMoE", "float32"),
     ("vllm", "EXAONE 4.0 (1.2B)", "float32"),
     ("vllm", "Gemma", "float32"),
+    ("sglang", "Gemma", "float32"),
     ("vllm", "DeepSeek-V2", "float32"),
     ("vllm", "DeepSeek-V3", "float32"),
     ("vllm", "GLM-4.7-Flash", "float32"),
