@@ -8,7 +8,7 @@ The conversion gathers the tensors of one pipeline stage over tensor parallelism
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +24,8 @@ class OwnPart:
     """Rows `top` to `bottom`, columns `left` to `right` (without the last) of a Hugging Face tensor.
 
     Tensors are tables here: a vector has one column, and further dimensions are columns. The rows begin in
-    this rank's tensor number `source` at element `offset`, and every `stride` elements after it.
+    this rank's tensor number `source` at element `offset`, and every `stride` elements after it. `added` is
+    what Hugging Face's elements are above Megatron's: 1 for a norm that only Megatron centres at zero.
     """
 
     name: str
@@ -35,6 +36,7 @@ class OwnPart:
     source: int
     offset: int
     stride: int
+    added: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -50,10 +52,11 @@ class OwnWeights:
             yield str(number), tensor.detach()
 
     def read(self, part: OwnPart) -> Tensor:
-        """The present weights of a part, [rows, columns], as a view."""
+        """The present weights of a part, [rows, columns]: a view, unless something is added to them."""
         size = (part.bottom - part.top, part.right - part.left)
         tensor = self.tensors[part.source].detach()  # Megatron keeps many in one buffer
-        return tensor.as_strided(size, (part.stride, 1), tensor.storage_offset() + part.offset)
+        view = tensor.as_strided(size, (part.stride, 1), tensor.storage_offset() + part.offset)
+        return view + part.added if part.added else view
 
 
 def find_own_weights(bridge: Any, chunks: list[Any], vocab_size: int) -> OwnWeights:
@@ -77,13 +80,34 @@ def find_own_weights(bridge: Any, chunks: list[Any], vocab_size: int) -> OwnWeig
         if not weight.is_contiguous():
             raise ValueError(f"{task.global_param_name}: not contiguous, so its parts cannot be sent")
         width = 1 if weight.dim() < 2 else weight.shape[-1]
+        added = _added(mapping, weight, task)
         for name, places in mapping.megatron_to_hf(positions, task.megatron_module).items():
+            places = places - int(added)
             if name.endswith(("embed_tokens.weight", "lm_head.weight")):
                 places = places[:vocab_size]
             table = places.reshape(len(places), -1) if places.dim() else places.reshape(1, 1)
-            found.parts.extend(_parts(name, table, first, size, width, number))
+            parts = _parts(name, table, first, size, width, number)
+            found.parts.extend(replace(part, added=added) for part in parts)
         found.tensors.append(weight)
     return found
+
+
+def _added(mapping: Any, weight: Tensor, task: Any) -> float:
+    """The number that the conversion adds to a vector's elements: 1 for the norms of Qwen3.5's delta nets.
+
+    Collective over tensor parallelism, as each conversion is. Raises ValueError for different ones.
+    """
+    if weight.dim() > 1:
+        return 0.0
+    of_zeros = mapping.megatron_to_hf(torch.zeros_like(weight, dtype=torch.float32), task.megatron_module)
+    found = (
+        torch.cat([values.flatten() for values in of_zeros.values()] or [torch.zeros(1)]).unique().tolist()
+    )
+    if len(found) > 1 or found[0] != int(found[0]):
+        raise ValueError(
+            f"{task.global_param_name}: its conversion adds {found}, so its parts cannot be sent"
+        )
+    return float(found[0])
 
 
 def _parts(name: str, places: Tensor, first: int, size: int, width: int, source: int) -> Iterator[OwnPart]:

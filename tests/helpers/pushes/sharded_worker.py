@@ -20,6 +20,7 @@ from megatron_gvpo.weights.shards.plan import fair_shares
 from pushes.push_worker import _compare, served_engine
 
 LAYOUTS = {
+    "tp2": ("parallel.tp=2",),
     "tp2 pp2": ("parallel.tp=2", "parallel.pp=2"),
     "ep2 etp2 tp2": (
         "parallel.tp=2",
