@@ -52,9 +52,7 @@ class Block(Section):
         for option, needed in self.idle_options.items():
             default = type(self).model_fields[option].get_default(call_default_factory=True)
             if (value := getattr(self, option)) != default:
-                raise ValueError(
-                    f"{option}={value} has no effect: it goes with {needed}; else use its default"
-                )
+                raise ValueError(f"{option}={value} has no effect: it goes with {needed}; use the default")
         return self
 
     @property

@@ -7,11 +7,13 @@ import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_gvpo.config.errors import ConfigError
-from megatron_gvpo.config.schema import Config, read_json_object
 from megatron_gvpo.observe.jsonl import read_metrics
+
+if TYPE_CHECKING:
+    from megatron_gvpo.config.schema import Config
 
 # Files and directories that a run writes. The directory may also hold files that are not the run's (the
 # quickstart keeps its data there), so only these are removed.
@@ -96,18 +98,21 @@ def newest_step(directory: Path) -> int | None:
 
 def exported_step(directory: Path) -> int | None:
     """The step of a run's weights in a Hugging Face directory that it has written; None for any other."""
-    with suppress(OSError, ValueError, AttributeError):
-        step = json.loads((directory / EXPORT).read_text()).get("step")
-        return step if type(step) is int else None
-    return None
+    step = _content(directory / EXPORT).get("step")
+    return step if type(step) is int else None
 
 
 def _is_unreported(directory: Path, step: int) -> bool:
     """True if the engine failed after the step's updates: its evaluation and its record are missing."""
-    with suppress(ConfigError):
-        file = directory / "checkpoints" / f"step_{step:08d}" / "state.json"
-        return "unreported" in read_json_object(file)
-    return False
+    return "unreported" in _content(directory / "checkpoints" / f"step_{step:08d}" / "state.json")
+
+
+def _content(file: Path) -> dict[str, Any]:
+    """The object in a JSON file; an empty one where the file is missing, damaged or something else."""
+    with suppress(OSError, ValueError):
+        if isinstance(found := json.loads(file.read_text()), dict):
+            return found
+    return {}
 
 
 def check_step(output_dir: str, step: int) -> None:
