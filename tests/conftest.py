@@ -26,7 +26,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's backgro
     signal.signal(signal.SIGINT, signal.default_int_handler)
 gc.disable()  # until the tests are collected: their imports make a million objects, none of them garbage
 pytest_plugins = [
-    *("suite.doc_tables", "suite.failures", "suite.fuzz_settings"),
+    *("suite.doc_tables", "suite.failures", "suite.fuzz_settings", "suite.outcomes"),
     *("suite.real_parts", "suite.time_budget", "suite.work_groups"),
 ]
 

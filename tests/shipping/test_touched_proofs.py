@@ -1,4 +1,6 @@
-"""tools/touched_proofs.py finds the proofs of a change and keeps to its time, in small repositories."""
+"""tools/touched_proofs.py finds the proofs of a change and keeps to its time, and `make proof` goes on where
+it was stopped, in small repositories.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +18,7 @@ TOOL = Path("tools") / "touched_proofs.py"
 PROOF = (
     "import time, pytest\n\n@pytest.mark.proof\n@pytest.mark.parametrize('n', range(2))\ndef test_proof(n):\n"
 )
+SUITE = ("outcomes", "time_budget", "work_groups")
 SETTINGS = "[pytest]\npythonpath = tests/helpers\naddopts = -q\nmarkers = proof\n"
 
 
@@ -27,10 +30,10 @@ def repository(tmp_path: Path) -> Path:
         (tmp_path / "tests" / room / f"test_{room}.py").write_text(f"{PROOF}    pass\n")
     (tmp_path / "tests" / "cli").mkdir()
     (tmp_path / "tests" / "cli" / "test_cli.py").write_text("def test_no_proof():\n    raise ValueError\n")
-    plugins = "pytest_plugins = ['suite.time_budget', 'suite.work_groups']\n"
+    plugins = "pytest_plugins = ['suite.outcomes', 'suite.time_budget', 'suite.work_groups']\n"
     (tmp_path / "tests" / "conftest.py").write_text(plugins)
     (tmp_path / "pytest.ini").write_text(SETTINGS)
-    for file in (TOOL, "tests/helpers/suite/time_budget.py", "tests/helpers/suite/work_groups.py"):
+    for file in (TOOL, *(Path("tests/helpers/suite") / f"{name}.py" for name in SUITE)):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / file, tmp_path / file)
     git(tmp_path, "init", "--quiet", "--initial-branch=main")
@@ -57,6 +60,14 @@ def run(place: Path, *arguments: str) -> tuple[int, str]:
     command = [sys.executable, place / TOOL, *arguments]
     few = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist.plugin"}
     done = subprocess.run(command, env=few, capture_output=True, text=True, timeout=900)
+    return done.returncode, done.stdout + done.stderr
+
+
+def pytest_in(place: Path, *arguments: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "pytest", "-n", "2", "-p", "no:cacheprovider", *arguments]
+    plugins = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist.plugin"}
+    few = {**os.environ, **plugins, "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, cwd=place, env=few, capture_output=True, text=True, timeout=900)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -126,10 +137,42 @@ def test_a_room_without_proofs_fails_nothing(repository: Path):
 @pytest.mark.proof
 def test_what_does_not_end_is_cut_off_and_named(repository: Path):
     budget = repository / "tests" / "helpers" / "suite" / "time_budget.py"
-    budget.write_text(budget.read_text().replace("GRACE = 300.0", "GRACE = 10.0"))
+    short = (
+        budget.read_text().replace("GRACE = 300.0", "GRACE = 10.0").replace("UNKNOWN = 60.0", "UNKNOWN = 1.0")
+    )
+    budget.write_text(short)
     proved(repository, git(repository, "rev-parse", "HEAD"), weights=0.0)
     (repository / "tests" / "weights" / "test_weights.py").write_text(f"{PROOF}    time.sleep(100 * n)\n")
     commit(repository)
     code, said = run(repository, "--seconds", "20")
     assert code == 0 and "cut off after 30 s, without a result: 1" in said, said
     assert said.rstrip().endswith("tests/weights/test_weights.py::test_proof[1]")
+
+
+def test_a_run_that_was_stopped_goes_on_with_what_has_not_passed_at_the_same_commit(repository: Path):
+    (repository / ".gitignore").write_text("runs/\n")
+    fails_at_first = (
+        "from pathlib import Path\n\ndef test_rollout():\n    assert Path('runs/mended').exists()\n"
+    )
+    (repository / "tests" / "rollout" / "test_rollout.py").write_text(fails_at_first)
+    (repository / "tests" / "cli" / "test_cli.py").unlink()
+    commit(repository)
+    (repository / "runs").mkdir()
+    options = ("--journal=runs/proof.jsonl", "--write-times=runs/proof.json")
+    code, said = pytest_in(repository, *options)
+    assert code == 1 and "1 failed, 4 passed" in said
+    with (repository / "runs" / "proof.jsonl").open("a") as journal:
+        journal.write('\n{"commit": "cut o')  # by a loss of power
+    (repository / "runs" / "mended").touch()
+    code, said = pytest_in(repository, *options)
+    assert code == 0 and "5 tests have an outcome" in said and "1 passed" in said, said
+    found = json.loads((repository / "runs" / "proof.json").read_text())
+    assert found["outcomes"] == {"passed": 5} and found["failed"] == []
+    assert found["commit"] == git(repository, "rev-parse", "HEAD")
+
+    (repository / "tests" / "rollout" / "test_rollout.py").write_text("def test_rollout():\n    pass\n")
+    code, said = pytest_in(repository, *options)
+    assert code == 0 and "5 passed" in said, "what is not committed has no name"
+    commit(repository)
+    code, said = pytest_in(repository, *options)
+    assert code == 0 and "5 passed" in said, "another commit"

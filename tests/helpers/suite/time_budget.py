@@ -1,43 +1,36 @@
 """`pytest --seconds N` begins no test that would end later than N seconds after the start.
 
-How long a test takes is read from benchmarks/results/proof.json, which `pytest --write-times FILE` writes;
-tests that are not in it count as 60 s. `make proof` writes the file, and tools/touched_proofs.py reads
-it for the proofs that a change touches, and for the commit that the change began with. The end of the output
-lists what did not run. Tests that still run GRACE seconds after the limit are cut off, and are named, too.
+How long a test takes is read from benchmarks/results/proof.json (suite/outcomes.py); tests that are not in
+it count as 60 s. tools/touched_proofs.py reads that file, too, for the commit that a change began with. The
+end of the output lists what did not run. Tests that still run GRACE seconds after the limit are cut off, and
+are named, too.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import os
-import platform
-import subprocess
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-TIMES = Path(__file__).parents[3] / "benchmarks" / "results" / "proof.json"
+from suite.outcomes import last_run, outcomes
+
 UNKNOWN = 60.0  # seconds
 GRACE = 300.0  # seconds
 NO_TIME, FAILED = "no time left", "failed when all proofs ran last"
 
 _started = time.time()
 _collected: dict[str, None] = {}  # names, in their order
-_outcomes: dict[str, str] = {}
-_seconds: Counter[str] = Counter()
 _begun: set[str] = set()  # files of which a test has begun
 _given_up: set[str] = set()  # files of which a test was left out
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seconds", type=float, help="skip tests that would not end in this time")
-    parser.addoption("--write-times", type=Path, metavar="FILE", help="write outcomes and seconds as JSON")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -63,12 +56,6 @@ def pytest_xdist_node_collection_finished(node: Any, ids: Iterable[str]) -> None
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     _collected.update(dict.fromkeys(item.nodeid for item in session.items))
-
-
-@functools.cache
-def last_run() -> dict[str, Any]:
-    """The results of the last `make proof`."""
-    return json.loads(TIMES.read_text()) if TIMES.exists() else {"seconds": {}, "failed": []}
 
 
 def known_times() -> dict[str, float]:
@@ -112,37 +99,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def _cut_off(config: pytest.Config, limit: float) -> None:
     """End this process, the controller. The output ends with the names of tests without a result."""
     reporter = config.pluginmanager.getplugin("terminalreporter")
-    left = [name for name in _collected if name not in _outcomes]
+    left = [name for name in _collected if name not in outcomes]
     reporter.section(f"cut off after {limit + GRACE:.0f} s, without a result: {len(left)}", yellow=True)
     for name in left:
         reporter.line(name)
     reporter._tw.flush()
-    os._exit(int("failed" in _outcomes.values()))
-
-
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    name = report.nodeid
-    _seconds[name] += report.duration
-    if report.when == "call" or report.outcome != "passed":
-        _outcomes[name] = report.outcome
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    file = session.config.getoption("write_times")
-    if file is None or hasattr(session.config, "workerinput"):
-        return
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=TIMES.parent, capture_output=True, text=True
-    ).stdout.strip()
-    found = {
-        "commit": commit,
-        "machine": platform.machine(),
-        "total_seconds": round(time.time() - _started),
-        "outcomes": dict(Counter(_outcomes.values())),
-        "failed": sorted(name for name, outcome in _outcomes.items() if outcome == "failed"),
-        "seconds": {name: round(s, 1) for name, s in sorted(_seconds.items()) if s >= 0.5},
-    }
-    file.write_text(json.dumps(found, indent=1) + "\n")
+    os._exit(int("failed" in outcomes.values()))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
