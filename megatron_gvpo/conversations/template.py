@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_gvpo.data.sources import DataError
-from megatron_gvpo.data.tokenizer import opened
+from megatron_gvpo.data.tokenizer import opened, rendered
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -209,13 +209,7 @@ class Template:
             raise DataError(f"the chat template refuses a conversation: {error}") from None
 
     def _render(self, messages: Sequence[Mapping[str, Any]], generate: bool) -> str:
-        rendered = self._tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            tools=self._tools,
-            tokenize=False,
-            add_generation_prompt=generate,
-        )
-        return str(rendered)
+        return rendered(self._tokenizer, messages, tools=self._tools, add_generation_prompt=generate)
 
     def _check(self, role: str) -> None:
         """Check how the template answers the policy in this role, once.

@@ -19,7 +19,7 @@ from megatron_gvpo.data.demonstrations import DemonstrationReader
 from megatron_gvpo.data.end_tokens import ended
 from megatron_gvpo.data.prompt_images import PromptImages, as_parts, images_in, is_part, short_names
 from megatron_gvpo.data.sources import DataError, Record, converted, read_records
-from megatron_gvpo.data.tokenizer import opened
+from megatron_gvpo.data.tokenizer import opened, rendered
 from megatron_gvpo.data.unknown import UnknownCharacters
 from megatron_gvpo.groups import Chat, Prompt, Scored
 from megatron_gvpo.images.image import Image
@@ -243,12 +243,12 @@ class PromptWriter:
                 {**m, "content": _changed(m["content"], with_text, before)} if i == last else m
                 for i, m in enumerate(said)
             ]
-        rendered = self._render(record, said, len(prompt.images))
-        [ids] = _tokens(self._tokenizer, [rendered], [record.where], special=not self._render.chat)
+        text = self._render(record, said, len(prompt.images))
+        [ids] = _tokens(self._tokenizer, [text], [record.where], special=not self._render.chat)
         ids = self._render.expanded(ids, prompt.images, record.where)
         if len(ids) > self.longest:
             return None
-        return replace(prompt, token_ids=tuple(ids), text=rendered)
+        return replace(prompt, token_ids=tuple(ids), text=text)
 
 
 class _Renderer:
@@ -323,13 +323,10 @@ class _Renderer:
         if self._system and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self._system}, *messages]
         try:
-            text = self._tokenizer.apply_chat_template(
-                messages, tools=self._tools, tokenize=False, add_generation_prompt=True
-            )
+            return rendered(self._tokenizer, messages, tools=self._tools, add_generation_prompt=True)
         except Exception as error:  # a template is a program, and may fail in any way
             said = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
             raise DataError(f"{record.where}: the chat template refuses the prompt: {said}") from None
-        return str(text)
 
 
 def _changed(content: Any, with_text: Callable[[str], str], before: bool) -> Any:

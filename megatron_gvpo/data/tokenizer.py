@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megatron_gvpo.data.sources import DataError
 
+_BEGUN = datetime.now()
 # Files that may hold a vocabulary. Without any, transformers (5.19) makes up an empty tokenizer.
 _VOCABULARIES = ("tokenizer.json", "tekken.json", "vocab.*", "*.model", "*.tiktoken")
 
@@ -45,6 +48,20 @@ def end_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
             "name it as eos_token in tokenizer_config.json"
         )
     return int(tokenizer.eos_token_id)
+
+
+def rendered(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], **options: Any
+) -> str:
+    """The chat as the chat template writes it. Raises whatever the template does: it is a program.
+
+    A template that writes the date (Llama 3.2, gpt-oss) gets that of this process's start: at midnight, chats
+    that go on would otherwise not begin any more like their prompts.
+    """
+    if "strftime_now" in str(tokenizer.chat_template):
+        options["strftime_now"] = _BEGUN.strftime
+    chat = [dict(message) for message in messages]
+    return str(tokenizer.apply_chat_template(chat, tokenize=False, **options))
 
 
 def opened(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:

@@ -15,7 +15,8 @@ from megatron_gvpo.conversations.process import Answer
 from megatron_gvpo.conversations.template import Template
 from megatron_gvpo.conversations.tools import tool_schemas
 from megatron_gvpo.data.sources import DataError
-from megatron_gvpo.groups import Rollout
+from megatron_gvpo.data.tokenizer import rendered
+from megatron_gvpo.groups import Prompt, Rollout
 from megatron_gvpo.rollout.request import Request
 from megatron_gvpo.turns import segments
 
@@ -51,6 +52,17 @@ def test_given_tokens_are_the_templates_own(written: str) -> None:
     before = of.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=True)
     joined = (*ids(of, before), *ids(of, "b"), END, *template.given(END, [message]))
     assert joined == ids(of, whole), "for a policy that writes the tokenizer's own tokens"
+
+
+def test_a_template_that_writes_the_time_writes_the_same_at_any_time() -> None:
+    """Otherwise conversations would be lost at midnight, and a program's chats not begin as prompts do."""
+    of = tokenizer("<|im_start|>system\n{{ strftime_now('%f') }}<|im_end|>\n" + CHATML)
+    template = Template(of, (END,), chat=True)
+    message = {"role": "user", "content": "hello"}
+    wanted = ids(of, "\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n")
+    assert template.given(END, [message]) == wanted
+    prompt = ids(of, rendered(of, [message], add_generation_prompt=True))
+    assert template.opening([message], Prompt("p", prompt, "?")) == prompt
 
 
 @pytest.mark.parametrize("chat", [True, False])
