@@ -197,6 +197,13 @@ def test_limits_are_errors_that_openai_clients_understand() -> None:
         assert [len(o) for _, _, o in held.policy.record] == [20, 20, 20]
 
 
+def test_a_program_that_asks_for_ever_is_ended_and_scored() -> None:
+    """It catches the refusals, as some loops do, and would never return."""
+    with Held(turns=2, step_timeout=5) as held:
+        [[rollout]] = held.hold([prompt("insists")], lambda _, i: "hm")
+    assert (rollout.finish_reason, rollout.counts["environment_reward"]) == ("length", 0)
+
+
 def test_a_program_has_so_many_seconds_between_its_answers() -> None:
     with Held(turns=9, rollout_timeout=5) as held:
         [[rollout]] = held.hold([prompt("slow")], lambda _, i: f"{i}")

@@ -41,10 +41,16 @@ class Dialogue:
         self._freed = asyncio.Condition()
         self._moved = time.monotonic()
         self._spent = 0.0  # seconds between answers
+        self._refused = 0  # calls since the last answer, because nothing was left
 
     def idle_seconds(self) -> float:
-        """The time since the program was last answered; 0 while the policy is asked."""
+        """The time since the policy last answered; 0 while it is asked. A refused call changes nothing."""
         return 0.0 if self._asking else time.monotonic() - self._moved
+
+    @property
+    def insists(self) -> bool:
+        """True if the program goes on asking although nothing is left."""
+        return self._refused > 1
 
     def moved(self) -> None:
         """The program has something to do from now on."""
@@ -78,7 +84,7 @@ class Dialogue:
     async def ask(self, context: tuple[int, ...], most: int | None, agent: str) -> Rollout:
         """The policy's answer; `most`: of so many tokens. The caller records it. Raises Refused."""
         self.first_call.set()
-        self._spent += self.idle_seconds()
+        idle = self.idle_seconds()
         if self.failed.done():
             raise Refused("the run has ended", "ended", 503)
         task = asyncio.current_task()
@@ -90,10 +96,12 @@ class Dialogue:
             async with self._freed:  # a call does not take less because another is not answered yet
                 while self._room(context) < wanted and self._reserved:
                     await self._freed.wait()
-                self._check(context)
+                self._check(context, self._spent + idle)
                 reserved = min(wanted, self._room(context))
                 self._reserved += reserved
                 self._turns += 1
+            self._spent += idle
+            self._refused = 0
             seed = derived_seed(self._seed, *context, self._begun[hash(context)])
             self._begun[hash(context)] += 1
             try:
@@ -104,7 +112,8 @@ class Dialogue:
                 raise Refused("the run has ended", "ended", 503) from None
         finally:
             self._asking.discard(task)
-            self.moved()
+            if reserved:
+                self.moved()
             async with self._freed:
                 self._reserved -= reserved
                 self._freed.notify_all()
@@ -123,23 +132,22 @@ class Dialogue:
     def _room(self, context: tuple[int, ...]) -> int:
         return self._left - self._reserved - len(context) + self._calls.shared(context)
 
-    def _check(self, context: tuple[int, ...]) -> None:
+    def _check(self, context: tuple[int, ...], seconds: float) -> None:
+        """Raises Refused if no turns, time or tokens are left; the program has taken `seconds` so far."""
+        problem = None
         if self._turns >= self._limits.turns:
+            problem = f"no turns are left: rollout.conversation.turns={self._limits.turns}", "turns"
+        elif seconds > self._limits.seconds:
+            limit = f"rollout.conversation.rollout_timeout={self._limits.seconds:g} seconds"
+            problem = f"no time is left: {limit}", "time"
+        elif self._room(context) < 1:
+            limit = f"rollout.max_tokens={self._limits.max_tokens} bounds all that comes after the prompt"
+            said = f"these {len(context)} tokens leave no room for an answer: {limit}"
+            problem = said, "context_length_exceeded"
+        if problem is not None:
             self.limited = True
-            raise Refused(f"no turns are left: rollout.conversation.turns={self._limits.turns}", "turns")
-        if self._spent > self._limits.seconds:
-            self.limited = True
-            raise Refused(
-                f"no time is left: rollout.conversation.rollout_timeout={self._limits.seconds:g} seconds",
-                "time",
-            )
-        if self._room(context) < 1:
-            self.limited = True
-            raise Refused(
-                f"these {len(context)} tokens leave no room for an answer: "
-                f"rollout.max_tokens={self._limits.max_tokens} bounds all that comes after the prompt",
-                "context_length_exceeded",
-            )
+            self._refused += 1
+            raise Refused(*problem)
 
     async def close(self) -> None:
         """End the calls that nobody waits for any more."""

@@ -27,7 +27,7 @@ Ended = tuple[float, dict[str, float]]  # a program's reward and counts
 
 
 class ProgramFailed(Exception):  # noqa: N818 - it is no fault of this program
-    """A program gave no result. `raised`: by an exception of its own."""
+    """A program gave no result. `raised`: by an exception of its own, or it would never have ended."""
 
     def __init__(self, reason: str, raised: bool = False) -> None:
         super().__init__(reason)
@@ -92,6 +92,8 @@ class Starter:
                 first.cancel()
             while not result.done():
                 left = self._idle - dialogue.idle_seconds()
+                if left <= 0 and dialogue.insists:
+                    raise ProgramFailed("it went on asking although nothing was left", raised=True)
                 if left <= 0:
                     raise ProgramFailed(
                         f"it neither asked the policy nor returned for {self._idle:g} seconds "

@@ -156,6 +156,15 @@ async def careless(prompt, endpoint, client, ask):
         messages += [assistant(await ask(messages)), user("b")]
 
 
+async def insists(prompt, endpoint, client, ask):
+    """Catches every error and tries again, as some loops do."""
+    while True:
+        try:
+            await ask([user("a")])
+        except BadRequestError:
+            await asyncio.sleep(0.1)
+
+
 async def hang(prompt, endpoint, client, ask):
     await ask([user("a")])
     time.sleep(60)
