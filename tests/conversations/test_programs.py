@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -247,6 +248,17 @@ def running_programs() -> list[psutil.Process]:
     assert guards
     programs = [p for guard in guards for p in guard.children(recursive=True)[1:]]
     return [p for p in programs if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_programs_wait_for_a_starter_that_has_no_time() -> None:
+    """Its channel is full by then: four prompts of 60 kB. With another starter, all programs would end."""
+    with Held(workers=1) as held:
+        [started] = held._programs._starters
+        [starter] = psutil.Process(started._process._process.pid).children()
+        starter.suspend()
+        threading.Timer(4, starter.resume).start()
+        groups = held.hold([prompt("late", pad="x" * 60_000) for _ in range(8)], lambda _, i: "hm")
+        assert starter.is_running() and all(r.finish_reason == "stop" for [r] in groups)
 
 
 @pytest.mark.parametrize("does", ["exit_once", "kill_starter_once"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from itertools import count
@@ -21,6 +22,7 @@ from megatron_gvpo.rewards.wire import WireError, pack_values, receive_values, s
 from megatron_gvpo.rollout.request import RolloutError
 
 _BEGIN = 0.25  # seconds after which the next program may start, where one has not asked the policy by then
+_AGAIN = 0.05  # seconds until an order is sent again that there was no room for
 _LISTEN = 0.2  # seconds between two looks at what programs print
 
 Ended = tuple[float, dict[str, float]]  # a program's reward and counts
@@ -109,12 +111,12 @@ class Starter:
             if not result.done():
                 result.cancel()
                 if number in self._started:
-                    with suppress(OSError):
-                        self._send([END, number])
+                    self._kill(number)
             self._started.discard(number)
 
     async def _order(self, order: list[Any]) -> None:
         """Tell the process; one that is gone is replaced. Raises RolloutError if there can be no other."""
+        deadline = time.monotonic() + self._idle
         while True:
             if self._gone:
                 await self._restart()
@@ -122,8 +124,20 @@ class Starter:
                 self._listener = asyncio.create_task(self._listen())
             try:
                 return self._send(order)
+            except BlockingIOError:  # it has not read the orders before this one
+                if time.monotonic() > deadline:
+                    self._fail_all()
+                await asyncio.sleep(_AGAIN)
             except OSError:
                 self._fail_all()
+
+    def _kill(self, number: int) -> None:
+        """Let the process end a program, as soon as it reads."""
+        with suppress(OSError):
+            try:
+                self._send([END, number])
+            except BlockingIOError:
+                asyncio.get_running_loop().call_later(_AGAIN, self._kill, number)
 
     async def _restart(self) -> None:
         if self._listener is not None:
