@@ -64,8 +64,9 @@ def load_task(config: Config) -> Task:
     _check_vocabulary(task, vocabulary, config.model.path)
     _check_turns(config, prompts)
     _check_fields(config, prompts)
-    _check_templates(config, [*prompts, *eval_prompts])
-    _check_answers(config, [*(prompts if config.algorithm.samples_from_policy else ()), *eval_prompts])
+    judged = [*(prompts if config.algorithm.samples_from_policy else ()), *eval_prompts]
+    _check_templates(config, judged)
+    _check_answers(config, judged)
     _check_differences(config, prompts)
     return task
 
@@ -117,14 +118,33 @@ def _check_fields(config: Config, prompts: list[Prompt]) -> None:
 
 
 def _check_templates(config: Config, prompts: list[Prompt]) -> None:
-    """Raises DataError for a field that a judge's template names and no record has."""
+    """Raises DataError for a prompt without a field, or the answer, that a judge's template names.
+
+    The judge would read the field's name in braces, or `None`, and grade by it.
+    """
     for i, component in enumerate(config.rewards.components):
-        for name in component.judge.fields_of_data if component.judge is not None else ():
-            if config.samples_responses and not any(name in prompt.record for prompt in prompts):
+        if component.judge is None:
+            continue
+        key = f"rewards.components.{i}.judge.template"
+        if unanswered := [
+            p.id for p in prompts if "{answer}" in component.judge.template and p.answer is None
+        ]:
+            raise DataError(
+                f"{key} names {{answer}}, and {unanswered[0]} has none: give data.train.answer_key and "
+                "data.eval.answer_key, or leave {answer} out"
+            )
+        for name in component.judge.fields_of_data:
+            without = [prompt.id for prompt in prompts if prompt.record.get(name) is None]
+            if without and len(without) == len(prompts):
                 raise DataError(
-                    f"rewards.components.{i}.judge.template: no record of the data has a field {name!r} for "
-                    f"{{{name}}}; fields of the first: {', '.join(prompts[0].record)}. Braces that are text: "
-                    f"{{ {name} }}"
+                    f"{key}: no record of the data has a field {name!r} for {{{name}}}; fields of the first: "
+                    f"{', '.join(prompts[0].record)}. Braces that are text: {{ {name} }}"
+                )
+            if without:
+                raise DataError(
+                    f"{key}: {without[0]} has no field {name!r} for {{{name}}} ({len(without)} of "
+                    f"{len(prompts)} records): fill it in, or leave them out (data.train.convert, "
+                    "data.eval.convert)"
                 )
 
 

@@ -109,6 +109,35 @@ def test_a_field_that_a_judge_reads_and_no_record_has(task: Path, tmp_path: Path
         load_task(config)
 
 
+@pytest.mark.parametrize(
+    ("template", "records", "said"),
+    [
+        ("{rubric}", [{"rubric": "short"}, {}], r"b.jsonl:2 has no field 'rubric' .*\(1 of 2 records\)"),
+        ("{rubric}", [{"rubric": None}, {"rubric": "short"}], r"b.jsonl:1 has no field 'rubric'"),
+        ("{answer}", [{"rubric": "short"}], r"names \{answer\}, and b.jsonl:1 has none"),
+        ("{rubric}", [{"rubric": ""}], None),
+    ],
+)
+def test_a_judge_grades_by_what_every_record_has(
+    task: Path, tmp_path: Path, template: str, records: list[Any], said: str | None
+) -> None:
+    """It would read `{rubric}` or `None` in place of a rubric, and no answer where it is told to compare."""
+    lines = [json.dumps({"prompt": "1+1=", **record}) + "\n" for record in records]
+    (tmp_path / "b.jsonl").write_text("".join(lines))
+    judge = {"template": "{response} " + template, "model": "m", "servers": {"urls": ["http://h:1"]}}
+    given = [f"rewards.components={json.dumps([{'name': 'quality', 'judge': judge}])}", "data.eval=null"]
+    given += [
+        f"output_dir={tmp_path}",
+        f"data.train={{path: {tmp_path}/b.jsonl, answer_key: null, demonstration_key: null}}",
+    ]
+    config = load_config([task / "run.yaml"], given)
+    if said is None:
+        load_task(config)
+        return
+    with pytest.raises(DataError, match=rf"rewards.components.0.judge.template:? .*{said}"):
+        load_task(config)
+
+
 def test_demonstrations_of_turns_are_not_trained_in_other_contexts(task: Path, tmp_path: Path) -> None:
     """With history=template, the policy would see its earlier turns otherwise than it was trained to."""
     shutil.copytree(task / "model", tmp_path / "model")
