@@ -6,10 +6,12 @@ import json
 import shutil
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_run import SHORT, StopAfter, assert_same_run, configure, fit, records, weights
+from transformers import AutoModelForCausalLM
 
 from megatron_gvpo.config.errors import ConfigError
 from megatron_gvpo.megatron.adapters.directory import read_adapter
@@ -144,9 +146,14 @@ def broken(directory: Path, change: str) -> None:
         tensors[first] = tensors[first][:, :-1].contiguous()
     if change == "nan":
         tensors[first][0, 0] = float("nan")
-    config |= {"rank": {"r": 8}, "dora": {"use_dora": True}, "targets": {"target_modules": ["q_proj"]}}.get(
-        change, {}
-    )
+    others: dict[str, dict[str, object]] = {
+        "rank": {"r": 8},
+        "dora": {"use_dora": True},
+        "targets": {"target_modules": ["q_proj"]},
+        "late": {"alora_invocation_tokens": [3, 4]},
+        "unknown": {"some_later_option": 2},
+    }
+    config |= others.get(change, {})
     (directory / "adapter_config.json").write_text(json.dumps(config))
     save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
 
@@ -158,6 +165,8 @@ def broken(directory: Path, change: str) -> None:
         ("rank", "r=8 in adapter_config.json, and model.adapter.rank=4"),
         ("dora", "use_dora=True in adapter_config.json"),
         ("targets", "set model.adapter.targets="),
+        ("late", r"alora_invocation_tokens=\[3, 4\] in adapter_config.json changes the adapter"),
+        ("unknown", "some_later_option=2 in adapter_config.json changes the adapter"),
         ("none", "no adapter_config.json there"),
     ],
 )
@@ -174,6 +183,27 @@ def test_a_directory_of_another_kind_is_refused(
     assert options is not None
     with pytest.raises(ConfigError, match=said):
         read_adapter(directory, options, LAYERS)
+
+
+@pytest.mark.parametrize(("init", "refused"), [("pissa", True), ("olora", True), ("gaussian", False)])
+def test_adapters_that_peft_takes_out_of_the_base_are_refused(
+    task: Path, tmp_path: Path, init: str, refused: bool
+) -> None:
+    """PEFT's model is the base less the first values, plus the adapter; ours would be the base plus it."""
+    given = {"r": 4, "lora_alpha": 8, "target_modules": list(LAYERS), "init_lora_weights": init}
+    model = AutoModelForCausalLM.from_pretrained(task / "model")
+    before = model.model.layers[0].mlp.up_proj.weight.detach().clone()
+    tuned = peft.get_peft_model(model, peft.LoraConfig(**given))
+    tuned.save_pretrained(tmp_path)
+    after = tuned.base_model.model.model.layers[0].mlp.up_proj.base_layer.weight
+    assert torch.equal(before, after) != refused
+    options = configure(task, tmp_path / "out", *ADAPTER).model.adapter
+    assert options is not None
+    if not refused:
+        assert read_adapter(tmp_path, options, LAYERS)
+        return
+    with pytest.raises(ConfigError, match=rf"init_lora_weights='{init}' .* changes the base model"):
+        read_adapter(tmp_path, options, LAYERS)
 
 
 @pytest.mark.parametrize(

@@ -20,23 +20,16 @@ from megatron_gvpo.megatron.model.complete_weights import shown_names
 from megatron_gvpo.megatron.model.safetensors_writer import sort_metadata
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# Options of Hugging Face PEFT that change the function, and their values without that change.
-_PLAIN = {
-    "bias": "none",
-    "use_dora": False,
-    "use_rslora": False,
-    "fan_in_fan_out": False,
-    "rank_pattern": None,
-    "alpha_pattern": None,
-    "modules_to_save": None,
-    "layers_to_transform": None,
-    "layers_pattern": None,
-    "exclude_modules": None,
-    "target_parameters": None,
-    "trainable_token_indices": None,
-    "lora_bias": False,
-    "layer_replication": None,
+# Options of Hugging Face PEFT (0.21.2) that say nothing about the function that an adapter computes. Any
+# other changes it, unless it is empty: a sqrt(rank) in the scale, magnitudes, tokens before which it is off.
+_HARMLESS = {
+    *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
+    *("inference_mode", "r", "lora_alpha", "lora_dropout", "target_modules", "init_lora_weights"),
+    *("megatron_config", "megatron_core", "runtime_config", "eva_config", "loftq_config", "corda_config"),
+    *("lora_ga_config", "qalora_group_size", "layers_pattern", "ensure_weight_tying"),
 }
+# First values with which the base keeps its weights. The others, such as PiSSA's, are taken out of them.
+_FIRST_VALUES = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 
 
 def adapter_config(options: AdapterConfig, selected: tuple[str, ...], base: str) -> dict[str, Any]:
@@ -79,11 +72,17 @@ def read_adapter(directory: Path, options: AdapterConfig, selected: tuple[str, .
     found = read_json_object(file)
     if found.get("peft_type") != "LORA":
         raise ConfigError(f"{where}: peft_type={found.get('peft_type')!r} in {CONFIG}; supported: LORA")
-    for name, plain in _PLAIN.items():
-        if (value := found.get(name)) and value != plain:
+    for name, value in found.items():
+        if value and name not in _HARMLESS and (name, value) != ("bias", "none"):
             raise ConfigError(
                 f"{where}: {name}={value!r} in {CONFIG} changes the adapter, and is not supported"
             )
+    if (init := found.get("init_lora_weights")) not in _FIRST_VALUES:
+        raise ConfigError(
+            f"{where}: init_lora_weights={init!r} in {CONFIG}: Hugging Face PEFT changes the base model for "
+            "such an adapter, and this run's is as it was: convert it (save_pretrained with "
+            "path_initial_model_for_weight_conversion)"
+        )
     for name, key, wanted in (("r", "rank", options.rank), ("lora_alpha", "alpha", options.alpha)):
         if found.get(name) != wanted:
             raise ConfigError(
