@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mcp_types import CallToolResult, Tool
 
 START = 60.0  # seconds that a server has to start and to list its tools
+_CONNECT = 5.0  # seconds that a connection may take; a step has more
 _MOST_TOOLS = 1000
 
 
@@ -62,7 +63,6 @@ class Server:
         Where the connection fails, a new one is opened and the call tried once more.
         """
         from mcp import MCPError
-        from mcp_types import INVALID_PARAMS
 
         for attempt in (1, 2):
             session, client, _ = await self._open()
@@ -73,7 +73,7 @@ class Server:
                 self._drop(session)
                 raise
             except Exception as error:
-                if isinstance(error, MCPError) and error.code == INVALID_PARAMS:
+                if isinstance(error, MCPError) and error.code not in _failures():
                     return str(error), False
                 self._drop(session)
                 if attempt == 2:
@@ -87,6 +87,10 @@ class Server:
         session = self._session
         try:
             return session, *await session.opened()
+        except asyncio.CancelledError:  # the step took too long, and no tool has run in it
+            raise ServerFailed(
+                f"{self}: no session could be opened in time (rollout.conversation.step_timeout)"
+            ) from None
         except Exception as error:
             self._drop(session)
             said = _said(error)
@@ -159,7 +163,7 @@ async def _connect(settings: Mapping[str, Any], stack: AsyncExitStack) -> Client
     else:
         import httpx2
 
-        limits = httpx2.Timeout(START, read=None)  # the step's own limit ends a call
+        limits = httpx2.Timeout(START, connect=_CONNECT, read=None)  # the step's own limit ends a call
         http = httpx2.AsyncClient(headers=dict(settings["headers"]), timeout=limits, trust_env=False)
         transport = streamable_http_client(settings["url"], http_client=await stack.enter_async_context(http))
     return await stack.enter_async_context(Client(transport))
@@ -174,6 +178,19 @@ async def _listed(client: Client) -> list[Tool]:
         cursor = page.next_cursor
         if cursor is None or len(tools) > _MOST_TOOLS:
             return tools
+
+
+@cache
+def _failures() -> frozenset[int]:
+    """The codes of errors of the connection or of the server as such; a tool's own errors have others."""
+    import mcp_types as codes
+
+    return frozenset(
+        {
+            *(codes.CONNECTION_CLOSED, codes.REQUEST_TIMEOUT, codes.PARSE_ERROR, codes.INVALID_REQUEST),
+            *(codes.METHOD_NOT_FOUND, codes.INTERNAL_ERROR),
+        }
+    )
 
 
 def _text(result: CallToolResult) -> str:

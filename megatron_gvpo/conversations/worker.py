@@ -22,7 +22,7 @@ from megatron_gvpo.conversations.environment import (
     load_environment,
     overlaps,
 )
-from megatron_gvpo.conversations.mcp_servers import connect
+from megatron_gvpo.conversations.mcp_servers import ServerFailed, connect
 from megatron_gvpo.groups import prompt_of
 from megatron_gvpo.rewards.wire import (
     HUNG_UP,
@@ -110,7 +110,8 @@ class _Work:
                 reply = _bounded([SAID, number, *checked(await _result(step(said)))])
         except BaseException as error:
             self._environments.pop(conversation, None)
-            reply = [LATE, number] if limit.expired() else [FAILED, number, failure(error)]
+            late = limit.expired() and not isinstance(error, ServerFailed)
+            reply = [LATE, number] if late else [FAILED, number, failure(error)]
         if os.getpid() != self._process:  # the environment has forked, and its child returned
             os._exit(0)
         try:

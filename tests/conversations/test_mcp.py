@@ -28,6 +28,7 @@ from megatron_gvpo.groups import Prompt, Rollout
 
 SERVER = '''
 import os, pathlib, signal, sys, time
+from mcp import MCPError
 from mcp.server import MCPServer
 
 server = MCPServer("test")
@@ -60,6 +61,11 @@ def sleep(seconds: float) -> str:
     """Waits."""
     time.sleep(seconds)
     return "done"
+
+@server.tool()
+def refuse() -> str:
+    """Answers with an error of its own in JSON-RPC, as servers on other SDKs do."""
+    raise MCPError(code=0, message="no such city")
 
 @server.tool()
 def variable(key: str) -> str:
@@ -168,7 +174,14 @@ def test_a_server_answers_and_its_errors_are_told(
     material: Task, program: Path, http: Http, kind: str
 ) -> None:
     server = http.config if kind == "http" else {"command": [sys.executable, str(program)]}
-    turns = [call("add", a=2, b=3), call("fail"), call("add", a="x"), call("sub"), call("flood")]
+    turns = [
+        call("add", a=2, b=3),
+        call("fail"),
+        call("add", a="x"),
+        call("sub"),
+        call("flood"),
+        call("refuse"),
+    ]
     rollout = talk(material, server, turns)
     answers = said(rollout)
     assert answers[0] == "5"
@@ -176,8 +189,9 @@ def test_a_server_answers_and_its_errors_are_told(
     assert "validation" in answers[2] or "Field required" in answers[2]
     assert answers[3].startswith("Error: there is no tool 'sub'; there are: add, fail")
     assert answers[4].endswith("too long to be shown]")
-    assert (rollout.finish_reason, rollout.counts["tool_calls"]) == ("stop", 5)
-    assert rollout.counts["tool_errors"] == 3
+    assert answers[5] == "no such city"
+    assert (rollout.finish_reason, rollout.counts["tool_calls"]) == ("stop", 6)
+    assert rollout.counts["tool_errors"] == 4
 
 
 def test_a_server_that_dies_once_is_started_again(material: Task, program: Path, tmp_path: Path) -> None:
@@ -219,6 +233,25 @@ def test_http_that_ends_and_comes_back(material: Task, program: Path) -> None:
         server.stop()
 
 
+def test_http_that_does_not_answer_any_more_loses_the_conversation(material: Task, program: Path) -> None:
+    """A call that takes too long may be the policy's doing; a session that cannot be opened is not."""
+    server = Http(program)
+    silent: list[socket.socket] = []
+
+    def hang() -> None:
+        server.stop()
+        silent.append(socket.create_server(("127.0.0.1", server.port)))
+
+    turns = [call("add", a=1, b=1), call("add", a=2, b=2), call("add", a=3, b=3)]
+    try:
+        lost = talk(material, server.config, turns, hang, step_timeout=6.0)
+    finally:
+        server.stop()
+        silent[0].close()
+    assert lost.finish_reason == LOST
+    assert "no session could be opened in time (rollout.conversation.step_timeout)" in lost.text
+
+
 def test_a_tool_that_hangs_is_told_and_the_server_ended(material: Task, program: Path) -> None:
     server = {"command": [sys.executable, str(program)]}
     turns = [call("sleep", seconds=600), call("add", a=1, b=1)]
@@ -240,7 +273,7 @@ def test_schemas_reach_the_template_and_names_are_unique(program: Path) -> None:
     server = McpConfig(command=(sys.executable, str(program))).model_dump()
     [add, *others] = tool_schemas(["python"], [server])[1:]
     assert add["function"]["name"] == "add" and add["function"]["description"] == "Adds two integers."
-    assert set(add["function"]["parameters"]["properties"]) == {"a", "b"} and len(others) == 6
+    assert set(add["function"]["parameters"]["properties"]) == {"a", "b"} and len(others) == 7
     with pytest.raises(ValueError, match=r"tools: two of them have the same name: add, always_die"):
         tool_schemas([], [server, server])
     missing = {**server, "command": ["/no/such/program"]}
