@@ -32,6 +32,13 @@ class NoAnswer(ValueError):  # noqa: N818
     """The user's code returned a wrong value; the message has no line of this package."""
 
 
+class Outage(Exception):  # noqa: N818
+    """A tool raises it where something that it needs is down, which is not the policy's doing.
+
+    The step is tried once more, and then the conversation leaves its group.
+    """
+
+
 class Environment(Protocol):
     """An environment. Every conversation has an object of its own, made with the configured options.
 

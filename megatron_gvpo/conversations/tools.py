@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from megatron_gvpo.conversations.config import PYTHON
-from megatron_gvpo.conversations.environment import Reply
+from megatron_gvpo.conversations.environment import Outage, Reply
 from megatron_gvpo.conversations.mcp_servers import server, server_schemas
 from megatron_gvpo.conversations.parsers import Call, parser_of
 from megatron_gvpo.conversations.sandbox.box import SCHEMA, Sandbox
@@ -25,7 +25,7 @@ class Tools:
     """Answers each call of a turn with a message of role `tool`; a turn without a call ends the conversation.
 
     What a call does wrong is the policy's doing and told to it: an unknown tool, arguments that do not bind,
-    an exception.
+    an exception other than Outage.
     """
 
     def __init__(
@@ -93,6 +93,7 @@ def tool_message(name: str, content: str, call: str | int = 0) -> dict[str, str]
 
 
 async def _call_function(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple[str, bool]:
+    """Raises Outage."""
     try:
         inspect.signature(function).bind(**arguments)
     except TypeError as error:
@@ -102,6 +103,8 @@ async def _call_function(function: Callable[..., Any], arguments: dict[str, Any]
         if inspect.isawaitable(value):
             value = await value
         return _text(value), True
+    except Outage:
+        raise
     except (Exception, SystemExit) as error:
         _tell_once(function.__name__, error)
         return f"Error: {type(error).__name__}: {str(error)[:200]}", False

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from test_environments import SECONDS, Held, Script
 
 from megatron_gvpo.conversations.config import ConversationConfig
+from megatron_gvpo.conversations.converse import LOST
 from megatron_gvpo.data.task import Task
 from megatron_gvpo.data.tokenizer import end_token_id, load_tokenizer
 from megatron_gvpo.groups import Prompt, Rollout
@@ -78,6 +80,42 @@ def test_tools_answer_calls_and_tell_the_policy_of_its_mistakes(material: Task, 
     assert said[5:] == [f"Error: it took longer than {SECONDS:g} seconds", "done"]
     assert rollout.finish_reason == "stop"
     assert (rollout.counts["tool_calls"], rollout.counts["tool_errors"]) == (7.0, 5.0)
+
+
+SEARCH = '''
+import pathlib
+from megatron_gvpo.conversations import Outage
+
+def search(mark: str) -> str:
+    """Searches, once the index is up.
+
+    Args:
+        mark: A file; where there is none, it is made, and the index is down.
+    """
+    if pathlib.Path(mark).exists():
+        return "found"
+    if mark != "never":
+        pathlib.Path(mark).touch()
+    raise Outage("the index is down")
+'''
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_an_outage_behind_a_tool_is_not_the_policys_doing(
+    material: Task, tmp_path: Path, again: bool
+) -> None:
+    (tmp_path / "search.py").write_text(SEARCH)
+    mark = f"{tmp_path}/mark" if again else "never"
+    texts = iter([json.dumps({"name": "search", "arguments": {"mark": mark}}), "done"])
+    config = ConversationConfig(tools=(f"{tmp_path}/search.py:search",), parser="json", turns=3)
+    with Held(material, config) as opened:
+        opened.conversations._template.text = lambda ids: next(texts)
+        [[rollout]] = opened.hold([Prompt("p", (5,), "?")], ["1"] * 3)
+    if again:
+        assert rollout.finish_reason == "stop" and rollout.messages[1]["content"] == "found"
+    else:
+        reason = "Outage: the index is down (search.py, line 15)"
+        assert (rollout.finish_reason, rollout.text) == (LOST, reason)
 
 
 LEAVES = '''
