@@ -20,6 +20,7 @@ from megatron_gvpo.config.schema import Config, ConfigError
 from megatron_gvpo.rewards.served.launch import Checkpoint, open_servers
 from megatron_gvpo.rewards.served.lead import follow, result_of
 from megatron_gvpo.rewards.served.model import TOLERANCE
+from megatron_gvpo.rewards.served.same_model import check_model
 from megatron_gvpo.rewards.served.servers import Servers
 from megatron_gvpo.rewards.served.verdict import Misfit
 from megatron_gvpo.rollout.background_loop import BackgroundLoop
@@ -135,9 +136,10 @@ class ServedTeacher:
         return found
 
     async def _check(self, http: Http) -> None:
-        """Compare the server's log-probs of a probe with those of the first server. Raises Misfit."""
+        """Compare its files with `teacher.path`, and its probe with the first server's. Raises Misfit."""
         timeout, engine = self._settings.request_timeout, self._settings.engine
         await http.get("/health", timeout=timeout)
+        await check_model(http, engine, self._teacher.path, "teacher.path", timeout)
         try:
             logps = await self._logps(http, PROBE, 1, timeout)
         except ServerRefused as error:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from inputs.groups import make_group
 from servers.real_servers import logprobs
-from servers.reward_models import make_judge, standing_in
+from servers.reward_models import QUIET, make_judge, standing_in
 from servers.teacher_servers import generated, teaching
 
 from megatron_gvpo.config.schema import load_config
@@ -117,7 +117,7 @@ def test_an_outage_ends_the_run_and_names_what_it_waited_for(good: Path, model: 
 
 def test_servers_of_different_models_are_refused(good: Path, model: Path, tmp_path: Path):
     def uniform(path: str, body: Any) -> Any:
-        return {} if path == "/health" else generated(body, [-5.0] * (len(body["input_ids"]) - 2))
+        return {} if path in QUIET else generated(body, [-5.0] * (len(body["input_ids"]) - 2))
 
     with (
         teaching(model) as (url, _),
@@ -131,7 +131,7 @@ def test_servers_of_different_models_are_refused(good: Path, model: Path, tmp_pa
 @pytest.mark.parametrize("fault", ["other tokens", "too few", "infinite", "nothing"])
 def test_answers_that_are_no_log_probs_are_refused(good: Path, model: Path, fault: str):
     def answer(path: str, body: Any) -> Any:
-        if path == "/health":
+        if path in QUIET:
             return {}
         right = generated(body, [-1.0] * (len(body["input_ids"]) - 2 - body["logprob_start_len"]))
         if body["input_ids"][:-1] == PROBE:

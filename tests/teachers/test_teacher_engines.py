@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 from servers.real_servers import PROMPTS, SharedServer, engine_python, logprobs
 from servers.reward_models import make_judge
 from suite.real_parts import used
+from tiny_run import make_task
 
 from megatron_gvpo.config.schema import load_config
 from megatron_gvpo.groups import Group, Prompt, Rollout
@@ -51,6 +53,22 @@ def test_log_probs_are_those_of_transformers(served: SharedServer, task: Path, g
         )
         with pytest.raises(RolloutError, match=r"status 400: .*(256|context)"):
             asked.score(too_long)
+
+
+def test_a_server_of_another_model_than_the_configured_is_refused(
+    served: SharedServer, task: Path, good: Path, tmp_path: Path
+):
+    """It would teach, and the run would say that `teacher.path` did."""
+    at = {"engine": served.engine, "urls": [served.url]}
+    shutil.copytree(task / "model", tmp_path / "copy")
+    with teacher(good, tmp_path / "copy", at):
+        pass
+    make_task.make_model(tmp_path / "other", seed=1)
+    with (
+        pytest.raises(RolloutError, match=rf"teacher.path={tmp_path}/other: .* serves .*, which has other"),
+        teacher(good, tmp_path / "other", at),
+    ):
+        pass
 
 
 @pytest.mark.proof

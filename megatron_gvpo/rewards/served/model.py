@@ -13,6 +13,7 @@ from megatron_gvpo.config.schema import read_model_config
 from megatron_gvpo.data.sources import DataError
 from megatron_gvpo.rewards.served.config import MODEL, RewardModelConfig
 from megatron_gvpo.rewards.served.dialogue import Messages
+from megatron_gvpo.rewards.served.same_model import check_model
 from megatron_gvpo.rewards.served.servers import Refused, Servers, Unanswered
 from megatron_gvpo.rewards.served.verdict import Misfit, Verdict
 from megatron_gvpo.rollout.http import Http, ServerRefused
@@ -48,18 +49,20 @@ class RewardModel:
         return ids
 
     async def check(self, http: Http, timeout: float) -> None:
-        """Compare the server's score of a probe with that of the first server. Raises Misfit."""
+        """Compare its files with `path`, and its score of a probe with the first server's. Raises Misfit."""
+        served = self._served
         await http.get("/health", timeout=timeout)
+        await check_model(http, served.servers.engine, served.path, f"{self._key}.path", timeout)
         try:
             [score] = await self._scores(http, [self.probe_ids], timeout)
         except ServerRefused as error:
             if not error.is_request:
                 raise
-            engine = self._served.servers.engine
-            raise Misfit(f"{self._key}: it does not score as {engine} scores: {error}") from None
+            said = f"{self._key}: it does not score as {served.servers.engine} scores: {error}"
+            raise Misfit(said) from None
         if self._scored_probe is None:
             self._scored_probe = score
-        if abs(score - self._scored_probe) > TOLERANCE[self._served.dtype] * (1 + abs(self._scored_probe)):
+        if abs(score - self._scored_probe) > TOLERANCE[served.dtype] * (1 + abs(self._scored_probe)):
             raise Misfit(
                 f"{self._key}: server {http.url} gives a fixed text the score {score:g}, and it had "
                 f"{self._scored_probe:g} before: it serves another model"

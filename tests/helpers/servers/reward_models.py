@@ -22,6 +22,7 @@ from transformers import (
 
 CONFIGS = {"qwen2": Qwen2Config, "llama": LlamaConfig}
 POSITIONS = 256
+QUIET = ("/health", "/model_info")  # what a stand-in answers with nothing
 Answer = Callable[[str, Any], Any]  # (path, body) -> the answer as JSON; an int is a status without one
 
 
@@ -93,7 +94,7 @@ def scores(score: Callable[[list[int]], float], counted: Callable[[list[int]], i
     """An SGLang reward server."""
 
     def answer(path: str, body: Any) -> Any:
-        if path == "/health":
+        if path in QUIET:
             return {}
         assert path == "/classify"
         return [
