@@ -171,7 +171,7 @@ class Episode:
         """`earlier`: the policy's turns before the prompt ends, which a new worker hears first."""
         self._environments, self._number, self._prompt, self._seed = environments, number, prompt, seed
         self._earlier = earlier
-        self.seconds = 0.0  # that its answers took, without waiting for a process
+        self.seconds = 0.0  # that its answers took, without failures, repetitions, and waiting for a process
         self._home: _Worker | None = None
         self._homes = set[_Worker]()  # all that have been asked: tools may run in any
         self._process: EnvironmentProcess | None = None  # the one that knows this conversation
@@ -187,20 +187,19 @@ class Episode:
             if self._home is None or tools:
                 self._home = self._environments.least_busy()
                 self._homes.add(self._home)
+            begin = time.monotonic()
             try:
                 async with self._home.admit(alone=attempt > 1):
                     process = await self._home.current()
                     beginning = None if self._process is process else self._beginning()
                     self._process = None
                     begin = time.monotonic()
-                    try:
-                        answer = await self._environments.ask(self._home, self._number, beginning, said)
-                    finally:
-                        self.seconds += time.monotonic() - begin
+                    answer = await self._environments.ask(self._home, self._number, beginning, said)
                     self._process = process
             except StepFailed as error:
                 if tools and (error.late or (error.gone and attempt == ATTEMPTS)):
                     # The policy chose what the tool was to do.
+                    self.seconds += time.monotonic() - begin
                     return Answer(
                         [tool_message("", f"Error: {error}")],
                         counts={"tool_calls": 1.0, "tool_errors": 1.0},
@@ -209,6 +208,8 @@ class Episode:
                     limit = " (rollout.conversation.step_timeout)" if error.late else ""
                     raise EnvironmentLost(f"{error}{limit}") from None
             else:
+                if beginning is None or not self._earlier:
+                    self.seconds += time.monotonic() - begin
                 if not tools:
                     self._earlier.append(said)
                 return answer

@@ -114,6 +114,8 @@ class EnvironmentProcess(GuardedProcess):
         try:
             async with asyncio.timeout(seconds + _GRACE):
                 await self._send(pack_values([number, conversation, beginning, said, ended, seconds]))
+                if self._ending is not None and self._ending.done() and not answer.done():
+                    raise StepFailed("its process had ended before", gone=True)
                 return await answer
         except TimeoutError:
             alone = len(self._asked) == 1

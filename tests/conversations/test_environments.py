@@ -18,9 +18,11 @@ from megatron_gvpo.config.sections import SamplingConfig
 from megatron_gvpo.conversations.config import ConversationConfig
 from megatron_gvpo.conversations.converse import LOST
 from megatron_gvpo.conversations.held import Conversations
+from megatron_gvpo.conversations.process import EnvironmentProcess, StepFailed
 from megatron_gvpo.data.task import Task
 from megatron_gvpo.data.tokenizer import end_token_id, load_tokenizer
 from megatron_gvpo.groups import Prompt, Rollout
+from megatron_gvpo.rewards.printed import Printout
 from megatron_gvpo.rollout.request import Request, pack, unpack
 from megatron_gvpo.turns import Turn, segments
 
@@ -252,6 +254,31 @@ def test_a_conversation_has_so_many_seconds_for_its_answers(material: Task, file
         [slow], [quick] = opened.hold([prompt("slow", "slow"), prompt("quick", "seed")], ["1"] * 9)
     assert slow.finish_reason == quick.finish_reason == "length"
     assert 1 <= len(slow.turns) <= 2 and len(quick.turns) == 9
+
+
+def test_failures_do_not_count_in_the_time_of_a_conversation(
+    material: Task, file: Path, tmp_path: Path
+) -> None:
+    """Otherwise a worker that failed would end it as if the policy had taken too long."""
+    own = {"environment": f"{file}:Scripted", "turns": 4, "step_timeout": SECONDS, "rollout_timeout": SECONDS}
+    with Held(material, ConversationConfig(**own)) as opened:
+        acts = ["echo", "hang once", "end"]
+        [[rollout]] = opened.hold([prompt("a", *acts, mark=str(tmp_path / "m"))], list("123"))
+    assert (rollout.finish_reason, len(rollout.turns)) == ("stop", 3)
+
+
+def test_a_process_that_has_ended_is_not_waited_for(file: Path) -> None:
+    """Such a step took all of its time, and then the policy was told that its tool was slow."""
+    process = EnvironmentProcess(f"{file}:Scripted", {}, Printout(["environment"]))
+    process.wait_ready()
+
+    async def late() -> None:
+        await process._end("it is ended")
+        with pytest.raises(StepFailed, match="its process had ended before") as error:
+            await process.step(0, None, "1", [], 5.0)
+        assert error.value.gone and not error.value.late
+
+    asyncio.run(late())
 
 
 @pytest.mark.parametrize(
