@@ -14,7 +14,7 @@ from megatron_gvpo.conversations.converse import LOST
 from megatron_gvpo.groups import Group, Prompt, Rollout
 from megatron_gvpo.rewards.served import servers
 from megatron_gvpo.rewards.served.checks import check_served
-from megatron_gvpo.rewards.served.dialogue import as_text
+from megatron_gvpo.rewards.served.dialogue import as_text, dialogue
 from megatron_gvpo.rewards.served.scoring import ServedRewards
 from megatron_gvpo.rollout.request import RolloutError
 from megatron_gvpo.sampling.outages import REWARDS, Outages
@@ -55,6 +55,15 @@ def test_a_judge_reads_the_calls_of_a_programs_messages() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
     said = [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "5"}]
     assert as_text(said) == 'assistant: {"name": "add", "arguments": "{}"}\n\ntool: 5'
+
+
+def test_a_reward_model_reads_the_chat_of_a_program_once() -> None:
+    """Two messages of the user in a row are refused by many templates."""
+    [group] = groups_of("2")
+    [rollout] = group.rollouts
+    asked, answered = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
+    for rollout.messages in ([], [answered], [asked, answered]):
+        assert dialogue(group.prompt, rollout, ["prompt"]) == [asked, answered]
 
 
 def test_scores_reach_their_responses_and_equal_ones_are_asked_once(good: Path, model: Path):

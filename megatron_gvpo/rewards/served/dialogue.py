@@ -20,9 +20,12 @@ def prompt_messages(prompt: Prompt, keys: Sequence[str]) -> Messages:
 
 
 def dialogue(prompt: Prompt, rollout: Rollout, keys: Sequence[str]) -> Messages:
-    """The prompt's chat and the response, or the whole conversation that followed the prompt."""
+    """The prompt's chat and the response, or the whole conversation that followed the prompt.
+
+    An agent program's last chat is whole: it begins with what the program made of the prompt.
+    """
     said = rollout.messages or [{"role": "assistant", "content": rollout.text}]
-    return [*prompt_messages(prompt, keys), *said]
+    return list(said) if said[0]["role"] != "assistant" else [*prompt_messages(prompt, keys), *said]
 
 
 def as_text(messages: Sequence[Mapping[str, Any]]) -> str:
