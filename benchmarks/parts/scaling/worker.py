@@ -126,7 +126,8 @@ def _formula(
     config = trainer.config
     budget, keep_groups = config.train.max_tokens_per_micro_batch, config.algorithm.loss.couples_groups
     share = my_share(policy.model, rows, budget, keep_groups)
-    packs = [PackedBatch.pack(pack, policy.model.padding) for pack in share.packs(rows)]
+    pads, shares = policy.model.padding, policy.model.shares_prompts_of
+    packs = [PackedBatch.pack(pack, pads, shares(pack)) for pack in share.packs(rows)]
     try:
         return update_bytes(
             model,
