@@ -32,7 +32,8 @@ class PromptImages:
         self.placeholder: int = model["image_token_id"]
         start, end = model["vision_start_token_id"], model.get("vision_end_token_id")
         around = [start, self.placeholder, *([] if end is None else [end])]
-        self._written = "".join(tokenizer.convert_ids_to_tokens(around))
+        tokens: list[str] = tokenizer.convert_ids_to_tokens(around)
+        self._written, self._marks = "".join(tokens), (MARK, *tokens)
 
     def of(self, record: Record, key: str, directory: Path) -> tuple[Image, ...]:
         """The images in the field `key`: one, or a list of them; relative paths begin in `directory`.
@@ -55,6 +56,10 @@ class PromptImages:
             except ImageError as error:
                 raise DataError(f"{where}: {error}") from None
         return tuple(found)
+
+    def is_in(self, text: str) -> bool:
+        """True for a text that a prompt would take for one with an image in it."""
+        return any(mark in text for mark in self._marks)
 
     def in_text(self, text: str, count: int) -> str:
         """A plain prompt with the tokens of an image at its marks `<image>`, or before it all."""

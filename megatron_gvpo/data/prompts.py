@@ -227,8 +227,10 @@ class PromptWriter:
     def extended(self, prompt: Prompt, text: str, *, before: bool = False) -> Prompt | None:
         """The prompt with `text` after the last user message (or the plain prompt), or `before` it.
 
-        None if it then has more than `longest` tokens.
+        None if it then has more than `longest` tokens, or if `text` itself has the mark of an image.
         """
+        if self._render.images is not None and self._render.images.is_in(text):
+            return None
 
         def with_text(content: str) -> str:
             return text + content if before else content + text

@@ -20,6 +20,7 @@ from megatron_gvpo.conversations.programs.held import Programs
 from megatron_gvpo.conversations.rounds import Rounds
 from megatron_gvpo.data.task import Task
 from megatron_gvpo.groups import Group, Prompt, Rollout
+from megatron_gvpo.images.source import ImageError
 from megatron_gvpo.megatron import parallel
 from megatron_gvpo.rollout.request import Request, RolloutError, pack, requests_for, unpack
 from megatron_gvpo.runtime.collectives import all_gather_msgpack, first_problem
@@ -79,10 +80,21 @@ class EmbeddedEngine:
     def collect(self, ticket: Ticket, on_wait: OnWait = None) -> list[Group]:
         """Sample now. `on_wait` is never called: this process is busy, and waits for nobody."""
         if self._conversations is None:
-            return generate_groups(
-                ticket, lambda _, requests: self._model.generate(requests, ticket.sampling)
-            )
+            return generate_groups(ticket, partial(self._generate, ticket.sampling))
         return generate_groups(ticket, partial(self._converse, self._conversations, ticket.sampling))
+
+    def _generate(
+        self, sampling: SamplingConfig, _: Sequence[Prompt], requests: Sequence[Request]
+    ) -> list[list[Rollout]]:
+        """Sample this rank's share. Raises RolloutError, on all ranks, if a rank cannot read an image."""
+        rows, problem = list[list[Rollout]](), None
+        try:
+            rows = self._model.generate(requests, sampling)
+        except ImageError as error:
+            problem = str(error)
+        if (said := first_problem(problem)) is not None:
+            raise RolloutError(said)
+        return rows
 
     def _converse(
         self,

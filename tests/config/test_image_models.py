@@ -68,6 +68,10 @@ def test_methods_accept_a_model_with_images(directory: Path, recipe: str) -> Non
             {"model": {"train_vision": True}, "parallel": {"overlap_grad_reduce": True}},
             "model.train_vision=true with parallel.overlap_grad_reduce=true",
         ),
+        (
+            {"algorithm": {"members": [{"name": "exemplars"}]}},
+            "algorithm.members: exemplars is not supported with images",
+        ),
         ({"algorithm": "ppo"}, "algorithm.critic is not supported with images"),
     ],
 )

@@ -222,6 +222,8 @@ def test_text_that_a_method_adds_leaves_the_images_in_the_prompt(
     assert longer is not None and longer.images == prompt.images
     placeholder = tokenizer.convert_tokens_to_ids(MARKS[1])
     assert list(longer.token_ids).count(placeholder) == 4 and "xhint" in longer.text
+    for draft in ("I see <image>.", f"I see {MARKS[1]}."):  # a policy may write so, and no image goes with it
+        assert writer.extended(prompt, draft) is None
 
 
 def test_a_file_that_changed_during_the_run_is_an_error(tmp_path: Path) -> None:

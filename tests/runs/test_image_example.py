@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pyarrow.compute as pc
 import pytest
@@ -16,9 +18,13 @@ from paths import ROOT
 from safetensors.torch import load_file
 
 from megatron_gvpo import cli
+from megatron_gvpo.callbacks import Callback
+from megatron_gvpo.config.schema import load_config
 from megatron_gvpo.observe import read_metrics
 from megatron_gvpo.observe.report.packing import images_of
 from megatron_gvpo.observe.rollouts.reader import read_rollouts
+from megatron_gvpo.rollout.request import RolloutError
+from megatron_gvpo.trainer import Trainer
 
 EXAMPLE = ROOT / "examples" / "images"
 FEW = ("train.prompts_per_step=4", "data.train.limit=16", "train.steps=2", "logging.progress=off")
@@ -63,6 +69,22 @@ def test_the_example_trains() -> None:
     names = {row["group"]: row["images"] for row in saved.to_pylist() if row["step"] == 2}
     assert all(len(of_group) == 1 and Path(of_group[0]).is_file() for of_group in names.values())
     assert images_of(saved.filter(pc.field("step") == 2)) == names  # as the report shows them
+
+
+class LosePictures(Callback):
+    def on_step(self, trainer: Trainer, step: int, metrics: Any) -> None:
+        if step == 1:
+            shutil.rmtree("runs/images/task/data/pictures")
+
+
+@pytest.mark.usefixtures("leave_the_process_group", "material")
+def test_a_run_that_loses_its_pictures_keeps_its_steps() -> None:
+    given = (*FEW, "optimizer.warmup_steps=1", "data.eval=null", "train.mini_batches=1", VARIETY)
+    files = ["examples/images/gvpo.yaml", "examples/cpu.yaml"]
+    config = load_config(files, [*given, "model.path=runs/images/task/model"])
+    with pytest.raises(RolloutError, match=r"image .*pictures/.*png: No such file"):
+        Trainer(config, [LosePictures()]).fit()
+    assert Path("runs/images/checkpoints/step_00000001/state.json").is_file()
 
 
 @pytest.mark.proof
