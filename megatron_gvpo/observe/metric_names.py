@@ -189,6 +189,12 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("eval/response_length", "tokens", "Mean length of the samples."),
         Metric("eval/truncated", "share", "Samples that were cut off at eval.sampling.max_tokens."),
         Metric("eval/errors", "share", "Samples for which a reward failed and counted as 0."),
+        Metric(
+            "eval/lost",
+            "share",
+            "Samples that the other metrics leave out, lost to environments, reward models or judges, or "
+            "with a prompt that lost too many.",
+        ),
     ),
     "Time of a step": (
         Metric("time/step", "s", "The whole step, without evaluation and checkpoint."),

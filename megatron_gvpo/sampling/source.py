@@ -98,7 +98,11 @@ class RolloutSource:
         whole = [group for group in groups if len(group.rollouts) >= max(options.k, default=1)]
         if not whole:
             raise RolloutError("evaluation: every held-out prompt lost responses to outages")
-        return groups, summarise(whole, options.k)
+        metrics = summarise(whole, options.k)
+        if self._served is not None or self._most_lost is not None:
+            asked = options.n * len(self._task.eval_prompts)
+            metrics["eval/lost"] = 1 - sum(len(group.rollouts) for group in whole) / asked
+        return groups, metrics
 
     def __enter__(self) -> Self:
         with ExitStack() as opened:  # closes what is open where the next part cannot be opened

@@ -12,6 +12,7 @@ from servers.reward_models import make_reward_model, scores, standing_in
 from tiny_run import GVPO, SHORT, configure, fit
 
 from megatron_gvpo.observe import read_metrics
+from megatron_gvpo.observe.rollouts.reader import read_rollouts
 
 pytestmark = pytest.mark.usefixtures("leave_the_process_group")
 
@@ -35,10 +36,13 @@ def test_responses_without_a_score_train_nothing(task: Path, tmp_path: Path):
         ]
         own = (f"rewards.components={json.dumps(components)}", "rewards.max_lost=0.95", "train.steps=2")
         out = tmp_path / "run"
-        fit(configure(task, out, *GVPO, *SHORT, "rollout.n=8", *own))
+        held_out = (f"data.eval={{path: {task}/data/test.parquet, limit: 4}}", "eval.n=8")
+        fit(configure(task, out, *GVPO, *SHORT, "rollout.n=8", *own, *held_out))
 
     last = list(read_metrics(out / "metrics.jsonl"))[-1]
     assert 0 < last["reward/lost"] < 0.95
+    evaluated = read_rollouts(out, "eval", [2])
+    assert last["eval/lost"] == 1 - len(evaluated) / 32 > 0
     rows = pq.read_table(out / "rollouts" / "step_000002.parquet").to_pylist()
     assert len(rows) < 32
     for row in rows:
