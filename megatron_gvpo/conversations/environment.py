@@ -47,6 +47,9 @@ class Environment(Protocol):
     alone: a conversation whose worker was lost is repeated up to the turn where it was, and a resumed run
     asks again. An exception is a failure of the environment, not of the policy: the step is tried once more,
     and then the conversation leaves its group. What the policy did wrong, an environment says.
+
+    An environment that holds something, such as a container, may have a third method, `close()`, plain or
+    async, which is called when its conversation has ended or has failed there; not where its process has.
     """
 
     def reset(self, prompt: Prompt, seed: int) -> None:

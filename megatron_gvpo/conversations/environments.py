@@ -222,6 +222,8 @@ class Episode:
             raise EnvironmentLost(f"its data record cannot be sent to a worker: {error}") from None
 
     def end(self) -> None:
-        """Let the workers forget the conversation."""
+        """Let the workers forget the conversation, now or, where that is not possible, with the next step."""
         for worker in self._homes:
             worker.ended.append(self._number)
+            if worker.process.forget(worker.ended):
+                worker.ended = []

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from megatron_gvpo.config.errors import ConfigError
 from megatron_gvpo.conversations.environment import Messages
-from megatron_gvpo.conversations.worker import FAILED, LATE, READY, SAID, UNLOADABLE
+from megatron_gvpo.conversations.worker import FAILED, FORGET, LATE, READY, SAID, UNLOADABLE
 from megatron_gvpo.rewards.guard import PATIENCE
 from megatron_gvpo.rewards.guarded import GuardedProcess, how_it_ended
 from megatron_gvpo.rewards.printed import Printout
@@ -125,6 +125,14 @@ class EnvironmentProcess(GuardedProcess):
             del self._asked[number]
             if not self._asked:
                 self._hear_no_more(loop)
+
+    def forget(self, ended: list[int]) -> bool:
+        """Let the worker forget conversations that have ended; False if it cannot be told at this moment."""
+        try:
+            send_data(self.channel, pack_values([FORGET, 0, None, "", ended, 0.0]))
+        except OSError:
+            return False
+        return True
 
     async def _send(self, order: bytes) -> None:
         """Raises StepFailed if the worker is gone."""

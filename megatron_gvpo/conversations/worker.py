@@ -12,7 +12,7 @@ import inspect
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from megatron_gvpo.conversations.environment import (
@@ -36,8 +36,10 @@ from megatron_gvpo.rewards.wire import (
 from megatron_gvpo.rewards.worker import begin_work, private
 from megatron_gvpo.runtime.user_functions import described
 
+_CLOSE = 60.0  # seconds that an environment has to close
 _LONGEST = MAX_REPLY - 4096  # bytes of a reply's messages
 TOOLS = "megatron_gvpo.conversations.tools:Tools"  # the environment of tools
+FORGET = -1  # the number of an order that asks for no answer: conversations have ended
 READY, UNLOADABLE, SAID, FAILED, LATE = range(5)  # the kinds of a reply: [kind, ...]
 
 
@@ -74,7 +76,7 @@ class _Work:
     def __init__(self, channel: socket.socket, make: Callable[[], Environment]) -> None:
         self._channel, self._make = channel, make
         self._environments: dict[int, Environment] = {}
-        self._answers = set[asyncio.Task[None]]()
+        self._tasks = set[asyncio.Task[None]]()
         self._process = os.getpid()
 
     async def serve(self) -> None:
@@ -89,13 +91,22 @@ class _Work:
                 loop.remove_reader(self._channel)
                 return hung_up.set_exception(error)
             for other in ended:
-                self._environments.pop(other, None)
-            answer = loop.create_task(self._answer(number, conversation, beginning, said, seconds))
-            self._answers.add(answer)
-            answer.add_done_callback(self._answers.discard)
+                self._forget(other)
+            if number != FORGET:
+                self._start(self._answer(number, conversation, beginning, said, seconds))
 
         loop.add_reader(self._channel, take)
         await hung_up
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _forget(self, conversation: int) -> None:
+        environment = self._environments.pop(conversation, None)
+        if callable(close := getattr(environment, "close", None)):
+            self._start(_closed(close))
 
     async def _answer(
         self, number: int, conversation: int, beginning: Any, said: str, seconds: float
@@ -109,7 +120,7 @@ class _Work:
                 step = self._environments[conversation].step
                 reply = _bounded([SAID, number, *checked(await _result(step(said)))])
         except BaseException as error:
-            self._environments.pop(conversation, None)
+            self._forget(conversation)
             late = limit.expired() and not isinstance(error, ServerFailed)
             reply = [LATE, number] if late else [FAILED, number, failure(error)]
         if os.getpid() != self._process:  # the environment has forked, and its child returned
@@ -125,6 +136,15 @@ class _Work:
         await _result(environment.reset(prompt_of(unpack_values(prompt)), seed))
         for turn in earlier:
             await _result(environment.step(turn))
+
+
+async def _closed(close: Callable[[], Any]) -> None:
+    """Let an environment free what it holds. That it cannot is shown, and costs nobody anything."""
+    try:
+        async with asyncio.timeout(_CLOSE):
+            await _result(close())
+    except (Exception, SystemExit) as error:
+        print(f"close: {described(error)}", file=sys.stderr, flush=True)
 
 
 def failure(error: BaseException) -> str:

@@ -312,6 +312,42 @@ def test_asynchronous_steps_overlap_and_a_bad_one_costs_no_other(
         assert seconds < 40 and len({r.messages[1]["content"] for [r] in good}) == 1
 
 
+CLOSES = """
+class Holds(Scripted):
+    def close(self):
+        pathlib.Path(self.prompt.record["closed"]).write_text("+".join(self.heard))
+        raise RuntimeError("the container does not answer")
+
+class HoldsLong(Holds):
+    async def close(self):
+        await asyncio.sleep(0.1)
+        super().close()
+"""
+
+
+@pytest.mark.parametrize("name", ["Holds", "HoldsLong"])
+def test_an_environment_is_closed_however_its_conversation_ends(
+    material: Task, file: Path, capfd: pytest.CaptureFixture[str], name: str
+) -> None:
+    """At once, and not with the next batch: it may hold a container."""
+    file.write_text(ENVIRONMENT + CLOSES)
+    acts = {"ended": ["echo", "end"], "limit": ["echo"], "failed": ["raise"]}
+    marks = {does: file.parent / does for does in acts}
+    prompts = [prompt(does, *acts[does], closed=str(mark)) for does, mark in marks.items()]
+    config = ConversationConfig(environment=f"{file}:{name}", turns=3, step_timeout=200)
+    with Held(material, config) as opened:
+        groups = opened.hold(prompts, list("123"))
+        assert [r.finish_reason for [r] in groups] == ["stop", "length", LOST]
+        deadline = time.monotonic() + 100
+        while not all(mark.exists() and mark.read_text() for mark in marks.values()):
+            assert time.monotonic() < deadline, [mark for mark in marks.values() if not mark.exists()]
+            time.sleep(0.05)
+        assert [mark.read_text() for mark in marks.values()] == ["1+2", "1+2+3", "1"]
+        [[again]] = opened.hold([prompt("again", "echo", "end", closed=str(marks["ended"]))], list("12"))
+    assert again.finish_reason == "stop", "the worker goes on"
+    assert "[environment] close: RuntimeError: the container does not answer" in capfd.readouterr().err
+
+
 def test_workers_end_with_their_environments(held: Held) -> None:
     workers = held.conversations._environments._workers
     guards = [psutil.Process(worker.process._process.pid) for worker in workers]

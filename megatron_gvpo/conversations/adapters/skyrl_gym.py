@@ -37,9 +37,10 @@ class SkyRLGym:
         counts = {name: float(n) for name, n in (out.get("metadata") or {}).items() if _is_number(n)}
         messages = [{"role": m["role"], "content": m["content"]} for m in out["observations"]]
         done = out["done"] or not messages
-        if done:
-            self._env.close()
         return Reply(None if done else messages, float(out["reward"]), counts)
+
+    def close(self) -> None:
+        self._env.close()
 
 
 def _is_number(value: Any) -> bool:
