@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ from megatron_gvpo.data.prompts import PromptWriter
 from megatron_gvpo.data.sources import DataError
 from megatron_gvpo.data.task import Task, load_task
 from megatron_gvpo.data.tracker import SuccessTracker, WeightedOrder
-from megatron_gvpo.groups import Group
+from megatron_gvpo.groups import Group, Prompt
 from megatron_gvpo.megatron.checkpoint import sharded as checkpoint
 from megatron_gvpo.megatron.checkpoint.conversion import write_hugging_face
 from megatron_gvpo.megatron.policy import Policy
@@ -144,6 +145,7 @@ class Components:
         return {
             "blocks": self._blocks(),
             "order": self.batches.state_dict(),
+            "images": _digest_of_images(self.prompts),
             "batch_policy": self.batch_policy.state_dict(),
             "tracker": None if self.tracker is None else self.tracker.state_dict(),
             "members": members,
@@ -166,6 +168,11 @@ class Components:
         The state of a block that the method no longer has is left out, with a warning. A block that the
         checkpoint's method did not have starts without one.
         """
+        if state.get("images") not in (None, _digest_of_images(self.prompts)):
+            raise DataError(
+                f"{self.config.data.train.path}: its images are not those that the checkpoint was trained "
+                "on: resume with the same files, or start a new run"
+            )
         blocks, saved = self._blocks(), state.get("blocks") or self._blocks()
         self.order.load_state_dict(state["order"])
         if blocks["batch_policy"] == saved["batch_policy"]:
@@ -279,6 +286,12 @@ class Components:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._opened.__exit__(kind, error, trace)
+
+
+def _digest_of_images(prompts: Sequence[Prompt]) -> str | None:
+    """A hash of all images, None without any; the record of a run has that of the data, which names them."""
+    digests = [image.digest for prompt in prompts for image in prompt.images]
+    return hashlib.blake2b("".join(digests).encode(), digest_size=16).hexdigest() if digests else None
 
 
 def _without_state(saved: dict[str, Any], blocks: dict[str, Any], state: dict[str, Any]) -> list[str]:

@@ -8,6 +8,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,19 @@ import pyarrow.compute as pc
 import pytest
 import torch
 from paths import ROOT
+from PIL import Image as Picture
 from safetensors.torch import load_file
+from tiny_run import StopAfter
 
 from megatron_gvpo import cli
 from megatron_gvpo.callbacks import Callback
 from megatron_gvpo.config.schema import load_config
+from megatron_gvpo.data.sources import DataError
 from megatron_gvpo.observe import read_metrics
 from megatron_gvpo.observe.report.packing import images_of
 from megatron_gvpo.observe.rollouts.reader import read_rollouts
 from megatron_gvpo.rollout.request import RolloutError
+from megatron_gvpo.runtime.signals import Interrupted
 from megatron_gvpo.trainer import Trainer
 
 EXAMPLE = ROOT / "examples" / "images"
@@ -85,6 +90,20 @@ def test_a_run_that_loses_its_pictures_keeps_its_steps() -> None:
     with pytest.raises(RolloutError, match=r"image .*pictures/.*png: No such file"):
         Trainer(config, [LosePictures()]).fit()
     assert Path("runs/images/checkpoints/step_00000001/state.json").is_file()
+
+
+@pytest.mark.usefixtures("leave_the_process_group", "material")
+def test_a_run_does_not_go_on_with_other_pictures() -> None:
+    """The data file, which only names them, is the same."""
+    given = (*FEW, "optimizer.warmup_steps=1", "data.eval=null", "train.mini_batches=1", VARIETY)
+    more = ("model.path=runs/images/task/model", "checkpoint.every=1", "checkpoint.export_hf=false")
+    files = ["examples/images/gvpo.yaml", "examples/cpu.yaml"]
+    with suppress(Interrupted):
+        Trainer(load_config(files, [*given, *more]), [StopAfter(1)]).fit()
+    picture = Path("runs/images/task/data/pictures/train-15.png")
+    Picture.new("RGB", Picture.open(picture).size, "red").save(picture)
+    with pytest.raises(DataError, match="its images are not those that the checkpoint was trained on"):
+        Trainer(load_config(files, [*given, *more]), resume=True)
 
 
 @pytest.mark.proof

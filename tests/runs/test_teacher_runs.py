@@ -14,6 +14,7 @@ from tiny_run import SHORT, configure, fit, make_task, records
 
 from megatron_gvpo.config.preflight import preflight
 from megatron_gvpo.config.schema import Config, ConfigError
+from megatron_gvpo.megatron.checkpoint.sharded import CheckpointError
 from megatron_gvpo.rewards.served import servers
 from megatron_gvpo.rollout.request import RolloutError
 
@@ -88,6 +89,16 @@ def divergences(task: Path, out: Path, reference: str) -> list[float]:
     method = ["algorithm.recipe=gpg", f"algorithm.loss.divergence={{coef: 0.1, reference: {reference}}}"]
     fit(configure(task, out, *SHORT, *method, "train.steps=3", "optimizer={lr: 1.0e-4, decay: constant}"))
     return [line["train/divergence"] for line in records(out)[1:]]
+
+
+def test_a_moving_average_is_not_taken_for_the_policy_at_the_start(task: Path, tmp_path: Path):
+    def run(reference: str, steps: int) -> Config:
+        own = (f"algorithm.loss.reference={reference}", "train.mini_batches=2", f"train.steps={steps}")
+        return configure(task, tmp_path, "algorithm=gvpo", *SHORT, "optimizer.decay=constant", *own)
+
+    fit(run("{name: ema, decay: 0.5}", 1))
+    with pytest.raises(CheckpointError, match="compared with a moving average, and a fixed reference is"):
+        fit(run("fixed", 2), resume=True, allow_change=["algorithm"])
 
 
 def test_a_moving_average_is_nearer_than_the_policy_at_the_start(task: Path, tmp_path: Path):

@@ -234,6 +234,12 @@ def _check_reference(directory: Path, saved: str | None, ours: str) -> None:
             f"{directory}: its run compared with the adapters that it began with, and model.adapter.path is "
             "missing: the reference would be the base model. Name their directory again"
         )
+    if ours == "fixed" and saved == "average":
+        raise CheckpointError(
+            f"{directory}: its run compared with a moving average, and a fixed reference is the policy that "
+            "the run began with, of which no weights are left: keep the reference ema, or start a new run "
+            "from these weights (megatron-gvpo export)"
+        )
     if ours in ("fixed", "average") and saved in ("none", "base"):
         began = ", or began without model.adapter.path" if saved == "base" else ""
         raise CheckpointError(
