@@ -18,6 +18,7 @@ from megatron_gvpo.rollout.request import Request, derived_seed
 from megatron_gvpo.turns import Turn
 
 Say = Callable[[Request], Awaitable[Rollout]]  # the policy's next turn, as the response to a context
+_NOTES = 8  # messages of an answer that notes stand for, one by one; else one note for all
 LOST = "lost"  # the finish reason of a conversation whose environment failed; `text` says how
 
 
@@ -133,15 +134,30 @@ def append_turn(
 def _observed(
     template: Template, last: int, messages: list[dict[str, Any]], limits: Limits, counts: dict[str, float]
 ) -> list[dict[str, Any]]:
-    """The environment's messages; a note where they are too long. Raises EnvironmentLost."""
-    try:
-        length = template.length(last, messages)
-    except DataError as error:  # for example, a role that the template does not know
-        raise EnvironmentLost(str(error)) from None
-    if length <= limits.observation_tokens:
+    """The environment's messages; where they are too long, a note instead of the longest of them.
+
+    Raises EnvironmentLost.
+    """
+
+    def length(shown: list[dict[str, Any]]) -> int:
+        try:
+            return template.length(last, shown)
+        except DataError as error:  # for example, a role that the template does not know
+            raise EnvironmentLost(str(error)) from None
+
+    def note(message: dict[str, Any], tokens: int) -> dict[str, Any]:
+        return {**message, "content": too_long(tokens, "tokens")}
+
+    if (whole := length(messages)) <= limits.observation_tokens:
         return messages
     counts["observations_dropped"] = counts.get("observations_dropped", 0.0) + 1
-    return [{**messages[0], "content": too_long(length, "tokens")}]
+    shown = list(messages)
+    longest_first = sorted(range(len(messages)), key=lambda i: len(messages[i]["content"]), reverse=True)
+    for i in longest_first[:_NOTES]:
+        shown[i] = note(messages[i], length([messages[i]]))
+        if length(shown) <= limits.observation_tokens:
+            return shown
+    return [note(messages[0], whole)]
 
 
 def _followed(

@@ -197,7 +197,7 @@ def _text(result: CallToolResult) -> str:
     """A result as text: its texts, joined; a note stands for other content."""
     parts = [str(getattr(block, "text", f"[{block.type}]")) for block in result.content]
     if not parts and result.structured_content is not None:
-        return json.dumps(result.structured_content)
+        return json.dumps(result.structured_content, ensure_ascii=False)
     return "\n".join(parts)
 
 

@@ -157,15 +157,19 @@ async def _result(value: Any) -> Any:
 
 
 def _bounded(reply: list[Any]) -> list[Any]:
-    """The reply; where its messages are too long for a packet, a notice stands for the content of each."""
+    """The reply; where its messages are too long for a packet, a notice instead of the longest of them."""
     kind, number, messages, reward, counts = reply
-    if messages is None or len(pack_values(messages)) <= _LONGEST:
+    if messages is None or (size := len(pack_values(messages))) <= _LONGEST:
         return reply
-    notices = [
-        {"role": message["role"], "content": too_long(len(message["content"]), "characters")}
-        for message in messages[:100]
-    ]
-    return [kind, number, notices, reward, {**counts, "observations_dropped": 1.0}]
+    shown, counts = list(messages), {**counts, "observations_dropped": 1.0}
+    for i in sorted(range(len(messages)), key=lambda i: len(messages[i]["content"]), reverse=True):
+        content = messages[i]["content"]
+        shown[i] = {**messages[i], "content": (notice := too_long(len(content), "characters"))}
+        size += len(pack_values(notice)) - len(pack_values(content))
+        if size <= _LONGEST:
+            return [kind, number, shown, reward, counts]
+    few = [{"role": message["role"], "content": message["content"]} for message in shown[:100]]
+    return [kind, number, few, reward, counts]
 
 
 def too_long(count: int, unit: str) -> str:

@@ -118,6 +118,36 @@ def test_an_outage_behind_a_tool_is_not_the_policys_doing(
         assert (rollout.finish_reason, rollout.text) == (LOST, reason)
 
 
+READS = '''
+def read(pages: int) -> list[str]:
+    """Reads pages.
+
+    Args:
+        pages: How many.
+    """
+    return ["页"] * pages
+'''
+
+
+@pytest.mark.parametrize(("pages", "unit"), [(2000, "tokens"), (30_000, "characters")])
+def test_only_the_answer_that_is_too_long_is_left_out(
+    material: Task, tmp_path: Path, pages: int, unit: str
+) -> None:
+    """With it went the answers of all other calls of the turn. Every text is shown as it is."""
+    (tmp_path / "reads.py").write_text(READS)
+    calls = [{"name": "read", "arguments": {"pages": pages}} for pages in (1, pages, 2)]
+    texts = iter([json.dumps(calls), "done"])
+    own = {"tools": (f"{tmp_path}/reads.py:read",), "observation_tokens": 200}
+    with Held(material, ConversationConfig(**own, parser="json", turns=3)) as opened:
+        opened.conversations._template.text = lambda ids: next(texts)
+        [[rollout]] = opened.hold([Prompt("p", (5,), "?")], ["1"] * 3, max_tokens=500)
+    answers = [message for message in rollout.messages if message["role"] == "tool"]
+    assert [answer["tool_call_id"] for answer in answers] == ["000000000", "000000001", "000000002"]
+    assert answers[0]["content"] == '["页"]' and answers[2]["content"] == '["页", "页"]'
+    assert answers[1]["content"].endswith(f" {unit}: too long to be shown]")
+    assert rollout.counts["observations_dropped"] == 1
+
+
 LEAVES = '''
 import gc, sys, time
 from megatron_gvpo.conversations.tools import Tools
