@@ -77,25 +77,29 @@ def write_record(config: Config, step: int, world_size: int) -> list[str]:
 
 
 def fingerprints(config: Config) -> dict[str, dict[str, Any]]:
-    """Size and hash of the data files, the rewards' files and models and the teacher, by their keys.
+    """Size and hash of what the run reads, by keys: data, models of rewards and teachers, the user's files.
 
     A hub data set has none.
     """
     named = {"data.train.path": config.data.train.path}
     if config.data.eval is not None:
         named["data.eval.path"] = config.data.eval.path
+    own: dict[str, str | None] = {}  # functions and classes, some of them in files
     for part, dataset in (("train", config.data.train), ("eval", config.data.eval)):
-        source = "" if dataset is None else (dataset.convert or "").rpartition(":")[0]
-        if source.endswith(".py"):
-            named[f"data.{part}.convert"] = source
+        own[f"data.{part}.convert"] = None if dataset is None else dataset.convert
     for i, component in enumerate(config.rewards.components):
-        source = (component.function or "").rpartition(":")[0]
-        if source.endswith(".py"):
-            named[f"rewards.components.{i}.function"] = source
+        own[f"rewards.components.{i}.function"] = component.function
         if component.served is not None and component.served.path is not None:
             named[f"{key_of(i, component.served)}.path"] = component.served.path
     if config.teacher is not None:
         named["teacher.path"] = config.teacher.path
+    if (talks := config.rollout.conversation) is not None:
+        own |= {
+            f"rollout.conversation.{key}": getattr(talks, key) for key in ("environment", "program", "parser")
+        }
+        own |= {f"rollout.conversation.tools.{i}": tool for i, tool in enumerate(talks.tools)}
+    sources = {key: (spec or "").rpartition(":")[0] for key, spec in own.items()}
+    named |= {key: source for key, source in sources.items() if source.endswith(".py")}
     found = {key: fingerprint(Path(path)) for key, path in named.items()}
     return {key: value for key, value in found.items() if value is not None}
 

@@ -149,6 +149,26 @@ def test_changed_files_are_found(run, file, key):
     assert compare(run, allowed=(key,)).startswith(key)
 
 
+@pytest.mark.parametrize(
+    ("talk", "keys"),
+    [
+        ("{environment: talk.py:Talk}", ["environment"]),
+        ("{program: talk.py:run}", ["program"]),
+        ("{tools: [python, talk.py:add], parser: talk.py:calls}", ["parser", "tools.1"]),
+    ],
+)
+def test_a_changed_file_of_conversations_is_found(run: Path, talk: str, keys: list[str]) -> None:
+    """The resumed run would mix two environments."""
+    own = f"rollout.conversation={talk}"
+    Path("talk.py").write_text("1")
+    write(run, own)
+    assert compare(run, own) == ""
+    Path("talk.py").write_text("3")
+    for key in keys:
+        with pytest.raises(ConfigError, match=rf'rollout\.conversation\.{key} was "1 bytes, sha256'):
+            compare(run, own, allowed=tuple(f"rollout.conversation.{k}" for k in keys if k != key))
+
+
 def test_a_directory_of_data_is_compared_by_names_and_content(tmp_path, good):
     (tmp_path / "data").mkdir()
     config = load_config([good], [f"data.train.path={tmp_path}/data"])
