@@ -41,6 +41,7 @@ from megatron_gvpo.sampling.engine import OnWait
 from megatron_gvpo.sampling.samplers import DatasetSampler, FileSampler, Sampler, responses_of
 from megatron_gvpo.sampling.shaping import run_shapers
 from megatron_gvpo.sampling.source import RolloutSource
+from megatron_gvpo.teachers.checks import other_end
 from megatron_gvpo.teachers.served import ServedTeacher
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,8 @@ class Components:
         self._markers = phase_markers(config.logging, config.output_dir, rank)
         self.timer = PhaseTimer(synchronize=torch.cuda.is_available(), markers=self._markers)
         task = load_task(config)
+        if not rank and (said := other_end(config, task.end_token_ids)) is not None:
+            log.warning(said)
         algorithm = config.algorithm.sized(config.rollout.max_tokens)
         self.prompts, self.tokenizer = task.prompts, task.tokenizer
         self.tracker = SuccessTracker(algorithm.tracker) if algorithm.needs_tracker else None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -14,9 +16,14 @@ from tiny_run import SHORT, configure, fit, make_task, records
 
 from megatron_gvpo.config.preflight import preflight
 from megatron_gvpo.config.schema import Config, ConfigError
+from megatron_gvpo.groups import Group, Prompt, Rollout
+from megatron_gvpo.megatron import parallel
 from megatron_gvpo.megatron.checkpoint.sharded import CheckpointError
+from megatron_gvpo.megatron.model.build import build
+from megatron_gvpo.megatron.teacher.model import Teacher
 from megatron_gvpo.rewards.served import servers
 from megatron_gvpo.rollout.request import RolloutError
+from megatron_gvpo.types import TrainBatch
 
 pytestmark = pytest.mark.usefixtures("leave_the_process_group")
 
@@ -89,6 +96,36 @@ def divergences(task: Path, out: Path, reference: str) -> list[float]:
     method = ["algorithm.recipe=gpg", f"algorithm.loss.divergence={{coef: 0.1, reference: {reference}}}"]
     fit(configure(task, out, *SHORT, *method, "train.steps=3", "optimizer={lr: 1.0e-4, decay: constant}"))
     return [line["train/divergence"] for line in records(out)[1:]]
+
+
+def test_a_teacher_that_ends_elsewhere_is_told(
+    task: Path, teacher: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """A policy that never stops where its teacher does would learn to go on behind the teacher's end."""
+    shutil.copytree(teacher, tmp_path / "teacher")
+    for name in ("config.json", "generation_config.json"):
+        file = tmp_path / "teacher" / name
+        values = json.loads(file.read_text()) if file.is_file() else {}
+        file.write_text(json.dumps(values | {"eos_token_id": 7}))
+    said = "its responses end at token 7, and the policy's at"
+    for directory, stops in ((tmp_path / "teacher", "[]"), (tmp_path / "teacher", "[7]"), (teacher, "[]")):
+        caplog.clear()
+        own = (f"teacher.path={directory}", f"rollout.stop_token_ids={stops}", "train.steps=2")
+        fit(configure(task, tmp_path / "run", "algorithm=opd_full", *SHORT, *own), overwrite=True)
+        assert (said in caplog.text) == (directory != teacher and stops == "[]")
+
+
+def test_a_teacher_does_not_compute_in_fp8(task: Path, teacher: Path, tmp_path: Path):
+    """Its weights and activations have model.dtype, as its section says; here, FP8 would be refused."""
+    how = ("algorithm=opd_full", f"teacher.path={teacher}", "model.dtype=bfloat16")
+    config = configure(task, tmp_path, *how, "model.fp8={recipe: blockwise}")
+    parallel.initialize(config.parallel, seed=0)
+    with pytest.raises(ConfigError, match=r"model\.fp8\.recipe=blockwise: FP8 needs a GPU"):
+        build(config.model, config.parallel, trained=False)
+    rows = TrainBatch.from_groups([Group(Prompt("p", (5, 6), "x"), [Rollout([7, 8, 9], [], "", "stop")])])
+    torch.testing.assert_close(
+        Teacher(config).score(rows), logprobs(teacher, [5, 6], [7, 8, 9]), rtol=0, atol=0.05
+    )
 
 
 def test_a_moving_average_is_not_taken_for_the_policy_at_the_start(task: Path, tmp_path: Path):

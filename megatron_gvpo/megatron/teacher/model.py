@@ -25,7 +25,8 @@ class Teacher:
     def __init__(self, config: Config) -> None:
         assert config.teacher is not None, "the run has no teacher"
         given = {"path": config.teacher.path, "trust_remote_code": config.teacher.trust_remote_code}
-        own = config.model.model_copy(update={**given, "adapter": None})
+        # Not in FP8, which would round its log-probs, and for which its sizes are not checked.
+        own = config.model.model_copy(update={**given, "adapter": None, "fp8": None})
         train = config.train
         self._model = build(
             own,
