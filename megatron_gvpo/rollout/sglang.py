@@ -179,7 +179,7 @@ class SGLang:
         # SGLang 0.5.23 gives the last input token the entry of token 0: one more token is sent, and dropped.
         body: dict[str, Any] = {
             "input_ids": [*token_ids, token_ids[-1]],
-            "sampling_params": {"temperature": 1.0, "max_new_tokens": 1},
+            "sampling_params": {**PLAIN, "temperature": 1.0, "top_p": 1.0, "max_new_tokens": 1},
             "return_logprob": True,
             "logprob_start_len": first - 1,
         }

@@ -235,12 +235,9 @@ class VLLM:
             )
 
     async def score(self, token_ids: Sequence[int], timeout: float, first: int = 1) -> list[float]:
-        body = {
-            "prompt": list(token_ids),
-            "max_tokens": 1,
-            "temperature": 1.0,
-            "prompt_logprobs": 0,
-        }
+        # Without PLAIN, a top_k from generation_config.json ends servers of vLLM 0.32 that speculate.
+        how = {**PLAIN, "max_tokens": 1, "temperature": 1.0, "top_p": 1.0, "prompt_logprobs": 0}
+        body = {"prompt": list(token_ids), **how}
         answer = await self._complete(body, timeout)
         with answer_of(self, "/v1/completions"):
             given = answer["choices"][0]["prompt_logprobs"][first:]

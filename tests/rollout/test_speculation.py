@@ -97,6 +97,10 @@ def test_samples_and_log_probs_are_the_policys_before_and_after_a_push(speculati
                 torch.testing.assert_close(torch.tensor(rollout.logprobs), expected, rtol=0, atol=1e-3)
         for prompt, rollout in sample(client, pool, 1, SamplingConfig(top_p=1e-6, max_tokens=20)):
             assert rollout.token_ids == greedy_by(model, prompt, 20)
+        for prompt, rollout in sampled[::100]:  # as the probe of a push and teachers ask
+            scores = client.loop.run(client.server.score([*prompt, *rollout.token_ids], 60.0, len(prompt)))
+            expected = logprobs_by(model, prompt, rollout.token_ids, 1.0)
+            torch.testing.assert_close(torch.tensor(scores), expected, rtol=0, atol=1e-3)
         drafts = client.loop.run(counter.take([client.server]))
         assert drafts.drafted > 1000 and drafts.metrics["speculation/acceptance"] < 0.95
         # The draft model stays as it is, and the second weights prefer what it finds unlikely.
