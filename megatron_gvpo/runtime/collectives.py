@@ -87,13 +87,24 @@ def broadcast_msgpack(obj: Any, src: int = 0, group: dist.ProcessGroup | None = 
 
 def _pack(obj: Any) -> Tensor:
     # Texts of data and environments may have halves of surrogate pairs.
-    data = msgpack.packb(obj, unicode_errors="surrogatepass")
+    data = msgpack.packb(obj, default=_long, unicode_errors="surrogatepass")
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _unpack(data: Tensor) -> Any:
     packed = data.cpu().numpy().tobytes()
-    return msgpack.unpackb(packed, strict_map_key=False, unicode_errors="surrogatepass")
+    return msgpack.unpackb(packed, ext_hook=_number, strict_map_key=False, unicode_errors="surrogatepass")
+
+
+def _long(value: Any) -> msgpack.ExtType:
+    """An integer of more than 64 bits: the policy may write one in a call of a tool."""
+    if not isinstance(value, int):
+        raise TypeError(f"ranks cannot exchange a {type(value).__name__}")
+    return msgpack.ExtType(0, hex(value).encode())
+
+
+def _number(code: int, data: bytes) -> int:
+    return int(data, 16)
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:

@@ -26,7 +26,8 @@ from megatron_gvpo.conversations.programs.chat import answer_of, read_message
 from megatron_gvpo.conversations.programs.held import Programs
 from megatron_gvpo.data.task import Task
 from megatron_gvpo.groups import Prompt, Rollout
-from megatron_gvpo.rollout.request import Request
+from megatron_gvpo.rollout.request import Request, pack, unpack
+from megatron_gvpo.runtime.collectives import all_gather_msgpack
 from megatron_gvpo.turns import segments
 
 PROGRAMS = HELPERS / "programs" / "agent_programs.py"
@@ -317,6 +318,16 @@ def test_half_a_surrogate_pair_in_a_call_stays_json() -> None:
     text = '<tool_call>{"name": "f\\ud800", "arguments": {}}</tool_call>'
     answer, reason = answer_of(text, "hermes", True, 1)
     assert (answer["content"], reason) == (text, "stop")
+
+
+@pytest.mark.parametrize("value", [str(10**30), "[" * 1100 + "]" * 1100])
+def test_whatever_the_policy_writes_in_a_call_reaches_the_other_ranks(value: str) -> None:
+    """The run ended with an error of msgpack's."""
+    text = f'<tool_call>{{"name": "f", "arguments": {{"a": {value}}}}}</tool_call>'
+    answer, reason = answer_of(text, "hermes", True, 1)
+    rollout = Rollout([5], [-0.5], "", "stop", messages=[read_message(answer)])
+    [again] = all_gather_msgpack(pack([[rollout]]))
+    assert reason == "tool_calls" and unpack(again) == [[rollout]]
 
 
 @pytest.mark.parametrize(

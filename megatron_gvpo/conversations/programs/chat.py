@@ -28,6 +28,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "response_format": (None, {"type": "text"}),
     "tool_choice": (None, "auto", "none"),
 }
+_DEEPEST = 100  # levels of a call's arguments that are kept as values, and not as text
 _CALL_BEGINS = {"hermes": "<tool_call>", "xml": "<function="}
 
 
@@ -94,7 +95,8 @@ def read_message(message: Mapping[str, Any]) -> Message:
     read: Message = {"role": "system" if role == "developer" else role, "content": content or ""}
     if calls := message.get("tool_calls"):
         read["tool_calls"] = [_read_call(call) for call in calls]
-    return read | {name: message[name] for name in ("name", "tool_call_id") if message.get(name) is not None}
+    named = ("name", "tool_call_id")
+    return read | {name: str(message[name]) for name in named if message.get(name) is not None}
 
 
 def _read_call(call: Any) -> dict[str, Any]:
@@ -107,12 +109,18 @@ def _read_call(call: Any) -> dict[str, Any]:
         with suppress(ValueError, RecursionError):  # else the template writes the text
             values = json.loads(arguments)
             json.dumps(values, ensure_ascii=False).encode()  # refuses half a surrogate pair, which is no text
-            arguments = values
+            arguments = arguments if _is_deep(values, _DEEPEST) else values
     return {
         "id": str(call.get("id", "")),
         "type": "function",
         "function": {"name": str(name), "arguments": arguments},
     }
+
+
+def _is_deep(values: Any, deepest: int) -> bool:
+    """True if lists and objects are in each other more often than `deepest`: no message carries them."""
+    inner = values.values() if isinstance(values, dict) else values if isinstance(values, list) else ()
+    return deepest < 0 or any(_is_deep(value, deepest - 1) for value in inner)
 
 
 def same(first: Sequence[Message], second: Sequence[Message]) -> bool:
