@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 from megatron_gvpo.runtime.user_functions import UserFunctionError, load_function, refused
 
-_HERMES = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_TOOL_CALL = re.compile(r"<tool_call>")
 _FENCE = re.compile(r"```json\s*(.*?)```", re.DOTALL)
-_FUNCTION = re.compile(r"<function=([^<>\s]+)>(.*?)</function>", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^<>\s]+)>(.*?)</parameter>", re.DOTALL)
+_FUNCTION = re.compile(r"<function=([^<>\s]+)>")
+_PARAMETER = re.compile(r"<parameter=([^<>\s]+)>")
 _ID = re.compile(r"[0-9A-Za-z]{9}")  # as Mistral's models write it, and its templates want it
 
 
@@ -39,7 +39,7 @@ class Call(NamedTuple):
 
 def hermes(text: str) -> list[Call]:
     """The calls in <tool_call> tags."""
-    calls = [_call(part) for part in _HERMES.findall(text)]
+    calls = [_call(body) for _, body in _between(_TOOL_CALL, "</tool_call>", text)]
     if not calls and "<tool_call>" in text:
         return [Call("", {}, "a <tool_call> has no </tool_call>")]
     return calls
@@ -61,8 +61,11 @@ def json_calls(text: str) -> list[Call]:
 def xml(text: str) -> list[Call]:
     """The calls in <function=...> tags."""
     calls = [
-        Call(name, {key: _value(value) for key, value in _PARAMETER.findall(body)})
-        for name, body in _FUNCTION.findall(text)
+        Call(
+            begin[1],
+            {key[1]: _value(value) for key, value in _between(_PARAMETER, "</parameter>", body)},
+        )
+        for begin, body in _between(_FUNCTION, "</function>", text)
     ]
     if not calls and "<function=" in text:
         return [Call("", {}, "a <function=...> has no </function>")]
@@ -123,6 +126,17 @@ def _call_of(value: Any) -> Call:
         return Call("", {}, 'a call is {"name": "...", "arguments": {...}}')
     number = value.get("id")
     return Call(name, arguments, id=number if isinstance(number, str) and _ID.fullmatch(number) else None)
+
+
+def _between(begin: re.Pattern[str], end: str, text: str) -> Iterator[tuple[re.Match[str], str]]:
+    """Where `begin` matches, and the text from there to the next `end`, one after the other.
+
+    A policy may write thousands of beginnings; one expression for both would look from each to the end.
+    """
+    place = 0
+    while (found := begin.search(text, place)) and (close := text.find(end, found.end())) >= 0:
+        yield found, text[found.end() : close]
+        place = close + len(end)
 
 
 def _value(text: str) -> Any:

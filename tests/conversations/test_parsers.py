@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,21 @@ def test_calls_have_the_ids_that_the_policy_writes() -> None:
 def test_parsers_say_what_is_wrong_with_a_call(parser: str, text: str) -> None:
     [call] = PARSERS[parser](text)
     assert call.problem
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        ("hermes", "<tool_call>" * 8000),
+        ("xml", "<function=f>" * 8000),
+        ("xml", f"<function=f>{'<parameter=x>' * 8000}</function>"),
+    ],
+)
+def test_beginnings_without_an_end_are_read_in_no_time(parser: str, text: str) -> None:
+    """A policy that repeats one token to its limit held up all conversations for a minute."""
+    begin = time.process_time()
+    assert len(PARSERS[parser](text)) == 1
+    assert time.process_time() - begin < 1
 
 
 def test_tools_and_programs_use_a_parser_of_the_users(file: Path) -> None:
