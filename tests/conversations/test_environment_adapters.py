@@ -71,7 +71,8 @@ def test_a_textarena_game_is_played_from_its_seed(tmp_path: Path) -> None:
     subprocess.run(command, check=True, capture_output=True)
     first, second = map(json.loads, file.read_text().splitlines())
     assert (first["game_seed"], second["game_seed"]) == (0, 1) and "Mastermind" in first["prompt"]
-    prompt = Prompt("p", (5, 6), first["prompt"], record=first)
+    prompt = Prompt("p", (5, 6), f"user: {first['prompt'].strip()}", record=first)  # as templates write it
+    assert first["prompt"].strip() != first["prompt"]
     guesses = ["[1 2 3 4]", "[4 3 2 1]", *(f"[{a} {b} 5 6]" for a in (1, 2) for b in (3, 4)), *["no"] * 9]
     once, again = hold(f"{ADAPTERS}.textarena:TextArena", {}, prompt, guesses)
     assert once.messages == again.messages and once.finish_reason == "stop" and len(once.turns) > 3

@@ -172,6 +172,13 @@ def test_of_retries_the_answer_counts_that_a_later_call_shows(held: Held) -> Non
     assert rollout.counts["retried_calls"] == 3
 
 
+def test_tools_that_are_made_for_every_task_are_forgotten(held: Held) -> None:
+    """The run would grow with every task."""
+    for number in range(300):
+        held._programs._template(json.dumps([{"type": "function", "function": {"name": f"f{number}"}}]))
+    assert len(held._programs._templates) < 250 and "" in held._programs._templates
+
+
 def test_compaction_and_stripped_thinking_begin_segments(held: Held) -> None:
     [[cut], [forgets]] = held.hold(
         [prompt("compaction"), prompt("forgetful")], lambda _, i: f"<think>{i}</think>it is {i}"

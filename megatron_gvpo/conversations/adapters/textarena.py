@@ -31,7 +31,7 @@ class TextArena:
 
     def reset(self, prompt: Prompt, seed: int) -> None:
         self._game, self._random, shown = begin(prompt.record["game"], prompt.record["game_seed"])
-        if shown not in prompt.text:
+        if shown.strip() not in prompt.text:  # many chat templates strip messages
             raise ValueError(
                 f"the prompt is not what game {prompt.record['game']} with seed {prompt.record['game_seed']} "
                 "shows: make the data again with this version of textarena"

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from megatron_gvpo.conversations.held import Policy
     from megatron_gvpo.data.task import Task
 
+_TEMPLATES = 200  # that show tools, at most
+
 
 class Programs:
     """Runs the configured program (see `conversations.held.Conversations`). A context manager."""
@@ -114,6 +116,8 @@ class Programs:
     def _template(self, tools: str) -> Template:
         """The template that shows these tools, given as JSON. Raises DataError."""
         if tools not in self._templates:
+            if len(self._templates) > _TEMPLATES:  # a program may make tools for every task
+                del self._templates[[*self._templates][1]]
             task = self._task
             self._templates[tools] = Template(
                 task.tokenizer, task.end_token_ids, task.chat, json.loads(tools)
