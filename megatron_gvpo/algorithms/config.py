@@ -121,6 +121,11 @@ class AlgorithmConfig(Block):
                 f"the references of loss, loss.divergence and estimator differ ({', '.join(kept)}): one "
                 "reference policy is kept"
             )
+        if (key := self._learns_from_itself()) is not None:
+            raise ValueError(
+                f"{key}: the policy begins as this reference, and nothing else moves it: it would learn from "
+                "rounding errors. Name another reference, such as teacher, or a loss or advantage of rewards"
+            )
         if not self.needs_tracker and self.tracker != Tracker():
             raise ValueError("tracker has no effect: no block reads it; prompts, allocation and prior do")
         if loss.reads_members and not self.members:
@@ -132,6 +137,17 @@ class AlgorithmConfig(Block):
         if self.reference_logprobs == "engine":
             self._engine_may_be_reference()
         return self
+
+    def _learns_from_itself(self) -> str | None:
+        """The key of the only policy to learn from, if that is what the policy begins as, else None."""
+        loss, estimator = self.loss, self.estimator
+        if TEACHER in self.reference_policies or loss.entropy_coef or loss.reads_members:
+            return None
+        if not loss.has_terms and loss.divergence is not None:
+            return f"loss.divergence.reference={loss.divergence.reference}"
+        if isinstance(estimator, distillation.Distillation) and estimator.rewards is None:
+            return f"estimator.reference={estimator.reference}"
+        return None
 
     def _without_engine(self) -> None:
         """Refuse blocks that ask for more than the samplers `dataset` and `file` have."""

@@ -127,3 +127,14 @@ def test_a_policy_may_learn_from_its_own_average_and_not_from_itself(good):
     assert not config.algorithm.needs_teacher
     with pytest.raises(ConfigError, match="the policy would learn from itself"):
         load_config([good], ["algorithm=self_distillation", "algorithm.estimator.reference=step_start"])
+
+
+@pytest.mark.parametrize("reference", ["fixed", "{name: ema, decay: 0.9}"])
+@pytest.mark.parametrize("place", ["opd: estimator", "opd_full: loss.divergence"])
+def test_a_policy_that_only_learns_from_what_it_begins_as_is_refused(good, reference: str, place: str):
+    """Its loss is 0 but for rounding, which AdamW scales up to whole steps."""
+    recipe, key = place.split(": ")
+    given = [f"algorithm={recipe}", f"algorithm.{key}.reference={reference}"]
+    with pytest.raises(ConfigError, match=rf"{key}.reference=(fixed|ema .*): the policy begins as this"):
+        load_config([good], given)
+    load_config([good], [*given, "algorithm.loss.entropy_coef=0.01"])

@@ -25,10 +25,10 @@ def test_a_divergence_needs_a_teacher_in_the_trainer(good: Path):
 
 
 def test_the_other_model_may_be_the_policys_own_average(good: Path):
-    ema = "algorithm.loss.divergence.reference={name: ema, decay: 0.9}"
-    config = load_config([good], [FULL, ema])
+    ema = "algorithm={recipe: gpg, loss: {divergence: {reference: {name: ema, decay: 0.9}}}}"
+    config = load_config([good], [ema])
     assert not config.algorithm.needs_teacher and config.algorithm.kept_reference.decay == 0.9
-    assert message(good, FULL, ema, HELD).startswith("teacher has no effect")
+    assert message(good, ema, HELD).startswith("teacher has no effect")
     two = ["algorithm={recipe: grpo, loss: {kl_coef: 0.1, divergence: {reference: {name: ema, decay: 0.9}}}}"]
     assert "differ (ema with decay=0.9, fixed): one reference policy is kept" in message(good, *two)
     assert "step_start: want teacher, fixed or ema" in message(

@@ -133,8 +133,10 @@ def found(request: pytest.FixtureRequest, directory: Path, plain: Plain) -> dict
     """{(layout, algorithm): Outcome} in the layouts of the selected tests."""
     layouts = {i.callspec.params["layout"] for i in request.session.items if i.path == request.path}
     cases = [Case(name, a, plain.rows, BUDGET, teacher="teacher") for name, a in ALGORITHMS.items()]
-    own = full(name="js", reference="fixed")
-    cases += [Case(SELF, own, plain.rows, BUDGET, at_step_start=True, model="tied")]
+    own = beside("gvpo", name="js", reference="fixed")  # equal rewards have no gradient at a step's start
+    ones_n = torch.ones_like(plain.rows.reward_n)
+    equal = plain.rows.with_columns(reward_n=ones_n, old_logp_r=None, ref_logp_r=None)
+    cases += [Case(SELF, own, equal, BUDGET, at_step_start=True, model="tied")]
     work = [(layout, case) for layout in LAYOUTS if layout in layouts for case in cases]
     experts = Case(EXPERTS, REVERSE, plain.rows, BUDGET, model="qwen3_moe", teacher="teacher")
     work += [(layout, experts) for layout in EXPERT_LAYOUTS if layout in layouts]
