@@ -22,6 +22,7 @@ from megatron_gvpo.config.schema import SamplingConfig
 from megatron_gvpo.groups import Rollout
 from megatron_gvpo.images.families import name_in_file, takes_images
 from megatron_gvpo.images.processor import ImageProcessor
+from megatron_gvpo.kernels import onednn
 from megatron_gvpo.rollout.request import Request, check_request
 from megatron_gvpo.sampling.decoding.attention import GROUPED_SDPA
 from megatron_gvpo.sampling.decoding.kv_cache import KeyValueCache
@@ -64,6 +65,7 @@ class LocalModel:
         if language.config._attn_implementation == "sdpa":  # some models do not support it
             language.set_attn_implementation(GROUPED_SDPA)
         self.model = model.eval().requires_grad_(False)
+        onednn.use_in(self.model)
         self._vision = PromptVision(self.model, ImageProcessor(model_path)) if images else None
 
     @torch.no_grad()

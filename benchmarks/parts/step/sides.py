@@ -241,12 +241,12 @@ def take_apart(seconds: dict[str, float]) -> None:
 
 def operator_shares(profiler: Any) -> dict[str, float]:
     """Return the operators' shares of a step's operator time, the largest first."""
-    kinds = {"mm": "matrix products", "addmm": "matrix products", "bmm": "matrix products"}
+    kinds = dict.fromkeys(("mm", "addmm", "bmm", "_linear_pointwise"), "matrix products")
     microseconds: dict[str, float] = {}
     for event in profiler.key_averages():
-        name = event.key.removeprefix("aten::").rstrip("_")
+        library, _, name = event.key.rstrip("_").rpartition("::")
         name = "attention" if "flash_attention" in name else kinds.get(name, name)
-        if event.key.startswith("aten::"):
+        if library in ("aten", "mkldnn"):
             microseconds[name] = microseconds.get(name, 0.0) + event.self_cpu_time_total
     total = sum(microseconds.values())
     largest = sorted(microseconds, key=lambda name: -microseconds[name])[:8]

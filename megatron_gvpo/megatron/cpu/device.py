@@ -18,13 +18,14 @@ import torch._dynamo
 from torch.distributed import distributed_c10d
 from torch.overrides import TorchFunctionMode
 
-from megatron_gvpo.megatron.cpu import heap
+from megatron_gvpo.kernels import onednn
+from megatron_gvpo.megatron.cpu import heap, uneven_collectives
 from megatron_gvpo.megatron.cpu.process_groups import OneDeviceGroup
-from megatron_gvpo.megatron.cpu.uneven_collectives import REPLACEMENTS
 
 _CPU = torch.device("cpu")
 _ATTENTION_FLAGS = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 _installed = False
+_replacements = dict(uneven_collectives.REPLACEMENTS)
 
 
 class _CudaMeansCpu(TorchFunctionMode):
@@ -45,7 +46,7 @@ class _CudaMeansCpu(TorchFunctionMode):
             kwargs = {**kwargs, "pin_memory": False}
         if func is torch.Tensor.to and len(args) > 1 and _names_cuda(args[1]):
             args = (args[0], _CPU, *args[2:])
-        return REPLACEMENTS.get(func, func)(*args, **kwargs)
+        return _replacements.get(func, func)(*args, **kwargs)
 
 
 def _names_cuda(device: object) -> bool:
@@ -123,6 +124,8 @@ def install() -> None:
     # Each name gets its own object: dynamo refuses one function under two names.
     for name in ("set_device", "synchronize", "_lazy_init"):
         setattr(cuda, name, _nothing())
+    if onednn.is_faster():
+        _replacements.update(onednn.REPLACEMENTS)
     heap.keep_freed()
     cuda.empty_cache = lambda: heap.trim()
     cuda._lazy_call = lambda call, **kwargs: call()

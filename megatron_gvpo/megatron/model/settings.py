@@ -35,6 +35,9 @@ def model_settings(
         "should_pad_vocab": True,
         "make_vocab_size_divisible_by": 1,
         "variable_seq_lengths": True,  # packs differ in length between micro-batches
+        # As Megatron-LM's own scripts do: a stage keeps no output that it has sent. gloo reads what it sends
+        # with virtual stages later, when the memory could be another tensor's.
+        "deallocate_pipeline_outputs": not (on_cpu and parallel.vpp > 1),
         "gradient_accumulation_fusion": False,
         "cross_entropy_loss_fusion": False,
         "deterministic_mode": deterministic,
