@@ -56,11 +56,11 @@ CORRECTIONS: dict[str, dict[str, Any] | None] = {
 SCENARIOS = ("exact", "stale4", "fp8", "bf16")
 SETTINGS: dict[str, Any] = {
     "data": {"max_prompt_tokens": 64},
-    "rollout": {"n": 8, "temperature": 1.0, "max_tokens": 96, "batch_size": 512},
+    "rollout": {"n": 8, "temperature": 1.0, "max_tokens": 96, "batch_size": 256},
     "rewards": {"components": [{"name": "math"}]},
-    "train": {"steps": 20, "prompts_per_step": 64, "mini_batches": 4, "max_tokens_per_micro_batch": 16384},
-    "optimizer": {"lr": 1.0e-4, "warmup_steps": 5},
-    "eval": {"n": 4, "k": [1], "sampling": {"temperature": 1.0, "max_tokens": 96}},
+    "train": {"steps": 12, "prompts_per_step": 32, "mini_batches": 4, "max_tokens_per_micro_batch": 16384},
+    "optimizer": {"lr": 1.0e-4, "warmup_steps": 2},
+    "eval": {"n": 2, "k": [1], "sampling": {"temperature": 1.0, "max_tokens": 96}},
     "checkpoint": {"every": 0},
     "logging": {"tensorboard": False},
 }
