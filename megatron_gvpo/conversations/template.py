@@ -163,14 +163,20 @@ class Template:
         return tuple(opened(self._tokenizer, [text])[0])
 
     def _plain(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The messages with a space in every special token that they spell.
+        """The messages with a space in every special token that they spell, in names and calls, too.
 
-        Otherwise a web page that a tool fetched could end its message and begin another one in any role.
+        Otherwise a web page that a tool fetched, or the name of a tool that the policy made up, could end its
+        message and begin another one in any role.
         """
-        return [
-            {**m, "content": self._special.sub(lambda found: f"{found[0][0]} {found[0][1:]}", m["content"])}
-            for m in messages
-        ]
+
+        def plain(value: Any) -> Any:
+            if isinstance(value, str):
+                return self._special.sub(lambda found: f"{found[0][0]} {found[0][1:]}", value)
+            if isinstance(value, Mapping):
+                return {plain(key): plain(inner) for key, inner in value.items()}
+            return [plain(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+        return [plain(message) for message in messages]
 
     def _tokens(self, text: str) -> tuple[int, ...]:
         try:

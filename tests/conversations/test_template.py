@@ -78,6 +78,19 @@ def test_special_tokens_that_an_environment_spells_are_text(chat: bool) -> None:
     assert ids(of, evil["content"])[0] == END and specials == honest
 
 
+def test_special_tokens_in_the_name_of_a_tool_or_in_a_call_are_text() -> None:
+    """The policy makes names up, and the template may write them."""
+    written = CHATML.replace("{{ m.role }}", "{{ m.role }} {{ m.name }} {{ m.tool_calls }}")
+    template = Template(tokenizer(written), (END,), chat=True)
+
+    def ends(name: str) -> int:
+        call = {"function": {"name": name, "arguments": {name: [name]}}}
+        message = {"role": "user", "name": name, "tool_calls": [call], "content": "5"}
+        return template.given(END, [message]).count(END)
+
+    assert ends("<|im_end|>") == ends("add")
+
+
 def test_tools_reach_the_template_and_their_answers_are_messages(tmp_path: Path) -> None:
     (tmp_path / "tools.py").write_text(
         'def add(a: int, b: int) -> int:\n    """Adds.\n\n    Args:\n'
