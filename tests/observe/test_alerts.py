@@ -61,6 +61,7 @@ def dying(step: int) -> float:
             "from 200 to 760 tokens",
         ),
         ("mismatch rises", {"mismatch/kl": late(1e-2, 1e-4)}, 20, "from 0.0001 to 0.0034"),
+        ("correction leaves little", {"train/importance": late(0.0, 1.0)}, 21, "leaves 33% of the policy"),
         ("no signal", {"reward/groups_with_signal": late(0.0, 0.6)}, 24, "0% have"),
         ("dead reward component", {"reward/math": dying}, 29, "math gave 0 on average"),
         ("slow server", {"server/10.0.0.2:80/relative_time": late(9.0, 1.0)}, 20, "10.0.0.2:80 takes 3.7"),
@@ -204,6 +205,12 @@ class TestRealRuns:
     def test_an_entropy_that_collapses(self, task: Path, tmp_path: Path):
         lr = ("optimizer.lr=0.02", "optimizer.decay=constant", "train.steps=16", "rollout.n=8")
         assert "entropy collapse" in rules_of(task, tmp_path / "run", "sharp", *lr)
+
+    def test_a_correction_whose_bounds_are_narrower_than_rounding(self, task: Path, tmp_path: Path):
+        """It drops what it should correct, and the run would end as well as any."""
+        narrow = "algorithm={recipe: grpo, loss: {importance: {name: mask, level: geometric}}}"
+        found = rules_of(task, tmp_path / "run", "long", narrow, "model.dtype=bfloat16")
+        assert "correction leaves little" in found
 
     def test_weights_that_do_not_reach_the_engine(self, task: Path, tmp_path: Path):
         lr = ("optimizer.lr=0.01", "optimizer.decay=constant", "train.steps=8", "optimizer.warmup_steps=0")

@@ -73,6 +73,15 @@ RULES = (
         "such tokens weigh",
     ),
     Rule(
+        "correction leaves little",
+        (Condition("train/importance", "below", 0.5),),
+        3,
+        "loss.importance leaves {now:.0%} of the policy gradient: its weights are 1 on average without a "
+        "mismatch",
+        "train/importance_masked, and mismatch/abs_mean: the bounds (low, high) are to allow a few times that; "
+        "with level=sequence also the length of responses (docs/howto/mismatch.md)",
+    ),
+    Rule(
         "no signal",
         (Condition("reward/groups_with_signal", "below", 0.1),),
         5,
