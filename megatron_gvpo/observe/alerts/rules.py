@@ -78,7 +78,7 @@ RULES = (
         3,
         "loss.importance leaves {now:.0%} of the policy gradient: its weights are 1 on average without a "
         "mismatch",
-        "train/importance_masked, and mismatch/abs_mean: the bounds (low, high) are to allow a few times that; "
+        "train/importance_masked, and mismatch/abs_mean: low and high are to allow a few times that; "
         "with level=sequence also the length of responses (docs/howto/mismatch.md)",
     ),
     Rule(
