@@ -5,7 +5,8 @@ r"""How a policy writes tool calls in a turn, by the name of the format.
     xml     <function=add><parameter=a>1</parameter></function>, values as JSON or else as text
 
 or by a user's function, which takes the text and returns the calls as (name, arguments), [] for none.
-Parsers read the decoded text of a turn; tokens are never made from it.
+Parsers read the decoded text of a turn; tokens are never made from it. The three formats are read behind
+the turn's thoughts, as inference servers do: a call that was only thought of is not made.
 """
 
 from __future__ import annotations
@@ -37,8 +38,15 @@ class Call(NamedTuple):
     id: str | None = None
 
 
+def behind_thoughts(text: str) -> str:
+    """The text after the turn's thoughts, which end with </think>; all of it where there are none."""
+    thoughts, end, said = text.partition("</think>")
+    return said if end else thoughts
+
+
 def hermes(text: str) -> list[Call]:
     """The calls in <tool_call> tags."""
+    text = behind_thoughts(text)
     calls = [_call(body) for _, body in _between(_TOOL_CALL, "</tool_call>", text)]
     if not calls and "<tool_call>" in text:
         return [Call("", {}, "a <tool_call> has no </tool_call>")]
@@ -47,6 +55,7 @@ def hermes(text: str) -> list[Call]:
 
 def json_calls(text: str) -> list[Call]:
     """The call, or the list of calls, that is the whole text or a block of it."""
+    text = behind_thoughts(text)
     fenced = _FENCE.search(text)
     body = (fenced[1] if fenced else text).strip()
     if not body.startswith(("{", "[")):
@@ -60,6 +69,7 @@ def json_calls(text: str) -> list[Call]:
 
 def xml(text: str) -> list[Call]:
     """The calls in <function=...> tags."""
+    text = behind_thoughts(text)
     calls = [
         Call(
             begin[1],

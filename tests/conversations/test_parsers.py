@@ -65,6 +65,23 @@ def test_a_parser_of_the_users_reads_calls_and_its_mistakes_are_named(file: Path
         ConversationConfig(tools=("tools.py:add",), parser="hermse")
 
 
+@pytest.mark.parametrize("opened", ["<think>", ""])
+def test_a_call_that_was_only_thought_of_is_not_made(opened: str) -> None:
+    """Servers read calls behind the thoughts, too. Some templates open the thoughts in the prompt."""
+    call = '{"name": "f", "arguments": {"x": 1}}'
+    thought = f"{opened}I could <tool_call>{call}</tool_call> or <function=g></function> ...</think>\n\n"
+    assert [PARSERS[name](thought + "It is 5.") for name in PARSERS] == [[], [], []]
+    hermes = f"{thought}so <tool_call>{call}</tool_call>"
+    made = {
+        "hermes": hermes,
+        "json": thought + call,
+        "xml": f"{thought}<function=f><parameter=x>1</parameter></function>",
+    }
+    assert all(PARSERS[name](text) == [Call("f", {"x": 1})] for name, text in made.items())
+    message, reason = answer_of(hermes, "hermes", True, 7)
+    assert (message["content"], reason, len(message["tool_calls"])) == (f"{thought}so", "tool_calls", 1)
+
+
 def test_calls_have_the_ids_that_the_policy_writes() -> None:
     """Mistral's models do, in nine characters, and its templates want the id with the answer."""
     call = '{"name": "f", "arguments": {}, "id": "%s"}'

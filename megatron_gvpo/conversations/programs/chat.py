@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from megatron_gvpo.config.sections import SamplingConfig
-from megatron_gvpo.conversations.parsers import parser_of
+from megatron_gvpo.conversations.parsers import behind_thoughts, parser_of
 from megatron_gvpo.groups import Rollout, utf8
 
 Message = dict[str, Any]
@@ -143,7 +143,9 @@ def answer_of(text: str, parser: str, tools: bool, number: int) -> tuple[Message
     calls = parser_of(parser)(text) if tools else []
     if not calls or any(call.problem or utf8(call.name) != call.name for call in calls):
         return {"role": "assistant", "content": text}, "stop"
-    content = text.partition(_CALL_BEGINS[parser])[0].strip() if parser in _CALL_BEGINS else ""
+    said = behind_thoughts(text)
+    before = said.partition(_CALL_BEGINS[parser])[0] if parser in _CALL_BEGINS else ""
+    content = f"{text.removesuffix(said)}{before}".strip()
     written = [
         {
             "id": f"{(number + i) % 16**9:09x}",
