@@ -83,11 +83,15 @@ def prefers(
     api_key_env: str | None = None,
     plain: bool = False,
 ) -> float:
-    """1 if the model names A first, 0 if B, 0.5 if neither."""
+    """1 if the model names A first, 0 if B, 0.5 if neither.
+
+    What it thinks before `</think>` does not count, and of an answer that was cut off only how it begins.
+    """
     text = filled(template, {"prompt": _problem(prompt, key), "a": a.text, "b": b.text})
-    said = _verdict(url, prompt, text, model, max_tokens, timeout, api_key_env, plain)
-    letter = re.search(r"\b[AB]\b", said)
-    return 0.5 if letter is None else float(letter[0] == "A")
+    said, whole = _verdict(url, prompt, text, model, max_tokens, timeout, api_key_env, plain)
+    said = said.rpartition("</think>")[2]
+    letter = re.search(r"\b([AB])\b", said) if whole else re.match(r"[\W_]*([AB])\b", said)
+    return 0.5 if letter is None else float(letter[1] == "A")
 
 
 def repeat_best(groups: Sequence[Group], n: int) -> list[list[str]]:
@@ -113,11 +117,11 @@ def _verdict(
     timeout: float,
     api_key_env: str | None,
     plain: bool,
-) -> str:
-    """The one greedy answer."""
+) -> tuple[str, bool]:
+    """The one greedy answer, with False if it was cut off."""
     options = {"model": model, "n": 1, "temperature": 0.0, "max_tokens": max_tokens}
-    ((said, _),) = _texts(url, f"{url}: prompt {prompt.id}", text, options, timeout, api_key_env, plain)
-    return said
+    [found] = _texts(url, f"{url}: prompt {prompt.id}", text, options, timeout, api_key_env, plain)
+    return found
 
 
 def _texts(

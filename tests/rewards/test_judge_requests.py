@@ -66,6 +66,22 @@ def asked_for_a_preference(url: str, **options: Any) -> float:
     return prefers(prompt, a, b, url, "m", plain=True, **options)
 
 
+@pytest.mark.parametrize(
+    ("said", "reason", "won"),
+    [
+        ("B, not A", "stop", 0.0),
+        ("<think>A is short, but B is right.</think>\n\n**B**", "stop", 0.0),
+        ("<think>Is it A or", "length", 0.5),
+        ("Let me see: A adds two", "length", 0.5),
+        ("B. It is right, and", "length", 0.0),
+    ],
+)
+def test_a_preference_is_read_behind_the_judges_thoughts(said: str, reason: str, won: float):
+    answer = json.dumps({"choices": [{"text": said, "finish_reason": reason}]}).encode()
+    with judge(OK + answer) as (url, _):
+        assert asked_for_a_preference(url) == won
+
+
 def test_a_key_follows_no_redirect(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("JUDGE_KEY", KEY)
     with judge(FIRST) as (elsewhere, stolen):
