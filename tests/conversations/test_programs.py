@@ -22,6 +22,7 @@ from megatron_gvpo.config.errors import ConfigError
 from megatron_gvpo.config.sections import SamplingConfig
 from megatron_gvpo.conversations.config import ConversationConfig
 from megatron_gvpo.conversations.converse import LOST
+from megatron_gvpo.conversations.programs.calls import Calls
 from megatron_gvpo.conversations.programs.chat import answer_of, read_message
 from megatron_gvpo.conversations.programs.held import Programs
 from megatron_gvpo.data.task import Task
@@ -177,6 +178,18 @@ def test_tools_that_are_made_for_every_task_are_forgotten(held: Held) -> None:
     for number in range(300):
         held._programs._template(json.dumps([{"type": "function", "function": {"name": f"f{number}"}}]))
     assert len(held._programs._templates) < 250 and "" in held._programs._templates
+
+
+def test_a_long_chat_is_kept_once_and_not_once_for_every_call() -> None:
+    """A batch of agents with a hundred turns would take gigabytes."""
+    calls, chat = Calls((5,)), [{"role": "user", "content": "a"}]
+    for number in range(100):
+        said = Rollout([6, END], [-0.5] * 2, "", "stop")
+        answer = {"role": "assistant", "content": f"{number}"}
+        calls.add(tuple(range(5, 6 + number)), said, messages=[dict(m) for m in (*chat, answer)])
+        chat += [answer, {"role": "user", "content": "b"}]
+    assert len({id(m) for call in calls.calls for m in call.messages}) < 300
+    assert [len(call.messages) for call in calls.calls] == list(range(2, 202, 2))
 
 
 def test_compaction_and_stripped_thinking_begin_segments(held: Held) -> None:

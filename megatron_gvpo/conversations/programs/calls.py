@@ -29,7 +29,7 @@ class Call:
 
 
 class Calls:
-    """The answered calls of one program. Their contexts and texts are kept once, where calls share them."""
+    """The answered calls of one program. Contexts and messages are kept once, where calls share them."""
 
     def __init__(self, prompt: tuple[int, ...]) -> None:
         self.calls: list[Call] = []
@@ -56,9 +56,13 @@ class Calls:
         place = self._ends.place(context)
         given = context[place.shared :]
         self._ends.add(place, given, said.token_ids)
-        kept = tuple({**m, "content": self._once(m["content"] or "")} for m in messages)
+        before = next((call.messages for call in reversed(self.calls) if call.agent == agent), ())
+        kept = []
+        for i, m in enumerate(messages):
+            message = {**m, "content": self._once(m["content"] or "")}
+            kept.append(before[i] if message in before[i : i + 1] else message)
         key = len(context), hash(context)
-        self.calls.append(Call(len(self.calls), key, said, agent, kept, self._once(tools)))
+        self.calls.append(Call(len(self.calls), key, said, agent, tuple(kept), self._once(tools)))
         return len(given) + len(said.token_ids)
 
     def without_retries(self) -> list[Call]:

@@ -123,10 +123,10 @@ def _is_deep(values: Any, deepest: int) -> bool:
     return deepest < 0 or any(_is_deep(value, deepest - 1) for value in inner)
 
 
-def same(first: Sequence[Message], second: Sequence[Message]) -> bool:
-    """True where two chats say the same, apart from the numbers of calls and white space around texts."""
-    return len(first) == len(second) and all(
-        _compared(a) == _compared(b) for a, b in zip(first, second, strict=True)
+def begins(chat: Sequence[Message], said: Sequence[Message]) -> bool:
+    """True where a chat begins with what was said, apart from calls' numbers and white space around texts."""
+    return len(said) <= len(chat) and all(
+        _compared(read_message(a)) == _compared(b) for a, b in zip(said, chat, strict=False)
     )
 
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_gvpo.conversations.converse import Limits, Say
-from megatron_gvpo.conversations.programs.calls import Call, Calls
-from megatron_gvpo.conversations.programs.chat import Message, Refused, read_message, same
+from megatron_gvpo.conversations.programs.calls import Calls
+from megatron_gvpo.conversations.programs.chat import Message, Refused, begins
 from megatron_gvpo.conversations.template import Template
 from megatron_gvpo.data.sources import DataError
 from megatron_gvpo.groups import Prompt, Rollout
@@ -62,17 +62,17 @@ class Dialogue:
         A chat that goes on from an answer keeps the tokens that were sampled. Anything else is rendered by
         the chat template. Raises Refused.
         """
-        known = [
+        longest_first = sorted(self._calls.calls, key=lambda call: (-len(call.messages), -call.number))
+        goes_on = (
             call
-            for call in self._calls.calls
-            if call.messages and call.tools == tools and same(_read(call), messages[: len(call.messages)])
-        ]
+            for call in longest_first
+            if call.messages and call.tools == tools and begins(messages, call.messages)
+        )
         try:
             template = self._templates(tools)
-            if not known:
+            if (call := next(goes_on, None)) is None:
                 found = template.opening(messages, self._prompt)
             else:
-                call = max(enumerate(known), key=lambda one: (len(one[1].messages), one[0]))[1]
                 end = self._calls.end(call)
                 found = end + template.given(end[-1], messages[len(call.messages) :])
         except DataError as error:
@@ -173,10 +173,6 @@ class Dialogue:
             "retried_calls": float(len(self._calls.calls) - len(kept)),
         }
         return rollout
-
-
-def _read(call: Call) -> list[Message]:
-    return [read_message(message) for message in call.messages]
 
 
 def tools_text(tools: list[dict[str, Any]]) -> str:
