@@ -41,7 +41,7 @@ from megatron_gvpo.sampling.engine import OnWait
 from megatron_gvpo.sampling.samplers import DatasetSampler, FileSampler, Sampler, responses_of
 from megatron_gvpo.sampling.shaping import run_shapers
 from megatron_gvpo.sampling.source import RolloutSource
-from megatron_gvpo.teachers.checks import other_end
+from megatron_gvpo.teachers.end_tokens import other_end
 from megatron_gvpo.teachers.served import ServedTeacher
 
 log = logging.getLogger(__name__)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_gvpo.config.errors import ConfigError
 from megatron_gvpo.config.schema import Config, read_model_config
-from megatron_gvpo.data.end_tokens import ids_in_files
 from megatron_gvpo.data.vocabulary import vocabulary
 
 # Files that have a vocabulary where there is no tokenizer.json.
@@ -28,24 +26,6 @@ def check_teacher(config: Config) -> None:
             "needs the tokenizer of model.path"
         )
     _check_lengths(config, own)
-
-
-def other_end(config: Config, end_token_ids: Sequence[int]) -> str | None:
-    """A warning where no token that ends the teacher's responses ends the policy's, else None.
-
-    The policy would learn to write that token, and what comes behind it. A base model and a chat model often
-    differ so.
-    """
-    if config.teacher is None:
-        return None
-    theirs = ids_in_files(Path(config.teacher.path))
-    if not theirs or set(theirs) & set(end_token_ids):
-        return None
-    return (
-        f"teacher.path={config.teacher.path}: its responses end at token {theirs[0]}, and the policy's at "
-        f"{', '.join(map(str, end_token_ids))}: it will learn to write {theirs[0]} and to go on. Name it in "
-        "rollout.stop_token_ids"
-    )
 
 
 def _check_lengths(config: Config, own: dict[str, Any]) -> None:
