@@ -317,7 +317,10 @@ def _evaluation(config: Config) -> None:
 
 def _schedule(config: Config) -> None:
     train, optimizer = config.train, config.optimizer
-    all_updates = f"{train.updates} updates (train.steps x train.mini_batches x train.batch_epochs)"
+    all_updates = (
+        f"{train.updates} updates (train.steps x train.mini_batches x train.batch_epochs): "
+        "lower it, or train for more steps"
+    )
     if optimizer.warmup_steps >= train.updates:
         raise ValueError(
             f"optimizer.warmup_steps={optimizer.warmup_steps} leaves nothing of the run's {all_updates}"
