@@ -1,7 +1,7 @@
 """fp32 matrix products by oneDNN, on processors where PyTorch's own choice is slower.
 
 PyTorch gives fp32 products to MKL, which leaves AVX-512 unused on processors that are not Intel's. oneDNN is
-part of PyTorch, too, and uses it: on an AMD Zen 5 the products of a small model's layers take 0.4 to 0.6 of
+part of PyTorch, too, and uses it: on an AMD Zen 5 the products of a small model's layers take 0.4 to 0.7 of
 the time (docs/explanation/cpu_speed.md). Both sum in fp32; only the order of their sums differs. PyTorch has
 no setting for this choice. Its operator `mkldnn::_linear_pointwise`, which torch.compile uses, has no
 gradient, so products that autograd follows stay with MKL: Megatron's layers have a backward pass of their

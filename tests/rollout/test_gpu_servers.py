@@ -71,15 +71,20 @@ def test_patches_of_rearranged_experts_are_refused(monkeypatch: pytest.MonkeyPat
             refuse_rearranged_experts(model(backend))
 
 
+def in_vllm(program: str, directory: Path) -> subprocess.CompletedProcess[str]:
+    """Run a program in the environment of vLLM, with the servers' plugins."""
+    script = directory / "program.py"
+    script.write_text(program)
+    environment = {**os.environ, "PYTHONPATH": str(PLUGINS)}
+    return subprocess.run(
+        [engine_python("vllm"), str(script)], env=environment, capture_output=True, text=True, timeout=600
+    )
+
+
 @pytest.mark.proof
 def test_what_attention_derives_from_its_weights_is_derived_again_after_patches(tmp_path: Path) -> None:
     """In vLLM's own process, with its class of layers that derive: those of latent attention need a GPU."""
-    script = tmp_path / "patched.py"
-    script.write_text(PATCHED)
-    environment = {**os.environ, "PYTHONPATH": str(PLUGINS)}
-    found = subprocess.run(
-        [engine_python("vllm"), str(script)], env=environment, capture_output=True, text=True, timeout=600
-    )
+    found = in_vllm(PATCHED, tmp_path)
     assert found.stdout.splitlines()[-1:] == ["4.0"], found.stderr[-2000:]
 
 
@@ -94,12 +99,7 @@ def test_vllm_turns_all_heads_of_latent_attention_on_a_cpu(good: Path) -> None:
 @pytest.mark.proof
 def test_vllm_reloads_weights_whose_loader_has_no_name(tmp_path: Path) -> None:
     """In vLLM's own process: MiniMax-M2's norms have such loaders, and its CPU build does not run it."""
-    script = tmp_path / "reload.py"
-    script.write_text(NAMELESS)
-    environment = {**os.environ, "PYTHONPATH": str(PLUGINS)}
-    found = subprocess.run(
-        [engine_python("vllm"), str(script)], env=environment, capture_output=True, text=True, timeout=600
-    )
+    found = in_vllm(NAMELESS, tmp_path)
     assert found.stdout.splitlines()[-1:] == ["[6.0, 6.0]"], found.stderr[-2000:]
 
 
