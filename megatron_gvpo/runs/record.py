@@ -12,7 +12,7 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from importlib import metadata
@@ -84,24 +84,25 @@ def fingerprints(config: Config) -> dict[str, dict[str, Any]]:
     named = {"data.train.path": config.data.train.path}
     if config.data.eval is not None:
         named["data.eval.path"] = config.data.eval.path
-    own: dict[str, str | None] = {}  # functions and classes, some of them in files
-    for part, dataset in (("train", config.data.train), ("eval", config.data.eval)):
-        own[f"data.{part}.convert"] = None if dataset is None else dataset.convert
     for i, component in enumerate(config.rewards.components):
-        own[f"rewards.components.{i}.function"] = component.function
         if component.served is not None and component.served.path is not None:
             named[f"{key_of(i, component.served)}.path"] = component.served.path
     if config.teacher is not None:
         named["teacher.path"] = config.teacher.path
-    if (talks := config.rollout.conversation) is not None:
-        own |= {
-            f"rollout.conversation.{key}": getattr(talks, key) for key in ("environment", "program", "parser")
-        }
-        own |= {f"rollout.conversation.tools.{i}": tool for i, tool in enumerate(talks.tools)}
-    sources = {key: (spec or "").rpartition(":")[0] for key, spec in own.items()}
-    named |= {key: source for key, source in sources.items() if source.endswith(".py")}
+    for key, text in _texts(as_written(config)):
+        if (source := text.rpartition(":")[0]).endswith(".py"):  # a function or a class
+            named[key] = source
     found = {key: fingerprint(Path(path)) for key, path in named.items()}
     return {key: value for key, value in found.items() if value is not None}
+
+
+def _texts(value: Any, at: str = "") -> Iterator[tuple[str, str]]:
+    """The texts in nested values, each with its dotted key."""
+    if isinstance(value, str):
+        yield at, value
+    elif isinstance(value, Mapping | list):
+        for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _texts(inner, f"{at}.{key}" if at else str(key))
 
 
 def _changed_files(directory: Path, config: Config) -> Iterator[Change]:

@@ -169,6 +169,27 @@ def test_a_changed_file_of_conversations_is_found(run: Path, talk: str, keys: li
             compare(run, own, allowed=tuple(f"rollout.conversation.{k}" for k in keys if k != key))
 
 
+@pytest.mark.parametrize(
+    ("method", "key"),
+    [
+        ("{loss: {name: custom, function: own.py:f, reads: [reward]}}", "loss.function"),
+        ("{recipe: grpo, estimator: {name: custom, function: own.py:f}}", "estimator.function"),
+        ("{members: [{name: custom, function: own.py:f}]}", "members.0.function"),
+        ("{shapers: [{name: affine}, {name: custom, function: own.py:f}]}", "shapers.1.function"),
+    ],
+)
+def test_a_changed_file_of_the_method_is_found(run: Path, method: str, key: str) -> None:
+    """The resumed run would go on with another loss, under the same configuration."""
+    own = f"algorithm={method}"
+    Path("own.py").write_text("def f(*given): return 1")
+    write(run, own)
+    assert compare(run, own) == ""
+    Path("own.py").write_text("def f(*given): return 2")
+    with pytest.raises(ConfigError, match=rf'algorithm\.{key} was "23 bytes, sha256'):
+        compare(run, own)
+    assert compare(run, own, allowed=("algorithm",)).startswith(f"algorithm.{key} ")
+
+
 def test_a_directory_of_data_is_compared_by_names_and_content(tmp_path, good):
     (tmp_path / "data").mkdir()
     config = load_config([good], [f"data.train.path={tmp_path}/data"])
