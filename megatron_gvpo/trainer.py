@@ -20,6 +20,7 @@ from megatron_gvpo.components import Components
 from megatron_gvpo.config.checks.cross_checks import advice
 from megatron_gvpo.config.errors import ConfigError
 from megatron_gvpo.config.schema import Config, as_config
+from megatron_gvpo.images.source import ImageError
 from megatron_gvpo.megatron import parallel
 from megatron_gvpo.megatron.checkpoint.sharded import CheckpointError
 from megatron_gvpo.megatron.policy import UpdateResult
@@ -92,12 +93,12 @@ class Trainer:
     def fit(self) -> Metrics:
         """Train to the last step; returns that step's metrics, or none if the run was finished before.
 
-        Raises Interrupted after SIGTERM, SIGUSR1, SIGINT (Ctrl-C) or SIGHUP, and RolloutError when no server
-        will give responses any more, a teacher or judge of the user's fails, or train.max_empty_batches
-        batches in a row teach nothing. A checkpoint is saved first. Raises UserFunctionError if a loss,
-        estimator, member or prior of the user's fails, perhaps on this rank alone: a checkpoint is saved
-        first if all ranks fail before the step has changed the weights. Raises ConfigError when it is called
-        again; HubError, on rank 0, where the finished run's export cannot be pushed.
+        Raises Interrupted after SIGTERM, SIGUSR1, SIGINT or SIGHUP, and RolloutError when no server answers
+        any more, a teacher or judge of the user's fails, or train.max_empty_batches batches in a row teach
+        nothing, after a checkpoint. Raises UserFunctionError if a loss, estimator, member or prior of the
+        user's fails, perhaps on this rank alone, and ImageError if an image is gone: after a checkpoint if
+        all ranks fail before the step has changed the weights. Raises ConfigError when called again;
+        HubError, on rank 0, where the finished run's export cannot be pushed.
         """
         with self._turn.fit(lambda: self.step, self.config.train.steps):
             metrics = self._fit()
@@ -136,8 +137,8 @@ class Trainer:
                 for step in range(self.step + 1, steps + 1):
                     try:
                         self._train_step(step, interrupt)
-                    except UserFunctionError as error:
-                        raise UserFunctionError(f"step {step}: {error}; {self._kept()}") from error
+                    except (UserFunctionError, ImageError) as error:
+                        raise type(error)(f"step {step}: {error}; {self._kept()}") from error
                     self._report(interrupt)
                     if step == steps or (every and step % every == 0):
                         self.save()
@@ -157,14 +158,13 @@ class Trainer:
     def _prepare_hub(self) -> None:
         """Raise ConfigError on all ranks if rank 0 cannot push what the run will export."""
         settings, problem = self.config.checkpoint.push_to_hub, None
-        if settings is not None:
-            try:
-                if self.is_main:
-                    prepare_repository(settings)
-            except ConfigError as error:
-                problem = str(error)
-            if (said := first_problem(problem)) is not None:
-                raise ConfigError(said)
+        try:
+            if settings is not None and self.is_main:
+                prepare_repository(settings)
+        except ConfigError as error:
+            problem = str(error)
+        if (said := first_problem(problem)) is not None:
+            raise ConfigError(said)
 
     def _push(self) -> None:
         options, out = self.config.checkpoint, Path(self.config.output_dir)

@@ -27,6 +27,7 @@ def run_with_model(work: Callable[[], None]) -> int:
     with loading("transformers"), heavy_imports():
         from megatron_gvpo.callbacks import OutputError
         from megatron_gvpo.data.prompts import DataError
+        from megatron_gvpo.images.source import ImageError
         from megatron_gvpo.rollout.request import RolloutError
         from megatron_gvpo.runs.hub import HubError
         from megatron_gvpo.runtime.signals import Interrupted
@@ -40,7 +41,7 @@ def run_with_model(work: Callable[[], None]) -> int:
         say(f"stopped on request; {stopped}: continue with `train ... --resume`")
     except (ConfigError, DataError) as error:
         code = refuse(error)
-    except (CheckpointError, HubError, OutputError, RolloutError) as error:
+    except (CheckpointError, HubError, ImageError, OutputError, RolloutError) as error:
         code = refuse(error, code=1)
     except (UserFunctionError, FloatingPointError) as error:
         return refuse(error, code=1, everywhere=True)

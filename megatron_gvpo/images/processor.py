@@ -99,11 +99,13 @@ class ImageProcessor:
         picture.save(file, "png")
         return file.getvalue()
 
+    def check(self, image: Image) -> None:
+        """Raises ImageError as `pixels` would, at the cost of reading the file; of kept pixels, never."""
+        if image.digest not in self._kept:
+            _content(image)
+
     def _picture(self, image: Image) -> Picture.Image:
-        content = read(image.source)
-        if _digest(content) != image.digest:
-            raise ImageError(f"image {shown(image.source)}: the file has changed since the run read its data")
-        return _decoded(image.source, content)
+        return _decoded(image.source, _content(image))
 
     def _grid(self, height: int, width: int) -> tuple[int, int, int]:
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
@@ -115,6 +117,13 @@ class ImageProcessor:
             max_pixels=processor.size["longest_edge"],
         )
         return 1, high // processor.patch_size, wide // processor.patch_size
+
+
+def _content(image: Image) -> bytes:
+    content = read(image.source)
+    if _digest(content) != image.digest:
+        raise ImageError(f"image {shown(image.source)}: the file has changed since the run read its data")
+    return content
 
 
 def _digest(content: bytes) -> str:

@@ -55,8 +55,10 @@ def run(
     """Run this rank's micro-batches through model and `head`; gradients accumulate in the DDP buffers.
 
     Returns the results of `loss_function`, one a micro-batch, on the last pipeline stage, and an empty list
-    on the others.
+    on the others. Raises ImageError on all ranks if a rank cannot read an image.
     """
+    if model.vision is not None:
+        model.vision.check(micro_batches)
     scale = float(len(micro_batches) * parallel_state.get_data_parallel_world_size())
     cp_group = parallel_state.get_context_parallel_group()
 

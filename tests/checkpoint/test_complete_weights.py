@@ -170,6 +170,30 @@ def test_heads_for_further_tokens_are_kept_and_exported(models, tmp_path, group,
     build(ModelConfig(path=str(tmp_path / "exported"), dtype="float32"), ParallelConfig(), trained=False)
 
 
+def test_an_export_that_cannot_be_written_takes_part_in_all_gathers(models, tmp_path, group, monkeypatch):
+    """The other ranks would wait for rank 0 in the gather of the next tensor."""
+    from megatron_gvpo.megatron.model.build import build
+    from megatron_gvpo.megatron.model.model import Model
+    from megatron_gvpo.megatron.model.safetensors_writer import SafetensorsWriter
+
+    built = build(ModelConfig(path=str(models / "llama3"), dtype="float32"), ParallelConfig(), trained=False)
+    gathered, whole = [], list(built.export())
+
+    def export(self: Model) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in whole:
+            yield name, tensor
+            gathered.append(name)
+
+    def add(self: SafetensorsWriter, name: str, tensor: Tensor) -> None:
+        raise MemoryError("no memory for a copy")
+
+    monkeypatch.setattr(Model, "export", export)
+    monkeypatch.setattr(SafetensorsWriter, "add", add)
+    with pytest.raises(MemoryError, match="for a copy"):
+        built.save_hf(tmp_path / "exported")
+    assert gathered == [name for name, _ in whole]
+
+
 def test_an_index_that_leaves_a_tensor_out(models, tmp_path, group):
     from megatron_gvpo.megatron.model.build import build
 

@@ -24,6 +24,7 @@ from megatron_gvpo import cli
 from megatron_gvpo.callbacks import Callback
 from megatron_gvpo.config.schema import load_config
 from megatron_gvpo.data.sources import DataError
+from megatron_gvpo.images.source import ImageError
 from megatron_gvpo.observe import read_metrics
 from megatron_gvpo.observe.report.packing import images_of
 from megatron_gvpo.observe.rollouts.reader import read_rollouts
@@ -89,6 +90,25 @@ def test_a_run_that_loses_its_pictures_keeps_its_steps() -> None:
     config = load_config(files, [*given, "model.path=runs/images/task/model"])
     with pytest.raises(RolloutError, match=r"image .*pictures/.*png: No such file"):
         Trainer(config, [LosePictures()]).fit()
+    assert Path("runs/images/checkpoints/step_00000001/state.json").is_file()
+
+
+class LosesPictures(Trainer):
+    """Loses them in its second step, between sampling and training."""
+
+    def _mini_batches(self, *given: Any) -> Any:
+        if self.step == 1:
+            shutil.rmtree("runs/images/task/data/pictures")
+        return super()._mini_batches(*given)
+
+
+@pytest.mark.usefixtures("leave_the_process_group", "material")
+def test_a_step_that_loses_its_pictures_leaves_the_steps_before_it() -> None:
+    given = (*FEW, "optimizer.warmup_steps=1", "data.eval=null", "train.mini_batches=1", VARIETY)
+    files = ["examples/images/gvpo.yaml", "examples/cpu.yaml"]
+    config = load_config(files, [*given, "model.path=runs/images/task/model"])
+    with pytest.raises(ImageError, match=r"step 2: image .*png: No such file.*continues from step 1"):
+        LosesPictures(config).fit()
     assert Path("runs/images/checkpoints/step_00000001/state.json").is_file()
 
 

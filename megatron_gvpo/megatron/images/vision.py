@@ -12,6 +12,7 @@ Megatron-Bridge (0.6.2) has three faults here; docs/explanation/audit.md describ
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,10 @@ from torch import Tensor
 
 from megatron_gvpo.images.families import TOKENS
 from megatron_gvpo.images.processor import ImageProcessor
+from megatron_gvpo.images.source import ImageError
 from megatron_gvpo.megatron.batch import PackedBatch
+from megatron_gvpo.runtime.collectives import first_problem
+from megatron_gvpo.types import TrainBatch
 
 
 def has_vision(hf_config: Any) -> bool:
@@ -71,6 +75,21 @@ class VisionInputs:
         if self._drops_head:
             plain = language.forward
             language.forward = lambda *args, **kwargs: plain(*args, **kwargs, **self._head)
+
+    def check(self, micro_batches: Sequence[TrainBatch]) -> None:
+        """Raise ImageError on all ranks if an image of any rank's micro-batches is gone, or another one.
+
+        A collective, before the pass: a rank that found it there would leave the others in the schedule.
+        """
+        problem = None
+        try:
+            for rows in micro_batches if self._first else ():
+                for image in (image for row in rows.images or () for image in row):
+                    self._processor.check(image)
+        except ImageError as error:
+            problem = str(error)
+        if (said := first_problem(problem)) is not None:
+            raise ImageError(said)
 
     def run(self, chunk: Any, batch: PackedBatch, packed: Any, head: dict[str, Any]) -> Any:
         """Return the chunk's output; `head`: the arguments of its last stage. Raises ImageError."""
