@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from megatron_gvpo.data.task import Task
 from megatron_gvpo.rollout import http, leader
 from megatron_gvpo.rollout.background_loop import BackgroundLoop
 from megatron_gvpo.rollout.http import Http, ServerGone, open_session
+from megatron_gvpo.rollout.launch import supervise
 from megatron_gvpo.rollout.launch.nccl import check_nccl
 from megatron_gvpo.rollout.launch.start import start_servers
 from megatron_gvpo.rollout.launch.supervise import ServerProcess, Supervisor, free_ports, is_healthy
@@ -117,6 +120,48 @@ def test_a_server_that_cannot_be_started_again_is_a_failure(tmp_path: Path):
         os.kill(process.pid, signal.SIGKILL)
         why = failure(supervisor)
     assert "cannot be used, after 2 restarts" in why
+
+
+STARTER = """
+import sys, time
+from pathlib import Path
+from megatron_gvpo.rollout.launch.supervise import ServerProcess
+from megatron_gvpo.rollout.server import Launch
+
+begins = "sleep 1000 & echo $! > $0.new; mv $0.new $0; wait"
+ServerProcess(Launch(["sh", "-c", begins, sys.argv[1]], {}), "http://127.0.0.1:1", Path(sys.argv[2])).start()
+time.sleep(1000)
+"""
+
+
+def test_a_killed_trainer_leaves_no_process_of_a_server_that_is_starting(tmp_path: Path):
+    """The server has just started another process, which does not look if its parent lives."""
+    number = tmp_path / "pid"
+    trainer = subprocess.Popen([sys.executable, "-c", STARTER, str(number), str(tmp_path / "log")])
+    assert soon(number.exists)
+    trainer.kill()
+    trainer.wait()
+    process = Path(f"/proc/{int(number.read_text())}/cmdline")
+    assert soon(lambda: not process.exists() or not process.read_text())  # a dead one's is empty
+
+
+def soon(is_so: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + SOON
+    while not is_so() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return is_so()
+
+
+def test_servers_listen_where_no_connection_gets_its_port(monkeypatch: pytest.MonkeyPatch):
+    """A connection of this machine that has a server's port keeps it from listening, as after a restart."""
+    given = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    found = free_ports(50, "127.0.0.1")
+    assert len(set(found)) == 50 and max(found) < 30_000
+    assert int(given[0]) < 30_000 or not any(port in range(*map(int, given)) for port in found)
+    with socket.socket() as taken, pytest.raises(OSError, match="not free"):
+        taken.bind(("127.0.0.1", found[0]))
+        monkeypatch.setattr(supervise, "PORTS", range(found[0], found[0] + 1))
+        free_ports(1, "127.0.0.1")
 
 
 def test_a_secret_is_in_a_file_of_this_users_alone_while_the_server_lives(tmp_path: Path):

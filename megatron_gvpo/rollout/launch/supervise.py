@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
-import shutil
+import secrets
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -20,6 +22,7 @@ from urllib.parse import urlsplit
 
 from megatron_gvpo.config.secrets import hide
 from megatron_gvpo.config.servers import EngineServers
+from megatron_gvpo.rollout.launch import server_guard
 from megatron_gvpo.rollout.launch.listener import listens_alone, stranger
 from megatron_gvpo.rollout.server import Launch
 from megatron_gvpo.runtime.environment import MEGATRONS
@@ -29,6 +32,9 @@ POLL = 1.0  # seconds between looks at a process
 GRACE = 15.0  # seconds between asking a server to end and ending it
 LOG_LINES = 20  # lines of a server's log to show when it fails
 LOG_BYTES = 2**16  # the end of the log, in which they are sought
+# Where servers listen. The kernel gives other ports to connections, on Linux those from 32768 on: one of them
+# could have a server's port before the server listens, or while it starts again.
+PORTS = range(20_000, 30_000)
 
 # A wait for a healthy answer: when it began (time.monotonic), and the setting that limits it.
 Wait = tuple[float, str]
@@ -49,7 +55,7 @@ class ServerProcess:
         """Start the command. Raises OSError if it does not exist."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         environment = _servers_part(os.environ) | self._launch.environment
-        command = [*_dying_with_us(), *self._launch.command]
+        command = [sys.executable, "-IS", server_guard.__file__, str(os.getpid()), *self._launch.command]
         if self._launch.secret:
             self._secret = _private_file(self._launch.secret, self.log.parent)
             command.append(str(self._secret))
@@ -254,23 +260,21 @@ def _private_file(content: str, directory: Path) -> Path:
     return Path(name)
 
 
-def _dying_with_us() -> list[str]:
-    """A command prefix that ends a server when its parent is killed (setpriv, of util-linux)."""
-    setpriv = shutil.which("setpriv")
-    return [setpriv, "--pdeathsig", "TERM"] if setpriv else []
-
-
 def free_ports(count: int, host: str) -> list[int]:
-    """Find ports of `host` that are free at the moment. Raises OSError for another machine's host."""
+    """Find PORTS of `host` that are free at the moment. Raises OSError for another machine's host."""
     family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
-    sockets = [socket.socket(family) for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind((host, 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
+    with contextlib.ExitStack() as opened:
+        found: list[int] = []
+        for port in secrets.SystemRandom().sample(PORTS, len(PORTS)):
+            if len(found) == count:
+                return found
+            try:
+                opened.enter_context(socket.socket(family)).bind((host, port))
+                found.append(port)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+    raise OSError(errno.EADDRINUSE, f"{count} ports from {PORTS.start} to {PORTS.stop - 1} are not free")
 
 
 def is_healthy(url: str, timeout: float) -> bool:
