@@ -154,6 +154,7 @@ class Components:
             "members": members,
             "estimator": self.estimator.state_dict() if isinstance(self.estimator, Stateful) else {},
             "mismatch": self.mismatch.state_dict(),
+            "empty_batches": self.empty_batches.state_dict(),
         }
 
     def _blocks(self) -> dict[str, Any]:
@@ -190,6 +191,7 @@ class Components:
         if isinstance(self.estimator, Stateful) and blocks["estimator"] == saved["estimator"]:
             self.estimator.load_state_dict(state.get("estimator", {}))
         self.mismatch.load_state_dict(state.get("mismatch", {}))
+        self.empty_batches.load_state_dict(state.get("empty_batches", {}))
         self.best.load_state_dict(state.get("best", {}))
         self.unreported = state.get("unreported")
         if (lost := _without_state(saved, blocks, state)) and dist.get_rank() == 0:

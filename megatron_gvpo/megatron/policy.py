@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, Literal
 
 import torch
@@ -62,6 +63,7 @@ class Policy(Scorer):
         self._stash_bytes = config.train.head_stash_bytes
         self._measured = False
         self._background_group: dist.ProcessGroup | None = None
+        self._patience = timedelta(seconds=config.parallel.timeout_seconds)
         other = config.algorithm.kept_reference
         # New adapters are switched off to give the fixed reference, the base: it needs no second weights.
         new_adapters = config.model.adapter is not None and config.model.adapter.path is None
@@ -242,7 +244,7 @@ class Policy(Scorer):
     def background_group(self) -> dist.ProcessGroup:
         """Return a group of all ranks for communication in the background of training. A collective."""
         if self._background_group is None:
-            self._background_group = dist.new_group(backend="gloo")
+            self._background_group = dist.new_group(backend="gloo", timeout=self._patience)
         return self._background_group
 
     @property

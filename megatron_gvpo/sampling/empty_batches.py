@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any
 
 from megatron_gvpo.config.schema import Config
 from megatron_gvpo.groups import Group, Rollout
@@ -28,6 +29,14 @@ class EmptyBatches:
         self._max_tokens = config.rollout.max_tokens
         self._in_a_row = Counter[str]()  # batches, by what is wrong with them
         self._said: set[str] = set()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"in_a_row": dict(self._in_a_row)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on counting. A count that ended the run starts again: its cause may be mended now."""
+        counts: dict[str, int] = state.get("in_a_row", {})
+        self._in_a_row.update({kind: n for kind, n in counts.items() if n + 1 < self._limit})
 
     def check(self, step: int, groups: Sequence[Group], mini_batches: Sequence[TrainBatch]) -> list[str]:
         """Returns warnings about the batch that a step trains on. Raises RolloutError at the limit."""

@@ -79,6 +79,20 @@ def test_a_disk_full_while_saving_in_the_background_is_reported(task, tmp_path):
     assert records(tmp_path)[-1]["step"] == 2
 
 
+def test_a_rank_that_hangs_while_saving_in_the_background_ends_the_run_as_elsewhere(task, tmp_path):
+    """Fails on the old code, in which the others waited half an hour, whatever the configuration says."""
+    limits = []
+
+    class Look(Callback):
+        def on_checkpoint(self, trainer, directory):
+            group = trainer.components.policy.background_group()
+            limits.append(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+
+    own = ("train.steps=1", "checkpoint.asynchronous=true", "parallel.timeout_seconds=77")
+    fit(configure(task, tmp_path, *GVPO, *SHORT, *own), [Look()])
+    assert limits == [77.0]
+
+
 def test_a_disk_full_while_exporting_leaves_the_export_and_the_checkpoint(task, tmp_path):
     fit(configure(task, tmp_path, *GVPO, "train.steps=2"))
     before = weights(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 import pytest
@@ -77,6 +78,18 @@ def test_a_run_without_signal_is_warned_and_ends(good):
     assert check(watching, 4, EQUAL) == check(watching, 5, EQUAL) == []
     with pytest.raises(RolloutError, match=r"step 6: the loss gvpo has no signal .* for 3 batches in a row"):
         check(watching, 6, EQUAL)
+
+
+def test_a_resumed_run_goes_on_counting(good):
+    """A run that is stopped every few steps would never end. One that has ended may be mended now."""
+    watching, resumed, mended = watch(good), watch(good), watch(good)
+    check(watching, 1, EQUAL)
+    resumed.load_state_dict(json.loads(json.dumps(watching.state_dict())))
+    check(resumed, 2, EQUAL)
+    mended.load_state_dict(resumed.state_dict())
+    with pytest.raises(RolloutError, match=r"step 3: the loss gvpo has no signal .* for 3 batches in a row"):
+        check(resumed, 3, EQUAL)
+    check(mended, 3, EQUAL)
 
 
 def test_shapers_that_leave_nothing_end_the_run(good):
