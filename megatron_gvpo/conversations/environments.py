@@ -19,6 +19,7 @@ from megatron_gvpo.groups import Prompt
 from megatron_gvpo.rewards.printed import Printout
 from megatron_gvpo.rewards.wire import WireError, prompt_bytes
 from megatron_gvpo.rollout.request import RolloutError
+from megatron_gvpo.runtime.user_functions import contents
 
 ATTEMPTS = 2  # a step that fails so often is not tried again
 AT_ONCE = 64  # steps that run at once in a process at most, where they overlap
@@ -67,7 +68,7 @@ class _Worker:
             self.process = start()
             try:
                 await asyncio.to_thread(self.process.wait_ready)
-            except ConfigError as problem:  # for example, the environment's file has changed
+            except ConfigError as problem:
                 raise RolloutError(str(problem)) from None
 
     async def current(self) -> EnvironmentProcess:
@@ -89,6 +90,7 @@ class Environments:
                 "sandbox": config.sandbox.model_dump(),
                 "mcp": [server.model_dump() for server in config.mcp],
             }
+        self._files = contents([self._spec, self._options])
         self._printout = Printout(["tools" if config.has_tools else "environment"])
         self._workers: list[_Worker] = []
         self._numbers = count()
@@ -113,7 +115,7 @@ class Environments:
         self._printout.end_step()
 
     def _start(self) -> EnvironmentProcess:
-        return EnvironmentProcess(self._spec, self._options, self._printout)
+        return EnvironmentProcess(self._spec, self._options, self._files, self._printout)
 
     def begin(self, prompt: Prompt, seed: int) -> Episode:
         """A conversation about `prompt`; nothing is asked before its first step.

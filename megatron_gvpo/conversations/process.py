@@ -55,7 +55,10 @@ class EnvironmentProcess(GuardedProcess):
     key = "environment"  # of `rollout.conversation`
     overlaps = False
 
-    def __init__(self, spec: str, options: Mapping[str, Any], printout: Printout) -> None:
+    def __init__(
+        self, spec: str, options: Mapping[str, Any], files: Mapping[str, bytes], printout: Printout
+    ) -> None:
+        """`files`: the users', as the run began with them."""
         super().__init__(self.module, printout)
         self._spec = spec
         self._numbers = count()
@@ -63,7 +66,7 @@ class EnvironmentProcess(GuardedProcess):
         self._heard = set[int]()  # descriptors that the event loop watches
         self._ending: asyncio.Task[None] | None = None
         with suppress(OSError):  # it is gone, which `wait_ready` finds
-            send_data(self.channel, pack_values([sys.path, spec, dict(options)]))
+            send_data(self.channel, pack_values([sys.path, dict(files), spec, dict(options)]))
 
     def wait_ready(self) -> None:
         """Raises ConfigError if the environment cannot be loaded, or not in time. Blocks."""

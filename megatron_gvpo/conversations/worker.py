@@ -34,7 +34,7 @@ from megatron_gvpo.rewards.wire import (
     unpack_values,
 )
 from megatron_gvpo.rewards.worker import begin_work, private
-from megatron_gvpo.runtime.user_functions import described
+from megatron_gvpo.runtime.user_functions import described, hold
 
 _CLOSE = 60.0  # seconds that an environment has to close
 _LONGEST = MAX_REPLY - 4096  # bytes of a reply's messages
@@ -48,8 +48,9 @@ def work(channel: int) -> None:
     begin_work()
     own = socket.socket(fileno=private(channel))
     try:
-        path, spec, options = receive_order(own)
+        path, files, spec, options = receive_order(own)
         sys.path += [entry for entry in path if entry not in sys.path]
+        hold(files)
         try:
             make = load_environment(spec, options)
         except ValueError as error:

@@ -21,6 +21,7 @@ from megatron_gvpo.rewards.process import Failure, WorkerProcess
 from megatron_gvpo.rewards.real_number import LARGEST
 from megatron_gvpo.rewards.registry import Component
 from megatron_gvpo.rewards.wire import Job, WireError, prompt_bytes, rollout_bytes
+from megatron_gvpo.runtime.user_functions import contents
 from megatron_gvpo.types import Group, Prompt, Rollout
 
 _CHUNK = 32  # jobs sent at once: enough to hide the way there and back, few enough to share evenly
@@ -38,6 +39,7 @@ class RewardPool:
         places = [(i, c) for i, c in enumerate(config.components) if c.served is None]
         self._weighed = [component for _, component in places]
         self._components = [Component(c.name, c.function, c.options, i) for i, c in places]
+        self._files = contents(self._components)  # a worker that is replaced loads them as they are now
         self._named = NamedCounts(self._components, counts)
         self._printout = Printout([component.name for component in self._components])
         self._workers: list[WorkerProcess] = []
@@ -66,7 +68,7 @@ class RewardPool:
         self._stop()
 
     def _start(self) -> WorkerProcess:
-        return WorkerProcess(self._components, self._config.timeout, self._printout)
+        return WorkerProcess(self._components, self._files, self._config.timeout, self._printout)
 
     def _stop(self) -> None:
         while self._workers:
@@ -82,7 +84,7 @@ class RewardPool:
 
         A component that raises, exceeds the time limit, returns no finite number or kills its process
         is 0 for that rollout, and the error is recorded. Equal responses to a prompt are scored once. Raises
-        ConfigError where a worker that is gone cannot be replaced, as where the function's file has changed.
+        ConfigError where a worker that is gone cannot be replaced.
         """
         same: dict[Any, list[Rollout]] = {}
         jobs: list[Job | Failure] = []

@@ -42,7 +42,9 @@ class Failure(NamedTuple):
 class WorkerProcess(GuardedProcess):
     """One worker process, and the jobs that it has yet to answer."""
 
-    def __init__(self, components: Sequence[Component], timeout: float, printout: Printout) -> None:
+    def __init__(
+        self, components: Sequence[Component], files: dict[str, bytes], timeout: float, printout: Printout
+    ) -> None:
         super().__init__("megatron_gvpo.rewards.worker", printout)
         self.pending: deque[Job] = deque()
         self.ready = False  # its functions are loaded
@@ -50,7 +52,8 @@ class WorkerProcess(GuardedProcess):
         self._components, self._timeout = components, timeout
         self._limit = self._deadline = time.monotonic() + _START
         try:
-            send_order(self.channel, Setup(sys.path, list(components), min(_NOTICE, timeout / 4)))
+            notice = min(_NOTICE, timeout / 4)
+            send_order(self.channel, Setup(sys.path, files, list(components), notice))
         except ConnectionError:
             pass  # it is gone, which `take` finds
         except OSError as error:

@@ -35,6 +35,7 @@ class Setup(NamedTuple):
     """The first order. A worker answers it with Ready or Unloadable."""
 
     path: list[str]  # the trainer's module path
+    files: dict[str, bytes]  # the users' files, as the run began with them
     components: list[Component]
     notice: float  # seconds between two notices of a function that imports a module
 
@@ -131,8 +132,8 @@ def receive_order(channel: socket.socket) -> Any:
 
 def receive_setup(channel: socket.socket) -> Setup:
     """The first order. Raises EOFError if the trainer has hung up, OSError, WireError."""
-    path, components, notice = receive_order(channel)
-    return Setup(path, [Component(*component) for component in components], notice)
+    path, files, components, notice = receive_order(channel)
+    return Setup(path, files, [Component(*component) for component in components], notice)
 
 
 def receive_jobs(channel: socket.socket) -> list[Job]:

@@ -38,7 +38,7 @@ from megatron_gvpo.rewards.wire import (
     send_reply,
     unpack_job,
 )
-from megatron_gvpo.runtime.user_functions import described
+from megatron_gvpo.runtime.user_functions import described, hold
 
 _PRIVATE = 200  # descriptors from here on are the worker's: no function that counts from 3 meets them
 
@@ -76,6 +76,7 @@ class _Worker:
         try:
             setup = receive_setup(self._channel)
             sys.path += [entry for entry in setup.path if entry not in sys.path]
+            hold(setup.files)
             functions = []
             for index, component in enumerate(setup.components):
                 self._announce(index)

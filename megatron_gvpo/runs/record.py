@@ -12,7 +12,7 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from importlib import metadata
@@ -30,6 +30,7 @@ from megatron_gvpo.runs.changes import Change, changes, is_allowed, known_keys, 
 from megatron_gvpo.runs.earlier import HEADER
 from megatron_gvpo.runs.fingerprint import fingerprint
 from megatron_gvpo.runtime.commit import Commit, checked_out
+from megatron_gvpo.runtime.user_functions import named_files
 from megatron_gvpo.versions import COMPONENTS, own_commit
 
 CONFIG, RUN = "config.yaml", "run.json"
@@ -55,6 +56,12 @@ def check_unchanged(config: Config, allowed: Sequence[str]) -> list[Change]:
             f"the settings in {directory / CONFIG}, or say that this is meant: {options}"
         )
     return found
+
+
+def first_start(directory: str) -> datetime | None:
+    """The time of the first start of the run in a directory; None without a record."""
+    starts = _read_run(Path(directory))["starts"]
+    return datetime.fromisoformat(starts[0]["time"]) if starts else None
 
 
 def write_record(config: Config, step: int, world_size: int) -> list[str]:
@@ -89,20 +96,9 @@ def fingerprints(config: Config) -> dict[str, dict[str, Any]]:
             named[f"{key_of(i, component.served)}.path"] = component.served.path
     if config.teacher is not None:
         named["teacher.path"] = config.teacher.path
-    for key, text in _texts(as_written(config)):
-        if (source := text.rpartition(":")[0]).endswith(".py"):  # a function or a class
-            named[key] = source
+    named |= named_files(as_written(config))
     found = {key: fingerprint(Path(path)) for key, path in named.items()}
     return {key: value for key, value in found.items() if value is not None}
-
-
-def _texts(value: Any, at: str = "") -> Iterator[tuple[str, str]]:
-    """The texts in nested values, each with its dotted key."""
-    if isinstance(value, str):
-        yield at, value
-    elif isinstance(value, Mapping | list):
-        for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
-            yield from _texts(inner, f"{at}.{key}" if at else str(key))
 
 
 def _changed_files(directory: Path, config: Config) -> Iterator[Change]:
@@ -165,7 +161,8 @@ def _read_run(directory: Path) -> dict[str, Any]:
             _ = value["bytes"], value["sha256"][:8]
         for start in found["starts"]:
             start["versions"].get("")
-    except (KeyError, TypeError, AttributeError):
+            datetime.fromisoformat(start["time"])
+    except (KeyError, TypeError, AttributeError, ValueError):
         raise ConfigError(f"{file}: this is not the record of the run there") from None
     return found
 

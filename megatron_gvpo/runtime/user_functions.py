@@ -10,7 +10,8 @@ import sys
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -32,6 +33,33 @@ _INSTALLED = (
 )
 
 
+_held: dict[str, bytes] = {}  # files whose content is known, whatever is on the disk now
+
+
+def named_files(values: Any, at: str = "") -> Iterator[tuple[str, str]]:
+    """The files of functions that nested values name ("path/file.py:function"), by their dotted keys."""
+    if isinstance(values, str):
+        if (source := values.rpartition(":")[0]).endswith(".py"):
+            yield at, source
+    elif isinstance(values, Mapping | list | tuple):
+        for key, value in values.items() if isinstance(values, Mapping) else enumerate(values):
+            yield from named_files(value, f"{at}.{key}" if at else str(key))
+
+
+def contents(values: Any) -> dict[str, bytes]:
+    """The content of these files, for workers; without those that cannot be read: loading names them."""
+    found = {}
+    for _, source in named_files(values):
+        with suppress(OSError):
+            found[source] = Path(source).read_bytes()
+    return found
+
+
+def hold(files: Mapping[str, bytes]) -> None:
+    """Load these files with this content, which a run began with: another worker may have them loaded."""
+    _held.update(files)
+
+
 def _is_named(value: Any) -> bool:
     """True for what a configuration may name: a function or a class."""
     return inspect.isfunction(value) or inspect.isclass(value)
@@ -46,7 +74,7 @@ def load_function(spec: str) -> Callable[..., Any]:
         warnings.warn(f"{spec} is now {now}: the old name goes away soon", FutureWarning, stacklevel=2)
         return load_function(now)
     try:
-        module = _load_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
+        module = _load_file(source) if source.endswith(".py") else importlib.import_module(source)
     except Exception as error:
         raise ValueError(f"importing {source} failed: {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)
@@ -62,7 +90,7 @@ def spec_parts(spec: str) -> tuple[str, str]:
     source, _, name = spec.rpartition(":")
     if not source or not name:
         raise ValueError("expected module:function or path/file.py:function")
-    if source.endswith(".py") and not Path(source).is_file():
+    if source.endswith(".py") and source not in _held and not Path(source).is_file():
         where = "" if Path(source).is_absolute() else f" in {Path.cwd()}"
         raise ValueError(f"there is no file {source}{where}")
     return source, name
@@ -118,10 +146,13 @@ def described(error: BaseException) -> str:
     return f"{text} ({os.path.basename(frame.filename)}, line {frame.lineno})"
 
 
-def _load_file(file: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"user_{file.stem}", file)
+def _load_file(source: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"user_{Path(source).stem}", source)
     assert spec is not None and spec.loader is not None  # always so for a name that ends with .py
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses, among others, look up their module
-    spec.loader.exec_module(module)
+    if source in _held:
+        exec(compile(_held[source], source, "exec", dont_inherit=True), vars(module))
+    else:
+        spec.loader.exec_module(module)
     return module

@@ -248,6 +248,15 @@ def test_a_worker_that_is_gone_once_is_replaced_and_the_conversation_goes_on(
     assert rollout.messages[5]["content"] == "1+2+3", "it has heard every turn once"
 
 
+def test_a_worker_that_is_replaced_has_the_environment_that_the_run_began_with(
+    held: Held, file: Path, tmp_path: Path
+) -> None:
+    """A file that is edited while a run goes on is for the next run."""
+    file.write_text(ENVIRONMENT.replace('"+".join', '"-".join'))
+    [[rollout]] = held.hold([prompt("a", "exit once", "echo", "end", mark=str(tmp_path / "m"))], list("123"))
+    assert (tmp_path / "m").exists() and rollout.messages[3]["content"] == "1+2"
+
+
 def test_a_conversation_has_so_many_seconds_for_its_answers(material: Task, file: Path) -> None:
     config = ConversationConfig(environment=f"{file}:Scripted", turns=9, rollout_timeout=3.0)
     with Held(material, config) as opened:
@@ -269,7 +278,7 @@ def test_failures_do_not_count_in_the_time_of_a_conversation(
 
 def test_a_process_that_has_ended_is_not_waited_for(file: Path) -> None:
     """Such a step took all of its time, and then the policy was told that its tool was slow."""
-    process = EnvironmentProcess(f"{file}:Scripted", {}, Printout(["environment"]))
+    process = EnvironmentProcess(f"{file}:Scripted", {}, {}, Printout(["environment"]))
     process.wait_ready()
 
     async def late() -> None:

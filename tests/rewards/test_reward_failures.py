@@ -65,6 +65,20 @@ def test_a_job_whose_worker_was_killed_is_tried_once_more(tmp_path: Path) -> Non
     assert error == "it ended its process (signal 9, Killed)"
 
 
+@pytest.mark.parametrize("edit", ["edited", "deleted"])
+def test_a_worker_that_is_replaced_has_the_functions_that_the_run_began_with(
+    tmp_path: Path, edit: str
+) -> None:
+    """The responses of one batch would be scored by different rewards."""
+    file, record = tmp_path / "killed.py", {"mark": str(tmp_path / "mark")}
+    rollouts = [Rollout([i], [0.0], text, "stop") for i, text in enumerate(["", "once", "fine"])]
+    with pool(file, KILLED) as rewards:
+        file.write_text(KILLED.replace("1.0", "7.0")) if edit == "edited" else file.unlink()
+        rewards.score([Group(Prompt("p", (1,), "?", record=record), rollouts)])
+    assert (tmp_path / "mark").exists()
+    assert [rollout.rewards["mine"] for rollout in rollouts] == [1.0, 1.0, 1.0]
+
+
 def test_a_function_that_is_never_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_gvpo.rewards.process._START", 0.1)
     said = (

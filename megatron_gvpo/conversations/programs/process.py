@@ -20,6 +20,7 @@ from megatron_gvpo.conversations.worker import FAILED, SAID
 from megatron_gvpo.rewards.printed import Printout
 from megatron_gvpo.rewards.wire import WireError, pack_values, receive_values, send_data
 from megatron_gvpo.rollout.request import RolloutError
+from megatron_gvpo.runtime.user_functions import contents
 
 _BEGIN = 0.25  # seconds after which the next program may start, where one has not asked the policy by then
 _AGAIN = 0.05  # seconds until an order is sent again that there was no room for
@@ -46,6 +47,7 @@ class Starter:
 
     def __init__(self, spec: str, options: Mapping[str, Any], idle_seconds: float) -> None:
         self._spec, self._options, self._idle = spec, options, idle_seconds
+        self._files = contents([spec, options])
         self._printout = Printout(["program"])
         self._starting = asyncio.Lock()
         self._numbers = count()
@@ -56,7 +58,7 @@ class Starter:
 
     def __enter__(self) -> Self:
         """Raises ConfigError if the program cannot be loaded."""
-        self._process = _Process(self._spec, self._options, self._printout)
+        self._process = _Process(self._spec, self._options, self._files, self._printout)
         return self
 
     def wait_ready(self) -> None:
@@ -143,10 +145,10 @@ class Starter:
         if self._listener is not None:
             await self._listener
         self._process.stop()
-        self._process = _Process(self._spec, self._options, self._printout)
+        self._process = _Process(self._spec, self._options, self._files, self._printout)
         try:
             await asyncio.get_running_loop().run_in_executor(None, self._process.wait_ready)
-        except ConfigError as problem:  # for example, the program's file has changed
+        except ConfigError as problem:
             raise RolloutError(str(problem)) from None
         self._gone = False
 

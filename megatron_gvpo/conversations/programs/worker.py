@@ -35,6 +35,7 @@ from megatron_gvpo.rewards.wire import (
 )
 from megatron_gvpo.rewards.worker import begin_work, private
 from megatron_gvpo.runtime.parent_death import die_with_parent
+from megatron_gvpo.runtime.user_functions import hold
 
 START, END = range(2)  # the kinds of an order
 GONE = 5  # the kind of a reply, beside those of `conversations.worker`: the program's process ended by itself
@@ -57,8 +58,9 @@ def work(channel: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a program takes two descriptors
     own = socket.socket(fileno=private(channel))
     try:
-        path, spec, options = receive_order(own)
+        path, files, spec, options = receive_order(own)
         sys.path += [entry for entry in path if entry not in sys.path]
+        hold(files)
         try:
             run = load_program(spec, options)
         except ValueError as error:
