@@ -22,6 +22,7 @@ from megatron_gvpo.data.order import PromptOrder
 from megatron_gvpo.data.prompts import PromptWriter
 from megatron_gvpo.data.sources import DataError
 from megatron_gvpo.data.task import Task, load_task
+from megatron_gvpo.data.tokenizer import set_date
 from megatron_gvpo.data.tracker import SuccessTracker, WeightedOrder
 from megatron_gvpo.groups import Group, Prompt
 from megatron_gvpo.megatron.checkpoint import sharded as checkpoint
@@ -32,6 +33,7 @@ from megatron_gvpo.observe.mismatch import THRESHOLDS, MismatchWatch
 from megatron_gvpo.observe.spans import phase_markers
 from megatron_gvpo.runs.best import Best
 from megatron_gvpo.runs.earlier import exported_step
+from megatron_gvpo.runs.record import first_start
 from megatron_gvpo.runtime.collectives import broadcast_msgpack
 from megatron_gvpo.runtime.environment import prepare
 from megatron_gvpo.sampling.batch_queue import BatchQueue, Order
@@ -55,7 +57,9 @@ class Components:
     A context manager: the engine and the reward workers run inside it.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, resumes: bool = False) -> None:
+        """`resumes`: prompts have the date on which the run in the output directory began."""
+        set_date(first_start(config.output_dir) if resumes else None)
         prepare(config)  # the command line has done so; a user of the Python API has not
         self.config = config
         rank = int(os.environ.get("RANK", "0"))  # there is no process group before the policy

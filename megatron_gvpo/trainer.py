@@ -76,7 +76,7 @@ class Trainer:
         self._engine_reference = config.algorithm.reference_logprobs == "engine"
         self.is_main = int(os.environ.get("RANK", "0")) == 0
         self._turn = Turn(self._release)
-        self.components = Components(config)
+        self.components = Components(config, resumes=bool(resume))
         found = self.components.resume() if resume else None
         self._directory = RunDirectory(config, earlier, allow_change)
         self.resumed = found is not None

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megatron_gvpo.data.sources import DataError
 
-_BEGUN = datetime.now()
+_date = datetime.now()  # what chat templates take for the present
 # Files that may hold a vocabulary. Without any, transformers (5.19) makes up an empty tokenizer.
 _VOCABULARIES = ("tokenizer.json", "tekken.json", "vocab.*", "*.model", "*.tiktoken")
 
@@ -40,6 +40,12 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
     return tokenizer
 
 
+def set_date(date: datetime | None) -> None:
+    """Let chat templates take this for the present, such as the first start of a resumed run; None: now."""
+    global _date
+    _date = date or datetime.now()
+
+
 def end_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """The token that ends a response. Raises DataError if the tokenizer names none."""
     if tokenizer.eos_token_id is None:
@@ -55,11 +61,11 @@ def rendered(
 ) -> str:
     """The chat as the chat template writes it. Raises whatever the template does: it is a program.
 
-    A template that writes the date (Llama 3.2, gpt-oss) gets that of this process's start: at midnight, chats
-    that go on would otherwise not begin any more like their prompts.
+    A template that writes the date (Llama 3.2, gpt-oss) gets that of this process's start, or of `set_date`:
+    at midnight, chats that go on would otherwise not begin any more like their prompts.
     """
     if "strftime_now" in str(tokenizer.chat_template):
-        options["strftime_now"] = _BEGUN.strftime
+        options["strftime_now"] = _date.strftime
     chat = [dict(message) for message in messages]
     return str(tokenizer.apply_chat_template(chat, tokenize=False, **options))
 

@@ -9,6 +9,7 @@ from typing import Self
 
 from megatron_gvpo.config.schema import Config, ConfigError, SamplingConfig
 from megatron_gvpo.data.task import Task, load_task
+from megatron_gvpo.data.tokenizer import set_date
 from megatron_gvpo.groups import Group
 from megatron_gvpo.megatron.checkpoint.conversion import load_checkpoint
 from megatron_gvpo.megatron.scorer import Scorer
@@ -17,6 +18,7 @@ from megatron_gvpo.rewards.pool import RewardPool
 from megatron_gvpo.rewards.served.scoring import ServedRewards
 from megatron_gvpo.rollout.request import RolloutError
 from megatron_gvpo.runs.preflight_on_ranks import preflight_on_ranks
+from megatron_gvpo.runs.record import first_start
 from megatron_gvpo.runtime.collectives import first_problem
 from megatron_gvpo.runtime.environment import prepare
 from megatron_gvpo.sampling.engine import NoEngine, OnWait, RolloutEngine, engine_class
@@ -135,6 +137,7 @@ def evaluate(config: Config, resume: bool, step: int | None = None) -> dict[str,
     """
     preflight_on_ranks(config, "eval")
     prepare(config)
+    set_date(first_start(config.output_dir) if resume else None)  # prompts are those of the run
     task = load_task(config)
     policy = Scorer(config)
     loaded = load_checkpoint(config, policy.model, step) if resume else 0

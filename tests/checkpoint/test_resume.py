@@ -5,12 +5,14 @@ times.
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 from distributed import launch
 from tiny_run import (
     ENGINE_REFERENCE,
     GVPO,
+    SHORT,
     StopAfter,
     assert_same_run,
     configure,
@@ -20,6 +22,7 @@ from tiny_run import (
 )
 
 from megatron_gvpo.megatron.checkpoint import sharded as checkpoint
+from megatron_gvpo.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("leave_the_process_group")
 
@@ -72,6 +75,21 @@ def test_resume_while_groups_are_accumulated(task, tmp_path):
     assert json.loads((saved / "state.json").read_text())["batch_policy"]["pending"]
     fit(configure(task, parts, *gpg, reward_options(task, coarse=True)), resume=True)
     assert_same_run(whole, parts)
+
+
+def test_a_resumed_run_has_the_date_on_which_it_began(task, tmp_path):
+    """A chat template may write it, and prompts would change in mid-run."""
+    model = shutil.copytree(task / "model", tmp_path / "model")
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ strftime_now('%Y') }}"
+    (model / "chat_template.jinja").write_text(template)
+    given = (*GVPO, *SHORT, f"model.path={model}")
+    fit(configure(task, tmp_path, *given, "train.steps=1"))
+    record = tmp_path / "run.json"
+    record.write_text(record.read_text().replace('"time": "20', '"time": "17'))
+    trainer = Trainer(configure(task, tmp_path, *given, "train.steps=2"), resume=True)
+    assert {prompt.text[-4:-2] for prompt in trainer.components.prompts} == {"17"}
+    trainer = Trainer(configure(task, tmp_path, *given), overwrite=True)
+    assert {prompt.text[-4:-2] for prompt in trainer.components.prompts} == {"20"}
 
 
 def test_resume_on_two_ranks(task, tmp_path):
