@@ -247,6 +247,8 @@ class Advantage(Block):
     per_token: ClassVar[bool] = False
     # It numbers the items of responses (`rows.item_r`).
     finds_items: ClassVar[bool] = False
+    # It reads components of the reward, and the reward, which shapers change, nowhere.
+    by_components: ClassVar[bool] = False
 
     @property
     def needs_group(self) -> bool:
@@ -367,8 +369,9 @@ class Loss(Block):
             return any(bool((column != 0).any()) for column in given if column is not None)
         if not self.couples_groups:
             return bool((rows.reward_n != 0).any())
-        first_n = rows.group_n.new_tensor(_first_of_group(rows.group_n.tolist()))
-        return bool((rows.reward_n != rows.reward_n[first_n]).any())
+        first: dict[int, int] = {}  # the first row of each group
+        of_row = [first.setdefault(group, row) for row, group in enumerate(rows.group_n.tolist())]
+        return bool((rows.reward_n != rows.reward_n[rows.group_n.new_tensor(of_row)]).any())
 
     @property
     def wants_entropy(self) -> bool:
@@ -377,12 +380,6 @@ class Loss(Block):
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, Metrics]:
         raise NotImplementedError
-
-
-def _first_of_group(group_n: list[int]) -> list[int]:
-    """The first row of each row's group."""
-    first: dict[int, int] = {}
-    return [first.setdefault(group, row) for row, group in enumerate(group_n)]
 
 
 def token_weights(

@@ -134,9 +134,26 @@ class AlgorithmConfig(Block):
             )
         if loss.needs_items and not (estimator is not None and estimator.finds_items):
             raise ValueError("loss.ratio=item needs the estimator rank, which finds the items")
+        if (unread := self._unread_shaper()) is not None:
+            raise ValueError(f"{unread}: leave it out, or make it a component (rewards.components)")
         if self.reference_logprobs == "engine":
             self._engine_may_be_reference()
         return self
+
+    def _unread_shaper(self) -> str | None:
+        """The shaper of rewards that nothing behind it reads, with the reason; None without one."""
+        estimator = self.estimator
+        distils = isinstance(estimator, distillation.Distillation) and estimator.rewards is None
+        if estimator is None or self.batch_policy.needs_rewards or not (estimator.by_components or distils):
+            return None
+        last = self.shapers[-1] if self.shapers else None
+        if last is None or not last.changes_rewards:  # one that keeps or drops responses may read them
+            return None
+        reads = "components of the reward" if estimator.by_components else "no reward"
+        return (
+            f"shapers.{len(self.shapers) - 1}: {last.name} has no effect: it changes the reward, and the "
+            f"estimator {estimator.name} reads {reads}"
+        )
 
     def _learns_from_itself(self) -> str | None:
         """The key of the only policy to learn from, if that is what the policy begins as, else None."""

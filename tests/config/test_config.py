@@ -221,6 +221,10 @@ def test_evaluation_samples_as_training_does(good):
             "parallel: overlap_param_gather=true needs overlap_grad_reduce",
         ),
         ("data.train.answer_key=null", "data.train.answer_key is null, but the reward 'math' compares"),
+        (
+            "data.eval={path: e.jsonl, answer_key: null}",
+            "data.eval.answer_key is null, but the reward 'math'",
+        ),
         ("algorithm=sft", "data.train.demonstration_key is missing"),
         (
             "algorithm.sampler=dataset",

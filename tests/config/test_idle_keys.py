@@ -10,6 +10,7 @@ from megatron_gvpo.config.schema import load_config
 
 SFT = ("algorithm=sft", "data.train.demonstration_key=solution")
 DPO = ("algorithm=dpo", "data.train.responses_key=responses")
+WEIGHED = "rewards.components=[{name: math}, {name: format, weight: 0.5}]"
 HELD_OUT = "data.eval={path: e.jsonl}"
 
 
@@ -28,6 +29,24 @@ HELD_OUT = "data.eval={path: e.jsonl}"
             ("rollout.conversation={tools: ['m:f'], sandbox: {memory_mb: 64}}",),
             "sandbox has no effect: it is",
         ),
+        (
+            ("algorithm=gdpo", WEIGHED),
+            "rewards.components.1.weight=0.5 (format) has no effect: algorithm.",
+        ),
+        (
+            ("algorithm={recipe: bnpo, estimator: {components: true}}", WEIGHED),
+            "algorithm.estimator=bnpo normalises and counts every component alike: leave it out",
+        ),
+        (
+            ("algorithm={recipe: gdpo, shapers: [{name: drop}, {name: overlong}]}",),
+            "shapers.1: overlong has no effect: it changes the reward, and the estimator components reads "
+            "components of the reward: leave it out",
+        ),
+        (
+            ("algorithm={recipe: opd, shapers: [{name: overlong}]}", "teacher={path: t}"),
+            "shapers.0: overlong has no effect: it changes the reward, and the estimator distillation reads "
+            "no reward",
+        ),
     ],
 )
 def test_a_key_without_effect(good, given, said):
@@ -41,6 +60,10 @@ def test_a_key_without_effect(good, given, said):
         ("eval={every: 0, n: 8}",),
         ("rollout.conversation={tools: [python], sandbox: {memory_mb: 64}, parser: xml}",),
         ("rollout.conversation={program: 'm:f', parser: xml}",),
+        ("algorithm={recipe: gdpo, estimator: {weights: {math: 1, format: 0.5}}}", WEIGHED),
+        ("algorithm={recipe: gdpo, shapers: [{name: overlong}, {name: drop}]}",),
+        ("algorithm={recipe: gdpo, shapers: [{name: overlong}], batch_policy: {name: accumulate}}",),
+        ("algorithm={recipe: bnpo, shapers: [{name: overlong}]}", WEIGHED),
     ],
 )
 def test_a_key_with_an_effect(good, given):

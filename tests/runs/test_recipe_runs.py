@@ -34,6 +34,7 @@ pytestmark = pytest.mark.usefixtures("leave_the_process_group")
 TAUGHT = "teacher={path: PLACE/teacher, server: {urls: [TEACHER]}}"
 # Beside what a recipe says it goes with: what its rewards are here, and what users must name themselves.
 EXTRA = {
+    "gdpo": ["algorithm.estimator={weights: {right: 1, rubric: 0.5}}"],
     "rank_grpo": ["algorithm.estimator={items: 2, separator_ids: [1, 2, 3, 4, 5]}"],
     "scaf_grpo": [
         "algorithm.members=[{name: hinted, fields: [hint_1, hint_2], n: 1, place: replace, keep: right}]"

@@ -29,6 +29,10 @@ class BNPO(Advantage):
     components: bool = False
 
     @property
+    def by_components(self) -> bool:  # type: ignore[override]
+        return self.components
+
+    @property
     def components_read(self) -> tuple[Component, ...]:
         return (0,) if self.components else ()
 

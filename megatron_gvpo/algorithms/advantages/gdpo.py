@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
@@ -22,6 +22,8 @@ class ComponentEstimator(Advantage):
     1e-4), in responses as in TRL or in tokens as in verl). `weights`: of the components that count, by name;
     null: all, with weight 1. They act after the normalisation, unlike those of `rewards.components`.
     """
+
+    by_components: ClassVar[bool] = True
 
     name: Literal["components"] = "components"
     weights: dict[str, float] | None = None

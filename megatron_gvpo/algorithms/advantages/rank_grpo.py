@@ -26,6 +26,7 @@ class RankEstimator(Advantage):
 
     per_token: ClassVar[bool] = True
     finds_items: ClassVar[bool] = True
+    by_components: ClassVar[bool] = True
 
     name: Literal["rank"] = "rank"
     items: PositiveInt

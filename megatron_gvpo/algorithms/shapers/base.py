@@ -18,6 +18,8 @@ class Shaper(Block):
     """
 
     needs_rewards: ClassVar[bool] = True
+    # It gives responses other rewards.
+    changes_rewards: ClassVar[bool] = True
     # It changes rewards only, by a user's function, which may ask a model: it is called on one rank.
     outside: ClassVar[bool] = False
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, PositiveInt
 
@@ -19,6 +19,8 @@ class Keep(Shaper):
 
     A group that keeps none is dropped.
     """
+
+    changes_rewards: ClassVar[bool] = False
 
     name: Literal["keep"] = "keep"
     which: Literal["right", "best"] = "right"
@@ -44,6 +46,8 @@ class Keep(Shaper):
 
 class Drop(Shaper):
     """Drop the groups whose responses are `all_right` (NGRPO), `all_wrong` or `all_equal`."""
+
+    changes_rewards: ClassVar[bool] = False
 
     name: Literal["drop"] = "drop"
     which: Literal["all_right", "all_wrong", "all_equal"] = "all_equal"
@@ -76,6 +80,8 @@ class MaskTruncated(Shaper):
     With MicroCoder-GRPO's conditions (arXiv 2603.07777): only `wrong` ones, only those whose last `repeat`
     tokens are not the `repeat` before them, and of these a `share`, chosen by a hash of their tokens.
     """
+
+    changes_rewards: ClassVar[bool] = False
 
     name: Literal["mask_truncated"] = "mask_truncated"
     only_wrong: bool = False  # leave right responses alone

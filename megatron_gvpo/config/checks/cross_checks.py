@@ -201,10 +201,12 @@ def _data(config: Config) -> None:
             "name the field that holds them"
         )
     compares = [component.name for component in config.rewards.components if component.needs_answer]
-    if algorithm.samples_from_policy and compares and fields.answer_key is None:
-        raise ValueError(
-            f"data.train.answer_key is null, but the reward {compares[0]!r} compares with an answer"
-        )
+    judged = {"train": fields if algorithm.samples_from_policy else None, "eval": config.data.eval}
+    for part, dataset in judged.items():
+        if compares and dataset is not None and dataset.answer_key is None:
+            raise ValueError(
+                f"data.{part}.answer_key is null, but the reward {compares[0]!r} compares with an answer"
+            )
 
 
 def _rewards(config: Config) -> None:

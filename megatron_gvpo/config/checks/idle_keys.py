@@ -19,6 +19,7 @@ def check_idle_keys(config: Config) -> None:
     for key, why in _idle(config):
         if _given(config, key):
             raise ValueError(f"{key} has no effect: {why}; leave it out")
+    _check_weights(config)
 
 
 def keys_of_sampling(config: Config) -> str | None:
@@ -38,6 +39,22 @@ def keys_of_sampling(config: Config) -> str | None:
         f"{', '.join(given)}: no effect with algorithm.sampler={algorithm.sampler}, where the data have the "
         "responses" + (" and their rewards" if algorithm.has_rewards else "")
     )
+
+
+def _check_weights(config: Config) -> None:
+    """Raises ValueError for weights of components beside an estimator that counts all of them alike."""
+    estimator = config.algorithm.estimator
+    if estimator is None or not estimator.by_components or 0 not in estimator.components_read:
+        return
+    for i, component in enumerate(config.rewards.components):
+        if component.weight != 1:
+            remedy = "leave it out"
+            if "weights" in type(estimator).model_fields:
+                remedy = "give the weights of all that count in algorithm.estimator.weights, by name"
+            raise ValueError(
+                f"rewards.components.{i}.weight={component.weight:g} ({component.name}) has no effect: "
+                f"algorithm.estimator={estimator.name} normalises and counts every component alike: {remedy}"
+            )
 
 
 def _idle(config: Config) -> Iterator[tuple[str, str]]:
