@@ -69,10 +69,14 @@ def dapo(record: Record) -> dict[str, Any]:
 def preference_pair(record: Record) -> dict[str, Any]:
     """HuggingFaceH4/ultrafeedback_binarized: `chosen` and `rejected`, two chats that differ in the last turn.
 
-    The prompt is the chat before it; the chosen response has the reward 1, the rejected one 0.
+    The prompt is the chat before it; the chosen response has the reward 1, the rejected one 0. Raises
+    ValueError for chats that differ before it.
     """
-    *prompt, chosen = record["chosen"]
-    rejected = record["rejected"][-1]
+    (*prompt, chosen), (*other, rejected) = record["chosen"], record["rejected"]
+    if other != prompt:
+        raise ValueError(
+            "chosen and rejected differ before the last message: no prompt has both as responses"
+        )
     responses = [{"response": chosen["content"], "reward": 1.0}]
     responses.append({"response": rejected["content"], "reward": 0.0})
     return {**record, "prompt": [dict(message) for message in prompt], "responses": responses}

@@ -19,6 +19,7 @@ from paths import HELPERS, IMPORTS, ROOT
 from servers.dataset_hub import hub_of
 
 from megatron_gvpo.config.schema import load_config
+from megatron_gvpo.data.converters import preference_pair
 from megatron_gvpo.groups import Prompt, Rollout
 from megatron_gvpo.rewards.math_answer import verify_math
 
@@ -273,3 +274,11 @@ def test_every_recipe_loads_names_its_source_and_is_in_the_guide(name: str):
     )
     guide = (ROOT / "docs" / "howto" / "data_recipes.md").read_text()
     assert f"examples/recipes/{name}.yaml" in guide
+
+
+def test_chats_that_part_before_the_last_message_are_no_pair() -> None:
+    """The rejected response would be trained as one to the chosen one's chat."""
+    one, other = ([{"role": "user", "content": c}, {"role": "assistant", "content": "x"}] for c in "ab")
+    assert preference_pair({"chosen": one, "rejected": one})["prompt"] == one[:1]
+    with pytest.raises(ValueError, match="differ before the last message"):
+        preference_pair({"chosen": one, "rejected": other})
