@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -70,6 +71,7 @@ class Components:
             log.warning(said)
         algorithm = config.algorithm.sized(config.rollout.max_tokens)
         self.prompts, self.tokenizer = task.prompts, task.tokenizer
+        self._prompts_digest = _digest_of_prompts(task.prompts)
         self.tracker = SuccessTracker(algorithm.tracker) if algorithm.needs_tracker else None
         self.order: Order = PromptOrder(len(self.prompts), config.train.seed, config.data.shuffle)
         if self.tracker is not None and algorithm.prompts.weighted:
@@ -152,6 +154,7 @@ class Components:
         return {
             "blocks": self._blocks(),
             "order": self.batches.state_dict(),
+            "prompts": self._prompts_digest,
             "images": _digest_of_images(self.prompts),
             "batch_policy": self.batch_policy.state_dict(),
             "tracker": None if self.tracker is None else self.tracker.state_dict(),
@@ -180,6 +183,12 @@ class Components:
             raise DataError(
                 f"{self.config.data.train.path}: its images are not those that the checkpoint was trained "
                 "on: resume with the same files, or start a new run"
+            )
+        if state.get("prompts") not in (None, self._prompts_digest) and dist.get_rank() == 0:
+            log.warning(
+                "%s: the prompts are not those that the checkpoint was trained on: the data, the tokenizer "
+                "or its chat template have changed",
+                self.config.data.train.path,
             )
         blocks, saved = self._blocks(), state.get("blocks") or self._blocks()
         self.order.load_state_dict(state["order"])
@@ -295,6 +304,15 @@ class Components:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._opened.__exit__(kind, error, trace)
+
+
+def _digest_of_prompts(prompts: Sequence[Prompt]) -> str:
+    """A hash of tokens and answers: the record of a run has none of hub data, generators and tokenizers."""
+    digest = hashlib.blake2b(digest_size=16)
+    for prompt in prompts:
+        digest.update(np.asarray(prompt.token_ids, np.int32).tobytes())
+        digest.update(f"{prompt.answer} ".encode(errors="replace"))
+    return digest.hexdigest()
 
 
 def _digest_of_images(prompts: Sequence[Prompt]) -> str | None:

@@ -54,12 +54,13 @@ def test_a_resumed_run_equals_an_uninterrupted_one(task, tmp_path, method):
         assert records(parts)[-1]["train/importance"] == pytest.approx(1, abs=1e-5)
 
 
-def test_resume_of_sft(task, tmp_path):
+def test_resume_of_sft(task, tmp_path, caplog):
     overrides, whole, parts = ("algorithm=sft", "data.eval=null"), tmp_path / "whole", tmp_path / "parts"
     fit(configure(task, whole, *overrides))
     assert records(whole)[-1]["train/loss"] < records(whole)[1]["train/loss"]
     assert fit(configure(task, parts, *overrides), [StopAfter(2)]).step == 2
     fit(configure(task, parts, *overrides), resume=True)
+    assert "prompts are not those" not in caplog.text
     assert_same_run(whole, parts)
 
 
@@ -77,17 +78,17 @@ def test_resume_while_groups_are_accumulated(task, tmp_path):
     assert_same_run(whole, parts)
 
 
-def test_a_resumed_run_has_the_date_on_which_it_began(task, tmp_path):
+def test_a_resumed_run_has_the_date_on_which_it_began(task, tmp_path, caplog):
     """A chat template may write it, and prompts would change in mid-run."""
     model = shutil.copytree(task / "model", tmp_path / "model")
     template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ strftime_now('%Y') }}"
     (model / "chat_template.jinja").write_text(template)
     given = (*GVPO, *SHORT, f"model.path={model}")
     fit(configure(task, tmp_path, *given, "train.steps=1"))
-    record = tmp_path / "run.json"
-    record.write_text(record.read_text().replace('"time": "20', '"time": "17'))
+    (record := tmp_path / "run.json").write_text(record.read_text().replace('"time": "20', '"time": "17'))
     trainer = Trainer(configure(task, tmp_path, *given, "train.steps=2"), resume=True)
     assert {prompt.text[-4:-2] for prompt in trainer.components.prompts} == {"17"}
+    assert "the prompts are not those that the checkpoint was trained on" in caplog.text, "of another year"
     trainer = Trainer(configure(task, tmp_path, *given), overwrite=True)
     assert {prompt.text[-4:-2] for prompt in trainer.components.prompts} == {"20"}
 
