@@ -62,7 +62,7 @@ from megatron_gvpo.weights.disk import Disk
 from megatron_gvpo.weights.node import NodeMemory
 from megatron_gvpo.weights.push import Publisher
 from megatron_gvpo.weights.receivers import receiver_class
-from megatron_gvpo.weights.relay import Relays
+from megatron_gvpo.weights.relay import ORDERS, Relays
 from megatron_gvpo.weights.shared import Shared
 
 CPU = torch.device("cpu")
@@ -226,7 +226,8 @@ class Pushing:
             where = CPU
         elif transport == "shared":
             memory = NodeMemory(f"megatron_gvpo-{os.getpid()}", where)
-            self._timed = Timed(Shared(receiver, TIMEOUT, memory, Relays(dist.HashStore(), [], TIMEOUT)))
+            relays = Relays(dist.HashStore(), [], TIMEOUT, ORDERS)
+            self._timed = Timed(Shared(receiver, TIMEOUT, memory, relays))
         else:
             kind = Delta if transport == "delta" else Broadcast
             self._timed = Timed(kind(receiver, "127.0.0.1", backend, TIMEOUT))

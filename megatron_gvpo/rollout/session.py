@@ -67,9 +67,9 @@ class ServerSession:
         try:
             self._ready.result()
         except (ConfigError, RolloutError) as error:
-            return Failed(error)
+            return Failed.by(error)
         except (ServerGone, OSError) as error:
-            return Failed(RolloutError(str(error)))
+            return Failed(str(error))
         return Done()
 
     def close(self) -> None:

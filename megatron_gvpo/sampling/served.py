@@ -150,8 +150,8 @@ class ServedEngine:
                 case Done(rows):
                     groups = zip(ticket.prompts, unpack(rows), strict=True)
                     return [Group(prompt, rollouts) for prompt, rollouts in groups]
-                case Failed(error):
-                    raise error
+                case Failed() as failed:
+                    raise failed.error
 
     def _next_command(
         self, servers: ServerSession, future: concurrent.futures.Future[list[list[Rollout]]]
@@ -164,7 +164,7 @@ class ServedEngine:
                 try:
                     rows = future.result()
                 except RolloutError as error:
-                    return Failed(error)
+                    return Failed.by(error)
                 self._decode(rows)
                 self._measure(servers)
                 return Done(pack(rows))
@@ -221,9 +221,9 @@ class ServedEngine:
                 self._opened.enter_context(self._conversations)
             self.servers = ServerSession(self._config, self._model, self._task.end_token_ids)
         except ConfigError as error:
-            failed = Failed(error)
+            failed = Failed.by(error)
         except OSError as error:
-            failed = Failed(RolloutError(str(error)))
+            failed = Failed(str(error))
         else:
             return self.servers.next_command
         return lambda: failed

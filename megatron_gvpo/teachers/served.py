@@ -162,7 +162,7 @@ class ServedTeacher:
                 self._start()
             return result_of(self._ready)
         except ConfigError as error:
-            return Failed(error)
+            return Failed.by(error)
 
     def _start(self) -> None:
         loop = BackgroundLoop("teacher client")

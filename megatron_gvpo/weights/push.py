@@ -68,7 +68,7 @@ class Publisher:
         # By now every server has been replaced once: the failure is no server's fault.
         if self._in_a_row >= self._settings.attempts * (len(self._pool.handles) + 1):
             said = f"{self._in_a_row} weight pushes in a row failed, at last: {self._problem}"
-            return Failed(RolloutError(said))
+            return Failed(said)
         while True:
             healthy = [h for h in self._pool.handles if h.state != "lost"]
             if self._targets is None and any(not h.has(version) for h in healthy):
@@ -80,7 +80,7 @@ class Publisher:
             if healthy:
                 return Done()
             if problem := self._pool.hopeless():
-                return Failed(RolloutError(problem))
+                return Failed(problem)
             if time.monotonic() > deadline:
                 return Wait()
             time.sleep(0.1)
@@ -236,15 +236,15 @@ def push(
         match lead(leading):
             case Done():
                 return
-            case Failed(error):
-                raise error
+            case Failed() as refused:
+                raise refused.error
             case Push():
                 stream = weights()
                 if publisher is not None:
                     try:
                         publisher.attempt(stream, version)
                     except (ValueError, RolloutError) as error:
-                        failed.append(Failed(RolloutError(str(error))))
+                        failed.append(Failed(str(error)))
                 elif follow is not None:
                     follow(stream)
                 for _ in stream:  # gathering it is a collective: every rank takes part to its end

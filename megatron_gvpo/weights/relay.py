@@ -8,45 +8,73 @@ go through the store where the ranks have met.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import msgpack
 from torch import distributed as dist
 
+from megatron_gvpo.rollout.leader import Done, Failed, Messages
 from megatron_gvpo.weights.bucket import Bucket
 from megatron_gvpo.weights.node import NodeMemory
 from megatron_gvpo.weights.transport import Follower, PushFailed
 
 PATIENCE = 10  # a relay waits for an order for this many times `rollout.weights.timeout`
 
-Order = dict[str, Any]
+
+@dataclass(frozen=True)
+class Look:
+    """Answer with the servers that were seen on the node, and the rank's GPU."""
 
 
-class Relays:
-    """Rank 0's side: sends orders to the relays, which are `ranks`, and waits for their answers."""
+@dataclass(frozen=True)
+class Stream:
+    """Take part in the weight stream: rank 0 does from here on."""
 
-    def __init__(self, store: dist.Store, ranks: Sequence[int], timeout: float) -> None:
+
+@dataclass(frozen=True)
+class Offer:
+    """Offer the stream's next bucket: for `handles` mappings of the GPU's memory, and as a file or not."""
+
+    handles: int
+    file: bool
+
+
+@dataclass(frozen=True)
+class Over:
+    """The push has ended. Nobody answers."""
+
+
+ORDERS = Messages[Look | Stream | Offer | Over](Look, Stream, Offer, Over)
+ANSWERS = Messages[Done | Failed](Done, Failed)
+
+
+class Relays[T]:
+    """Rank 0's side: sends `orders` to the relays, which are `ranks`, and waits for their answers."""
+
+    def __init__(self, store: dist.Store, ranks: Sequence[int], timeout: float, orders: Messages[T]) -> None:
         self._store: dist.Store = store.clone()  # type: ignore[attr-defined] # torch's stubs lack it
-        self._ranks, self._timeout = list(ranks), timeout
+        self._ranks, self._timeout, self._orders = list(ranks), timeout, orders
         self._number = 0
 
     def __len__(self) -> int:
         return len(self._ranks)
 
-    def tell(self, order: Order) -> None:
+    def tell(self, order: T) -> None:
         """Give all relays an order that they do not answer."""
-        if self._ranks:
-            self._store.set(f"order.{self._number}", json.dumps(order))
-            self._number += 1
+        self._send([order] * len(self._ranks))
 
-    def ask(self, orders: Sequence[Order], doing: str) -> list[dict[str, Any]]:
-        """Give each relay its own order; returns the answers. Raises PushFailed for an error or no answer."""
+    def ask(self, orders: Sequence[T], doing: str) -> list[Any]:
+        """Give each relay its own order; returns what they answer.
+
+        Raises PushFailed for a relay that failed or does not answer.
+        """
         if not self._ranks:
             return []
         asked = self._number
-        self.tell({"each": dict(zip(map(str, self._ranks), orders, strict=True))})
+        self._send(orders)
         keys = [f"answer.{asked}.{rank}" for rank in self._ranks]
         try:
             self._store.wait(keys, timedelta(seconds=self._timeout))
@@ -56,24 +84,32 @@ class Relays:
             ]
             listed = ", ".join(map(str, silent))
             raise PushFailed(f"rank(s) {listed} did not answer in {self._timeout:g} s: {doing}", []) from None
-        answers = [json.loads(said) for said in self._store.multi_get(keys)]
+        answers = [ANSWERS.decode(msgpack.unpackb(said)) for said in self._store.multi_get(keys)]
         self._store.delete_key(f"order.{asked}")
-        for rank, said in zip(self._ranks, answers, strict=True):
-            if "problem" in said:
-                raise PushFailed(f"rank {rank}: {said['problem']}", [])
-        return answers
+        found = []
+        for rank, answer in zip(self._ranks, answers, strict=True):
+            if isinstance(answer, Failed):
+                raise PushFailed(f"rank {rank}: {answer.problem}", [])
+            found.append(answer.payload)
+        return found
+
+    def _send(self, orders: Sequence[T]) -> None:
+        if self._ranks:
+            sent = {rank: self._orders.encode(order) for rank, order in zip(self._ranks, orders, strict=True)}
+            self._store.set(f"order.{self._number}", msgpack.packb(sent))
+            self._number += 1
 
 
-class Orders:
-    """Rank 0's orders to `rank`, and the answers."""
+class Orders[T]:
+    """Rank 0's `orders` to `rank`, and the answers."""
 
-    def __init__(self, store: dist.Store, rank: int, timeout: float) -> None:
+    def __init__(self, store: dist.Store, rank: int, timeout: float, orders: Messages[T]) -> None:
         # A connection of its own, because one that waits blocks all other threads that use it.
         self._store: dist.Store = store.clone()  # type: ignore[attr-defined] # torch's stubs lack it
-        self._rank, self._timeout = rank, timeout
+        self._rank, self._timeout, self._orders = rank, timeout, orders
         self._number = 0
 
-    def next(self) -> Order:
+    def next(self) -> T:
         """Wait for the next order. Raises RuntimeError if rank 0 falls silent."""
         key, limit = f"order.{self._number}", PATIENCE * self._timeout
         try:
@@ -82,14 +118,13 @@ class Orders:
             raise RuntimeError(
                 f"rank {self._rank}: in a weight push, rank 0 has said nothing for {limit:g} s ({error})"
             ) from None
-        order: Order = json.loads(self._store.get(key))
+        sent = msgpack.unpackb(self._store.get(key), strict_map_key=False)
         self._store.delete_key(self._answer_key())  # rank 0 has read it
         self._number += 1
-        found: Order = order["each"][str(self._rank)] if "each" in order else order
-        return found
+        return self._orders.decode(sent[self._rank])
 
-    def answer(self, said: dict[str, Any]) -> None:
-        self._store.set(self._answer_key(), json.dumps(said))
+    def answer(self, answer: Done | Failed) -> None:
+        self._store.set(self._answer_key(), msgpack.packb(ANSWERS.encode(answer)))
 
     def _answer_key(self) -> str:
         return f"answer.{self._number - 1}.{self._rank}"
@@ -99,24 +134,39 @@ class Relay(Follower):
     """A relay's side, on `rank`."""
 
     def __init__(self, store: dist.Store, rank: int, memory: NodeMemory, timeout: float) -> None:
-        self._orders, self._memory = Orders(store, rank, timeout), memory
+        self._orders, self._memory = Orders(store, rank, timeout, ORDERS), memory
 
     def follow(self, buckets: Iterator[Bucket]) -> None:
         """Carry out the orders of one push, to its end. Raises RuntimeError if rank 0 falls silent.
 
         The caller must iterate what is then left of the stream.
         """
-        while (order := self._orders.next())["do"] != "over":
-            if order["do"] == "look":
-                self._orders.answer(self._memory.seen())
-                continue
-            for bucket in buckets:  # rank 0 takes part in the stream from here on
-                if (order := self._orders.next())["do"] == "over":
+        while True:
+            match self._orders.next():
+                case Look():
+                    self._orders.answer(Done(self._memory.seen()))
+                case Stream():
+                    for bucket in buckets:
+                        if not self._offered(bucket):
+                            return
+                case Over():
                     return
+                case order:
+                    raise AssertionError(f"rank 0 has ordered {order} without a bucket")
+
+    def _offered(self, bucket: Bucket) -> bool:
+        """Offer the bucket as the next order says; False if the push is over instead."""
+        match self._orders.next():
+            case Offer(handles, file):
                 try:
-                    self._orders.answer(self._memory.offer(bucket.flat, order["handles"], order["file"]))
+                    self._orders.answer(Done(self._memory.offer(bucket.flat, handles, file)))
                 except PushFailed as failure:
-                    self._orders.answer({"problem": str(failure)})
+                    self._orders.answer(Failed(str(failure)))
+                return True
+            case Over():
+                return False
+            case order:
+                raise AssertionError(f"rank 0 has ordered {order} amid the weight stream")
 
     def close(self) -> None:
         self._memory.close()

@@ -14,6 +14,7 @@ import zlib
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
@@ -21,13 +22,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_gvpo.config.schema import Config
+from megatron_gvpo.rollout.leader import Done, Failed, Messages
 from megatron_gvpo.rollout.server import Server
 from megatron_gvpo.runtime.collectives import broadcast_msgpack
 from megatron_gvpo.weights.broadcast import LEAVE, Broadcast, GroupReceiver
 from megatron_gvpo.weights.bucket import Bucket
 from megatron_gvpo.weights.group import Membership, Rendezvous, WeightGroup, group_address, join
 from megatron_gvpo.weights.node import new_name
-from megatron_gvpo.weights.relay import Orders, Relays
+from megatron_gvpo.weights.relay import Orders, Over, Relays
 from megatron_gvpo.weights.shards.plan import Box, Layout, Plan, Table, plan_push
 from megatron_gvpo.weights.shards.sender import Sender, Stopped
 from megatron_gvpo.weights.transport import Follower, PushFailed
@@ -36,6 +38,25 @@ if TYPE_CHECKING:
     from megatron_gvpo.megatron.model.own_weights import OwnWeights
 
 STOP = "stop"  # a key of the group's store: the push has failed
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Write what the rank holds to the group's store."""
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send the rank's shards, as rank 0 has planned."""
+
+
+@dataclass(frozen=True)
+class Leave:
+    """Leave the group. Nobody answers."""
+
+
+Order = Rendezvous | Tell | Send | Leave | Over  # a Rendezvous: join the group there
+ORDERS: Messages[Order] = Messages(Rendezvous, Tell, Send, Leave, Over)
 
 
 class ShardedReceiver(GroupReceiver, Protocol):
@@ -68,7 +89,7 @@ class Sharded(Broadcast):
         address: str,
         backend: str,
         timeout: float,
-        relays: Relays,
+        relays: Relays[Order],
         dtype: torch.dtype,
         limit: int,
     ) -> None:
@@ -89,7 +110,7 @@ class Sharded(Broadcast):
             group_address(config),
             "nccl" if device.type == "cuda" else "gloo",
             timeout,
-            Relays(_orders(name), list(others), timeout),
+            Relays(_store(name), list(others), timeout, ORDERS),
             getattr(torch, config.model.dtype),
             config.rollout.weights.bucket_mb * 2**19,  # a half, as for other transports
         )
@@ -97,8 +118,9 @@ class Sharded(Broadcast):
     @classmethod
     def follower(cls, config: Config, device: torch.device) -> Follower | None:
         name = broadcast_msgpack(None)
-        orders = Orders(_orders(name), dist.get_rank(), config.rollout.weights.timeout)
-        return ShardFollower(orders, getattr(torch, config.model.dtype), config.rollout.weights.timeout)
+        timeout = config.rollout.weights.timeout
+        orders = Orders(_store(name), dist.get_rank(), timeout, ORDERS)
+        return ShardFollower(orders, getattr(torch, config.model.dtype), timeout)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -135,20 +157,12 @@ class Sharded(Broadcast):
         return sum(whole.values())
 
     def over(self) -> None:
-        self._relays.tell({"do": "over"})
+        self._relays.tell(Over())
 
     async def _connect(self, group: WeightGroup, prefixes: Sequence[str]) -> None:
         """Form the group: rank 0, the trainer's other ranks, and meanwhile the servers."""
-        meeting = group.meeting
-        order = {
-            "do": "join",
-            "address": meeting.address,
-            "port": meeting.port,
-            "world_size": meeting.world_size,
-            "name": meeting.name,
-            "backend": meeting.backend,
-        }
-        theirs = asyncio.to_thread(self._relays.ask, [order] * len(self._relays), "to join the group")
+        orders = [group.meeting] * len(self._relays)
+        theirs = asyncio.to_thread(self._relays.ask, orders, "to join the group")
         await asyncio.gather(super()._connect(group, prefixes), theirs)
         member = group.membership()
         self._sender = Sender(member, self._dtype, self._timeout, lambda: member.store.check([STOP]))
@@ -159,7 +173,7 @@ class Sharded(Broadcast):
         """Learn the layouts, plan, and give each rank its part."""
         assert self._group is not None and self._sender is not None
         store = self._group.membership().store
-        orders = [{"do": "tell"}] * len(self._relays)
+        orders = [Tell()] * len(self._relays)
         await asyncio.to_thread(self._relays.ask, orders, "to tell what they hold")
         self._sender.tell(own)
         told = [_read(store, f"held.{rank}") for rank in range(self._trainers)]
@@ -197,7 +211,7 @@ class Sharded(Broadcast):
         assert self._group is not None and self._sender is not None
         store = self._group.membership().store
         posts = self._start(lambda m: self._shard_receiver(m).receive_shards(self._timeout))
-        orders = [{"do": "send"}] * len(self._relays)
+        orders = [Send()] * len(self._relays)
         sends = [
             asyncio.create_task(asyncio.to_thread(self._sender.send, own)),
             asyncio.create_task(asyncio.to_thread(self._relays.ask, orders, "to send their shards")),
@@ -235,7 +249,7 @@ class Sharded(Broadcast):
 
     async def _discard(self) -> None:
         if self._group is not None:
-            self._relays.tell({"do": "leave"})
+            self._relays.tell(Leave())
         self._sender, self.plan = None, None
         await super()._discard()
 
@@ -264,7 +278,7 @@ class Sharded(Broadcast):
 class ShardFollower(Follower):
     """Another trainer rank's side: it carries out rank 0's orders."""
 
-    def __init__(self, orders: Orders, dtype: torch.dtype, timeout: float) -> None:
+    def __init__(self, orders: Orders[Order], dtype: torch.dtype, timeout: float) -> None:
         self._orders, self._dtype, self._timeout = orders, dtype, timeout
         self._sender: Sender | None = None
 
@@ -273,38 +287,40 @@ class ShardFollower(Follower):
 
     def follow_own(self, own: OwnWeights) -> None:
         """Take part in one push, to its end. Raises RuntimeError if rank 0 falls silent."""
-        while (order := self._orders.next())["do"] != "over":
-            if order["do"] == "leave":
+        while (order := self._orders.next()) != Over():
+            if order == Leave():
                 self.close()
                 continue
             try:
                 self._carry_out(order, own)
             except (RuntimeError, Stopped) as error:  # RuntimeError is torch's, for a dead rank
                 self.close()
-                self._orders.answer({"problem": str(error)})
+                self._orders.answer(Failed(str(error)))
             else:
-                self._orders.answer({})
+                self._orders.answer(Done())
 
     def close(self) -> None:
         if self._sender is not None:
             self._sender.close()
             self._sender = None
 
-    def _carry_out(self, order: dict[str, Any], own: OwnWeights) -> None:
-        if order["do"] == "join":
+    def _carry_out(self, order: Order, own: OwnWeights) -> None:
+        if isinstance(order, Rendezvous):
             self.close()
-            meeting = Rendezvous(**{key: value for key, value in order.items() if key != "do"})
-            member = join(meeting, dist.get_rank(), min(60.0, self._timeout), self._timeout)
+            member = join(order, dist.get_rank(), min(60.0, self._timeout), self._timeout)
             self._sender = Sender(member, self._dtype, self._timeout, lambda: member.store.check([STOP]))
             return
         assert self._sender is not None, "not joined"
-        if order["do"] == "tell":
-            self._sender.tell(own)
-        else:
-            self._sender.send(own)
+        match order:
+            case Tell():
+                self._sender.tell(own)
+            case Send():
+                self._sender.send(own)
+            case _:
+                raise AssertionError(f"rank 0 has ordered {order} to be answered")
 
 
-def _orders(name: str) -> dist.Store:
+def _store(name: str) -> dist.Store:
     return dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
 
 

@@ -12,6 +12,7 @@ import asyncio
 import itertools
 import os
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self
@@ -25,7 +26,7 @@ from megatron_gvpo.rollout.server import Server
 from megatron_gvpo.runtime.collectives import all_gather_msgpack, broadcast_msgpack
 from megatron_gvpo.weights.bucket import Bucket, TensorSpec
 from megatron_gvpo.weights.node import NodeMemory, new_name, seen_by_all
-from megatron_gvpo.weights.relay import Relay, Relays
+from megatron_gvpo.weights.relay import ORDERS, Look, Offer, Over, Relay, Relays, Stream
 from megatron_gvpo.weights.transport import Follower, PushFailed, Transport, WeightReceiver, each
 
 # Where the bytes of a bucket are: a file in shared memory; or the memory of GPUs, with a handle for each rank
@@ -70,7 +71,7 @@ class Shared(Transport):
         memory, store, relays = _meet(device)
         timeout = config.rollout.weights.timeout
         assert memory is not None, "rank 0 is the first of its node"
-        return cls(receiver, timeout, memory, Relays(store, relays, timeout))
+        return cls(receiver, timeout, memory, Relays(store, relays, timeout, ORDERS))
 
     @classmethod
     def follower(cls, config: Config, device: torch.device) -> Follower | None:
@@ -91,22 +92,18 @@ class Shared(Transport):
         await each(self._handles, lambda m: self._receiver(m.server).begin_update(self._timeout))
         if unknown := [m for m in self._handles if m.server.url not in self._homes]:
             await self._find(unknown)
-        self._relays.tell({"do": "stream"})
+        self._relays.tell(Stream())
 
     async def send(self, bucket: Bucket) -> int:
-        wanted: list[dict[str, Any]] = [
-            {"do": "offer", "handles": 0, "file": False} for _ in range(1 + len(self._relays))
-        ]
-        for home in (self._homes[m.server.url] for m in self._handles):
-            wanted[home.file]["file"] |= not home.gpus
-            for number in home.gpus:
-                wanted[number]["handles"] += 1
-        mine = wanted[0]
+        homes = [self._homes[m.server.url] for m in self._handles]
+        mappings = Counter(number for home in homes for number in home.gpus)
+        files = {home.file for home in homes if not home.gpus}
+        mine, *others = (Offer(mappings[number], number in files) for number in range(1 + len(self._relays)))
         # The relays are told of the bucket even if rank 0 has no memory for it: only then do they take part
         # in the stream's next collective, where rank 0 may be waiting for them.
         own, theirs = await asyncio.gather(
-            asyncio.to_thread(self._memory.offer, bucket.flat, mine["handles"], mine["file"]),
-            asyncio.to_thread(self._relays.ask, wanted[1:], "to offer a bucket"),
+            asyncio.to_thread(self._memory.offer, bucket.flat, mine.handles, mine.file),
+            asyncio.to_thread(self._relays.ask, others, "to offer a bucket"),
             return_exceptions=True,
         )
         for found in (own, theirs):
@@ -137,7 +134,7 @@ class Shared(Transport):
             torch.cuda.ipc_collect()
 
     def over(self) -> None:
-        self._relays.tell({"do": "over"})
+        self._relays.tell(Over())
 
     async def close(self) -> None:
         self._memory.close()
@@ -153,7 +150,7 @@ class Shared(Transport):
             )
 
         await each(handles, ask)
-        look = [{"do": "look"}] * len(self._relays)
+        look = [Look()] * len(self._relays)
         found = [self._memory.seen(), *await asyncio.to_thread(self._relays.ask, look, "to look for servers")]
         by_gpu = {seen["gpu"]: number for number, seen in enumerate(found) if seen["gpu"]}
         for handle in handles:

@@ -26,7 +26,7 @@ from megatron_gvpo.rollout.server import PLUGINS, ServerInfo
 from megatron_gvpo.weights import node
 from megatron_gvpo.weights.bucket import Bucket, TensorSpec
 from megatron_gvpo.weights.node import FIELDS, plain, seen_by_all, shared_storage
-from megatron_gvpo.weights.relay import Relays
+from megatron_gvpo.weights.relay import ORDERS, Relays
 from megatron_gvpo.weights.shared import Shared, SharedPlace
 from megatron_gvpo.weights.transport import PushFailed
 
@@ -105,7 +105,7 @@ def test_each_server_of_a_push_maps_what_it_can_see(monkeypatch: pytest.MonkeyPa
     two, away = OnGpus("two", [UUID, "b"], ["b", UUID]), OnGpus("away", ["c"])
     other = OnGpus("other", [UUID], maps=False)
     memory = node.NodeMemory(f"megatron_gvpo-test-{os.getpid()}", torch.device("cuda", 0))
-    transport = Shared(itself, 5.0, memory, Relays(HashStore(), [], 5.0))
+    transport = Shared(itself, 5.0, memory, Relays(HashStore(), [], 5.0, ORDERS))
     bucket = Bucket([TensorSpec("weight", "uint8", (6,))], torch.arange(6, dtype=torch.uint8))
 
     async def pushed(*servers: OnGpus) -> None:

@@ -20,16 +20,16 @@ from megatron_gvpo.rollout.background_loop import BackgroundLoop
 from megatron_gvpo.rollout.leader import Push
 from megatron_gvpo.rollout.pool import ServerHandle, ServerPool
 from megatron_gvpo.rollout.server import ServerInfo
-from megatron_gvpo.weights import node
+from megatron_gvpo.weights import node, sharded
 from megatron_gvpo.weights.bucket import Bucket, TensorSpec
 from megatron_gvpo.weights.node import NodeMemory
 from megatron_gvpo.weights.push import Publisher
-from megatron_gvpo.weights.relay import Relay, Relays
+from megatron_gvpo.weights.relay import ORDERS, Look, Offer, Over, Relay, Relays, Stream
+from megatron_gvpo.weights.sharded import Send
 from megatron_gvpo.weights.shared import Shared, SharedPlace
 from megatron_gvpo.weights.transport import PushFailed
 
-OFFER = {"do": "offer", "handles": 0, "file": True}
-NOTHING = {"do": "offer", "handles": 0, "file": False}
+OFFER, NOTHING = Offer(handles=0, file=True), Offer(handles=0, file=False)
 CPU = torch.device("cpu")
 PATIENCE = 60.0  # seconds for an answer of a thread; nothing here takes one
 
@@ -49,7 +49,7 @@ def relays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: list[int]) ->
         (tmp_path / str(rank)).mkdir()
         monkeypatch.setattr(node, "SHARED_MEMORY", tmp_path / str(rank))
         others.append(Relay(store, rank, NodeMemory("memory", CPU), PATIENCE))
-    yield Relays(store, ranks, PATIENCE), others
+    yield Relays(store, ranks, PATIENCE, ORDERS), others
     for other in others:
         other._memory.close()
     assert not list(tmp_path.glob("*/*"))
@@ -74,16 +74,16 @@ def test_two_pushes_to_two_other_nodes(tmp_path, monkeypatch):
         for push in range(2):
             with following(others, [stream(3), stream(3)]):
                 (tmp_path / "16" / "memory" / f"{push}.told.123").write_text('["gpu"]')
-                found = mine.ask([{"do": "look"}] * 2, "to look")
+                found = mine.ask([Look()] * 2, "to look")
                 assert found == [{"told": {}, "gpu": ""}, {"told": {str(push): [["gpu"]]}, "gpu": ""}]
-                mine.tell({"do": "stream"})
+                mine.tell(Stream())
                 for i in range(3):
                     nothing, offer = mine.ask([NOTHING, OFFER], "to offer")
                     assert nothing == {"handles": [], "file": ""}
                     file = Path(offer["file"])
                     assert file == tmp_path / "16" / "memory" / "bucket"
                     assert file.read_bytes()[: 4 + i] == bytes([i] * (4 + i))
-                mine.tell({"do": "over"})
+                mine.tell(Over())
 
 
 def test_a_push_that_ends_early_leaves_the_stream_to_the_caller(tmp_path, monkeypatch):
@@ -92,10 +92,10 @@ def test_a_push_that_ends_early_leaves_the_stream_to_the_caller(tmp_path, monkey
             left = stream(4)
             with following(others, [left]):
                 if before:
-                    mine.tell({"do": "stream"})
+                    mine.tell(Stream())
                 for _ in range(before - 1):
                     mine.ask([OFFER], "to offer")
-                mine.tell({"do": "over"})
+                mine.tell(Over())
             assert len(list(left)) == 4 - before
 
 
@@ -106,22 +106,49 @@ def test_a_node_without_memory_and_one_that_is_silent_are_named(tmp_path, monkey
     with relays(tmp_path, monkeypatch, [1]) as (mine, others):
         monkeypatch.setattr("os.posix_fallocate", no_memory)
         with following(others, [stream(2)]):
-            mine.tell({"do": "stream"})
+            mine.tell(Stream())
             wanted = (
                 r"rank 1: .*bucket: no 4 bytes of shared memory \(No space left on device\): lower rollout"
             )
             with pytest.raises(PushFailed, match=wanted):
                 mine.ask([OFFER], "to offer")
-            mine.tell({"do": "over"})
+            mine.tell(Over())
         mine._timeout = 0.05
         with pytest.raises(PushFailed, match=r"rank\(s\) 1 did not answer in 0\.05 s: to look"):
-            mine.ask([{"do": "look"}], "to look")
+            mine.ask([Look()], "to look")
 
 
 def test_a_rank_0_that_is_silent_is_a_named_wait(tmp_path, monkeypatch):
     with relays(tmp_path, monkeypatch, [1]) as (_, [other]):
         other._orders._timeout = 0.01
         with pytest.raises(RuntimeError, match=r"rank 1: .* rank 0 has said nothing for 0\.1 s"):
+            other.follow(stream(1))
+
+
+@pytest.mark.parametrize(
+    ("orders", "problem"),
+    [
+        ([Offer(0, False)], r"rank 0 has ordered Offer\(handles=0, file=False\) without a bucket"),
+        ([Stream(), Look()], r"rank 0 has ordered Look\(\) amid the weight stream"),
+    ],
+)
+def test_an_order_out_of_place_is_an_error(tmp_path, monkeypatch, orders, problem):
+    """Fails on the old code, which took any other word for "stream" or "offer"."""
+    with relays(tmp_path, monkeypatch, [1]) as (mine, [other]):
+        for order in orders:
+            mine.tell(order)
+        with pytest.raises(AssertionError, match=problem):
+            other.follow(stream(1))
+
+
+def test_an_order_of_another_transport_is_an_error(tmp_path, monkeypatch):
+    """Rank 0 refuses to send it, and a rank that is sent it says so."""
+    with relays(tmp_path, monkeypatch, [1]) as (mine, [other]):
+        with pytest.raises(AssertionError, match=r"Send\(\) is not one of Look, Stream, Offer, Over"):
+            mine.tell(Send())
+        mine._orders = sharded.ORDERS
+        mine.tell(Send())
+        with pytest.raises(AssertionError, match=r"sent \['Send'\], which is not one of Look, Stream"):
             other.follow(stream(1))
 
 
@@ -151,7 +178,7 @@ def test_each_rank_of_a_server_maps_the_bucket_on_a_gpu_of_its_own(tmp_path, mon
     store, server = HashStore(), OnTwoGpus()
     theirs = NodeMemory("memory", torch.device("cuda", 1), first=False)
     mine = Shared(
-        itself, PATIENCE, NodeMemory("memory", torch.device("cuda", 0)), Relays(store, [1], PATIENCE)
+        itself, PATIENCE, NodeMemory("memory", torch.device("cuda", 0)), Relays(store, [1], PATIENCE, ORDERS)
     )
     zeros, ones = (Bucket([], torch.full((2,), i, dtype=torch.uint8)) for i in range(2))
 
@@ -175,7 +202,7 @@ def test_a_server_of_another_machine_is_named(tmp_path, monkeypatch):
         async def tell_gpus(self, file: Path, timeout: float) -> None: ...
 
     monkeypatch.setattr(node, "SHARED_MEMORY", tmp_path)
-    mine = Shared(itself, PATIENCE, NodeMemory("memory", CPU), Relays(HashStore(), [], PATIENCE))
+    mine = Shared(itself, PATIENCE, NodeMemory("memory", CPU), Relays(HashStore(), [], PATIENCE, ORDERS))
     with pytest.raises(
         PushFailed, match=r"transport=shared: 0 of the 2 rank\(s\) of http://server see .*memory"
     ):
@@ -205,7 +232,7 @@ def test_a_relay_goes_on_to_the_next_collective_where_rank_0_has_no_memory(tmp_p
     monkeypatch.setattr("os.posix_fallocate", no_memory)
     zeros = Bucket([], torch.zeros(2, dtype=torch.uint8))
     store, memory = HashStore(), NodeMemory("memory", CPU)
-    mine = Shared(itself, PATIENCE, memory, Relays(store, [1], PATIENCE))
+    mine = Shared(itself, PATIENCE, memory, Relays(store, [1], PATIENCE, ORDERS))
 
     async def push() -> None:
         await mine.begin([ServerHandle(Without())], 1)
@@ -236,7 +263,7 @@ def test_a_relay_hears_of_the_end_of_a_push_that_never_began(tmp_path, monkeypat
     publisher = Publisher(
         pool,
         loop,
-        Shared(itself, PATIENCE, memory, Relays(store, [1], PATIENCE)),
+        Shared(itself, PATIENCE, memory, Relays(store, [1], PATIENCE, ORDERS)),
         WeightSyncConfig(transport="shared"),
         dtype=torch.float32,
         device=CPU,

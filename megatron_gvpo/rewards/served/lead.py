@@ -10,7 +10,6 @@ from megatron_gvpo.rewards.served.servers import Unanswered
 from megatron_gvpo.rewards.served.verdict import Misfit
 from megatron_gvpo.rollout import leader
 from megatron_gvpo.rollout.leader import Command, Done, Failed, Wait, lead
-from megatron_gvpo.rollout.request import RolloutError
 from megatron_gvpo.sampling.engine import OnWait
 
 
@@ -23,8 +22,8 @@ def follow(begin: Callable[[], Command] | None, on_wait: OnWait = None) -> Any:
         match lead(begin):
             case Done(payload):
                 return payload
-            case Failed(error):
-                raise error
+            case Failed() as failed:
+                raise failed.error
             case _:
                 if on_wait is not None:
                     on_wait()
@@ -38,4 +37,4 @@ def result_of(task: concurrent.futures.Future[Any]) -> Command:
     try:
         return Done(task.result())
     except (Misfit, Unanswered, OSError) as error:
-        return Failed(RolloutError(str(error)))
+        return Failed(str(error))

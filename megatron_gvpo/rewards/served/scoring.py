@@ -162,7 +162,7 @@ class ServedRewards:
                 self._start()
             return result_of(self._ready)
         except (ConfigError, DataError) as error:
-            return Failed(ConfigError(str(error)))
+            return Failed(str(error), misconfigured=True)
 
     def _start(self) -> None:
         loop = BackgroundLoop("reward client")
