@@ -134,6 +134,11 @@ class AlgorithmConfig(Block):
             )
         if loss.needs_items and not (estimator is not None and estimator.finds_items):
             raise ValueError("loss.ratio=item needs the estimator rank, which finds the items")
+        if early := [member.name for member in self.members[:-1] if member.adds_groups]:
+            raise ValueError(
+                f"members: {early[0]} adds groups of prompts that it has changed, and the members behind it "
+                "would take these for the data's: put it last"
+            )
         if (unread := self._unread_shaper()) is not None:
             raise ValueError(f"{unread}: leave it out, or make it a component (rewards.components)")
         if self.reference_logprobs == "engine":

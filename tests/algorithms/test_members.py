@@ -14,6 +14,7 @@ from inputs.groups import make_group, rewards_of
 
 from megatron_gvpo import api_model
 from megatron_gvpo.algorithms.advantages.estimator import Estimator
+from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.algorithms.importance.truncate import Truncate
 from megatron_gvpo.algorithms.members.base import taught
 from megatron_gvpo.algorithms.members.demonstration import Demonstration
@@ -234,6 +235,24 @@ def test_a_text_that_a_teacher_does_not_have_joins_nothing():
     assert texts == [[None, "b"]]
     (group,) = Teacher(function="test_members:sometimes", n=2)([make_group([0], texts=["a"])], Asked())
     assert [rollout.text for rollout in group.rollouts] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    "adds",
+    [
+        {"name": "foresight"},
+        {"name": "skills"},
+        {"name": "learned_hint"},
+        {"name": "hinted", "best_draft": True, "prompt": "hinted"},
+    ],
+)
+def test_a_member_that_adds_groups_comes_last(adds):
+    """Replay held responses to the changed prompts, and trained them as responses to the data's."""
+    replay, own = {"name": "replay"}, {"name": "hinted", "fields": ["hint"]}
+    with pytest.raises(ValueError, match=rf"members: {adds['name']} adds groups of prompts .*: put it last"):
+        AlgorithmConfig.model_validate({"members": [adds, replay]})
+    for members in ([replay, adds], [own, replay]):
+        assert len(AlgorithmConfig.model_validate({"members": members}).members) == 2
 
 
 def test_a_chat_model_is_asked_over_http():

@@ -39,6 +39,7 @@ class Skills(Member):
 
     needs_policy_logprobs: ClassVar[bool] = True
     takes_conversations: ClassVar[bool] = True
+    adds_groups: ClassVar[bool] = True
 
     name: Literal["skills"] = "skills"
     n: PositiveInt = 4

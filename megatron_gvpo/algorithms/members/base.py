@@ -65,6 +65,8 @@ class Member(Block):
     gives_components: ClassVar[bool] = True
     # Its groups may be conversations: it asks for whole ones, and changes no response.
     takes_conversations: ClassVar[bool] = False
+    # It adds groups of prompts that it has changed, with rewards of its own.
+    adds_groups: ClassVar[bool] = False
 
     name: str
 

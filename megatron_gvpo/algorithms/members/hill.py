@@ -38,6 +38,7 @@ class LearnedHint(Member):
     """
 
     needs_policy_logprobs: ClassVar[bool] = True
+    adds_groups: ClassVar[bool] = True
 
     name: Literal["learned_hint"] = "learned_hint"
     hints: PositiveInt = 4

@@ -62,6 +62,10 @@ class Hinted(Member):
         )
 
     @property
+    def adds_groups(self) -> bool:  # type: ignore[override]
+        return self.prompt == "hinted"
+
+    @property
     def record_fields(self) -> dict[str, str]:
         return {f"fields.{i}": field for i, field in enumerate(self.fields)}
 

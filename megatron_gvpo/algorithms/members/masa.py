@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt
 
@@ -30,6 +30,8 @@ class Foresight(Member):
     The paper's later phase, which drops prompts and cuts responses by the predictions, is not in its public
     code, and not here.
     """
+
+    adds_groups: ClassVar[bool] = True
 
     name: Literal["foresight"] = "foresight"
     n: PositiveInt = 16
