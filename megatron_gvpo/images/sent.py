@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import secrets
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ class ImageSender:
         self.placeholder: int = model["image_token_id"]
         self._kept: OrderedDict[str, str] = OrderedDict()
         self._bytes = 0
+        self._turns = threading.Lock()  # requests are written in several threads
 
     def picture(self) -> Image:
         """A small picture, to try a server with."""
@@ -50,14 +52,17 @@ class ImageSender:
         return tuple(SentImage(self._url(i), i.digest, i.tokens, self.placeholder) for i in images)
 
     def _url(self, image: Image) -> str:
-        if (kept := self._kept.get(image.digest)) is not None:
-            self._kept.move_to_end(image.digest)
-            return kept
+        with self._turns:
+            if (kept := self._kept.get(image.digest)) is not None:
+                self._kept.move_to_end(image.digest)
+                return kept
         url = data_url(self._processor.png(image))
-        self._kept[image.digest] = url
-        self._bytes += len(url)
-        while self._bytes > _KEPT_BYTES and len(self._kept) > 1:
-            self._bytes -= len(self._kept.popitem(last=False)[1])
+        with self._turns:
+            if image.digest not in self._kept:  # another thread may have written it meanwhile
+                self._kept[image.digest] = url
+                self._bytes += len(url)
+            while self._bytes > _KEPT_BYTES and len(self._kept) > 1:
+                self._bytes -= len(self._kept.popitem(last=False)[1])
         return url
 
 

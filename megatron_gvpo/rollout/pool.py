@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 from megatron_gvpo.config.schema import SamplingConfig
 from megatron_gvpo.config.servers import ServersConfig
 from megatron_gvpo.groups import Rollout, Routing
-from megatron_gvpo.images.sent import ImageSender
+from megatron_gvpo.images.sent import ImageSender, SentImage
 from megatron_gvpo.rollout.http import ServerGone, ServerRefused, spare_connections
 from megatron_gvpo.rollout.launch.supervise import Supervisor
 from megatron_gvpo.rollout.prefix_cache import PrefixCache
@@ -69,6 +69,7 @@ class Asked:
 
     request: Request
     home: ServerHandle | None = None
+    images: tuple[SentImage, ...] = ()
 
 
 class Lost(NamedTuple):
@@ -260,6 +261,7 @@ class ServerPool:
 
     async def respond(self, asked: Asked, index: int, sampling: SamplingConfig) -> Rollout:
         """One response, from as many servers and weight versions as it takes."""
+        asked.images = await images_of(asked.request, self._images)  # first: weights may come meanwhile
         token_ids, logprobs, failures = list[int](), list[float](), list[str]()
         spans: list[tuple[int, int, int]] = []
         begin: float | None = None
@@ -268,7 +270,7 @@ class ServerPool:
                 handle = await self._choose(asked)
                 begin = begin or time.monotonic()
                 version = handle.version
-                answer = await self._ask(handle, asked.request, index, token_ids, sampling)
+                answer = await self._ask(handle, asked, index, token_ids, sampling)
             if isinstance(answer, Lost):
                 failures.append(answer.why)
                 self.lose(handle, answer.why)
@@ -305,11 +307,11 @@ class ServerPool:
             raise RolloutError(f"rollout server {handle.server.url} answered with {error}") from None
 
     async def _ask(
-        self, handle: ServerHandle, request: Request, index: int, given: list[int], sampling: SamplingConfig
+        self, handle: ServerHandle, asked: Asked, index: int, given: list[int], sampling: SamplingConfig
     ) -> Sample | Lost:
         """The sample that continues the tokens `given`, or the failure. Raises RolloutError for a refusal."""
+        request, images = asked.request, asked.images
         room, stops = request.longest(sampling) - len(given), sampling.stops(self._end_token_ids)
-        images = await images_of(request, self._images)
         call = asyncio.create_task(
             handle.server.sample(
                 [*request.prompt_ids, *given],

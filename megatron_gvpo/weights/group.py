@@ -165,10 +165,15 @@ def _failures_are_ours() -> Iterator[None]:
 def group_address(config: Config) -> str:
     """The address where servers meet rank 0: from the configuration, or from torchrun.
 
-    Raises ConfigError if a server on another machine cannot reach it.
+    Raises ConfigError if a server on another machine cannot reach it, and for a name that nobody knows.
     """
     servers = config.rollout.servers
     address = config.rollout.weights.address or os.environ.get("MASTER_ADDR", "127.0.0.1")
+    try:
+        # MASTER_ADDR is known: the ranks have met there.
+        socket.getaddrinfo(config.rollout.weights.address or "127.0.0.1", None)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"rollout.weights.address={address}: no known host: {error}") from None
     for url in servers.urls if address in LOOPBACK else ():
         if not is_this_machine(urlsplit(url).hostname or ""):
             raise ConfigError(

@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,15 @@ from PIL import Image as Picture
 
 from megatron_gvpo.config.errors import ConfigError
 from megatron_gvpo.config.schema import SamplingConfig
+from megatron_gvpo.config.servers import ServersConfig
+from megatron_gvpo.images.image import Image
 from megatron_gvpo.images.processor import ImageProcessor
 from megatron_gvpo.images.sent import ImageSender, SentImage, difference, with_one_placeholder
 from megatron_gvpo.images.source import read
 from megatron_gvpo.rollout.checks import _check_processor
 from megatron_gvpo.rollout.http import ServerRefused
+from megatron_gvpo.rollout.pool import ServerPool
+from megatron_gvpo.rollout.request import Request
 from megatron_gvpo.rollout.server import Sample
 from megatron_gvpo.rollout.sglang import SGLang
 from megatron_gvpo.rollout.vllm import VLLM
@@ -147,6 +153,54 @@ def test_images_have_other_names_after_a_push_and_return_where_they_were_dropped
         *(None, None),
         *("data:a", "data:b"),
     ]
+
+
+class Waiting(ImageSender):
+    """Writes an image when it is told to, in all threads at once."""
+
+    def __init__(self, path: str, model: dict[str, Any], threads: int) -> None:
+        super().__init__(path, model)
+        self.told, self._all = threading.Event(), threading.Barrier(threads)
+        write = self._processor.png
+
+        def png(image: Image) -> bytes:
+            self._all.wait(60.0)
+            assert self.told.wait(60.0)
+            return write(image)
+
+        self._processor.png = png  # type: ignore[method-assign]
+
+
+def test_a_server_that_gets_weights_is_asked_for_no_response_to_an_image(directory: Path) -> None:
+    """The images were written after the server was chosen: it had no request that a push could wait for."""
+    sender, http = Waiting(str(directory), {"image_token_id": IMAGE}, 1), Connection([7])
+    request = Request((7,), 1, 0, images=(sender.picture(),))
+
+    async def run() -> None:
+        pool = ServerPool([SGLang(http)], ServersConfig(), [8], print, images=sender)  # type: ignore[arg-type]
+        pool.retire(pool.handles[0], "")
+        pool.admit(pool.handles[0], 0)
+        asked = asyncio.create_task(pool.generate([request], SamplingConfig()))
+        await asyncio.sleep(0.1)
+        assert await pool.take_out(1, abort=True) == pool.handles
+        sender.told.set()
+        await asyncio.sleep(0.5)
+        assert http.bodies == []
+        pool.admit(pool.handles[0], 0)
+        await asked
+        assert len(http.bodies) == 1
+
+    asyncio.run(run())
+
+
+def test_an_image_that_several_threads_write_is_kept_once(directory: Path) -> None:
+    """Counted once for each sample of a prompt, it would soon leave no room for any other."""
+    sender = Waiting(str(directory), {"image_token_id": IMAGE}, 4)
+    sender.told.set()
+    image = sender.picture()
+    with ThreadPoolExecutor(4) as threads:
+        [[url], *others] = [[each.url for each in sent] for sent in threads.map(sender.sent, [[image]] * 4)]
+    assert others == [[url]] * 3 and sender._bytes == len(url)
 
 
 def test_an_aborted_sample_ends_before_a_sampled_placeholder() -> None:
