@@ -66,7 +66,9 @@ async def check_server(
     needed = prompt + config.rollout.max_tokens
     if 0 < facts.context_length < needed:
         raise ConfigError(
-            f"{where} has a context length of {facts.context_length} tokens; data.max_prompt_tokens="
+            f"{where} has room for {facts.context_length} tokens of prompt and response (by its context "
+            "length, or by SGLang's --mem-fraction-static and GPU memory if its log says that the KV pool "
+            "holds fewer); data.max_prompt_tokens="
             f"{prompt} plus rollout.max_tokens={config.rollout.max_tokens} need {needed}"
         )
     await _check_speculation(server, config)

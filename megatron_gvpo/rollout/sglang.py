@@ -35,6 +35,7 @@ from megatron_gvpo.weights.adapters.layers import adapted_layers
 
 WEIGHT_LOADER = "megatron_gvpo_sglang.receive"  # a function of the plugin in PLUGINS
 DRAFTS = ("spec_verify_ct", "spec_num_proposed_drafts", "spec_num_correct_drafts")  # the fields of Drafts
+RESERVED = 6  # tokens that SGLang leaves free when it says how long an input may be
 # SGLang's options that give up the policy's distribution for speed; 1 keeps it.
 THRESHOLDS = ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
 ON_CPU = (
@@ -125,7 +126,8 @@ class SGLang:
             return ServerInfo(
                 version=info["version"],
                 model_path=info["model_path"],
-                context_length=info["context_length"] or 0,
+                # The smaller of its context length and its cache's size, which cut a response off unnoticed.
+                context_length=info["max_req_input_len"] + RESERVED,
                 processes=info["tp_size"] * info["pp_size"],
                 http_processes=info.get("tokenizer_worker_num", 1),
             )

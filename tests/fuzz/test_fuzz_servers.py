@@ -19,7 +19,7 @@ from megatron_gvpo.rollout.vllm import VLLM
 FUZZ = settings(settings.get_profile("fuzz"))
 SGLANG_ANSWERS = {
     "/server_info": {
-        "version": "0.5.23", "model_path": "m", "context_length": 99, "tp_size": 2, "pp_size": 1,
+        "version": "0.5.23", "model_path": "m", "max_req_input_len": 93, "tp_size": 2, "pp_size": 1,
         "device": "cuda", "speculative_algorithm": "NGRAM",
         "speculative_accept_threshold_single": 1.0, "speculative_accept_threshold_acc": 1.0,
     },

@@ -92,7 +92,7 @@ SERVER_OPTIONS = {
     "sglang": [
         ServerOption("--chunked-prefill-size", "2048 to 16384, by GPU", "16", _PART),
         ServerOption("--max-prefill-tokens", "16384", "24", "tokens of new prompts in one batch"),
-        ServerOption("--max-total-tokens", "by GPU memory", "300", "tokens in the cache"),
+        ServerOption("--max-total-tokens", "by GPU memory", "240", "tokens in the cache"),
         ServerOption("SGLANG_LOGPROB_CHUNK_SIZE", "2048", "5", "rows of logits of a prompt at once"),
         # How much of max_tokens a new request is thought to need: below it, requests are taken back.
         ServerOption("SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION", "4096", "4", "tokens set aside for a request"),

@@ -273,7 +273,7 @@ def test_a_fitting_server_is_accepted(served: SharedServer, task: Path, tmp_path
 
 def test_a_context_that_is_too_short_is_refused(served: SharedServer, task: Path, tmp_path: Path):
     config = served_config(served.engine, task, tmp_path, "rollout.max_tokens=250")
-    with pytest.raises(ConfigError, match=r"context length of 256.*max_tokens=250 need 282"):
+    with pytest.raises(ConfigError, match=r"room for 256 tokens.*max_tokens=250 need 282"):
         check(served, config)
 
 

@@ -227,7 +227,7 @@ def test_an_sglang_server_of_several_http_processes_is_refused(good: Path) -> No
         url = "http://elsewhere:1"
 
         async def get(self, path: str, *, timeout: float) -> Any:
-            told = {"version": REFERENCE["sglang"], "model_path": "m", "context_length": 99}
+            told = {"version": REFERENCE["sglang"], "model_path": "m", "max_req_input_len": 93}
             return told | {"tp_size": 1, "pp_size": 1, "tokenizer_worker_num": 4}
 
     config = load_config([good], ["rollout.engine=sglang"])

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from servers.real_servers import Client, logprobs, pool_of, running
+from servers.real_servers import Client, logprobs, pool_of, running, served_config
 from small_constants import SERVER_OPTIONS, small_servers
 
-from megatron_gvpo.config.schema import SamplingConfig
+from megatron_gvpo.config.schema import ConfigError, SamplingConfig, read_model_config
+from megatron_gvpo.rollout.checks import check_server
 from megatron_gvpo.rollout.request import Request
 
 
@@ -41,6 +42,11 @@ def test_answers_are_exact_above_every_size(
     prompts = [torch.randint(2, 20, (length,), generator=generator).tolist() for length in (3, 40, 70, 120)]
     with running(engine, task, tmp_path, override) as supervisor:
         client = Client(engine, supervisor.processes[0].url)
+        config = served_config(engine, task, tmp_path, override, "rollout.max_tokens=230")
+        # SGLang would cut a response off where its cache ends, and call it as long as it may be.
+        room = {"sglang": 240, "vllm": 256}[engine]
+        with pytest.raises(ConfigError, match=rf"has room for {room} tokens.*max_tokens=230 need 262"):
+            client.loop.run(check_server(client.server, config, read_model_config(config.model.path), [1]))
         pool = pool_of(client, [1])
         sampling = SamplingConfig(temperature=0.7, max_tokens=90)
         requests = [Request(tuple(prompt), 8, seed=7 + i) for i, prompt in enumerate(prompts)]
