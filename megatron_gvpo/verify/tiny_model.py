@@ -46,6 +46,8 @@ def scatter(model: torch.nn.Module) -> None:
             continue
         if name.endswith("A_log"):  # decays under which a state lasts for several tokens
             tensor.uniform_(-3.0, 0.0)
+        elif name.endswith(".sinks"):  # a good part of the attention, so that the gradient's norm shows them
+            tensor.uniform_(1.0, 4.0)
         elif "norm" in name or "bias" in name or tensor.dim() == 1:
             tensor += 0.1 * torch.randn_like(tensor)
         elif name.endswith(("mlp.gate.weight", "router.weight")):
