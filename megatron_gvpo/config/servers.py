@@ -34,7 +34,8 @@ class EngineServers(Section):
     restarts: NonNegativeInt = 3  # Restarts of each started server before the run gives up.
     # Seconds in which a server must be healthy after its start or a failure.
     start_timeout: Seconds = 900.0
-    request_timeout: Seconds = 1800.0  # Seconds that one response may take.
+    # Seconds that one response may take, with its wait in the server's queue; then the server counts as lost.
+    request_timeout: Seconds = 1800.0
     # Seconds without a healthy answer after which a server is restarted; must be longer than any push.
     hang_timeout: Seconds = 300.0
 
