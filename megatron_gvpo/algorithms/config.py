@@ -202,6 +202,13 @@ class AlgorithmConfig(Block):
         if any(place.block.needs_engine for place in self.blocks_inside()):
             raise ValueError(f"prior=greedy and allocation ask the engine, and sampler={sampler} has none")
         for place in self.blocks_inside():
+            if place.block.needs_tracker and getattr(place.block, "stated_in", None) is None:
+                raise ValueError(
+                    f"{place.label} counts the successes of the policy's own responses, and "
+                    f"sampler={sampler} has none: leave it out, or name the field of the data that states "
+                    "success rates (prompts.field)"
+                )
+        for place in self.blocks_inside():
             counted = place.key.startswith(("loss", "shapers"))
             if counted and place.block.unset_length is not None:
                 raise ValueError(

@@ -47,6 +47,18 @@ HELD_OUT = "data.eval={path: e.jsonl}"
             "shapers.0: overlong has no effect: it changes the reward, and the estimator distillation reads "
             "no reward",
         ),
+        (
+            ("algorithm={recipe: dpo, prompts: {name: success_rate}}", DPO[1]),
+            "prompts=success_rate counts the successes of the policy's own responses, and sampler=file has",
+        ),
+        (
+            (
+                "algorithm={recipe: grpo, sampler: file, prior: tracker, estimator: {baseline: prior, scale: "
+                "none}}",
+                DPO[1],
+            ),
+            "prior=tracker counts the successes of the policy's own responses, and sampler=file has none",
+        ),
     ],
 )
 def test_a_key_without_effect(good, given, said):
@@ -64,6 +76,7 @@ def test_a_key_without_effect(good, given, said):
         ("algorithm={recipe: gdpo, shapers: [{name: overlong}, {name: drop}]}",),
         ("algorithm={recipe: gdpo, shapers: [{name: overlong}], batch_policy: {name: accumulate}}",),
         ("algorithm={recipe: bnpo, shapers: [{name: overlong}]}", WEIGHED),
+        ("algorithm={recipe: dpo, prompts: {name: success_rate, field: rate}}", DPO[1]),
     ],
 )
 def test_a_key_with_an_effect(good, given):
