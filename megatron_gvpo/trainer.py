@@ -81,7 +81,7 @@ class Trainer:
         self._directory = RunDirectory(config, earlier, allow_change)
         self.resumed = found is not None
         self.step = found or 0
-        # Of `step`, if this process has trained it, or its run could not report it.
+        # The metrics of `step`, if this process has trained it, or its run could not report it.
         self._metrics: Metrics = self.components.unreported or {}
         self._unreported = not self.resumed or self.components.unreported is not None  # on_step is due
         self._saving: Path | None = None  # a checkpoint that may not be complete yet
@@ -177,7 +177,10 @@ class Trainer:
             log.warning("pushed %s to %s", directory, url)
 
     def _train_step(self, step: int, interrupt: Interrupt) -> None:
-        """Sample from the policy at step start, freeze what the loss compares with, update."""
+        """Sample from the policy at step start, freeze what the loss compares with, update, push the weights.
+
+        An engine on the same GPUs gets the weights later, right before it samples (`_draw_groups`).
+        """
         components, timer, begin = self.components, self.components.timer, time.perf_counter()
         timer.take()
         components.profiler.step(step)
@@ -207,7 +210,7 @@ class Trainer:
         metrics["train/skipped"] = float(sum(r.update.skipped for r in results))
         self.step, self._resume_point, self._updated = step, components.state_dict(), False
         self._metrics, self._unreported = metrics, True  # the engine may fail from here on
-        if self._samples_from_policy and not components.engine.shares_gpus:  # otherwise right before sampling
+        if self._samples_from_policy and not components.engine.shares_gpus:  # else: _draw_groups
             components.sync(step)
         seconds, phases = time.perf_counter() - begin, timer.take()
         metrics |= components.rollout_metrics
@@ -290,8 +293,8 @@ class Trainer:
     def _freeze_references(self, rows: TrainBatch, first: bool, on_wait: OnWait) -> TrainBatch:
         """Log-probs of the policies that the loss compares with, before the step's first update.
 
-        Later, the policy at step start would be gone, and GVPO would silently become REINFORCE. The first
-        mini-batch needs no scoring by that policy, which is still the one that trains.
+        After an update the policy at step start is gone: compared with the updated one, GVPO would silently
+        be REINFORCE. The first mini-batch needs no scoring by that policy: it is still the one that trains.
         """
         references, policy = self.config.algorithm.loss.reference_policies, self.components.policy
         columns: dict[str, Tensor | None] = {"old_logp_r": None, "ref_logp_r": None}  # not the estimator's

@@ -24,10 +24,13 @@ import random
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pyarrow
-import pyarrow.parquet
-import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from megatron_gvpo.runtime.heavy_imports import heavy_imports
+
+with heavy_imports():
+    import pyarrow
+    import pyarrow.parquet
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 
 class Level(NamedTuple):

@@ -193,7 +193,7 @@ class FullDivergence(Block):
 
     name: Literal["forward", "reverse", "js"] = "reverse"
     beta: float | None = Field(None, gt=0, lt=1)  # js: the weight of the other model in m; null: 0.5.
-    # Of the other model's k likeliest tokens; the rest counts as one token. null: of all tokens.
+    # Compare the other model's k likeliest tokens; the rest counts as one token. null: all tokens.
     top_k: PositiveInt | None = None
     coef: float = Field(1.0, gt=0)  # The weight of the divergence in the loss.
     # The other model: `teacher`, which the trainer must hold (teacher.server=null), `fixed` or `ema`.

@@ -1,7 +1,7 @@
 """Packs the rows of a micro-batch into one sequence of tokens, without more padding than the layout needs.
 
-`config.parallel_layout.Padding` says how much the layout needs. microbatch_plan.py decides which rows a
-micro-batch has.
+`config.checks.parallel_layout.Padding` says how much the layout needs. microbatch_plan.py decides which rows
+a micro-batch has.
 """
 
 from __future__ import annotations

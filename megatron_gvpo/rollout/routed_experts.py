@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_gvpo.config.checks.parallel_layout import experts
-from megatron_gvpo.config.checks.supported_models import dense_layers
+from megatron_gvpo.config.checks.supported_models import dense_layers, experts
 from megatron_gvpo.types import Routing
 
 

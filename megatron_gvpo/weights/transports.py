@@ -1,7 +1,7 @@
 """The transports by name, as "module:class". Nothing here loads torch, so the configuration may ask.
 
-A new transport needs its module, an entry here, and a class for each engine in
-megatron_gvpo.weights.receivers.
+A new transport needs its module, an entry here, and for each engine a class in
+megatron_gvpo.weights.receivers that the engine's RECEIVERS lists.
 """
 
 from __future__ import annotations

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 class PolicyGradient(Loss):
     """L = -sum_it c_it w_it A_i log pi(y_it), with c from `aggregation`. No clip, reference or KL.
 
-    GPG (arXiv 2504.02546) eq. 5, which prints this as J; its `aggregation` is the default here. w is 1, or
-    from `importance`, which costs a scoring pass of the later mini-batches under the policy at step start.
+    GPG (arXiv 2504.02546) eq. 5, where this sum, to be minimised, is called J; its `aggregation` is the
+    default here. w is 1, or from `importance`, which costs a scoring pass of the later mini-batches under
+    the policy at step start.
     """
 
     name: Literal["pg"] = "pg"
