@@ -21,7 +21,6 @@ from megatron_gvpo.conversations.config import PYTHON
 from megatron_gvpo.conversations.environment import check_environment
 from megatron_gvpo.conversations.programs.program import check_program
 from megatron_gvpo.conversations.sandbox.box import Sandbox
-from megatron_gvpo.data.generated import check_installed
 from megatron_gvpo.megatron.model.attention_kernel import (
     Attention,
     check_attention,
@@ -30,7 +29,7 @@ from megatron_gvpo.megatron.model.attention_kernel import (
 )
 from megatron_gvpo.observe.gpus import Gpu, list_gpus
 from megatron_gvpo.observe.loggers.services import SERVICES
-from megatron_gvpo.rewards.registry import check_reward
+from megatron_gvpo.rewards.registry import BUILT_IN, check_reward
 from megatron_gvpo.rewards.served.checks import check_served
 from megatron_gvpo.rewards.served.config import key_of
 from megatron_gvpo.runs.earlier import Earlier, check_earlier_run, newest_step
@@ -140,8 +139,8 @@ def _check_rewards(config: Config) -> None:
     """Files of rewards, environments and programs must have what is named. Workers import them later."""
     for i, component in enumerate(config.rewards.components):
         try:
-            if component.built_in and component.name == "reasoning_gym":
-                check_installed()
+            if component.built_in:
+                BUILT_IN[component.name].check()
         except ValueError as error:
             raise ConfigError(f"rewards.components.{i}.name={component.name}: {error}") from None
         if component.served is not None:

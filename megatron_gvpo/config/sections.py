@@ -13,7 +13,7 @@ from megatron_gvpo.config.section import EVERY_KEY, MIB, LocalPath, Processes, S
 from megatron_gvpo.config.servers import ServersConfig, WeightSyncConfig
 from megatron_gvpo.config.speculation import SpeculationConfig
 from megatron_gvpo.conversations.config import ConversationConfig
-from megatron_gvpo.rewards.registry import BUILT_IN
+from megatron_gvpo.rewards.registry import BUILT_IN, check_built_in
 from megatron_gvpo.rewards.served.config import JudgeConfig, RewardModelConfig
 from megatron_gvpo.sampling.engine import ENGINES, SERVED, known_engine
 
@@ -205,17 +205,18 @@ class RewardConfig(Section):
         """True if it compares with the answers of the data."""
         return self.built_in and BUILT_IN[self.name].needs_answer
 
+    @property
+    def pays_turns(self) -> bool:
+        return self.built_in and BUILT_IN[self.name].pays_turns
+
     @model_validator(mode="after")
     def _possible(self) -> Self:
         if sum(value is not None for value in (self.function, self.model, self.judge)) > 1:
             raise ValueError("give one of function, model and judge")
         if self.options and self.served is not None:
             raise ValueError("options are for a function")
-        if self.built_in and self.name not in BUILT_IN:
-            raise ValueError(
-                f"there is no built-in reward {self.name!r} (there are: {', '.join(sorted(BUILT_IN))}); for "
-                "your own, give its function"
-            )
+        if self.built_in:
+            check_built_in(self.name)
         return self
 
 
@@ -237,8 +238,7 @@ class RewardsConfig(Section):
     @property
     def turn_weight(self) -> float:
         """Factor of the rewards of a conversation's turns in its reward: the weight of `environment`."""
-        paid = [c.weight for c in self.components if c.built_in and c.name == "environment"]
-        return sum(paid, 0.0)
+        return sum((c.weight for c in self.components if c.pays_turns), 0.0)
 
     @model_validator(mode="after")
     def _possible(self) -> Self:

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
 from megatron_gvpo.config.section import EVERY_KEY, MIB, LocalPath, Processes, Seconds, Section
-from megatron_gvpo.weights.transports import known_transport
+from megatron_gvpo.weights.transports import TRANSPORTS, Traits, known_transport
 
 
 class EngineServers(Section):
@@ -121,6 +121,10 @@ class WeightSyncConfig(Section):
     # failed pushes in a row.
     attempts: PositiveInt = 3
     timeout: Seconds = 300.0  # Seconds for one part of a push, such as a bucket.
+
+    @property
+    def traits(self) -> Traits:
+        return TRANSPORTS[self.transport]
 
     @property
     def bucket_bytes(self) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+from megatron_gvpo.data.generated import check_installed
 from megatron_gvpo.runtime.user_functions import check_call, load_function
 
 COUNT = "megatron_gvpo.rewards.counted:count"  # reads one of a conversation's counts
@@ -16,14 +17,25 @@ class BuiltIn(NamedTuple):
 
     function: str
     needs_answer: bool = False  # it compares with `prompt.answer`
+    pays_turns: bool = False  # it sums what the environment of a conversation gave for its turns
+    check: Callable[[], None] = lambda: None  # raises ValueError, with a remedy, for a missing package
 
 
 BUILT_IN = {
     "math": BuiltIn("megatron_gvpo.rewards.math_answer:verify_math", needs_answer=True),
     "format": BuiltIn("megatron_gvpo.rewards.boxed:verify_format"),
-    "reasoning_gym": BuiltIn("megatron_gvpo.rewards.generated:score_generated"),
-    "environment": BuiltIn("megatron_gvpo.rewards.counted:environment_reward"),
+    "reasoning_gym": BuiltIn("megatron_gvpo.rewards.generated:score_generated", check=check_installed),
+    "environment": BuiltIn("megatron_gvpo.rewards.counted:environment_reward", pays_turns=True),
 }
+
+
+def check_built_in(name: str) -> None:
+    """Raises ValueError for a name that no built-in reward has."""
+    if name not in BUILT_IN:
+        raise ValueError(
+            f"there is no built-in reward {name!r} (there are: {', '.join(sorted(BUILT_IN))}); for your own, "
+            "give its function"
+        )
 
 
 class Component(NamedTuple):

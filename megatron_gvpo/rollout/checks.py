@@ -74,7 +74,7 @@ async def check_server(
     await _check_speculation(server, config)
     if config.rollout.router_replay:
         await _check_routing(server, config, model)
-    if config.rollout.weights.transport == "adapter":
+    if config.rollout.weights.traits.sends_adapter:
         await _check_adapters(server, config)
     if takes_images(model):
         await _check_image(server, config, model)
@@ -167,10 +167,11 @@ def _check_processor(where: str, served: Path, path: str) -> None:
 
 
 async def _check_adapters(server: Server, config: Config) -> None:
-    receiver: Any = receiver_class(config.rollout.engine, "adapter")(server)
+    transport = config.rollout.weights.transport
+    receiver: Any = receiver_class(config.rollout.engine, transport)(server)
     refusal = await receiver.refusal(adapter_of(config).rank, adapted_layers(config), TIMEOUT)
     if refusal is not None:
         raise ConfigError(
-            f"rollout.weights.transport=adapter: rollout server {server.url} takes no such adapters: "
+            f"rollout.weights.transport={transport}: rollout server {server.url} takes no such adapters: "
             f"{refusal}. Start it with `megatron-gvpo serve` and this configuration"
         )

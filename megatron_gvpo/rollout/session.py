@@ -47,9 +47,7 @@ class ServerSession:
             routers = Routers.of(model) if config.rollout.router_replay else None
             started = {p.url: p.listens for p in self.supervisor.processes} if self.supervisor else {}
             chosen = config.rollout.speculation
-            kept = config.rollout.weights.transport == "adapter" or (
-                chosen is not None and chosen.own_weights
-            )
+            kept = config.rollout.weights.traits.sends_adapter or (chosen is not None and chosen.own_weights)
             silence = MISSED * servers.health_timeout
             clients = [dialect(Http(session, url, key, started.get(url), silence), kept) for url in urls]
             images = ImageSender(config.model.path, model) if takes_images(model) else None

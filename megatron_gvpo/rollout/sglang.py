@@ -104,7 +104,7 @@ class SGLang:
             command += ["--enable-memory-saver"]
         if config.rollout.router_replay:
             command += ["--enable-return-routed-experts"]
-        if config.rollout.weights.transport == "adapter":
+        if config.rollout.weights.traits.sends_adapter:
             command += _serving_adapters(config, on_gpu)
         if config.rollout.speculation is not None:
             if not on_gpu:

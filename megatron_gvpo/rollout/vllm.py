@@ -115,11 +115,11 @@ class VLLM:
         if servers.colocated and on_gpu:
             # vLLM's default share, 0.92, is refused where less is free: trainer processes keep some GiB.
             command += ["--enable-sleep-mode", "--gpu-memory-utilization", "0.85"]
-        delta = config.rollout.weights.transport == "delta"
-        if on_gpu and delta and experts(read_model_config(config.model.path)):
+        traits = config.rollout.weights.traits
+        if on_gpu and traits.sends_changes and experts(read_model_config(config.model.path)):
             # Others rearrange the experts' weights after loading, and patches name elements as they load.
             command += ["--moe-backend", "triton"]
-        if config.rollout.weights.transport == "adapter":
+        if traits.sends_adapter:
             command += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(served_rank(config))]
             environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         model = read_model_config(config.served_path)

@@ -1,4 +1,4 @@
-"""Tables of classes by name, as "module:class", so that a configuration may ask for names without torch."""
+"""Tables by name of classes, each as "module:class", so that a configuration may ask them without torch."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def load_class(table: Mapping[str, str], name: str) -> Any:
-    """The class under `name`, a key of `table`. Imports its module, which may load torch."""
-    module, _, attribute = table[name].partition(":")
+def load_class(place: str) -> Any:
+    """The class at `place`, "module:class". Imports its module, which may load torch."""
+    module, _, attribute = place.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 
-def known(table: Mapping[str, str], name: str) -> str:
+def known(table: Mapping[str, object], name: str) -> str:
     """Returns a known name, a key of `table`. Raises ValueError, which lists the keys, for any other."""
     if name not in table:
         *others, last = map(repr, table)

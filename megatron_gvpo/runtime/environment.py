@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from megatron_gvpo.config.errors import ConfigError
-from megatron_gvpo.weights.transports import transport_class
 
 if TYPE_CHECKING:
     from megatron_gvpo.config.schema import Config
@@ -37,7 +36,7 @@ def prepare(config: Config) -> None:
         # Megatron launches a communication before the matrix product that hides it. GPUs up to Hopper keep
         # that order only with a single queue. Megatron-LM refuses to run without it.
         wanted[MEGATRONS] = "1"
-    if rollout.engine == "sglang" and transport_class(rollout.weights.transport).forms_group:
+    if rollout.engine == "sglang" and rollout.weights.traits.forms_group:
         # SGLang sets it in its own processes (0.5.23, engine.py). If ranks of one process group differ in it,
         # they exchange handles of GPU memory that the other side cannot open.
         wanted["NCCL_CUMEM_ENABLE"] = "0"

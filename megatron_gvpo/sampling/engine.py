@@ -98,7 +98,7 @@ class NoEngine:
 
 def engine_class(name: str) -> Callable[[Config, Task, Scorer], RolloutEngine]:
     """The engine of this name, a key of ENGINES. Imports its module, which loads torch."""
-    found: Callable[[Config, Task, Scorer], RolloutEngine] = load_class(ENGINES, name)
+    found: Callable[[Config, Task, Scorer], RolloutEngine] = load_class(ENGINES[name])
     return found
 
 

@@ -7,7 +7,7 @@ import contextlib
 import time
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -56,9 +56,6 @@ class Broadcast(Transport):
     A group in which anything failed is never used again: a small broadcast that a server refused completes
     at the sender all the same, and the server would take it for the next one's data.
     """
-
-    forms_group: ClassVar[bool] = True
-    colocated_ok: ClassVar[bool] = False  # NCCL forms no group of two processes on the same GPU
 
     def __init__(
         self,

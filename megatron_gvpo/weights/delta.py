@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -49,8 +49,6 @@ class DeltaReceiver(GroupReceiver, Protocol):
 
 class Delta(Broadcast):
     """Broadcasts patches; whole tensors if those are smaller, or if a server lacks the last push."""
-
-    fp8_ok: ClassVar[bool] = False  # the engines keep FP8 weights in another arrangement than they load
 
     def __init__(self, receiver: Callable[[Server], Any], address: str, backend: str, timeout: float) -> None:
         super().__init__(receiver, address, backend, timeout)

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -77,11 +77,6 @@ class Sharded(Broadcast):
     As with a broadcast, a group is kept from push to push while the servers are the same, and never used
     again after a failure.
     """
-
-    sends_own: ClassVar[bool] = True
-    fp8_ok: ClassVar[bool] = (
-        False  # blocks of FP8 have scales, which a rank cannot compute from its part alone
-    )
 
     def __init__(
         self,

@@ -66,10 +66,10 @@ class WeightSync:
                 "compute with in bfloat16: set model.dtype=bfloat16"
             )
         name = config.rollout.weights.transport
-        self._kind = transport_class(name)
+        self._kind, self._traits = transport_class(name), config.rollout.weights.traits
         self._receiver = receiver_class(config.rollout.engine, name)
         self._kind.check(config)
-        if self._fp8 is not None and not self._kind.fp8_ok:
+        if self._fp8 is not None and not self._traits.fp8_ok:
             raise ConfigError(
                 f"rollout.weights.transport={name} cannot change a model in FP8 "
                 f"({key}={config.served_path}): engines keep it in another arrangement than they load; use "
@@ -111,10 +111,10 @@ class WeightSync:
         """Give all healthy servers the present weights. Raises RolloutError."""
 
         def weights() -> Weights:
-            policy, kind = self._policy, self._kind
-            if kind.sends_adapter:
+            policy, traits = self._policy, self._traits
+            if traits.sends_adapter:
                 return policy.adapter_weights(on_host=False)
-            return policy.own_weights() if kind.sends_own else policy.weights(on_host=False)
+            return policy.own_weights() if traits.sends_own else policy.weights(on_host=False)
 
         push(self._publisher, weights, version, None if self._follower is None else self._follow)
 
@@ -184,7 +184,7 @@ class WeightSync:
         transport = self._kind.create(config, self._receiver, device)
         expected: dict[str, tuple[int, ...]] = {name: tensor.shape for name, tensor in self._stored.items()}
         optional = not_pushed(self._served, expected)
-        if self._kind.sends_adapter:
+        if self._traits.sends_adapter:
             layers, rank = adapted_layers(config), adapter_of(config).rank
             expected, optional = adapter_shapes(expected, layers, rank)
         return Publisher(

@@ -66,7 +66,7 @@ class Follower(Protocol):
         """Take part in one push. `buckets` are rank 0's; the caller iterates what is left of them."""
 
     def follow_own(self, own: OwnWeights) -> None:
-        """Take part in one push in which every rank sends what it holds (`Transport.sends_own`)."""
+        """Take part in one push in which every rank sends what it holds (`Traits.sends_own`)."""
         raise TypeError(f"{type(self).__name__} follows buckets")
 
     def close(self) -> None: ...
@@ -75,18 +75,12 @@ class Follower(Protocol):
 class Transport(Protocol):
     """Rank 0's side of a push: `begin`, `send` for each bucket, `end`; always `over`.
 
-    The methods raise PushFailed, after which the next `begin` starts anew. Subclasses say what they need and
-    where they work; the checks of a configuration ask them.
+    The methods raise PushFailed, after which the next `begin` starts anew. Where every rank sends the weights
+    that it holds itself (`Traits.sends_own`), `send_own` takes the place of all `send`s, and a follower's
+    `follow_own` that of `follow`.
     """
 
-    forms_group: ClassVar[bool] = False  # it forms a process group with the servers, over NCCL on GPUs
-    colocated_ok: ClassVar[bool] = True  # it reaches servers on the trainer's own GPUs
-    fp8_ok: ClassVar[bool] = True  # it can change a model that the servers keep in FP8
     host_buckets: ClassVar[bool] = False  # it reads its buckets on the host, so they are filled there
-    # Every rank sends the weights that it holds itself: `send_own` takes the place of all `send`s, and a
-    # follower's `follow_own` that of `follow`.
-    sends_own: ClassVar[bool] = False
-    sends_adapter: ClassVar[bool] = False  # its buckets hold the adapter that trains, and no other weights
 
     @classmethod
     def check(cls, config: Config) -> None:

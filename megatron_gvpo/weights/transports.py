@@ -1,4 +1,4 @@
-"""The transports by name, as "module:class". Nothing here loads torch, so the configuration may ask.
+"""The transports by name, with their traits. Nothing here loads torch, so the configuration may ask.
 
 A new transport needs its module, an entry here, and for each engine a class in
 megatron_gvpo.weights.receivers that the engine's RECEIVERS lists.
@@ -6,6 +6,7 @@ megatron_gvpo.weights.receivers that the engine's RECEIVERS lists.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_gvpo.runtime.by_name import known, load_class
@@ -13,19 +14,55 @@ from megatron_gvpo.runtime.by_name import known, load_class
 if TYPE_CHECKING:
     from megatron_gvpo.weights.transport import Transport
 
-TRANSPORTS: dict[str, str] = {
-    "broadcast": "megatron_gvpo.weights.broadcast:Broadcast",
-    "sharded": "megatron_gvpo.weights.sharded:Sharded",
-    "delta": "megatron_gvpo.weights.delta:Delta",
-    "shared": "megatron_gvpo.weights.shared:Shared",
-    "disk": "megatron_gvpo.weights.disk:Disk",
-    "adapter": "megatron_gvpo.weights.adapters.transport:Adapter",
+
+@dataclass(frozen=True)
+class Traits:
+    """How a transport moves weights, and where it works: all checks ask this, and none its name."""
+
+    place: str  # of its class, "module:class"; the import loads torch
+    forms_group: bool = False  # it forms a process group with the servers, over NCCL on GPUs
+    colocated_ok: bool = True  # it reaches servers on the trainer's own GPUs
+    fp8_ok: bool = True  # it can change a model that the servers keep in FP8
+    sends_own: bool = False  # every rank sends the weights that it holds itself, in place of buckets
+    sends_adapter: bool = False  # its buckets hold the adapter that trains, and no other weights
+    sends_changes: bool = False  # of elements, by their positions in the tensors as checkpoints have them
+    sends_files: bool = False  # the engines read them with their own loaders
+
+
+TRANSPORTS = {
+    "broadcast": Traits(
+        "megatron_gvpo.weights.broadcast:Broadcast",
+        forms_group=True,
+        colocated_ok=False,  # NCCL forms no group of two processes on the same GPU
+    ),
+    "sharded": Traits(
+        "megatron_gvpo.weights.sharded:Sharded",
+        forms_group=True,
+        colocated_ok=False,
+        fp8_ok=False,  # blocks of FP8 have scales, which a rank cannot compute from its part alone
+        sends_own=True,
+    ),
+    "delta": Traits(
+        "megatron_gvpo.weights.delta:Delta",
+        forms_group=True,
+        colocated_ok=False,
+        fp8_ok=False,  # the engines keep FP8 weights in another arrangement than they load
+        sends_changes=True,
+    ),
+    "shared": Traits("megatron_gvpo.weights.shared:Shared"),
+    "disk": Traits("megatron_gvpo.weights.disk:Disk", sends_files=True),
+    "adapter": Traits(
+        "megatron_gvpo.weights.adapters.transport:Adapter",
+        fp8_ok=False,
+        sends_adapter=True,
+        sends_files=True,
+    ),
 }
 
 
 def transport_class(name: str) -> type[Transport]:
     """The transport of this name, a key of TRANSPORTS. Imports its module, which loads torch."""
-    found: type[Transport] = load_class(TRANSPORTS, name)
+    found: type[Transport] = load_class(TRANSPORTS[name].place)
     return found
 
 

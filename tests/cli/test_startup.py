@@ -52,7 +52,8 @@ def test_a_command_that_needs_no_torch_loads_none(arguments: str, code: int) -> 
 
 
 def test_a_wrong_configuration_is_refused_before_torch_is_loaded(task: Path, tmp_path: Path) -> None:
-    for wrong in ("train.stepz=1", "parallel.tp=3", "data.eval.path=/dev/null/x"):
+    colocated = "rollout={n: 4, max_tokens: 8, engine: sglang, servers: {colocated: true}}"  # by broadcast
+    for wrong in ("train.stepz=1", "parallel.tp=3", "data.eval.path=/dev/null/x", colocated):
         given = ["train", str(task / "run.yaml"), f"output_dir={tmp_path}/run", wrong, "--nproc=3"]
         program = (
             "import sys; import megatron_gvpo.runtime.launch as launch; from megatron_gvpo.cli import main\n"

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from paths import ROOT
 
+from megatron_gvpo.weights.transports import TRANSPORTS
+
 PACKAGE = ROOT / "megatron_gvpo"
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if "plugins" not in path.parts)
 SOURCES = [
@@ -85,6 +87,32 @@ def test_only_its_door_imports_megatron():
     pattern = re.compile(r"^\s*(from|import) megatron[. ]", re.M)
     found = [path.relative_to(PACKAGE) for path in MODULES if pattern.search(path.read_text())]
     assert {path.parts[0] for path in found} == {"megatron"}
+
+
+def names_compared(path: Path) -> Iterator[tuple[int, str]]:
+    """The strings with which the module's code compares, each with its line: ==, in, match."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Compare):
+            compared = [node.left, *node.comparators]
+        elif isinstance(node, ast.MatchValue):
+            compared = [node.value]
+        else:
+            continue
+        for part in compared:
+            for one in part.elts if isinstance(part, ast.Tuple | ast.List | ast.Set) else [part]:
+                if isinstance(one, ast.Constant) and isinstance(one.value, str):
+                    yield node.lineno, one.value
+
+
+def test_no_check_asks_for_a_transports_name():
+    """A new transport is an entry in TRANSPORTS: its traits say what the checks want to know."""
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path in MODULES
+        for line, name in names_compared(path)
+        if name in TRANSPORTS
+    ]
+    assert found == []
 
 
 def docstrings(path: Path) -> Iterator[str]:

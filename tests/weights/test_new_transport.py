@@ -10,9 +10,11 @@ from typing import Any, Self
 import pytest
 import tiny_run
 import torch
-from servers.real_servers import PROMPTS, SharedServer, logprobs, served_config
+from servers.real_servers import ENGINES, PROMPTS, SGLANG_FIRST, SharedServer, logprobs, served_config
 
+from megatron_gvpo.config.checks.parallel_layout import check_layout
 from megatron_gvpo.config.schema import Config, ConfigError, load_config
+from megatron_gvpo.rollout.launch.start import DIALECTS
 from megatron_gvpo.rollout.pool import ServerHandle
 from megatron_gvpo.rollout.server import Server
 from megatron_gvpo.weights.bucket import Bucket, TensorSpec
@@ -21,15 +23,17 @@ from megatron_gvpo.weights.receivers import RECEIVERS, receiver_class
 from megatron_gvpo.weights.receivers.sglang import PluginReceiver
 from megatron_gvpo.weights.receivers.vllm import VLLMReceiver
 from megatron_gvpo.weights.transport import Transport, each
-from megatron_gvpo.weights.transports import TRANSPORTS
+from megatron_gvpo.weights.transports import TRANSPORTS, Traits
+
+CHOSEN = ["rollout.engine=sglang", "rollout.weights.transport=raw_files"]
+ADAPTER = "model.adapter={rank: 8}"
+SPECULATION = "rollout.speculation.method"
 
 pytestmark = pytest.mark.usefixtures("leave_the_process_group")
 
 
 class RawFiles(Transport):
     """Writes the bytes of each bucket to a file, which the servers load before the next bucket."""
-
-    colocated_ok = False  # it could be: the test of the checks wants one that is not
 
     def __init__(self, receiver: Callable[[Server], Any], memory: NodeMemory, timeout: float) -> None:
         self._receiver, self._memory, self._timeout = receiver, memory, timeout
@@ -76,10 +80,13 @@ class VLLMRawFiles(VLLMReceiver):
         await self.update(specs, timeout, file=str(file))
 
 
+PLACE = f"{__name__}:RawFiles"
+
+
 @pytest.fixture
 def raw_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Register the transport and its receivers: nothing else is needed."""
-    monkeypatch.setitem(TRANSPORTS, "raw_files", f"{__name__}:RawFiles")
+    monkeypatch.setitem(TRANSPORTS, "raw_files", Traits(PLACE))
     monkeypatch.setitem(RECEIVERS["sglang"], "raw_files", SGLangRawFiles)
     monkeypatch.setitem(RECEIVERS["vllm"], "raw_files", VLLMRawFiles)
 
@@ -89,7 +96,7 @@ def scores(served: SharedServer) -> torch.Tensor:
     return torch.tensor([logp for prompt in PROMPTS for logp in served.client("score", prompt)])
 
 
-@pytest.mark.parametrize("served", ["vllm"], indirect=True)
+@pytest.mark.parametrize("served", SGLANG_FIRST, indirect=True)
 def test_a_run_trains_with_a_transport_that_the_package_does_not_have(
     served: SharedServer, raw_files: None, task: Path, tmp_path: Path
 ):
@@ -119,19 +126,54 @@ def test_a_run_trains_with_a_transport_that_the_package_does_not_have(
     assert len(buckets) == 2 and min(buckets) > 1
 
 
-def test_a_new_transports_name_and_limits_are_those_of_its_class(
+def test_a_new_transports_name_is_unknown_until_it_is_registered(
     good: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ):
-    """The name is unknown until it is registered; then the checks ask the class."""
-    chosen = ["rollout.engine=sglang", "rollout.weights.transport=raw_files"]
     names = "'broadcast', 'sharded', 'delta', 'shared', 'disk' or 'adapter'"
     unknown = rf"transport: Input should be {names} \(given: 'raw_files'\)"
     with pytest.raises(ConfigError, match=unknown):
-        load_config([good], chosen)
+        load_config([good], CHOSEN)
     request.getfixturevalue("raw_files")
-    assert load_config([good], chosen).rollout.weights.transport == "raw_files"
-    with pytest.raises(ConfigError, match=r"transport=raw_files.*\(rollout\.servers\.colocated\)"):
-        load_config([good], [*chosen, "rollout.servers.colocated=true"])
+    assert load_config([good], CHOSEN).rollout.weights.transport == "raw_files"
     monkeypatch.delitem(RECEIVERS["vllm"], "raw_files")
     with pytest.raises(ConfigError, match=r"raw_files does not reach servers of rollout\.engine=vllm"):
         receiver_class("vllm", "raw_files")
+
+
+@pytest.mark.parametrize(
+    ("trait", "overrides", "said"),
+    [
+        ({"colocated_ok": False}, ["rollout.servers.colocated=true"], "servers on the trainer's own GPUs"),
+        ({"sends_adapter": True}, [], "sends the adapter that trains"),
+        ({"sends_adapter": True}, [ADAPTER, f"{SPECULATION}=ngram"], "not tested; use broadcast"),
+        ({"sends_files": True}, [f"{SPECULATION}=mtp"], "SGLang would load the policy's files"),
+        ({"sends_own": True}, [ADAPTER], "with model.adapter: it sends what each rank holds"),
+    ],
+)
+def test_the_checks_ask_for_its_traits(
+    task: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    trait: dict[str, bool],
+    overrides: list[str],
+    said: str,
+):
+    """A transport without the trait is possible with the same settings."""
+
+    def check(**traits: bool) -> None:
+        monkeypatch.setitem(TRANSPORTS, "raw_files", Traits(PLACE, **traits))
+        check_layout(load_config([task / "run.yaml"], [*CHOSEN, "output_dir=run", *overrides]), 1)
+
+    check(**dict.fromkeys(trait, not trait[next(iter(trait))]))
+    with pytest.raises(ConfigError, match=f"transport=raw_files.*{said}"):
+        check(**trait)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_servers_start_with_room_for_what_it_sends(
+    task: Path, raw_files: None, monkeypatch: pytest.MonkeyPatch, engine: str
+):
+    own = [*CHOSEN, f"rollout.engine={engine}", ADAPTER, "output_dir=run"]
+    config = load_config([task / "run.yaml"], own)
+    assert "--enable-lora" not in DIALECTS[engine].launch(config, 1, None, on_gpu=False).command
+    monkeypatch.setitem(TRANSPORTS, "raw_files", Traits(PLACE, sends_adapter=True))
+    assert "--enable-lora" in DIALECTS[engine].launch(config, 1, None, on_gpu=False).command

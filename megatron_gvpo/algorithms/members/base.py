@@ -67,6 +67,7 @@ class Member(Block):
     takes_conversations: ClassVar[bool] = False
     # It adds groups of prompts that it has changed, with rewards of its own.
     adds_groups: ClassVar[bool] = False
+    takes_images: ClassVar[bool] = True  # the prompts of its groups may have images
 
     name: str
 

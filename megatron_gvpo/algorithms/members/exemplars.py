@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from heapq import nlargest
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import PositiveInt, model_validator
 
@@ -22,6 +22,8 @@ class Exemplars(Member):
     are shown where the prompt would be longer than data.max_prompt_tokens. The responses are trained as if
     to the prompt alone. `template` writes one exemplar; `key` is the data record's field with the problem.
     """
+
+    takes_images: ClassVar[bool] = False  # it writes problems as text, which has no pictures
 
     name: Literal["exemplars"] = "exemplars"
     count: PositiveInt = 2

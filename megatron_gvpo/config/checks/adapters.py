@@ -80,10 +80,10 @@ def check_adapter(config: Config, model: dict[str, Any], architecture: str, expe
             f"{sorted(of_experts)[0]}): Megatron-Bridge (0.6.2) computes another function there; use "
             f"parallel.etp=1, or targets={list(_ATTENTION)}"
         )
-    if config.rollout.uses_servers and config.rollout.weights.transport == "sharded":
+    if config.rollout.uses_servers and config.rollout.weights.traits.sends_own:
         raise ConfigError(
-            "rollout.weights.transport=sharded with model.adapter: it sends what each rank holds, and a rank "
-            "holds base and adapters apart; use adapter or broadcast"
+            f"rollout.weights.transport={config.rollout.weights.transport} with model.adapter: it sends what "
+            "each rank holds, and a rank holds base and adapters apart; use adapter or broadcast"
         )
     if config.model.fp8 is not None:
         raise ConfigError(

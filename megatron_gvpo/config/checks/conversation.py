@@ -53,15 +53,15 @@ def _components(config: Config) -> None:
     talks = config.rollout.conversation
     for i, component in enumerate(config.rewards.components):
         key = f"rewards.components.{i}"
-        pays, counts = component.built_in and component.name == "environment", component.function == COUNT
+        pays, counts = component.pays_turns, component.function == COUNT
         if not pays and not counts:
             continue
         if talks is None:
             raise ValueError(f"{key} ({component.name}) reads conversations: set rollout.conversation")
         if pays and talks.has_tools:
             raise ValueError(
-                f"{key}.name=environment: tools pay nothing, so it would be 0 for every response: name a "
-                "reward that reads rollout.messages"
+                f"{key}.name={component.name}: tools pay nothing, so it would be 0 for every response: name "
+                "a reward that reads rollout.messages"
             )
         of = component.options.get("of")
         if counts and not isinstance(of, str):

@@ -51,7 +51,7 @@ def check_rollout_model(config: Config) -> None:
     model = read_model_config(config.served_path, where.partition("=")[0])
     check_family(model, where)
     check_on_cpu(model, config.rollout.engine, config.model.dtype, "rollout.engine", where)
-    if config.rollout.weights.transport == "adapter" and experts(model):
+    if config.rollout.weights.traits.sends_adapter and experts(model):
         _check_adapters(config, model)
 
 
@@ -67,8 +67,8 @@ def _check_adapters(config: Config, model: dict[str, Any]) -> None:
     if engine == "vllm" or of_experts:
         named = f"adapters of experts ({', '.join(of_experts)})" if of_experts else "adapters beside experts"
         raise ConfigError(
-            f"rollout.weights.transport=adapter with rollout.engine={engine} on a machine without a GPU: "
-            f"{engine} computes {named} with Triton, which has no build for CPUs: use "
+            f"rollout.weights.transport={config.rollout.weights.transport} with rollout.engine={engine} on a "
+            f"machine without a GPU: {engine} computes {named} with Triton, which has no build for CPUs: use "
             "rollout.weights.transport=broadcast, which sends merged weights"
         )
 

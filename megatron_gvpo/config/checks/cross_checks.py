@@ -9,7 +9,6 @@ from megatron_gvpo.config.checks.conversation import check_conversation
 from megatron_gvpo.config.checks.idle_keys import check_idle_keys, keys_of_sampling
 from megatron_gvpo.config.checks.speculation import check_speculation
 from megatron_gvpo.observe.metric_names import entry
-from megatron_gvpo.weights.transports import transport_class
 
 if TYPE_CHECKING:
     from megatron_gvpo.config.schema import Config
@@ -132,10 +131,10 @@ def _engine_reference(config: Config) -> None:
 
 def _engine(config: Config) -> None:
     rollout = config.rollout
-    if rollout.weights.transport == "adapter" and config.model.adapter is None:
+    if rollout.weights.traits.sends_adapter and config.model.adapter is None:
         raise ValueError(
-            "rollout.weights.transport=adapter sends the adapter that trains, and without model.adapter none "
-            "does: set model.adapter, or use broadcast"
+            f"rollout.weights.transport={rollout.weights.transport} sends the adapter that trains, and "
+            "without model.adapter none does: set model.adapter, or use broadcast"
         )
     if not rollout.uses_servers:
         for name in ("servers", "weights", "async_steps", "speculation"):
@@ -160,7 +159,7 @@ def _engine(config: Config) -> None:
                 f"algorithm.{place.label} asks the policy for log-probs while responses come, "
                 "when servers on the trainer's own GPUs (rollout.servers.colocated) have its memory"
             )
-    if rollout.servers.colocated and not transport_class(rollout.weights.transport).colocated_ok:
+    if rollout.servers.colocated and not rollout.weights.traits.colocated_ok:
         raise ValueError(
             f"rollout.weights.transport={rollout.weights.transport} does not reach servers on the trainer's "
             "own GPUs (rollout.servers.colocated): NCCL, for one, forms no process group of two processes on "

@@ -38,8 +38,7 @@ def check_images(config: Config, model: dict[str, Any]) -> None:
         "rollout.conversation": config.rollout.conversation is not None,
         "rollout.speculation": config.rollout.speculation is not None,
         "teacher": config.teacher is not None,
-        # Solved problems in front of another one: as text, which has no pictures.
-        "algorithm.members: exemplars": any(m.name == "exemplars" for m in config.algorithm.members),
+        **{f"algorithm.members: {m.name}": not m.takes_images for m in config.algorithm.members},
         "algorithm.critic": config.algorithm.critic is not None,
         f"parallel.offload_layers={parallel.offload_layers}": bool(parallel.offload_layers),
         f"parallel.offload_modules={list(parallel.offload_modules)}": bool(parallel.offload_modules),

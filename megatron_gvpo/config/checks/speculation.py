@@ -20,14 +20,14 @@ def check_speculation(config: Config) -> None:
             )
     if chosen is None:
         return
-    reason = None
+    reason, transport = None, f"rollout.weights.transport={rollout.weights.transport}"
     if rollout.engine == "sglang" and chosen.method == "suffix":
         reason = "SGLang has no suffix decoding: use ngram, or rollout.engine=vllm"
     elif rollout.router_replay:
         reason = "rollout.router_replay=true: experts of rejected tokens would be among those told"
-    elif rollout.weights.transport == "adapter":
-        reason = "rollout.weights.transport=adapter: not tested; use broadcast, which sends the merged model"
-    elif chosen.own_weights and rollout.engine == "sglang" and rollout.weights.transport == "disk":
-        reason = "rollout.weights.transport=disk: SGLang would load the policy's files into the draft, too"
+    elif rollout.weights.traits.sends_adapter:
+        reason = f"{transport}: not tested; use broadcast, which sends the merged model"
+    elif chosen.own_weights and rollout.engine == "sglang" and rollout.weights.traits.sends_files:
+        reason = f"{transport}: SGLang would load the policy's files into the draft, too"
     if reason is not None:
         raise ValueError(f"rollout.speculation.method={chosen.method} is not possible with {reason}")

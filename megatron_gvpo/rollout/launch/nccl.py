@@ -6,7 +6,7 @@ import os
 import subprocess
 
 from megatron_gvpo.config.schema import Config, ConfigError
-from megatron_gvpo.weights.transports import TRANSPORTS, transport_class
+from megatron_gvpo.weights.transports import TRANSPORTS
 
 ASK = "import torch; print('.'.join(map(str, torch.cuda.nccl.version())))"
 TIMEOUT = 300.0  # seconds; the first import of torch may be from a network file system
@@ -19,7 +19,7 @@ def check_nccl(config: Config, ours: str) -> None:
     the start of the servers will show why.
     """
     python, transport = config.rollout.servers.python, config.rollout.weights.transport
-    if not transport_class(transport).forms_group:
+    if not config.rollout.weights.traits.forms_group:
         return
     their_environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     try:
@@ -35,7 +35,7 @@ def check_nccl(config: Config, ours: str) -> None:
         return
     theirs = asked.stdout.strip()
     if asked.returncode == 0 and theirs and theirs != ours:
-        others = [name for name in TRANSPORTS if not transport_class(name).forms_group]
+        others = [name for name, traits in TRANSPORTS.items() if not traits.forms_group]
         raise ConfigError(
             f"rollout.servers.python={python} has a torch with NCCL {theirs}, the trainer's has {ours}, and "
             f"NCCL refuses the process group of rollout.weights.transport={transport} between two versions: "

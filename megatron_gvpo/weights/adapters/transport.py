@@ -67,8 +67,6 @@ class Adapter(Transport):
     """
 
     host_buckets: ClassVar[bool] = True
-    fp8_ok: ClassVar[bool] = False
-    sends_adapter: ClassVar[bool] = True
 
     def __init__(
         self,
