@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.algorithms.recipe import merge
 from megatron_gvpo.config.adapter import AdapterConfig
-from megatron_gvpo.config.checks.cross_checks import check_combinations
+from megatron_gvpo.config.checks.cross_checks import cross_check
 from megatron_gvpo.config.errors import ConfigError
 from megatron_gvpo.config.explain import explain
 from megatron_gvpo.config.parallel import ParallelConfig
@@ -128,7 +128,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        check_combinations(self)
+        cross_check(self)
         return self
 
 

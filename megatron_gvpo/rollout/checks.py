@@ -45,28 +45,28 @@ async def check_server(
     """
     where = f"rollout server {server.url}"
     try:
-        facts = await server.facts(TIMEOUT)
+        info = await server.info(TIMEOUT)
     except ServerRefused as error:
         raise ConfigError(
             f"{where} does not speak as rollout.engine={config.rollout.engine} does: {error}. Is it another "
             "engine, or does it want another key (rollout.servers.api_key_env)?"
         ) from None
-    if facts.version not in server.tested and not config.rollout.servers.allow_untested_version:
+    if info.version not in server.tested and not config.rollout.servers.allow_untested_version:
         raise ConfigError(
-            f"{where} runs {config.rollout.engine} {facts.version}; tested: {', '.join(server.tested)}. "
+            f"{where} runs {config.rollout.engine} {info.version}; tested: {', '.join(server.tested)}. "
             "The interface changes between releases: use a tested one, or set "
             "rollout.servers.allow_untested_version=true and watch the mismatch metrics"
         )
-    if facts.http_processes > 1:
+    if info.http_processes > 1:
         raise ConfigError(
-            f"{where} has {facts.http_processes} HTTP processes (--tokenizer-worker-num), each of which sees "
+            f"{where} has {info.http_processes} HTTP processes (--tokenizer-worker-num), each of which sees "
             "a part of a weight push and asks for no key: start it with one"
         )
     prompt = longest_prompt(config, model)
     needed = prompt + config.rollout.max_tokens
-    if 0 < facts.context_length < needed:
+    if 0 < info.context_length < needed:
         raise ConfigError(
-            f"{where} has room for {facts.context_length} tokens of prompt and response (by its context "
+            f"{where} has room for {info.context_length} tokens of prompt and response (by its context "
             "length, or by SGLang's --mem-fraction-static and GPU memory if its log says that the KV pool "
             "holds fewer); data.max_prompt_tokens="
             f"{prompt} plus rollout.max_tokens={config.rollout.max_tokens} need {needed}"
@@ -78,27 +78,27 @@ async def check_server(
         await _check_adapters(server, config)
     if takes_images(model):
         await _check_image(server, config, model)
-    served = Path(facts.model_path)
+    served = Path(info.model_path)
     if not (served / "config.json").is_file():  # on another machine; the first push compares log-probs
         return
     theirs = text_values(json.loads((served / "config.json").read_text()))
     for key in SHAPE:
         if theirs.get(key) != model.get(key):
             raise ConfigError(
-                f"{where} serves {facts.model_path} with {key}={theirs.get(key)!r}, but "
+                f"{where} serves {info.model_path} with {key}={theirs.get(key)!r}, but "
                 f"model.path={config.model.path} has {key}={model.get(key)!r}: start it with the "
                 "trainer's model"
             )
     if further := [number for number in ids_in_files(served) if number not in end_token_ids]:
         raise ConfigError(
-            f"{where} serves {facts.model_path}, whose eos_token_id in config.json or generation_config.json "
+            f"{where} serves {info.model_path}, whose eos_token_id in config.json or generation_config.json "
             f"has {further[0]}, at which responses of model.path={config.model.path} do not end: make the "
             "files alike, or name the token in rollout.stop_token_ids"
         )
     expected = read_model_config(config.served_path).get("quantization_config")
     if theirs.get("quantization_config") != expected:
         raise ConfigError(
-            f"{where} serves {facts.model_path} with quantization_config="
+            f"{where} serves {info.model_path} with quantization_config="
             f"{theirs.get('quantization_config')}, but {config.served_path} has {expected}: set "
             "rollout.servers.model_path to the model that the server serves"
         )
@@ -108,7 +108,7 @@ async def check_server(
     if ours and other and ours != other:
         differing = sorted(token for token, _ in ours.items() ^ other.items())[:5]
         raise ConfigError(
-            f"{where} serves {facts.model_path} with another tokenizer than model.path={config.model.path}: "
+            f"{where} serves {info.model_path} with another tokenizer than model.path={config.model.path}: "
             f"they differ in {', '.join(map(repr, differing))}"
         )
 

@@ -371,7 +371,7 @@ class ServerPool:
                 if handle.offloaded:
                     # A health check would wait, or need the memory that the server lacks. Its model process
                     # answers this request, and SGLang's /health then knows that it lives, as `serve` asks.
-                    await handle.server.facts(limit)
+                    await handle.server.info(limit)
                 else:
                     await handle.server.check_health(limit)
             except (ServerGone, ServerRefused) as error:

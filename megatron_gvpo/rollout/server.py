@@ -145,7 +145,7 @@ class Server(Protocol):
     async def check_health(self, timeout: float) -> None:
         """Return if the server is up and its model process answers."""
 
-    async def facts(self, timeout: float) -> ServerInfo: ...
+    async def info(self, timeout: float) -> ServerInfo: ...
 
     def use_adapter(self, name: str) -> None:
         """From here on `sample` and `score` name this adapter, in place of the model itself.

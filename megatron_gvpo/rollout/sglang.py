@@ -120,7 +120,7 @@ class SGLang:
     async def check_health(self, timeout: float) -> None:
         await self.http.get("/health", timeout=timeout)
 
-    async def facts(self, timeout: float) -> ServerInfo:
+    async def info(self, timeout: float) -> ServerInfo:
         info = await self.http.get("/server_info", timeout=timeout)
         with answer_of(self, "/server_info"):
             return ServerInfo(

@@ -135,7 +135,7 @@ class VLLM:
     async def check_health(self, timeout: float) -> None:
         await self.http.get("/health", timeout=timeout)
 
-    async def facts(self, timeout: float) -> ServerInfo:
+    async def info(self, timeout: float) -> ServerInfo:
         version = await self.http.get("/version", timeout=timeout)
         models = await self.http.get("/v1/models", timeout=timeout)
         world = await self.http.get("/get_world_size", timeout=timeout)

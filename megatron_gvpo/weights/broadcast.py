@@ -28,25 +28,25 @@ class GroupReceiver(WeightReceiver, Protocol):
     """The calls to a server that form a process group with it."""
 
     @abstractmethod
-    def group_prefixes(self, meeting: Rendezvous) -> Sequence[str]:
+    def group_prefixes(self, rendezvous: Rendezvous) -> Sequence[str]:
         """The prefixes of the server ranks' keys in the group's store, outermost first."""
 
     @abstractmethod
-    async def join(self, meeting: Rendezvous, rank_offset: int, timeout: float) -> None:
+    async def join(self, rendezvous: Rendezvous, rank_offset: int, timeout: float) -> None:
         """Form the process group, in which the server's first rank is `rank_offset`.
 
         Returns when all ranks of the group are there.
         """
 
     @abstractmethod
-    async def leave(self, meeting: Rendezvous, timeout: float) -> None: ...
+    async def leave(self, rendezvous: Rendezvous, timeout: float) -> None: ...
 
 
 class BroadcastReceiver(GroupReceiver, Protocol):
     """The calls to a server that a broadcast of whole tensors needs."""
 
     @abstractmethod
-    async def receive(self, specs: Sequence[TensorSpec], meeting: Rendezvous, timeout: float) -> None:
+    async def receive(self, specs: Sequence[TensorSpec], rendezvous: Rendezvous, timeout: float) -> None:
         """Take the broadcast of one bucket; returns when its tensors are loaded."""
 
 
@@ -97,9 +97,9 @@ class Broadcast(Transport):
             await each(self._handles, lambda m: self._group_receiver(m).begin_update(self._timeout))
 
     async def send(self, bucket: Bucket) -> int:
-        async def post(handle: ServerHandle, meeting: Rendezvous) -> None:
+        async def post(handle: ServerHandle, rendezvous: Rendezvous) -> None:
             receiver: BroadcastReceiver = self._receiver(handle.server)
-            await receiver.receive(bucket.specs, meeting, self._timeout)
+            await receiver.receive(bucket.specs, rendezvous, self._timeout)
 
         await self._deliver(bucket.flat, post)
         return bucket.flat.nbytes
@@ -111,7 +111,7 @@ class Broadcast(Transport):
         assert self._group is not None, "begin first"
         group, begin = self._group, time.monotonic()
         async with self._whole_or_discarded():
-            posts = self._start(lambda m: post(m, group.meeting))
+            posts = self._start(lambda m: post(m, group.rendezvous))
             try:
                 work = group.broadcast(wire)
                 while not work.is_completed():
@@ -151,7 +151,7 @@ class Broadcast(Transport):
         for handle in handles:
             self._offsets[handle.server.url] = world
             try:
-                world += (await handle.server.facts(self._timeout)).processes
+                world += (await handle.server.info(self._timeout)).processes
             except (ServerGone, ServerRefused) as error:  # it died after its last health check
                 raise PushFailed(str(error), [handle]) from None
         self._group = group = WeightGroup(
@@ -159,10 +159,10 @@ class Broadcast(Transport):
         )
 
         async def join(handle: ServerHandle) -> None:
-            await self._group_receiver(handle).join(group.meeting, self._offset(handle), self._timeout)
+            await self._group_receiver(handle).join(group.rendezvous, self._offset(handle), self._timeout)
 
         joins = self._start(join)
-        prefixes = self._group_receiver(handles[0]).group_prefixes(group.meeting)
+        prefixes = self._group_receiver(handles[0]).group_prefixes(group.rendezvous)
         connected = asyncio.create_task(self._connect(group, prefixes))
         await asyncio.wait([connected, *joins], return_when=asyncio.FIRST_EXCEPTION)
         self._raise_failed(joins)
@@ -195,7 +195,7 @@ class Broadcast(Transport):
         group, self._group = self._group, None
         if group is None:
             return
-        leaves = self._start(lambda m: self._group_receiver(m).leave(group.meeting, LEAVE))
+        leaves = self._start(lambda m: self._group_receiver(m).leave(group.rendezvous, LEAVE))
         group.close()
         await asyncio.gather(*leaves, return_exceptions=True)  # a dead server need not leave
 

@@ -38,7 +38,7 @@ class DeltaReceiver(GroupReceiver, Protocol):
 
     @abstractmethod
     async def receive_patches(
-        self, patches: Sequence[Patch], size: int, meeting: Rendezvous, timeout: float
+        self, patches: Sequence[Patch], size: int, rendezvous: Rendezvous, timeout: float
     ) -> None:
         """Take a broadcast of `size` bytes: the int32 positions of all patches, then their values."""
 
@@ -83,9 +83,9 @@ class Delta(Broadcast):
         parts = [part.contiguous().view(torch.uint8) for part in (*positions, *values)]
         wire = torch.cat(parts)
 
-        async def post(handle: ServerHandle, meeting: Rendezvous) -> None:
+        async def post(handle: ServerHandle, rendezvous: Rendezvous) -> None:
             receiver: DeltaReceiver = self._receiver(handle.server)
-            await receiver.receive_patches(patches, len(wire), meeting, self._timeout)
+            await receiver.receive_patches(patches, len(wire), rendezvous, self._timeout)
 
         await self._deliver(wire, post)
         return len(wire)

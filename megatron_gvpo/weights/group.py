@@ -82,40 +82,40 @@ class Membership:
     backend: str  # "gloo" or "nccl"
 
 
-def join(meeting: Rendezvous, rank: int, timeout: float, patience: float) -> Membership:
+def join(rendezvous: Rendezvous, rank: int, timeout: float, patience: float) -> Membership:
     """Join a group as another rank of the trainer; blocks until all ranks are there.
 
     `timeout` and `patience` as in WeightGroup. Raises torch's RuntimeError after the timeout.
     """
     limit = datetime.timedelta(seconds=timeout)
-    store = dist.TCPStore(meeting.address, meeting.port, meeting.world_size, False, limit)
-    return Membership(store, _form(store, rank, meeting, limit, patience), rank, meeting.backend)
+    store = dist.TCPStore(rendezvous.address, rendezvous.port, rendezvous.world_size, False, limit)
+    return Membership(store, _form(store, rank, rendezvous, limit, patience), rank, rendezvous.backend)
 
 
 def _form(
-    store: dist.Store, rank: int, meeting: Rendezvous, timeout: datetime.timedelta, patience: float
+    store: dist.Store, rank: int, rendezvous: Rendezvous, timeout: datetime.timedelta, patience: float
 ) -> Any:
-    if meeting.backend != "nccl":
-        return dist.ProcessGroupGloo(store, rank, meeting.world_size, timeout)
+    if rendezvous.backend != "nccl":
+        return dist.ProcessGroupGloo(store, rank, rendezvous.world_size, timeout)
     options = dist.ProcessGroupNCCL.Options()
     # After this time torch's watchdog ends the whole process. The caller's patience ends earlier, and costs
     # only one push.
     options._timeout = datetime.timedelta(seconds=2 * patience + 60)
     with _failures_are_ours():
-        return dist.ProcessGroupNCCL(store, rank, meeting.world_size, options)
+        return dist.ProcessGroupNCCL(store, rank, rendezvous.world_size, options)
 
 
 class WeightGroup:
     """Rank 0's side of the process group."""
 
     def __init__(self, address: str, world_size: int, backend: str, timeout: float, patience: float) -> None:
-        """`timeout` limits the meeting, and after `patience` the caller closes the group of a broadcast that
-        is not done; both in seconds."""
+        """`timeout` limits the rendezvous; after `patience` the caller closes the group of a broadcast that
+        is not done. Both are in seconds."""
         self._timeout = datetime.timedelta(seconds=timeout)
         self._patience = patience
         self._tcp = host_store(address, 0, world_size, self._timeout)
         name = f"weights-{os.getpid()}-{next(_numbers)}"
-        self.meeting = Rendezvous(address, self._tcp.port, world_size, name, backend)
+        self.rendezvous = Rendezvous(address, self._tcp.port, world_size, name, backend)
         self._group: Any = None  # in torch's stubs a backend is no process group
 
     def connect(self, prefixes: Sequence[str]) -> None:
@@ -126,11 +126,11 @@ class WeightGroup:
         store: dist.Store = self._tcp
         for prefix in prefixes:
             store = dist.PrefixStore(prefix, store)
-        self._group = _form(store, 0, self.meeting, self._timeout, self._patience)
+        self._group = _form(store, 0, self.rendezvous, self._timeout, self._patience)
 
     def membership(self) -> Membership:
         """Rank 0's own membership. Call it after `connect`."""
-        return Membership(self._tcp, self._group, 0, self.meeting.backend)
+        return Membership(self._tcp, self._group, 0, self.rendezvous.backend)
 
     def broadcast(self, tensor: Tensor) -> Sending:
         """Begin a broadcast from this rank to all others; returns at once."""

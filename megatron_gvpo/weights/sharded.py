@@ -63,7 +63,7 @@ class ShardedReceiver(GroupReceiver, Protocol):
     """The calls to a server that a sharded push needs."""
 
     @abstractmethod
-    async def learn(self, meeting: Rendezvous, rank_offset: int, timeout: float) -> None:
+    async def learn(self, rendezvous: Rendezvous, rank_offset: int, timeout: float) -> None:
         """Every rank of the server writes its layout to the group's store."""
 
     @abstractmethod
@@ -156,7 +156,7 @@ class Sharded(Broadcast):
 
     async def _connect(self, group: WeightGroup, prefixes: Sequence[str]) -> None:
         """Form the group: rank 0, the trainer's other ranks, and meanwhile the servers."""
-        orders = [group.meeting] * len(self._relays)
+        orders = [group.rendezvous] * len(self._relays)
         theirs = asyncio.to_thread(self._relays.ask, orders, "to join the group")
         await asyncio.gather(super()._connect(group, prefixes), theirs)
         member = group.membership()
@@ -181,13 +181,13 @@ class Sharded(Broadcast):
         ]
         store.set("tables", zlib.compress(json.dumps(tables).encode(), 1))  # type: ignore[arg-type]
         learned = self._start(
-            lambda m: self._shard_receiver(m).learn(self._meeting, self._offset(m), self._timeout)
+            lambda m: self._shard_receiver(m).learn(self._rendezvous, self._offset(m), self._timeout)
         )
         await asyncio.wait(learned)
         self._raise_failed(learned)
         numbers = {name: i for i, (name, _, _) in enumerate(tables)}
         self.held = [_layout([(numbers[n], box) for n, _, *box in parts if n in numbers]) for parts in told]
-        said = [store.get(f"needs.{rank}") for rank in range(self._trainers, self._meeting.world_size)]
+        said = [store.get(f"needs.{rank}") for rank in range(self._trainers, self._rendezvous.world_size)]
         # Ranks with the same layout, such as many servers', tell it in the same bytes.
         distinct = {needs: _needs(needs) for needs in set(said)}
         firsts = [self._offset(m) - self._trainers for m in self._handles]
@@ -219,7 +219,7 @@ class Sharded(Broadcast):
             return
         store.set(STOP, "1")
         # A server that refused to receive leaves, and so ends the waits of all ranks that send to it.
-        leaves = self._start(lambda m: self._group_receiver(m).leave(self._meeting, LEAVE))
+        leaves = self._start(lambda m: self._group_receiver(m).leave(self._rendezvous, LEAVE))
         await asyncio.gather(*leaves, return_exceptions=True)
         await asyncio.wait([*sends, *posts], timeout=self._timeout)
         for task in posts:
@@ -234,7 +234,7 @@ class Sharded(Broadcast):
     def _raise_reported(self, store: dist.Store) -> None:
         """Raise PushFailed for the servers of which a rank has reported a failure in the group's store."""
         failed: dict[str, str] = {}  # by url
-        for rank in range(self._trainers, self._meeting.world_size):
+        for rank in range(self._trainers, self._rendezvous.world_size):
             if store.check([f"failed.{rank}"]):
                 [*_, url] = [url for url, first in self._offsets.items() if first <= rank]
                 failed[url] = f"{url}: {store.get(f'failed.{rank}').decode()}"
@@ -251,7 +251,7 @@ class Sharded(Broadcast):
     def _counts(self, member: Membership) -> Counter[tuple[int, int]]:
         """The bytes over each link, as both its ends have counted them. Raises ValueError if they differ."""
         ends: dict[str, set[int]] = {}
-        for rank in range(self._meeting.world_size):
+        for rank in range(self._rendezvous.world_size):
             for link, size in json.loads(member.store.get(f"counted.{rank}")).items():
                 ends.setdefault(link, set()).add(size)
         counted: Counter[tuple[int, int]] = Counter()
@@ -261,9 +261,9 @@ class Sharded(Broadcast):
         return counted
 
     @property
-    def _meeting(self) -> Rendezvous:
+    def _rendezvous(self) -> Rendezvous:
         assert self._group is not None
-        return self._group.meeting
+        return self._group.rendezvous
 
     def _shard_receiver(self, handle: Any) -> ShardedReceiver:
         made: ShardedReceiver = self._receiver(handle.server)

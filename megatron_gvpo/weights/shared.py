@@ -155,7 +155,7 @@ class Shared(Transport):
         by_gpu = {seen["gpu"]: number for number, seen in enumerate(found) if seen["gpu"]}
         for handle in handles:
             told = [seen["told"].get(numbers[handle.server.url], []) for seen in found]
-            processes = (await handle.server.facts(self._timeout)).processes
+            processes = (await handle.server.info(self._timeout)).processes
             file = next((number for number, ranks in enumerate(told) if len(ranks) == processes), None)
             if file is None:
                 raise PushFailed(

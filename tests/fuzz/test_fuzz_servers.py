@@ -79,7 +79,7 @@ class Answers:
 def ask(kind: Any, answers: dict[str, Any]) -> None:
     server = kind(Answers(answers))
     for call in (
-        lambda: server.facts(1.0),
+        lambda: server.info(1.0),
         lambda: server.sample([1, 2], 9, 0, SamplingConfig(), (6,), 1.0),
         lambda: server.score([1, 2, 3], 1.0),
         lambda: server.weight_version(1.0),
@@ -100,7 +100,7 @@ def ask(kind: Any, answers: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("kind", "answers"), [(SGLang, SGLANG_ANSWERS), (VLLM, VLLM_ANSWERS)])
 def test_the_valid_answers_are_read(kind: Any, answers: dict[str, Any]) -> None:
     server = kind(Answers(answers))
-    assert asyncio.run(server.facts(1.0)).context_length == 99
+    assert asyncio.run(server.info(1.0)).context_length == 99
     sample = asyncio.run(server.sample([1, 2], 9, 0, SamplingConfig(), (6,), 1.0))
     assert (sample.token_ids, sample.logprobs, sample.finish_reason) == ([5, 6], [-0.5, -0.25], "stop")
     assert asyncio.run(server.score([1, 2, 3], 1.0)) == [-0.5, -0.25]

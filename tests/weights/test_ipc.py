@@ -81,7 +81,7 @@ class OnGpus:
         self.url, self._seen, self._maps = f"http://{name}", seen_by_ranks, maps
         self.places: list[SharedPlace] = []
 
-    async def facts(self, timeout: float) -> ServerInfo:
+    async def info(self, timeout: float) -> ServerInfo:
         return ServerInfo("0", "model", 256, len(self._seen))
 
     async def begin_update(self, timeout: float) -> None:

@@ -27,7 +27,7 @@ class Refusing:
 
     url = "http://server"
 
-    async def facts(self, timeout: float) -> ServerInfo:
+    async def info(self, timeout: float) -> ServerInfo:
         return ServerInfo("1", "model", 0, 1)
 
     async def weight_version(self, timeout: float) -> str:

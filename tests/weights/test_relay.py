@@ -157,7 +157,7 @@ class OnTwoGpus:
 
     url = "http://server"
 
-    async def facts(self, timeout: float) -> ServerInfo:
+    async def info(self, timeout: float) -> ServerInfo:
         return ServerInfo("0", "model", 256, 2)
 
     async def begin_update(self, timeout: float) -> None: ...

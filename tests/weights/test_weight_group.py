@@ -65,19 +65,19 @@ class Server:
     def __init__(self, refuses: bool = False) -> None:
         self.refuses = refuses
 
-    def group_prefixes(self, meeting: Rendezvous) -> list[str]:
+    def group_prefixes(self, rendezvous: Rendezvous) -> list[str]:
         return []
 
-    async def facts(self, timeout: float) -> ServerInfo:
+    async def info(self, timeout: float) -> ServerInfo:
         return ServerInfo("1", "model", 0, 1)
 
     async def begin_update(self, timeout: float) -> None: ...
 
-    async def join(self, meeting: Rendezvous, rank_offset: int, timeout: float) -> None: ...
+    async def join(self, rendezvous: Rendezvous, rank_offset: int, timeout: float) -> None: ...
 
-    async def leave(self, meeting: Rendezvous, timeout: float) -> None: ...
+    async def leave(self, rendezvous: Rendezvous, timeout: float) -> None: ...
 
-    async def receive(self, specs: list[TensorSpec], meeting: Rendezvous, timeout: float) -> None:
+    async def receive(self, specs: list[TensorSpec], rendezvous: Rendezvous, timeout: float) -> None:
         if self.refuses:
             raise ServerRefused("no such group", 400)
         LikeNccl.made[-1].others.set()

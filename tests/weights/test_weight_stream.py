@@ -113,7 +113,7 @@ class Wire(Delta):
 
 
 class _Recorder:
-    async def receive_patches(self, patches, size, meeting, timeout):
+    async def receive_patches(self, patches, size, rendezvous, timeout):
         self.patches, self.size = patches, size
 
 

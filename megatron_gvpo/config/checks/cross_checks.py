@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 MOST_RESPONSES = 10**7  # of a step: gigabytes on the host
 
 
-def check_combinations(config: Config) -> None:
+def cross_check(config: Config) -> None:
     """Raises ValueError, which names the keys and their values, for a combination that cannot work."""
     for check in (
         _batch,

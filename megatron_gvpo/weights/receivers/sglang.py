@@ -48,32 +48,32 @@ class SGLangReceiver(HttpReceiver):
 class SGLangBroadcast(SGLangReceiver, BroadcastReceiver):
     """Whole tensors, through SGLang's own process group."""
 
-    def group_prefixes(self, meeting: Rendezvous) -> list[str]:
+    def group_prefixes(self, rendezvous: Rendezvous) -> list[str]:
         """SGLang's own group name, then the prefix that torch gives to a new group on its backend."""
-        device = "cuda" if meeting.backend == "nccl" else "cpu"
-        return [meeting.name, f"{meeting.name}/", f"{device}/"]
+        device = "cuda" if rendezvous.backend == "nccl" else "cpu"
+        return [rendezvous.name, f"{rendezvous.name}/", f"{device}/"]
 
-    async def join(self, meeting: Rendezvous, rank_offset: int, timeout: float) -> None:
+    async def join(self, rendezvous: Rendezvous, rank_offset: int, timeout: float) -> None:
         body = {
-            "master_address": meeting.address,
-            "master_port": meeting.port,
+            "master_address": rendezvous.address,
+            "master_port": rendezvous.port,
             "rank_offset": rank_offset,
-            "world_size": meeting.world_size,
-            "group_name": meeting.name,
-            "backend": meeting.backend,
+            "world_size": rendezvous.world_size,
+            "group_name": rendezvous.name,
+            "backend": rendezvous.backend,
         }
         await self._http.post("/init_weights_update_group", body, timeout=timeout)
 
-    async def leave(self, meeting: Rendezvous, timeout: float) -> None:
-        body = {"group_name": meeting.name}
+    async def leave(self, rendezvous: Rendezvous, timeout: float) -> None:
+        body = {"group_name": rendezvous.name}
         await self._http.post("/destroy_weights_update_group", body, timeout=timeout)
 
-    async def receive(self, specs: Sequence[TensorSpec], meeting: Rendezvous, timeout: float) -> None:
+    async def receive(self, specs: Sequence[TensorSpec], rendezvous: Rendezvous, timeout: float) -> None:
         body = {
             "names": [spec.name for spec in specs],
             "dtypes": [spec.dtype for spec in specs],
             "shapes": [list(spec.shape) for spec in specs],
-            "group_name": meeting.name,
+            "group_name": rendezvous.name,
             "flush_cache": False,
             "load_format": "flattened_bucket",
             **POLICY,
@@ -86,7 +86,7 @@ class PluginReceiver(SGLangReceiver):
 
     async def order_all(self, order: dict[str, Any], timeout: float) -> None:
         """Send the same order to all ranks."""
-        processes = (await self._server.facts(timeout)).processes
+        processes = (await self._server.info(timeout)).processes
         await self.order([order] * processes, timeout)
 
     async def order(self, orders: Sequence[dict[str, Any]], timeout: float) -> None:
@@ -100,26 +100,26 @@ class PluginReceiver(SGLangReceiver):
 class PluginGroupReceiver(PluginReceiver):
     """Forms a process group with the plugin."""
 
-    def group_prefixes(self, meeting: Rendezvous) -> list[str]:
+    def group_prefixes(self, rendezvous: Rendezvous) -> list[str]:
         """None: the plugin joins with the bare store."""
         return []
 
-    async def join(self, meeting: Rendezvous, rank_offset: int, timeout: float) -> None:
-        processes = (await self._server.facts(timeout)).processes
+    async def join(self, rendezvous: Rendezvous, rank_offset: int, timeout: float) -> None:
+        processes = (await self._server.info(timeout)).processes
         order = {
             "op": "join",
-            "name": meeting.name,
-            "address": meeting.address,
-            "port": meeting.port,
-            "world_size": meeting.world_size,
-            "backend": meeting.backend,
+            "name": rendezvous.name,
+            "address": rendezvous.address,
+            "port": rendezvous.port,
+            "world_size": rendezvous.world_size,
+            "backend": rendezvous.backend,
             "timeout": timeout,
         }
         await self.begin_update(timeout)  # SGLang calls a custom loader only inside an update
         await self.order([order | {"rank": rank_offset + i} for i in range(processes)], timeout)
         await self._http.post(self.end_path, timeout=timeout)
 
-    async def leave(self, meeting: Rendezvous, timeout: float) -> None:
+    async def leave(self, rendezvous: Rendezvous, timeout: float) -> None:
         """Nothing to do: the plugin forgets a group when it joins the next."""
 
 
@@ -127,10 +127,10 @@ class SGLangDelta(PluginGroupReceiver, DeltaReceiver):
     """Patches, through a process group of the plugin's."""
 
     async def receive_patches(
-        self, patches: Sequence[Patch], size: int, meeting: Rendezvous, timeout: float
+        self, patches: Sequence[Patch], size: int, rendezvous: Rendezvous, timeout: float
     ) -> None:
         listed = [[p.spec.name, p.spec.dtype, p.spec.shape, p.count] for p in patches]
-        order = {"op": "apply", "name": meeting.name, "bytes": size, "patches": listed}
+        order = {"op": "apply", "name": rendezvous.name, "bytes": size, "patches": listed}
         await self.order_all(order, timeout)
 
     async def check_patches(self, timeout: float) -> None:
@@ -140,16 +140,16 @@ class SGLangDelta(PluginGroupReceiver, DeltaReceiver):
 class SGLangSharded(PluginGroupReceiver, ShardedReceiver):
     """Shards, through a process group of the plugin's."""
 
-    async def learn(self, meeting: Rendezvous, rank_offset: int, timeout: float) -> None:
-        processes = (await self._server.facts(timeout)).processes
-        order = {"op": "learn", "name": meeting.name}
+    async def learn(self, rendezvous: Rendezvous, rank_offset: int, timeout: float) -> None:
+        processes = (await self._server.info(timeout)).processes
+        order = {"op": "learn", "name": rendezvous.name}
         await self.order([order | {"rank": rank_offset + i} for i in range(processes)], timeout)
 
     async def receive_shards(self, timeout: float) -> None:
         await self.order_all({"op": "shards"}, timeout)
 
-    async def leave(self, meeting: Rendezvous, timeout: float) -> None:
-        await self.order_all({"op": "leave", "name": meeting.name}, timeout)
+    async def leave(self, rendezvous: Rendezvous, timeout: float) -> None:
+        await self.order_all({"op": "leave", "name": rendezvous.name}, timeout)
 
 
 class SGLangShared(PluginReceiver, SharedReceiver):

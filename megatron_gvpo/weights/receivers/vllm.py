@@ -43,29 +43,29 @@ class VLLMReceiver(HttpReceiver):
 class VLLMGroupReceiver(VLLMReceiver):
     """Forms a process group with the plugin."""
 
-    def group_prefixes(self, meeting: Rendezvous) -> list[str]:
+    def group_prefixes(self, rendezvous: Rendezvous) -> list[str]:
         """None: the plugin joins with the bare store."""
         return []
 
-    async def join(self, meeting: Rendezvous, rank_offset: int, timeout: float) -> None:
+    async def join(self, rendezvous: Rendezvous, rank_offset: int, timeout: float) -> None:
         info = {
-            "master_address": meeting.address,
-            "master_port": meeting.port,
+            "master_address": rendezvous.address,
+            "master_port": rendezvous.port,
             "rank_offset": rank_offset,
-            "world_size": meeting.world_size,
-            "backend": meeting.backend,
+            "world_size": rendezvous.world_size,
+            "backend": rendezvous.backend,
             "timeout": timeout,
         }
         await self._http.post("/init_weight_transfer_engine", {"init_info": info}, timeout=timeout)
 
-    async def leave(self, meeting: Rendezvous, timeout: float) -> None:
+    async def leave(self, rendezvous: Rendezvous, timeout: float) -> None:
         await self._http.post("/shutdown_weight_transfer_engine", timeout=timeout)
 
 
 class VLLMBroadcast(VLLMGroupReceiver, BroadcastReceiver):
     """Whole tensors, through a process group of the plugin's."""
 
-    async def receive(self, specs: Sequence[TensorSpec], meeting: Rendezvous, timeout: float) -> None:
+    async def receive(self, specs: Sequence[TensorSpec], rendezvous: Rendezvous, timeout: float) -> None:
         await self.update(specs, timeout)
 
 
@@ -73,7 +73,7 @@ class VLLMDelta(VLLMBroadcast, DeltaReceiver):
     """Patches, through the same process group."""
 
     async def receive_patches(
-        self, patches: Sequence[Patch], size: int, meeting: Rendezvous, timeout: float
+        self, patches: Sequence[Patch], size: int, rendezvous: Rendezvous, timeout: float
     ) -> None:
         await self.update([p.spec for p in patches], timeout, counts=[p.count for p in patches], size=size)
 
@@ -84,7 +84,7 @@ class VLLMDelta(VLLMBroadcast, DeltaReceiver):
 class VLLMSharded(VLLMGroupReceiver, ShardedReceiver):
     """Shards, through the same process group."""
 
-    async def learn(self, meeting: Rendezvous, rank_offset: int, timeout: float) -> None:
+    async def learn(self, rendezvous: Rendezvous, rank_offset: int, timeout: float) -> None:
         await self.update([], timeout, shards="learn")
 
     async def receive_shards(self, timeout: float) -> None:
