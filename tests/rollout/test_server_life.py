@@ -23,7 +23,7 @@ from megatron_gvpo.data.task import Task
 from megatron_gvpo.rollout import http, leader
 from megatron_gvpo.rollout.background_loop import BackgroundLoop
 from megatron_gvpo.rollout.http import Http, ServerGone, open_session
-from megatron_gvpo.rollout.launch import supervise
+from megatron_gvpo.rollout.launch import serve, supervise
 from megatron_gvpo.rollout.launch.nccl import check_nccl
 from megatron_gvpo.rollout.launch.start import start_servers
 from megatron_gvpo.rollout.launch.supervise import ServerProcess, Supervisor, free_ports, is_healthy
@@ -274,6 +274,53 @@ def test_the_end_of_a_long_log_is_read_alone(tmp_path: Path):
     tracemalloc.stop()
     assert [line.strip() for line in lines] == [f"line {i}" for i in range(80, 100)]
     assert peak < 2**26, "the other threads of the tests allocate, too"
+
+
+HEALTHY = """
+import http.server, sys
+
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+place = "127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])
+http.server.HTTPServer(place, Healthy).serve_forever()
+"""
+
+
+def test_the_servers_of_a_machine_outlive_one_that_cannot_be_kept(
+    task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """For example, one whose GPU has failed."""
+    (tmp_path / "server.py").write_text(HEALTHY)
+    python = interpreter(tmp_path, f'exec {sys.executable} {tmp_path}/server.py "$@"')
+    own = ("rollout.engine=sglang", python, "rollout.servers.count=2", "rollout.servers.restarts=0")
+    started: list[Supervisor] = []
+    alive: list[bool] = []
+
+    def start(*arguments: Any) -> Supervisor:
+        started.append(start_servers(*arguments))
+        return started[0]
+
+    def strike() -> None:
+        assert soon(lambda: bool(started) and all(p.is_healthy(5.0) for p in started[0].processes))
+        time.sleep(3.0)  # until `serve` has seen it, too
+        [doomed, other] = started[0].processes
+        os.killpg(doomed.pid or 0, signal.SIGKILL)
+        soon(lambda: started[0].failed is not None)
+        time.sleep(3.0)
+        alive.append(other.is_healthy(5.0))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(serve, "start_servers", start)
+    striking = threading.Thread(target=strike)
+    previous = signal.signal(signal.SIGTERM, lambda *_: None)  # where `serve` has ended before
+    striking.start()
+    code = serve.serve(configure(task, tmp_path / "run", *own))
+    striking.join()
+    signal.signal(signal.SIGTERM, previous)
+    assert alive == [True] and code == 1
 
 
 # --- where they run, and what with --------------------------------------------------------------------------

@@ -19,7 +19,8 @@ from megatron_gvpo.rollout.launch.start import given_key, report, start_servers
 def serve(config: Config) -> int:
     """Start the servers, say when they are healthy, end them on SIGTERM or SIGINT; returns the exit code.
 
-    0: told to stop; 1: a server could not be kept running. Raises ConfigError for settings that cannot be.
+    0: told to stop; 1: a server could not be kept running. Once all were healthy, the others serve until they
+    are told to stop, or none is healthy. Raises ConfigError for settings that cannot be.
     """
     settings = config.rollout.servers
     if not config.rollout.uses_servers:
@@ -45,7 +46,9 @@ def serve(config: Config) -> int:
     try:
         waiting = list(supervisor.processes)
         deadline = time.monotonic() + settings.start_timeout
-        while not told.wait(1.0) and supervisor.failed is None:
+        while not told.wait(1.0):
+            if supervisor.failed and (waiting or not any(p.is_healthy(5.0) for p in supervisor.processes)):
+                break
             if waiting and not (waiting := [p for p in waiting if not p.is_healthy(5.0)]):
                 urls = ",".join(process.url for process in supervisor.processes)
                 print(f"ready: rollout.servers.urls=[{urls}]", flush=True)
