@@ -82,10 +82,16 @@ def check(config: Config, job: Job, shown: bool = False) -> None:
         raise ConfigError(
             "rollout.servers.urls: remove this key; the job starts the servers and passes on their addresses"
         )
-    elif job.gpus and servers.count * servers.tp > job.ranks_per_node:
+    elif servers.nodes > 1 and (not job.rollout_nodes or job.rollout_nodes % servers.nodes):
         raise ConfigError(
-            f"rollout.servers.count={servers.count} x rollout.servers.tp={servers.tp} needs more than the "
-            f"{job.ranks_per_node} GPUs of a node (--ranks-per-node)"
+            f"rollout.servers.nodes={servers.nodes}: servers on several nodes need nodes of their own; "
+            f"--rollout-nodes {job.rollout_nodes} must be a multiple of {servers.nodes}"
+        )
+    elif job.gpus and servers.count * servers.tp // servers.nodes > job.ranks_per_node:
+        over = f" / rollout.servers.nodes={servers.nodes}" if servers.nodes > 1 else ""
+        raise ConfigError(
+            f"rollout.servers.count={servers.count} x rollout.servers.tp={servers.tp}{over} needs more than "
+            f"the {job.ranks_per_node} GPUs of a node (--ranks-per-node); rollout.servers.nodes divides it"
         )
     elif job.gpus and job.rollout_nodes and servers.colocated:
         raise ConfigError(

@@ -57,6 +57,7 @@ def render(config: Config, given: Sequence[str], job: Job, program: str = "train
         split=job.rollout_nodes > 0,
         served=served,
         servers=config.rollout.servers.count,
+        over=config.rollout.servers.nodes,
         started=sum(started_gpus(config).values()),
         how=job.how or "''",
         allowed=shlex.join(word for key in job.allow_change for word in ("--allow-change", key)),

@@ -11,6 +11,9 @@ from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, model_v
 from megatron_gvpo.config.section import EVERY_KEY, MIB, LocalPath, Processes, Seconds, Section
 from megatron_gvpo.weights.transports import TRANSPORTS, Traits, known_transport
 
+# Ports of machine 0 behind the server's own, when it has several: of the guards, and of the engine's ranks.
+AFTER_PORT = {"guards": 1, "ranks": 2}
+
 
 class EngineServers(Section):
     """Servers of an engine: those that run at `urls`, or `count` that the trainer's first rank starts.
@@ -66,8 +69,38 @@ class ServersConfig(EngineServers):
     colocated: bool = False
     # Accept a release of the engine that this package was not tested with.
     allow_untested_version: bool = False
+    # Machines of one server, each with tp / nodes of its GPUs; `megatron-gvpo serve` runs on every one.
+    nodes: PositiveInt = 1
+    # This machine's number among them. Machine 0 has the server's HTTP interface.
+    node: NonNegativeInt = 0
+    leader: str | None = None  # Address of machine 0, for the others.
     # Seconds without a healthy answer after which a server counts as lost and others serve.
     health_timeout: Seconds = 30.0
+
+    @model_validator(mode="after")
+    def _machines(self) -> Self:
+        if self.nodes == 1:
+            if self.node or self.leader is not None:
+                raise ValueError(
+                    "node and leader are of a server on several machines: set nodes, or omit them"
+                )
+            return self
+        if self.tp % self.nodes:
+            raise ValueError(f"nodes={self.nodes}: does not divide tp={self.tp}, the GPUs of all machines")
+        if self.count > 1:
+            raise ValueError(
+                f"count={self.count}: with nodes={self.nodes} a machine has a part of one server; set it to 1"
+            )
+        if self.colocated:
+            raise ValueError(
+                f"colocated=true: servers on the trainer's own GPUs are on one machine each; with "
+                f"nodes={self.nodes} they need GPUs of their own"
+            )
+        if self.node >= self.nodes:
+            raise ValueError(f"node={self.node}: nodes={self.nodes} are numbered from 0 to {self.nodes - 1}")
+        if self.port + max(AFTER_PORT.values()) > 65535:
+            raise ValueError(f"port={self.port}: the machines of a server meet at the two ports behind it")
+        return self
 
 
 def _check_address(url: str) -> None:

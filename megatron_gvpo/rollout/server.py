@@ -17,7 +17,7 @@ from zipfile import BadZipFile
 import numpy as np
 
 from megatron_gvpo.config.schema import Config, ConfigError, SamplingConfig
-from megatron_gvpo.config.servers import EngineServers
+from megatron_gvpo.config.servers import AFTER_PORT, EngineServers, ServersConfig
 from megatron_gvpo.images.sent import SentImage, difference
 from megatron_gvpo.rollout.http import Http, ServerGone, ServerRefused
 from megatron_gvpo.rollout.speculation import Drafts
@@ -104,6 +104,11 @@ class Launch:
     # to the command.
     secret: str = ""
     key: str = ""  # the API key, which the server's log is not to keep
+
+
+def meeting_of_ranks(servers: ServersConfig) -> tuple[str, int]:
+    """Where the ranks of a server on several machines meet: the address of machine 0, and a port there."""
+    return servers.leader or servers.host, servers.port + AFTER_PORT["ranks"]
 
 
 def refuse_http_processes(servers: EngineServers, option: str, key: str) -> None:

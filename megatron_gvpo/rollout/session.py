@@ -83,6 +83,11 @@ def _servers(config: Config) -> tuple[Supervisor | None, list[str], str | None]:
     """(supervisor, URLs, API key) of servers that run elsewhere, or are started here. Raises ConfigError."""
     servers = config.rollout.servers
     if not servers.urls:
+        if servers.nodes > 1:
+            raise ConfigError(
+                f"rollout.servers.nodes={servers.nodes}: the run starts servers on its own machine alone; "
+                "start these with megatron-gvpo serve on each of theirs, and give rollout.servers.urls"
+            )
         key = secrets.token_hex(16)
         supervisor = start_servers(config, key, report)
         return supervisor, [process.url for process in supervisor.processes], key

@@ -25,6 +25,7 @@ from megatron_gvpo.rollout.server import (
     answer_of,
     check_prompt,
     finish,
+    meeting_of_ranks,
     named_adapter,
     numbers,
     refuse_http_processes,
@@ -96,6 +97,11 @@ class SGLang:
         command += ["--host", servers.host, "--port", str(port), "--dtype", config.model.dtype]
         command += ["--tp-size", str(servers.tp), "--skip-server-warmup"]
         command += ["--custom-weight-loader", WEIGHT_LOADER]
+        if servers.nodes > 1:
+            command += ["--nnodes", str(servers.nodes), "--node-rank", str(servers.node)]
+            address, port_of_ranks = meeting_of_ranks(servers)
+            address = f"[{address}]" if ":" in address else address
+            command += ["--dist-init-addr", f"{address}:{port_of_ranks}"]
         if config.model.trust_remote_code:
             command += ["--trust-remote-code"]
         if servers.context_length:

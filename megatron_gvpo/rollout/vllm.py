@@ -7,6 +7,7 @@ import base64
 import io
 import json
 import re
+import socket
 import time
 from collections.abc import Coroutine, Sequence
 from typing import Any, ClassVar
@@ -31,6 +32,7 @@ from megatron_gvpo.rollout.server import (
     answer_of,
     check_prompt,
     finish,
+    meeting_of_ranks,
     named_adapter,
     numbers,
     refuse_http_processes,
@@ -99,9 +101,17 @@ class VLLM:
         servers = config.rollout.servers
         refuse_http_processes(servers, "--api-server-count", "rollout.servers")
         # Not `vllm serve`, which needs a distribution called vllm: the CPU build's has another name.
-        command = [servers.python, "-m", "vllm.entrypoints.openai.api_server", "--model", config.served_path]
+        module = "megatron_gvpo_follower" if servers.node else "vllm.entrypoints.openai.api_server"
+        command = [servers.python, "-m", module, "--model", config.served_path]
         command += ["--served-model-name", MODEL, "--host", servers.host, "--port", str(port)]
         command += ["--dtype", config.model.dtype, "--tensor-parallel-size", str(servers.tp)]
+        environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": str(PLUGINS)}
+        if servers.nodes > 1:
+            address, port_of_ranks = meeting_of_ranks(servers)
+            command += ["--nnodes", str(servers.nodes), "--node-rank", str(servers.node)]
+            command += ["--master-addr", address, "--master-port", str(port_of_ranks)]
+            command += ["--headless"] if servers.node else []
+            environment["VLLM_HOST_IP"] = str(socket.getaddrinfo(servers.host, None)[0][4][0])
         # Log-probs at the sampling temperature, which training compares with its own.
         command += ["--logprobs-mode", "processed_logprobs"]
         command += ["--weight-transfer-config", '{"backend": "megatron_gvpo"}']
@@ -111,7 +121,6 @@ class VLLM:
             command += ["--trust-remote-code"]
         if servers.context_length:
             command += ["--max-model-len", str(servers.context_length)]
-        environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": str(PLUGINS)}
         if servers.colocated and on_gpu:
             # vLLM's default share, 0.92, is refused where less is free: trainer processes keep some GiB.
             command += ["--enable-sleep-mode", "--gpu-memory-utilization", "0.85"]

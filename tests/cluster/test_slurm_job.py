@@ -18,6 +18,10 @@ from megatron_gvpo.cli import main
 from megatron_gvpo.cluster.job import _seconds
 
 
+def over_two_nodes(tp: int) -> tuple[str, ...]:
+    return (f"rollout.servers.tp={tp}", "rollout.servers.nodes=2")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -56,6 +60,14 @@ from megatron_gvpo.cluster.job import _seconds
             "needs more than the 8 GPUs of a node",
         ),
         (["--nodes", "1", "rollout.engine=sglang"], "the servers run on the trainer's GPUs"),
+        (
+            [*("--nodes", "1", "--rollout-nodes", "3", "rollout.engine=sglang"), *over_two_nodes(16)],
+            "--rollout-nodes 3 must be a multiple of 2",
+        ),
+        (
+            [*("--nodes", "1", "--rollout-nodes", "2", "rollout.engine=sglang"), *over_two_nodes(32)],
+            "rollout.servers.tp=32 / rollout.servers.nodes=2 needs more than the 8 GPUs of a node",
+        ),
         (
             [
                 *("--nodes", "1", "--rollout-nodes", "1", "rollout.engine=sglang"),
@@ -129,6 +141,35 @@ def test_a_job_asks_for_the_gpus_of_the_servers_that_the_run_starts(task: Path, 
     assert "for rewards.components.0.judge.servers." in said
     asked, said = script('{"urls": ["http://judge:1"]}')
     assert asked == ["6", "6"] and "GPUs a node" not in said
+
+
+def test_every_node_of_a_server_gets_its_part(task: Path, tmp_path: Path, capsys):
+    """The script's own lines, with the nodes that Slurm would name and the commands that it would start."""
+    job = ["--nodes=1", "--rollout-nodes=4", "--dry-run", "rollout.engine=sglang", *over_two_nodes(16)]
+    assert main(["slurm", str(task / "run.yaml"), f"output_dir={tmp_path}", *job]) == 0
+    script = capsys.readouterr().out
+    lines = script[script.index("rollout_hosts=(") : script.index("servers=$!")]
+    slurm = """
+    export ROLLOUT_PORT=20000
+    scontrol() { printf '%s\n' a b c d; }
+    srun() {
+      while [ "$1" != bash ]; do shift; done
+      for node in 0 1 2 3; do
+        SLURM_NODEID=$node SLURMD_NODENAME=node$node bash -c "$3" echo "${@:5}"
+      done
+    }
+    """
+    words = ["bash", "-c", f"{slurm}\n{lines}\nwait; echo $ROLLOUT_URLS"]
+    *served, urls = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert urls == "[http://a:20000,http://c:20006]" and len(served) == 4
+    for node, said in enumerate(served):
+        part = {
+            "host": f"node{node}",
+            "node": node % 2,
+            "leader": "aacc"[node],
+            "port": 20000 + node // 2 * 6,
+        }
+        assert {f"rollout.servers.{key}={value}" for key, value in part.items()} < set(said.split()), said
 
 
 def test_without_slurm_the_script_is_written_and_it_says_where_to_submit_it(

@@ -2,7 +2,8 @@
 
 On a cluster it runs on every rollout node (`srun megatron-gvpo serve CONFIG.yaml rollout.servers.host=...`),
 and the trainer gets their addresses as `rollout.servers.urls`. A server that is started again here has old
-weights: the trainer sees that, and gives it the current ones before the first request.
+weights: the trainer sees that, and gives it the current ones before the first request. A server on several
+machines has a `serve` on each (`rollout.servers.nodes`).
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def serve(config: Config) -> int:
                 break
             if waiting and not (waiting := [p for p in waiting if not p.is_healthy(5.0)]):
                 urls = ",".join(process.url for process in supervisor.processes)
-                print(f"ready: rollout.servers.urls=[{urls}]", flush=True)
+                said = f"started: {urls}" if settings.node else f"ready: rollout.servers.urls=[{urls}]"
+                print(said, flush=True)
             if waiting and time.monotonic() > deadline:
                 report(
                     f"{waiting[0].url} was not healthy after {settings.start_timeout:g} s; see "

@@ -2,35 +2,143 @@
 
 The guard leads the server's process group. Where the process STARTER ends, however it does, the guard ends
 the whole group: processes that an engine is just starting do not notice that their parents have gone.
+
+A server on several machines has a guard on each (PART in the environment). They start its parts when all
+guards have met at machine 0, and where one part ends, the others end as well.
 """
 
+import hashlib
+import hmac
+import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
+from collections.abc import Sequence
+from typing import Any
 
+PART = "MEGATRON_GVPO_PART"  # JSON: node, nodes, host and port of the meeting, key
 GRACE = 15.0  # seconds between asking the group to end and ending it
+ANSWER = 5.0  # seconds in which a guard answers another
+GO = b"go"
 # They reach the whole group, or every process of a Slurm job; the guard waits for the server's end.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def main() -> int:
     starter, command = int(sys.argv[1]), sys.argv[2:]
+    part = json.loads(os.environ.pop(PART, "null"))
     for number in SIGNALS:
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which the server would inherit
     starter_ends = os.pidfd_open(starter)
     if os.getppid() != starter:
         return 1  # it was gone, and another process has its number
+    others: list[socket.socket] = []
+    if part is not None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: sys.exit(1))
+        others = gather(part, starter_ends) if part["node"] == 0 else [join(part, starter_ends)]
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)
     server = subprocess.Popen(command)
     server_ends = os.pidfd_open(server.pid)
-    ended, _, _ = select.select([starter_ends, server_ends], [], [])
-    if starter_ends in ended:
+    ended = _first([starter_ends, server_ends, *others])
+    if server_ends not in ended:
+        if starter_ends not in ended:
+            print("the server's part on another machine has ended, and so does this one", flush=True)
         os.killpg(0, signal.SIGTERM)
-        select.select([server_ends], [], [], GRACE)
+        select.select([server_ends], [], [], GRACE if starter_ends in ended else 1.0)
         os.killpg(0, signal.SIGKILL)  # the guard, too
     code = server.wait()
     return code if code >= 0 else 128 - code
+
+
+def gather(part: dict[str, Any], starter_ends: int) -> list[socket.socket]:
+    """Machine 0 waits for the guards of all others, and has them start; returns the connections to them."""
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        part["host"], part["port"], type=socket.SOCK_STREAM
+    )[0]
+    found: dict[int, socket.socket] = {}
+    with socket.socket(family, kind, protocol) as door:
+        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        door.bind(address)
+        door.listen()
+        while len(found) < part["nodes"] - 1:
+            ready = _first([starter_ends, door, *found.values()])
+            if starter_ends in ready:
+                sys.exit(1)
+            for ended in [node for node, other in found.items() if other in ready]:
+                found.pop(ended).close()  # before all were there: it has nothing to say
+            if door in ready:
+                other, _ = door.accept()
+                node = _who(other, part)
+                if node in range(1, part["nodes"]):
+                    found[node] = other
+                else:
+                    other.close()
+    for other in found.values():
+        other.sendall(GO)
+    return list(found.values())
+
+
+def join(part: dict[str, Any], starter_ends: int) -> socket.socket:
+    """Another machine waits for machine 0, and for its word to start; returns the connection to it."""
+    while True:
+        try:
+            other = _watched(socket.create_connection((part["host"], part["port"]), ANSWER))
+            node = part["node"].to_bytes(4, "big")
+            other.sendall(node + _signed(_read(other, 32) + node, part))
+            if starter_ends in _first([starter_ends, other]):
+                sys.exit(1)
+            if _read(other, len(GO)) == GO:
+                return other
+        except OSError:  # it is not there yet, or has ended before all had met
+            pass
+        if select.select([starter_ends], [], [], 1.0)[0]:
+            sys.exit(1)
+
+
+def _first(waited: Sequence[int | socket.socket]) -> list[int | socket.socket]:
+    """Wait; returns those of them that have ended, or have something to read."""
+    return select.select(waited, [], [])[0]
+
+
+def _who(other: socket.socket, part: dict[str, Any]) -> int:
+    """Returns the number of the machine at the other end, which has the key; -1 for a stranger."""
+    challenge = os.urandom(32)
+    try:
+        _watched(other).settimeout(ANSWER)
+        other.sendall(challenge)
+        node = _read(other, 4)
+        known = hmac.compare_digest(_read(other, 32), _signed(challenge + node, part))
+    except OSError:
+        return -1
+    if not known:
+        print("a process without the key wanted to be a part of this server", flush=True)
+    return int.from_bytes(node, "big") if known else -1
+
+
+def _signed(message: bytes, part: dict[str, Any]) -> bytes:
+    return hmac.digest(part["key"].encode(), message, hashlib.sha256)
+
+
+def _read(other: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        if not (more := other.recv(count - len(data))):
+            raise OSError("closed")
+        data += more
+    return data
+
+
+def _watched(other: socket.socket) -> socket.socket:
+    """The connection, which ends within half a minute of the machine at its other end."""
+    other.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4)):
+        other.setsockopt(socket.IPPROTO_TCP, option, value)
+    return other
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
@@ -14,11 +15,12 @@ from megatron_gvpo.config.checks.cpu_engines import check_rollout_model
 from megatron_gvpo.config.checks.supported_models import check_family
 from megatron_gvpo.config.schema import Config, ConfigError, ServersConfig, read_model_config
 from megatron_gvpo.config.secrets import hide, read_variable, remember
-from megatron_gvpo.config.servers import EngineServers
+from megatron_gvpo.config.servers import AFTER_PORT, EngineServers
 from megatron_gvpo.megatron.model.complete_weights import check_files
 from megatron_gvpo.rollout.launch.listener import check_free, is_loopback
 from megatron_gvpo.rollout.launch.nccl import check_nccl
-from megatron_gvpo.rollout.launch.supervise import ServerProcess, Supervisor, free_ports
+from megatron_gvpo.rollout.launch.server_guard import PART
+from megatron_gvpo.rollout.launch.supervise import RanksProcess, ServerProcess, Supervisor, free_ports
 from megatron_gvpo.rollout.server import Server
 from megatron_gvpo.rollout.sglang import SGLang
 from megatron_gvpo.rollout.speculation import check_draft
@@ -57,10 +59,13 @@ def start_servers(config: Config, key: str | None, report: Callable[[str], None]
     # All that servers may map and read (megatron_gvpo_places). A user may name another directory of weights.
     weights = os.environ.get("MEGATRON_GVPO_WEIGHTS", str(run_directory(config)))
     places = {"MEGATRON_GVPO_MEMORY": str(shared_memory()), "MEGATRON_GVPO_WEIGHTS": weights}
-    processes = []
+    processes: list[ServerProcess] = []
     for i, port in enumerate(ports):
-        launch = dialect.launch(config, port, key, on_gpu)
+        # Only the server's HTTP interface asks for the key.
+        launch = dialect.launch(config, port, None if servers.node else key, on_gpu)
         launch.environment.update(places)
+        if servers.nodes > 1:
+            launch.environment[PART] = _part(servers, key)
         if is_loopback(servers.host):
             launch.environment.update({n: os.environ.get(n, lo) for n, lo in ON_LOOPBACK.items()})
         if on_gpu:
@@ -74,7 +79,11 @@ def start_servers(config: Config, key: str | None, report: Callable[[str], None]
             large = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**33)}
             launch.environment.update(large)
         host = f"[{servers.host}]" if ":" in servers.host else servers.host
-        processes.append(ServerProcess(launch, f"http://{host}:{port}", logs / f"{port}.log"))
+        if servers.node:
+            its = f"http://{servers.leader}:{port}, machine {servers.node} of {servers.nodes}"
+            processes.append(RanksProcess(launch, its, logs / f"{port}_{servers.node}.log"))
+        else:
+            processes.append(ServerProcess(launch, f"http://{host}:{port}", logs / f"{port}.log"))
     supervisor = Supervisor(processes, servers, report)
     try:
         supervisor.start()
@@ -85,6 +94,22 @@ def start_servers(config: Config, key: str | None, report: Callable[[str], None]
             f"rollout.servers.python={servers.python} is to be the interpreter of the engine's environment"
         ) from None
     return supervisor
+
+
+def _part(servers: ServersConfig, key: str | None) -> str:
+    """How this machine's guard meets those of the server's other machines."""
+    if not servers.port:
+        raise ConfigError(
+            f"rollout.servers.port=0 with rollout.servers.nodes={servers.nodes}: give all its machines one "
+            "port"
+        )
+    if servers.node and servers.leader is None:
+        raise ConfigError(
+            f"rollout.servers.leader is missing: machine {servers.node} of a server needs the address of "
+            "machine 0"
+        )
+    place = {"host": servers.leader or servers.host, "port": servers.port + AFTER_PORT["guards"]}
+    return json.dumps({"node": servers.node, "nodes": servers.nodes, **place, "key": key or ""})
 
 
 def given_key(servers: EngineServers, section: str = "rollout.servers") -> str | None:
@@ -119,15 +144,17 @@ def server_gpus(servers: ServersConfig, present: int, ranks: int) -> list[range]
     Raises ConfigError if there are too few. A machine without GPUs (`present` is 0) passes.
     """
     first = 0 if servers.colocated else ranks
-    wanted = servers.count * servers.tp
+    each = servers.tp // servers.nodes
+    wanted = servers.count * each
     if present and first + wanted > present:
+        over = f" / rollout.servers.nodes={servers.nodes}" if servers.nodes > 1 else ""
         needed = f"{wanted} GPUs beside the trainer's {first}" if first else f"{wanted} GPUs"
         raise ConfigError(
-            f"rollout.servers.count={servers.count} x rollout.servers.tp={servers.tp}: {needed}, "
+            f"rollout.servers.count={servers.count} x rollout.servers.tp={servers.tp}{over}: {needed}, "
             f"and this machine has {present}; use fewer, let them share with the trainer "
             "(rollout.servers.colocated=true), or start them elsewhere (megatron-gvpo serve)"
         )
-    return [range(first + i * servers.tp, first + (i + 1) * servers.tp) for i in range(servers.count)]
+    return [range(first + i * each, first + (i + 1) * each) for i in range(servers.count)]
 
 
 def visible(gpus: Sequence[int]) -> str:

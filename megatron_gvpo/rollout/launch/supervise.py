@@ -139,6 +139,16 @@ class ServerProcess:
         return ""
 
 
+class RanksProcess(ServerProcess):
+    """Ranks of a server whose HTTP interface is on another machine: its health shows there."""
+
+    def is_healthy(self, timeout: float) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def stranger(self) -> str | None:
+        return None
+
+
 class Supervisor:
     """Keeps server processes running until it is closed; watches them from its own thread.
 
