@@ -59,6 +59,8 @@ def finished_launch(
         if servers.tp > 1:  # otherwise SGLang wants a NUMA node for each rank
             cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join([cores] * servers.tp)
+            # The ranks need not find the same memory free: other processes of the host take some, too.
+            environment["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
         command += ["--device", "cpu", "--attention-backend", "torch_native"]
         command += ["--sampling-backend", "pytorch", "--disable-cuda-graph", "--disable-overlap-schedule"]
         command += ["--sleep-on-idle"]  # otherwise an idle scheduler keeps a core busy
