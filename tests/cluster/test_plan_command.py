@@ -69,6 +69,8 @@ def test_optimizer_states_in_host_memory_make_room(task: Path, tmp_path: Path, c
         # 94 layers, which no power of two but 2 divides
         ("Qwen/Qwen3-235B-A22B", ["--gpus", "256"], ("stage_layers",)),
         ("deepseek-ai/DeepSeek-V2", ["--gpus", "256"], ("ep: ",)),
+        # Servers on several nodes each, and shards for them
+        ("deepseek-ai/DeepSeek-V3", ["--gpus", "256"], ("nodes: 4", "transport: sharded")),
     ],
 )
 def test_a_plan_goes_into_a_job_with_the_command_that_it_names(
@@ -170,8 +172,8 @@ def test_what_is_printed_says_that_it_is_predicted(capsys: pytest.CaptureFixture
         (["--recipe", "gppo"], "there is no recipe 'gppo'; did you mean 'ppo'?"),
         (["--recipe", "sft"], "--recipe sft: a plan needs a method that samples responses"),
         (
-            ["--model", "deepseek-ai/DeepSeek-V3", "--gpus", "512"],
-            "whose 8 GPUs cannot hold the 1250 GiB of bf16 weights",
+            ["--model", "deepseek-ai/DeepSeek-V3", "--gpus", "16"],
+            "a rollout server needs 32 GPUs, on 4 nodes that do not train, to hold the 1250 GiB of bf16",
         ),
     ],
 )

@@ -159,11 +159,15 @@ def overlay(chosen: Candidate, layers: int, work: workload.Workload, options: ar
     layout = chosen.layout
     own = layout.rollout_gpus or layout.gpus
     rollout: dict[str, Any] = {"engine": "sglang", "n": work.k, "max_tokens": work.lengths.maximum}
-    rollout["servers"] = {"tp": layout.rollout_tp, "count": min(NODE, own) // layout.rollout_tp}
+    rollout["servers"] = {"tp": layout.rollout_tp, "count": max(1, min(NODE, own) // layout.rollout_tp)}
+    if layout.rollout_tp > NODE:
+        rollout["servers"]["nodes"] = layout.rollout_tp // NODE
     # Colocated servers take turns with the trainer, so they cannot share a process group with it.
     if not layout.rollout_gpus:
         rollout["servers"]["colocated"] = True
         rollout["weights"] = {"transport": "shared"}
+    elif layout.transport != "broadcast":
+        rollout["weights"] = {"transport": layout.transport}
     if work.speculation is not None:
         method = "ngram" if work.speculation.from_text else "mtp"
         rollout["speculation"] = {"method": method, "tokens": work.speculation.tokens}
@@ -302,10 +306,14 @@ def _print(
         )
     if best.layout.rollout_gpus:
         gpu = workload.gpu(options.gpu)
-        whole, shards = (kind(model, gpu, best.layout).seconds for kind in (push.broadcast, push.sharded))
+        took = {name: kind(model, gpu, best.layout).seconds for name, kind in push.TRANSPORTS.items()}
+        chosen, slower = (
+            took.pop(best.layout.transport),
+            ", ".join(f"{s:.1f} s with {n}" for n, s in took.items()),
+        )
         console.print(
-            f"predicted for a weight push: {whole:.1f} s with rollout.weights.transport=broadcast, which is "
-            f"counted above, and {shards:.1f} s with sharded"
+            f"predicted for a weight push: {chosen:.1f} s with "
+            f"rollout.weights.transport={best.layout.transport}, which is counted above, and {slower}"
         )
     else:
         console.print("colocated: assumes that trainer and servers use the GPU's memory in turn")

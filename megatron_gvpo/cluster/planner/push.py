@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 from megatron_gvpo.cluster.planner.architecture import Architecture
 from megatron_gvpo.cluster.planner.memory_model import shard
@@ -25,6 +27,18 @@ class Push:
     server: float
 
 
+def predicted(model: Architecture, gpu: Gpu, layout: Layout) -> Push:
+    """A push over the layout's transport. To colocated servers it takes as long as a broadcast."""
+    return TRANSPORTS[layout.transport](model, gpu, layout)
+
+
+def fastest(model: Architecture, gpu: Gpu, layout: Layout) -> str:
+    """The faster of the transports that the layout can have: merged adapters are sent whole."""
+    if not layout.rollout_gpus or model.adapter_rank:
+        return "broadcast"
+    return min(TRANSPORTS, key=lambda name: TRANSPORTS[name](model, gpu, layout).seconds)
+
+
 def broadcast(model: Architecture, gpu: Gpu, layout: Layout) -> Push:
     """All weights are gathered by the trainer's first rank, then pass through it to every server rank."""
     size = float(ELEMENT * model.parameters)
@@ -32,6 +46,7 @@ def broadcast(model: Architecture, gpu: Gpu, layout: Layout) -> Push:
     return Push(2 * size / (link * PUSH_FRACTION * 1e9), size, size)
 
 
+@cache
 def sharded(model: Architecture, gpu: Gpu, layout: Layout) -> Push:
     """Every trainer rank sends its share once, and the servers pass it on along a chain.
 
@@ -49,3 +64,9 @@ def sharded(model: Architecture, gpu: Gpu, layout: Layout) -> Push:
     way = layout.engines + layout.rollout_tp  # links from the trainer to the last rank
     rounds = min(ROUNDS * way, max(share, part) / LEAST)
     return Push(pace * (1 + way / rounds), share, part)
+
+
+TRANSPORTS: dict[str, Callable[[Architecture, Gpu, Layout], Push]] = {
+    "broadcast": broadcast,
+    "sharded": sharded,
+}

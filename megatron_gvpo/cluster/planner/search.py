@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megatron_gvpo.cluster.planner import push
 from megatron_gvpo.cluster.planner.architecture import Architecture
 from megatron_gvpo.cluster.planner.memory_model import Memory, host_state, memory, shard
 from megatron_gvpo.cluster.planner.teacher import Teacher
@@ -106,11 +107,7 @@ def search(
     if not found:
         if with_host:
             impossible.append("some layouts fit with the optimizer's states in host memory: try --offload 1")
-        engines = (
-            f"a rollout server runs on one machine, whose {min(gpus, NODE)} GPUs cannot hold the "
-            f"{2 * model.parameters / 2**30:.0f} GiB of bf16 weights and the longest response's cache"
-        )
-        raise ConfigError("no layout can run: " + "; ".join(impossible or [engines]))
+        raise ConfigError("no layout can run: " + "; ".join(impossible or [_no_server(model, gpu, work)]))
     found.sort(key=_order)
     # Predictions are not accurate to 1%. Among layouts within 1% of the fastest, prefer the simplest.
     as_fast = [candidate for candidate in found if candidate.seconds.step <= 1.01 * found[0].seconds.step]
@@ -131,16 +128,31 @@ def _places(model: Architecture, gpu: Gpu, gpus: int, work: Workload, ahead: int
 def _with_engines(model: Architecture, gpu: Gpu, layout: Layout, work: Workload) -> Iterator[Layout]:
     """Yields the layout with its fastest size of rollout engine, or nothing if no size fits.
 
-    A server runs on one machine (`megatron-gvpo serve`), so an engine has at most NODE GPUs.
+    A server has GPUs of one node, or whole nodes of its own (`rollout.servers.nodes`).
     """
     own = layout.rollout_gpus or layout.gpus
     timed = [
         (rollout_seconds(model, gpu, own // tp, tp, work), tp)
-        for tp in SIZES
-        if tp <= NODE and own % tp == 0 and model.heads % tp == 0
+        for tp in _engine_sizes(model)
+        if own % tp == 0 and (tp <= NODE or layout.rollout_gpus)
     ]
     if timed and min(timed)[0] < float("inf"):
         yield replace(layout, rollout_tp=min(timed)[1])
+
+
+def _engine_sizes(model: Architecture) -> list[int]:
+    """Returns the numbers of GPUs over which an engine can divide the model's heads and experts."""
+    return [tp for tp in SIZES if model.heads % tp == 0 and model.expert_ffn % tp == 0]
+
+
+def _no_server(model: Architecture, gpu: Gpu, work: Workload) -> str:
+    """Says that no rollout server fits on the GPUs, and which would."""
+    fits = [tp for tp in _engine_sizes(model) if rollout_seconds(model, gpu, 1, tp, work) < float("inf")]
+    weights = f"the {2 * model.parameters / 2**30:.0f} GiB of bf16 weights and the longest response's cache"
+    if not fits:
+        return f"no rollout server of at most {max(SIZES)} of these GPUs can hold {weights}"
+    where = f", on {fits[0] // NODE} nodes that do not train" if fits[0] > NODE else ""
+    return f"a rollout server needs {fits[0]} GPUs{where}, to hold {weights}"
 
 
 def _layouts(
@@ -204,6 +216,8 @@ def _fit(model: Architecture, gpu: Gpu, layout: Layout, work: Workload) -> tuple
         least = min(least, used.total / 2**30)
         if used.total / 2**30 > USABLE * gpu.memory_gib:
             continue
+        if best is None:
+            layout = replace(layout, transport=push.fastest(model, gpu, layout))
         took = seconds(model, gpu, layout, work, min(tokens, share))
         if best is None or took.step < best.seconds.step:
             peak = took.training * layout.gpus * gpu.bf16_tflops * 1e12

@@ -86,7 +86,7 @@ def seconds(model: Architecture, gpu: Gpu, layout: Layout, work: Workload, micro
         training += epochs * (forward * (1 + layout.recompute) + backward) * bubble
         scoring += forward * bubble
         optimizer += updates * _optimizer(model, gpu, layout, critic=True)
-    sync = push.broadcast(model, gpu, layout).seconds
+    sync = push.predicted(model, gpu, layout).seconds
     taught = 0.0
     if (teacher := work.teacher) is not None:
         if teacher.held:

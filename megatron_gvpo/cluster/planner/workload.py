@@ -208,6 +208,7 @@ class Layout:
     rollout_gpus: int = 0  # the servers' own GPUs; 0: colocated with the trainer
     rollout_tp: int = 1
     async_steps: int = 0
+    transport: str = "broadcast"  # of weights to servers on GPUs of their own
 
     @property
     def dp(self) -> int:
@@ -237,4 +238,5 @@ class Layout:
             where = f"split {self.gpus}+{self.rollout_gpus}, {self.async_steps} ahead"
         else:
             where = "colocated"
-        return f"{' '.join(parts)}, {where}, rollout tp{self.rollout_tp}"
+        sent = f", {self.transport}" if self.transport != "broadcast" else ""
+        return f"{' '.join(parts)}, {where}, rollout tp{self.rollout_tp}{sent}"
