@@ -250,6 +250,16 @@ def test_some_micro_batches_are_empty() -> None:
     assert [len(packs) for packs in of_ranks] == [1] * 4 and sum(packs == [[]] for packs in of_ranks) == 2
 
 
+def test_long_responses_are_alone_beside_packs_of_short_ones() -> None:
+    rows = make_rows(ROWS["log-normal"])
+    assert rows.length_n.max() > 8 * rows.length_n.median() and rows.length_n.max() > 2 * SPLIT
+    found = plan(rows, 2, SPLIT, HIDDEN)
+    packs = [pack for rank in found.micro_batches for pack in rank]
+    beyond = [pack for pack in packs if sum(rows.tokens[i] for i in pack) > SPLIT]
+    assert found.split_groups and len(beyond) > 2 and all(len(pack) == 1 for pack in beyond)
+    assert max(map(len, packs)) > 1
+
+
 def test_a_group_with_equal_rewards_has_a_gradient_once_the_policy_moved(directory: Path) -> None:
     step = STEPS["gvpo, groups whole"]
     rows, logp, _ = sampled_for(step, directory)

@@ -17,7 +17,8 @@ from references.gradient_reference import Correction, ReferenceLoss
 from torch import Tensor
 from workers.gradient_worker import TEMPERATURE, Layout
 
-from megatron_gvpo.types import Routing, TrainBatch
+from cases.gradient_rows import ROWS, by_another_engine, make_rows, moved, routing_of
+from megatron_gvpo.types import TrainBatch
 
 TOLERANCE = 1e-5  # of the largest entry of a parameter's gradient
 # Methods differ in normalisers and in splits over micro-batches and ranks, so all steps run on one rank and
@@ -92,78 +93,7 @@ FAMILY_LAYOUTS = {
 }
 HIDDEN = 32  # of the reference's models
 Params = dict[str, torch.nn.Parameter]
-Groups = list[tuple[int, list[tuple[int, float]]]]  # (prompt tokens, (response tokens, reward) of every row)
-
-ROWS: dict[str, Groups] = {
-    # A group of one, a group whose rewards are all equal, a prompt and two responses of one token.
-    "ragged": [
-        (3, [(4, 1.0), (1, 0.0), (9, 0.5)]),
-        (1, [(20, 1.0), (6, 0.0)]),
-        (7, [(5, 1.0)]),
-        (5, [(8, 0.5), (3, 0.5), (6, 0.5), (2, 0.5)]),
-        (2, [(1, 0.0), (12, 1.0), (7, 0.0)]),
-    ],
-    # On four ranks the long sequences, whose group has no signal, keep ranks to themselves.
-    "long without signal": [
-        (3, [(30, 1.0), (28, 1.0)]),
-        (3, [(4, 1.0), (6, 0.0), (3, 0.0)]),
-        (3, [(2, 0.0), (5, 0.0)]),
-        (3, [(7, 1.0), (3, 0.0)]),
-    ],
-    "fewer than ranks": [(2, [(3, 1.0), (5, 0.0)])],
-}
 ONE_BY_ONE, SPLIT, WHOLE, ALL = 1, 24, 40, 10_000  # budgets in tokens, and what they do to the ragged rows
-
-
-def make_rows(groups: Groups) -> TrainBatch:
-    """Rows of random tokens; the groups' rows are mixed, and their numbers have gaps."""
-    generator = torch.Generator().manual_seed(0)
-
-    def tokens(count: int) -> list[int]:
-        return torch.randint(reference.VOCABULARY, (count,), generator=generator).tolist()
-
-    prompts = [tokens(length) for length, _ in groups]
-    flat = [(g, *row) for g, (_, rows) in enumerate(groups) for row in rows]
-    longest = max(length for _, length, _ in flat)
-    rows = TrainBatch(
-        prompt_ids=[prompts[g] for g, _, _ in flat],
-        response_ids=[tokens(length) for _, length, _ in flat],
-        group_n=torch.tensor([3 * g + 1 for g, _, _ in flat]),
-        reward_n=torch.tensor([reward for _, _, reward in flat]),
-        truncated_n=torch.tensor([length == longest for _, length, _ in flat]),
-    )
-    return rows.select(torch.randperm(len(rows), generator=generator).tolist())
-
-
-def moved(rows: TrainBatch, logp: list[Tensor]) -> TrainBatch:
-    """The rows as in a later mini-batch of a step: the policy differs from the old one and from the
-    reference.
-    """
-    generator = torch.Generator().manual_seed(1)
-    logp_r = torch.cat(logp).detach().float()
-    old_r, ref_r = (logp_r + scale * torch.randn(logp_r.shape, generator=generator) for scale in (0.2, 0.5))
-    return rows.with_columns(old_logp_r=old_r, ref_logp_r=ref_r)
-
-
-def by_another_engine(rows: TrainBatch, logp: list[Tensor]) -> TrainBatch:
-    """The rows with log-probs of an engine that differs from the trainer in every token."""
-    noise_r = torch.randn(sum(map(len, logp)), generator=torch.Generator().manual_seed(2))
-    return rows.with_columns(engine_logp_r=torch.cat(logp).detach().float() + 0.4 * noise_r)
-
-
-def routing_of(rows: TrainBatch, model: Any) -> list[Routing | None]:
-    """Random experts of every token, as no router would choose them; none for every third row."""
-    generator = torch.Generator().manual_seed(3)
-    layers, per_token = model.num_hidden_layers, model.num_experts_per_tok
-    count = getattr(model, "n_routed_experts", None) or model.num_experts
-
-    def of(tokens: int) -> Routing:
-        order = torch.rand(tokens - 1, layers, count, generator=generator).argsort(-1)
-        ids = order[..., :per_token].to(torch.uint8).numpy().tobytes()
-        return Routing(layers, per_token, 1, ids)
-
-    pairs = zip(rows.prompt_ids, rows.response_ids, strict=True)
-    return [None if i % 3 == 2 else of(len(p) + len(r)) for i, (p, r) in enumerate(pairs)]
 
 
 @dataclass(frozen=True)
@@ -261,6 +191,8 @@ STEPS = {
     "grpo with kl": grpo(SPLIT, 0.5),
     "grpo without kl, step start": grpo(WHOLE, 0.0, True),
     "grpo with kl, fewer rows than ranks": grpo(SPLIT, 0.5, rows="fewer than ranks"),
+    "grpo with kl, log-normal lengths": grpo(SPLIT, 0.5, rows="log-normal"),
+    "gvpo, log-normal lengths": replace(gvpo(SPLIT), rows="log-normal"),
     "sft": sft(SPLIT),
     "sft, all in one": sft(ALL),
     "tied, gvpo, groups split": gvpo(SPLIT, model="tied"),
@@ -307,8 +239,20 @@ RUNS += [
     if step.model == model
 ]
 RUNS += [(layout, "qwen3_moe, gvpo, replayed") for layout in COMPUTED_AGAIN]
+LOG_NORMAL = ["gvpo, log-normal lengths", "grpo with kl, log-normal lengths"]  # beside THOROUGH:
+RUNS += [
+    (layout, name)
+    for layout in (Layout(4), Layout(2, cp=2), Layout(2, pp=2), Layout(4, pp=2, vpp=2, overlap=True))
+    for name in LOG_NORMAL
+]
 # Every layout again with overlap, and with the sizes of small_constants.py cut down.
-SMALL_STEPS = {"gvpo, groups split", "tied, gvpo, groups split", "grpo with kl", "qwen3_moe, gvpo, replayed"}
+SMALL_STEPS = {
+    *LOG_NORMAL,
+    "gvpo, groups split",
+    "tied, gvpo, groups split",
+    "grpo with kl",
+    "qwen3_moe, gvpo, replayed",
+}
 SMALL_STEPS |= {f"{family}, gvpo, groups split" for family in FAMILIES}
 SMALL_STEPS |= {f"{family}, grpo, fewer rows than ranks" for family in FAMILIES}
 
@@ -358,7 +302,7 @@ def in_make_test(layout: Layout, name: str) -> bool:
     if name.endswith(", replayed"):
         return model == "qwen3_moe" and layout in (Layout(1), Layout(2, pp=2, recompute="full"))
     if model not in FAMILIES and layout in THOROUGH:
-        return name in CORE
+        return name in CORE or name in LOG_NORMAL
     few = [*FEW_LAYOUTS.get(model, []), *([Layout(1)] if model in FAMILIES else [])]
     return layout in few and name in (*FEW, MODELS[model])
 
