@@ -19,7 +19,7 @@ from megatron_gvpo.verify.measures import MICRO_BATCH, TEMPERATURE, UPDATE, Comp
 
 def compute(directory: Path, layout: Layout, rows: TrainBatch) -> Computed:
     """Build the checkpoint in `directory` under `layout`, and compute on `rows`. A collective."""
-    policy = Policy(_config(directory, layout))
+    policy = Policy(config_of(directory, layout))
     exported = _copied(policy.weights())
     gradients: dict[str, Tensor] = {}
     apply = policy.optimizer.apply
@@ -42,7 +42,8 @@ def compute(directory: Path, layout: Layout, rows: TrainBatch) -> Computed:
     )
 
 
-def _config(directory: Path, layout: Layout) -> Config:
+def config_of(directory: Path, layout: Layout) -> Config:
+    """The configuration of a comparison under `layout`."""
     return build_config(
         {
             "output_dir": "unused",

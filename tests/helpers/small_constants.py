@@ -127,21 +127,24 @@ def small_constants() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def late_gathers() -> Iterator[None]:
+def late_gathers() -> Iterator[set[int]]:
     """Context in which overlapped gathers of weights arrive when they are waited for, and never before.
+
+    Its value has an entry for each group of buckets that was gathered so.
 
     On a network they arrive any time. In a tiny model on one machine they are there at once, so that a reader
     that does not wait would go unnoticed.
     """
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Group
 
-    start = Group.start_param_sync
+    start, late = Group.start_param_sync, set[int]()
 
     def start_late(group: Any, force_sync: bool = False) -> None:
         before = [bucket.param_data.clone() for bucket in group.buckets]
         start(group, force_sync)
         if group.param_gather_handle is None:
             return
+        late.add(id(group))
         group.param_gather_handle.wait()
         arrived = [bucket.param_data.clone() for bucket in group.buckets]
 
@@ -153,7 +156,7 @@ def late_gathers() -> Iterator[None]:
         group.param_gather_handle = SimpleNamespace(wait=lambda: write(arrived))
 
     with mock.patch.object(Group, "start_param_sync", start_late):
-        yield
+        yield late
 
 
 def _place(place: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:

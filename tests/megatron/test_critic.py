@@ -42,6 +42,9 @@ ALL = [
     (Layout(2, pp=2), "untied"),
     (Layout(4, tp=2, pp=2), "untied"),
     (Layout(1), "tied"),
+    (Layout(2, overlap=True, small=True), "untied"),
+    (Layout(4, pp=2, overlap=True, small=True), "untied"),
+    (Layout(4, pp=2, overlap=True, small=True), "tied"),
 ]
 CLIP = 0.2
 

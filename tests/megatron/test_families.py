@@ -1,8 +1,9 @@
 """Families of models against transformers, as `megatron-gvpo verify` compares them.
 
 A released configuration is shrunk to tiny sizes. Log-probs, every parameter's gradient, the norm that clips,
-one update and the exported weights are compared in every layout; test_gradient_invariance.py adds methods and
-many more layouts for the older families.
+one update and the exported weights are compared in every layout, and again with overlapped communication and
+the sizes of small_constants.py; test_gradient_invariance.py adds methods and many more layouts for the older
+families.
 """
 
 from __future__ import annotations
@@ -36,7 +37,15 @@ each_layout = pytest.mark.parametrize(
             marks=() if layout == family.quick else pytest.mark.proof,
         )
         for family in FAMILIES
-        for layout in family.layouts
+        for layout in [*family.layouts, *family.small_layouts]
+    ],
+)
+each_small_layout = pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        pytest.param(family, layout, id=f"{family.architecture}: {layout}", marks=pytest.mark.proof)
+        for family in FAMILIES
+        for layout in family.small_layouts
     ],
 )
 
@@ -47,7 +56,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     path = tmp_path_factory.mktemp("families")
     items = [item for item in request.session.items if item.path == request.path]
     params = [item.callspec.params for item in items if hasattr(item, "callspec")]
-    wanted = [(p["family"], p["layout"]) for p in params if "layout" in p]
+    wanted = list(dict.fromkeys((p["family"], p["layout"]) for p in params if "layout" in p))
     jobs: list[tuple[str, Layout | None]] = []
     for family in dict.fromkeys(family for family, _ in wanted):
         place = path / family.architecture
@@ -57,13 +66,21 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         jobs += [(family.architecture, layout) for of, layout in wanted if of == family]
     torch.save(jobs, path / "jobs.pt")
     sizes = [1 if layout is None else layout.ranks for _, layout in jobs]
-    launch("workers.family_worker:run", sizes, str(path), timeout=1800)
+    launch("workers.family_worker:run", sizes, str(path), timeout=3600)
     return path
 
 
 @each_layout
 def test_a_family_is_equal_to_transformers(directory: Path, family: Family, layout: Layout) -> None:
     assert read_result(layout, directory / family.architecture).problem is None
+
+
+@each_small_layout
+def test_a_score_waits_for_the_weights_of_an_update(directory: Path, family: Family, layout: Layout) -> None:
+    scores, late = torch.load(directory / family.architecture / f"{layout}-scores.pt", weights_only=False)
+    assert late > 2, "the first stage has several buckets"
+    before, after, settled = scores
+    assert (after - settled).abs().max() < 1e-4 * (after - before).abs().max()
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.architecture)

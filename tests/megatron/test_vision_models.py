@@ -51,6 +51,15 @@ CASES = [
     if not layout.overlap and not (layout.recompute == "full" and model.startswith("qwen3"))  # refused
 ]
 CASES += [VisionCase(model, layout, trained=False) for model in CONFIGS for layout in LAYOUTS]
+CASES += [
+    VisionCase(model, layout, trained=not layout.overlap)  # with overlap a trained tower is refused
+    for model in ("qwen2_5_vl", "qwen3_vl_tied")
+    for layout in (
+        Layout(2, small=True),
+        Layout(2, overlap=True, small=True),
+        Layout(4, pp=2, overlap=True, small=True),
+    )
+]
 QUICK = {
     VisionCase("qwen2_5_vl", Layout(2, **_SP)),
     VisionCase("qwen2_5_vl", Layout(2, overlap=True), trained=False),
@@ -167,6 +176,13 @@ def test_an_update_is_that_of_torch_adamw(
         assert (found.updated[name] - weight).abs().max() < 5e-3 * UPDATE["lr"], name
         if name not in trained:
             assert torch.equal(found.updated[name], found.exported[name]), name
+
+
+@each_case
+def test_a_score_waits_for_the_weights_of_an_update(directory: Path, case: VisionCase) -> None:
+    found = found_of(directory, case)
+    moved = (found.next_logp_r - found.updated_logp_r).abs().max()
+    assert (found.settled_logp_r - found.next_logp_r).abs().max() < 1e-4 * moved
 
 
 @each_case

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import transformers
@@ -12,6 +12,7 @@ from megatron_gvpo.verify.layout import Layout, layouts_for
 from megatron_gvpo.verify.shrink import shrink
 
 _SP = {"tp": 2, "sequence_parallel": True}
+_SMALL = {"overlap": True, "small": True}
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,11 @@ class Family:
     @property
     def layouts(self) -> list[Layout]:
         return layouts_for(self.tiny, cores=4)
+
+    @property
+    def small_layouts(self) -> list[Layout]:
+        """Layouts with overlapped communication and the sizes of small_constants.py."""
+        return [replace(Layout(2), **_SMALL), replace(Layout(4, pp=2), **_SMALL)]
 
 
 _GLM = {"attention_bias": True, "use_qk_norm": True, "routed_scaling_factor": 2.5, "head_dim": 128}

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from distributed import run_number
 from torch import Tensor
 
-from workers.gradient_worker import _copy, config_of
+from workers.gradient_worker import _copy, config_of, sizes_of
 
 
 @dataclass(frozen=True)
@@ -41,35 +41,38 @@ def run(directory: str) -> None:
     place, number = Path(directory), run_number()
     runs, head_h, bias = torch.load(place / "work.pt", weights_only=False)
     layout, case = runs[number]
-    config = config_of(case, layout, place)
-    policy = Policy(config)
-    critic: Any = policy.critic
-    at_first_r = critic.values(case.rows)
-    for module in _heads(critic):  # not zero, so that what is behind it has a gradient
-        module.weight.data.copy_(head_h[None])
-        module.bias.data.fill_(bias)
-    critic.optimizer.megatron.reload_model_params()
-    value_r = critic.values(case.rows)
+    with sizes_of(layout):
+        config = config_of(case, layout, place)
+        policy = Policy(config)
+        critic: Any = policy.critic
+        at_first_r = critic.values(case.rows)
+        for module in _heads(critic):  # not zero, so that what is behind it has a gradient
+            module.weight.data.copy_(head_h[None])
+            module.bias.data.fill_(bias)
+        critic.optimizer.megatron.reload_model_params()
+        value_r = critic.values(case.rows)
 
-    gradients: dict[str, Tensor] = {}
-    apply = critic.optimizer.apply
+        gradients: dict[str, Tensor] = {}
+        apply = critic.optimizer.apply
 
-    def no_update() -> Any:
-        gradients.update(_named(critic, gradients=True))
-        return SimpleNamespace(grad_norm=0.0, skipped=False)
+        def no_update() -> Any:
+            gradients.update(_named(critic, gradients=True))
+            return SimpleNamespace(grad_norm=0.0, skipped=False)
 
-    critic.optimizer.apply = no_update
-    metrics = critic.update(case.rows)
-    critic.optimizer.apply = apply
+        critic.optimizer.apply = no_update
+        metrics = critic.update(case.rows)
+        critic.optimizer.apply = apply
 
-    critic.update(case.rows)
-    root = place / f"checkpoint-{number}"
-    checkpoint.save(root, 1, policy, {}, keep=1)
-    next_metrics = [critic.update(case.rows) for _ in range(2)]
-    weights = _named(critic)
-    checkpoint.load(checkpoint.complete(root)[-1], policy)
-    resumed = [critic.update(case.rows) for _ in range(2)]
-    result = Found(at_first_r, value_r, metrics, gradients, next_metrics, resumed, weights, _named(critic))
+        critic.update(case.rows)
+        root = place / f"checkpoint-{number}"
+        checkpoint.save(root, 1, policy, {}, keep=1)
+        next_metrics = [critic.update(case.rows) for _ in range(2)]
+        weights = _named(critic)
+        checkpoint.load(checkpoint.complete(root)[-1], policy)
+        resumed = [critic.update(case.rows) for _ in range(2)]
+        result = Found(
+            at_first_r, value_r, metrics, gradients, next_metrics, resumed, weights, _named(critic)
+        )
     if dist.get_rank() == 0:
         torch.save(result, place / f"{layout}-{case.model}.pt")
 

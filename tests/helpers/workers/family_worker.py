@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from distributed import forget_layout, run_number
+from small_constants import late_gathers, small_constants
 
 from megatron_gvpo.verify.layout import Layout
 
@@ -18,7 +20,35 @@ def run(directory: str) -> None:
     place = Path(directory) / family
     if layout is None:
         reference_side(json.loads((place / "config.json").read_text()), place, family)
-    else:
-        assert isinstance(layout, Layout)
+        return
+    assert isinstance(layout, Layout)
+    if not layout.small:
         candidate_side(layout, place)
-        forget_layout()
+    else:
+        with small_constants(), late_gathers() as late:
+            candidate_side(layout, place)
+            forget_layout()
+            _score_around_an_export(layout, place, late)
+    forget_layout()
+
+
+def _score_around_an_export(layout: Layout, place: Path, late: set[int]) -> None:
+    """Write log-probs before an update, after it, and after an export behind that.
+
+    An export waits for all weights of the update. A score does not, and must read none that have not arrived.
+    """
+    from megatron_gvpo.megatron.policy import Policy
+    from megatron_gvpo.verify.candidate import config_of
+    from megatron_gvpo.verify.measures import make_rows
+    from megatron_gvpo.verify.shrink import VOCABULARY
+
+    policy, rows = Policy(config_of(place / "model", layout)), make_rows(VOCABULARY)
+    scores = [policy.score(rows)]
+    late.clear()
+    policy.update(rows, at_step_start=True)
+    scores.append(policy.score(rows))
+    for _ in policy.weights():
+        pass
+    scores.append(policy.score(rows))
+    if dist.get_rank() == 0:
+        torch.save((scores, len(late)), place / f"{layout}-scores.pt")

@@ -13,7 +13,7 @@ from distributed import forget_layout, run_number
 from torch import Tensor
 
 from megatron_gvpo.config.schema import Config, build_config
-from workers.gradient_worker import UPDATE, _copy
+from workers.gradient_worker import UPDATE, _copy, sizes_of
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,8 @@ class Found:
     exported: dict[str, Tensor]
     updated: dict[str, Tensor]
     updated_logp_r: Tensor
+    next_logp_r: Tensor  # after a second update
+    settled_logp_r: Tensor  # after an export behind it, which waits for all weights of the update
     with_gradient: int  # elements of gradient buffers on rank 0
     optimizer_parameters: int  # elements that rank 0's optimizer has
 
@@ -57,7 +59,14 @@ def run(directory: str) -> None:
     case = cases[run_number()]
     config = config_of(case, place)
     check_layout(config, dist.get_world_size())
-    policy = Policy(config)
+    with sizes_of(case.layout):
+        found = _found(Policy(config), rows)
+    if dist.get_rank() == 0:
+        torch.save(found, place / f"found-{case}.pt")
+    forget_layout()
+
+
+def _found(policy: Any, rows: Any) -> Found:
     logp_r = policy.score(rows)
     marked_logp_r = policy.score(with_placeholders(rows))
     exported = _copy(policy.weights())
@@ -73,23 +82,28 @@ def run(directory: str) -> None:
 
     policy.optimizer.apply = look_first
     result = policy.update(rows, at_step_start=True)
-    found = Found(
+    policy.optimizer.apply = apply
+    updated, updated_logp_r = _copy(policy.weights()), policy.score(rows)
+    policy.update(rows, at_step_start=True)
+    next_logp_r = policy.score(rows)
+    for _ in policy.weights():
+        pass
+    return Found(
         logp_r=logp_r,
         marked_logp_r=marked_logp_r,
         loss=result.metrics["loss"],
         gradients=gradients,
         grad_norm=norms[0],
         exported=exported,
-        updated_logp_r=policy.score(rows),
-        updated=_copy(policy.weights()),
+        updated=updated,
+        updated_logp_r=updated_logp_r,
+        next_logp_r=next_logp_r,
+        settled_logp_r=policy.score(rows),
         with_gradient=sum(buffer.numel() for buffer in policy.model.gradient_buffers()),
         optimizer_parameters=sum(
             p.numel() for group in policy.optimizer.megatron.param_groups for p in group["params"]
         ),
     )
-    if dist.get_rank() == 0:
-        torch.save(found, place / f"found-{case}.pt")
-    forget_layout()
 
 
 @torch.no_grad()
