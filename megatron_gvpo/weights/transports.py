@@ -22,6 +22,7 @@ class Traits:
     place: str  # of its class, "module:class"; the import loads torch
     forms_group: bool = False  # it forms a process group with the servers, over NCCL on GPUs
     colocated_ok: bool = True  # it reaches servers on the trainer's own GPUs
+    nodes_ok: bool = True  # it reaches all parts of a server on several machines
     fp8_ok: bool = True  # it can change a model that the servers keep in FP8
     sends_own: bool = False  # every rank sends the weights that it holds itself, in place of buckets
     sends_adapter: bool = False  # its buckets hold the adapter that trains, and no other weights
@@ -49,7 +50,7 @@ TRANSPORTS = {
         fp8_ok=False,  # the engines keep FP8 weights in another arrangement than they load
         sends_changes=True,
     ),
-    "shared": Traits("megatron_gvpo.weights.shared:Shared"),
+    "shared": Traits("megatron_gvpo.weights.shared:Shared", nodes_ok=False),
     "disk": Traits("megatron_gvpo.weights.disk:Disk", sends_files=True),
     "adapter": Traits(
         "megatron_gvpo.weights.adapters.transport:Adapter",

@@ -166,7 +166,7 @@ def overlay(chosen: Candidate, layers: int, work: workload.Workload, options: ar
     if not layout.rollout_gpus:
         rollout["servers"]["colocated"] = True
         rollout["weights"] = {"transport": "shared"}
-    elif layout.transport != "broadcast":
+    elif layout.transport != Layout.transport:
         rollout["weights"] = {"transport": layout.transport}
     if work.speculation is not None:
         method = "ngram" if work.speculation.from_text else "mtp"

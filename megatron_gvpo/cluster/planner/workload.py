@@ -238,5 +238,5 @@ class Layout:
             where = f"split {self.gpus}+{self.rollout_gpus}, {self.async_steps} ahead"
         else:
             where = "colocated"
-        sent = f", {self.transport}" if self.transport != "broadcast" else ""
+        sent = f", {self.transport}" if self.transport != Layout.transport else ""
         return f"{' '.join(parts)}, {where}, rollout tp{self.rollout_tp}{sent}"

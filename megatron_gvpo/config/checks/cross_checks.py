@@ -153,9 +153,9 @@ def _engine(config: Config) -> None:
             f"rollout.async_steps={rollout.async_steps}: servers that have the trainer's own "
             "GPUs (rollout.servers.colocated) cannot generate while it trains: set it to 0"
         )
-    if (n := rollout.servers.nodes) > 1 and rollout.weights.transport == "shared":
+    if (n := rollout.servers.nodes) > 1 and not rollout.weights.traits.nodes_ok:
         why = f"with rollout.servers.nodes={n}: a server's other machines do not see the memory; use sharded"
-        raise ValueError(f"rollout.weights.transport=shared {why}")
+        raise ValueError(f"rollout.weights.transport={rollout.weights.transport} {why}")
     for place in config.algorithm.blocks_inside():
         if rollout.servers.colocated and place.block.needs_policy_logprobs:
             raise ValueError(
