@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import secrets
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from types import FrameType
 
@@ -19,6 +21,9 @@ from megatron_gvpo.runtime.signals import stopping_signals
 # Seconds that the other ranks have to end by themselves after one has failed with an error, which they may be
 # about to report too; and after a signal has killed one, of which they cannot know.
 PATIENCE, PATIENCE_AFTER_KILL = 10.0, 1.0
+# The kernel gives other ports to connections, on Linux those from 32768 on: one of these could have a port
+# before the process listens, or while it starts again.
+PORTS = range(20_000, 30_000)
 
 
 def launch(processes: int, arguments: Sequence[str]) -> int:
@@ -90,9 +95,7 @@ def _end(ranks: Sequence[subprocess.Popen[bytes]], patience: float) -> None:
 
 
 def _environment(processes: int) -> dict[str, str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    [port] = free_ports(1, "127.0.0.1")
     return {
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes)),
         **os.environ,
@@ -101,3 +104,20 @@ def _environment(processes: int) -> dict[str, str]:
         "WORLD_SIZE": str(processes),
         "LOCAL_WORLD_SIZE": str(processes),
     }
+
+
+def free_ports(count: int, host: str) -> list[int]:
+    """Find PORTS of `host` that are free at the moment. Raises OSError for another machine's host."""
+    family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
+    with ExitStack() as opened:
+        found: list[int] = []
+        for port in secrets.SystemRandom().sample(PORTS, len(PORTS)):
+            if len(found) == count:
+                return found
+            try:
+                opened.enter_context(socket.socket(family)).bind((host, port))
+                found.append(port)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+    raise OSError(errno.EADDRINUSE, f"{count} ports from {PORTS.start} to {PORTS.stop - 1} are not free")

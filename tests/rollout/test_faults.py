@@ -21,8 +21,9 @@ from tiny_run import records
 
 from megatron_gvpo.observe import read_metrics
 from megatron_gvpo.observe.alerts import alerts_of
-from megatron_gvpo.rollout.launch.supervise import Supervisor, free_ports
+from megatron_gvpo.rollout.launch.supervise import Supervisor
 from megatron_gvpo.rollout.request import RolloutError
+from megatron_gvpo.runtime.launch import free_ports
 
 
 @pytest.fixture(scope="module", params=SGLANG_FIRST)

@@ -23,13 +23,15 @@ from megatron_gvpo.data.task import Task
 from megatron_gvpo.rollout import http, leader
 from megatron_gvpo.rollout.background_loop import BackgroundLoop
 from megatron_gvpo.rollout.http import Http, ServerGone, open_session
-from megatron_gvpo.rollout.launch import serve, supervise
+from megatron_gvpo.rollout.launch import serve
 from megatron_gvpo.rollout.launch.nccl import check_nccl
 from megatron_gvpo.rollout.launch.start import start_servers
-from megatron_gvpo.rollout.launch.supervise import ServerProcess, Supervisor, free_ports, is_healthy
+from megatron_gvpo.rollout.launch.supervise import ServerProcess, Supervisor, is_healthy
 from megatron_gvpo.rollout.pool import ServerPool
 from megatron_gvpo.rollout.server import Launch
 from megatron_gvpo.rollout.sglang import SGLang
+from megatron_gvpo.runtime import launch
+from megatron_gvpo.runtime.launch import _environment, free_ports
 from megatron_gvpo.sampling.served import ServedEngine
 from megatron_gvpo.weights.broadcast import Broadcast
 from megatron_gvpo.weights.disk import Disk
@@ -153,14 +155,15 @@ def soon(is_so: Callable[[], bool]) -> bool:
 
 
 def test_servers_listen_where_no_connection_gets_its_port(monkeypatch: pytest.MonkeyPatch):
-    """A connection of this machine that has a server's port keeps it from listening, as after a restart."""
+    """A connection that has the port of a server, or of the ranks' meeting, would keep it from listening."""
     given = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
     found = free_ports(50, "127.0.0.1")
-    assert len(set(found)) == 50 and max(found) < 30_000
+    found.append(int(_environment(2)["MASTER_PORT"]))
+    assert len(set(found[:50])) == 50 and max(found) < 30_000
     assert int(given[0]) < 30_000 or not any(port in range(*map(int, given)) for port in found)
     with socket.socket() as taken, pytest.raises(OSError, match="not free"):
         taken.bind(("127.0.0.1", found[0]))
-        monkeypatch.setattr(supervise, "PORTS", range(found[0], found[0] + 1))
+        monkeypatch.setattr(launch, "PORTS", range(found[0], found[0] + 1))
         free_ports(1, "127.0.0.1")
 
 

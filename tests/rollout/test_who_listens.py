@@ -19,8 +19,9 @@ from megatron_gvpo.rollout.background_loop import BackgroundLoop
 from megatron_gvpo.rollout.http import Http, ServerGone, ServerRefused, open_session
 from megatron_gvpo.rollout.launch.serve import serve
 from megatron_gvpo.rollout.launch.start import start_servers
-from megatron_gvpo.rollout.launch.supervise import ServerProcess, Supervisor, free_ports, is_healthy
+from megatron_gvpo.rollout.launch.supervise import ServerProcess, Supervisor, is_healthy
 from megatron_gvpo.rollout.server import Launch
+from megatron_gvpo.runtime.launch import free_ports
 
 SOON = 60.0  # seconds
 KEY = "0123456789abcdef"

@@ -17,7 +17,7 @@ import psutil
 from servers.faults import signal_for_a_while
 from servers.proxy import Mode, Proxy
 
-from megatron_gvpo.rollout.launch.supervise import free_ports
+from megatron_gvpo.runtime.launch import free_ports
 from parts.chaos.clock import Clock
 from parts.chaos.schedules import Fault
 from parts.chaos.starter import kill_session

@@ -20,12 +20,13 @@ from megatron_gvpo.megatron.model.complete_weights import check_files
 from megatron_gvpo.rollout.launch.listener import check_free, is_loopback
 from megatron_gvpo.rollout.launch.nccl import check_nccl
 from megatron_gvpo.rollout.launch.server_guard import PART
-from megatron_gvpo.rollout.launch.supervise import RanksProcess, ServerProcess, Supervisor, free_ports
+from megatron_gvpo.rollout.launch.supervise import RanksProcess, ServerProcess, Supervisor
 from megatron_gvpo.rollout.server import Server
 from megatron_gvpo.rollout.sglang import SGLang
 from megatron_gvpo.rollout.speculation import check_draft
 from megatron_gvpo.rollout.vllm import VLLM
 from megatron_gvpo.runtime.environment import ON_LOOPBACK
+from megatron_gvpo.runtime.launch import free_ports
 from megatron_gvpo.weights.disk import run_directory
 from megatron_gvpo.weights.node import shared_memory
 

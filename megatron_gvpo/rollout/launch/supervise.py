@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
-import secrets
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -32,9 +29,6 @@ POLL = 1.0  # seconds between looks at a process
 GRACE = 15.0  # seconds between asking a server to end and ending it
 LOG_LINES = 20  # lines of a server's log to show when it fails
 LOG_BYTES = 2**16  # the end of the log, in which they are sought
-# Where servers listen. The kernel gives other ports to connections, on Linux those from 32768 on: one of them
-# could have a server's port before the server listens, or while it starts again.
-PORTS = range(20_000, 30_000)
 
 # A wait for a healthy answer: when it began (time.monotonic), and the setting that limits it.
 Wait = tuple[float, str]
@@ -268,23 +262,6 @@ def _private_file(content: str, directory: Path) -> Path:
     with open(descriptor, "w") as file:
         file.write(content)
     return Path(name)
-
-
-def free_ports(count: int, host: str) -> list[int]:
-    """Find PORTS of `host` that are free at the moment. Raises OSError for another machine's host."""
-    family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
-    with contextlib.ExitStack() as opened:
-        found: list[int] = []
-        for port in secrets.SystemRandom().sample(PORTS, len(PORTS)):
-            if len(found) == count:
-                return found
-            try:
-                opened.enter_context(socket.socket(family)).bind((host, port))
-                found.append(port)
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE:
-                    raise
-    raise OSError(errno.EADDRINUSE, f"{count} ports from {PORTS.start} to {PORTS.stop - 1} are not free")
 
 
 def is_healthy(url: str, timeout: float) -> bool:
