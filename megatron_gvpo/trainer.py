@@ -177,10 +177,7 @@ class Trainer:
             log.warning("pushed %s to %s", directory, url)
 
     def _train_step(self, step: int, interrupt: Interrupt) -> None:
-        """Sample from the policy at step start, freeze what the loss compares with, update, push the weights.
-
-        An engine on the same GPUs gets the weights later, right before it samples (`_draw_groups`).
-        """
+        """Sample from the policy at step start, freeze what the loss compares with, update, push."""
         components, timer, begin = self.components, self.components.timer, time.perf_counter()
         timer.take()
         components.profiler.step(step)
@@ -210,7 +207,7 @@ class Trainer:
         metrics["train/skipped"] = float(sum(r.update.skipped for r in results))
         self.step, self._resume_point, self._updated = step, components.state_dict(), False
         self._metrics, self._unreported = metrics, True  # the engine may fail from here on
-        if self._samples_from_policy and not components.engine.shares_gpus:  # else: _draw_groups
+        if self._samples_from_policy and not components.engine.shares_gpus:  # else _draw_groups pushes
             components.sync(step)
         seconds, phases = time.perf_counter() - begin, timer.take()
         metrics |= components.rollout_metrics
