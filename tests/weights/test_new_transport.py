@@ -144,6 +144,7 @@ def test_a_new_transports_name_is_unknown_until_it_is_registered(
     ("trait", "overrides", "said"),
     [
         ({"colocated_ok": False}, ["rollout.servers.colocated=true"], "servers on the trainer's own GPUs"),
+        ({"nodes_ok": False}, ["rollout.servers={tp: 2, nodes: 2}"], "with rollout.servers.nodes=2"),
         ({"sends_adapter": True}, [], "sends the adapter that trains"),
         ({"sends_adapter": True}, [ADAPTER, f"{SPECULATION}=ngram"], "not tested; use broadcast"),
         ({"sends_files": True}, [f"{SPECULATION}=mtp"], "SGLang would load the policy's files"),
