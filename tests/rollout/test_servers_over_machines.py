@@ -237,7 +237,7 @@ def test_a_server_on_two_machines_gets_what_was_exported(engine: str, task: Path
         assert not {supervisor.processes[0].pid for supervisor in parts} & set(before)
         sharded = tmp_path / "sharded"
         sharded.mkdir()
-        launch("pushes.sharded_worker:push", [2], engine, url, str(task), str(sharded), "tp2")
+        launch("pushes.sharded_worker:push", [4], engine, url, str(task), str(sharded), "tp2 pp2")
         for step in range(3):
             pushed, loaded = (sharded / "0" / f"checksum-{step}{end}" for end in ("", "-from-files"))
             assert pushed.read_text() == loaded.read_text()
