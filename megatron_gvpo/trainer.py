@@ -29,7 +29,7 @@ from megatron_gvpo.observe.rollouts.table import Responses, TrainedRows
 from megatron_gvpo.rollout.request import RolloutError
 from megatron_gvpo.runs.directory import RunDirectory
 from megatron_gvpo.runs.earlier import earlier_of, finished
-from megatron_gvpo.runs.hub import prepare_repository, push
+from megatron_gvpo.runs.hub import prepare_repository, upload_export
 from megatron_gvpo.runs.preflight_on_ranks import preflight_on_ranks
 from megatron_gvpo.runs.turn import Turn
 from megatron_gvpo.runtime.collectives import all_have_failed, broadcast_msgpack, first_problem
@@ -103,7 +103,7 @@ class Trainer:
         with self._turn.fit(lambda: self.step, self.config.train.steps):
             metrics = self._fit()
             if metrics is not None and self.is_main:  # the other ranks do not wait: it may take long
-                self._push()
+                upload_export(self.config.checkpoint, Path(self.config.output_dir), self.step)
             return metrics or {}
 
     def close(self) -> None:
@@ -165,16 +165,6 @@ class Trainer:
             problem = str(error)
         if (said := first_problem(problem)) is not None:
             raise ConfigError(said)
-
-    def _push(self) -> None:
-        options, out = self.config.checkpoint, Path(self.config.output_dir)
-        if options.push_to_hub is not None:
-            best = out / "hf_best"
-            directory = best if options.keep_best is not None and best.is_dir() else out / "hf"
-            url = push(
-                options.push_to_hub, directory, f"megatron_gvpo: {directory.name} after step {self.step}"
-            )
-            log.warning("pushed %s to %s", directory, url)
 
     def _train_step(self, step: int, interrupt: Interrupt) -> None:
         """Sample from the policy at step start, freeze what the loss compares with, update, push."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 from megatron_gvpo.config.errors import ConfigError
 
 if TYPE_CHECKING:
-    from megatron_gvpo.config.sections import HubConfig
+    from megatron_gvpo.config.sections import CheckpointConfig, HubConfig
+
+log = logging.getLogger(__name__)
 
 
 class HubError(RuntimeError):
@@ -29,7 +32,16 @@ def prepare_repository(settings: HubConfig) -> None:
         raise ConfigError(f"checkpoint.push_to_hub.repo={settings.repo}: {error}") from None
 
 
-def push(settings: HubConfig, directory: Path, message: str) -> str:
+def upload_export(options: CheckpointConfig, out: Path, step: int) -> None:
+    """Upload the export in `out`, the best one where the run keeps it, if options say so. Raises HubError."""
+    if options.push_to_hub is not None:
+        best = out / "hf_best"
+        directory = best if options.keep_best is not None and best.is_dir() else out / "hf"
+        url = upload(options.push_to_hub, directory, f"megatron_gvpo: {directory.name} after step {step}")
+        log.warning("pushed %s to %s", directory, url)
+
+
+def upload(settings: HubConfig, directory: Path, message: str) -> str:
     """Upload the files of a Hugging Face directory; returns the URL of the commit.
 
     Raises HubError, which says how to push the directory by hand.

@@ -26,12 +26,12 @@ import json, sys
 from pathlib import Path
 from megatron_gvpo.config.sections import CheckpointConfig
 from megatron_gvpo.config.secrets import hide, resolve
-from megatron_gvpo.runs.hub import prepare_repository, push
+from megatron_gvpo.runs.hub import prepare_repository, upload
 
 settings = CheckpointConfig(**resolve({"push_to_hub": json.loads(sys.argv[1])})).push_to_hub
 try:
     prepare_repository(settings)
-    print(push(settings, Path(sys.argv[2]), "a message"))
+    print(upload(settings, Path(sys.argv[2]), "a message"))
 except Exception as error:
     print(type(error).__name__, hide(str(error)))
 """
