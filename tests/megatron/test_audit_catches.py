@@ -89,7 +89,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What every selected case computes without its fault, and in `faulty` with it."""
+    """Results of every selected case, without its fault and, in `faulty`, with it."""
     path = tmp_path_factory.mktemp("audit")
     items = [item for item in request.session.items if item.path == request.path]
     jobs: list[tuple[Path, Layout | None, str]] = []
