@@ -22,14 +22,9 @@ from megatron_gvpo.config.schema import ConfigError, ServersConfig, load_config
 from megatron_gvpo.rollout import session
 from megatron_gvpo.rollout.launch.server_guard import PART
 from megatron_gvpo.rollout.launch.start import DIALECTS, server_gpus, start_servers
-from megatron_gvpo.rollout.launch.supervise import (
-    RanksProcess,
-    ServerProcess,
-    Supervisor,
-    free_ports,
-    is_healthy,
-)
+from megatron_gvpo.rollout.launch.supervise import RanksProcess, ServerProcess, Supervisor, is_healthy
 from megatron_gvpo.rollout.server import Launch
+from megatron_gvpo.runtime.launch import free_ports
 
 TWO = ("rollout.servers.tp=2", "rollout.servers.nodes=2")
 SOON = 60.0  # seconds
