@@ -14,8 +14,9 @@ from megatron_gvpo.types import TrainBatch
 
 @dataclass(frozen=True)
 class Plan:
-    """`micro_batches[dp_rank][i]` are row indices. All ranks have equally many; some may be empty.
+    """`micro_batches[dp_rank][i]` are row indices, ascending: a loss sees rows in the order of the step.
 
+    All ranks have equally many micro-batches; some may be empty.
     `split_groups`: a group is divided between micro-batches, so sums over it need a scoring pass.
     """
 
@@ -53,27 +54,7 @@ def plan(
     count += -count % multiple
     while (bins := _fill(items, tokens, cost, count * dp_size, dp_size, max_tokens)) is None:
         count += multiple
-    order = _order(rows, share_prompts)
-    per_rank = [[sorted(part, key=order.__getitem__) for part in bins[r::dp_size]] for r in range(dp_size)]
-    return Plan(per_rank, split)
-
-
-def _order(rows: TrainBatch, share_prompts: bool) -> list[tuple[int, ...]]:
-    """Sort keys of the rows of a micro-batch: rows of equal length are neighbours.
-
-    A CPU computes their attention together. With `share_prompts`, rows that share a prompt are neighbours.
-    """
-    if not share_prompts:
-        return [(tokens, i) for i, tokens in enumerate(rows.tokens)]
-    keys: list[tuple[int, ...]] = []
-    last: dict[int, int] = {}  # the row before, of every group
-    for i, group in enumerate(rows.group_n.tolist()):
-        before = last.get(group)
-        same = before is not None and rows.prompt_ids[before] == rows.prompt_ids[i]
-        first = keys[before][1] if before is not None and same else i
-        last[group] = i
-        keys.append((len(rows.prompt_ids[i]), first, len(rows.response_ids[i]), i))
-    return keys
+    return Plan([[sorted(part) for part in bins[r::dp_size]] for r in range(dp_size)], split)
 
 
 def _items(

@@ -153,7 +153,7 @@ def test_packs_carry_experts_where_their_tokens_are():
     rows = TrainBatch.from_groups([Group(Prompt("p", tuple(prompt), ""), [first, given, second])])
     batch = PackedBatch.pack(rows, Padding(4, 16))
     own = torch.full((1, 2, 3), -1, dtype=torch.int16)
-    wanted = [first_ids, *[own] * 2, *[own] * 4, second_ids, own]  # sequences of 8, 4 and 4
+    wanted = [second_ids, own, *[own] * 4, first_ids, *[own] * 2]  # sequences of 4, 4 and 8
     assert torch.equal(batch.experts_t, torch.cat(wanted))
     parts = [batch.cut(2, part) for part in range(2)]
     for part in parts:

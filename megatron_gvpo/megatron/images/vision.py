@@ -93,7 +93,8 @@ class VisionInputs:
 
     def run(self, chunk: Any, batch: PackedBatch, packed: Any, head: dict[str, Any]) -> Any:
         """Return the chunk's output; `head`: the arguments of its last stage. Raises ImageError."""
-        images = [image for row in batch.rows.images or () for image in row]
+        of_row = batch.rows.images
+        images = [] if of_row is None else [image for i in batch.order for image in of_row[i]]
         pixels = grid = None
         if images:
             grid = torch.tensor([image.grid for image in images], device=batch.token_t.device)
@@ -123,8 +124,8 @@ class VisionInputs:
         assert batch.rows.turns is None, "conversations have no images"
         token_t, placeholders = batch.token_t.clone(), self._placeholders.to(batch.token_t.device)
         begin = 0
-        for prompt, length in zip(batch.rows.prompt_ids, batch.lengths, strict=False):
-            response = token_t[begin + len(prompt) : begin + length]
+        for i, length in zip(batch.order, batch.lengths, strict=False):  # padding at the end has no row
+            response = token_t[begin + len(batch.rows.prompt_ids[i]) : begin + length]
             response[torch.isin(response, placeholders)] = 0
             begin += length
         return token_t
