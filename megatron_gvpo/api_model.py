@@ -18,7 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 from typing import Any
 
-from megatron_gvpo.config.secrets import hide, read_variable
+from megatron_gvpo.config.redaction import hide
+from megatron_gvpo.config.secrets import read_variable
 from megatron_gvpo.groups import Group, Prompt, Rollout
 from megatron_gvpo.rewards.served.dialogue import as_text
 from megatron_gvpo.runtime.template import filled

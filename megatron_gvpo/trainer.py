@@ -19,6 +19,7 @@ from megatron_gvpo.callbacks import Callback
 from megatron_gvpo.components import Components
 from megatron_gvpo.config.checks.cross_checks import advice
 from megatron_gvpo.config.errors import ConfigError
+from megatron_gvpo.config.redaction import hide
 from megatron_gvpo.config.schema import Config, as_config
 from megatron_gvpo.images.source import ImageError
 from megatron_gvpo.megatron import parallel
@@ -383,7 +384,7 @@ class Trainer:
 
     def _warn(self, warnings: Sequence[str]) -> None:
         for said in warnings if self.is_main else ():
-            log.warning(said)
+            log.warning(hide(said))
 
     def _notify(self, event: str, *args: Any) -> None:
         for callback in self.callbacks:

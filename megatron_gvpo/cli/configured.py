@@ -58,8 +58,9 @@ def check_step(config: Config, options: argparse.Namespace) -> None:
 def load(options: argparse.Namespace) -> Config:
     """The configuration that the arguments name. Raises ConfigError."""
     from megatron_gvpo.cli.terminal import say
+    from megatron_gvpo.config.redaction import SHORTEST
     from megatron_gvpo.config.schema import load_config
-    from megatron_gvpo.config.secrets import literal_secrets
+    from megatron_gvpo.config.secrets import literal_secrets, short_secrets
 
     files = [word for word in options.config if "=" not in word]
     overrides = [word for word in options.config if "=" in word]
@@ -70,6 +71,12 @@ def load(options: argparse.Namespace) -> Config:
         say(
             f"note: {', '.join(shown)}: a secret in a configuration file, redacted in all that is written; "
             "give `{env: NAME}` there, and the secret in the environment variable NAME",
+            sys.stderr,
+        )
+    if (short := short_secrets()) and not is_launcher(options):
+        say(
+            f"note: {', '.join(short)}: a secret of fewer than {SHORTEST} characters is not hidden "
+            "inside texts, such as a reward's errors",
             sys.stderr,
         )
     return config

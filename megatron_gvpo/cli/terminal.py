@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from io import TextIOWrapper
 from typing import Any, TextIO, cast
 
-from megatron_gvpo.config.secrets import hide
+from megatron_gvpo.config.redaction import hide
 
 SILENCE = 1.0  # seconds before a notice says what is being loaded
 SCREENFUL, END = 2000, 400  # characters of an error's message that are shown, and of its end among them
@@ -92,7 +92,7 @@ class PrintError(OSError):
 
 
 class _Outliving:
-    """A text stream that drops what can no longer be printed.
+    """A text stream that hides secrets, and drops what can no longer be printed.
 
     `whole`: only where a pipe's reader has gone; else it raises PrintError.
     """
@@ -105,7 +105,7 @@ class _Outliving:
 
     def write(self, text: str) -> int:
         with self._dropped():
-            self._stream.write(text)
+            self._stream.write(hide(text))
         return len(text)
 
     def flush(self) -> None:

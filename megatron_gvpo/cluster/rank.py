@@ -17,7 +17,7 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 
-from megatron_gvpo.config.secrets import hide
+from megatron_gvpo.config.redaction import hide
 
 
 def main() -> int:

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from megatron_gvpo.config.plain_values import cut
-from megatron_gvpo.config.secrets import hide
+from megatron_gvpo.config.redaction import hide
 
 MOST, LONGEST = 20, 400  # errors shown, and characters of each
 _NUMBER = re.compile(r"[-+]?(0|[1-9]\d{0,20})?(\.\d{0,20})?([eE][-+]?\d{1,3})?")

@@ -168,6 +168,7 @@ def build_config(values: Mapping[str, Any]) -> Config:
     try:
         config = Config.model_validate(values)
         check_plain(values)  # after the sections, which refuse more in their own words
+        literal_secrets(config.model_dump())  # hides them
     except ValidationError as error:
         raise ConfigError(explain(error, Config)) from None
     except ValueError as error:
@@ -178,6 +179,7 @@ def build_config(values: Mapping[str, Any]) -> Config:
 def as_config(given: Config | Mapping[str, Any]) -> Config:
     """The configuration that a user of the Python API gives, also as a nested dict. Raises ConfigError."""
     if isinstance(given, Config):
+        literal_secrets(given.model_dump())  # hides them
         return given
     if isinstance(given, Mapping):
         return build_config(given)

@@ -2,7 +2,7 @@
 
 `Config` replaces each `{env: NAME}` by the environment variable's value when it is made. Whatever writes a
 configuration down writes `as_written(config)`, which has the source in place of the value; whatever writes
-a message passes it through `hide`.
+a message passes it through `hide` (`redaction.py`).
 """
 
 from __future__ import annotations
@@ -13,22 +13,19 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron_gvpo.config.plain_values import DEPTH
+from megatron_gvpo.config.redaction import REDACTED, SHORTEST, add_secret, credentials_in_urls, hide
 
 if TYPE_CHECKING:
     from megatron_gvpo.config.schema import Config
 
-REDACTED = "<redacted>"
-SHORTEST = 6  # characters of a secret that `hide` seeks inside other text
 _SECRET_NAME = re.compile(
     r"(?:^|[_-])(?:api_?key|key|token|pass(?:word|wd|phrase)|secret|credentials?|authorization|bearer)$", re.I
 )
 _API_KEY = re.compile(r"(?:api|access|private|secret)[_-]?key$", re.I)
 _WORD = re.compile(r"[A-Za-z_]{1,24}")
-_USER_IN_URL = re.compile(r"(?<=://)[^/?#\s@]+(?=@)")
-_QUERY_OF_URL = re.compile(r"(?<=[?&])([\w-]*(?:key|token|secret|password|signature)=)[^&#\s]+", re.I)
+_KEY = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[^\s/.~][^\s]{11,}")  # as services give them out: no word, no path
 
-# The secrets that this process has read, and where from: "{env: NAME}", or REDACTED for a literal one. They
-# are the process's, not a configuration's, because messages that must not show them come from everywhere.
+# The values that this process has read, and where from: "{env: NAME}", or REDACTED for a literal secret.
 _sources: dict[str, str] = {}
 
 
@@ -36,8 +33,10 @@ def resolve(values: Any) -> Any:
     """`values`, nested, with the variable's value in place of each `{env: NAME}`.
 
     Raises ValueError, which names key and variable, for a variable that is not set. Values that are nested
-    deeper than any configuration stay as they are.
+    deeper than any configuration stay as they are. The values' secrets are hidden from here on, and those in
+    the environment beside them.
     """
+    _remember_environment()
     return _resolved(values, "", {}, 0)
 
 
@@ -64,21 +63,45 @@ def _resolved(values: Any, at: str, done: dict[int, Any], depth: int) -> Any:
 def read_variable(name: str, key: str) -> str:
     """The secret in the environment variable that configuration key `key` names.
 
-    From here on `hide` hides it. Raises ValueError, which names key and variable, for a variable that is not
-    set, or holds a line break.
+    From here on it is hidden, unless it is a word of letters and no name says that it is a secret: a variable
+    may hold the name of a field or a directory, too. Raises ValueError, which names key and variable, for a
+    variable that is not set, or holds a line break.
     """
     value = os.environ.get(name, "")
     if not value:
         raise ValueError(f"{key}: ${name} is not set")
     if not value.isprintable():  # such as a line break at the end, which no HTTP header takes
         raise ValueError(f"{key}: ${name} contains a line break or another character that cannot be printed")
-    _sources[value] = f"{{env: {name}}}"
+    _sources[value] = source = f"{{env: {name}}}"
+    if not _WORD.fullmatch(value) or any(_names_secret(n, value) for n in (name, key.rpartition(".")[2])):
+        add_secret(value, source)
+    for credential in credentials_in_urls(value):
+        add_secret(credential)
     return value
+
+
+def _remember_environment() -> None:
+    """Hide the keys that the environment has beside the configuration, such as HF_TOKEN and WANDB_API_KEY.
+
+    Rewards and tools can read them. The name says that it is a secret, and the value looks like one.
+    """
+    for name, value in os.environ.items():
+        if _is_unmistakable(name) and _KEY.fullmatch(value) and value.isprintable():
+            add_secret(value, f"{{env: {name}}}")
 
 
 def from_variable(value: str) -> bool:
     """True if this process has read the value from an environment variable, as `{env: NAME}`."""
     return _sources.get(value, REDACTED) != REDACTED
+
+
+def short_secrets() -> list[str]:
+    """The sources of secrets that are too short to be hidden inside texts, such as `{env: JUDGE_KEY}`."""
+    return sorted(
+        source
+        for value, source in _sources.items()
+        if len(value) < SHORTEST and _is_unmistakable(source.removeprefix("{env: ").removesuffix("}"))
+    )
 
 
 def is_secret_name(name: str) -> bool:
@@ -87,24 +110,27 @@ def is_secret_name(name: str) -> bool:
 
 
 def remember(secret: str) -> None:
-    """Let `hide` hide this secret, which no variable holds."""
+    """Hide this secret, which no variable holds, from here on."""
     _sources.setdefault(secret, REDACTED)
+    add_secret(secret)
 
 
 def literal_secrets(values: Any) -> list[str]:
-    """The dotted keys of secrets that stand in `values` themselves, which `hide` hides from here on.
+    """The dotted keys of secrets that stand in `values` themselves, which are hidden from here on.
 
     They are recognised by the name of an option (`options: {api_key: ...}`), and in URLs
     (`https://user:password@host`).
     """
     found = []
     for key, value in _strings(values):
-        if value in _sources:
+        if from_variable(value):
             continue
-        if _is_secret_option(key, value):
+        credentials = list(credentials_in_urls(value))
+        for credential in credentials:
+            add_secret(credential)
+        if is_secret := _is_secret_option(key, value):
             remember(value)
-            found.append(key)
-        elif "://" in value and (_USER_IN_URL.search(value) or _QUERY_OF_URL.search(value)):
+        if is_secret or credentials:
             found.append(key)
     return found
 
@@ -117,14 +143,6 @@ def as_written(config: Config) -> dict[str, Any]:
     """
     written: dict[str, Any] = _written(config.model_dump(mode="json"), "")
     return written
-
-
-def hide(text: str) -> str:
-    """`text` with the source of each known secret in its place, and without users and keys in URLs."""
-    for secret in sorted(_sources, key=len, reverse=True):
-        if len(secret) >= SHORTEST:
-            text = text.replace(secret, _sources[secret])
-    return _QUERY_OF_URL.sub(rf"\1{REDACTED}", _USER_IN_URL.sub(REDACTED, text))
 
 
 def _written(value: Any, at: str) -> Any:
@@ -153,14 +171,21 @@ def _strings(values: Any, at: str = "", depth: int = 0) -> Iterator[tuple[str, s
 
 
 def _is_secret_option(at: str, value: str) -> bool:
-    """True for an option of a user's function whose name is a secret's; no key of the schema is one.
+    """True for an option of a user's function whose name is a secret's; no key of the schema is one."""
+    before, _, name = at.rpartition(".")
+    return "options" in before.split(".") and bool(value) and _names_secret(name, value)
+
+
+def _names_secret(name: str, value: str) -> bool:
+    """True if the name says that the value is a secret.
 
     `key: problem` names a field of the data: a word of letters is a secret only under an unmistakable name.
     """
-    before, _, name = at.rpartition(".")
-    if "options" not in before.split(".") or not value or not _SECRET_NAME.search(name):
-        return False
-    return not (name.lower().endswith("key") and not _API_KEY.search(name) and _WORD.fullmatch(value))
+    return _is_unmistakable(name) or (is_secret_name(name) and not _WORD.fullmatch(value))
+
+
+def _is_unmistakable(name: str) -> bool:
+    return is_secret_name(name) and (not name.lower().endswith("key") or bool(_API_KEY.search(name)))
 
 
 def _named_variable(values: Mapping[Any, Any]) -> str | None:

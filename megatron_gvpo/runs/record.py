@@ -23,8 +23,9 @@ import yaml
 
 from megatron_gvpo import __version__
 from megatron_gvpo.config.errors import ConfigError
+from megatron_gvpo.config.redaction import hide
 from megatron_gvpo.config.schema import Config, read_json_object
-from megatron_gvpo.config.secrets import as_written, hide
+from megatron_gvpo.config.secrets import as_written
 from megatron_gvpo.rewards.served.config import key_of
 from megatron_gvpo.runs.changes import Change, changes, is_allowed, known_keys, listed
 from megatron_gvpo.runs.earlier import HEADER

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from megatron_gvpo.config.secrets import hide
+from megatron_gvpo.config.redaction import hide
 from megatron_gvpo.conversations.converse import LOST
 from megatron_gvpo.groups import Group
 from megatron_gvpo.rollout.request import RolloutError

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from megatron_gvpo.algorithms.curriculum.allocation import Allocation
+from megatron_gvpo.config.redaction import hide
 from megatron_gvpo.config.schema import ConfigError, SamplingConfig
-from megatron_gvpo.config.secrets import hide
 from megatron_gvpo.data.tracker import SuccessTracker
 from megatron_gvpo.groups import Group, Prompt, Rollout, demonstrated
 from megatron_gvpo.observe import PhaseTimer

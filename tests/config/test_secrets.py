@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import base64
+import html
+import json
 from pathlib import Path
+from urllib.parse import quote, quote_plus
 
 import pytest
 import yaml
 
 from megatron_gvpo.cli import main
+from megatron_gvpo.config import redaction, secrets
+from megatron_gvpo.config.redaction import SHORTEST, hide, hide_in, hide_secrets
 from megatron_gvpo.config.schema import ConfigError, build_config, load_config
-from megatron_gvpo.config.secrets import as_written, hide
+from megatron_gvpo.config.secrets import as_written, read_variable
 from megatron_gvpo.config.yaml import Loader
 from megatron_gvpo.rollout.launch.start import start_servers
 
@@ -18,6 +24,14 @@ SECRET = "s3cr3t-of-the-judge"
 
 def reward(options: str) -> str:
     return f"rewards.components=[{{name: judge, function: 'a_judge.py:grade', options: {options}}}]"
+
+
+@pytest.fixture(autouse=True)
+def no_other_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each test begin without the secrets of the tests before it, and leave none to those after it."""
+    for module, name in ((redaction, "_known"), (secrets, "_sources")):
+        monkeypatch.setattr(module, name, {})
+    monkeypatch.setattr(redaction, "_spelled", [])
 
 
 @pytest.fixture
@@ -85,6 +99,80 @@ def test_an_error_message_has_the_source_in_place_of_the_secret(good: Path, judg
     assert hide(f"GET https://u:p@h/x?token=1 {SECRET}") == (
         "GET https://<redacted>@h/x?token=<redacted> {env: JUDGE_KEY}"
     )
+
+
+def test_a_secret_is_hidden_in_every_notation(monkeypatch: pytest.MonkeyPatch):
+    secret = "k\"5'\\x/ 7+é%a"
+    monkeypatch.setenv("ODD_KEY", secret)
+    read_variable("ODD_KEY", "k")
+    texts = [secret, repr(secret)[1:-1], json.dumps(secret)[1:-1], quote(secret), quote_plus(secret)]
+    texts += [html.escape(secret), quote(secret, safe=""), json.dumps(secret, ensure_ascii=False)[1:-1]]
+    for text in texts:
+        assert hide(f"<{text}>") == hide_secrets(f"<{text}>") == "<{env: ODD_KEY}>", text
+    for before in ("", "u", "me:", "user:"):
+        code = base64.b64encode(f"{before}{secret}".encode()).decode()
+        beginning, instead, end = hide(f"Basic {code}").partition("{env: ODD_KEY}")
+        assert instead
+        assert len(beginning) <= len("Basic ") + 2 + 4 * len(before) / 3 and len(end) <= 4
+    assert hide_in({"a": [secret, 1, {"b": (None, f"x{secret}")}]}) == {
+        "a": ["{env: ODD_KEY}", 1, {"b": [None, "x{env: ODD_KEY}"]}]
+    }
+
+
+def test_a_secret_is_hidden_where_a_text_was_cut_off_inside_it(judge_key: None):
+    read_variable("JUDGE_KEY", "k")
+    for length in range(SHORTEST, len(SECRET) + 1):
+        for end in ("", " ...", "... (a.py, line 3)"):
+            assert hide(f"key {SECRET[:length]}{end}") == f"key {{env: JUDGE_KEY}}{end}"
+    elsewhere = f"{SECRET[:-1]}, and more"
+    assert hide(elsewhere) == elsewhere
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "key", "is_hidden"),
+    [
+        ("FIELD", "question", "data.train.prompt_key", False),
+        ("KEY", "solution", "data.train.answer_key", False),
+        ("FIELD", "correcthorse", "rewards.components.0.options.password", True),
+        ("DB_PASSWORD", "horsebattery", "rewards.components.0.options.login", True),
+        ("DB_PASSWORD", "horse", "rewards.components.0.options.login", False),
+        ("PLACE", "runs/2026-11", "output_dir", True),
+    ],
+)
+def test_a_word_is_hidden_only_where_a_name_says_that_it_is_a_secret(
+    name: str, value: str, key: str, is_hidden: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv(name, value)
+    assert read_variable(name, key) == value
+    assert hide_secrets(f"the {value}?") == (f"the {{env: {name}}}?" if is_hidden else f"the {value}?")
+
+
+def test_keys_of_the_environment_are_hidden(good: Path, monkeypatch: pytest.MonkeyPatch):
+    token, words = "wb-0123456789abcdef", {"PAD_TOKEN": "<|endoftext|>", "API_KEY": "/keys/of/2026.pem"}
+    for name, value in {"WANDB_API_KEY": token, **words}.items():
+        monkeypatch.setenv(name, value)
+    load_config([good])
+    assert hide_secrets(f"{token} {words}") == f"{{env: WANDB_API_KEY}} {words}"
+
+
+def test_urls_in_data_keep_users_that_are_no_secrets_of_the_run(good: Path):
+    given = yaml.load(good.read_text(), Loader)
+    url = "https://me:open-sesame@host/?api_key=q1w2e3r4"
+    judge = {"name": "judge", "function": "a.py:f", "options": {"url": url}}
+    build_config(given | {"rewards": {"components": [judge]}})
+    other = "postgres://app:apple@db/x?token=t1"
+    assert hide_secrets(f"{other} open-sesame") == f"{other} <redacted>"
+    assert hide_secrets("q1w2e3r4") == "<redacted>"
+    assert hide(other) == "postgres://<redacted>@db/x?token=<redacted>"
+
+
+def test_a_short_secret_is_noted(good: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.setenv("SHORT_PASSWORD", "abcd")
+    assert (
+        main(["eval", str(good), reward("{password: {env: SHORT_PASSWORD}}")]) == 2
+    )  # for want of data.eval
+    assert "note: {env: SHORT_PASSWORD}: a secret of fewer than 6 characters" in capsys.readouterr().err
+    assert hide("abcd") == "abcd"
 
 
 def test_a_mapping_of_options_may_be_called_env(good: Path):

@@ -25,7 +25,8 @@ PROGRAM = """
 import json, sys
 from pathlib import Path
 from megatron_gvpo.config.sections import CheckpointConfig
-from megatron_gvpo.config.secrets import hide, resolve
+from megatron_gvpo.config.redaction import hide
+from megatron_gvpo.config.secrets import resolve
 from megatron_gvpo.runs.hub import prepare_repository, upload
 
 settings = CheckpointConfig(**resolve({"push_to_hub": json.loads(sys.argv[1])})).push_to_hub

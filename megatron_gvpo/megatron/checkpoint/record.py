@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megatron_gvpo.config.redaction import hide_in
 from megatron_gvpo.config.schema import ConfigError, read_json_object
 from megatron_gvpo.megatron.checkpoint.all_ranks import CheckpointError, DamagedCheckpointError
 from megatron_gvpo.megatron.checkpoint.checksums import checksum
@@ -15,10 +16,13 @@ _FORMAT = 2  # version of the optimizer's format
 
 
 def record_text(step: int, layout: dict[str, int], state: dict[str, Any]) -> str:
-    """Return the content of state.json; `state` holds JSON values."""
+    """Return the content of state.json, without secrets; `state` holds JSON values.
+
+    The responses that a method keeps for later steps are in it, with their errors and their conversations.
+    """
     record = {"format": _FORMAT, "step": step, "layout": layout, **state}
     # Prompts carry their data record. From Parquet it may have dates, which a run does not read back.
-    record = json.loads(json.dumps(record, default=str))
+    record = hide_in(json.loads(json.dumps(record, default=str)))
     return json.dumps(record | {"checksum": _checksum(record)})
 
 

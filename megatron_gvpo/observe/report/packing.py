@@ -78,13 +78,15 @@ def _blocks(table: Any, pieces: Pieces | None) -> tuple[dict[str, Any], dict[str
     }
     tokens: dict[str, Any] = {"lengths": None}
     talks = table["turns"].to_pylist() if "turns" in table.column_names else [None] * table.num_rows
+    spoken = zip(talks, texts["responses"], strict=True)
+    texts["responses"] = ["".join(map(_said, talk)) if talk else text for talk, text in spoken]
     if pieces is not None:
-        split = [pieces.split(ids) for ids in table["response_ids"].to_pylist()]
-        texts["responses"] = ["".join(row) for row in split]
-        tokens["lengths"] = [[_units(piece) for piece in row] for row in split]
-    else:
-        spoken = zip(talks, texts["responses"], strict=True)
-        texts["responses"] = ["".join(map(_said, talk)) if talk else text for talk, text in spoken]
+        tokens["lengths"] = [None] * table.num_rows
+        for row, ids in enumerate(table["response_ids"].to_pylist()):
+            if ids is not None:  # null where a secret was hidden in the row's texts
+                split = pieces.split(ids)
+                texts["responses"][row] = "".join(split)
+                tokens["lengths"][row] = [_units(piece) for piece in split]
     texts["turns"] = [None if talk is None else [_turn(turn, pieces) for turn in talk] for talk in talks]
     engine, trainer, advantages, weights = (_ragged(table, name) for name in _TOKENS)
     tokens["surprise"] = [_integers(None if row is None else -row, HUNDREDTHS) for row in engine]
@@ -97,7 +99,7 @@ def _blocks(table: Any, pieces: Pieces | None) -> tuple[dict[str, Any], dict[str
 def _turn(turn: dict[str, Any], pieces: Pieces | None) -> dict[str, Any]:
     """A turn for the page; `units` is the length of its text where the tokens' texts are not known."""
     given = turn["given"] or ""
-    if pieces is not None:
+    if pieces is not None and turn["given_ids"] is not None:
         given = "".join(pieces.split(turn["given_ids"]))
     shown = {name: turn[name] for name in ("agent", "tokens", "reward", "after", "tools")}
     return {**shown, "given": given, "units": _units(_said(turn))}

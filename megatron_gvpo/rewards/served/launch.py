@@ -13,8 +13,9 @@ import torch
 
 from megatron_gvpo.config.checks.cpu_engines import check_on_cpu
 from megatron_gvpo.config.errors import ConfigError
+from megatron_gvpo.config.redaction import hide
 from megatron_gvpo.config.schema import Config, read_model_config
-from megatron_gvpo.config.secrets import hide, remember
+from megatron_gvpo.config.secrets import remember
 from megatron_gvpo.rewards.served.config import MODEL, RewardServers
 from megatron_gvpo.rewards.served.sections import sections
 from megatron_gvpo.rollout import sglang, vllm

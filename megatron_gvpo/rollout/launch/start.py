@@ -13,8 +13,9 @@ import torch
 
 from megatron_gvpo.config.checks.cpu_engines import check_rollout_model
 from megatron_gvpo.config.checks.supported_models import check_family
+from megatron_gvpo.config.redaction import hide
 from megatron_gvpo.config.schema import Config, ConfigError, ServersConfig, read_model_config
-from megatron_gvpo.config.secrets import hide, read_variable, remember
+from megatron_gvpo.config.secrets import read_variable, remember
 from megatron_gvpo.config.servers import AFTER_PORT, EngineServers
 from megatron_gvpo.megatron.model.complete_weights import check_files
 from megatron_gvpo.rollout.launch.listener import check_free, is_loopback

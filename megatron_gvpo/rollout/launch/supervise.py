@@ -17,7 +17,7 @@ from http.client import HTTPException
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from megatron_gvpo.config.secrets import hide
+from megatron_gvpo.config.redaction import hide
 from megatron_gvpo.config.servers import EngineServers
 from megatron_gvpo.rollout.launch import server_guard
 from megatron_gvpo.rollout.launch.listener import listens_alone, stranger
