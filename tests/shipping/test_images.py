@@ -13,6 +13,7 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+from inputs.short_quickstart import SHORT
 from machine import images
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -23,7 +24,6 @@ from megatron_gvpo.versions import REFERENCE
 
 FILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
 QUICKSTART = "/opt/megatron_gvpo/examples/quickstart/run.py"
-LIGHT = ("train.steps=2", "train.prompts_per_step=8", "optimizer.warmup_steps=0", "eval.n=1", "eval.k=[1]")
 
 
 def instructions(file: Path) -> list[tuple[str, str]]:
@@ -278,7 +278,7 @@ def test_the_cpu_image_runs_the_quickstart(cpu_image: images.Images, steps: int)
     look = "command -v cc gcc g++ clang nvcc; id -u; ls /root 2>&1 || true"
     compilers = cpu_image("run", box, "--", "sh", "-c", look)
     assert compilers.splitlines()[0] == "10001" and "Permission denied" in compilers
-    options = () if steps == 100 else LIGHT
+    options = () if steps == 100 else SHORT
     command = ("run", "--env", "OMP_NUM_THREADS=2", box, "--", "python", QUICKSTART, *options)
     said = cpu_image(*command, timeout=3600)  # all 100 steps take minutes, and many more on a busy machine
     assert "held-out pass@1:" in said and f"after {steps} steps" in said
