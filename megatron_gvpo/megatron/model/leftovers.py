@@ -15,10 +15,10 @@ from megatron_gvpo.megatron.model.model import Model
 
 
 def drop_leftovers(model: Model) -> None:
-    """Drop the last micro-batch's routing, the input of its pipeline stage, and the cached rotary frequencies.
+    """Drop the last micro-batch's routing and its pipeline stage's input, and the rotary frequencies.
 
-    The input of a stage comes with its gradient. Rotary modules cache up to 32 tables, one for each length of
-    a micro-batch's longest sequence; the class's cache also keeps those of models that are gone.
+    The input of a stage comes with its gradient. Rotary classes cache up to 32 tables of frequencies, one for
+    each length of a micro-batch's longest sequence, also those of models that are gone.
     """
     if model.replay is not None:
         model.replay.begin(training=False)
