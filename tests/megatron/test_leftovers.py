@@ -35,7 +35,7 @@ RUNS = [
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("leftovers")
     reference.save_models(directory, {STEPS[name].model for _, name in RUNS})
     work = []
@@ -48,10 +48,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("number", range(len(RUNS)), ids=[f"{name}, {layout}" for layout, name in RUNS])
-def test_no_activation_outlives_its_pass(found: Path, number: int) -> None:
+def test_no_activation_outlives_its_pass(measured: Path, number: int) -> None:
     layout, _ = RUNS[number]
     for rank in range(layout.ranks):
-        left = torch.load(found / f"{number}-{rank}.pt", weights_only=False)
+        left = torch.load(measured / f"{number}-{rank}.pt", weights_only=False)
         assert left["peak"] > 50 * LEAST, "the passes were followed"
         print(left)
         assert left["update"] < LEAST and left["score"] < LEAST, left
