@@ -96,7 +96,7 @@ class Optimizer:
         for optimizer in (o.optimizer for o in self.megatron.chained_optimizers):
             if isinstance(optimizer, HybridDeviceOptimizer):
                 yield from ((part, part is not optimizer.gpu_optimizer) for part in optimizer.sub_optimizers)
-            else:
+            elif optimizer is not None:  # a rank that trains no weight has none
                 yield optimizer, False
 
     def _hybrids(self) -> list[Any]:
@@ -132,15 +132,15 @@ class Optimizer:
         return sum(t.nbytes for t in self.host_tensors()) + sum(p.nbytes for p in parameters)
 
     def _allocate_states(self) -> None:
-        """Create the states of PyTorch's Adam now, not at the first step: a checkpoint needs them."""
-        hybrid_parts = [part for hybrid in self._hybrids() for part in hybrid.sub_optimizers]
+        """Create Adam's moments now, not at the first step: checkpoints and the measured memory need them.
+
+        They are as Transformer Engine's FusedAdam (`initialize_state`, 2.20.2) and PyTorch's Adam make them.
+        """
         for inner, _ in self._inner():
-            counts = _counts_by_parameter(inner)
-            if not counts and inner not in hybrid_parts:
-                continue
             for parameter in (p for group in inner.param_groups for p in group["params"]):
                 moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-                inner.state[parameter] = ({"step": torch.tensor(0.0)} if counts else {}) | moments
+                step = {"step": torch.tensor(0.0)} if _counts_by_parameter(inner) else {}
+                inner.state[parameter] = step | moments
         for hybrid in self._hybrids():
             hybrid._sync_sub_optimizers_state_to_hdo()
 
@@ -162,16 +162,6 @@ class Optimizer:
             else:
                 for group in inner.param_groups:
                     group["step"] = count
-
-    def allocate(self) -> None:
-        """Allocate the moments and set them to 0 if no update has done so: a checkpoint holds them."""
-        for optimizer in self.megatron.chained_optimizers:
-            done = _counts_by_parameter(optimizer.optimizer) or optimizer.optimizer in self._hybrids()
-            if not done and not optimizer.optimizer.state:
-                optimizer.load_state_dict(optimizer.state_dict())  # this allocates, but does not initialise
-                for state in optimizer.optimizer.state.values():
-                    for name in ("exp_avg", "exp_avg_sq"):
-                        state[name].zero_()
 
     def zero_grad(self) -> None:
         for chunk in self._chunks:

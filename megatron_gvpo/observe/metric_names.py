@@ -249,7 +249,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("head/stash_mb", "MiB", "Memory that a rank kept for a micro-batch, mean over tokens."),
     ),
     "Memory of the first update, on the rank with the highest peak": (
-        Metric("memory/weights_gib", "GiB", "Weights."),
+        Metric("memory/weights_gib", "GiB", "Weights; in FP8 with their scales."),
         Metric("memory/gradients_gib", "GiB", "Gradients."),
         Metric("memory/optimizer_gib", "GiB", "Master weights and moments."),
         Metric("memory/activations_gib", "GiB", "Peak outside the head, above what is always there."),

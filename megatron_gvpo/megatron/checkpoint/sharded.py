@@ -144,7 +144,6 @@ def _prepare(what: str, part: _Part, writer: Writer) -> None:
     model, optimizer, reference = part.model, part.optimizer, part.reference
 
     def own() -> dict[str, Any]:
-        optimizer.allocate()  # the save may come before the first update
         state = _sharded_state(part, randomness=True)
         state["optimizer"]["step"] = optimizer.steps
         return state
@@ -174,7 +173,6 @@ def _read(what: str, part: _Part, same_layout: bool) -> None:
             run_on_all_ranks(what, lambda: reference.restore(weights, loaded_reference))
 
         def own() -> dict[str, Any]:
-            optimizer.allocate()
             return _sharded_state(part, randomness=same_layout)
 
         loaded = load_shards(what, own, part.directory)
