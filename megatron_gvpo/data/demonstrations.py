@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_gvpo.conversations.template import Template
 from megatron_gvpo.data.end_tokens import ended
+from megatron_gvpo.data.roles import check_roles
 from megatron_gvpo.data.sources import DataError
 from megatron_gvpo.groups import Chat
 from megatron_gvpo.turns import Turn
@@ -76,6 +77,10 @@ class DemonstrationReader:
         if not isinstance(solution, list) or not all(map(_is_message, solution)):
             found = f"{type(solution).__name__} {repr(solution)[:60]}"
             raise DataError(f"is neither a string nor a list of chat messages like {_EXAMPLE}, but {found}")
+        try:
+            check_roles(solution, self._tokenizer if self._chat else None)
+        except DataError as error:
+            raise DataError(f"is wrong: {error}") from None
         roles = [message["role"] for message in solution]
         if roles[:1] != ["assistant"] or roles[-1] != "assistant":
             raise DataError("must begin and end with a message of the assistant, after the prompt")

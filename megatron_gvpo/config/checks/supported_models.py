@@ -218,7 +218,8 @@ def check_trainable(model: dict[str, Any], where: str) -> str:
             method = how.get("quant_method") if isinstance(how, dict) else how
             raise ConfigError(
                 f"{where}: {key} (quant_method {_shown(method)}) in config.json, and training needs weights "
-                "in bfloat16 or float32: give the model that was quantised, or remove the key if these weights are not"
+                "in bfloat16 or float32: give the model that was quantised, or remove the "
+                "key if these weights are not"
             )
     return architecture
 
