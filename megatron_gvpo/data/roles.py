@@ -29,12 +29,22 @@ _MEANT = {
 def check_roles(
     messages: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase | None = None
 ) -> None:
-    """Raise DataError, which names the message, for a role that no message has, or a tool that nobody called.
+    """Raise DataError, which names the message, for a role that is none, or a tool that nobody called.
 
     `tokenizer`: its chat template writes the messages, and may know further roles; None: none does.
     """
+    check_names(messages, tokenizer)
+    check_tools(messages)
+
+
+def check_names(messages: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Raise DataError for a role that is neither in ROLES nor in the chat template."""
     for index, message in enumerate(messages):
         check_role(message["role"], tokenizer, f"message {index} has")
+
+
+def check_tools(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raise DataError for a message of a tool that follows neither the assistant's nor another tool's."""
     for index, message in enumerate(messages):
         before = messages[index - 1]["role"] if index else None
         if message["role"] == "tool" and before not in ("assistant", "tool"):
