@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from megatron_gvpo.data.roles import check_role, check_roles
 from megatron_gvpo.data.sources import DataError
 from megatron_gvpo.data.tokenizer import opened, rendered
 
@@ -153,6 +154,7 @@ class Template:
         Without a chat template, a chat that begins with the prompt's text begins with the prompt's tokens.
         """
         if self._chat:
+            check_roles(messages, self._tokenizer)
             try:
                 return self._tokens(self._render(self._plain(messages), True))
             except Exception as error:  # a template is a program, and may fail in any way
@@ -225,6 +227,7 @@ class Template:
         """
         if role in self._checked:
             return
+        check_role(role, self._tokenizer, "a message of the conversation has")
         message = {"role": role, "name": "x", "tool_call_id": "000000000", "content": _HEARD}
         if self.again:
             _, text = self._written_again([{"role": "assistant", "content": _SAID}, message])

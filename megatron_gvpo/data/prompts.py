@@ -18,6 +18,7 @@ from megatron_gvpo.config.schema import DataConfig, DatasetConfig
 from megatron_gvpo.data.demonstrations import DemonstrationReader
 from megatron_gvpo.data.end_tokens import ended
 from megatron_gvpo.data.prompt_images import PromptImages, as_parts, images_in, is_part, short_names
+from megatron_gvpo.data.roles import check_roles
 from megatron_gvpo.data.sources import DataError, Record, converted, read_records
 from megatron_gvpo.data.tokenizer import opened, rendered
 from megatron_gvpo.data.unknown import UnknownCharacters
@@ -322,6 +323,10 @@ class _Renderer:
                 f"{record.where}: the prompt ends with a message of the assistant, and the response would be "
                 "another one: end it before that message"
             )
+        try:
+            check_roles(messages, self._tokenizer)
+        except DataError as error:
+            raise DataError(f"{record.where}: {error}") from None
         if self._system and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self._system}, *messages]
         try:

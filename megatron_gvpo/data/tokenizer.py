@@ -9,11 +9,13 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from megatron_gvpo.data.bounded_templates import bound_templates
 from megatron_gvpo.data.sources import DataError
 
 _date = datetime.now()  # what chat templates take for the present
 # Files that may hold a vocabulary. Without any, transformers (5.19) makes up an empty tokenizer.
 _VOCABULARIES = ("tokenizer.json", "tekken.json", "vocab.*", "*.model", "*.tiktoken")
+_FURTHER = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.*")
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -21,8 +23,12 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
 
     `trust_remote_code`: run Python files of the directory if the tokenizer is defined there.
     """
+    for file in (file for pattern in (*_VOCABULARIES, *_FURTHER) for file in Path(path).glob(pattern)):
+        if not file.is_file():  # such as a FIFO, which transformers passes over or waits for
+            raise DataError(f"model.path={path}: {file.name} there is not a regular file")
     if not any(file for pattern in _VOCABULARIES for file in Path(path).glob(pattern)):
         raise DataError(f"model.path={path}: no tokenizer there (tokenizer.json and tokenizer_config.json)")
+    bound_templates()
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             path, local_files_only=True, trust_remote_code=trust_remote_code

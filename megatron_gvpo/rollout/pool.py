@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -90,10 +91,13 @@ class ServerPool:
         supervisor: Supervisor | None = None,
         routers: Routers | None = None,
         images: ImageSender | None = None,
+        vocabulary: float = math.inf,
     ) -> None:
+        """`vocabulary`: the number of tokens that the model knows."""
         self.handles = [ServerHandle(server) for server in servers]
         self._settings, self._end_token_ids, self._report = settings, tuple(end_token_ids), report
         self._supervisor, self._routers, self._images = supervisor, routers, images
+        self._vocabulary = vocabulary
         self.prefix_cache = PrefixCache()
         self._changed = asyncio.Event()  # set when a server's state changes
         self._connections = asyncio.Semaphore(spare_connections())  # of requests
@@ -282,10 +286,10 @@ class ServerPool:
                 logprobs += answer.logprobs
                 spans.append((version, start, len(token_ids)))
             aborted = answer.finish_reason == "abort"
-            if not aborted or len(token_ids) >= asked.request.longest(sampling):
-                rollout = rollout_of(
-                    token_ids, logprobs, "length" if aborted else answer.finish_reason, spans
-                )
+            is_ended = bool(token_ids) and token_ids[-1] in sampling.stops(self._end_token_ids)
+            if not aborted or is_ended or len(token_ids) >= asked.request.longest(sampling):
+                reason = answer.finish_reason if not aborted else "stop" if is_ended else "length"
+                rollout = rollout_of(token_ids, logprobs, reason, spans)
                 rollout.seconds, rollout.server = time.monotonic() - begin, handle.server.url
                 if sampling.wants_routing and not aborted:
                     rollout.routing = self._routing(handle, asked.request, rollout, answer)
@@ -343,12 +347,39 @@ class ServerPool:
         finally:
             handle.outstanding -= room
             handle.calls.discard(call)
+        return self._checked(handle, version, sample, room, stops, images)
+
+    def _checked(
+        self,
+        handle: ServerHandle,
+        version: int,
+        sample: Sample,
+        room: int,
+        stops: Sequence[int],
+        images: Sequence[SentImage],
+    ) -> Sample | Lost:
+        """The part of an answer that a response takes over, or why the server cannot be trusted.
+
+        `version`: of the weights that it was to sample from, `room`: the tokens that it was asked for. Raises
+        RolloutError for a response that ended at another token than `stops`.
+        """
+        url = handle.server.url
         if sample.version not in (None, str(version)):  # for example, it restarted between two health checks
-            return Lost(f"{handle.server.url} sampled from weights {sample.version}, not {version}")
+            return Lost(f"{url} sampled from weights {sample.version}, not {version}")
+        if sample.finish_reason == "abort":
+            sample = sample.up_to_stop(stops)
+        if (fault := sample.fault(stops, room, self._vocabulary)) is not None:
+            return Lost(f"{url} {fault}")
         if (problem := sample.ended_elsewhere(stops)) is not None:
-            raise RolloutError(f"rollout server {handle.server.url} {problem}")
-        # A server would take a sampled placeholder for an image when it is asked to go on.
-        return sample.before(images[0].placeholder) if images and sample.finish_reason == "abort" else sample
+            raise RolloutError(f"rollout server {url} {problem}")
+        if images and sample.finish_reason == "abort":
+            # A server would take a sampled placeholder for an image when it is asked to go on.
+            sample = sample.before(images[0].placeholder)
+        # A push takes a server out before it stops its responses. One that stops them by itself, and gives
+        # nothing, may do so for ever.
+        if sample.finish_reason == "abort" and not sample.token_ids and handle.has(version):
+            return Lost(f'{url} answered with finish reason "abort" and no token, and nothing had stopped it')
+        return sample
 
     async def _choose(self, asked: Asked) -> ServerHandle:
         """A ready server; the same one for all samples of a request, while it stays ready."""

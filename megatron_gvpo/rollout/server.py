@@ -5,7 +5,6 @@ Weights reach a server through its receivers (megatron_gvpo.weights.receivers).
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,6 +32,12 @@ PLAIN = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
 }
+# Log-probs that are taken, in nats. Engines compute log-softmax in fp32, whose 24 bits leave an error of 1e-7
+# for usual logits, and of about 1e-3 for logits in the thousands; a likely token may get so much above 0. A
+# sampler draws no token below -104, the logarithm of the least number of fp32; vLLM writes -9999 for minus
+# infinity.
+HIGHEST_LOGPROB, LOWEST_LOGPROB = 1e-3, -1e4
+RESERVED_AT_END = 2  # tokens that SGLang leaves free in its context when it ends a response for its length
 
 
 @dataclass(frozen=True)
@@ -48,13 +53,45 @@ class Sample:
 
     def __post_init__(self) -> None:
         """Raises ValueError, TypeError for values that no response has: they come from another program."""
-        if not all(type(token) is int and 0 <= token < 2**31 for token in self.token_ids):
-            raise ValueError("token ids that are none")
-        numbers(self.logprobs)
+        for index, token in enumerate(self.token_ids):
+            if type(token) is not int or not 0 <= token < 2**31:
+                raise ValueError(f"{shortened(token)} at index {index} of the response is not a token id")
+        log_probs(self.logprobs)
+        if len(self.logprobs) != len(self.token_ids):
+            raise ValueError(f"{len(self.token_ids)} tokens with {len(self.logprobs)} log-probs")
         if self.cached is not None and not (type(self.cached) is int and self.cached >= 0):
             raise ValueError("a count of cached tokens that is none")
         if not self.token_ids and self.finish_reason != "abort":
             raise ValueError("a finished response without any token")
+
+    def fault(self, stops: Sequence[int], max_tokens: int, vocabulary: float) -> str | None:
+        """The fault of a server that gave this as a response of at most `max_tokens` tokens, else None.
+
+        `stops`: the tokens that end a response. `vocabulary`: the model's token ids are below it.
+        """
+        count = len(self.token_ids)
+        if count > max_tokens:
+            return f"answered with {count} tokens, and was asked for {max_tokens} at most"
+        for index, token in enumerate(self.token_ids):
+            if token >= vocabulary:
+                return f"answered with token {token} at index {index}, and the model knows {vocabulary}"
+            if token in stops and index < count - 1:
+                return f"did not end a response at token {token}, index {index} of {count}, which ends it"
+        if self.finish_reason == "length" and count < max_tokens - RESERVED_AT_END:
+            return (
+                f'ended a response with finish reason "length" after {count} of {max_tokens} tokens: its '
+                "context or its cache is too small"
+            )
+        return None
+
+    def up_to_stop(self, stops: Sequence[int]) -> Sample:
+        """The sample up to its first stop token.
+
+        An engine that stops a response for its client looks at no token of that step, in which the response
+        may have ended: with speculation, several tokens before.
+        """
+        end = next((i + 1 for i, token in enumerate(self.token_ids) if token in stops), None)
+        return replace(self, token_ids=self.token_ids[:end], logprobs=self.logprobs[:end])
 
     def ended_elsewhere(self, stops: Sequence[int]) -> str | None:
         """The fault of a server that ended the response at another token than these, else None."""
@@ -243,14 +280,26 @@ def named_adapter(server: Server, name: str | None) -> Iterator[None]:
         raise ServerGone(f"{server.url} has restarted, without the adapter {name}: {error}") from None
 
 
-def numbers(values: Iterable[Any]) -> list[float]:
-    """The values, each a finite number. Raises ValueError for any other."""
-    found = list(values)
-    if not all(type(value) in (int, float) and math.isfinite(value) for value in found):
-        raise ValueError("log-probs that are no finite numbers")
-    return found
+def log_probs(values: Iterable[Any]) -> list[float]:
+    """The values, each the log-prob of a token. Raises ValueError, which names the first that is none."""
+    logprobs = list(values)
+    for index, value in enumerate(logprobs):
+        if type(value) not in (int, float) or not LOWEST_LOGPROB <= value <= HIGHEST_LOGPROB:
+            raise ValueError(
+                f"{shortened(value)} at index {index} is not a log-prob, which is a number from "
+                f"{LOWEST_LOGPROB:g} to 0"
+            )
+    return logprobs
+
+
+def shortened(value: Any) -> str:
+    """A value of an answer as an error quotes it."""
+    text = repr(value) if not isinstance(value, int) or abs(value) < 10**40 else "a number of over 40 digits"
+    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def finish(reason: Any) -> str:
-    """A server's finish reason as "stop", "length" or "abort"."""
-    return reason if isinstance(reason, str) and reason in ("stop", "length") else "abort"
+    """A server's finish reason: "stop", "length" or "abort". Raises ValueError for any other."""
+    if reason not in ("stop", "length", "abort"):
+        raise ValueError(f"finish reason {shortened(reason)}, which is not stop, length or abort")
+    return str(reason)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import math
 import secrets
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -51,7 +52,16 @@ class ServerSession:
             silence = MISSED * servers.health_timeout
             clients = [dialect(Http(session, url, key, started.get(url), silence), kept) for url in urls]
             images = ImageSender(config.model.path, model) if takes_images(model) else None
-            self.pool = ServerPool(clients, servers, end_token_ids, report, self.supervisor, routers, images)
+            self.pool = ServerPool(
+                clients,
+                servers,
+                end_token_ids,
+                report,
+                self.supervisor,
+                routers,
+                images,
+                model.get("vocab_size", math.inf),
+            )
             opened.callback(self.loop.cancel_all)
             opened.callback(lambda: self.loop.run(self.pool.stop()))
             self._ready = self.loop.submit(self._all_ready())

@@ -25,10 +25,11 @@ from megatron_gvpo.rollout.server import (
     answer_of,
     check_prompt,
     finish,
+    log_probs,
     meeting_of_ranks,
     named_adapter,
-    numbers,
     refuse_http_processes,
+    shortened,
 )
 from megatron_gvpo.rollout.speculation import Drafts, eagle_kind
 from megatron_gvpo.versions import REFERENCE
@@ -175,10 +176,15 @@ class SGLang:
             self._drafts += Drafts(*(meta.get(name, 0) for name in DRAFTS))
             if images:
                 check_prompt(self, token_ids, answer.get("prompt_token_ids"), images)
+            entries = meta["output_token_logprobs"]
+            for index, (entry, token) in enumerate(zip(entries, answer["output_ids"], strict=True)):
+                if entry[1] != token:
+                    other = shortened(entry[1])
+                    raise ValueError(f"at index {index} the log-prob of token {other}, not of {token}")
             experts = meta.get("routed_experts")  # of all tokens but the last, in all layers
             return Sample(
                 token_ids=answer["output_ids"],
-                logprobs=[entry[0] for entry in meta["output_token_logprobs"]],
+                logprobs=[entry[0] for entry in entries],
                 finish_reason=finish(meta["finish_reason"]["type"]),
                 version=meta["weight_version"],
                 experts=None if experts is None else np.frombuffer(base64.b64decode(experts), "<i4"),
@@ -200,7 +206,7 @@ class SGLang:
             # The vocabulary's last token is shown as 0.
             if any(entry[1] not in (token, 0) for entry, token in pairs):
                 raise ValueError("log-probs of other tokens")
-            return numbers(entry[0] for entry in given)
+            return log_probs(entry[0] for entry in given)
 
     async def speculates(self, timeout: float) -> bool:
         info = await self.http.get("/server_info", timeout=timeout)

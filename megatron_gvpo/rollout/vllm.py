@@ -32,9 +32,9 @@ from megatron_gvpo.rollout.server import (
     answer_of,
     check_prompt,
     finish,
+    log_probs,
     meeting_of_ranks,
     named_adapter,
-    numbers,
     refuse_http_processes,
 )
 from megatron_gvpo.rollout.speculation import Drafts, eagle_kind
@@ -251,7 +251,7 @@ class VLLM:
         with answer_of(self, "/v1/completions"):
             given = answer["choices"][0]["prompt_logprobs"][first:]
             pairs = zip(given, token_ids[first:], strict=True)
-            return numbers(entry[str(token)]["logprob"] for entry, token in pairs)
+            return log_probs(entry[str(token)]["logprob"] for entry, token in pairs)
 
     async def speculates(self, timeout: float) -> bool:
         return bool(await self._counters(timeout))

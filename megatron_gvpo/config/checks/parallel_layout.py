@@ -13,7 +13,7 @@ from typing import Any
 from megatron_gvpo.config.checks.adapters import check_adapter
 from megatron_gvpo.config.checks.images import check_images
 from megatron_gvpo.config.checks.lengths import check_lengths
-from megatron_gvpo.config.checks.supported_models import check_family, experts
+from megatron_gvpo.config.checks.supported_models import check_trainable, experts
 from megatron_gvpo.config.errors import ConfigError
 from megatron_gvpo.config.schema import Config, ModelConfig, ParallelConfig, read_model_config
 
@@ -43,7 +43,7 @@ class Padding:
 def check_layout(config: Config, world_size: int) -> None:
     """Raises ConfigError if the model or the layout does not fit config.json or the number of processes."""
     model = read_model_config(config.model.path)
-    architecture = check_family(model, f"model.path={config.model.path}")
+    architecture = check_trainable(model, f"model.path={config.model.path}")
     _check_processes(config.parallel, world_size)
     check_division(config.parallel, model)
     if config.rollout.router_replay and not experts(model):
@@ -58,7 +58,7 @@ def check_layout(config: Config, world_size: int) -> None:
     _check_shared_prompts(config, model)
     if (critic := config.algorithm.critic) is not None and critic.path is not None:
         theirs = read_model_config(critic.path, "algorithm.critic.path")
-        check_family(theirs, f"algorithm.critic.path={critic.path}")
+        check_trainable(theirs, f"algorithm.critic.path={critic.path}")
         _check_widths(config.parallel, theirs)
         _check_depth(config.parallel, theirs)
         _check_experts(config.parallel, theirs)
@@ -69,7 +69,7 @@ def check_layout(config: Config, world_size: int) -> None:
             )
     if (teacher := config.teacher) is not None and teacher.server is None:
         theirs, key = read_model_config(teacher.path, "teacher.path"), f"teacher.path={teacher.path}"
-        check_family(theirs, key)
+        check_trainable(theirs, key)
         try:
             for check in (_check_window, _check_widths, _check_depth, _check_experts):
                 check(config.parallel, theirs)

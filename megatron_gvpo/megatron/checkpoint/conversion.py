@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from megatron_gvpo.config.checks.output_dir import check_empty
-from megatron_gvpo.config.checks.supported_models import check_family
+from megatron_gvpo.config.checks.supported_models import check_trainable
 from megatron_gvpo.config.schema import Config, ConfigError, ModelConfig, ParallelConfig, read_model_config
 from megatron_gvpo.data.tokenizer import load_tokenizer
 from megatron_gvpo.megatron import parallel
@@ -143,7 +143,7 @@ def _read(model: Model, source: Path, problem: str) -> None:
 
 def _build(directory: Path, key: str) -> Model:
     config = read_model_config(str(directory), key)
-    check_family(config, f"{key}={directory}")
+    check_trainable(config, f"{key}={directory}")
     stored = config.get("dtype") or config.get("torch_dtype") or "float32"
     if stored not in ("float32", "bfloat16"):
         raise ConfigError(f"{key}={directory}: dtype={stored} in config.json; supported: float32, bfloat16")
