@@ -59,7 +59,7 @@ class _Bounded(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(("*", "**", "+", "%"))
 
     @staticmethod
-    def concat(parts: Iterable[str]) -> str:  # type: ignore[override]
+    def concat(parts: Iterable[str]) -> str:
         """The text of a template, a macro or a block, which comes in parts."""
         return _joined("", parts)
 

@@ -93,7 +93,7 @@ def compared_texts(template: str) -> tuple[str, ...]:
             sides = [node.expr, *(operand.expr for operand in node.ops)]
             if any(map(_is_role, sides)):
                 found += [text for side in sides if not _is_role(side) for text in _texts(side)]
-        elif isinstance(node.node, nodes.Dict) and _is_role(node.arg):
+        elif isinstance(node, nodes.Getitem) and isinstance(node.node, nodes.Dict) and _is_role(node.arg):
             found += [text for pair in node.node.items for text in _texts(pair.key)]
     return tuple(dict.fromkeys(found))
 

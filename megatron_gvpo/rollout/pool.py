@@ -16,12 +16,13 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from megatron_gvpo.config.schema import SamplingConfig
 from megatron_gvpo.config.servers import ServersConfig
 from megatron_gvpo.groups import Rollout, Routing
 from megatron_gvpo.images.sent import ImageSender, SentImage
+from megatron_gvpo.rollout.answers import Expected, Lost, trusted
 from megatron_gvpo.rollout.http import ServerGone, ServerRefused, spare_connections
 from megatron_gvpo.rollout.launch.supervise import Supervisor
 from megatron_gvpo.rollout.prefix_cache import PrefixCache
@@ -71,12 +72,6 @@ class Asked:
     request: Request
     home: ServerHandle | None = None
     images: tuple[SentImage, ...] = ()
-
-
-class Lost(NamedTuple):
-    """A server gave no sample; the request goes to another one."""
-
-    why: str
 
 
 class ServerPool:
@@ -347,39 +342,9 @@ class ServerPool:
         finally:
             handle.outstanding -= room
             handle.calls.discard(call)
-        return self._checked(handle, version, sample, room, stops, images)
-
-    def _checked(
-        self,
-        handle: ServerHandle,
-        version: int,
-        sample: Sample,
-        room: int,
-        stops: Sequence[int],
-        images: Sequence[SentImage],
-    ) -> Sample | Lost:
-        """The part of an answer that a response takes over, or why the server cannot be trusted.
-
-        `version`: of the weights that it was to sample from, `room`: the tokens that it was asked for. Raises
-        RolloutError for a response that ended at another token than `stops`.
-        """
-        url = handle.server.url
-        if sample.version not in (None, str(version)):  # for example, it restarted between two health checks
-            return Lost(f"{url} sampled from weights {sample.version}, not {version}")
-        if sample.finish_reason == "abort":
-            sample = sample.up_to_stop(stops)
-        if (fault := sample.fault(stops, room, self._vocabulary)) is not None:
-            return Lost(f"{url} {fault}")
-        if (problem := sample.ended_elsewhere(stops)) is not None:
-            raise RolloutError(f"rollout server {url} {problem}")
-        if images and sample.finish_reason == "abort":
-            # A server would take a sampled placeholder for an image when it is asked to go on.
-            sample = sample.before(images[0].placeholder)
-        # A push takes a server out before it stops its responses. One that stops them by itself, and gives
-        # nothing, may do so for ever.
-        if sample.finish_reason == "abort" and not sample.token_ids and handle.has(version):
-            return Lost(f'{url} answered with finish reason "abort" and no token, and nothing had stopped it')
-        return sample
+        placeholder = images[0].placeholder if images else None
+        expected = Expected(version, room, stops, self._vocabulary, placeholder)
+        return trusted(handle.server.url, sample, expected, is_serving=handle.has(version))
 
     async def _choose(self, asked: Asked) -> ServerHandle:
         """A ready server; the same one for all samples of a request, while it stays ready."""

@@ -37,7 +37,6 @@ PLAIN = {
 # sampler draws no token below -104, the logarithm of the least number of fp32; vLLM writes -9999 for minus
 # infinity.
 HIGHEST_LOGPROB, LOWEST_LOGPROB = 1e-3, -1e4
-RESERVED_AT_END = 2  # tokens that SGLang leaves free in its context when it ends a response for its length
 
 
 @dataclass(frozen=True)
@@ -63,26 +62,6 @@ class Sample:
             raise ValueError("a count of cached tokens that is none")
         if not self.token_ids and self.finish_reason != "abort":
             raise ValueError("a finished response without any token")
-
-    def fault(self, stops: Sequence[int], max_tokens: int, vocabulary: float) -> str | None:
-        """The fault of a server that gave this as a response of at most `max_tokens` tokens, else None.
-
-        `stops`: the tokens that end a response. `vocabulary`: the model's token ids are below it.
-        """
-        count = len(self.token_ids)
-        if count > max_tokens:
-            return f"answered with {count} tokens, and was asked for {max_tokens} at most"
-        for index, token in enumerate(self.token_ids):
-            if token >= vocabulary:
-                return f"answered with token {token} at index {index}, and the model knows {vocabulary}"
-            if token in stops and index < count - 1:
-                return f"did not end a response at token {token}, index {index} of {count}, which ends it"
-        if self.finish_reason == "length" and count < max_tokens - RESERVED_AT_END:
-            return (
-                f'ended a response with finish reason "length" after {count} of {max_tokens} tokens: its '
-                "context or its cache is too small"
-            )
-        return None
 
     def up_to_stop(self, stops: Sequence[int]) -> Sample:
         """The sample up to its first stop token.

@@ -14,9 +14,10 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from megatron_gvpo.config.checks.parallel_layout import check_layout
-from megatron_gvpo.config.checks.supported_models import ARCHITECTURES, MODEL_TYPES, check_trainable
+from megatron_gvpo.config.checks.supported_models import ARCHITECTURES
 from megatron_gvpo.config.errors import ConfigError
 from megatron_gvpo.config.schema import ModelConfig, load_config
+from megatron_gvpo.config.trainable_models import MODEL_TYPES, check_trainable
 from megatron_gvpo.megatron.model.megatron_bridge import open_bridge
 
 GOOD: dict[str, Any] = {

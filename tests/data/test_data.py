@@ -280,9 +280,8 @@ def test_bad_messages(tmp_path: Path, chat_tokenizer: Any, prompt: Any) -> None:
 
 def test_a_chat_template_that_refuses(tmp_path: Path, chat_tokenizer: Any) -> None:
     chat = [{"role": "assistant", "content": "?"}, {"role": "tool", "content": "?"}]
-    record = {"prompt": chat, "answer": "x"}
     with pytest.raises(DataError, match=r"a.jsonl, line 1: the chat template refuses .* no role tool"):
-        load(jsonl(tmp_path / "a.jsonl", record), chat_tokenizer)
+        load(jsonl(tmp_path / "a.jsonl", {"prompt": chat, "answer": "x"}), chat_tokenizer)
 
 
 def test_a_chat_template_that_fails(tmp_path: Path, chat_tokenizer: Any) -> None:

@@ -13,9 +13,10 @@ from typing import Any
 from megatron_gvpo.config.checks.adapters import check_adapter
 from megatron_gvpo.config.checks.images import check_images
 from megatron_gvpo.config.checks.lengths import check_lengths
-from megatron_gvpo.config.checks.supported_models import check_trainable, experts
+from megatron_gvpo.config.checks.supported_models import experts
 from megatron_gvpo.config.errors import ConfigError
 from megatron_gvpo.config.schema import Config, ModelConfig, ParallelConfig, read_model_config
+from megatron_gvpo.config.trainable_models import check_trainable
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from typing import Any
 
 from megatron_gvpo.config.checks.refused_models import REFUSED
 from megatron_gvpo.config.errors import ConfigError
-from megatron_gvpo.config.model_types import SAME_MODEL
 from megatron_gvpo.images.families import FAMILIES
 
 # Architectures whose log-probs, gradients and round trip are compared with transformers
@@ -94,31 +93,6 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     },
     "Qwen3_5ForCausalLM": {"attention_bias": False, "attn_output_gate": True, "hidden_act": "silu"},
     "Qwen3_5MoeForCausalLM": {"attention_bias": False, "attn_output_gate": True, "hidden_act": "silu"},
-}
-# The names under which transformers knows each of them (`model_type`).
-MODEL_TYPES: dict[str, tuple[str, ...]] = {
-    "DeepseekV2ForCausalLM": ("deepseek_v2",),
-    "DeepseekV3ForCausalLM": ("deepseek_v3",),
-    "Exaone4ForCausalLM": ("exaone4",),
-    "ExaoneMoeForCausalLM": ("exaone_moe",),
-    "GemmaForCausalLM": ("gemma",),
-    "Gemma3ForCausalLM": ("gemma3_text",),
-    "Glm4MoeForCausalLM": ("glm4_moe",),
-    "Glm4MoeLiteForCausalLM": ("glm4_moe_lite",),
-    "GptOssForCausalLM": ("gpt_oss",),
-    "HYV3ForCausalLM": ("hy_v3",),
-    "LlamaForCausalLM": ("llama",),
-    "MiniMaxM2ForCausalLM": ("minimax_m2",),
-    "MistralForCausalLM": ("mistral",),
-    "OlmoeForCausalLM": ("olmoe",),
-    "Qwen2ForCausalLM": ("qwen2",),
-    "Qwen2_5_VLForConditionalGeneration": ("qwen2_5_vl",),
-    "Qwen3ForCausalLM": ("qwen3",),
-    "Qwen3MoeForCausalLM": ("qwen3_moe",),
-    "Qwen3VLForConditionalGeneration": ("qwen3_vl",),
-    "Qwen3NextForCausalLM": ("qwen3_next",),
-    "Qwen3_5ForCausalLM": ("qwen3_5", "qwen3_5_text"),
-    "Qwen3_5MoeForCausalLM": ("qwen3_5_moe", "qwen3_5_moe_text"),
 }
 # (kind of most layers, every how many layers one has full attention): the only order that is built.
 _ORDERS: dict[str, tuple[str, int]] = {
@@ -204,55 +178,6 @@ def dense_layers(model: dict[str, Any]) -> int:
     return default if given is None else int(given)
 
 
-def check_trainable(model: dict[str, Any], where: str) -> str:
-    """Returns the architecture of a config.json whose weights the trainer is to hold, one of ARCHITECTURES.
-
-    Raises ConfigError, which begins with `where`, if the model is not supported (`check_family`), is a Python
-    file of the checkpoint, is another one by `model_type` than by `architectures`, or is quantised.
-    """
-    architecture = check_family(model, where)
-    _check_code(model, architecture, where)
-    _check_model_type(model, architecture, where)
-    for key in ("quantization_config", "compression_config"):
-        if (how := model.get(key)) is not None:
-            method = how.get("quant_method") if isinstance(how, dict) else how
-            raise ConfigError(
-                f"{where}: {key} (quant_method {_shown(method)}) in config.json, and training needs weights "
-                "in bfloat16 or float32: give the model that was quantised, or remove the "
-                "key if these weights are not"
-            )
-    return architecture
-
-
-def _check_model_type(model: dict[str, Any], architecture: str, where: str) -> None:
-    """Raises ConfigError unless `model_type`, by which transformers reads it, is that of the architecture."""
-    kind, known = model.get("model_type"), MODEL_TYPES[architecture]
-    if kind is None or (isinstance(kind, str) and SAME_MODEL.get(kind, kind) in known):
-        return
-    raise ConfigError(
-        f"{where}: model_type={_shown(kind)} and architectures={architecture} in config.json are two models: "
-        f"the model_type of {architecture} is {' or '.join(known)}"
-    )
-
-
-def _check_code(model: dict[str, Any], architecture: str, where: str) -> None:
-    """Raises ConfigError if auto_map names another class for the model than the architecture's.
-
-    Released models that are transformers' own by now often keep the Python files from before.
-    """
-    code = model.get("auto_map")
-    if not isinstance(code, dict):  # transformers takes no notice of others
-        return
-    for key in ("AutoModelForCausalLM", "AutoModelForImageTextToText"):
-        named = code.get(key, architecture)
-        if not isinstance(named, str) or named.rpartition(".")[2] != architecture:
-            raise ConfigError(
-                f"{where}: auto_map in config.json names {_shown(named)}, a Python file of the checkpoint, "
-                "for the model; the trainer runs none (model.trust_remote_code is for tokenizers and "
-                f"servers): remove auto_map if the model is transformers' {architecture}"
-            )
-
-
 def check_family(model: dict[str, Any], where: str) -> str:
     """Returns the architecture that a config.json names, one of ARCHITECTURES.
 
@@ -301,7 +226,7 @@ def _check_sizes(model: dict[str, Any], where: str) -> None:
     """
 
     def refuse(key: str, said: str) -> ConfigError:
-        return ConfigError(f"{where}: {key}={_shown(model[key])} in config.json{said}")
+        return ConfigError(f"{where}: {key}={shown(model[key])} in config.json{said}")
 
     required = [
         key for key in _REQUIRED if key != "intermediate_size" or not model.get("moe_intermediate_size")
@@ -341,7 +266,7 @@ def _check_sizes(model: dict[str, Any], where: str) -> None:
         raise ConfigError(f"{where}: heads of {size} elements in config.json, which RoPE cannot halve")
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:40]}..."
 
@@ -353,13 +278,13 @@ def _check_rope(model: dict[str, Any], architecture: str, where: str) -> None:
     for name in ("rope_theta", "factor"):
         value = rope.get(name)
         if value is not None and (type(value) not in (int, float) or not 0 < value < math.inf):
-            raise ConfigError(f"{where}: {name}={_shown(value)} in config.json: expected a positive number")
+            raise ConfigError(f"{where}: {name}={shown(value)} in config.json: expected a positive number")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if architecture == "GptOssForCausalLM":
         for name, value in {"rope_type": "yarn", **_GPT_OSS_YARN}.items():
             if (found := kind if name == "rope_type" else rope.get(name)) != value:
                 raise ConfigError(
-                    f"{where}: {name}={_shown(found)} of the rope in config.json; Megatron-Bridge builds "
+                    f"{where}: {name}={shown(found)} of the rope in config.json; Megatron-Bridge builds "
                     f"{architecture} with {value} only"
                 )
         return
@@ -397,7 +322,7 @@ def _check_order(model: dict[str, Any], architecture: str, where: str) -> None:
     for name in ("full_attention_interval", "sliding_window_pattern"):
         interval = model.get(name, every)
         if interval not in (every, "L" * (every - 1) + "G", None) and (interval != 0 or every > 1):
-            raise ConfigError(f"{where}: {name}={_shown(interval)} in config.json; supported: {every}")
+            raise ConfigError(f"{where}: {name}={shown(interval)} in config.json; supported: {every}")
     wanted = ["full_attention" if (i + 1) % every == 0 else most for i in range(model["num_hidden_layers"])]
     if (given := model.get("layer_types")) is not None and given != wanted:
         raise ConfigError(

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from megatron_gvpo.config.checks.output_dir import check_empty
-from megatron_gvpo.config.checks.supported_models import check_trainable
 from megatron_gvpo.config.schema import Config, ConfigError, ModelConfig, ParallelConfig, read_model_config
+from megatron_gvpo.config.trainable_models import check_trainable
 from megatron_gvpo.data.tokenizer import load_tokenizer
 from megatron_gvpo.megatron import parallel
 from megatron_gvpo.megatron.checkpoint import newest
