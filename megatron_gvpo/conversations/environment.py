@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from megatron_gvpo.groups import Prompt, utf8
-from megatron_gvpo.rewards.real_number import NoNumberError, real_number
+from megatron_gvpo.real_number import NoNumberError, real_number
 from megatron_gvpo.runtime.user_functions import load_function
 
 Messages = list[dict[str, Any]]

@@ -5,7 +5,6 @@ Weights reach a server through its receivers (megatron_gvpo.weights.receivers).
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ import numpy as np
 from megatron_gvpo.config.schema import Config, ConfigError, SamplingConfig
 from megatron_gvpo.config.servers import AFTER_PORT, EngineServers, ServersConfig
 from megatron_gvpo.images.sent import SentImage, difference
+from megatron_gvpo.real_number import finite_number
 from megatron_gvpo.rollout.http import Http, ServerGone, ServerRefused
 from megatron_gvpo.rollout.speculation import Drafts
 
@@ -245,9 +245,11 @@ def named_adapter(server: Server, name: str | None) -> Iterator[None]:
 
 def numbers(values: Iterable[Any]) -> list[float]:
     """The values, each a finite number. Raises ValueError for any other."""
-    found = list(values)
-    if not all(type(value) in (int, float) and math.isfinite(value) for value in found):
-        raise ValueError("log-probs that are no finite numbers")
+    found: list[float] = []
+    for value in values:
+        if (number := finite_number(value)) is None:
+            raise ValueError("log-probs that are no finite numbers")
+        found.append(number)
     return found
 
 

@@ -99,7 +99,9 @@ def test_a_shaper(tmp_path, body):
 
 def test_a_judge_without_a_finite_verdict(tmp_path):
     judge = WinRate(function=mine(tmp_path, "prompt, a, b", "return float('nan')"))
-    with pytest.raises(RolloutError, match=r"algorithm\.shapers: win_rate: .*2 rewards are not finite"):
+    with pytest.raises(
+        RolloutError, match=r"algorithm\.shapers: win_rate: .*expected a number, it returned nan"
+    ):
         shaping.shaped(judge, [make_group([1, 0])], 7)
 
 

@@ -34,10 +34,10 @@ class SkyRLGym:
 
     def step(self, said: str) -> Reply:
         out = self._env.step(said)
-        counts = {name: float(n) for name, n in (out.get("metadata") or {}).items() if _is_number(n)}
+        counts = {name: n for name, n in (out.get("metadata") or {}).items() if _is_number(n)}
         messages = [{"role": m["role"], "content": m["content"]} for m in out["observations"]]
         done = out["done"] or not messages
-        return Reply(None if done else messages, float(out["reward"]), counts)
+        return Reply(None if done else messages, out["reward"], counts)
 
     def close(self) -> None:
         self._env.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,6 +9,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from megatron_gvpo.observe.alerts.rules import RULES, Condition, Rule
+from megatron_gvpo.real_number import finite_number
 
 
 class Alert(NamedTuple):
@@ -34,8 +34,8 @@ class Finder:
     def update(self, step: int, metrics: Mapping[str, Any]) -> list[Alert]:
         """Add the metrics of a step; returns the alerts that it gives. NaN and infinity are left out."""
         for name, value in metrics.items():
-            if isinstance(value, int | float) and math.isfinite(value):
-                self._values[name].append(float(value))
+            if (number := finite_number(value)) is not None:
+                self._values[name].append(number)
         found = []
         for rule in self._rules:
             pattern = self._patterns[rule.conditions[0].metric]
