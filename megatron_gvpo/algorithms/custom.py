@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from megatron_gvpo.algorithms.base import STEP_START, Advantage, Loss, Metrics, Reference, References, unless
 from megatron_gvpo.algorithms.members.base import Member, MemberContext
 from megatron_gvpo.algorithms.shapers.base import Shaper, rewarded
+from megatron_gvpo.observe.metric_names import OF_EVERY_LOSS, check_name, own_names
 from megatron_gvpo.real_number import NoNumberError, real_number
 from megatron_gvpo.runtime.lazy_torch import torch
 from megatron_gvpo.runtime.user_functions import call_function, check_call, load_function, refused
@@ -17,6 +18,9 @@ from megatron_gvpo.types import Group, LossInputs, TrainBatch
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+_TAKEN = own_names("train/<metric>", OF_EVERY_LOSS) | {f"head/{name}" for name in own_names("head/<metric>")}
 
 
 class CustomLoss(Loss):
@@ -71,6 +75,11 @@ class CustomLoss(Loss):
             )
         if not isinstance(metrics, Mapping) or not all(map(_is_metric, metrics.items())):
             raise refused(*where, f"expected metrics as {{name: number}}, it returned {_shown(metrics)}")
+        for name in metrics:
+            try:
+                check_name(name, _TAKEN)
+            except ValueError as problem:
+                raise refused(*where, f"a metric with {problem}") from None
         return share, dict(metrics)
 
 

@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from megatron_gvpo.observe.alerts.rules import RULES, Condition, Rule
+from megatron_gvpo.observe.metric_names import own_names
 from megatron_gvpo.real_number import finite_number
 
 
@@ -98,13 +99,9 @@ def _metrics(record: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in record.items() if name != "step"}
 
 
-# Metrics of all rewards together, which are no component's.
-_NO_COMPONENT = ("mean", "groups_with_signal", "errors", "length_correlation")
-
-
 def _pattern(metric: str) -> re.Pattern[str]:
+    """A regular expression for the names that `metric` stands for, without the package's own."""
     parts = re.split(r"<[^>]+>", metric)
-    between = r"([^/]+)"
-    if metric == "reward/<component>":
-        between = rf"((?!(?:{'|'.join(_NO_COMPONENT)})$)[^/]+)"
+    own = "|".join(sorted(own_names(metric))) if metric.endswith(">") else ""
+    between = rf"((?!(?:{own})$)[^/]+)" if own else r"([^/]+)"
     return re.compile(between.join(map(re.escape, parts)))
