@@ -239,6 +239,9 @@ class EvalConfig(Section):
     # Evaluate after every so many steps, and always before the first and after the last; 0: only then.
     every: int = Field(0, ge=0)
     n: int = Field(4, gt=0, le=10**5)  # Samples of each held-out prompt.
+    # A sample is right if its score, that of the first reward component, is at least this: pass@k, all@k and
+    # maj@n count the right ones.
+    right_at: float = 1.0
     k: tuple[PositiveInt, ...] = (1,)  # Report unbiased estimates of pass@k and all@k for these k.
     sampling: SamplingConfig = SamplingConfig()
     seed: Seed = 1234  # Seed of the evaluation's samples, the same at every step.

@@ -187,9 +187,13 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("mismatch/tokens", "tokens", "Tokens that were compared."),
     ),
     "Evaluation, means over the held-out prompts": (
-        Metric("eval/pass@<k>", "share", "Unbiased estimate that one of k samples is right."),
+        Metric(
+            "eval/pass@<k>",
+            "share",
+            "Unbiased estimate that one of k samples is right: its score is eval.right_at or more.",
+        ),
         Metric("eval/all@<k>", "share", "Unbiased estimate that all of k samples are right (k > 1)."),
-        Metric("eval/avg@n", "score", "Mean score of the n samples."),
+        Metric("eval/avg@n", "score", "Mean score of the n samples, which is their first reward component."),
         Metric("eval/maj@n", "share", "Prompts whose most frequent answer is right."),
         Metric("eval/response_length", "tokens", "Mean length of the samples."),
         Metric("eval/truncated", "share", "Samples that were cut off at eval.sampling.max_tokens."),
@@ -309,7 +313,7 @@ def check_name(name: str, taken: Collection[str]) -> None:
 
 
 def own_names(pattern: str, section: str | None = None) -> frozenset[str]:
-    """What stands for the `<...>` at the end of `pattern` in the package's own metrics, or in a section's.
+    """The words in place of the `<...>` at the end of `pattern` in the package's own metrics, or a section's.
 
     `reward/<component>` has mean, for one.
     """
