@@ -33,8 +33,6 @@ from megatron_gvpo.config.sections import (
     LoggingConfig,
     ModelConfig,
     OptimizerConfig,
-    RewardConfig,
-    RewardsConfig,
     RolloutConfig,
     SamplingConfig,
     TrainConfig,
@@ -43,6 +41,7 @@ from megatron_gvpo.config.servers import ServersConfig, WeightSyncConfig
 from megatron_gvpo.config.yaml import parse_value, read_yaml
 from megatron_gvpo.conversations.config import ConversationConfig
 from megatron_gvpo.images.families import text_values
+from megatron_gvpo.rewards.config import RewardConfig, RewardsConfig
 from megatron_gvpo.runtime.user_functions import load_function
 from megatron_gvpo.teachers.config import TeacherConfig
 

@@ -9,12 +9,10 @@ from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, Pos
 
 from megatron_gvpo.config.adapter import AdapterConfig
 from megatron_gvpo.config.secrets import from_variable
-from megatron_gvpo.config.section import EVERY_KEY, MIB, LocalPath, Processes, Seconds, Section, Seed
+from megatron_gvpo.config.section import EVERY_KEY, MIB, LocalPath, Section, Seed
 from megatron_gvpo.config.servers import ServersConfig, WeightSyncConfig
 from megatron_gvpo.config.speculation import SpeculationConfig
 from megatron_gvpo.conversations.config import ConversationConfig
-from megatron_gvpo.rewards.registry import BUILT_IN, check_built_in
-from megatron_gvpo.rewards.served.config import JudgeConfig, RewardModelConfig
 from megatron_gvpo.sampling.engine import ENGINES, SERVED, known_engine
 
 
@@ -181,74 +179,6 @@ class RolloutConfig(SamplingConfig):
         return ENGINES[self.engine] == SERVED
 
 
-class RewardConfig(Section):
-    fixed_keys = EVERY_KEY
-
-    name: str  # The name in the metrics (`reward/NAME`). `math` and `format` are built in.
-    weight: float = 1.0  # Factor of this component in the reward, which is the weighted sum.
-    function: str | None = None  # Your own function: `module:function` or `path/file.py:function`.
-    options: dict[str, Any] = Field(default_factory=dict)  # Keyword arguments of the function.
-    model: RewardModelConfig | None = None  # A reward model on servers, instead of a function.
-    judge: JudgeConfig | None = None  # A language model that judges, instead of a function.
-
-    @property
-    def served(self) -> RewardModelConfig | JudgeConfig | None:
-        """The model on servers that scores; None for a function."""
-        return self.model or self.judge
-
-    @property
-    def built_in(self) -> bool:
-        return self.function is None and self.served is None
-
-    @property
-    def needs_answer(self) -> bool:
-        """True if it compares with the answers of the data."""
-        return self.built_in and BUILT_IN[self.name].needs_answer
-
-    @property
-    def pays_turns(self) -> bool:
-        return self.built_in and BUILT_IN[self.name].pays_turns
-
-    @model_validator(mode="after")
-    def _possible(self) -> Self:
-        if sum(value is not None for value in (self.function, self.model, self.judge)) > 1:
-            raise ValueError("give one of function, model and judge")
-        if self.options and self.served is not None:
-            raise ValueError("options are for a function")
-        if self.built_in:
-            check_built_in(self.name)
-        return self
-
-
-class RewardsConfig(Section):
-    fixed_keys = ("components",)
-    free_keys = ("timeout", "workers", "max_lost")
-
-    components: tuple[RewardConfig, ...] = (RewardConfig(name="math"),)
-    timeout: Seconds = 10.0  # Seconds for one component of one response; then that component is 0.
-    workers: Processes = 1  # Reward processes of every rank.
-    # End the run if a larger share of a batch's responses gets no reward from reward models and judges.
-    max_lost: float = Field(0.5, ge=0, lt=1)
-
-    @property
-    def is_served(self) -> bool:
-        """True if a component is a model on servers."""
-        return any(component.served is not None for component in self.components)
-
-    @property
-    def turn_weight(self) -> float:
-        """Factor of the rewards of a conversation's turns in its reward: the weight of `environment`."""
-        return sum((c.weight for c in self.components if c.pays_turns), 0.0)
-
-    @model_validator(mode="after")
-    def _possible(self) -> Self:
-        names = [component.name for component in self.components]
-        for i, component in enumerate(self.components):
-            if component.name in names[:i]:
-                raise ValueError(f"components.{i}: the name {component.name!r} is given twice")
-        return self
-
-
 class TrainConfig(Section):
     fixed_keys = ("prompts_per_step", "mini_batches", "batch_epochs", "seed")
     free_keys = (
@@ -309,6 +239,9 @@ class EvalConfig(Section):
     # Evaluate after every so many steps, and always before the first and after the last; 0: only then.
     every: int = Field(0, ge=0)
     n: int = Field(4, gt=0, le=10**5)  # Samples of each held-out prompt.
+    # A sample is right if its score, that of the first reward component, is at least this: pass@k, all@k and
+    # maj@n count the right ones.
+    right_at: float = 1.0
     k: tuple[PositiveInt, ...] = (1,)  # Report unbiased estimates of pass@k and all@k for these k.
     sampling: SamplingConfig = SamplingConfig()
     seed: Seed = 1234  # Seed of the evaluation's samples, the same at every step.

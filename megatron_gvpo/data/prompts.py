@@ -24,6 +24,7 @@ from megatron_gvpo.data.tokenizer import opened, rendered
 from megatron_gvpo.data.unknown import UnknownCharacters
 from megatron_gvpo.groups import Chat, Prompt, Scored
 from megatron_gvpo.images.image import Image
+from megatron_gvpo.real_number import LARGEST, finite_number
 from megatron_gvpo.runtime.slow_work import slow_work
 
 if TYPE_CHECKING:
@@ -361,10 +362,13 @@ def _responses(
     if not isinstance(found, list) or not found:
         raise DataError(f"{record.where}: field {key!r}: expected {wanted}, found {_shown(found)}")
     for i, item in enumerate(found):
-        reward = item.get("reward") if isinstance(item, dict) else None
-        number = isinstance(reward, int | float) and not isinstance(reward, bool) and math.isfinite(reward)
-        if not number or not isinstance(item.get("response"), str):
+        if not isinstance(item, dict) or not isinstance(item.get("response"), str):
             raise DataError(f"{record.where}: field {key!r}, response {i}: expected one of {wanted}")
+        if finite_number(item.get("reward"), LARGEST) is None:
+            raise DataError(
+                f"{record.where}: field {key!r}, response {i}: expected a number up to {LARGEST:.2g} as its "
+                f"reward, found {_shown(item.get('reward'))}"
+            )
     texts = [item["response"] for item in found]
     encoded = _tokens(tokenizer, texts, [f"{record.where}, response {i}" for i in range(len(texts))])
     return tuple(

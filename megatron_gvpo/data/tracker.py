@@ -9,7 +9,9 @@ import numpy as np
 
 from megatron_gvpo.algorithms.curriculum.prompts import PromptChoice
 from megatron_gvpo.algorithms.curriculum.tracker import Counts, Record, Tracker
+from megatron_gvpo.config.plain_values import cut
 from megatron_gvpo.data.sources import DataError
+from megatron_gvpo.real_number import finite_number
 from megatron_gvpo.types import Group, Prompt
 
 
@@ -98,9 +100,11 @@ class WeightedOrder:
 def _check_rates(prompts: Sequence[Prompt], field: str) -> None:
     """Raises DataError for a stated success rate that is none: percentages would turn the order round."""
     for prompt in prompts:
-        rate = prompt.record.get(field)
-        if rate is not None and (isinstance(rate, str | bool) or not 0 <= rate <= 1):
+        if (rate := prompt.record.get(field)) is None:
+            continue
+        number = finite_number(rate)
+        if number is None or not 0 <= number <= 1:
             raise DataError(
-                f"prompt {prompt.id}: field {field!r} (algorithm.prompts.field) is {rate!r}: want a success "
-                "rate from 0 to 1"
+                f"prompt {prompt.id}: field {field!r} (algorithm.prompts.field) is {cut(repr(rate))}: want a "
+                "success rate from 0 to 1"
             )

@@ -9,9 +9,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_gvpo.real_number import finite_number
+
 
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
-    """Return the records of a metrics.jsonl in file order; a value that was not finite is None.
+    """Return the records of a metrics.jsonl in file order; a value that was not finite, or that
+    exceeds a float, is None.
 
     An incomplete last line (the writer was killed while writing it) is left out. Raises ValueError, with
     file and line number, for any other line that is not an object with a "step".
@@ -27,10 +30,20 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
                 break
             said = error.msg if isinstance(error, json.JSONDecodeError) else error
             raise ValueError(f"{path}, line {number}: not valid JSON ({said})") from None
-        if not isinstance(record, dict) or type(record.get("step")) is not int:
+        if (record := checked_record(record)) is None:
             raise ValueError(f'{path}, line {number}: expected {{"step": <integer>, ...}}')
         records.append(record)
     return records
+
+
+def checked_record(record: Any) -> dict[str, Any] | None:
+    """A line's content, with None for a number that is not finite or too large; None for no record."""
+    if not isinstance(record, dict) or type(step := record.get("step")) is not int or abs(step) >= 2**63:
+        return None
+    return {
+        name: None if type(value) in (int, float) and finite_number(value) is None else value
+        for name, value in record.items()
+    }
 
 
 class JsonlWriter:

@@ -15,10 +15,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from megatron_gvpo.config.schema import ConfigError, RewardsConfig
+from megatron_gvpo.real_number import LARGEST
 from megatron_gvpo.rewards.counted import NamedCounts
 from megatron_gvpo.rewards.printed import Printout
 from megatron_gvpo.rewards.process import Failure, WorkerProcess
-from megatron_gvpo.rewards.real_number import LARGEST
 from megatron_gvpo.rewards.registry import Component
 from megatron_gvpo.rewards.wire import Job, WireError, prompt_bytes, rollout_bytes
 from megatron_gvpo.runtime.user_functions import contents

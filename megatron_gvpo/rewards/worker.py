@@ -20,8 +20,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from megatron_gvpo.real_number import NoNumberError, real_number
 from megatron_gvpo.rewards.guard import SIGNALS
-from megatron_gvpo.rewards.real_number import NoNumberError, real_number
 from megatron_gvpo.rewards.registry import load_reward
 from megatron_gvpo.rewards.wire import (
     HUNG_UP,

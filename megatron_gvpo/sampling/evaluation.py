@@ -11,7 +11,7 @@ from megatron_gvpo.rewards.boxed import boxed
 from megatron_gvpo.types import Group, Rollout
 
 
-def summarise(groups: Sequence[Group], k: Sequence[int]) -> dict[str, float]:
+def summarise(groups: Sequence[Group], k: Sequence[int], right_at: float = 1.0) -> dict[str, float]:
     """Computes an evaluation's metrics. Each is a mean over prompts, so groups of any size weigh the same.
 
     - eval/pass@1 and eval/pass@k for every k: unbiased estimate from the numbers of correct responses;
@@ -23,13 +23,13 @@ def summarise(groups: Sequence[Group], k: Sequence[int]) -> dict[str, float]:
     - eval/errors: fraction of responses with a failed reward, which counts as 0.
 
     The score of a rollout is its first reward component (the verifier comes first by convention), or its
-    reward if it has no components. A rollout is correct if its score is 1. Raises ValueError if there are no
-    groups, or if a group is smaller than a k.
+    reward if it has no components. A rollout is correct if its score is `right_at` or more. Raises
+    ValueError if there are no groups, or if a group is smaller than a k.
     """
     if not groups:
         raise ValueError("nothing to evaluate: there are no groups")
     scores = [[score(rollout) for rollout in group.rollouts] for group in groups]
-    correct = [[is_correct(rollout) for rollout in group.rollouts] for group in groups]
+    correct = [[is_correct(score(rollout), right_at) for rollout in group.rollouts] for group in groups]
     metrics = {
         f"eval/pass@{i}": fmean(pass_at_k(len(c), sum(c), i) for c in correct) for i in sorted({1, *k})
     }
@@ -80,9 +80,9 @@ def score(rollout: Rollout) -> float:
     return next(iter(rollout.rewards.values()), rollout.reward)
 
 
-def is_correct(rollout: Rollout) -> bool:
-    """Returns True if the rollout has the full score, 1, up to rounding."""
-    return score(rollout) >= 1 - 1e-6
+def is_correct(score: float, right_at: float) -> bool:
+    """Returns True if the score of a rollout reaches `right_at`, up to rounding."""
+    return score >= right_at - 1e-6 * max(1.0, abs(right_at))
 
 
 def final_answer(text: str) -> str:

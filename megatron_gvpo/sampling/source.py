@@ -100,7 +100,7 @@ class RolloutSource:
         whole = [group for group in groups if len(group.rollouts) >= max(options.k, default=1)]
         if not whole:
             raise RolloutError("evaluation: every held-out prompt lost responses to outages")
-        metrics = summarise(whole, options.k)
+        metrics = summarise(whole, options.k, options.right_at)
         if self._served is not None or self._most_lost is not None:
             asked = options.n * len(self._task.eval_prompts)
             metrics["eval/lost"] = 1 - sum(len(group.rollouts) for group in whole) / asked

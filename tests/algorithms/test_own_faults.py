@@ -37,6 +37,13 @@ def mine(directory: Path, arguments: str, body: str) -> str:
         ("return torch.tensor(1.0)", r"it does not depend on inputs\.logp_r"),
         ("return inputs.logp_r.sum(), {'a': 'b'}", r"expected metrics as \{name: number\}"),
         ("return inputs.logp_r.sum(), {'a': inputs.logp_r}", r"expected metrics as \{name: number\}"),
+        (
+            "return inputs.logp_r.sum(), {'loss': 1.0}",
+            "a metric with the name 'loss' is that of another metric",
+        ),
+        ("return inputs.logp_r.sum(), {'grad_norm': 1.0}", "a metric with the name 'grad_norm' is that of"),
+        ("return inputs.logp_r.sum(), {'head/known': 1.0}", "a metric with the name 'head/known' is that of"),
+        (r"return inputs.logp_r.sum(), {'a\nb': 1.0}", "expected 1 to 64 characters that can be printed"),
         ("return inputs.logp_r.sum(), None", r"expected metrics as \{name: number\}, it returned NoneType"),
     ],
 )
@@ -99,7 +106,9 @@ def test_a_shaper(tmp_path, body):
 
 def test_a_judge_without_a_finite_verdict(tmp_path):
     judge = WinRate(function=mine(tmp_path, "prompt, a, b", "return float('nan')"))
-    with pytest.raises(RolloutError, match=r"algorithm\.shapers: win_rate: .*2 rewards are not finite"):
+    with pytest.raises(
+        RolloutError, match=r"algorithm\.shapers: win_rate: .*expected a number, it returned nan"
+    ):
         shaping.shaped(judge, [make_group([1, 0])], 7)
 
 

@@ -163,7 +163,7 @@ def test_a_judge_that_cannot_be_called_is_refused_before_loading(block, said):
     [
         ("raise KeyError('no such tool')", r"KeyError: 'no such tool' \(mine.py, line 2\)"),
         ("return group.rewards[1:]", "2 responses, and it returned 1 rewards"),
-        ("return [1.0, float('nan')]", r"it returned \[1.0, nan\]: want finite numbers"),
+        ("return [1.0, float('nan')]", r"expected a list of numbers: nan \(mine.py, line 1\)"),
     ],
 )
 def test_a_shaper_of_the_users_that_fails_is_named(tmp_path, body, said):

@@ -23,6 +23,8 @@ GOOD: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"rms_norm_eps": 10**400}, "in config.json: expected a positive number"),
+    ({"rope_parameters": {"rope_theta": 10**400}}, "in config.json: expected a positive number"),
     ({"num_attention_heads": 5}, "num_attention_heads=5 in config.json does not divide hidden_size=64"),
     (
         {"num_key_value_heads": 3},

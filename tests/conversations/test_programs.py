@@ -206,13 +206,13 @@ def test_limits_are_errors_that_openai_clients_understand() -> None:
     with Held(turns=3, turn_tokens=20) as held:
         caught, careless = held.hold([prompt("limits"), prompt("careless")], lambda _, i: "x" * 9)
         assert (len(caught[0].turns), caught[0].finish_reason) == (3, "length")
-        assert (caught[0].counts["turns"], caught[0].counts["environment_reward"]) == (1.0, 0.25)
+        assert (caught[0].counts["refused_turns"], caught[0].counts["environment_reward"]) == (1.0, 0.25)
         assert (len(careless[0].turns), careless[0].finish_reason) == (3, "length"), "it is scored, not lost"
         assert careless[0].counts["environment_reward"] == 0
         [[killed]] = held.hold([prompt("killed_at_the_limit")], lambda _, i: "x" * 9)
         assert killed.finish_reason == LOST and "signal 9" in killed.text, "it is lost, not scored"
         [[full]] = held.hold([prompt("limits")], lambda _, i: "x" * 9, most=60)
-        assert full.finish_reason == "length" and full.counts["context_length_exceeded"] == 1
+        assert full.finish_reason == "length" and full.counts["refused_context_length_exceeded"] == 1
         given = sum(len(turn.given) for turn in full.turns)
         assert 40 < len(full.token_ids) + given <= 60
         held.hold([prompt("limits")], lambda _, i: "x" * 50)

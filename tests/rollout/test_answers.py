@@ -55,7 +55,7 @@ def answering(answer: Any) -> Iterator[str]:
 
 def mutations(value: Any) -> Iterator[Any]:
     """The value with one of its parts missing, or of another kind."""
-    yield from (None, "word", 7, [], {}, -1, float("nan"))
+    yield from (None, "word", 7, [], {}, -1, float("nan"), 10**400)
     if isinstance(value, dict):
         for key, inner in value.items():
             yield {name: kept for name, kept in value.items() if name != key}

@@ -7,12 +7,12 @@ the value that Megatron-Bridge assumes.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from megatron_gvpo.config.checks.refused_models import REFUSED
 from megatron_gvpo.config.errors import ConfigError
 from megatron_gvpo.images.families import FAMILIES
+from megatron_gvpo.real_number import finite_number
 
 # Architectures whose log-probs, gradients and round trip are compared with transformers
 # (tests/megatron/test_gradient_invariance.py, test_families.py). Each maps the keys that Megatron-Bridge
@@ -246,7 +246,7 @@ def _check_sizes(model: dict[str, Any], where: str) -> None:
         raise ConfigError(f"{where}: moe_intermediate_size=null in config.json: the model has experts")
     for key in _POSITIVE:
         value = model.get(key)
-        if value is not None and (type(value) not in (int, float) or not 0 < value < math.inf):
+        if value is not None and not _is_positive(value):
             raise refuse(key, ": expected a positive number")
     for key in _SWITCHES:
         if not isinstance(model.get(key), bool | None):
@@ -266,6 +266,10 @@ def _check_sizes(model: dict[str, Any], where: str) -> None:
         raise ConfigError(f"{where}: heads of {size} elements in config.json, which RoPE cannot halve")
 
 
+def _is_positive(value: Any) -> bool:
+    return (number := finite_number(value)) is not None and number > 0
+
+
 def shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:40]}..."
@@ -277,7 +281,7 @@ def _check_rope(model: dict[str, Any], architecture: str, where: str) -> None:
         raise ConfigError(f"{where}: the rope parameters in config.json are no object of names and values")
     for name in ("rope_theta", "factor"):
         value = rope.get(name)
-        if value is not None and (type(value) not in (int, float) or not 0 < value < math.inf):
+        if value is not None and not _is_positive(value):
             raise ConfigError(f"{where}: {name}={shown(value)} in config.json: expected a positive number")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if architecture == "GptOssForCausalLM":

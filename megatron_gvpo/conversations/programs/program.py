@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from megatron_gvpo.conversations.environment import NoAnswer, Reply, checked
-from megatron_gvpo.rewards.real_number import NoNumberError, real_number
+from megatron_gvpo.real_number import NoNumberError, real_number
 from megatron_gvpo.runtime.user_functions import check_call, load_function
 
 

@@ -16,6 +16,7 @@ from megatron_gvpo.observe.report.pieces import Pieces
 from megatron_gvpo.observe.report.thumbnails import thumbnails
 from megatron_gvpo.observe.rollouts.reader import read_rollouts
 from megatron_gvpo.observe.rollouts.schema import Kind, schema
+from megatron_gvpo.sampling.evaluation import is_correct
 
 SNIPPET = 100  # characters of a text that lists show
 
@@ -185,7 +186,7 @@ def _snippet(text: str) -> str:
     return " ".join(text[: 2 * SNIPPET].split())[:SNIPPET]
 
 
-def correct_samples(table: Any) -> list[tuple[int, int]]:
+def correct_samples(table: Any, right_at: float) -> list[tuple[int, int]]:
     """Numbers of correct and of all samples of each prompt, as `sampling.evaluation` counts them.
 
     The table needs the columns `group`, `reward` and `rewards` only.
@@ -197,7 +198,7 @@ def correct_samples(table: Any) -> list[tuple[int, int]]:
     ):
         score = next(iter(parts.values()), reward)
         count = counts.setdefault(group, [0, 0])
-        count[0] += score >= 1 - 1e-6
+        count[0] += is_correct(score, right_at)
         count[1] += 1
     return [(right, n) for right, n in counts.values()]
 

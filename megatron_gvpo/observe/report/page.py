@@ -27,6 +27,7 @@ from megatron_gvpo.observe.report.layout import QUESTIONS
 from megatron_gvpo.observe.report.pieces import Pieces
 from megatron_gvpo.observe.report.run import Run, columns, read_run, short_names
 from megatron_gvpo.observe.report.samples import Packer, pass_intervals
+from megatron_gvpo.real_number import finite_number
 
 ASSETS = resources.files("megatron_gvpo.observe.report") / "assets"
 STYLES = ("uplot/uPlot.min.css", "style.css")
@@ -80,7 +81,9 @@ class Reporter:
         found = columns(run.records)
         began_in = run.starts[0].get("directory") if run.starts else None
         pieces = Pieces.of_run(run.directory, run.config.get("model.path"), began_in)
-        samples = self._packers[number].pack(pieces, self._share, prefix=f"{number}/")
+        stated = finite_number(run.config.get("eval.right_at"))
+        right_at = 1.0 if stated is None else stated
+        samples = self._packers[number].pack(pieces, self._share, f"{number}/", right_at)
         intervals = {}
         for metric, column in found["metrics"].items():
             if match := re.fullmatch(r"eval/pass@(\d+)", metric):

@@ -48,8 +48,9 @@ class Packer:
         self._packed: dict[tuple[_File, int], Packed] = {}
         self._correct: dict[tuple[_File, int], list[tuple[int, int]]] = {}
 
-    def pack(self, pieces: Pieces | None, most: int, prefix: str) -> Samples:
+    def pack(self, pieces: Pieces | None, most: int, prefix: str, right_at: float = 1.0) -> Samples:
         """Pack the responses of about `most` (`chosen`). `prefix`: of the blocks' names.
+        `right_at`: the run's eval.right_at.
 
         Raises ConfigError for a damaged file. A file that the run removes meanwhile is left out.
         """
@@ -66,16 +67,17 @@ class Packer:
                 _add(samples, packed, file, prefix)
         self._packed = kept
         samples.correct = {
-            step: self._count(step, when) for (kind, step), when in written.items() if kind == "eval"
+            step: self._count((kind, step), when, right_at)
+            for (kind, step), when in written.items()
+            if kind == "eval"
         }
         return samples
 
-    def _count(self, step: int, when: int) -> list[tuple[int, int]]:
+    def _count(self, file: _File, when: int, right_at: float) -> list[tuple[int, int]]:
         """Correct and all samples of each prompt of an evaluation; of every one, for its interval."""
-        file: _File = ("eval", step)
         if (file, when) not in self._correct:
             wanted = ["group", "reward", "rewards"]
-            self._correct[file, when] = correct_samples(read(self._directory, *file, wanted))
+            self._correct[file, when] = correct_samples(read(self._directory, *file, wanted), right_at)
         return self._correct[file, when]
 
     def _written(self) -> dict[_File, int]:

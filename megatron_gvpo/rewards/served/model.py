@@ -9,8 +9,10 @@ from itertools import batched
 from typing import TYPE_CHECKING, Any
 
 from megatron_gvpo.config.errors import ConfigError
+from megatron_gvpo.config.plain_values import cut
 from megatron_gvpo.config.schema import read_model_config
 from megatron_gvpo.data.sources import DataError
+from megatron_gvpo.real_number import LARGEST, finite_number
 from megatron_gvpo.rewards.served.config import MODEL, RewardModelConfig
 from megatron_gvpo.rewards.served.dialogue import Messages
 from megatron_gvpo.rewards.served.same_model import check_model
@@ -126,12 +128,14 @@ class RewardModel:
         try:
             scores, counted = read(answer)
             one_each = len(scores) == len(batch) and all(len(score) == 1 for score in scores)
-            numbers = [float(score) for [score] in scores] if one_each else []
+            found = [finite_number(score, LARGEST) for [score] in scores] if one_each else []
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise ServerRefused(f"{http.url}/classify: its answer has no scores: {error!r}", 502) from None
-        if not one_each or not all(map(math.isfinite, numbers)):
+        numbers = [number for number in found if number is not None]
+        if len(numbers) < len(batch):
             raise Misfit(
-                f"{self._key}: {http.url}/classify does not give each text one finite number: {scores}"
+                f"{self._key}: {http.url}/classify does not give each text one finite number of at most "
+                f"{LARGEST:.2g}: {cut(str(scores))}"
             )
         if counted != sum(map(len, batch)):
             raise Misfit(

@@ -1,7 +1,12 @@
-"""Numbers that the user's code returns, as rewards or counts."""
+"""Numbers that come from outside: from the user's code, from data, from files and from servers.
+
+Python's integers have no bound, and `float`, `math.isfinite` and `statistics.fmean` raise OverflowError for
+one of 309 digits or more. Nothing that others wrote goes there before one of the functions here.
+"""
 
 from __future__ import annotations
 
+import math
 from decimal import Decimal
 from numbers import Real
 from typing import Any
@@ -11,6 +16,20 @@ LARGEST = 3.4028234663852886e38  # a reward: rewards are trained on in single pr
 
 class NoNumberError(Exception):
     """The user's code has returned no number that can be trained on; the message names what it returned."""
+
+
+def finite_number(value: Any, largest: float = math.inf) -> float | None:
+    """A number of JSON, YAML or Parquet as a float; None for any other value.
+
+    Numbers are `int` and `float`, without booleans, NaN, infinities, and what exceeds `largest` or a double.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        return None
+    return number if math.isfinite(number) and abs(number) <= largest else None
 
 
 def real_number(value: Any) -> float:
@@ -29,7 +48,7 @@ def real_number(value: Any) -> float:
         number = float(value)
     except OverflowError:
         raise NoNumberError(f"{kind} beyond {LARGEST:.2g}, the largest reward") from None
-    if number != number or number in (float("inf"), -float("inf")):
+    if not math.isfinite(number):
         raise NoNumberError(str(number))
     if abs(number) > LARGEST:
         raise NoNumberError(f"{number:g}, beyond {LARGEST:.2g}, the largest reward")
