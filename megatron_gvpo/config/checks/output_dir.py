@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_gvpo.config.errors import ConfigError
-from megatron_gvpo.runs.earlier import HEADER, OWN
+from megatron_gvpo.runs.written import HEADER, OWN
 
 if TYPE_CHECKING:
     from megatron_gvpo.config.schema import Config
