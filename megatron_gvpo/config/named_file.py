@@ -1,7 +1,6 @@
 """A file that the user names for a command to write: a new one, or one that the command wrote before.
 
-`report --out`, `plan --write`, `slurm` and the converters write such files. Devices, pipes, checkpoints and
-everything else that the command has not written stay as they are.
+Devices, pipes, checkpoints and everything else that the command has not written stay as they are.
 """
 
 from __future__ import annotations
@@ -16,34 +15,33 @@ from megatron_gvpo.config.errors import ConfigError
 PAGE = "<!doctype html>\n<!-- Written by: megatron-gvpo report -->\n"
 
 
-def check_named_file(file: Path, option: str, kind: str, begins: str | None) -> None:
+def check_named_file(file: Path, name: str, kind: str, begins: str | None) -> None:
     """Raises ConfigError unless `file` is new, or a file that begins with the text `begins`.
 
-    `option` and `kind` are for the message: the option that names the file, and its content, as in
-    `--out FILE: this exists and is not a page that report wrote`. `begins`: None accepts a new file only.
+    `name` and `kind` are for the message: the option with the file, and the file's content, as in
+    `--out FILE: this exists and is not a page`. `begins`: None accepts a new file only.
     """
-    name = f"{option} {file}"
     try:
         target = Path(os.path.realpath(file))
-        if not target.parent.is_dir():
-            raise ConfigError(f"{name}: there is no directory {target.parent}")
-        if os.path.lexists(target):
-            if not (target.is_file() and begins is not None and begins_with(target, begins)):
+        if os.path.exists(file) or os.path.lexists(target):  # a pipe's path leads nowhere, and exists
+            if begins is None or not begins_with(target, begins):
                 raise ConfigError(f"{name}: this exists and is not {kind}; give another name")
+        elif not target.parent.is_dir():
+            raise ConfigError(f"{name}: there is no directory {file.parent}")
         elif len(os.fsencode(target.name)) > os.pathconf(target.parent, "PC_NAME_MAX"):
-            raise ConfigError(f"{name[:200]}...: the name is too long")
+            raise ConfigError(f"{name}: the name is too long")
         elif not os.access(target.parent, os.W_OK | os.X_OK):
             raise ConfigError(f"{name}: nothing can be written in {target.parent}")
     except OSError as error:
         raise ConfigError(f"{name}: {error.strerror}") from None
 
 
-def write_named_file(file: Path, option: str, kind: str, begins: str | None, text: str) -> None:
+def write_named_file(file: Path, name: str, kind: str, begins: str | None, text: str) -> None:
     """Write the file as a whole or not at all. Raises ConfigError as `check_named_file` does.
 
-    What a link leads to is written, and the link stays.
+    Where `file` is a link, the link stays.
     """
-    check_named_file(file, option, kind, begins)
+    check_named_file(file, name, kind, begins)
     target = Path(os.path.realpath(file))
     aside = target.with_name(f".{uuid.uuid4().hex}.tmp")
     try:
@@ -54,7 +52,7 @@ def write_named_file(file: Path, option: str, kind: str, begins: str | None, tex
         finally:
             aside.unlink(missing_ok=True)
     except OSError as error:
-        raise ConfigError(f"{option} {file}: {error.strerror}") from None
+        raise ConfigError(f"{name}: {error.strerror}") from None
 
 
 def begins_with(file: Path, text: str) -> bool:
