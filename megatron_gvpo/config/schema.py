@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -194,7 +195,7 @@ def read_model_config(path: str, key: str = "model.path") -> dict[str, Any]:
     Raises ConfigError, which names `key`, if there is none.
     """
     file = Path(path) / "config.json"
-    if not file.is_file():
+    if not os.path.isfile(file):  # `Path.is_file` raises for names that are too long
         raise ConfigError(f"{key}={path}: no config.json there (a Hugging Face checkpoint directory)")
     return text_values(read_json_object(file))
 

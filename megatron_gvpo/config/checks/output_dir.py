@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,9 +57,16 @@ def _inputs(values: Any, at: str = "") -> Iterator[tuple[str, str]]:
 
 
 def check_empty(directory: Path, name: str) -> None:
-    """Raises ConfigError, which begins with `name`, if `directory` is not empty, or cannot be a directory."""
+    """Raises ConfigError, which begins with `name`, if `directory` is not empty, or cannot be written."""
     there = next(path for path in (directory, *directory.absolute().parents) if os.path.lexists(path))
-    if not there.is_dir():
+    if not os.path.isdir(there):
         raise ConfigError(f"{name}: {there} is no directory")
-    if there == directory and any(directory.iterdir()):
-        raise ConfigError(f"{name}: this directory is not empty")
+    try:
+        with suppress(FileNotFoundError):
+            os.lstat(directory)  # raises for a name that is too long
+        if there == directory and any(directory.iterdir()):
+            raise ConfigError(f"{name}: this directory is not empty")
+    except OSError as error:
+        raise ConfigError(f"{name}: {error.strerror}") from None
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"{name}: nothing can be written in {there}: permission denied, or read-only")

@@ -44,8 +44,7 @@ def to_megatron(source: Path, target: Path) -> None:
     """
     check_empty(target, f"TARGET={target}")
     model = _build(source, "SOURCE")
-    target.mkdir(parents=True, exist_ok=True)
-
+    run_on_rank_0(f"cannot write {target}", lambda: target.mkdir(parents=True, exist_ok=True))
     with parallel.megatron_device():
         save_shards(f"cannot write {target}", lambda: weights_state(model), target, Writer())
 
@@ -60,9 +59,13 @@ def to_hugging_face(source: Path, target: Path, like: Path) -> None:
     model = _build(like, "--like")
     _read(model, source, f"cannot read {source} as weights of {like}")
     run_on_all_ranks(f"cannot write {target}", lambda: model.save_hf(target))
-    for pattern in (*_TOKENIZER, *_PROCESSOR):
-        for file in like.glob(pattern):
-            shutil.copy(file, target)
+
+    def copy() -> None:
+        for pattern in (*_TOKENIZER, *_PROCESSOR):
+            for file in like.glob(pattern):
+                shutil.copy(file, target)
+
+    run_on_rank_0(f"cannot write {target}", copy)
 
 
 def checkpoint_to_hugging_face(
