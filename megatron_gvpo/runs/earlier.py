@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -27,6 +28,7 @@ _LAST = ("hf", "summary.json", "curve.png")
 # How a run treats an earlier one: `refuse` refuses to start; `resume` continues it and refuses to start where
 # there is no checkpoint; `auto` continues it, and starts if there is none; `overwrite` replaces it.
 Earlier = Literal["refuse", "resume", "auto", "overwrite"]
+_SHOWN = 8  # ranges of steps in a warning
 _SAFE = "nothing was changed; move these files elsewhere, or give another output_dir"
 
 
@@ -51,6 +53,7 @@ def check_earlier_run(config: Config, earlier: Earlier) -> None:
 
 def _check_continued(config: Config, directory: Path) -> None:
     """Raises ConfigError for damaged metrics, and for files in the way of what the run writes from now on."""
+    _check_name(directory)
     _check_metrics(directory / "metrics.jsonl")
     if not (recorded := recorded_names(directory) - {CONFIG}):
         return  # a run without a record, from an earlier version
@@ -98,6 +101,54 @@ def _would_lose(directory: Path, foreign: str) -> str:
         f"output_dir={directory} holds files that a run would replace, and no run there has recorded them as "
         f"its own ({foreign}): {_SAFE}"
     )
+
+
+def metrics_problems(file: Path, step: int) -> list[str]:
+    """Warnings where the metrics of a run that is resumed have not every step up to `step` once.
+
+    Raises OSError, and ValueError for damaged metrics.
+    """
+    counts = Counter(record["step"] for record in (read_metrics(file) if file.exists() else ()))
+    missing = [each for each in range(step + 1) if each not in counts]
+    repeated = [each for each in sorted(counts) if counts[each] > 1 and each <= step]
+    problems = []
+    if missing:
+        problems.append(
+            f"{file} has no record of {_ranges(missing)}: curves, the report and the summary will lack "
+            "them, as nothing computes them again. If you have a copy of the file, stop now, put it back "
+            "and resume again"
+        )
+    if repeated:
+        problems.append(f"{file} had several records of {_ranges(repeated)}: the last of each stays")
+    return problems
+
+
+def _ranges(steps: list[int]) -> str:
+    """Rising steps as a text, such as `steps 0-3, 7`."""
+    runs: list[list[int]] = []
+    for step in steps:
+        if runs and step == runs[-1][-1] + 1:
+            runs[-1].append(step)
+        else:
+            runs.append([step])
+    shown = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs[:_SHOWN]]
+    name = "step" if len(steps) == 1 else "steps"
+    return f"{name} {', '.join(shown)}{', ...' if len(runs) > _SHOWN else ''}"
+
+
+def _check_name(directory: Path) -> None:
+    """Raises ConfigError if the newest checkpoint is a copy, or was renamed: its state.json has another step.
+
+    A state.json that cannot be read is damage, for which an older checkpoint is loaded.
+    """
+    name = f"step_{newest_step(directory):08d}"
+    for place in (directory / "checkpoints" / name, directory / "checkpoints" / f"{name}.replaced"):
+        step = json_object(place / "state.json").get("step")
+        if type(step) is int and place.stem != f"step_{step:08d}":
+            raise ConfigError(
+                f"{place} is not the checkpoint of the step in its name: its state.json is of step {step}; "
+                f"rename it to step_{step:08d}, or move it elsewhere if it is a copy"
+            )
 
 
 def checkpoint_steps(directory: Path) -> list[int]:

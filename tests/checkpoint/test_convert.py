@@ -97,4 +97,4 @@ def test_a_target_that_cannot_be_written_is_one_line(
 
 def test_sources_with_impossible_names_are_one_line(models: Path, tmp_path: Path, capsys) -> None:
     assert main(["convert", "x" * 5000, str(tmp_path / "a")]) == 2
-    assert "no config.json there" in capsys.readouterr().err
+    assert "File name too long" in capsys.readouterr().err

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from megatron_gvpo.callbacks import _refused
 from megatron_gvpo.cli import main, parse
 from megatron_gvpo.config.errors import ConfigError
 from megatron_gvpo.config.named_file import PAGE
@@ -18,6 +21,7 @@ from megatron_gvpo.runs.earlier import (
     check_earlier_run,
     earlier_of,
     finished,
+    metrics_problems,
     remove_earlier_run,
 )
 from megatron_gvpo.runs.record import write_record
@@ -287,3 +291,39 @@ def test_damaged_metrics_are_named_with_their_line_before_anything_is_loaded(goo
         metrics.write_text(lines[0] + line + lines[0])
         with pytest.raises(ConfigError, match=r"metrics\.jsonl, line 2: .*mend the line, or move the file"):
             check(good, out, "auto")
+
+
+def test_a_checkpoint_with_the_name_of_another_step_is_refused_with_both_names(task, tmp_path, capsys):
+    state = tmp_path / "checkpoints" / "step_00000900" / "state.json"
+    state.parent.mkdir(parents=True)
+    state.write_text('{"step": 4}')
+    for how in ("--resume", "--resume=auto"):
+        assert main(["train", str(task / "run.yaml"), f"output_dir={tmp_path}", how]) == 2
+        [line] = capsys.readouterr().err.splitlines()
+        assert "step_00000900 is not the checkpoint of the step in its name" in line
+        assert "is of step 4; rename it to step_00000004" in line
+    assert state.read_text() == '{"step": 4}'
+
+
+@pytest.mark.parametrize(
+    ("steps", "words"),
+    [
+        ([0, 1, 2, 3, 4, 5], []),
+        ([], ["no record of steps 0-4:"]),
+        ([0, 4], ["no record of steps 1-3:"]),
+        ([0, 1, 1, 3, 4, 0, 9, 9], ["no record of step 2:", "several records of steps 0-1:"]),
+    ],
+)
+def test_steps_without_a_record_or_with_several_are_named(tmp_path, steps, words):
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in steps))
+    problems = metrics_problems(tmp_path / "metrics.jsonl", 4)
+    assert len(problems) == len(words)
+    assert all(word in problem for word, problem in zip(words, problems, strict=True))
+
+
+def test_a_directory_that_is_gone_is_not_said_to_hold_checkpoints(tmp_path):
+    trainer = SimpleNamespace(config=SimpleNamespace(output_dir=str(tmp_path / "run")))
+    full = OSError(errno.ENOSPC, "No space left on device")
+    assert "the directory is gone, with all checkpoints" in _refused(trainer, full)
+    (tmp_path / "run").mkdir()
+    assert "complete checkpoints there are untouched: make room" in _refused(trainer, full)

@@ -23,6 +23,10 @@ def check_output_dir(config: Config) -> None:
     if not config.output_dir.strip():
         raise ConfigError("output_dir is empty: name a directory")
     directory = Path(config.output_dir)
+    if directory.resolve() == Path(directory.resolve().anchor):
+        raise ConfigError(
+            f"output_dir={directory} is the root of the file system: name a directory for the run"
+        )
     there = next(path for path in (directory, *directory.absolute().parents) if os.path.lexists(path))
     if not os.path.isdir(there):
         raise ConfigError(f"output_dir={directory}: {there} is no directory")
