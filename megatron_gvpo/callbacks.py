@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -17,11 +18,15 @@ from megatron_gvpo.observe.loggers.services import ServiceError
 from megatron_gvpo.observe.monitor import DeviceMonitor, by_machine
 from megatron_gvpo.observe.rollouts.writer import RolloutWriter
 from megatron_gvpo.observe.samples import few_samples, worth_showing
+from megatron_gvpo.runs.earlier import metrics_problems
 from megatron_gvpo.runtime.collectives import all_gather_msgpack
 
 if TYPE_CHECKING:
     from megatron_gvpo.observe.rollouts.table import Responses
     from megatron_gvpo.trainer import Trainer
+
+
+log = logging.getLogger(__name__)
 
 
 class Callback:
@@ -117,10 +122,16 @@ class Recorder(Callback):
     def _open(self, trainer: Trainer) -> None:
         config, resume_step = trainer.config, trainer.step if trainer.resumed else None
         self._directory = Path(config.output_dir)
+        recorded_step = resume_step
+        if resume_step is not None:
+            # A step that its run did not come to report is recorded now, whatever is there of it.
+            recorded_step = resume_step - (trainer.components.unreported is not None)
+            for problem in metrics_problems(self._directory / "metrics.jsonl", recorded_step):
+                log.warning(problem)
         self._logger = MetricLogger(
             config.logging,
             self._directory,
-            resume_step=resume_step,
+            resume_step=recorded_step,
             run_config=as_written(config),
         )
         self._opened.callback(self._logger.close)
@@ -179,7 +190,8 @@ class Recorder(Callback):
 
 
 def _refused(trainer: Trainer, problem: OSError) -> str:
-    return (
-        f"cannot write the records in output_dir={trainer.config.output_dir}: {problem}; complete "
-        "checkpoints there are untouched: make room and continue with --resume"
-    )
+    directory = Path(trainer.config.output_dir)
+    begin = f"cannot write the records in output_dir={directory}: {problem}"
+    if not directory.is_dir():
+        return f"{begin}; the directory is gone, with all checkpoints: start the run again, or put it back"
+    return f"{begin}; complete checkpoints there are untouched: make room and continue with --resume"

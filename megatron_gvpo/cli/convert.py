@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
 
     source, target = Path(options.source), Path(options.target)
     check_empty(target, f"TARGET={target}")
-    from_megatron = (source / ".metadata").is_file()
+    from_megatron = os.path.isfile(source / ".metadata")
     if from_megatron and options.like is None:
         raise ConfigError(
             f"SOURCE={source} is a Megatron checkpoint: --like DIR names the Hugging Face directory that "

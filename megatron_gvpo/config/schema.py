@@ -195,7 +195,11 @@ def read_model_config(path: str, key: str = "model.path") -> dict[str, Any]:
     Raises ConfigError, which names `key`, if there is none.
     """
     file = Path(path) / "config.json"
-    if not file.is_file():
+    try:
+        is_there = file.is_file()
+    except OSError as error:  # no permission, or a name that is too long
+        raise ConfigError(f"{file}: {error.strerror}") from None
+    if not is_there:
         raise ConfigError(f"{key}={path}: no config.json there (a Hugging Face checkpoint directory)")
     return text_values(read_json_object(file))
 

@@ -46,17 +46,23 @@ def checked_record(record: Any) -> dict[str, Any] | None:
     }
 
 
+def each_once(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The records in the order of their steps; of several of one step, the last."""
+    by_step = {record["step"]: record for record in records}
+    return [by_step[step] for step in sorted(by_step)]
+
+
 class JsonlWriter:
     """Appends to metrics.jsonl, line by line. It has no buffer, so a failed write is not repeated at exit.
 
-    Of the lines of an earlier run, those up to step `keep_until` stay; -1 keeps none.
+    Of the lines of an earlier run, those up to step `keep_until` stay, every step once; -1 keeps none.
     """
 
     def __init__(self, path: Path, keep_until: int) -> None:
         old = read_metrics(path) if keep_until >= 0 and path.exists() else []
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_name(path.name + ".tmp")
-        _write_lines(aside, (record for record in old if record["step"] <= keep_until))
+        _write_lines(aside, (record for record in each_once(old) if record["step"] <= keep_until))
         os.replace(aside, path)
         self._file = path.open("ab", buffering=0)
 

@@ -1,8 +1,8 @@
 """The record of a run in its output directory: `config.yaml` and `run.json`, compared when it is resumed.
 
 config.yaml is the whole configuration, without secrets; `megatron-gvpo train` takes it. run.json has the
-fingerprints of the files that the run reads, and every start of the run: when, where, by which command, with
-which versions.
+fingerprints of the files that the run reads, every start of the run (when, where, by which command, with
+which versions), and the names in the output directory that the run writes to, which `--overwrite` may remove.
 """
 
 from __future__ import annotations
@@ -28,13 +28,11 @@ from megatron_gvpo.config.schema import Config, read_json_object
 from megatron_gvpo.config.secrets import as_written
 from megatron_gvpo.rewards.served.config import key_of
 from megatron_gvpo.runs.changes import Change, changes, is_allowed, known_keys, listed
-from megatron_gvpo.runs.earlier import HEADER
 from megatron_gvpo.runs.fingerprint import fingerprint
+from megatron_gvpo.runs.written import CONFIG, HEADER, RUN, names, recorded_names
 from megatron_gvpo.runtime.commit import Commit, checked_out
 from megatron_gvpo.runtime.user_functions import named_files
 from megatron_gvpo.versions import COMPONENTS, own_commit
-
-CONFIG, RUN = "config.yaml", "run.json"
 
 
 def check_unchanged(config: Config, allowed: Sequence[str]) -> list[Change]:
@@ -73,7 +71,8 @@ def write_record(config: Config, step: int, world_size: int) -> list[str]:
     directory, earlier = Path(config.output_dir), _read_run(Path(config.output_dir))
     start = _start(step, world_size)
     starts = [*earlier["starts"], start]
-    record = {"files": fingerprints(config), "starts": starts}
+    writes = sorted(names(config) | recorded_names(directory))
+    record = {"files": fingerprints(config), "starts": starts, "writes": writes}
     _replace(directory / CONFIG, HEADER + yaml.safe_dump(as_written(config), sort_keys=False))
     _replace(directory / RUN, json.dumps(record, indent=2) + "\n")
     before = starts[-2]["versions"] if len(starts) > 1 else start["versions"]

@@ -17,6 +17,7 @@ from megatron_gvpo.cluster.planner.search import Candidate, Plan, search
 from megatron_gvpo.cluster.planner.sharing import Sharing, sharing
 from megatron_gvpo.cluster.planner.time import NODE, rollout_seconds, served_seconds
 from megatron_gvpo.cluster.planner.workload import Layout
+from megatron_gvpo.config.named_file import check_named_file, write_named_file
 from megatron_gvpo.config.schema import ConfigError
 
 PREDICTED = "# Predicted, not measured:"  # every config file written by --write begins with this
@@ -46,7 +47,9 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(
             f"--gpus {options.gpus}: more than one node of {NODE} GPUs; give a multiple of {NODE}"
         )
-    file = _writable(options.write) if options.write else None
+    target = (Path(options.write or ""), f"--write {options.write}", "a plan", PREDICTED)
+    if options.write:
+        check_named_file(*target)
     model, gpu = architecture.load(options.model), workload.gpu(options.gpu)
     if not 0 <= options.adapter_rank <= 4096:
         raise ConfigError(f"--adapter-rank {options.adapter_rank}: must be from 1 to 4096, or 0 for none")
@@ -82,8 +85,8 @@ def run(options: argparse.Namespace) -> int:
         what = "latent attention" if model.latent else "a sliding window"
         raise ConfigError(f"--share-prompts: a model with {what} cannot share prompts; leave it out")
     plan = search(model, gpu, gpus, work, ahead=options.async_steps, fp8=options.fp8, offload=options.offload)
-    if file is not None:
-        _write(file, overlay(plan.best[0], model.layers, work, options))
+    if options.write:
+        write_named_file(*target, overlay(plan.best[0], model.layers, work, options))
     if options.json:
         print(
             json.dumps(to_dict(plan, options, model, saved) | {"server_gpus": options.gpus - gpus}, indent=2)
@@ -132,26 +135,6 @@ def _check_images(options: argparse.Namespace, model: architecture.Architecture)
     }
     if found := [name for name, value in given.items() if value]:
         raise ConfigError(f"{found[0]}: not supported with a model that takes images; leave it out")
-
-
-def _writable(name: str) -> Path:
-    """Returns the path for --write.
-
-    Raises ConfigError if its directory does not exist, or if it exists and is not a file that `plan` wrote.
-    """
-    file = Path(name)
-    if not file.parent.is_dir():
-        raise ConfigError(f"--write {name}: there is no directory {file.parent}")
-    if file.exists() and not (file.is_file() and file.read_bytes().startswith(PREDICTED.encode())):
-        raise ConfigError(f"--write {name}: this exists and is not a plan; give another name")
-    return file
-
-
-def _write(file: Path, text: str) -> None:
-    try:
-        file.write_text(text)
-    except OSError as error:
-        raise ConfigError(f"--write {file}: {error.strerror}") from None
 
 
 def overlay(chosen: Candidate, layers: int, work: workload.Workload, options: argparse.Namespace) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_gvpo.config.errors import ConfigError
-from megatron_gvpo.runs.earlier import HEADER, OWN
+from megatron_gvpo.runs.written import HEADER, OWN
 
 if TYPE_CHECKING:
     from megatron_gvpo.config.schema import Config
@@ -22,6 +23,10 @@ def check_output_dir(config: Config) -> None:
     if not config.output_dir.strip():
         raise ConfigError("output_dir is empty: name a directory")
     directory = Path(config.output_dir)
+    if directory.resolve() == Path(directory.resolve().anchor):
+        raise ConfigError(
+            f"output_dir={directory} is the root of the file system: name a directory for the run"
+        )
     there = next(path for path in (directory, *directory.absolute().parents) if os.path.lexists(path))
     if not os.path.isdir(there):
         raise ConfigError(f"output_dir={directory}: {there} is no directory")
@@ -56,9 +61,16 @@ def _inputs(values: Any, at: str = "") -> Iterator[tuple[str, str]]:
 
 
 def check_empty(directory: Path, name: str) -> None:
-    """Raises ConfigError, which begins with `name`, if `directory` is not empty, or cannot be a directory."""
+    """Raises ConfigError, which begins with `name`, if `directory` is not empty, or cannot be written."""
     there = next(path for path in (directory, *directory.absolute().parents) if os.path.lexists(path))
-    if not there.is_dir():
+    if not os.path.isdir(there):
         raise ConfigError(f"{name}: {there} is no directory")
-    if there == directory and any(directory.iterdir()):
-        raise ConfigError(f"{name}: this directory is not empty")
+    try:
+        with suppress(FileNotFoundError):
+            os.lstat(directory)  # raises for a name that is too long
+        if there == directory and any(directory.iterdir()):
+            raise ConfigError(f"{name}: this directory is not empty")
+    except OSError as error:
+        raise ConfigError(f"{name}: {error.strerror}") from None
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"{name}: nothing can be written in {there}: permission denied, or read-only")

@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from megatron_gvpo.config.errors import ConfigError
+from megatron_gvpo.config.named_file import check_named_file, write_named_file
 from megatron_gvpo.conversations.environment import Reply
 from megatron_gvpo.groups import Prompt
 
@@ -79,11 +81,17 @@ def main() -> None:
     parser.add_argument("--games", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0, help="of the first game; the others count on")
     options = parser.parse_args()
-    with options.file.open("w") as file:
+    target = (options.file, str(options.file), "a new file", None)
+    try:
+        check_named_file(*target)
+        lines = []
         for seed in range(options.seed, options.seed + options.games):
             _, _, shown = begin(options.game, seed)
             record = {"prompt": shown, "answer": "", "game": options.game, "game_seed": seed}
-            file.write(json.dumps(record) + "\n")
+            lines.append(json.dumps(record) + "\n")
+        write_named_file(*target, "".join(lines))
+    except ConfigError as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

@@ -30,8 +30,8 @@ from megatron_gvpo.megatron.checkpoint.sharded import (
 )
 from megatron_gvpo.megatron.model.build import build
 from megatron_gvpo.megatron.model.model import Model
-from megatron_gvpo.runs.earlier import EXPORT
 from megatron_gvpo.runs.preflight_on_ranks import preflight_on_ranks
+from megatron_gvpo.runs.written import EXPORT
 
 _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.jinja", "generation_*")
 _PROCESSOR = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
@@ -44,8 +44,7 @@ def to_megatron(source: Path, target: Path) -> None:
     """
     check_empty(target, f"TARGET={target}")
     model = _build(source, "SOURCE")
-    target.mkdir(parents=True, exist_ok=True)
-
+    run_on_rank_0(f"cannot write {target}", lambda: target.mkdir(parents=True, exist_ok=True))
     with parallel.megatron_device():
         save_shards(f"cannot write {target}", lambda: weights_state(model), target, Writer())
 
@@ -60,9 +59,13 @@ def to_hugging_face(source: Path, target: Path, like: Path) -> None:
     model = _build(like, "--like")
     _read(model, source, f"cannot read {source} as weights of {like}")
     run_on_all_ranks(f"cannot write {target}", lambda: model.save_hf(target))
-    for pattern in (*_TOKENIZER, *_PROCESSOR):
-        for file in like.glob(pattern):
-            shutil.copy(file, target)
+
+    def copy() -> None:
+        for pattern in (*_TOKENIZER, *_PROCESSOR):
+            for file in like.glob(pattern):
+                shutil.copy(file, target)
+
+    run_on_rank_0(f"cannot write {target}", copy)
 
 
 def checkpoint_to_hugging_face(
@@ -109,7 +112,7 @@ def write_hugging_face(model: Model, source: ModelConfig, target: Path, step: in
     """Write weights, configuration, tokenizer, image processor and generation_config.json. A collective.
 
     Adapters are merged into the weights, and written by themselves in the folder `adapter` inside. The file
-    export.json tells the step (`runs.earlier.exported_step`).
+    export.json tells the step (`runs.earlier.exported_step`) and the files, which `--overwrite` may remove.
     Raises CheckpointError and then leaves `target` unchanged.
     """
     partial = target.with_name(target.name + ".partial")
@@ -123,7 +126,8 @@ def write_hugging_face(model: Model, source: ModelConfig, target: Path, step: in
         for name in (*_PROCESSOR, "generation_config.json"):  # where the model has them
             if (Path(source.path) / name).is_file():
                 shutil.copy(Path(source.path) / name, partial)
-        (partial / EXPORT).write_text(json.dumps({"step": step}) + "\n")
+        files = sorted(path.relative_to(partial).as_posix() for path in partial.rglob("*") if path.is_file())
+        (partial / EXPORT).write_text(json.dumps({"step": step, "files": files}) + "\n")
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
 

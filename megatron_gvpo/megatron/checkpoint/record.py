@@ -43,8 +43,13 @@ def read_record(directory: Path) -> dict[str, Any]:
         ) from None
     if saved not in (None, actual):
         raise DamagedCheckpointError(f"{file} is damaged: it is not what was saved (another checksum)")
-    if type(step) is not int or directory.stem != f"step_{step:08d}":
-        raise DamagedCheckpointError(f"{file} is damaged: step={step!r} in {directory.name}")
+    if type(step) is not int:
+        raise DamagedCheckpointError(f"{file} is damaged: step={step!r}")
+    if directory.stem != f"step_{step:08d}":
+        raise CheckpointError(
+            f"{directory} is not the checkpoint of the step in its name: {file.name} is of step {step}; "
+            f"rename it to step_{step:08d}, or move it elsewhere if it is a copy"
+        )
     if found != _FORMAT:
         raise CheckpointError(
             f"{directory} has format {found}, and this version reads format {_FORMAT}: continue with the "

@@ -98,12 +98,9 @@ class Reporter:
         return values, {f"{number}/samples": compressed(samples.overview), **samples.blocks}
 
 
-def write_page(report: Report, file: Path) -> None:
-    """Write the page with all its data, as a whole or not at all."""
-    blocks = {"index": compressed(report.index), **report.blocks}
-    aside = file.with_name(file.name + ".tmp")
-    aside.write_text(html(blocks), encoding="utf-8")
-    aside.replace(file)
+def page_text(report: Report) -> str:
+    """The page with all its data, as HTML that needs nothing else."""
+    return html({"index": compressed(report.index), **report.blocks})
 
 
 def html(blocks: Mapping[str, bytes], connect: bool = False) -> str:
