@@ -18,7 +18,6 @@ import numpy as np
 from megatron_gvpo.config.schema import Config, ConfigError, SamplingConfig
 from megatron_gvpo.config.servers import AFTER_PORT, EngineServers, ServersConfig
 from megatron_gvpo.images.sent import SentImage, difference
-from megatron_gvpo.real_number import finite_number
 from megatron_gvpo.rollout.http import Http, ServerGone, ServerRefused
 from megatron_gvpo.rollout.speculation import Drafts
 
