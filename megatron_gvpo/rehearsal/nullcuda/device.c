@@ -1,8 +1,6 @@
 // The device: its properties, the versions of driver and runtime, and the names of errors.
-#define _GNU_SOURCE
 #include "nullcuda.h"
 #include <cuda_runtime_api.h>
-#include <dlfcn.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -120,14 +118,4 @@ EXPORT const char *cudaGetErrorName(cudaError_t error) {
     case cudaErrorNotSupported: return "cudaErrorNotSupported";
     default: return "cudaErrorUnknown";
   }
-}
-
-// Functions of the driver are in this library too; one that is not is answered as not there.
-EXPORT cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned version,
-                                                    unsigned long long flags,
-                                                    enum cudaDriverEntryPointQueryResult *result) {
-  *function = dlsym(RTLD_DEFAULT, name);
-  if (result) *result = *function ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
-  if (!*function) nullcuda_refuse(name);
-  return cudaSuccess;
 }

@@ -4,6 +4,7 @@
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
+#include <stdio.h>
 #include <string.h>
 
 EXPORT CUresult cuInit(unsigned flags) { return CUDA_SUCCESS; }
@@ -60,6 +61,7 @@ EXPORT CUresult cuModuleLoadData(CUmodule *module, const void *image) {
   *module = (CUmodule)nullcuda_handle;
   return CUDA_SUCCESS;
 }
+EXPORT CUresult cuModuleLoad(CUmodule *module, const char *file) { return cuModuleLoadData(module, file); }
 EXPORT CUresult cuModuleLoadDataEx(CUmodule *module, const void *image, unsigned count, CUjit_option *options,
                                    void **values) {
   return cuModuleLoadData(module, image);
@@ -79,6 +81,16 @@ EXPORT CUresult cuFuncSetAttribute(CUfunction function, CUfunction_attribute att
   return CUDA_SUCCESS;
 }
 EXPORT CUresult cuFuncSetCacheConfig(CUfunction function, CUfunc_cache config) { return CUDA_SUCCESS; }
+EXPORT CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, CUfunction function, int threads,
+                                                            size_t shared) {
+  *blocks = 2;
+  return CUDA_SUCCESS;
+}
+EXPORT CUresult cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, CUfunction function, int threads,
+                                                                     size_t shared, unsigned flags) {
+  *blocks = 2;
+  return CUDA_SUCCESS;
+}
 EXPORT CUresult cuOccupancyMaxActiveClusters(int *clusters, CUfunction function, const CUlaunchConfig *config) {
   *clusters = nullcuda_device()->multiprocessors / 2;
   return CUDA_SUCCESS;
@@ -127,17 +139,29 @@ EXPORT CUresult cuGetErrorName(CUresult error, const char **text) {
   *text = cudaGetErrorName((cudaError_t)error);
   return CUDA_SUCCESS;
 }
+
+// Functions are looked up by name, without the suffix of their newest version.
+static void *newest(const char *name) {
+  char versioned[256];
+  for (char suffix = '4'; suffix >= '2'; suffix--) {
+    snprintf(versioned, sizeof versioned, "%s_v%c", name, suffix);
+    void *function = dlsym(RTLD_DEFAULT, versioned);
+    if (function) return function;
+  }
+  void *function = dlsym(RTLD_DEFAULT, name);
+  if (!function) nullcuda_refuse(name);
+  return function;
+}
 EXPORT CUresult cuGetProcAddress_v2(const char *name, void **function, int version, cuuint64_t flags,
                                     CUdriverProcAddressQueryResult *result) {
-  char newest[256];
-  *function = NULL;
-  for (char suffix = '4'; suffix >= '2' && !*function && strlen(name) < 250; suffix--) {
-    strcpy(newest, name);
-    strcat(newest, (char[]){'_', 'v', suffix, 0});
-    *function = dlsym(RTLD_DEFAULT, newest);
-  }
-  if (!*function) *function = dlsym(RTLD_DEFAULT, name);
+  *function = newest(name);
   if (result) *result = *function ? CU_GET_PROC_ADDRESS_SUCCESS : CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
-  if (!*function) nullcuda_refuse(name);
   return *function ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
+}
+EXPORT cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned version,
+                                                    unsigned long long flags,
+                                                    enum cudaDriverEntryPointQueryResult *result) {
+  *function = newest(name);
+  if (result) *result = *function ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+  return cudaSuccess;
 }

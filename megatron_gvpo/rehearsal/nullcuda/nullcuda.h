@@ -45,7 +45,7 @@ extern char nullcuda_handle[4096];
 extern __thread int nullcuda_last_error;
 int nullcuda_fail(int error);
 
-// Returns 801 (not supported), and names the function on standard error once if NULLCUDA_TRACE is set.
+// Returns 801 (not supported) and keeps the function's name for nullcuda_refused.
 int nullcuda_refuse(const char *function);
 
 #ifdef __cplusplus

@@ -47,7 +47,10 @@ const struct device *nullcuda_device(void) {
 __thread int nullcuda_last_error;
 int nullcuda_fail(int error) { return nullcuda_last_error = error; }
 
+static const char *refused = "";
+EXPORT const char *nullcuda_refused(void) { return refused; }  // the last function that was not supported
 int nullcuda_refuse(const char *function) {
+  refused = function;
   if (getenv("NULLCUDA_TRACE")) fprintf(stderr, "nullcuda: %s is not supported\n", function);
   return 801;  // cudaErrorNotSupported and CUDA_ERROR_NOT_SUPPORTED
 }
