@@ -52,8 +52,8 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Returns 0 if every rank fits, 1 if one does not or fails. Raises ConfigError."""
     with loading("the methods"):
-        from megatron_gvpo.rehearsal.command import RankFailedError
         from megatron_gvpo.rehearsal.command import run as rehearse
+        from megatron_gvpo.rehearsal.process import RankFailedError
     try:
         return rehearse(options)
     except RankFailedError as error:

@@ -1,15 +1,10 @@
-"""`megatron-gvpo rehearse`: checks what is needed, starts a process for each rank, and judges what they found."""
+"""`megatron-gvpo rehearse`: checks the input, has every rank rehearsed in a process, and judges the results."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import mmap
-import os
-import subprocess
-import sys
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +15,9 @@ from megatron_gvpo.megatron.model.attention_kernel import Attention, check_atten
 from megatron_gvpo.rehearsal import advice, made_model, report, transformer_engine
 from megatron_gvpo.rehearsal.nullcuda import build
 from megatron_gvpo.rehearsal.nullcuda.build import NullCudaError
-from megatron_gvpo.rehearsal.nullcuda.devices import CONTEXT_BYTES, DEVICES, GIB, Device, environment
+from megatron_gvpo.rehearsal.nullcuda.devices import CONTEXT_BYTES, DEVICES, GIB, Device
 from megatron_gvpo.rehearsal.prediction import predict
+from megatron_gvpo.rehearsal.process import environment_of_ranks, run_rank
 from megatron_gvpo.rehearsal.rank import Job
 from megatron_gvpo.rehearsal.ranks import chosen
 
@@ -29,7 +25,8 @@ from megatron_gvpo.rehearsal.ranks import chosen
 NCCL_BYTES = GIB  # communicators' buffers, more with more groups
 SERVER_BYTES = 4 * GIB  # a colocated server that sleeps: its context and its CUDA graphs
 LARGEST_WORLD = 65536
-REHEARSAL = "MEGATRON_GVPO_REHEARSAL"  # set in the processes that may run on the null CUDA
+LARGEST_GIB = 4096
+NODE = 8  # GPUs of a node
 
 
 def run(options: argparse.Namespace) -> int:
@@ -58,6 +55,10 @@ def _rehearse(options: argparse.Namespace, folder: Path) -> int:
         raise ConfigError("no configuration file given: megatron-gvpo rehearse CONFIG.yaml --world N")
     if not 1 <= options.world <= LARGEST_WORLD:
         raise ConfigError(f"--world {options.world}: must be from 1 to {LARGEST_WORLD}")
+    if options.micro_batches is not None and options.micro_batches < 1:
+        raise ConfigError(f"--micro-batches {options.micro_batches}: must be at least 1")
+    if options.memory is not None and not 0 < options.memory < LARGEST_GIB:
+        raise ConfigError(f"--memory {options.memory}: must be above 0 and below {LARGEST_GIB} GiB")
     named = load_config(files, overrides)
     config, added, made = _with_models(files, overrides, named, folder)
     check_layout(config, options.world)
@@ -73,11 +74,11 @@ def _rehearse(options: argparse.Namespace, folder: Path) -> int:
         raise ConfigError(
             f"--memory {options.memory}: {usable / GIB:.2g} GiB are left beside {', '.join(reserves)}"
         )
-    variables = _environment(device, min(options.world, 8), usable)
+    variables = environment_of_ranks(device, min(options.world, NODE), usable)
     jobs = [
         Job(files, [*overrides, *added], rank, options.world, options.micro_batches, made) for rank in ranks
     ]
-    found = [_run(job, variables, folder) for job in jobs]
+    found = [run_rank(job, variables, folder) for job in jobs]
     gpu = workload.gpu({"a100": "a800"}.get(options.gpu, options.gpu))
     fullest = max(found, key=_highest)
     result = {
@@ -133,72 +134,6 @@ def _reserves(config: Config, world: int) -> dict[str, int]:
     if config.rollout.servers.colocated:
         reserves["a sleeping server"] = SERVER_BYTES
     return reserves
-
-
-def _environment(device: Device, count: int, usable: int) -> dict[str, str]:
-    """The variables of a rank's process. Raises ConfigError if something is missing on this machine."""
-    try:
-        engine = transformer_engine.find()
-        if engine is None:
-            build.pytorch_libraries()  # the first thing to mend
-            raise ConfigError(
-                "Transformer Engine with its compiled extension is missing: `megatron-gvpo rehearse --build` "
-                f"compiles it once, in about ten minutes, and keeps it in {build.cache()}"
-            )
-        library = build.build(engine.package)
-    except NullCudaError as error:
-        raise ConfigError(str(error)) from None
-    _check_reservation(usable)
-    compiled = build.cache()
-    path = [
-        str(part) for part in (Path(__file__).parents[2], engine.path, os.environ.get("PYTHONPATH")) if part
-    ]
-    return environment(library, device, count, usable) | {
-        REHEARSAL: "1",
-        "PYTHONPATH": os.pathsep.join(path),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-        "HF_HUB_OFFLINE": "1",
-        "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(count))),
-        # What is compiled for a device that is not there stays apart, and no helper process compiles it.
-        "TRITON_CACHE_DIR": str(compiled / "triton"),
-        "TORCHINDUCTOR_CACHE_DIR": str(compiled / "inductor"),
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
-    }
-
-
-def _check_reservation(size: int) -> None:
-    """Raises ConfigError if this process may not reserve the device's address space, which takes no memory."""
-    try:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
-        mmap.mmap(-1, size, flags=flags).close()
-    except (OSError, OverflowError) as error:
-        raise ConfigError(
-            f"no room to reserve {size / GIB:.0f} GiB of address space ({error}): raise `ulimit -v`, or set "
-            "vm.overcommit_memory to 0 or 1; no memory is used"
-        ) from None
-
-
-def _run(job: Job, variables: dict[str, str], folder: Path) -> dict[str, Any]:
-    """Run one rank in a process. Raises ConfigError for what it refuses, RankFailedError for any other failure."""
-    files = [folder / f"{name}-{job.rank}" for name in ("job.json", "result.json", "log")]
-    files[0].write_text(json.dumps(asdict(job)))
-    command = [sys.executable, "-m", "megatron_gvpo.rehearsal.rank", str(files[0]), str(files[1])]
-    with files[2].open("w") as log:
-        code = subprocess.run(command, env=os.environ | variables, stdout=log, stderr=log).returncode
-    if not files[1].is_file():
-        raise RankFailedError(job.rank, code, files[2].read_text(errors="replace"))
-    result: dict[str, Any] = json.loads(files[1].read_text())
-    if "error" in result:
-        raise ConfigError(result["error"])
-    return result
-
-
-class RankFailedError(Exception):
-    """A rank's process ended with an error that is not one of the configuration."""
-
-    def __init__(self, rank: int, code: int, log: str) -> None:
-        lines = [line for line in log.splitlines() if line.strip()]
-        super().__init__("\n".join([*lines[-40:], f"rank {rank} failed with exit code {code}"]))
 
 
 def _highest(rank: dict[str, Any]) -> float:

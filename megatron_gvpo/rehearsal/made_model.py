@@ -9,15 +9,17 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from megatron_gvpo.cluster.planner import architecture
 from megatron_gvpo.config.schema import ConfigError
 
 _SHARD_BYTES = 5 << 30
-_KNOWN = "megatron_gvpo.cluster.planner"  # models.json: the config.json of well-known models
 
 
 def known_models() -> dict[str, Any]:
     """{name on the hub: its config.json}"""
-    known: dict[str, Any] = json.loads(resources.files(_KNOWN).joinpath("models.json").read_text())
+    known: dict[str, Any] = json.loads(
+        resources.files(architecture.__package__).joinpath("models.json").read_text()
+    )
     return known
 
 

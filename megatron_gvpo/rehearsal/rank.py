@@ -1,8 +1,8 @@
 """One rank of a rehearsal, in a process of its own: `python -m megatron_gvpo.rehearsal.rank JOB.json RESULT.json`.
 
 The command `rehearse` starts it with the null CUDA. It runs what a training step of that rank runs, on the
-project's own classes: build, scoring, two updates, export, the plan of a push, a checkpoint's layout, and the
-hand-over of memory to colocated servers.
+project's own classes: build, scoring, two updates, a checkpoint's layout, export, and the hand-over of memory to
+colocated servers.
 """
 
 from __future__ import annotations
@@ -107,8 +107,6 @@ class RankRun:
             ("checkpoint", self.checkpoint),
             ("export", self.export),
         ]
-        if config.rollout.uses_servers and config.rollout.weights.transport == "sharded":
-            phases.append(("push plan", self.push_plan))
         if config.rollout.servers.colocated:
             phases.append(("release, restore", self.hand_over))
         return phases
@@ -227,10 +225,6 @@ class RankRun:
         for _, tensor in self.policy.weights(on_host=False):
             count, elements = count + 1, elements + tensor.numel()
         return {"tensors": count, "parameters": elements}
-
-    def push_plan(self) -> Results:
-        own = self.policy.own_weights()
-        return {"tensors": len(own.tensors), "parts": len(own.parts)}
 
     def hand_over(self) -> Results:
         """A turn of colocated servers: how much of the device the trainer leaves occupied."""

@@ -6,6 +6,7 @@ rehearsal spends its time elsewhere: seven minutes on one core. Do not train wit
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -56,10 +57,16 @@ def find() -> TransformerEngine | None:
 def build(report: Callable[[str], None]) -> TransformerEngine:
     """Download Transformer Engine and compile its extension, unless that is done; `report` prints progress.
 
-    A build that was stopped goes on where it was. Raises NullCudaError if something is missing here.
+    A build that was stopped goes on where it was; of two builders the second waits for the first. Raises
+    NullCudaError if something is missing here.
     """
-    if (found := find()) is not None:
-        return found
+    cache().mkdir(parents=True, exist_ok=True)
+    with (cache() / "transformer-engine.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return find() or _build(report)
+
+
+def _build(report: Callable[[str], None]) -> TransformerEngine:
     include = headers()
     release = REFERENCE["transformer-engine"]
     packages = [f"transformer-engine=={release}", f"transformer-engine-cu13=={release}", *_ONNX]
