@@ -44,12 +44,12 @@ def size_of(config: Config, data_parallel: int, micro_batches: int | None = None
     fitting = max(1, math.ceil(budget / (unit * longest))) * unit if longest <= budget else 1
     of_a_pack = min(fitting, rows)
     length = min(longest, budget // of_a_pack) if longest <= budget else longest
-    prompt = min(prompt, length // 2)
+    response = min(rollout.max_tokens, max(length - prompt, length // 2))
     in_run = math.ceil(rows / of_a_pack)
     in_run += -in_run % parallel.pp if parallel.vpp > 1 else 0
     enough = parallel.pp * (2 if parallel.vpp > 1 else 1) + (parallel.vpp == 1)
     count = micro_batches or min(in_run, max(2, enough))
-    return Size(of_a_pack, prompt, length - prompt, count, in_run)
+    return Size(of_a_pack, length - response, response, count, in_run)
 
 
 def make_rows(config: Config, size: Size, data_parallel: int) -> TrainBatch:
