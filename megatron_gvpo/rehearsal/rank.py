@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_gvpo.config.errors import ConfigError
+from megatron_gvpo.rehearsal.nullcuda import counters
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,10 @@ def main(job_file: str, result_file: str) -> int:
         result = rehearse(job)
     except ConfigError as error:
         result = {"error": str(error)}
+    except Exception:
+        if (function := counters.refused()) is not None:
+            print(f"The null CUDA does not answer {function}, which was called last.", file=sys.stderr)
+        raise
     Path(result_file).write_text(json.dumps(result))
     return 0
 

@@ -38,7 +38,7 @@ class Recorder:
     def __init__(self, world: FakeWorld) -> None:
         self.phases: list[Phase] = []
         self._world = world
-        self._highest = 0
+        self._highest = self._reserved = 0  # bytes
         self._reset = torch.cuda.reset_peak_memory_stats
         torch.cuda.reset_peak_memory_stats = self._keep_peak  # the memory profile resets it within an update
 

@@ -16,6 +16,8 @@ def install(made_weights: bool) -> None:
     """Replace the functions; `made_weights`: the model's files are made ones, without values."""
     _take_first_configuration()
     _balance_experts()
+    _know_lengths()
+    _leave_adapters()
     if made_weights:
         _read_zeros()
 
@@ -60,6 +62,37 @@ def _balance_experts() -> None:
         return torch.tensor([n * ranks for n in own], device=tokens_e.device)
 
     Dispatcher.preprocess = filled
+
+
+def _know_lengths() -> None:
+    """megatron-core's rotary embedding of packs reads the sequences' lengths from the device (0.19.2).
+
+    A kernel subtracts their ends. So it gets the ends on the host; its waits are made up for.
+    """
+    from megatron.core.models.common.embeddings import rope_utils
+
+    rotate = rope_utils._apply_rotary_pos_emb_thd
+
+    def with_lengths(
+        t: torch.Tensor, ends: torch.Tensor, freqs: torch.Tensor, *args: Any, **options: Any
+    ) -> Any:
+        host_ends = ends.cpu()
+        by_pack = freqs.size(0) == int(host_ends[-1])
+        for _ in range(len(ends) if by_pack else 1):
+            ends[0].item()
+        return rotate(t, host_ends, freqs, *args, **options)
+
+    rope_utils._apply_rotary_pos_emb_thd = with_lengths
+
+
+def _leave_adapters() -> None:
+    """New adapters keep the values that they have: to fill them, their positions are read from the device."""
+    from megatron_gvpo.megatron.adapters import adapters
+
+    def leave(*_: Any) -> None:
+        return None
+
+    adapters.place_tensors = leave
 
 
 def know_shapes(shape: list[int]) -> None:

@@ -73,6 +73,16 @@ def test_all_functions_of_the_driver_are_there(answered: set[str]) -> None:
     assert len(declared) > 390 and declared - answered == set()
 
 
+def test_an_answered_function_is_answered_in_its_newest_version() -> None:
+    """The driver's functions are looked up without the number of their version, and the newest is found first."""
+    text = (build.SOURCES / "driver.c").read_text()
+    by_hand = set(re.findall(r"EXPORT CUresult (cu[A-Z]\w+)\(", text))
+    [header] = (path / "cuda.h" for path in build.headers() if (path / "cuda.h").is_file())
+    numbered = {name for name in symbols.driver_functions(header) if re.search(r"_v\d$", name)}
+    newer = {name for name in numbered if re.sub(r"_v\d$", "", name) in by_hand}
+    assert len(by_hand) > 30 and newer - by_hand == set()
+
+
 def test_what_is_not_asked_for_is_not_answered(answered: set[str]) -> None:
     """A function that nobody wrote or asked for must not succeed by mistake."""
     assert not {"cudaGraphInstantiate", "cudnnCreate", "cusolverDnCreate", "ncclCommInitRank"} & answered

@@ -53,7 +53,9 @@ EXPORT CUresult cuCtxPopCurrent_v2(CUcontext *context) {
   return CUDA_SUCCESS;
 }
 EXPORT CUresult cuCtxGetDevice(CUdevice *device) { return (CUresult)cudaGetDevice(device); }
+EXPORT CUresult cuCtxGetDevice_v2(CUdevice *device, CUcontext context) { return cuCtxGetDevice(device); }
 EXPORT CUresult cuCtxSynchronize(void) { return (CUresult)cudaDeviceSynchronize(); }
+EXPORT CUresult cuCtxSynchronize_v2(CUcontext context) { return cuCtxSynchronize(); }
 EXPORT CUresult cuStreamSynchronize(CUstream stream) { return (CUresult)cudaStreamSynchronize(stream); }
 
 // Modules, by which Triton loads its kernels.
@@ -104,6 +106,11 @@ static CUresult launch(unsigned x, unsigned y, unsigned z, unsigned threads, uns
 EXPORT CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
                                unsigned block_y, unsigned block_z, unsigned shared, CUstream stream, void **arguments,
                                void **extra) {
+  return launch(grid_x, grid_y, grid_z, block_x * block_y * block_z, shared);
+}
+EXPORT CUresult cuLaunchCooperativeKernel(CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
+                                          unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared,
+                                          CUstream stream, void **arguments) {
   return launch(grid_x, grid_y, grid_z, block_x * block_y * block_z, shared);
 }
 EXPORT CUresult cuLaunchKernelEx(const CUlaunchConfig *c, CUfunction function, void **arguments, void **extra) {
