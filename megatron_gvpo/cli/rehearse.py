@@ -13,9 +13,9 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "rehearse",
         help="run a rank of a GPU run at true size without a GPU",
-        description="Runs the trainer's step with the real libraries on a CUDA that computes nothing, and shows "
-        "memory, launches, waits, copies and collectives. Model weights are not needed: a config.json or a known "
-        "name is enough. docs/howto/rehearse.md says what it cannot see.",
+        description="Runs the trainer's step with the real libraries on a CUDA that computes nothing, and "
+        "shows memory, launches, waits, copies and collectives. Model weights are not needed: a config.json "
+        "or a known name is enough. docs/howto/rehearse.md says what it cannot see.",
     )
     parser.add_argument(
         "config",

@@ -57,7 +57,8 @@ def initialize(parallel: ParallelConfig, seed: int, deterministic: bool = False)
 
     The groups of an earlier model of this process, which cannot be used any more, are destroyed first.
     `deterministic`: every repetition under the same layout gives the same numbers, bit for bit.
-    Raises ConfigError if torch cannot use this machine's GPUs, on a null CUDA, and where the other ranks do not come.
+    Raises ConfigError if torch cannot use this machine's GPUs or has a null CUDA, and where the other ranks
+    do not come.
     """
     if deterministic:
         os.environ.update(_DETERMINISTIC)

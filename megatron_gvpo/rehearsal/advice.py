@@ -1,4 +1,4 @@
-"""Says what to change where a rehearsed rank runs out of memory, and what bounds a phase beside arithmetic."""
+"""Says what to change where a rank runs out of memory, and what bounds a phase other than arithmetic."""
 
 from __future__ import annotations
 
@@ -44,6 +44,6 @@ def bounds(phase: dict[str, Any], gpu: Gpu) -> str | None:
     if not products or launching < products:
         return None
     return (
-        f"{phase['name']}: {launches:,} launches and copies take the host about {launching:.1f} s, and the matrix "
-        f"products {products:.1f} s: the host bounds it"
+        f"{phase['name']}: {launches:,} launches and copies take the host about {launching:.1f} s, and the "
+        f"matrix products {products:.1f} s: the host bounds it"
     )

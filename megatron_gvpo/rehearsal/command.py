@@ -1,10 +1,11 @@
-"""`megatron-gvpo rehearse`: checks the input, has every rank rehearsed in a process, and judges the results."""
+"""`megatron-gvpo rehearse`: checks the input, has ranks rehearsed in processes, and judges the results."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ NODE = 8  # GPUs of a node
 
 
 def run(options: argparse.Namespace) -> int:
-    """Rehearse; returns 0 if every rank fits, 1 if one does not or fails. Raises ConfigError for wrong input."""
+    """Rehearse; returns 0 if every rank fits, 1 if one does not or fails. Raises ConfigError."""
     if options.build:
         return _build()
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
@@ -48,7 +49,34 @@ def _build() -> int:
 
 
 def _rehearse(options: argparse.Namespace, folder: Path) -> int:
+    """Check everything, then rehearse the ranks, one after the other, and show the result."""
     device = _device(options.gpu)
+    config, job = _checked(options, device, folder)
+    ranks = chosen(options.ranks, options.rank, config.parallel, options.world)
+    total = device.total_bytes if options.memory is None else round(options.memory * GIB)
+    reserves = _reserves(config, options.world)
+    usable = total - sum(reserves.values())
+    if usable < GIB:
+        left = f"{usable / GIB:.2g} GiB are left beside {', '.join(reserves)}"
+        raise ConfigError(f"--memory {options.memory}: {left}")
+    variables = environment_of_ranks(device, min(options.world, NODE), usable)
+    found = [run_rank(replace(job, rank=rank), variables, folder) for rank in ranks]
+    result: dict[str, Any] = {
+        "gpu": device.name,
+        "world": options.world,
+        "memory_gib": total / GIB,
+        "usable_gib": usable / GIB,
+        "reserves_gib": {name: size / GIB for name, size in reserves.items()},
+        "ranks": found,
+        "predicted": predict(config, options.world, options.micro_batches),
+    }
+    result |= _judged(config, found, options.gpu, usable)
+    print(json.dumps(result, indent=1)) if options.json else report.show(result)
+    return 0 if result["fits"] else 1
+
+
+def _checked(options: argparse.Namespace, device: Device, folder: Path) -> tuple[Config, Job]:
+    """The configuration, with models that exist, and what its ranks have in common. Raises ConfigError."""
     files = [word for word in options.config if "=" not in word]
     overrides = [word for word in options.config if "=" in word]
     if not files:
@@ -59,51 +87,13 @@ def _rehearse(options: argparse.Namespace, folder: Path) -> int:
         raise ConfigError(f"--micro-batches {options.micro_batches}: must be at least 1")
     if options.memory is not None and not 0 < options.memory < LARGEST_GIB:
         raise ConfigError(f"--memory {options.memory}: must be above 0 and below {LARGEST_GIB} GiB")
-    named = load_config(files, overrides)
-    config, added, made = _with_models(files, overrides, named, folder)
+    config, added, made = _with_models(files, overrides, folder)
     check_layout(config, options.world)
-    ranks = chosen(options.ranks, options.rank, config.parallel, options.world)
-    capability = divmod(device.capability, 10)
     shape = read_model_config(config.model.path)
     attention = Attention.of(config.model, config.parallel, config.train.deterministic, shape)
-    check_attention(attention, capability, has_flash_attention())
-    total = device.total_bytes if options.memory is None else round(options.memory * GIB)
-    reserves = _reserves(config, options.world)
-    usable = total - sum(reserves.values())
-    if usable < GIB:
-        raise ConfigError(
-            f"--memory {options.memory}: {usable / GIB:.2g} GiB are left beside {', '.join(reserves)}"
-        )
-    variables = environment_of_ranks(device, min(options.world, NODE), usable)
-    jobs = [
-        Job(files, [*overrides, *added], rank, options.world, options.micro_batches, made) for rank in ranks
-    ]
-    found = [run_rank(job, variables, folder) for job in jobs]
-    gpu = workload.gpu({"a100": "a800"}.get(options.gpu, options.gpu))
-    fullest = max(found, key=_highest)
-    result = {
-        "model": named.model.path,
-        "gpu": device.name,
-        "world": options.world,
-        "memory_gib": total / GIB,
-        "usable_gib": usable / GIB,
-        "reserves_gib": {name: size / GIB for name, size in reserves.items()},
-        "ranks": found,
-        "fullest": fullest["rank"],
-        "predicted": predict(config, options.world, options.micro_batches),
-        "bounds": [
-            line
-            for phase in fullest["phases"]
-            if (line := advice.bounds(phase, gpu)) and "update" in phase["name"]
-        ],
-    }
-    fits = not any(phase["out_of_memory"] for rank in found for phase in rank["phases"])
-    result["fits"], result["verdict"] = fits, _verdict(config, found, fullest, usable)
-    if options.json:
-        print(json.dumps(result, indent=1))
-    else:
-        report.show(result)
-    return 0 if fits else 1
+    major, minor = divmod(device.capability, 10)
+    check_attention(attention, (major, minor), has_flash_attention())
+    return config, Job(files, [*overrides, *added], 0, options.world, options.micro_batches, made)
 
 
 def _device(name: str) -> Device:
@@ -112,10 +102,9 @@ def _device(name: str) -> Device:
     return DEVICES[name.lower()]
 
 
-def _with_models(
-    files: list[str], overrides: list[str], named: Config, folder: Path
-) -> tuple[Config, list[str], list[str]]:
-    """The configuration with made directories for models without weights; what was overridden; those directories."""
+def _with_models(files: list[str], overrides: list[str], folder: Path) -> tuple[Config, list[str], list[str]]:
+    """The configuration with directories for all models, the overrides for that, and those that are made."""
+    named = load_config(files, overrides)
     paths = {"model.path": named.model.path}
     if (critic := named.algorithm.critic) is not None and critic.path is not None:
         paths["algorithm.critic.path"] = critic.path
@@ -142,10 +131,18 @@ def _highest(rank: dict[str, Any]) -> float:
     return 1e9 if phases[-1]["out_of_memory"] else max(phase["reserved"] for phase in phases)
 
 
-def _verdict(config: Config, ranks: list[dict[str, Any]], fullest: dict[str, Any], usable: int) -> str:
+def _judged(config: Config, ranks: list[dict[str, Any]], name: str, usable: int) -> dict[str, Any]:
+    """The fullest rank, whether all fit, in words what to change, and what bounds the updates."""
+    fullest = max(ranks, key=_highest)
     last = fullest["phases"][-1]
-    if last["out_of_memory"]:
+    fits = last["out_of_memory"] is None
+    if fits:
+        verdict = f"it fits: PyTorch reserves at most {_highest(fullest):.1f} of {usable / GIB:.1f} GiB"
+    else:
+        where = f"rank {fullest['rank']} runs out of memory in the phase {last['name']}"
         change = advice.remedy(config, fullest["parts"], last["name"])
-        return f"rank {fullest['rank']} runs out of memory in the phase {last['name']}: {last['out_of_memory']}\n{change}"
-    highest = max(phase["reserved"] for rank in ranks for phase in rank["phases"])
-    return f"it fits: PyTorch reserves at most {highest:.1f} of {usable / GIB:.1f} GiB"
+        verdict = f"{where}: {last['out_of_memory']}\nwhat would help: {change}"
+    gpu = workload.gpu({"a100": "a800"}.get(name.lower(), name))  # the planner's name of the same chip
+    updates = [phase for phase in fullest["phases"] if phase["name"].endswith("update")]
+    bounds = [line for phase in updates if (line := advice.bounds(phase, gpu)) is not None]
+    return {"fullest": fullest["rank"], "fits": fits, "verdict": verdict, "bounds": bounds}

@@ -1,4 +1,4 @@
-"""Makes a Hugging Face directory of true shapes from a config.json: its safetensors are sparse and take no disk."""
+"""Makes a Hugging Face directory from a config.json: its safetensors have true shapes and take no disk."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def has_weights(path: Path) -> bool:
 def prepare(path: str, key: str, folder: Path) -> Path:
     """Return a directory for the model `path`: it itself if it has weights, else a new one in `folder`.
 
-    `path`: a directory with a config.json, or the name of a known model, of which the part behind the last slash
-    is enough. Writes config.json and the directory's small files; `fill` adds the weights. Raises ConfigError,
-    which names `key`, for anything else.
+    `path`: a directory with a config.json, or the name of a known model, of which the part behind the last
+    slash is enough. Writes config.json and the directory's small files; `fill` adds the weights. Raises
+    ConfigError, which names `key`, for anything else.
     """
     given = Path(path)
     if has_weights(given):
@@ -49,15 +49,15 @@ def prepare(path: str, key: str, folder: Path) -> Path:
     if not names:
         short = ", ".join(name.partition("/")[2] for name in known)
         raise ConfigError(
-            f"{key}={path}: no config.json there, and not a known model; known are {short}. The config.json of "
-            "any model is enough: put it into that directory"
+            f"{key}={path}: no config.json there, and not a known model; known are {short}. The config.json "
+            "of any model is enough: put it into that directory"
         )
     (made / "config.json").write_text(json.dumps({"torch_dtype": "bfloat16", **known[names[0]]}, indent=2))
     return made
 
 
 def fill(directory: Path) -> None:
-    """Write the weights of a made directory: headers of the true names and shapes, and no bytes behind them."""
+    """Write the weights of a made directory: headers of true names and shapes, and no bytes behind them."""
     import transformers
 
     from megatron_gvpo.megatron.model.complete_weights import _expected

@@ -52,7 +52,7 @@ def environment_of_ranks(device: Device, count: int, usable: int) -> dict[str, s
 
 
 def _check_reservation(size: int) -> None:
-    """Raises ConfigError if this process may not reserve the device's address space, which takes no memory."""
+    """Raises ConfigError if this process may not reserve the device's addresses, which takes no memory."""
     try:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
         mmap.mmap(-1, size, flags=flags).close()
@@ -64,7 +64,7 @@ def _check_reservation(size: int) -> None:
 
 
 def run_rank(job: Job, variables: dict[str, str], folder: Path) -> dict[str, Any]:
-    """Run one rank in a process. Raises ConfigError for what it refuses, RankFailedError for any other failure."""
+    """Run one rank in a process. Raises ConfigError for what it refuses, RankFailedError for other ends."""
     files = [folder / f"{name}-{job.rank}" for name in ("job.json", "result.json", "log")]
     files[0].write_text(json.dumps(asdict(job)))
     command = [sys.executable, "-m", "megatron_gvpo.rehearsal.rank", str(files[0]), str(files[1])]

@@ -1,8 +1,8 @@
-"""One rank of a rehearsal, in a process of its own: `python -m megatron_gvpo.rehearsal.rank JOB.json RESULT.json`.
+"""One rank of a rehearsal, in a process: `python -m megatron_gvpo.rehearsal.rank JOB.json RESULT.json`.
 
 The command `rehearse` starts it with the null CUDA. It runs what a training step of that rank runs, on the
-project's own classes: build, scoring, two updates, a checkpoint's layout, export, and the hand-over of memory to
-colocated servers.
+project's own classes: build, scoring, two updates, a checkpoint's layout, export, and the hand-over of memory
+to colocated servers.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -40,9 +41,10 @@ def main(job_file: str, result_file: str) -> int:
     except ConfigError as error:
         result = {"error": str(error)}
     except Exception:
+        traceback.print_exc()
         if (function := counters.refused()) is not None:
             print(f"The null CUDA does not answer {function}, which was called last.", file=sys.stderr)
-        raise
+        return 1
     Path(result_file).write_text(json.dumps(result))
     return 0
 

@@ -20,8 +20,8 @@ def chosen(ranks: str | None, rank: int | None, parallel: ParallelConfig, world:
 def all_kinds(parallel: ParallelConfig, world: int) -> list[int]:
     """The first, the fullest middle and the last pipeline stage; of each, the first and the last rank.
 
-    Megatron numbers pipeline stages last, so a stage's ranks follow each other. Its first and last ranks differ
-    in their tensor-parallel shard, their experts, and their part of the optimizer.
+    Megatron numbers pipeline stages last, so a stage's ranks follow each other. Its first and last ranks
+    differ in their tensor-parallel shard, their experts, and their part of the optimizer.
     """
     each, last = world // parallel.pp, parallel.pp - 1
     stages = [0, last]

@@ -33,7 +33,7 @@ class Phase:
 
 
 class Recorder:
-    """Use `with recorder.phase(name) as results:`; after an out-of-memory error no further phase should begin."""
+    """`with recorder.phase(name) as results:`; after an out-of-memory error no further phase should begin."""
 
     def __init__(self, world: FakeWorld) -> None:
         self.phases: list[Phase] = []

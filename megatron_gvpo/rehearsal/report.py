@@ -15,7 +15,7 @@ def show(result: dict[str, Any]) -> None:
     usable = result["usable_gib"]
     reserves = ", ".join(f"{size:.2g} for {name}" for name, size in result["reserves_gib"].items())
     console.print(
-        f"{result['model']} on {result['world']} x {result['gpu']}: PyTorch can have {usable:.1f} GiB of "
+        f"{result['world']} x {result['gpu']}: PyTorch can have {usable:.1f} GiB of "
         f"{result['memory_gib']:.1f} (less {reserves}; assumed). Rehearsed: no value was computed."
     )
     for rank in result["ranks"]:
@@ -37,8 +37,9 @@ def _rank(console: Any, rank: dict[str, Any], result: dict[str, Any]) -> None:
     )
     if pack := rank["pack"]:
         console.print(
-            f"an update: {pack['micro_batches']} of {pack['micro_batches_of_run']} micro-batches of a rank, each "
-            f"{pack['rows_of_a_pack']} x ({pack['prompt']} + {pack['response']}) = {pack['tokens']:,} tokens"
+            f"an update: {pack['micro_batches']} of {pack['micro_batches_of_run']} micro-batches of a rank, "
+            f"each {pack['rows_of_a_pack']} x ({pack['prompt']} + {pack['response']}) = "
+            f"{pack['tokens']:,} tokens"
         )
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     columns = (

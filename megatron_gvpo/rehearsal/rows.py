@@ -1,4 +1,4 @@
-"""Makes up the rows of an optimizer update from a configuration's lengths: full packs, the fullest that can be."""
+"""Makes up the rows of an optimizer update from a configuration's lengths: the fullest packs that can be."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Size:
 
 
 def size_of(config: Config, data_parallel: int, micro_batches: int | None = None) -> Size:
-    """Sizes of the rows of an update on `data_parallel` ranks; `micro_batches`: default as many as peaks need.
+    """Sizes of the rows of an update on `data_parallel` ranks; `micro_batches`: default what peaks need.
 
-    Packs are filled to train.max_tokens_per_micro_batch with rows of one length, at most the longest. Where whole
-    groups fit into a pack and stay together, a pack has whole groups.
+    Packs are filled to train.max_tokens_per_micro_batch with rows of one length, at most the longest. Where
+    whole groups fit into a pack and stay together, a pack has whole groups.
     """
     train, rollout, parallel = config.train, config.rollout, config.parallel
     budget = train.max_tokens_per_micro_batch * parallel.cp

@@ -1,7 +1,7 @@
-"""Values that a rehearsal makes up, because kernels or other ranks would compute them and sizes depend on them.
+"""Values that a rehearsal makes up: kernels or other ranks would compute them, and sizes depend on them.
 
-Every expert gets equally many tokens; a neighbour in the pipeline sends what this stage sends; weights that no
-file has are zeros; Triton's autotuner takes its first configuration.
+Every expert gets equally many tokens; a neighbour in the pipeline sends what this stage sends; weights that
+no file has are zeros; Triton's autotuner takes its first configuration.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _take_first_configuration() -> None:
 
 
 def _balance_experts() -> None:
-    """The counts of tokens that routers' kernels and a gather over ranks would give (megatron-core 0.19.2)."""
+    """The counts of tokens that routers' kernels and a gather over ranks would give (mcore 0.19.2)."""
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher as Dispatcher
 
     preprocess = Dispatcher.preprocess
@@ -112,7 +112,7 @@ def know_shapes(shape: list[int]) -> None:
 
 
 def _read_zeros() -> None:
-    """The tensors of a made directory are zeros that nobody reads; their sizes are those of the files' headers."""
+    """The tensors of a made directory are zeros that nobody reads, of the sizes in the files' headers."""
     from megatron.bridge.models.hf_pretrained.state import SafeTensorsStateSource
     from safetensors import safe_open
 

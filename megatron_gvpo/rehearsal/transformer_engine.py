@@ -1,7 +1,7 @@
 """Finds Transformer Engine, or compiles its torch extension into the cache where it is missing.
 
-The extension is C++ alone, so a compiler and headers are enough. It is compiled without optimisation, because a
-rehearsal spends its time elsewhere: seven minutes on one core. Do not train with it.
+The extension is C++ alone, so a compiler and headers are enough. It is compiled without optimisation, because
+a rehearsal spends its time elsewhere: seven minutes on one core. Do not train with it.
 """
 
 from __future__ import annotations

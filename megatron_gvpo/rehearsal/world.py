@@ -33,7 +33,7 @@ class Traffic:
 
 
 class FakeWorld:
-    """Joins a world of `size` ranks as `rank`; make one before megatron-core is imported, which keeps functions."""
+    """Joins a world of `size` ranks as `rank`, before megatron-core is imported, which keeps functions."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.traffic: dict[tuple[str, str], Traffic] = {}  # by (group's name, collective)

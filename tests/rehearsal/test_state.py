@@ -1,4 +1,4 @@
-"""A rehearsed rank holds, to the byte, what the same rank of a real world on CPUs holds; its products add up."""
+"""A rehearsed rank holds, to the byte, what that rank of a real world on CPUs holds; its products add up."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def test_all_functions_of_the_driver_are_there(answered: set[str]) -> None:
 
 
 def test_an_answered_function_is_answered_in_its_newest_version() -> None:
-    """The driver's functions are looked up without the number of their version, and the newest is found first."""
+    """The driver's functions are looked up without a version's number, and the newest is found first."""
     text = (build.SOURCES / "driver.c").read_text()
     by_hand = set(re.findall(r"EXPORT CUresult (cu[A-Z]\w+)\(", text))
     [header] = (path / "cuda.h" for path in build.headers() if (path / "cuda.h").is_file())

@@ -1,4 +1,4 @@
-"""Compiles the null CUDA against the headers and libraries of an installed PyTorch, once; keeps it in a cache."""
+"""Compiles the null CUDA once, against the installed PyTorch's headers and libraries; keeps it in a cache."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def pytorch_libraries() -> list[Path]:
     files = [folder / f"lib{name}.so" for name in _PYTORCH]
     if missing := [file.name for file in files if not file.is_file()]:
         raise NullCudaError(
-            f"torch {version('torch')} is a build without CUDA ({missing[0]} is missing): install PyPI's torch "
-            "for Linux, which has it; no GPU is needed"
+            f"torch {version('torch')} is a build without CUDA ({missing[0]} is missing): install PyPI's "
+            "torch for Linux, which has it; no GPU is needed"
         )
     return files
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 GIB = 2**30
-# The CUDA context of a process: kernels' code, stacks, the driver's own. About half a GiB on Hopper; it differs by
-# driver. Nothing allocates it here, so a device has that much less.
+# The CUDA context of a process: kernels' code, stacks, the driver's own. About half a GiB on Hopper; it
+# differs by driver. Nothing allocates it here, so a device has that much less.
 CONTEXT_BYTES = GIB // 2
 
 

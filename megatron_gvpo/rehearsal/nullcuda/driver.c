@@ -56,6 +56,10 @@ EXPORT CUresult cuCtxGetDevice(CUdevice *device) { return (CUresult)cudaGetDevic
 EXPORT CUresult cuCtxGetDevice_v2(CUdevice *device, CUcontext context) { return cuCtxGetDevice(device); }
 EXPORT CUresult cuCtxSynchronize(void) { return (CUresult)cudaDeviceSynchronize(); }
 EXPORT CUresult cuCtxSynchronize_v2(CUcontext context) { return cuCtxSynchronize(); }
+EXPORT CUresult cuStreamGetCtx(CUstream stream, CUcontext *context) { return cuCtxGetCurrent(context); }
+EXPORT CUresult cuStreamGetCtx_v2(CUstream stream, CUcontext *context, CUgreenCtx *green) {
+  return cuCtxGetCurrent(context);  // a caller of the first version passes no third argument
+}
 EXPORT CUresult cuStreamSynchronize(CUstream stream) { return (CUresult)cudaStreamSynchronize(stream); }
 
 // Modules, by which Triton loads its kernels.

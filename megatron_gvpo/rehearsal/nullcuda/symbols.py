@@ -1,8 +1,9 @@
 """Generates the answers to all CUDA functions that no file here writes by hand.
 
-A function is answered if a library asks for it (its ELF table), or if cuda.h declares it, because the driver's
-functions are looked up by name. What sets or gets a setting succeeds; a product or another computation of cuBLAS
-counts as a launch; everything else is refused with "not supported", so that nothing succeeds by mistake.
+A function is answered if a library asks for it (its ELF table), or if cuda.h declares it, because the
+driver's functions are looked up by name. What sets or gets a setting succeeds; a product or another
+computation of cuBLAS counts as a launch; everything else is refused with "not supported", so that nothing
+succeeds by mistake.
 """
 
 from __future__ import annotations
