@@ -121,8 +121,6 @@ class RankRun:
     def build(self) -> Results:
         from megatron.core import parallel_state
 
-        from megatron_gvpo.megatron.batch import PackedBatch
-        from megatron_gvpo.megatron.microbatch import my_share
         from megatron_gvpo.megatron.policy import Policy
         from megatron_gvpo.rehearsal import stand_ins
         from megatron_gvpo.rehearsal.rows import make_rows, size_of
@@ -139,12 +137,8 @@ class RankRun:
         }
         self.size = size_of(config, data_parallel, self._micro_batches)
         self._rows = make_rows(config, self.size, data_parallel)
+        stand_ins.know_shapes(hidden_shape(self.policy, config, self._rows))
         model = self.policy.model
-        budget = config.train.max_tokens_per_micro_batch * config.parallel.cp
-        [first, *_] = my_share(model, self._rows, budget, True).packs(self._rows)
-        tokens = len(PackedBatch.pack(first, model.padding, model.shares_prompts_of(first)).token_t)
-        shards = config.parallel.cp * (config.parallel.tp if config.parallel.sequence_parallel else 1)
-        stand_ins.know_shapes([tokens // shards, 1, model.config.hidden_size])
         return {"parameters": sum(weight.numel() for weight in model.weights())}
 
     def score(self) -> Results:
@@ -247,6 +241,19 @@ class RankRun:
         memory.restore("weights")
         memory.restore("training")
         return {"stays_gib": stays}
+
+
+def hidden_shape(policy: Any, config: Any, rows: Any) -> list[int]:
+    """The shape [t, 1, h] of the hidden states of this rank's first micro-batch, between two layers."""
+    from megatron_gvpo.megatron.batch import PackedBatch
+    from megatron_gvpo.megatron.microbatch import my_share
+
+    model, parallel = policy.model, config.parallel
+    budget = config.train.max_tokens_per_micro_batch * parallel.cp
+    [first, *_] = my_share(model, rows, budget, True).packs(rows)
+    tokens = len(PackedBatch.pack(first, model.padding, model.shares_prompts_of(first)).token_t)
+    shards = parallel.cp * (parallel.tp if parallel.sequence_parallel else 1)
+    return [tokens // shards, 1, model.config.hidden_size]
 
 
 if __name__ == "__main__":
