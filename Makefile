@@ -11,16 +11,16 @@ export TOKENIZERS_PARALLELISM := false
 WORKERS ?= 2
 PYTEST := $(PYTHON) -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder --max-worker-restart 0
 
-.PHONY: quickstart test proof chaos engines docs lint format venv clean
+.PHONY: quickstart test proof chaos engines extension docs lint format venv clean
 
 quickstart: venv  ## GVPO on a small model, from nothing to a better policy, in minutes
 	OMP_NUM_THREADS=2 $(PYTHON) examples/quickstart/run.py
 
-test: venv engines  ## the test suite: every real part at least once
+test: venv engines extension  ## the test suite: every real part at least once
 	$(PYTEST) $(OPTIONS)
 
 # It goes on where it was stopped, at the same commit. Outcomes and times go to benchmarks/results/proof.json.
-proof: venv engines  ## all tests and long proofs, for hours
+proof: venv engines extension  ## all tests and long proofs, for hours
 	mkdir -p runs
 	$(PYTEST) -m "proof or not proof" --timeout 7200 --fuzz 4000 -rs --journal=runs/proof.jsonl --write-times=runs/proof.json $(OPTIONS)
 	cp runs/proof.json benchmarks/results/
@@ -36,6 +36,9 @@ chaos: venv engines  ## whole runs with seeded faults, for hours; it goes on whe
 
 engines:  # the environments of SGLang and vLLM: built in the background where missing; tests wait for them
 	@for engine in sglang vllm; do nohup tools/engines/make_env.sh $$engine >/dev/null 2>&1 & done
+
+extension: venv  # what rehearsals need: Transformer Engine's extension, compiled in the background where missing
+	@nohup nice -n 15 $(PYTHON) -m megatron_gvpo rehearse --build >/dev/null 2>&1 &
 
 docs: venv  ## the documentation site, in site/; fails on any broken link
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict

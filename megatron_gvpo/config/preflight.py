@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_gvpo.config.checks.cpu_engines import check_rollout_model
-from megatron_gvpo.config.checks.gpu_packages import check_gpu_packages
+from megatron_gvpo.config.checks.gpu_packages import check_gpu_packages, check_no_null_cuda
 from megatron_gvpo.config.checks.output_dir import check_output_dir
 from megatron_gvpo.config.checks.parallel_layout import check_layout
 from megatron_gvpo.config.checks.user_source import check_source
@@ -58,6 +58,7 @@ def preflight(
     `allowed`: the keys that change the mathematics and may differ from those of the run that is resumed.
     """
     trains = command in ("train", "slurm")
+    check_no_null_cuda()
     check_layout(config, world_size)
     if command != "slurm" and _gpus():  # a job's nodes have others
         check_gpu_packages()

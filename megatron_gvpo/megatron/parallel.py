@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_gvpo.config.checks.gpu_packages import check_no_gpu_is_missed
+from megatron_gvpo.config.checks.gpu_packages import check_no_gpu_is_missed, check_no_null_cuda
 from megatron_gvpo.config.schema import ParallelConfig
 from megatron_gvpo.runtime.store import meet
 
@@ -57,12 +57,14 @@ def initialize(parallel: ParallelConfig, seed: int, deterministic: bool = False)
 
     The groups of an earlier model of this process, which cannot be used any more, are destroyed first.
     `deterministic`: every repetition under the same layout gives the same numbers, bit for bit.
-    Raises ConfigError if torch cannot use this machine's GPUs, and where the other ranks do not come.
+    Raises ConfigError if torch cannot use this machine's GPUs or has a null CUDA, and where the other ranks
+    do not come.
     """
     if deterministic:
         os.environ.update(_DETERMINISTIC)
     torch.use_deterministic_algorithms(deterministic)
     release()
+    check_no_null_cuda()
     check_no_gpu_is_missed()
     timeout = timedelta(seconds=parallel.timeout_seconds)
     if not dist.is_initialized():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import runpy
 from importlib import util
@@ -12,6 +13,7 @@ from megatron_gvpo.observe.gpus import driver_cuda, driver_version, list_gpus
 from megatron_gvpo.versions import COMPONENTS
 
 HIDE = "or leave the GPUs unused: CUDA_VISIBLE_DEVICES="
+REHEARSAL = "MEGATRON_GVPO_REHEARSAL"  # set by `rehearse` in its own processes, and nowhere else
 
 
 def check_gpu_packages() -> None:
@@ -49,6 +51,18 @@ def check_no_gpu_is_missed() -> None:
         f"the driver lists {len(gpus)} GPUs, and torch finds none: mend what `python -c 'import torch; "
         f"torch.cuda.init()'` says, such as a fabric manager that does not run, {HIDE}"
     )
+
+
+def check_no_null_cuda() -> None:
+    """Raises ConfigError in a process on the null CUDA of a rehearsal that is not a rehearsal.
+
+    Nothing would be computed there, and a GPU of this machine would stay unused.
+    """
+    if os.environ.get(REHEARSAL) != "1" and hasattr(ctypes.CDLL(None), "nullcuda_counter"):
+        raise ConfigError(
+            f"LD_PRELOAD={os.environ.get('LD_PRELOAD', '')}: this process has the null CUDA of a rehearsal, "
+            "which computes nothing: unset LD_PRELOAD"
+        )
 
 
 def cuda_of_torch() -> str | None:

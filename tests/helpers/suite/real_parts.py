@@ -28,6 +28,7 @@ PARTS = (
     "TRL's losses",
     "Slurm",
     "image",
+    "null CUDA",
     "Chromium",
     "bubblewrap",
     "MCP server",

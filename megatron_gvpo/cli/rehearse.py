@@ -1,0 +1,61 @@
+"""`megatron-gvpo rehearse`: any rank of a GPU run at true size, on a machine without a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from megatron_gvpo.cli.terminal import loading
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "rehearse",
+        help="run a rank of a GPU run at true size without a GPU",
+        description="Runs the trainer's step with the real libraries on a CUDA that computes nothing, and "
+        "shows memory, launches, waits, copies and collectives. Model weights are not needed: a config.json "
+        "or a known name is enough. docs/howto/rehearse.md says what it cannot see.",
+    )
+    parser.add_argument(
+        "config",
+        nargs="*",
+        metavar="CONFIG.yaml | key.sub=value",
+        help="configuration files, of which later ones win, and single values such as parallel.tp=4",
+    )
+    number = {"type": int, "metavar": "N"}
+    parser.add_argument("--world", default=8, help="ranks of the run, one a GPU (default: 8)", **number)
+    parser.add_argument("--rank", help="the rank to rehearse (default: 0)", **number)
+    parser.add_argument(
+        "--ranks",
+        choices=["all-kinds"],
+        help="rehearse one rank of every kind, one after the other, and name the fullest",
+    )
+    parser.add_argument(
+        "--gpu", default="h100", metavar="NAME", help="h100, h200, h800, a100 or b200 (default: h100)"
+    )
+    parser.add_argument("--memory", type=float, metavar="GIB", help="memory of the GPU (default: its own)")
+    parser.add_argument(
+        "--micro-batches",
+        help="micro-batches of an update (default: as many as the peak of memory needs)",
+        **number,
+    )
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument(
+        "--build",
+        action="store_true",
+        help="only compile the null CUDA and Transformer Engine's extension, and keep them",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Returns 0 if every rank fits, 1 if one does not or fails. Raises ConfigError."""
+    with loading("the methods"):
+        from megatron_gvpo.rehearsal.command import run as rehearse
+        from megatron_gvpo.rehearsal.process import RankFailedError
+    try:
+        return rehearse(options)
+    except RankFailedError as error:
+        print(error, file=sys.stderr)
+        return 1

@@ -1,0 +1,148 @@
+"""`megatron-gvpo rehearse`: checks the input, has ranks rehearsed in processes, and judges the results."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron_gvpo.cluster.planner import workload
+from megatron_gvpo.config.checks.parallel_layout import check_layout
+from megatron_gvpo.config.schema import Config, ConfigError, load_config, read_model_config
+from megatron_gvpo.megatron.model.attention_kernel import Attention, check_attention, has_flash_attention
+from megatron_gvpo.rehearsal import advice, made_model, report, transformer_engine
+from megatron_gvpo.rehearsal.nullcuda import build
+from megatron_gvpo.rehearsal.nullcuda.build import NullCudaError
+from megatron_gvpo.rehearsal.nullcuda.devices import CONTEXT_BYTES, DEVICES, GIB, Device
+from megatron_gvpo.rehearsal.prediction import predict
+from megatron_gvpo.rehearsal.process import environment_of_ranks, run_rank
+from megatron_gvpo.rehearsal.rank import Job
+from megatron_gvpo.rehearsal.ranks import chosen
+
+# What a GPU holds beside PyTorch's own memory. Nothing measures it here.
+NCCL_BYTES = GIB  # communicators' buffers, more with more groups
+SERVER_BYTES = 4 * GIB  # a colocated server that sleeps: its context and its CUDA graphs
+LARGEST_WORLD = 65536
+LARGEST_GIB = 4096
+NODE = 8  # GPUs of a node
+
+
+def run(options: argparse.Namespace) -> int:
+    """Rehearse; returns 0 if every rank fits, 1 if one does not or fails. Raises ConfigError."""
+    if options.build:
+        return _build()
+    with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
+        return _rehearse(options, Path(folder))
+
+
+def _build() -> int:
+    """Build what a rehearsal needs, and keep it in the cache. Raises ConfigError."""
+    try:
+        found = transformer_engine.build(lambda line: print(line, flush=True))
+        print(build.build(found.package))
+    except NullCudaError as error:
+        raise ConfigError(str(error)) from None
+    return 0
+
+
+def _rehearse(options: argparse.Namespace, folder: Path) -> int:
+    """Check everything, then rehearse the ranks, one after the other, and show the result."""
+    device = _device(options.gpu)
+    config, job = _checked(options, device, folder)
+    ranks = chosen(options.ranks, options.rank, config.parallel, options.world)
+    total = device.total_bytes if options.memory is None else round(options.memory * GIB)
+    reserves = _reserves(config, options.world)
+    usable = total - sum(reserves.values())
+    if usable < GIB:
+        left = f"{usable / GIB:.2g} GiB are left beside {', '.join(reserves)}"
+        raise ConfigError(f"--memory {options.memory}: {left}")
+    variables = environment_of_ranks(device, min(options.world, NODE), usable)
+    found = [run_rank(replace(job, rank=rank), variables, folder) for rank in ranks]
+    result: dict[str, Any] = {
+        "gpu": device.name,
+        "world": options.world,
+        "memory_gib": total / GIB,
+        "usable_gib": usable / GIB,
+        "reserves_gib": {name: size / GIB for name, size in reserves.items()},
+        "ranks": found,
+        "predicted": predict(config, options.world, options.micro_batches),
+    }
+    result |= _judged(config, found, options.gpu, usable)
+    print(json.dumps(result, indent=1)) if options.json else report.show(result)
+    return 0 if result["fits"] else 1
+
+
+def _checked(options: argparse.Namespace, device: Device, folder: Path) -> tuple[Config, Job]:
+    """The configuration, with models that exist, and what its ranks have in common. Raises ConfigError."""
+    files = [word for word in options.config if "=" not in word]
+    overrides = [word for word in options.config if "=" in word]
+    if not files:
+        raise ConfigError("no configuration file given: megatron-gvpo rehearse CONFIG.yaml --world N")
+    if not 1 <= options.world <= LARGEST_WORLD:
+        raise ConfigError(f"--world {options.world}: must be from 1 to {LARGEST_WORLD}")
+    if options.micro_batches is not None and options.micro_batches < 1:
+        raise ConfigError(f"--micro-batches {options.micro_batches}: must be at least 1")
+    if options.memory is not None and not 0 < options.memory < LARGEST_GIB:
+        raise ConfigError(f"--memory {options.memory}: must be above 0 and below {LARGEST_GIB} GiB")
+    config, added, made = _with_models(files, overrides, folder)
+    check_layout(config, options.world)
+    shape = read_model_config(config.model.path)
+    attention = Attention.of(config.model, config.parallel, config.train.deterministic, shape)
+    major, minor = divmod(device.capability, 10)
+    check_attention(attention, (major, minor), has_flash_attention())
+    return config, Job(files, [*overrides, *added], 0, options.world, options.micro_batches, made)
+
+
+def _device(name: str) -> Device:
+    if name.lower() not in DEVICES:
+        raise ConfigError(f"--gpu {name}: unknown; known are {', '.join(DEVICES)}")
+    return DEVICES[name.lower()]
+
+
+def _with_models(files: list[str], overrides: list[str], folder: Path) -> tuple[Config, list[str], list[str]]:
+    """The configuration with directories for all models, the overrides for that, and those that are made."""
+    named = load_config(files, overrides)
+    paths = {"model.path": named.model.path}
+    if (critic := named.algorithm.critic) is not None and critic.path is not None:
+        paths["algorithm.critic.path"] = critic.path
+    if named.teacher is not None and named.teacher.server is None:
+        paths["teacher.path"] = named.teacher.path
+    directories = {key: made_model.prepare(path, key, folder / key) for key, path in paths.items()}
+    added = [f"{key}={path}" for key, path in directories.items()] + [f"output_dir={folder / 'out'}"]
+    made = [str(path) for path in directories.values() if folder in path.parents]
+    return load_config(files, [*overrides, *added]), added, made
+
+
+def _reserves(config: Config, world: int) -> dict[str, int]:
+    reserves = {"CUDA's context": CONTEXT_BYTES}
+    if world > 1:
+        reserves["NCCL"] = NCCL_BYTES
+    if config.rollout.servers.colocated:
+        reserves["a sleeping server"] = SERVER_BYTES
+    return reserves
+
+
+def _highest(rank: dict[str, Any]) -> float:
+    """What orders ranks by their memory: those that ran out of it come last."""
+    phases = rank["phases"]
+    return 1e9 if phases[-1]["out_of_memory"] else max(phase["reserved"] for phase in phases)
+
+
+def _judged(config: Config, ranks: list[dict[str, Any]], name: str, usable: int) -> dict[str, Any]:
+    """The fullest rank, whether all fit, in words what to change, and what bounds the updates."""
+    fullest = max(ranks, key=_highest)
+    last = fullest["phases"][-1]
+    fits = last["out_of_memory"] is None
+    if fits:
+        verdict = f"it fits: PyTorch reserves at most {_highest(fullest):.1f} of {usable / GIB:.1f} GiB"
+    else:
+        where = f"rank {fullest['rank']} runs out of memory in the phase {last['name']}"
+        change = advice.remedy(config, fullest["parts"], last["name"])
+        verdict = f"{where}: {last['out_of_memory']}\nwhat would help: {change}"
+    gpu = workload.gpu({"a100": "a800"}.get(name.lower(), name))  # the planner's name of the same chip
+    updates = [phase for phase in fullest["phases"] if phase["name"].endswith("update")]
+    bounds = [line for phase in updates if (line := advice.bounds(phase, gpu)) is not None]
+    return {"fullest": fullest["rank"], "fits": fits, "verdict": verdict, "bounds": bounds}

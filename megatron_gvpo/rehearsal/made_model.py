@@ -1,0 +1,84 @@
+"""Makes a Hugging Face directory from a config.json: its safetensors have true shapes and take no disk."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from megatron_gvpo.cluster.planner import architecture
+from megatron_gvpo.config.schema import ConfigError
+
+_SHARD_BYTES = 5 << 30
+
+
+def known_models() -> dict[str, Any]:
+    """{name on the hub: its config.json}"""
+    known: dict[str, Any] = json.loads(
+        resources.files(architecture.__package__).joinpath("models.json").read_text()
+    )
+    return known
+
+
+def has_weights(path: Path) -> bool:
+    return (path / "config.json").is_file() and any(path.glob("*.safetensors"))
+
+
+def prepare(path: str, key: str, folder: Path) -> Path:
+    """Return a directory for the model `path`: it itself if it has weights, else a new one in `folder`.
+
+    `path`: a directory with a config.json, or the name of a known model, of which the part behind the last
+    slash is enough. Writes config.json and the directory's small files; `fill` adds the weights. Raises
+    ConfigError, which names `key`, for anything else.
+    """
+    given = Path(path)
+    if has_weights(given):
+        return given
+    made = folder / given.name
+    made.mkdir(parents=True, exist_ok=True)
+    if (given / "config.json").is_file():
+        for file in given.iterdir():
+            if file.is_file() and file.suffix in (".json", ".txt", ".jinja", ".model"):
+                shutil.copy(file, made)
+        return made
+    known = known_models()
+    names = [name for name in known if given.name in (name, name.partition("/")[2])]
+    if not names:
+        short = ", ".join(name.partition("/")[2] for name in known)
+        raise ConfigError(
+            f"{key}={path}: no config.json there, and not a known model; known are {short}. The config.json "
+            "of any model is enough: put it into that directory"
+        )
+    (made / "config.json").write_text(json.dumps({"torch_dtype": "bfloat16", **known[names[0]]}, indent=2))
+    return made
+
+
+def fill(directory: Path) -> None:
+    """Write the weights of a made directory: headers of true names and shapes, and no bytes behind them."""
+    import transformers
+
+    from megatron_gvpo.megatron.model.complete_weights import _expected
+
+    config = transformers.AutoConfig.from_pretrained(directory)
+    tied = bool(config.get_text_config().tie_word_embeddings)
+    shards: list[dict[str, Any]] = [{}]
+    end = 0
+    for name, shape in _expected(config, tied).items():
+        size = 2 * math.prod(shape)
+        if end and end + size > _SHARD_BYTES:
+            shards.append({})
+            end = 0
+        shards[-1][name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [end, end + size]}
+        end += size
+    files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    for file, shard in zip(files, shards, strict=True):
+        header = json.dumps({"__metadata__": {"format": "pt"}, **shard}).encode()
+        header += b" " * (-len(header) % 8)
+        with (directory / file).open("wb") as opened:
+            opened.write(len(header).to_bytes(8, "little") + header)
+            opened.truncate(8 + len(header) + max(tensor["data_offsets"][1] for tensor in shard.values()))
+    index = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))

@@ -1,0 +1,86 @@
+"""Starts the process of a rehearsed rank: its environment, with the null CUDA, and what it hands back."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron_gvpo.config.checks.gpu_packages import REHEARSAL
+from megatron_gvpo.config.errors import ConfigError
+from megatron_gvpo.rehearsal import transformer_engine
+from megatron_gvpo.rehearsal.nullcuda import build
+from megatron_gvpo.rehearsal.nullcuda.build import NullCudaError
+from megatron_gvpo.rehearsal.nullcuda.devices import GIB, Device, environment
+from megatron_gvpo.rehearsal.rank import Job
+
+
+def environment_of_ranks(device: Device, count: int, usable: int) -> dict[str, str]:
+    """The variables of a rank's process. Raises ConfigError if something is missing on this machine."""
+    try:
+        engine = transformer_engine.find()
+        if engine is None:
+            build.pytorch_libraries()  # the first thing to mend
+            raise ConfigError(
+                "Transformer Engine with its compiled extension is missing: `megatron-gvpo rehearse --build` "
+                f"compiles it once, in about ten minutes, and keeps it in {build.cache()}"
+            )
+        library = build.build(engine.package)
+    except NullCudaError as error:
+        raise ConfigError(str(error)) from None
+    _check_reservation(usable)
+    compiled = build.cache()
+    path = [
+        str(part) for part in (Path(__file__).parents[2], engine.path, os.environ.get("PYTHONPATH")) if part
+    ]
+    return environment(library, device, count, usable) | {
+        REHEARSAL: "1",
+        "PYTHONPATH": os.pathsep.join(path),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "HF_HUB_OFFLINE": "1",
+        "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(count))),
+        # What is compiled for a device that is not there stays apart, and no helper process compiles it.
+        "TRITON_CACHE_DIR": str(compiled / "triton"),
+        "TORCHINDUCTOR_CACHE_DIR": str(compiled / "inductor"),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    }
+
+
+def _check_reservation(size: int) -> None:
+    """Raises ConfigError if this process may not reserve the device's addresses, which takes no memory."""
+    try:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+        mmap.mmap(-1, size, flags=flags).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"no room to reserve {size / GIB:.0f} GiB of address space ({error}): raise `ulimit -v`, or set "
+            "vm.overcommit_memory to 0 or 1; no memory is used"
+        ) from None
+
+
+def run_rank(job: Job, variables: dict[str, str], folder: Path) -> dict[str, Any]:
+    """Run one rank in a process. Raises ConfigError for what it refuses, RankFailedError for other ends."""
+    files = [folder / f"{name}-{job.rank}" for name in ("job.json", "result.json", "log")]
+    files[0].write_text(json.dumps(asdict(job)))
+    command = [sys.executable, "-m", "megatron_gvpo.rehearsal.rank", str(files[0]), str(files[1])]
+    with files[2].open("w") as log:
+        code = subprocess.run(command, env=os.environ | variables, stdout=log, stderr=log).returncode
+    if not files[1].is_file():
+        raise RankFailedError(job.rank, code, files[2].read_text(errors="replace"))
+    result: dict[str, Any] = json.loads(files[1].read_text())
+    if "error" in result:
+        raise ConfigError(result["error"])
+    return result
+
+
+class RankFailedError(Exception):
+    """A rank's process ended with an error that is not one of the configuration."""
+
+    def __init__(self, rank: int, code: int, log: str) -> None:
+        lines = [line for line in log.splitlines() if line.strip()]
+        super().__init__("\n".join([*lines[-40:], f"rank {rank} failed with exit code {code}"]))

@@ -1,0 +1,260 @@
+"""One rank of a rehearsal, in a process: `python -m megatron_gvpo.rehearsal.rank JOB.json RESULT.json`.
+
+The command `rehearse` starts it with the null CUDA. It runs what a training step of that rank runs, on the
+project's own classes: build, scoring, two updates, a checkpoint's layout, export, and the hand-over of memory
+to colocated servers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_gvpo.config.errors import ConfigError
+from megatron_gvpo.rehearsal.nullcuda import counters
+
+
+@dataclass(frozen=True)
+class Job:
+    files: list[str]  # of the configuration
+    overrides: list[str]
+    rank: int
+    world: int
+    micro_batches: int | None = None
+    made: list[str] = dataclasses.field(default_factory=list)  # directories without weights: `fill` adds them
+
+
+def main(job_file: str, result_file: str) -> int:
+    """Run the job. The result is a dict of phases, or of `error`, what the user can mend."""
+    os.environ.pop("LD_PRELOAD", None)  # this process has it; compilers that Triton starts need it not
+    job = Job(**json.loads(Path(job_file).read_text()))
+    try:
+        result = rehearse(job)
+    except ConfigError as error:
+        result = {"error": str(error)}
+    except Exception:
+        traceback.print_exc()
+        if (function := counters.refused()) is not None:
+            print(f"The null CUDA does not answer {function}, which was called last.", file=sys.stderr)
+        return 1
+    Path(result_file).write_text(json.dumps(result))
+    return 0
+
+
+def rehearse(job: Job) -> dict[str, Any]:
+    """Run the phases of one rank. Raises ConfigError for a configuration that the run would refuse, too."""
+    begin = time.perf_counter()
+    from megatron_gvpo.rehearsal.world import FakeWorld
+
+    world = FakeWorld(job.rank, job.world)  # before megatron-core is imported
+    from megatron_gvpo.cli.terminal import quieten
+    from megatron_gvpo.config.schema import load_config
+    from megatron_gvpo.rehearsal import made_model, stand_ins
+    from megatron_gvpo.rehearsal.recorder import Recorder, host_gib
+    from megatron_gvpo.runtime.environment import prepare
+
+    quieten()
+    config = load_config(job.files, job.overrides)
+    prepare(config)
+    import megatron_gvpo.megatron.policy  # noqa: F401 - its seconds are those of imports
+
+    for directory in job.made:
+        if not made_model.has_weights(Path(directory)):
+            made_model.fill(Path(directory))
+    stand_ins.install(made_weights=bool(job.made))
+    imports = time.perf_counter() - begin
+    recorder = Recorder(world)
+    run = RankRun(config, recorder, job.micro_batches)
+    for name, phase in run.phases():
+        with recorder.phase(name) as results:
+            results |= phase() or {}
+        if recorder.is_out_of_memory:
+            break
+    return {
+        "rank": job.rank,
+        "role": run.role,
+        "pack": {} if run.size is None else asdict(run.size) | {"tokens": run.size.tokens_of_a_pack},
+        "parts": run.parts,
+        "import_seconds": round(imports, 1),
+        "host_gib": host_gib(),
+        "phases": [asdict(phase) for phase in recorder.phases],
+    }
+
+
+Results = dict[str, Any] | None
+
+
+class RankRun:
+    """The phases of a rank, in the order of a run; each returns what is worth showing."""
+
+    def __init__(self, config: Any, recorder: Any, micro_batches: int | None) -> None:
+        self._config, self._micro_batches = config, micro_batches
+        self._recorder = recorder
+        self.parts: dict[str, float] = {}  # GiB of weights, gradients, optimizer, activations, head
+        self.role: dict[str, int] = {}
+        self.size: Any = None
+        algorithm = config.algorithm.sized(config.rollout.max_tokens)
+        self._estimator = None if algorithm.estimator is None else algorithm.estimator.build()
+
+    def phases(self) -> list[tuple[str, Callable[[], Results]]]:
+        config = self._config
+        phases: list[tuple[str, Callable[[], Results]]] = [
+            ("build", self.build),
+            ("scoring", self.score),
+            ("first update", self.first_update),
+            ("second update", self.second_update),
+            ("checkpoint", self.checkpoint),
+            ("export", self.export),
+        ]
+        if config.rollout.servers.colocated:
+            phases.append(("release, restore", self.hand_over))
+        return phases
+
+    def build(self) -> Results:
+        from megatron.core import parallel_state
+
+        from megatron_gvpo.megatron.policy import Policy
+        from megatron_gvpo.rehearsal import stand_ins
+        from megatron_gvpo.rehearsal.rows import make_rows, size_of
+
+        config = self._config
+        self.policy = Policy(config)
+        data_parallel = parallel_state.get_data_parallel_world_size()
+        self.role = {
+            "tp": parallel_state.get_tensor_model_parallel_rank(),
+            "pp": parallel_state.get_pipeline_model_parallel_rank(),
+            "cp": parallel_state.get_context_parallel_rank(),
+            "ep": parallel_state.get_expert_model_parallel_rank(),
+            "dp": parallel_state.get_data_parallel_rank(),
+        }
+        self.size = size_of(config, data_parallel, self._micro_batches)
+        self._rows = make_rows(config, self.size, data_parallel)
+        stand_ins.know_shapes(hidden_shape(self.policy, config, self._rows))
+        model = self.policy.model
+        return {"parameters": sum(weight.numel() for weight in model.weights())}
+
+    def score(self) -> Results:
+        """The passes before a step's first update: critic, estimator, references, teacher."""
+        from megatron_gvpo.algorithms.base import STEP_START, TEACHER
+
+        policy, algorithm, rows = self.policy, self._config.algorithm, self._rows
+        start_r = policy.score(rows)
+
+        def of(reference: Any) -> Any:
+            if reference == STEP_START:
+                return start_r
+            if reference == TEACHER:
+                return start_r if policy.teacher is None else policy.score_teacher(rows)
+            return policy.score_reference(rows)
+
+        columns: dict[str, Any] = {}
+        if policy.critic is not None:
+            columns["value_r"] = policy.critic.values(rows)
+        read = {} if algorithm.estimator is None else algorithm.estimator.reference_policies
+        columns |= {f"{column}_logp_r": of(reference) for column, reference in read.items()}
+        if self._estimator is not None:
+            rows, _ = self._estimator.fill(rows.with_columns(**columns))
+        references = algorithm.loss.reference_policies
+        columns = {"old_logp_r": None, "ref_logp_r": None}
+        self._second = rows.with_columns(
+            **columns | {f"{column}_logp_r": of(reference) for column, reference in references.items()}
+        )
+        first = {
+            f"{column}_logp_r": None if reference == STEP_START else of(reference)
+            for column, reference in references.items()
+        }
+        self._first = rows.with_columns(**columns | first)
+        return None
+
+    def first_update(self) -> Results:
+        done = self.policy.update(self._first, at_step_start=True)
+        self.parts |= {name.split("/")[1].removesuffix("_gib"): value for name, value in done.memory.items()}
+        if self.policy.critic is not None:
+            self.policy.critic.update(self._first)
+        return {"skipped": done.update.skipped, "head": done.head}
+
+    def second_update(self) -> Results:
+        done = self.policy.update(self._second, at_step_start=False)
+        if self.policy.critic is not None:
+            self.policy.critic.update(self._second)
+        self._measure_state()
+        return {"skipped": done.update.skipped}
+
+    def _measure_state(self) -> None:
+        """Exact sizes after an update, when all of the optimizer's states exist."""
+        from megatron_gvpo.megatron.device_memory import storages
+        from megatron_gvpo.rehearsal.recorder import GIB
+
+        trained = self.policy._trained
+        parts = {
+            "weights": storages(w for model, _ in trained for w in model.weights()),
+            "gradients": storages(g for model, _ in trained for g in model.gradient_buffers()),
+            "optimizer": storages(t for _, optimizer in trained for t in optimizer.tensors()),
+        }
+        for name, part in parts.items():
+            own = {
+                address: s
+                for address, s in part.items()
+                if name == "weights" or address not in parts["weights"]
+            }
+            self.parts[name] = sum(storage.nbytes() for storage in own.values()) / GIB
+
+    def checkpoint(self) -> Results:
+        """The layout of a checkpoint: what this rank would write. Nothing is written."""
+        from megatron.core.dist_checkpointing.mapping import ShardedTensor
+        from torch.utils._pytree import tree_leaves
+
+        from megatron_gvpo.megatron.checkpoint import sharded
+
+        leaves: list[Any] = []
+        for part in sharded._parts(self.policy, Path(self._config.output_dir)):
+            part.optimizer.allocate()
+            leaves += tree_leaves(sharded._sharded_state(part, True))
+        tensors = [leaf.data for leaf in leaves if isinstance(leaf, ShardedTensor) and leaf.data is not None]
+        return {"tensors": len(tensors), "bytes": sum(tensor.nbytes for tensor in tensors)}
+
+    def export(self) -> Results:
+        count = elements = 0
+        for _, tensor in self.policy.weights(on_host=False):
+            count, elements = count + 1, elements + tensor.numel()
+        return {"tensors": count, "parameters": elements}
+
+    def hand_over(self) -> Results:
+        """A turn of colocated servers: how much of the device the trainer leaves occupied."""
+        import torch
+
+        from megatron_gvpo.rehearsal.recorder import GIB
+
+        memory = self.policy.memory
+        memory.release("training")
+        memory.release("weights")
+        torch.cuda.empty_cache()
+        stays = torch.cuda.memory_reserved() / GIB
+        memory.restore("weights")
+        memory.restore("training")
+        return {"stays_gib": stays}
+
+
+def hidden_shape(policy: Any, config: Any, rows: Any) -> list[int]:
+    """The shape [t, 1, h] of the hidden states of this rank's first micro-batch, between two layers."""
+    from megatron_gvpo.megatron.batch import PackedBatch
+    from megatron_gvpo.megatron.microbatch import my_share
+
+    model, parallel = policy.model, config.parallel
+    budget = config.train.max_tokens_per_micro_batch * parallel.cp
+    [first, *_] = my_share(model, rows, budget, True).packs(rows)
+    tokens = len(PackedBatch.pack(first, model.padding, model.shares_prompts_of(first)).token_t)
+    shards = parallel.cp * (parallel.tp if parallel.sequence_parallel else 1)
+    return [tokens // shards, 1, model.config.hidden_size]
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

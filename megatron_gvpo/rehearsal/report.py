@@ -1,0 +1,107 @@
+"""Prints a rehearsal: memory by phase and by part, what was asked of the device, and what to change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+GIB = 2**30
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print the result of the command, as `command.run` makes it."""
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False, width=None if Console().is_terminal else 160)
+    usable = result["usable_gib"]
+    reserves = ", ".join(f"{size:.2g} for {name}" for name, size in result["reserves_gib"].items())
+    console.print(
+        f"{result['world']} x {result['gpu']}: PyTorch can have {usable:.1f} GiB of "
+        f"{result['memory_gib']:.1f} (less {reserves}; assumed). Rehearsed: no value was computed."
+    )
+    for rank in result["ranks"]:
+        _rank(console, rank, result)
+    if len(result["ranks"]) > 1:
+        console.print(f"\nfullest: rank {result['fullest']}")
+    for line in result["bounds"]:
+        console.print(f"\n{line}")
+    console.print(f"\n{result['verdict']}")
+
+
+def _rank(console: Any, rank: dict[str, Any], result: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    role = " ".join(f"{name}{index}" for name, index in rank["role"].items())
+    seconds = rank["import_seconds"] + sum(phase["seconds"] for phase in rank["phases"])
+    console.print(
+        f"\nrank {rank['rank']} ({role}): {seconds:.0f} s, {rank['host_gib']:.1f} GiB of host memory"
+    )
+    if pack := rank["pack"]:
+        console.print(
+            f"an update: {pack['micro_batches']} of {pack['micro_batches_of_run']} micro-batches of a rank, "
+            f"each {pack['rows_of_a_pack']} x ({pack['prompt']} + {pack['response']}) = "
+            f"{pack['tokens']:,} tokens"
+        )
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    columns = (
+        "peak GiB",
+        "reserved",
+        "host s",
+        "launches",
+        "waits",
+        "copies in/out/within",
+        "TFLOP",
+        "sent GiB",
+    )
+    table.add_column("phase")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for phase in rank["phases"]:
+        counts = phase["counts"]
+        copies = "/".join(
+            f"{counts.get(f'copies_{way}', 0):,}" for way in ("to_device", "to_host", "on_device")
+        )
+        sent = sum(one["bytes"] for group in phase["collectives"].values() for one in group.values())
+        table.add_row(
+            phase["name"],
+            f"{phase['peak']:.2f}",
+            f"{phase['reserved']:.2f}",
+            f"{phase['seconds']:.1f}",
+            f"{counts.get('kernel_launches', 0):,}",
+            f"{counts.get('host_waits', 0):,}",
+            copies,
+            f"{counts.get('matrix_flops', 0) / 1e12:.0f}",
+            f"{sent / GIB:.1f}",
+        )
+    console.print(table)
+    if rank["parts"]:
+        _parts(console, rank, result["predicted"] or {})
+    _collectives(console, rank)
+
+
+def _parts(console: Any, rank: dict[str, Any], predicted: dict[str, float]) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column, justify in (("part, GiB", "left"), ("rehearsed", "right"), ("planner", "right")):
+        table.add_column(column, justify=justify)  # type: ignore[arg-type]
+    for name in ("weights", "gradients", "optimizer", "critic", "activations", "head", "teacher", "runtime"):
+        if name in rank["parts"] or name in predicted:
+            table.add_row(name, _number(rank["parts"].get(name)), _number(predicted.get(name)))
+    highest = max(phase["peak"] for phase in rank["phases"])
+    table.add_row("peak; total", _number(highest), _number(predicted.get("total")))
+    console.print(table)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _collectives(console: Any, rank: dict[str, Any]) -> None:
+    """Those of the last update that was rehearsed."""
+    updates = [phase for phase in rank["phases"] if phase["name"].endswith("update")]
+    if not updates or not updates[-1]["collectives"]:
+        return
+    console.print(f"collectives of the {updates[-1]['name']}:")
+    for group, operations in updates[-1]["collectives"].items():
+        parts = [f"{one['calls']:,} {name} {one['bytes'] / GIB:.2f} GiB" for name, one in operations.items()]
+        console.print(f"  {group}: {', '.join(parts)}")

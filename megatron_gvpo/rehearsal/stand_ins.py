@@ -1,0 +1,135 @@
+"""Values that a rehearsal makes up: kernels or other ranks would compute them, and sizes depend on them.
+
+Every expert gets equally many tokens; a neighbour in the pipeline sends what this stage sends; weights that
+no file has are zeros; Triton's autotuner takes its first configuration.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def install(made_weights: bool) -> None:
+    """Replace the functions; `made_weights`: the model's files are made ones, without values."""
+    _take_first_configuration()
+    _balance_experts()
+    _know_lengths()
+    _leave_adapters()
+    if made_weights:
+        _read_zeros()
+
+
+def balanced(total: int, experts: int) -> list[int]:
+    """`total` tokens, divided among experts as evenly as can be: the first ones get one more."""
+    return [total // experts + (i < total % experts) for i in range(experts)]
+
+
+def _take_first_configuration() -> None:
+    """Triton's autotuner would compile every configuration and time it."""
+    from triton.runtime.autotuner import Autotuner
+
+    run = Autotuner.run
+
+    def first(self: Any, *args: Any, **options: Any) -> Any:
+        self.configs = self.configs[:1]
+        return run(self, *args, **options)
+
+    Autotuner.run = first
+
+
+def _balance_experts() -> None:
+    """The counts of tokens that routers' kernels and a gather over ranks would give (mcore 0.19.2)."""
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher as Dispatcher
+
+    preprocess = Dispatcher.preprocess
+
+    def filled(self: Any, routing_map: torch.Tensor) -> torch.Tensor:
+        tokens_e: torch.Tensor = preprocess(self, routing_map)
+        counts = balanced(routing_map.size(0) * self.config.moe_router_topk, self.num_experts)
+        own = [counts[i] for i in self.local_expert_indices]
+        local, ranks = self.num_local_experts, self.tp_size * self.ep_size
+        if self.input_splits is not None:
+            sent = [sum(counts[i * local : (i + 1) * local]) for i in range(self.ep_size)]
+            self.input_splits.copy_(torch.tensor(sent))
+            self.output_splits.copy_(torch.full((self.ep_size,), sum(own)))
+            self.output_splits_tp.copy_(torch.full((self.tp_size,), self.ep_size * sum(own)))
+        if local > 1:  # made anew: it may share memory with `tokens_e`
+            by_rank = torch.tensor(own, device=routing_map.device).repeat(ranks, 1)
+            self.num_global_tokens_per_local_expert = by_rank
+        return torch.tensor([n * ranks for n in own], device=tokens_e.device)
+
+    Dispatcher.preprocess = filled
+
+
+def _know_lengths() -> None:
+    """megatron-core's rotary embedding of packs reads the sequences' lengths from the device (0.19.2).
+
+    A kernel subtracts their ends. So it gets the ends on the host; its waits are made up for.
+    """
+    from megatron.core.models.common.embeddings import rope_utils
+
+    rotate = rope_utils._apply_rotary_pos_emb_thd
+
+    def with_lengths(
+        t: torch.Tensor, ends: torch.Tensor, freqs: torch.Tensor, *args: Any, **options: Any
+    ) -> Any:
+        host_ends = ends.cpu()
+        by_pack = freqs.size(0) == int(host_ends[-1])
+        for _ in range(len(ends) if by_pack else 1):
+            ends[0].item()
+        return rotate(t, host_ends, freqs, *args, **options)
+
+    rope_utils._apply_rotary_pos_emb_thd = with_lengths
+
+
+def _leave_adapters() -> None:
+    """New adapters keep the values that they have: to fill them, their positions are read from the device."""
+    from megatron_gvpo.megatron.adapters import adapters
+
+    def leave(*_: Any) -> None:
+        return None
+
+    adapters.place_tensors = leave
+
+
+def know_shapes(shape: list[int]) -> None:
+    """Pipeline stages send each other the shapes of hidden states; here all of them are `shape` [t, 1, h]."""
+    from megatron.core.pipeline_parallel import p2p_communication as p2p
+
+    communicate = p2p.P2PCommunicator._communicate_shapes
+
+    def shapes(self: Any, send_next: Any, send_prev: Any, recv_prev: bool, recv_next: bool) -> Any:
+        found = communicate(self, send_next, send_prev, recv_prev, recv_next)
+        return [
+            list(shape) if wanted else other
+            for wanted, other in zip((recv_prev, recv_next), found, strict=True)
+        ]
+
+    p2p.P2PCommunicator._communicate_shapes = shapes
+
+
+def _read_zeros() -> None:
+    """The tensors of a made directory are zeros that nobody reads, of the sizes in the files' headers."""
+    from megatron.bridge.models.hf_pretrained.state import SafeTensorsStateSource
+    from safetensors import safe_open
+
+    from megatron_gvpo.megatron.model.checked_weights import CheckedWeights
+
+    dtypes = {"BF16": torch.bfloat16, "F32": torch.float32}
+
+    def load_tensors(self: Any, names: list[str]) -> dict[str, torch.Tensor]:
+        found = {}
+        for name in names:
+            with safe_open(Path(self.path) / self.key_to_filename_map[name], "pt") as opened:
+                header = opened.get_slice(name)
+                found[name] = torch.zeros(header.get_shape(), dtype=dtypes[header.get_dtype()])
+        return found
+
+    def nothing_wrong(self: Any, name: str, tensor: torch.Tensor) -> None:
+        return None
+
+    SafeTensorsStateSource.load_tensors = load_tensors
+    CheckedWeights._look = nothing_wrong

@@ -1,0 +1,111 @@
+"""Runs Python code in a process with the null CUDA, and rehearses ranks of small models there.
+
+What it needs is built once and kept (`make test` begins early, in the background): a test may wait for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import torch
+from paths import ROOT
+from suite.real_parts import used
+
+from megatron_gvpo.rehearsal import transformer_engine
+from megatron_gvpo.rehearsal.nullcuda.devices import DEVICES
+from megatron_gvpo.rehearsal.process import environment_of_ranks
+
+HAS_CUDA_BUILD = torch.version.cuda is not None
+QWEN = {  # the shapes of a Qwen2.5 of 4 layers, small enough for a CPU world, too
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 1024,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+}
+MIXTURE = QWEN | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "head_dim": 64,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+CONFIG = """\
+output_dir: out
+model: {path: model, dtype: bfloat16}
+data: {train: {path: unused}}
+algorithm: gvpo
+rollout: {n: 4, max_tokens: 192}
+rewards: {components: [{name: math}]}
+train: {steps: 10, prompts_per_step: 64, max_tokens_per_micro_batch: 1024}
+optimizer: {lr: 1.0e-6}
+"""
+
+
+@functools.cache
+def environment(gib: float = 8.0, device: str = "h100") -> dict[str, str]:
+    """Variables of a process on one such device."""
+    transformer_engine.build(lambda _: None)
+    return environment_of_ranks(DEVICES[device], 8, int(gib * 2**30))
+
+
+def run_code(code: str, gib: float = 8.0, timeout: float = 300) -> Any:
+    """Run `code`, which leaves what the test compares in `found`; returns that, through JSON."""
+    program = f"{textwrap.dedent(code)}\nimport json\nprint('\\n' + json.dumps(found))"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        env=os.environ | environment(gib),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    used("null CUDA")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def write_model(folder: Path, config: dict[str, Any] = QWEN) -> Path:
+    """A configuration beside a model without weights; returns the configuration's file."""
+    (folder / "model").mkdir(parents=True, exist_ok=True)
+    (folder / "model" / "config.json").write_text(json.dumps(config))
+    file = folder / "config.yaml"
+    file.write_text(CONFIG.replace("path: model", f"path: {folder / 'model'}"))
+    return file
+
+
+def rehearse(*arguments: str, code: int = 0, timeout: float = 600) -> dict[str, Any]:
+    """The JSON of the command `rehearse` with these arguments; it must end with exit code `code`."""
+    environment()
+    command = [sys.executable, "-m", "megatron_gvpo", "rehearse", *arguments, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=ROOT)
+    assert done.returncode == code, done.stderr[-3000:] + done.stdout[-2000:]
+    used("null CUDA")
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def phase(result: dict[str, Any], name: str, rank: int = 0) -> dict[str, Any]:
+    """One phase of one of the result's ranks, by its place among them."""
+    [found] = [one for one in result["ranks"][rank]["phases"] if one["name"] == name]
+    return dict(found)

@@ -1,0 +1,82 @@
+"""On every rank of a real world on CPUs: what other ranks send, beside what a rehearsal takes them to send."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import p2p_communication
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher as Dispatcher
+
+from megatron_gvpo.config.schema import load_config
+from megatron_gvpo.megatron.parallel import megatron_device
+from megatron_gvpo.megatron.policy import Policy
+from megatron_gvpo.rehearsal import stand_ins
+from megatron_gvpo.rehearsal.rank import hidden_shape
+from megatron_gvpo.rehearsal.rows import make_rows, size_of
+
+
+def run(file: str, out: str, *overrides: str) -> None:
+    """Writes `out`/RANK.json: {what: [real, stand-in]}."""
+    config = load_config([file], overrides)
+    policy = Policy(config)
+    found: dict[str, Any] = {}
+    if config.parallel.ep > 1:
+        found |= _experts(policy)
+    if config.parallel.pp > 1:
+        found["shapes"] = _shapes(policy, config)
+    Path(out, f"{dist.get_rank()}.json").write_text(json.dumps(found))
+
+
+def _experts(policy: Policy, tokens: int = 52) -> dict[str, Any]:
+    """Every token's experts are the next ones in turn: as evenly as can be, also where a rest is left."""
+    layers = (module for chunk in policy.model.chunks for module in chunk.modules())
+    [dispatcher, *_] = (layer.token_dispatcher for layer in layers if hasattr(layer, "token_dispatcher"))
+    experts, chosen = dispatcher.num_experts, dispatcher.config.moe_router_topk
+    in_turn = torch.arange(tokens * chosen).view(tokens, chosen) % experts
+    routing_map = torch.zeros(tokens, experts, dtype=torch.bool).scatter_(1, in_turn, True)
+    real = _sent(dispatcher, routing_map)
+    own = Dispatcher.preprocess
+    stand_ins._balance_experts()
+    try:
+        made_up = _sent(dispatcher, torch.zeros_like(routing_map))
+    finally:
+        Dispatcher.preprocess = own
+    return {name: [real[name], made_up[name]] for name in real}
+
+
+def _sent(dispatcher: Any, routing_map: torch.Tensor) -> dict[str, Any]:
+    with megatron_device():
+        received = dispatcher.preprocess(routing_map)
+    splits = {
+        name: getattr(dispatcher, name) for name in ("input_splits", "output_splits", "output_splits_tp")
+    }
+    by_rank = dispatcher.num_global_tokens_per_local_expert
+    return {
+        name: value.tolist() for name, value in {**splits, "experts": received, "by_rank": by_rank}.items()
+    }
+
+
+def _shapes(policy: Policy, config: Any) -> list[Any]:
+    """The shapes that a scoring pass receives, beside the one that a rehearsal takes all to have."""
+    data_parallel = parallel_state.get_data_parallel_world_size()
+    rows = make_rows(config, size_of(config, data_parallel), data_parallel)
+    received: list[list[int]] = []
+    communicate = p2p_communication.P2PCommunicator._communicate_shapes
+
+    def record(self: Any, *args: Any) -> Any:
+        shapes = communicate(self, *args)
+        received.extend(list(map(int, shape)) for shape in shapes if shape and any(shape))
+        return shapes
+
+    p2p_communication.P2PCommunicator._communicate_shapes = record
+    try:
+        policy.score(rows)
+    finally:
+        p2p_communication.P2PCommunicator._communicate_shapes = communicate
+    distinct = [list(shape) for shape in sorted({tuple(shape) for shape in received})]
+    return [distinct, [hidden_shape(policy, config, rows)] if distinct else []]

@@ -1,0 +1,123 @@
+"""What a user gets wrong, or a machine lacks, is one line and exit code 2; nothing is left behind."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import on_null_cuda
+import pytest
+from paths import ROOT
+
+from megatron_gvpo.cli import main
+from megatron_gvpo.rehearsal import process, transformer_engine
+from megatron_gvpo.rehearsal.nullcuda import build
+
+
+@pytest.fixture
+def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    file = on_null_cuda.write_model(tmp_path)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+
+    def refuse(*arguments: str) -> str:
+        code = main(["rehearse", str(file), *arguments])
+        printed = capsys.readouterr()
+        assert code == 2 and printed.out == ""
+        [line] = printed.err.splitlines()
+        assert list(temporary.iterdir()) == []
+        return line
+
+    return refuse
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--gpu", "gtx970"], "--gpu gtx970: unknown; known are h100, h200, h800, a100, b200"),
+        (["--world", "6", "parallel.tp=4"], r"6 process(es) cannot hold parallel.tp=4"),
+        (["--world", "0"], "--world 0: must be from 1"),
+        (["--rank", "8"], "--rank 8: --world 8 has the ranks 0 to 7"),
+        (["--rank", "-1"], "--rank -1: --world 8 has the ranks 0 to 7"),
+        (["--rank", "1", "--ranks", "all-kinds"], "--rank 1 and --ranks all-kinds: give one of them"),
+        (["--memory", "2"], "--memory 2.0: 0.5 GiB are left beside CUDA's context, NCCL"),
+        (["--memory", "nan"], "--memory nan: must be"),
+        (["--micro-batches", "0"], "--micro-batches 0: must be at least 1"),
+        (
+            ["model.path=models/Llama-9"],
+            "model.path=models/Llama-9: no config.json there, and not a known model",
+        ),
+        (["parallel.tp=3"], "parallel.tp=3"),
+        (["parallel.typo=3"], "parallel.typo"),
+        (["--gpu", "a100"], "install flash-attn"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_arguments(refused, arguments: list[str], words: str) -> None:
+    line = refused(*arguments)
+    assert line.startswith("error: ")
+    assert words in line
+
+
+def test_no_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rehearse", "--world", "8"]) == 2
+    assert "no configuration file given" in capsys.readouterr().err
+
+
+def test_a_torch_without_cuda(refused, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "torch" / "lib").mkdir(parents=True)
+    monkeypatch.setattr(build, "site_packages", lambda: tmp_path)
+    monkeypatch.setattr(transformer_engine, "find", lambda: None)
+    assert "is a build without CUDA (libc10_cuda.so is missing): install PyPI's torch" in refused()
+
+
+needs_cuda_build = pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build of torch for CPUs")
+
+
+@needs_cuda_build
+def test_no_transformer_engine(refused, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert "`megatron-gvpo rehearse --build` compiles it once" in refused()
+    assert not (tmp_path / "cache").exists()
+
+
+@needs_cuda_build
+def test_no_compiler(refused, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    on_null_cuda.environment()
+    found, include = transformer_engine.find(), build.headers()
+    monkeypatch.setattr(transformer_engine, "find", lambda: found)
+    monkeypatch.setattr(build, "headers", lambda: include)
+    monkeypatch.setattr(build, "cache", lambda: tmp_path / "cache")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "gcc and nm are needed to compile, and not found: apt-get install g++ binutils" in refused()
+
+
+@needs_cuda_build
+def test_no_room_for_the_reservation(refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_null_cuda.environment()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(process.mmap, "mmap", refuse)
+    line = refused()
+    assert "no room to reserve 78 GiB of address space" in line and "ulimit -v" in line
+    assert mmap.mmap is refuse
+
+
+@needs_cuda_build
+def test_a_run_refuses_the_null_cuda(tmp_path: Path) -> None:
+    """A user who still has LD_PRELOAD from an experiment would train on nothing, and see a GPU at work."""
+    variables = on_null_cuda.environment()
+    file = on_null_cuda.write_model(tmp_path)
+    for command in ("train", "eval"):
+        run = [sys.executable, "-m", "megatron_gvpo", command, str(file)]
+        environment = {**os.environ, "LD_PRELOAD": variables["LD_PRELOAD"]}
+        done = subprocess.run(run, env=environment, capture_output=True, text=True, cwd=ROOT, timeout=120)
+        assert done.returncode == 2
+        assert "null CUDA of a rehearsal, which computes nothing: unset LD_PRELOAD" in done.stderr
