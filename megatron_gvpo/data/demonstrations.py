@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_gvpo.conversations.template import Template
-from megatron_gvpo.data.end_tokens import ended
-from megatron_gvpo.data.sources import DataError
+from megatron_gvpo.core.errors import DataError
+from megatron_gvpo.data.chat_template import Template
 from megatron_gvpo.groups import Chat
+from megatron_gvpo.huggingface.end_tokens import ended
 from megatron_gvpo.turns import Turn
 
 if TYPE_CHECKING:

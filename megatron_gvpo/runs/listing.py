@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_gvpo.runs.earlier import checkpoint_steps
+from megatron_gvpo.runs.existing_run import checkpoint_steps
 from megatron_gvpo.runs.lock import is_locked
 
 State = Literal["running", "finished", "stopped"]

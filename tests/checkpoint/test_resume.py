@@ -22,7 +22,7 @@ from tiny_run import (
 )
 
 from megatron_gvpo.megatron.checkpoint import sharded as checkpoint
-from megatron_gvpo.trainer import Trainer
+from megatron_gvpo.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("leave_the_process_group")
 

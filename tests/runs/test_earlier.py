@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from megatron_gvpo.cli import main, parse
-from megatron_gvpo.config.errors import ConfigError
-from megatron_gvpo.config.schema import load_config
-from megatron_gvpo.runs.earlier import (
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.runs.existing_run import (
     Earlier,
     check_earlier_run,
     earlier_of,
     finished,
     remove_earlier_run,
 )
+from megatron_gvpo.settings.load import load_config
 
 CHECKPOINT = "checkpoints/step_00000020/state.json"
 KILLED_EARLY = ("checkpoints/step_00000005.partial/state.json", "metrics.jsonl", "tensorboard/events")

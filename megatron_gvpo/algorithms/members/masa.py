@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, PositiveInt
 
 from megatron_gvpo.algorithms.members.base import Member, MemberContext
-from megatron_gvpo.types import Group, Rollout
+from megatron_gvpo.groups import Group, Rollout
 
 
 class Foresight(Member):

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, PositiveInt, model_validator
 
 from megatron_gvpo.algorithms.shapers.base import Shaper, rewarded
-from megatron_gvpo.runtime.user_functions import check_call, load_function
-from megatron_gvpo.types import Group, Prompt, Rollout
+from megatron_gvpo.core.user_functions import check_call, load_function
+from megatron_gvpo.groups import Group, Prompt, Rollout
 
 
 class WinRate(Shaper):

@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron_gvpo.conversations.environment import Reply
 from megatron_gvpo.groups import Prompt
+from megatron_gvpo.workers.environment import Reply
 
 try:
     import textarena

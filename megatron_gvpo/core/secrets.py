@@ -1,0 +1,168 @@
+"""Secrets in a configuration: `{env: NAME}` values, and their absence from everything that a run writes.
+
+`Config` replaces each `{env: NAME}` by the environment variable's value when it is made. Whatever writes a
+configuration down writes `as_written(config)`, which has the source in place of the value; whatever writes
+a message passes it through `hide`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from megatron_gvpo.core.yaml_files import DEPTH
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+REDACTED = "<redacted>"
+SHORTEST = 6  # characters of a secret that `hide` seeks inside other text
+_SECRET_NAME = re.compile(
+    r"(?:^|[_-])(?:api_?key|key|token|pass(?:word|wd|phrase)|secret|credentials?|authorization|bearer)$", re.I
+)
+_API_KEY = re.compile(r"(?:api|access|private|secret)[_-]?key$", re.I)
+_WORD = re.compile(r"[A-Za-z_]{1,24}")
+_USER_IN_URL = re.compile(r"(?<=://)[^/?#\s@]+(?=@)")
+_QUERY_OF_URL = re.compile(r"(?<=[?&])([\w-]*(?:key|token|secret|password|signature)=)[^&#\s]+", re.I)
+
+# The secrets that this process has read, and where from: "{env: NAME}", or REDACTED for a literal one. They
+# are the process's, not a configuration's, because messages that must not show them come from everywhere.
+_sources: dict[str, str] = {}
+
+
+def resolve(values: Any) -> Any:
+    """`values`, nested, with the variable's value in place of each `{env: NAME}`.
+
+    Raises ValueError, which names key and variable, for a variable that is not set. Values that are nested
+    deeper than any configuration stay as they are.
+    """
+    return _resolved(values, "", {}, 0)
+
+
+def _resolved(values: Any, at: str, done: dict[int, Any], depth: int) -> Any:
+    if not isinstance(values, Mapping | list | tuple) or depth > DEPTH:
+        return values
+    if id(values) in done:  # YAML's aliases may repeat a value, or contain themselves
+        return done[id(values)]
+    done[id(values)] = values
+    if isinstance(values, Mapping):
+        if (name := _named_variable(values)) is not None and at.rpartition(".")[2] != "options":
+            found: Any = read_variable(name, at)
+        else:
+            pairs = (
+                (key, _resolved(v, f"{at}.{key}".lstrip("."), done, depth + 1)) for key, v in values.items()
+            )
+            found = dict(pairs)
+    else:
+        found = [_resolved(value, f"{at}.{i}", done, depth + 1) for i, value in enumerate(values)]
+    done[id(values)] = found
+    return found
+
+
+def read_variable(name: str, key: str) -> str:
+    """The secret in the environment variable that configuration key `key` names.
+
+    From here on `hide` hides it. Raises ValueError, which names key and variable, for a variable that is not
+    set, or holds a line break.
+    """
+    value = os.environ.get(name, "")
+    if not value:
+        raise ValueError(f"{key}: ${name} is not set")
+    if not value.isprintable():  # such as a line break at the end, which no HTTP header takes
+        raise ValueError(f"{key}: ${name} contains a line break or another character that cannot be printed")
+    _sources[value] = f"{{env: {name}}}"
+    return value
+
+
+def from_variable(value: str) -> bool:
+    """True if this process has read the value from an environment variable, as `{env: NAME}`."""
+    return _sources.get(value, REDACTED) != REDACTED
+
+
+def is_secret_name(name: str) -> bool:
+    """True for the name of a variable or an HTTP header that holds a secret, such as Authorization."""
+    return _SECRET_NAME.search(name) is not None
+
+
+def remember(secret: str) -> None:
+    """Let `hide` hide this secret, which no variable holds."""
+    _sources.setdefault(secret, REDACTED)
+
+
+def literal_secrets(values: Any) -> list[str]:
+    """The dotted keys of secrets that stand in `values` themselves, which `hide` hides from here on.
+
+    They are recognised by the name of an option (`options: {api_key: ...}`), and in URLs
+    (`https://user:password@host`).
+    """
+    found = []
+    for key, value in _strings(values):
+        if value in _sources:
+            continue
+        if _is_secret_option(key, value):
+            remember(value)
+            found.append(key)
+        elif "://" in value and (_USER_IN_URL.search(value) or _QUERY_OF_URL.search(value)):
+            found.append(key)
+    return found
+
+
+def as_written(config: BaseModel) -> dict[str, Any]:
+    """The configuration as nested JSON values that may be written, shown and sent anywhere.
+
+    Values that came from `{env: NAME}` are that mapping again, so that the result loads where the variables
+    are set. Literal secrets are "<redacted>".
+    """
+    written: dict[str, Any] = _written(config.model_dump(mode="json"), "")
+    return written
+
+
+def hide(text: str) -> str:
+    """`text` with the source of each known secret in its place, and without users and keys in URLs."""
+    for secret in sorted(_sources, key=len, reverse=True):
+        if len(secret) >= SHORTEST:
+            text = text.replace(secret, _sources[secret])
+    return _QUERY_OF_URL.sub(rf"\1{REDACTED}", _USER_IN_URL.sub(REDACTED, text))
+
+
+def _written(value: Any, at: str) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _written(inner, f"{at}.{key}") for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_written(inner, f"{at}.{i}") for i, inner in enumerate(value)]
+    if not isinstance(value, str):
+        return value
+    if value in _sources:
+        name = re.fullmatch(r"\{env: (.*)\}", _sources[value])
+        return {"env": name[1]} if name else REDACTED
+    return REDACTED if _is_secret_option(at, value) else hide(value)
+
+
+def _strings(values: Any, at: str = "", depth: int = 0) -> Iterator[tuple[str, str]]:
+    """(dotted key, value) of all strings in nested values, down to the depth of configurations."""
+    if isinstance(values, str) and values:
+        yield at, values
+    elif isinstance(values, Mapping) and depth <= DEPTH:
+        for key, value in values.items():
+            yield from _strings(value, f"{at}.{key}".lstrip("."), depth + 1)
+    elif isinstance(values, list | tuple) and depth <= DEPTH:
+        for i, value in enumerate(values):
+            yield from _strings(value, f"{at}.{i}", depth + 1)
+
+
+def _is_secret_option(at: str, value: str) -> bool:
+    """True for an option of a user's function whose name is a secret's; no key of the schema is one.
+
+    `key: problem` names a field of the data: a word of letters is a secret only under an unmistakable name.
+    """
+    before, _, name = at.rpartition(".")
+    if "options" not in before.split(".") or not value or not _SECRET_NAME.search(name):
+        return False
+    return not (name.lower().endswith("key") and not _API_KEY.search(name) and _WORD.fullmatch(value))
+
+
+def _named_variable(values: Mapping[Any, Any]) -> str | None:
+    name = values.get("env")
+    return name if len(values) == 1 and isinstance(name, str) else None
