@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from megatron_gvpo.core.yaml_files import DEPTH
+from megatron_gvpo.core.plain_values import DEPTH
 
 if TYPE_CHECKING:
     from pydantic import BaseModel

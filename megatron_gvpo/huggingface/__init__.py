@@ -1,1 +1,1 @@
-"""Reads a Hugging Face directory: config.json, architectures, tokenizer files, tensors of safetensors files."""
+"""Reads a Hugging Face directory: config.json, architecture, tokenizer files, safetensors files."""
