@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import platform
 import sys
 import threading
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import TextIOWrapper
@@ -143,14 +141,3 @@ def outliving_terminal(whole: bool = False) -> Iterator[None]:
             sys.stdout.flush()
         finally:
             sys.stdout, sys.stderr = before
-
-
-def quieten() -> None:
-    """Keep libraries' warnings off the terminal; python -W or PYTHONWARNINGS brings them back.
-
-    The libraries warn of packages that this machine lacks, which `doctor` reports better, and of each other.
-    """
-    if not sys.warnoptions:
-        warnings.simplefilter("ignore")
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_gvpo.cli.terminal import loading, quieten, say
+from megatron_gvpo.cli.terminal import loading, say
 from megatron_gvpo.cli.with_model import run_with_model
 from megatron_gvpo.core.by_name import heavy_imports
 from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.training.environment import quieten
 
 if TYPE_CHECKING:
     from megatron_gvpo.verify.layout import Layout

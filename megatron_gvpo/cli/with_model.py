@@ -6,9 +6,10 @@ import gc
 import signal
 from collections.abc import Callable
 
-from megatron_gvpo.cli.terminal import loading, quieten, refuse, say
+from megatron_gvpo.cli.terminal import loading, refuse, say
 from megatron_gvpo.core.by_name import heavy_imports
 from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.training.environment import quieten
 
 
 def run_with_model(work: Callable[[], None]) -> int:

@@ -12,8 +12,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from megatron_gvpo.core.plain_values import DEPTH
 from megatron_gvpo.core.redaction import REDACTED, SHORTEST, add_secret, credentials_in_urls, hide
-from megatron_gvpo.core.yaml_files import DEPTH
 
 if TYPE_CHECKING:
     from pydantic import BaseModel

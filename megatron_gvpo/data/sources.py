@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import pyarrow
 
 from megatron_gvpo.core.errors import DataError
+from megatron_gvpo.core.plain_values import each_once
 from megatron_gvpo.core.user_functions import described, load_function
-from megatron_gvpo.core.yaml_files import each_once
 from megatron_gvpo.data.generated import PREFIX, generated_problems
 from megatron_gvpo.data.image_files import data_url
 

@@ -1,3 +1,1 @@
-"""What a Hugging Face directory says:
-config.json, architectures, tokenizer files, tensors of safetensors files.
-"""
+"""Reads a Hugging Face directory: config.json, architecture, tokenizer files, safetensors files."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.core.yaml_files import each_once
+from megatron_gvpo.core.plain_values import each_once
 from megatron_gvpo.huggingface.image_families import text_values
 
 

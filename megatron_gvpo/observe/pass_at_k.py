@@ -1,4 +1,4 @@
-"""The unbiased estimator of pass@k."""
+"""When a sample counts as correct, and the unbiased estimator of pass@k."""
 
 from __future__ import annotations
 
@@ -16,3 +16,8 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     if n - c < k:
         return 1.0
     return 1.0 - math.prod(1.0 - k / i for i in range(n - c + 1, n + 1))
+
+
+def is_correct(score: float, right_at: float) -> bool:
+    """Returns True if the score of a rollout reaches `right_at`, up to rounding."""
+    return score >= right_at - 1e-6 * max(1.0, abs(right_at))

@@ -55,11 +55,10 @@ def rehearse(job: Job) -> dict[str, Any]:
     from megatron_gvpo.rehearsal.world import FakeWorld
 
     world = FakeWorld(job.rank, job.world)  # before megatron-core is imported
-    from megatron_gvpo.cli.terminal import quieten
     from megatron_gvpo.rehearsal import made_model, stand_ins
     from megatron_gvpo.rehearsal.recorder import Recorder, host_gib
     from megatron_gvpo.settings.load import load_config
-    from megatron_gvpo.training.environment import prepare
+    from megatron_gvpo.training.environment import prepare, quieten
 
     quieten()
     config = load_config(job.files, job.overrides)
@@ -216,7 +215,6 @@ class RankRun:
 
         leaves: list[Any] = []
         for part in sharded._parts(self.policy, Path(self._config.output_dir)):
-            part.optimizer.allocate()
             leaves += tree_leaves(sharded._sharded_state(part, True))
         tensors = [leaf.data for leaf in leaves if isinstance(leaf, ShardedTensor) and leaf.data is not None]
         return {"tensors": len(tensors), "bytes": sum(tensor.nbytes for tensor in tensors)}

@@ -92,7 +92,7 @@ def _leave_adapters() -> None:
     def leave(*_: Any) -> None:
         return None
 
-    adapters.place_tensors = leave
+    adapters.place_tensors = leave  # type: ignore[assignment]
 
 
 def know_shapes(shape: list[int]) -> None:
@@ -132,4 +132,4 @@ def _read_zeros() -> None:
         return None
 
     SafeTensorsStateSource.load_tensors = load_tensors
-    CheckedWeights._look = nothing_wrong
+    CheckedWeights._look = nothing_wrong  # type: ignore[method-assign]

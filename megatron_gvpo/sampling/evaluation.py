@@ -9,7 +9,7 @@ from statistics import fmean
 
 from megatron_gvpo.data.boxed import boxed
 from megatron_gvpo.groups import Group, Rollout
-from megatron_gvpo.observe.pass_at_k import pass_at_k
+from megatron_gvpo.observe.pass_at_k import is_correct, pass_at_k
 
 
 def summarise(groups: Sequence[Group], k: Sequence[int], right_at: float = 1.0) -> dict[str, float]:
@@ -66,11 +66,6 @@ def maj_at_n(answers: Sequence[str], correct: Sequence[bool]) -> bool:
 def score(rollout: Rollout) -> float:
     """Returns the rollout's first reward component, or its reward if it has no components."""
     return next(iter(rollout.rewards.values()), rollout.reward)
-
-
-def is_correct(score: float, right_at: float) -> bool:
-    """Returns True if the score of a rollout reaches `right_at`, up to rounding."""
-    return score >= right_at - 1e-6 * max(1.0, abs(right_at))
 
 
 def final_answer(text: str) -> str:

@@ -11,8 +11,8 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from megatron_gvpo.core.plain_values import cut
 from megatron_gvpo.core.redaction import hide
-from megatron_gvpo.core.yaml_files import cut
 
 MOST, LONGEST = 20, 400  # errors shown, and characters of each
 _NUMBER = re.compile(r"[-+]?(0|[1-9]\d{0,20})?(\.\d{0,20})?([eE][-+]?\d{1,3})?")

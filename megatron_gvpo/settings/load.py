@@ -10,9 +10,10 @@ from pydantic import ValidationError
 
 from megatron_gvpo.algorithms.recipe import merge
 from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.core.plain_values import check_plain, cut
 from megatron_gvpo.core.secrets import literal_secrets
 from megatron_gvpo.core.user_functions import load_function
-from megatron_gvpo.core.yaml_files import check_plain, cut, parse_value, read_yaml
+from megatron_gvpo.core.yaml_files import parse_value, read_yaml
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.explain import explain
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import resource
+import sys
+import warnings
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -57,3 +60,14 @@ def _allow_open_files() -> None:
         )
     if resource.RLIM_INFINITY != soft < OPEN_FILES:
         resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES, hard))
+
+
+def quieten() -> None:
+    """Keep libraries' warnings off the terminal; python -W or PYTHONWARNINGS brings them back.
+
+    The libraries warn of packages that this machine lacks, which `doctor` reports better, and of each other.
+    """
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

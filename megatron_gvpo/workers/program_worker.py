@@ -40,7 +40,8 @@ from megatron_gvpo.workers.process import how_it_ended
 from megatron_gvpo.workers.reward_worker import begin_work, private
 
 START, END = range(2)  # the kinds of an order
-GONE = 5  # the kind of a reply, beside those of `conversations.worker`: the program's process ended by itself
+# The kind of a reply, beside those of `workers.environment_worker`: the program's process ended by itself.
+GONE = 5
 _LONGEST = MAX_REPLY - 4096  # bytes of a program's result: its pipe holds them
 # Modules that the openai package imports at the first call of a client: here, and not in every program.
 _LATE = ("openai.resources.chat.completions", "anyio._backends._asyncio", "httpcore")

@@ -139,7 +139,7 @@ def _compile(
     stubs.write_text(symbols.stubs(asked | symbols.driver_functions(header), by_hand))
     objects.append(_object(gcc, stubs, folder, places))
     (folder / "out").mkdir()
-    shared = ["-shared", "-Wl,-soname,libcuda.so.1", "-o", folder / "out" / "libcuda.so.1"]
+    shared: list[str | Path] = ["-shared", "-Wl,-soname,libcuda.so.1", "-o", folder / "out" / "libcuda.so.1"]
     run([gxx, *shared, *objects, "-lpthread", "-ldl"], "cannot link the null CUDA")
 
 

@@ -1,0 +1,84 @@
+"""Checks that settings are plain values: text, numbers, booleans, null, lists and mappings of these."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+DEPTH = 50  # levels of lists and mappings
+COUNT = 100_000  # values, each counted as often as aliases repeat it
+
+
+def check_plain(values: Any, finite: bool = True) -> None:
+    """Raises ValueError, which begins with the key, for a value that no configuration can have.
+
+    These are values that JSON has no form for, text that no file name or UTF-8 file can hold, and lists and
+    mappings that are too deep or too many to be meant: YAML's aliases can repeat or contain themselves.
+    `finite`: refuse infinite numbers and NaN, too.
+    """
+    todo: list[Iterator[tuple[str, Any]]] = [iter([("", values)])]
+    count = 0
+    while todo:
+        for key, value in todo[-1]:
+            count += 1
+            if count > COUNT:
+                raise ValueError(f"{cut(key)}: more than {COUNT} values with those that aliases repeat")
+            problem = _problem(value)
+            if finite and isinstance(value, float) and not math.isfinite(value):
+                problem = f"expected a finite number, found {value}"
+            if problem is not None:
+                raise ValueError(f"{cut(key)}: {problem}" if key else problem)
+            if isinstance(value, Mapping | list | tuple):
+                if len(todo) > DEPTH:
+                    raise ValueError(f"{cut(key)}: nested deeper than {DEPTH} levels")
+                todo.append(_inside(key, value))
+                break
+        else:
+            todo.pop()
+
+
+def _inside(key: str, value: Mapping[Any, Any] | list[Any] | tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
+    named = value.items() if isinstance(value, Mapping) else enumerate(value)
+    return ((f"{key}.{name}" if key else str(name), item) for name, item in named)
+
+
+def _problem(value: Any) -> str | None:
+    if isinstance(value, str):
+        if "\0" in value:
+            return "the text has a NUL character"
+        if not _is_utf8(value):
+            return "the text is not UTF-8"
+    elif isinstance(value, int):
+        if abs(value) >= 2**63:
+            return "more than 64 bits for one number"
+    elif isinstance(value, bytes | bytearray | set | frozenset):
+        return f"expected text, a number, a list or a mapping, found {type(value).__name__}"
+    elif isinstance(value, Mapping):
+        for name in value:
+            if not isinstance(name, str | int | float | None) or _problem(name) is not None:
+                return f"expected keys that are plain text, found {cut(repr(name))}"
+    return None
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def cut(text: str) -> str:
+    """The text, or the beginning of a long one, for a message."""
+    return text if len(text) <= 100 else text[:97] + "..."
+
+
+def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Raises ValueError for a key that comes twice: json.loads would take the last."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        raise ValueError(f"field {next(key for key in counts if counts[key] > 1)!r} is given twice")
+    return fields
