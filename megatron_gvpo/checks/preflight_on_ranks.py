@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from megatron_gvpo.checks.preflight import Command, preflight
-from megatron_gvpo.core.collectives import first_problem
+from megatron_gvpo.core.collectives import all_ranks_agree
 from megatron_gvpo.core.environment import check_rank_variables
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.runs.existing_run import Earlier
@@ -22,12 +22,7 @@ def preflight_on_ranks(
 
     Without a process group each rank raises its own.
     """
-    problem = None
-    try:
+    with all_ranks_agree(ConfigError):
         if not dist.is_initialized():
             check_rank_variables()
         preflight(config, command, int(os.environ.get("WORLD_SIZE", "1")), earlier=earlier, allowed=allowed)
-    except ConfigError as error:
-        problem = str(error)
-    if (said := first_problem(problem)) is not None:
-        raise ConfigError(said)

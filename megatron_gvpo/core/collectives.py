@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import count
 from typing import Any
@@ -42,11 +43,33 @@ def first_problem(problem: str | None, group: dist.ProcessGroup | None = None) -
     The text names that rank, unless all ranks have a problem. Use this for work that may fail on one rank
     alone: an error raised only there would leave the other ranks waiting for it.
     """
-    said = all_gather_msgpack(problem, group)
-    failed = [rank for rank, text in enumerate(said) if text is not None]
+    problems = all_gather_msgpack(problem, group)
+    failed = [rank for rank, text in enumerate(problems) if text is not None]
     if not failed:
         return None
-    return f"{said[failed[0]]}{f' (on rank {failed[0]})' if len(failed) < len(said) else ''}"
+    return f"{problems[failed[0]]}{f' (on rank {failed[0]})' if len(failed) < len(problems) else ''}"
+
+
+@contextmanager
+def all_ranks_agree(
+    kind: type[Exception],
+    *also: type[Exception],
+    where: str = "",
+    group: dist.ProcessGroup | None = None,
+) -> Iterator[None]:
+    """Raises `kind` on every rank if the block raises it, or one of `also`, on any. Collective over `group`.
+
+    An error that leaves the block on one rank alone would let the other ranks wait for that rank. The message
+    is that of the first rank that failed, behind `where`; it names the rank unless all ranks have failed.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except (kind, *also) as error:
+        failure = error
+    message = first_problem(None if failure is None else f"{where}{failure}", group)
+    if message is not None:
+        raise kind(message) from failure
 
 
 _votes = count()

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_gvpo.core.collectives import first_problem
+from megatron_gvpo.core.collectives import all_ranks_agree
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.huggingface.config_json import read_json_object
 from megatron_gvpo.huggingface.image_families import name_in_file, takes_images
@@ -62,18 +62,13 @@ def check_weights(directory: Path, key: str, hf_config: Any, tied: bool) -> Furt
     Returns the heads for further tokens that the directory has beside the model. Raises ConfigError, on every
     rank, unless the directory has exactly the model's tensors, all complete.
     """
-    problem, found = None, dict[str, _Stored]()
-    try:
-        found, listed = _headers(directory)
-        _compare(_expected(hf_config, tied), found, listed, hf_config, tied)
-        if tied and _HEAD in found and _rank() == 0:
-            _check_head(directory, found)
-    except (OSError, SafetensorError, ConfigError) as error:
-        problem = f"{key}={directory}: {error}"
-    if (said := first_problem(problem)) is not None:
-        raise ConfigError(said)
+    with all_ranks_agree(ConfigError, OSError, SafetensorError, where=f"{key}={directory}: "):
+        stored, listed = _headers(directory)
+        _compare(_expected(hf_config, tied), stored, listed, hf_config, tied)
+        if tied and _HEAD in stored and _rank() == 0:
+            _check_head(directory, stored)
     heads = head_pattern(hf_config.to_dict())
-    return FurtherHeads(directory, {n: found[n].file for n in found if heads.fullmatch(n)})
+    return FurtherHeads(directory, {name: stored[name].file for name in stored if heads.fullmatch(name)})
 
 
 def has_heads(directory: Path, model: dict[str, Any]) -> bool:

@@ -23,7 +23,7 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
-from megatron_gvpo.core.collectives import first_problem
+from megatron_gvpo.core.collectives import all_ranks_agree
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.megatron.model.model import Model
 from megatron_gvpo.megatron.parallel import megatron_device
@@ -212,15 +212,13 @@ def _check_host_memory(model: Model, fraction: float) -> None:
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     needed = fraction * max(16 * updated, 8 * copied) * ranks
     free = psutil.virtual_memory().available
-    problem = None
-    if needed > free:
-        problem = (
-            f"optimizer.offload_fraction={fraction} needs {needed / 2**30:.3g} GiB of the memory of node "
-            f"{platform.node()} for its {ranks} rank(s), and {free / 2**30:.3g} GiB are free: use a smaller "
-            "fraction or more nodes"
-        )
-    if (said := first_problem(problem)) is not None:
-        raise ConfigError(said)
+    with all_ranks_agree(ConfigError):
+        if needed > free:
+            raise ConfigError(
+                f"optimizer.offload_fraction={fraction} needs {needed / 2**30:.3g} GiB of the memory of node "
+                f"{platform.node()} for its {ranks} rank(s), and {free / 2**30:.3g} GiB are free: use a "
+                "smaller fraction or more nodes"
+            )
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ import torch
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from torch import Tensor
 
-from megatron_gvpo.core.collectives import first_problem
+from megatron_gvpo.core.collectives import all_ranks_agree
 from megatron_gvpo.data.image_files import ImageError
 from megatron_gvpo.data.image_processor import ImageProcessor
 from megatron_gvpo.huggingface.image_families import TOKENS
@@ -81,15 +81,10 @@ class VisionInputs:
 
         A collective, before the pass: a rank that found it there would leave the others in the schedule.
         """
-        problem = None
-        try:
+        with all_ranks_agree(ImageError):
             for rows in micro_batches if self._first else ():
                 for image in (image for row in rows.images or () for image in row):
                     self._processor.check(image)
-        except ImageError as error:
-            problem = str(error)
-        if (said := first_problem(problem)) is not None:
-            raise ImageError(said)
 
     def run(self, chunk: Any, batch: PackedBatch, packed: Any, head: dict[str, Any]) -> Any:
         """Return the chunk's output; `head`: the arguments of its last stage. Raises ImageError."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_gvpo.conversations.conversations import Conversations, Rounds, conversations_of
 from megatron_gvpo.conversations.programs import Programs
-from megatron_gvpo.core.collectives import all_gather_msgpack, first_problem
+from megatron_gvpo.core.collectives import all_gather_msgpack, all_ranks_agree
 from megatron_gvpo.core.errors import ConfigError, RolloutError
 from megatron_gvpo.data.image_files import ImageError
 from megatron_gvpo.data.task import Task
@@ -88,13 +88,9 @@ class EmbeddedEngine:
         self, sampling: SamplingConfig, _: Sequence[Prompt], requests: Sequence[Request]
     ) -> list[list[Rollout]]:
         """Sample this rank's share. Raises RolloutError, on all ranks, if a rank cannot read an image."""
-        rows, problem = list[list[Rollout]](), None
-        try:
+        rows = list[list[Rollout]]()
+        with all_ranks_agree(RolloutError, ImageError):
             rows = self._model.generate(requests, sampling)
-        except ImageError as error:
-            problem = str(error)
-        if (said := first_problem(problem)) is not None:
-            raise RolloutError(said)
         return rows
 
     def _converse(
@@ -110,13 +106,9 @@ class EmbeddedEngine:
         """
         live = sum(request.n for request in requests)
         rounds = Rounds(lambda asked: self._model.generate(asked, sampling), live)
-        rows, problem = list[list[Rollout]](), None
-        try:
+        rows = list[list[Rollout]]()
+        with all_ranks_agree(RolloutError):
             rows = self._loop.run(conversations.hold(rounds, prompts, requests, sampling))
-        except RolloutError as error:
-            problem = str(error)
-        if (said := first_problem(problem)) is not None:
-            raise RolloutError(said)
         for rollout in (r for row in rows for r in row if r.finish_reason != LOST):
             rollout.text = self._model.decode(rollout.token_ids)
         return rows
@@ -124,15 +116,13 @@ class EmbeddedEngine:
     def __enter__(self) -> Self:
         """Raises ConfigError, on every rank, if the environment of conversations cannot be loaded."""
         if self._conversations is not None:
-            problem = None
             try:
-                self._opened.enter_context(self._conversations)
-                self._loop = self._opened.enter_context(asyncio.Runner())
-            except ConfigError as error:  # perhaps on this node alone, where a file is missing
-                problem = str(error)
-            if (said := first_problem(problem)) is not None:
+                with all_ranks_agree(ConfigError):  # a file may be missing on one node alone
+                    self._opened.enter_context(self._conversations)
+                    self._loop = self._opened.enter_context(asyncio.Runner())
+            except ConfigError:
                 self._opened.close()
-                raise ConfigError(said)
+                raise
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
-from megatron_gvpo.core.collectives import first_problem
+from megatron_gvpo.core.collectives import all_ranks_agree
 from megatron_gvpo.core.errors import ConfigError, RolloutError
 from megatron_gvpo.data.task import Task
 from megatron_gvpo.groups import Group
@@ -105,13 +105,8 @@ class RolloutSource:
     def __enter__(self) -> Self:
         with ExitStack() as opened:  # closes what is open where the next part cannot be opened
             if self._samples:
-                problem = None
-                try:
+                with all_ranks_agree(ConfigError):  # a file may be missing on one node alone
                     opened.enter_context(self._rewards)
-                except ConfigError as error:  # perhaps on this node alone, where a file is missing
-                    problem = str(error)
-                if (said := first_problem(problem)) is not None:
-                    raise ConfigError(said)
                 if self._served is not None:
                     opened.enter_context(self._served)
             opened.enter_context(self.engine)

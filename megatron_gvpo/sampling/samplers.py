@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch.distributed as dist
 
 from megatron_gvpo.algorithms.curriculum.allocation import Allocation
-from megatron_gvpo.core.collectives import all_gather_msgpack, first_problem
+from megatron_gvpo.core.collectives import all_gather_msgpack, all_ranks_agree
 from megatron_gvpo.core.errors import ConfigError, RolloutError
 from megatron_gvpo.core.redaction import hide
 from megatron_gvpo.data.order import SuccessTracker
@@ -213,14 +213,9 @@ class EngineSampler:
     def _score(self, groups: list[Group]) -> None:
         """The rewards of functions: each rank scores every world-size-th group, then they exchange them."""
         rank, world = dist.get_rank(), dist.get_world_size()
-        problem = None
-        try:
+        with all_ranks_agree(RolloutError, ConfigError):
             self._rewards.check(groups)
             self._rewards.score(groups[rank::world])
-        except ConfigError as error:
-            problem = str(error)
-        if (said := first_problem(problem)) is not None:
-            raise RolloutError(said)
         if world > 1:
             mine = [[_verdict(r) for r in group.rollouts] for group in groups[rank::world]]
             for source, scored in enumerate(all_gather_msgpack(mine)):
