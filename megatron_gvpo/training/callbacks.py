@@ -125,7 +125,7 @@ class Recorder(Callback):
         recorded_step = resume_step
         if resume_step is not None:
             # A step that its run did not come to report is recorded now, whatever is there of it.
-            recorded_step = resume_step - (trainer.components.unreported is not None)
+            recorded_step = resume_step - trainer.reports_resumed_step
             for problem in metrics_problems(self._directory / "metrics.jsonl", recorded_step):
                 log.warning(problem)
         self._logger = MetricLogger(

@@ -6,8 +6,8 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -16,12 +16,10 @@ from torch import Tensor
 
 from megatron_gvpo.algorithms.base import STEP_START, TEACHER, Reference
 from megatron_gvpo.checks.preflight_on_ranks import preflight_on_ranks
-from megatron_gvpo.core.collectives import all_have_failed, broadcast_msgpack, first_problem
-from megatron_gvpo.core.errors import CheckpointError, ConfigError, RolloutError
+from megatron_gvpo.core.collectives import all_ranks_agree, broadcast_msgpack
+from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.redaction import hide
-from megatron_gvpo.core.signals import Interrupt, Interrupted
-from megatron_gvpo.core.user_functions import UserFunctionError
-from megatron_gvpo.data.image_files import ImageError
+from megatron_gvpo.core.signals import Interrupt
 from megatron_gvpo.groups import Group
 from megatron_gvpo.megatron import parallel
 from megatron_gvpo.megatron.policy import UpdateResult
@@ -34,14 +32,14 @@ from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.load import as_config
 from megatron_gvpo.settings.rules import advice
 from megatron_gvpo.training.callbacks import Callback
+from megatron_gvpo.training.checkpoints import Checkpoints
 from megatron_gvpo.training.components import Components
-from megatron_gvpo.training.single_trainer import Turn
+from megatron_gvpo.training.session import SingleTrainer, naming_the_step, running
 from megatron_gvpo.types import OnWait, TrainBatch
 
 log = logging.getLogger(__name__)
 
 Metrics = dict[str, float]
-FAILING = 10.0  # seconds between the first and the last rank that a user's function fails on
 
 
 class Trainer:
@@ -72,23 +70,22 @@ class Trainer:
             preflight_on_ranks(config, "train", earlier=earlier, allowed=allow_change)
         self.config = config
         self.callbacks = list(callbacks)
+        self.is_main = int(os.environ.get("RANK", "0")) == 0
+        self.interrupt = Interrupt()
         self._samples_from_policy = config.algorithm.samples_from_policy
         self._engine_reference = config.algorithm.reference_logprobs == "engine"
-        self.is_main = int(os.environ.get("RANK", "0")) == 0
-        self._turn = Turn(self._release)
+        self._single = SingleTrainer(self._release)
         self.components = Components(config, resumes=bool(resume))
-        found = self.components.resume() if resume else None
-        self._directory = RunDirectory(config, earlier, allow_change)
-        self.resumed = found is not None
-        self.step = found or 0
+        self.checkpoints = Checkpoints(self.components, partial(self.notify, "on_checkpoint"))
+        resumed = self.checkpoints.resume() if resume else None
+        self.directory = RunDirectory(config, earlier, allow_change)
+        self.resumed = resumed is not None
+        self.step, unreported = resumed or (0, {})
+        self.reports_resumed_step = self.resumed and unreported is not None
         # The metrics of `step`, if this process has trained it, or its run could not report it.
-        self._metrics: Metrics = self.components.unreported or {}
-        self._unreported = not self.resumed or self.components.unreported is not None  # on_step is due
-        self._saving: Path | None = None  # a checkpoint that may not be complete yet
-        self._saved: Path | None = None  # the last complete one
-        self._saved_step = self.step  # of the last one, which a resumed run has read
-        self._updated = False  # the weights are no longer those of `step`
-        self._resume_point: dict[str, Any] = self.components.state_dict()
+        self._metrics: Metrics = unreported or {}
+        self._is_reported = self.resumed and unreported is None  # else on_step is due
+        self.is_mid_update = False  # the weights are no longer those of `step`
 
     def fit(self) -> Metrics:
         """Train to the last step; returns that step's metrics, or none if the run was finished before.
@@ -100,124 +97,163 @@ class Trainer:
         all ranks fail before the step has changed the weights. Raises ConfigError when called again;
         HubError, on rank 0, where the finished run's export cannot be pushed.
         """
-        with self._turn.fit(lambda: self.step, self.config.train.steps):
-            metrics = self._fit()
-            if metrics is not None and self.is_main:  # the other ranks do not wait: it may take long
+        steps, every = self.config.train.steps, self.config.checkpoint.every
+        with self._single.fit(lambda: self.step, steps):
+            if self._was_finished_before():
+                return {}
+            with running(self):
+                self._report_start()
+                for step in range(self.step + 1, steps + 1):
+                    with naming_the_step(self, step):
+                        self._train_step(step)
+                    self._report()
+                    if step == steps or (every and step % every == 0):
+                        self.save()
+                    self.interrupt.check()
+                self._finish()
+            if self.is_main:  # the other ranks do not wait: it may take long
                 upload_export(self.config.checkpoint, Path(self.config.output_dir), self.step)
-            return metrics or {}
+            return self._metrics
+
+    def _train_step(self, step: int) -> None:
+        """Algorithm 1: sample, score, freeze what the loss compares with, update, push.
+
+        With colocated servers the push is the next step's first act, because the engine sleeps meanwhile.
+        """
+        begin = time.perf_counter()
+        self._begin_step(step)
+        groups = self._sample()
+        mini_batches, metrics = self._mini_batches(groups)
+        mini_batches = self._freeze_references(mini_batches)
+        results = self._update_all(mini_batches, keep_weights=self.config.logging.rollouts.saves(step))
+        self._notify_responses(step, groups, mini_batches, results)
+        metrics |= self._update_metrics(step, results)
+        self._complete_step(step, metrics)
+        self._push(step)
+        metrics |= self._step_metrics(groups, time.perf_counter() - begin)
 
     def close(self) -> None:
         """Free the model's memory and its process groups, as the construction of another Trainer does."""
-        self._turn.end()
+        self._single.end()
+
+    def save(self) -> None:
+        """Write, or begin to write, a checkpoint; a run resumed from it does what this one does next."""
+        self.checkpoints.save(self.step, self._metrics, self._is_reported)
+
+    def evaluate(self, on_wait: OnWait = None) -> Metrics:
+        """Metrics of the present policy on the held-out prompts; empty without any."""
+        groups, metrics = self.components.evaluate(self.step, on_wait)
+        if on_wait is not None and any(r.reward_errors for group in groups for r in group.rollouts):
+            on_wait()  # as in `_sample`
+        if groups and self.config.logging.rollouts.every:
+            self.notify("on_responses", Responses("eval", self.step, groups))
+        return metrics
+
+    def notify(self, event: str, *args: Any) -> None:
+        """Call this method of every callback."""
+        for callback in self.callbacks:
+            getattr(callback, event)(self, *args)
 
     def _release(self) -> None:
         vars(self).pop("components", None)
+        vars(self).pop("checkpoints", None)
         parallel.release()
 
-    def _fit(self) -> Metrics | None:
-        """Train to the last step; returns that step's metrics, or None if the run was finished before."""
-        steps, every = self.config.train.steps, self.config.checkpoint.every
-        if self.step >= steps and (said := broadcast_msgpack(finished(self.config))) is not None:
-            if self.is_main:
-                log.warning(said)
-            return None
-        with Interrupt() as interrupt, self._directory.alone(), self.components, ExitStack() as end:
-            self._prepare_hub()
-            self._directory.begin(self.step, self.resumed)  # only now, because the input is known to be right
-            if self.resumed:
-                self.components.complete_exports(self.step)
-            end.callback(self._notify, "on_exit")
-            self._notify("on_start")
-            self._warn([said] if (said := advice(self.config)) else [])
-            try:
-                if self._unreported:
-                    self._report(interrupt)
-                    if self.resumed:
-                        self.save()  # with the evaluation, by which it may be the best
-                for step in range(self.step + 1, steps + 1):
-                    try:
-                        self._train_step(step, interrupt)
-                    except (UserFunctionError, ImageError) as error:
-                        raise type(error)(f"step {step}: {error}; {self._kept()}") from error
-                    self._report(interrupt)
-                    if step == steps or (every and step % every == 0):
-                        self.save()
-                    interrupt.check()
-            except (Interrupted, RolloutError) as stop:  # every rank raises them at the same point
-                self.save()
-                self._finish_saving()
-                if isinstance(stop, Interrupted):
-                    raise Interrupted(f"the checkpoint is complete ({self._saved})") from None
-                raise
-            self._finish_saving()
-            if self.config.checkpoint.export_hf:
-                self.components.export_hf(Path(self.config.output_dir) / "hf", self.step)
-            self._notify("on_end")
-        return self._metrics
-
-    def _prepare_hub(self) -> None:
-        """Raise ConfigError on all ranks if rank 0 cannot push what the run will export."""
-        settings, problem = self.config.checkpoint.push_to_hub, None
-        try:
+    def begin(self) -> None:
+        """Take the output directory, and write what an earlier run left undone; the input is right by now."""
+        settings = self.config.checkpoint.push_to_hub
+        with all_ranks_agree(ConfigError):
             if settings is not None and self.is_main:
                 prepare_repository(settings)
-        except ConfigError as error:
-            problem = str(error)
-        if (said := first_problem(problem)) is not None:
-            raise ConfigError(said)
+        self.directory.begin(self.step, self.resumed)
+        if self.resumed:
+            self.checkpoints.complete_exports(self.step)
 
-    def _train_step(self, step: int, interrupt: Interrupt) -> None:
-        """Sample from the policy at step start, freeze what the loss compares with, update, push."""
-        components, timer, begin = self.components, self.components.timer, time.perf_counter()
-        timer.take()
-        components.profiler.step(step)
-        groups = self._draw_groups(interrupt)
-        mini_batches, metrics = self._mini_batches(groups, interrupt.check)
-        self._warn(components.empty_batches.check(self.step + 1, groups, mini_batches))
-        with timer.phase("scoring"):
-            mini_batches = [
-                self._freeze_references(rows, i == 0, interrupt.check) for i, rows in enumerate(mini_batches)
-            ]
-        with timer.phase("training"):
-            results = self._updates(mini_batches, saved := self.config.logging.rollouts.saves(step))
-            components.policy.end_step()
-        if saved:
-            trained = [self._trained(rows, r) for rows, r in zip(mini_batches, results, strict=False)]
-            self._notify("on_responses", Responses("train", step, groups, trained))
-        metrics |= (mismatch := self.components.mismatch.take())
-        self._warn([said] if (said := components.mismatch.warning(step, mismatch)) else [])
+    def _was_finished_before(self) -> bool:
+        if self.step < self.config.train.steps:
+            return False
+        message = broadcast_msgpack(finished(self.config))
+        if message is not None and self.is_main:
+            log.warning(message)
+        return message is not None
+
+    def _report_start(self) -> None:
+        """Report the policy before the first step, or the step that a resumed run could not report."""
+        self._warn(advice(self.config))
+        if not self._is_reported:
+            self._report()
+            if self.resumed:
+                self.save()  # with the evaluation, by which it may be the best
+
+    def _report(self) -> None:
+        """Evaluate, if it is time to, and tell the callbacks of the step. A resumed run makes up for it."""
+        every = self.config.eval.every
+        if self.step in (0, self.config.train.steps) or (every and self.step % every == 0):
+            self.interrupt.check()
+            self._metrics |= self.evaluate(self.interrupt.check)
+        self._is_reported = True
+        self.notify("on_step", self.step, self._metrics)
+
+    def _finish(self) -> None:
+        self.checkpoints.finish()
+        if self.config.checkpoint.export_hf:
+            self.checkpoints.export(Path(self.config.output_dir) / "hf", self.step)
+        self.notify("on_end")
+
+    def _begin_step(self, step: int) -> None:
+        self.components.timer.take()
+        self.components.profiler.step(step)
+
+    def _complete_step(self, step: int, metrics: Metrics) -> None:
+        """The step's weights are those of the policy from here on, whatever fails later, as a push may."""
+        self.step, self.is_mid_update = step, False
+        self._metrics, self._is_reported = metrics, False
+        self.checkpoints.mark()
+
+    def _push(self, step: int) -> None:
+        if self._samples_from_policy and not self.components.engine.shares_gpus:  # else `_sample` pushes
+            self.components.sync(step)
+
+    def _update_metrics(self, step: int, results: Sequence[UpdateResult]) -> Metrics:
+        """Means over the step's updates, its learning rate, and the mismatch of engine and trainer."""
+        metrics: Metrics = self.components.mismatch.take()
+        self._warn(self.components.mismatch.warning(step, metrics))
         for result in results:
-            found = {f"train/{name}": value for name, value in result.metrics.items()} | result.head
-            for name, value in found.items():
+            values = {f"train/{name}": value for name, value in result.metrics.items()} | result.head
+            for name, value in values.items():
                 metrics[name] = metrics.get(name, 0.0) + value / len(results)
         if results:  # unless every response was masked
             metrics["train/grad_norm"] = sum(r.update.grad_norm for r in results) / len(results)
             metrics["train/lr"] = results[-1].update.lr
             metrics |= results[0].memory
         metrics["train/skipped"] = float(sum(r.update.skipped for r in results))
-        self.step, self._resume_point, self._updated = step, components.state_dict(), False
-        self._metrics, self._unreported = metrics, True  # the engine may fail from here on
-        if self._samples_from_policy and not components.engine.shares_gpus:  # else _draw_groups pushes
-            components.sync(step)
-        seconds, phases = time.perf_counter() - begin, timer.take()
-        metrics |= components.rollout_metrics
-        if components.teacher is not None:
-            metrics |= components.teacher.metrics
+        return metrics
+
+    def _step_metrics(self, groups: Sequence[Group], seconds: float) -> Metrics:
+        """Metrics of the engine and the teacher, and times."""
+        phases, teacher = self.components.timer.take(), self.components.teacher
+        metrics = dict(self.components.rollout_metrics)
+        if teacher is not None:
+            metrics |= teacher.metrics
         metrics |= {f"time/{name}": value for name, value in phases.items()} | {"time/step": seconds}
         metrics["throughput/tokens_per_s"] = trained_tokens(groups) / seconds
+        return metrics
 
-    def _report(self, interrupt: Interrupt) -> None:
-        """Evaluate, if it is time to, and tell the callbacks of the step. A resumed run makes up for it."""
-        every = self.config.eval.every
-        if self.step in (0, self.config.train.steps) or (every and self.step % every == 0):
-            interrupt.check()
-            self._metrics |= self.evaluate(interrupt.check)
-        self._unreported = False
-        self._notify("on_step", self.step, self._metrics)
+    def _notify_responses(
+        self,
+        step: int,
+        groups: list[Group],
+        mini_batches: Sequence[TrainBatch],
+        results: Sequence[UpdateResult],
+    ) -> None:
+        if self.config.logging.rollouts.saves(step):
+            pairs = zip(mini_batches, results, strict=False)
+            trained = [self._trained(rows, result) for rows, result in pairs]
+            self.notify("on_responses", Responses("train", step, groups, trained))
 
-    def _draw_groups(self, interrupt: Interrupt) -> list[Group]:
-        """Sample prompts and responses until the batch policy has a batch."""
-        components = self.components
+    def _sample(self) -> list[Group]:
+        """Sample prompts and responses, and score them, until the batch policy has a batch."""
+        components, interrupt = self.components, self.interrupt
         ahead = min(self.config.rollout.async_steps, self.config.train.steps - self.step - 1)
         while True:
             interrupt.check()
@@ -229,12 +265,12 @@ class Trainer:
                 # A signal that ends the job ends the rewards' subprocesses, too: never train on such rewards.
                 interrupt.check()
             groups, warnings = components.shape(groups, self.step + 1)
-            self._warn(warnings)
+            self._warn(*warnings)
             if groups and (batch := components.batch_policy.offer(groups)) is not None:
                 return batch
-            self._resume_point = components.state_dict()
+            self.checkpoints.mark()
 
-    def _mini_batches(self, groups: Sequence[Group], on_wait: OnWait) -> tuple[list[TrainBatch], Metrics]:
+    def _mini_batches(self, groups: Sequence[Group]) -> tuple[list[TrainBatch], Metrics]:
         """Split whole groups into the rows of each optimizer update, and give them advantages."""
         metrics = rollout_statistics(groups, self.step) if self.config.algorithm.has_rewards else {}
         metrics |= {f"batch/{name}": value for name, value in self.components.batch_policy.metrics.items()}
@@ -249,14 +285,16 @@ class Trainer:
             self.components.teacher.ask([rows.trained() for rows in mini_batches])
         if estimator is not None:
             for i, rows in enumerate(mini_batches):
-                mini_batches[i], statistics = estimator.fill(self._judged(rows, on_wait))
+                mini_batches[i], statistics = estimator.fill(self._judged(rows))
                 for name, value in statistics.items():
                     key = f"advantage/{name}"
                     metrics[key] = metrics.get(key, 0.0) + float(value) / len(mini_batches)
         trained = [rows.trained() for rows in mini_batches]
-        return [rows for rows in trained if len(rows)], metrics
+        mini_batches = [rows for rows in trained if len(rows)]
+        self._warn(*self.components.empty_batches.check(self.step + 1, groups, mini_batches))
+        return mini_batches, metrics
 
-    def _judged(self, rows: TrainBatch, on_wait: OnWait) -> TrainBatch:
+    def _judged(self, rows: TrainBatch) -> TrainBatch:
         """Add the columns that the estimator reads: the critic's values, log-probs of reference policies."""
         policy, estimator = self.components.policy, self.config.algorithm.estimator
         columns: dict[str, Tensor] = {}
@@ -266,18 +304,22 @@ class Trainer:
             for column, reference in ({} if estimator is None else estimator.reference_policies).items():
                 now = reference == STEP_START
                 columns[f"{column}_logp_r"] = (
-                    policy.score(rows) if now else self._reference_logp(reference, rows, on_wait)
+                    policy.score(rows) if now else self._reference_logp(reference, rows)
                 )
         return rows.with_columns(**columns)
 
-    def _reference_logp(self, reference: Reference, rows: TrainBatch, on_wait: OnWait) -> Tensor:
+    def _reference_logp(self, reference: Reference, rows: TrainBatch) -> Tensor:
         """Log-probs of a policy other than the one at step start, fp32 [r]."""
         policy, served = self.components.policy, self.components.teacher
         if reference != TEACHER:
             return policy.score_reference(rows)
-        return policy.score_teacher(rows) if served is None else served.score(rows, on_wait)
+        return policy.score_teacher(rows) if served is None else served.score(rows, self.interrupt.check)
 
-    def _freeze_references(self, rows: TrainBatch, first: bool, on_wait: OnWait) -> TrainBatch:
+    def _freeze_references(self, mini_batches: Sequence[TrainBatch]) -> list[TrainBatch]:
+        with self.components.timer.phase("scoring"):
+            return [self._with_references(rows, i == 0) for i, rows in enumerate(mini_batches)]
+
+    def _with_references(self, rows: TrainBatch, first: bool) -> TrainBatch:
         """Log-probs of the policies that the loss compares with, before the step's first update.
 
         After an update the policy at step start is gone: compared with the updated one, GVPO would silently
@@ -291,27 +333,29 @@ class Trainer:
             self.components.mismatch.compare(rows, now_r, self.step)
         for column, reference in references.items():
             now = reference == STEP_START
-            columns[f"{column}_logp_r"] = now_r if now else self._reference_logp(reference, rows, on_wait)
+            columns[f"{column}_logp_r"] = now_r if now else self._reference_logp(reference, rows)
         return rows.with_columns(**columns)
 
-    def _updates(self, mini_batches: list[TrainBatch], saved: bool) -> list[UpdateResult]:
+    def _update_all(self, mini_batches: list[TrainBatch], keep_weights: bool) -> list[UpdateResult]:
         """Update with every mini-batch, `train.batch_epochs` times, against the same reference policies.
 
         In a second pass the first one needs log-probs of the policy at step start, too: its first forward has
-        them. Those with nothing left to train use up their learning rates. `saved`: keep weights of tokens.
+        them. Those with nothing left to train use up their learning rates. `keep_weights`: keep the
+        loss's weights of tokens in the first pass.
         """
         results: list[UpdateResult] = []
-        for epoch in range(self.config.train.batch_epochs):
-            for i, rows in enumerate(mini_batches):
-                keep_weights = saved and epoch == 0
-                results.append(result := self._update(rows, not results, keep_weights))
-                self._updated = True
-                if len(results) == 1:
-                    references = self.config.algorithm.loss.reference_policies.items()
-                    at_start = [f"{column}_logp_r" for column, policy in references if policy == STEP_START]
-                    mini_batches[i] = rows.with_columns(**dict.fromkeys(at_start, result.logp_r))
-        planned = self.config.train.mini_batches * self.config.train.batch_epochs
-        self.components.policy.skip_updates(planned - len(results))
+        policy, references = self.components.policy, self.config.algorithm.loss.reference_policies
+        at_start = [f"{column}_logp_r" for column, reference in references.items() if reference == STEP_START]
+        with self.components.timer.phase("training"):
+            for epoch in range(self.config.train.batch_epochs):
+                for i, rows in enumerate(mini_batches):
+                    results.append(result := self._update(rows, not results, keep_weights and epoch == 0))
+                    self.is_mid_update = True
+                    if len(results) == 1:
+                        mini_batches[i] = rows.with_columns(**dict.fromkeys(at_start, result.logp_r))
+            planned = self.config.train.mini_batches * self.config.train.batch_epochs
+            policy.skip_updates(planned - len(results))
+            policy.end_step()
         return results
 
     def _trained(self, rows: TrainBatch, result: UpdateResult) -> TrainedRows:
@@ -342,49 +386,8 @@ class Trainer:
             self.components.mismatch.compare(rows, result.logp_r, self.step)
         return result
 
-    def evaluate(self, on_wait: OnWait = None) -> Metrics:
-        """Metrics of the present policy on the held-out prompts; empty without any."""
-        groups, metrics = self.components.evaluate(self.step, on_wait)
-        if on_wait is not None and any(r.reward_errors for group in groups for r in group.rollouts):
-            on_wait()  # as in `_draw_groups`
-        if groups and self.config.logging.rollouts.every:
-            self._notify("on_responses", Responses("eval", self.step, groups))
-        return metrics
-
-    def save(self) -> None:
-        """Write, or begin to write, a checkpoint; a run resumed from it does what this one does next."""
-        self._finish_saving()
-        state = self._resume_point | ({"unreported": self._metrics} if self._unreported else {})
-        self._saving = self.components.save(self.step, state, self._metrics if self.step else {})
-        self._saved_step = self.step
-        if not self.config.checkpoint.asynchronous:
-            self._finish_saving()
-
-    def _finish_saving(self) -> None:
-        if self._saving is not None:
-            self.components.finish_saving()
-            self._saved, self._saving = self._saving, None
-            self._notify("on_checkpoint", self._saved)
-
-    def _kept(self) -> str:
-        """Save the step before the one that failed, where all ranks know of it; says where `--resume` begins.
-
-        A step that failed after an update of the weights leaves nothing to save.
-        """
-        if self._saved_step < self.step and not self._updated and all_have_failed(FAILING):
-            try:
-                self.save()
-                self._finish_saving()
-            except CheckpointError as error:
-                return f"and no checkpoint could be saved: {error}"
-        if not self._saved_step:
-            return "no checkpoint has been saved yet (checkpoint.every)"
-        return f"`train ... --resume` continues from step {self._saved_step}"
-
-    def _warn(self, warnings: Sequence[str]) -> None:
-        for said in warnings if self.is_main else ():
-            log.warning(hide(said))
-
-    def _notify(self, event: str, *args: Any) -> None:
-        for callback in self.callbacks:
-            getattr(callback, event)(self, *args)
+    def _warn(self, *warnings: str | None) -> None:
+        """Write those of the warnings that are there, on one rank."""
+        for warning in warnings:
+            if warning is not None and self.is_main:
+                log.warning(hide(warning))
