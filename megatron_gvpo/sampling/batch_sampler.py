@@ -20,12 +20,21 @@ from megatron_gvpo.data.order import SuccessTracker
 from megatron_gvpo.data.prompts import PromptWriter
 from megatron_gvpo.groups import Group, Prompt, Rollout
 from megatron_gvpo.huggingface.end_tokens import ended
-from megatron_gvpo.sampling.samplers import EngineSampler, Sampler
+from megatron_gvpo.sampling.samplers import EngineSampler, PendingGroups, Sampler
 from megatron_gvpo.servers.request import derived_seed
-from megatron_gvpo.types import OnWait, TrainBatch
+from megatron_gvpo.types import TrainBatch
 
 if TYPE_CHECKING:
     from megatron_gvpo.algorithms.shapers.base import Shaper
+
+
+@dataclass(frozen=True)
+class PendingBatch:
+    """A batch that was asked for; `greedy`: the most likely responses, where they give the prior."""
+
+    sampled: PendingGroups[Any]
+    greedy: PendingGroups[Any] | None
+    seed: int
 
 
 class ComposedSampler:
@@ -38,14 +47,14 @@ class ComposedSampler:
 
     def __init__(
         self,
-        base: Sampler,
+        base: Sampler[Any],
         writer: PromptWriter,
         members: Sequence[JoinGroups],
         end_token_ids: Sequence[int],
         *,
-        answers: Callable[[int], EngineSampler] | None = None,
+        answers: Callable[[int], EngineSampler[Any]] | None = None,
         score: Callable[[list[Group]], None] | None = None,
-        greedy: Sampler | None = None,
+        greedy: Sampler[Any] | None = None,
         tracker: SuccessTracker | None = None,
         expected: Callable[[Prompt], float] | None = None,
         policy: Callable[[TrainBatch], Tensor] | None = None,
@@ -54,16 +63,16 @@ class ComposedSampler:
         self._expected, self._score = expected, score
         self._answers, self._greedy, self._tracker, self._policy = answers, greedy, tracker, policy
 
-    def submit(self, prompts: Sequence[Prompt], seed: int) -> Any:
-        greedy = None if self._greedy is None else self._greedy.submit(prompts, seed)
-        return self._base.submit(prompts, seed), greedy, seed
+    def request(self, prompts: Sequence[Prompt], seed: int) -> PendingBatch:
+        """Ask for a group of each prompt; returns at once."""
+        greedy = None if self._greedy is None else self._greedy.begin(prompts, seed)
+        return PendingBatch(self._base.begin(prompts, seed), greedy, seed)
 
-    def collect(self, ticket: Any, step: int, on_wait: OnWait = None) -> list[Group]:
-        """The ticket's groups as training step `step` takes them. A collective."""
-        asked, greedy, seed = ticket
-        groups = self._base.collect(asked, on_wait)
-        if self._greedy is not None:
-            best = self._greedy.collect(greedy, on_wait)
+    def complete(self, batch: PendingBatch, step: int) -> list[Group]:
+        """The batch's groups as training step `step` takes them. A collective."""
+        groups = self._base.finish(batch.sampled)
+        if self._greedy is not None and batch.greedy is not None:
+            best = self._greedy.finish(batch.greedy)
             groups = [replace(g, prior=b.rollouts[0].reward) for g, b in zip(groups, best, strict=True)]
         elif self._expected is not None:
             groups = [replace(g, prior=self._expected(g.prompt)) for g in groups]
@@ -74,13 +83,12 @@ class ComposedSampler:
         for number, member in enumerate(self._members):
             context = BatchContext(
                 step,
-                derived_seed(seed, number, 1),
+                derived_seed(batch.seed, number, 1),
                 self._answers,
                 self._writer,
                 self._ends,
                 self._score,
                 self._policy,
-                on_wait,
             )
             groups = member(groups, context)
         return groups
@@ -92,20 +100,19 @@ class BatchContext:
 
     step: int
     seed: int
-    sampler: Callable[[int], EngineSampler] | None
+    sampler: Callable[[int], EngineSampler[Any]] | None
     writer: PromptWriter
     end_token_ids: Sequence[int]
     scorer: Callable[[list[Group]], None] | None
     policy: Callable[[TrainBatch], Tensor] | None = None  # log-probs of all response tokens
-    on_wait: OnWait = None
-    asked: int = 0
+    requests: int = 0  # that the members have made so far
 
     def ask(self, prompts: Sequence[Prompt], n: int) -> list[Group]:
         assert self.sampler is not None, "without an engine there is nobody to ask"
-        self.asked += 1
+        self.requests += 1
         sampler = self.sampler(n)
-        found = sampler.collect(sampler.submit(prompts, derived_seed(self.seed, self.asked)), self.on_wait)
-        groups = deque(found)  # of conversations, whole groups may be lost
+        pending = sampler.begin(prompts, derived_seed(self.seed, self.requests))
+        groups = deque(sampler.finish(pending))  # of conversations, whole groups may be lost
         return [
             groups.popleft() if groups and groups[0].prompt == prompt else Group(prompt, [])
             for prompt in prompts
@@ -178,37 +185,40 @@ class Order(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-class BatchSampler(Protocol):
+class BatchSampler[Pending](Protocol):
     """Samples the groups of a batch. All ranks give the same arguments and get the same groups."""
 
-    def submit(self, prompts: Sequence[Prompt], seed: int) -> Any:
-        """Ask for a group of each prompt; returns a ticket at once."""
+    def request(self, prompts: Sequence[Prompt], seed: int) -> Pending:
+        """Ask for a group of each prompt; returns at once."""
 
-    def collect(self, ticket: Any, step: int, on_wait: OnWait = None) -> list[Group]:
-        """The ticket's groups, in prompt order, for training step `step`."""
+    def complete(self, batch: Pending, step: int) -> list[Group]:
+        """The batch's groups, in prompt order, for training step `step`."""
 
 
-class BatchQueue:
+class BatchQueue[Pending]:
     """Batches of the groups of `size` prompts, in the order of the data, asked for before they are needed."""
 
-    def __init__(self, order: Order, prompts: Sequence[Prompt], sampler: BatchSampler, size: int) -> None:
+    def __init__(
+        self, order: Order, prompts: Sequence[Prompt], sampler: BatchSampler[Pending], size: int
+    ) -> None:
         self._order, self._prompts, self._sampler, self._size = order, prompts, sampler, size
-        self._asked: deque[tuple[dict[str, Any], Any]] = deque()  # the order's state before it, ticket
+        self._pending: deque[tuple[dict[str, Any], Pending]] = deque()  # with the order's state before each
 
-    def ask(self, count: int) -> None:
+    def request(self, count: int) -> None:
         """Keep `count` batches in progress or ready."""
-        while len(self._asked) < count:
+        while len(self._pending) < count:
             before, seed = self._order.state_dict(), self._order.seed_for_next()
             prompts = [self._prompts[i] for i in self._order.take(self._size)]
-            self._asked.append((before, self._sampler.submit(prompts, seed)))
+            self._pending.append((before, self._sampler.request(prompts, seed)))
 
-    def collect(self, step: int, on_wait: OnWait = None) -> list[Group]:
-        """The groups of the oldest batch that was asked for; the engine calls `on_wait` while it waits."""
-        return self._sampler.collect(self._asked.popleft()[1], step, on_wait)
+    def next_batch(self, step: int) -> list[Group]:
+        """The groups of the oldest batch that was asked for, for training step `step`."""
+        _, pending = self._pending.popleft()
+        return self._sampler.complete(pending, step)
 
     def state_dict(self) -> dict[str, Any]:
-        """The order's state before the oldest batch not collected: a resumed run asks for it again."""
-        return self._asked[0][0] if self._asked else self._order.state_dict()
+        """The order's state before the oldest batch that is not complete: a resumed run asks for it again."""
+        return self._pending[0][0] if self._pending else self._order.state_dict()
 
 
 # Runs the shapers of a method on a batch.

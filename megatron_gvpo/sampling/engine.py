@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Never, Protocol, Self
 
 from megatron_gvpo.core.by_name import load_class
 from megatron_gvpo.settings.engines import ENGINES
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megatron_gvpo.settings.sections import SamplingConfig
 
 
-class RolloutEngine(Protocol):
+class RolloutEngine[Ticket](Protocol):
     """Samples from the policy's weights. A context manager: it samples only inside `with`.
 
     Every rank calls every method with the same arguments, and gets the same groups.
@@ -43,13 +43,13 @@ class RolloutEngine(Protocol):
     def sync(self, version: int) -> None:
         """Give the engine the policy's present weights, as `version`. A collective. Raises RolloutError."""
 
-    def submit(self, prompts: Sequence[Prompt], n: int, sampling: SamplingConfig, seed: int) -> Any:
+    def submit(self, prompts: Sequence[Prompt], n: int, sampling: SamplingConfig, seed: int) -> Ticket:
         """Ask for `n` responses to each prompt; returns a ticket at once.
 
         Raises ValueError for a prompt that the model cannot take.
         """
 
-    def collect(self, ticket: Any, on_wait: OnWait = None) -> list[Group]:
+    def collect(self, ticket: Ticket, on_wait: OnWait = None) -> list[Group]:
         """The ticket's groups, in prompt order. A collective. Raises RolloutError.
 
         A rollout has the engine's log-probs at the sampling temperature, before top-p, its text, and the
@@ -77,10 +77,10 @@ class NoEngine:
     def sync(self, version: int) -> None:
         pass
 
-    def submit(self, prompts: Sequence[Prompt], n: int, sampling: SamplingConfig, seed: int) -> Any:
+    def submit(self, prompts: Sequence[Prompt], n: int, sampling: SamplingConfig, seed: int) -> Never:
         raise AssertionError("this run has no rollout engine")
 
-    def collect(self, ticket: Any, on_wait: OnWait = None) -> list[Group]:
+    def collect(self, ticket: Never, on_wait: OnWait = None) -> list[Group]:
         raise AssertionError("this run has no rollout engine")
 
     def __enter__(self) -> Self:
@@ -90,7 +90,7 @@ class NoEngine:
         pass
 
 
-def engine_class(name: str) -> Callable[[Config, Task, Scorer], RolloutEngine]:
+def engine_class(name: str) -> Callable[[Config, Task, Scorer], RolloutEngine[Any]]:
     """The engine of this name, a key of ENGINES. Imports its module, which loads torch."""
-    found: Callable[[Config, Task, Scorer], RolloutEngine] = load_class(ENGINES[name])
-    return found
+    engine: Callable[[Config, Task, Scorer], RolloutEngine[Any]] = load_class(ENGINES[name])
+    return engine

@@ -7,7 +7,7 @@ import os
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -27,8 +27,9 @@ from megatron_gvpo.observe.spans import phase_markers
 from megatron_gvpo.rewards.teacher import ServedTeacher
 from megatron_gvpo.runs.record import first_start
 from megatron_gvpo.sampling.batch_sampler import BatchQueue, ComposedSampler, Order, run_shapers
-from megatron_gvpo.sampling.rollouts import RolloutSource
-from megatron_gvpo.sampling.samplers import DatasetSampler, EmptyBatches, FileSampler, Sampler, responses_of
+from megatron_gvpo.sampling.empty_batches import EmptyBatches
+from megatron_gvpo.sampling.rollouts import Rollouts
+from megatron_gvpo.sampling.samplers import DatasetSampler, FileSampler, Sampler, responses_of
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.training.environment import prepare
 from megatron_gvpo.types import OnWait
@@ -45,8 +46,11 @@ class Components:
     A context manager: the engine and the reward workers run inside it.
     """
 
-    def __init__(self, config: Config, resumes: bool = False) -> None:
-        """`resumes`: prompts have the date on which the run in the output directory began."""
+    def __init__(self, config: Config, resumes: bool = False, heartbeat: OnWait = None) -> None:
+        """`resumes`: prompts have the date on which the run in the output directory began.
+
+        `heartbeat` is called on every rank at once from time to time while the ranks wait for responses.
+        """
         set_date(first_start(config.output_dir) if resumes else None)
         prepare(config)  # the command line has done so; a user of the Python API has not
         self.config = config
@@ -75,21 +79,21 @@ class Components:
         self.profiler: ProfileWindow = profile_window(
             config.logging, Path(config.output_dir), dist.get_rank()
         )
-        self._source = RolloutSource(config, task, self.policy, self.timer)
-        self.engine = self._source.engine
+        self._rollouts = Rollouts(config, task, self.policy, self.timer, heartbeat)
+        self.engine = self._rollouts.engine
         self.sampler = self._compose(task, algorithm)
         self.batches = BatchQueue(self.order, self.prompts, self.sampler, config.train.prompts_per_step)
 
     def _compose(self, task: Task, algorithm: AlgorithmConfig) -> ComposedSampler:
         """The sampler of the method: its responses come from the data, a file or the engine, and members."""
         config, tracker = self.config, self.tracker
-        base: Sampler = DatasetSampler() if algorithm.trains_on_demonstrations else FileSampler()
+        base: Sampler[Any] = DatasetSampler() if algorithm.trains_on_demonstrations else FileSampler()
         answers = score = greedy = None
         if algorithm.samples_from_policy:
             shares = None
             if tracker is not None:
                 shares = responses_of(algorithm.allocation, tracker, config.rollout.n)
-            answers = self._source.sampler
+            answers = self._rollouts.sampler
             sampled = answers(config.rollout.n, shares=shares, counted=True)
             base, score = sampled, sampled.score
             if algorithm.prior.greedy:
@@ -118,23 +122,23 @@ class Components:
 
     def sync(self, version: int) -> None:
         """Give the engine the policy's weights, unless it has this version. A collective."""
-        self._source.sync(version)
+        self._rollouts.sync(version)
 
     @property
     def rollout_metrics(self) -> dict[str, float]:
         """Metrics of the engine's last sync and of the last batch's conversations."""
-        return self._source.metrics
+        return self._rollouts.metrics
 
-    def evaluate(self, version: int, on_wait: OnWait = None) -> tuple[list[Group], dict[str, float]]:
+    def evaluate(self, version: int) -> tuple[list[Group], dict[str, float]]:
         """Responses of the present policy to the held-out prompts, and metrics; empty without prompts.
 
-        A collective. The engine calls `on_wait` while it waits.
+        A collective.
         """
-        return self._source.evaluate(version, on_wait)
+        return self._rollouts.evaluate(version)
 
     def __enter__(self) -> Self:
         with ExitStack() as opened:  # closes what is open where the next part cannot be opened
-            opened.enter_context(self._source)
+            opened.enter_context(self._rollouts)
             if self.teacher is not None:
                 opened.enter_context(self.teacher)
             opened.enter_context(self.profiler)

@@ -10,7 +10,7 @@ from megatron_gvpo.huggingface.tokenizer import set_date
 from megatron_gvpo.megatron.scorer import Scorer
 from megatron_gvpo.observe import PhaseTimer
 from megatron_gvpo.runs.record import first_start
-from megatron_gvpo.sampling.rollouts import RolloutSource
+from megatron_gvpo.sampling.rollouts import Rollouts
 from megatron_gvpo.training.conversion import load_checkpoint
 from megatron_gvpo.training.environment import prepare
 from megatron_gvpo.workers.tools import configured_schemas
@@ -32,5 +32,5 @@ def evaluate(config: Config, resume: bool, step: int | None = None) -> dict[str,
     task = load_task(config, configured_schemas(config))
     policy = Scorer(config)
     loaded = load_checkpoint(config, policy.model, step) if resume else 0
-    with RolloutSource(config, task, policy, PhaseTimer()) as source:
-        return source.evaluate(loaded)[1]
+    with Rollouts(config, task, policy, PhaseTimer()) as rollouts:
+        return rollouts.evaluate(loaded)[1]

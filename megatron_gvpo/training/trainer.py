@@ -22,7 +22,7 @@ from megatron_gvpo.core.redaction import hide
 from megatron_gvpo.core.signals import Interrupt
 from megatron_gvpo.groups import Group
 from megatron_gvpo.megatron import parallel
-from megatron_gvpo.megatron.policy import UpdateResult
+from megatron_gvpo.megatron.update import UpdateResult
 from megatron_gvpo.observe.rollout_metrics import rollout_statistics, trained_tokens
 from megatron_gvpo.observe.rollouts.table import Responses, TrainedRows
 from megatron_gvpo.runs.directory import RunDirectory
@@ -35,7 +35,7 @@ from megatron_gvpo.training.callbacks import Callback
 from megatron_gvpo.training.checkpoints import Checkpoints
 from megatron_gvpo.training.components import Components
 from megatron_gvpo.training.session import SingleTrainer, naming_the_step, running
-from megatron_gvpo.types import OnWait, TrainBatch
+from megatron_gvpo.types import TrainBatch
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class Trainer:
         self._samples_from_policy = config.algorithm.samples_from_policy
         self._engine_reference = config.algorithm.reference_logprobs == "engine"
         self._single = SingleTrainer(self._release)
-        self.components = Components(config, resumes=bool(resume))
+        self.components = Components(config, resumes=bool(resume), heartbeat=self.interrupt.check)
         self.checkpoints = Checkpoints(self.components, partial(self.notify, "on_checkpoint"))
         resumed = self.checkpoints.resume() if resume else None
         self.directory = RunDirectory(config, earlier, allow_change)
@@ -140,11 +140,11 @@ class Trainer:
         """Write, or begin to write, a checkpoint; a run resumed from it does what this one does next."""
         self.checkpoints.save(self.step, self._metrics, self._is_reported)
 
-    def evaluate(self, on_wait: OnWait = None) -> Metrics:
+    def evaluate(self) -> Metrics:
         """Metrics of the present policy on the held-out prompts; empty without any."""
-        groups, metrics = self.components.evaluate(self.step, on_wait)
-        if on_wait is not None and any(r.reward_errors for group in groups for r in group.rollouts):
-            on_wait()  # as in `_sample`
+        groups, metrics = self.components.evaluate(self.step)
+        if any(rollout.reward_errors for group in groups for rollout in group.rollouts):
+            self.interrupt.check()  # as in `_sample`
         if groups and self.config.logging.rollouts.every:
             self.notify("on_responses", Responses("eval", self.step, groups))
         return metrics
@@ -190,7 +190,7 @@ class Trainer:
         every = self.config.eval.every
         if self.step in (0, self.config.train.steps) or (every and self.step % every == 0):
             self.interrupt.check()
-            self._metrics |= self.evaluate(self.interrupt.check)
+            self._metrics |= self.evaluate()
         self._is_reported = True
         self.notify("on_step", self.step, self._metrics)
 
@@ -259,8 +259,8 @@ class Trainer:
             interrupt.check()
             if self._samples_from_policy:
                 components.sync(self.step)
-            components.batches.ask(1 + ahead)
-            groups = components.batches.collect(self.step + 1, on_wait=interrupt.check)
+            components.batches.request(1 + ahead)
+            groups = components.batches.next_batch(self.step + 1)
             if any(rollout.reward_errors for group in groups for rollout in group.rollouts):
                 # A signal that ends the job ends the rewards' subprocesses, too: never train on such rewards.
                 interrupt.check()

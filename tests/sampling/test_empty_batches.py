@@ -11,7 +11,7 @@ import torch
 from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.core.errors import ConfigError, RolloutError
 from megatron_gvpo.groups import Group, Prompt, Rollout
-from megatron_gvpo.sampling.samplers import EmptyBatches
+from megatron_gvpo.sampling.empty_batches import EmptyBatches
 from megatron_gvpo.settings.load import load_config
 from megatron_gvpo.turns import Turn
 from megatron_gvpo.types import TrainBatch

@@ -160,10 +160,10 @@ def run_ours(args: argparse.Namespace) -> None:
             self.how = how
 
     class Given:
-        def submit(self, prompts: Any, seed: int) -> Any:
+        def request(self, prompts: Any, seed: int) -> Any:
             return prompts
 
-        def collect(self, prompts: Any, step: int, on_wait: Any = None) -> list[Group]:
+        def complete(self, prompts: Any, step: int) -> list[Group]:
             responses = given_responses(case, step)
             return [
                 Group(prompt, [rollout(ids) for ids in group])

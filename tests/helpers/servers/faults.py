@@ -46,14 +46,14 @@ class Saboteur(Callback):
 
     def on_start(self, trainer: Trainer) -> None:
         self._trainer, self._over = trainer, threading.Event()
-        collect = trainer.components.batches.collect
+        next_batch = trainer.components.batches.next_batch
 
-        def kept(step: int, on_wait: Callable[[], None]) -> list[Group]:
-            groups = collect(step, on_wait)
+        def recorded(step: int) -> list[Group]:
+            groups = next_batch(step)
             self.groups[step] = groups
             return groups
 
-        trainer.components.batches.collect = kept
+        trainer.components.batches.next_batch = recorded
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 

@@ -1,0 +1,122 @@
+"""Notices batches from which nothing can be learned, and ends a run with too many of them in a row."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import TYPE_CHECKING, Any
+
+from megatron_gvpo.core.errors import RolloutError
+from megatron_gvpo.groups import Group, Rollout
+
+if TYPE_CHECKING:
+    from megatron_gvpo.settings.config import Config
+    from megatron_gvpo.types import TrainBatch
+
+SHAPED = "shaped"  # the kind of batches of which shapers leave nothing
+
+
+class EmptyBatches:
+    """Warns of the first batch of each kind that teaches nothing; train.max_empty_batches end the run.
+
+    A batch teaches nothing where shapers leave none of its groups, where the loss has no signal in any group,
+    or where a component of the reward failed for every response. Every rank has the same groups, so all come
+    to the same result.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._loss, self._limit = config.algorithm.loss, config.train.max_empty_batches
+        self._taught = config.algorithm.needs_teacher  # who teaches where rewards do not, too
+        self._weights = {c.name: c.weight for c in config.rewards.components}
+        self._max_tokens = config.rollout.max_tokens
+        self._in_a_row = Counter[str]()  # batches, by what is wrong with them
+        self._said: set[str] = set()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"in_a_row": dict(self._in_a_row)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on counting. A count that ended the run starts again: its cause may be mended now."""
+        counts: dict[str, int] = state.get("in_a_row", {})
+        self._in_a_row.update({kind: n for kind, n in counts.items() if n + 1 < self._limit})
+
+    def check(self, step: int, groups: Sequence[Group], mini_batches: Sequence[TrainBatch]) -> list[str]:
+        """Returns warnings about the batch that a step trains on. Raises RolloutError at the limit."""
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        sampled = [rollout for rollout in rollouts if rollout.source == "policy"]
+        found = self._failed(sampled)
+        if not self._taught and not any(self._loss.has_signal(rows) for rows in mini_batches):
+            found["signal"] = lambda: self._no_signal(rollouts, mini_batches)
+        said = self._count(step, found, self._in_a_row.keys() - {SHAPED})
+        cut = bool(sampled) and all(rollout.finish_reason == "length" for rollout in sampled)
+        if cut and self._first("cut"):
+            limit = f"rollout.max_tokens={self._max_tokens}"
+            said.append(
+                f"step {step}: every conversation ended at a limit, {limit} or one of rollout.conversation "
+                "(turns, turn_tokens, rollout_timeout): raise it, or see that conversations can end before"
+                if any(rollout.turns for rollout in sampled)
+                else f"step {step}: every response was cut off at {limit}: raise it, or see that the model "
+                "knows its end token"
+            )
+        return said
+
+    def check_shaped(
+        self, step: int, groups: Sequence[Group], left: Sequence[Group], dropped: Mapping[str, int]
+    ) -> list[str]:
+        """Returns warnings about groups that went through the shapers. Raises RolloutError at the limit.
+
+        `dropped`: the number of groups, by the shaper.
+        """
+
+        def sentence() -> str:
+            rewards = [reward for group in groups for reward in group.rewards]
+            by = ", ".join(f"{name} dropped {count}" for name, count in dropped.items())
+            return (
+                f"nothing is left to train on: {by} groups, whose rewards were from {min(rewards):g} to "
+                f"{max(rewards):g}. If these are not what they should be, see rewards.components; otherwise "
+                "loosen these shapers, take other prompts or a larger rollout.n"
+            )
+
+        return self._count(step, {} if left else {SHAPED: sentence}, {SHAPED})
+
+    def _count(self, step: int, found: Mapping[str, Callable[[], str]], looked_for: Set[str]) -> list[str]:
+        """Count what was found in a batch, and forget what was looked for and not found."""
+        for kind in looked_for - found.keys():
+            self._in_a_row.pop(kind, None)
+        self._in_a_row.update(found.keys())
+        for kind, text in found.items():
+            if (count := self._in_a_row[kind]) >= self._limit:
+                raise RolloutError(
+                    f"step {step}: {text()}. It has been so for {count} batches in a row, of which nothing "
+                    "can be learned; train.max_empty_batches sets how many there may be"
+                )
+        limit = f"the run ends after {self._limit} such batches in a row (train.max_empty_batches)"
+        return [f"step {step}: {text()}; {limit}" for kind, text in found.items() if self._first(kind)]
+
+    def _first(self, kind: str) -> bool:
+        """True when the run meets this kind for the first time."""
+        new = kind not in self._said
+        self._said.add(kind)
+        return new
+
+    def _failed(self, sampled: Sequence[Rollout]) -> dict[str, Callable[[], str]]:
+        """The components that count and that failed for every response, each with a sentence about it."""
+
+        def sentence(name: str) -> str:
+            [(commonest, _)] = Counter(r.reward_errors[name] for r in sampled).most_common(1)
+            return f"the reward {name} failed for all {len(sampled)} responses of the batch: {commonest}"
+
+        return {
+            f"reward {name}": lambda name=name: sentence(name)  # type: ignore[misc]
+            for name, weight in self._weights.items()
+            if weight and sampled and all(name in rollout.reward_errors for rollout in sampled)
+        }
+
+    def _no_signal(self, rollouts: Sequence[Rollout], mini_batches: Sequence[TrainBatch]) -> str:
+        if not any(len(rows) for rows in mini_batches):
+            return "no response of the batch is trained: all are masked"
+        rewards = [rollout.reward for rollout in rollouts]
+        low, high = min(rewards), max(rewards)
+        between = f"all are {low:g}" if low == high else f"they are from {low:g} to {high:g}"
+        lacks = "advantages are all 0" if self._loss.signal == "advantage" else "rewards differ in no group"
+        return f"the loss {self._loss.name} has no signal in the batch: its {lacks} (rewards: {between})"

@@ -1,0 +1,70 @@
+"""Takes failed responses out of their groups: the outage of an environment or reward is not a reward of 0."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from megatron_gvpo.core.errors import RolloutError
+from megatron_gvpo.core.redaction import hide
+from megatron_gvpo.groups import LOST, Group
+
+log = logging.getLogger(__name__)
+
+
+class LostTo(NamedTuple):
+    """A kind of outage, in messages and metrics."""
+
+    what: str  # is lost
+    cause: str
+    key: str  # of the largest share, in the configuration
+    metrics: str  # the prefix of their names
+
+
+ENVIRONMENTS = LostTo(
+    "conversations", "failures of their environment", "rollout.conversation.max_lost", "env"
+)
+REWARDS = LostTo("responses", "reward models or judges that gave no score", "rewards.max_lost", "reward")
+
+
+class Outages:
+    """Counts what batches lost to a kind of outage.
+
+    A group that keeps fewer than two members of several is dropped. Raises RolloutError, with the commonest
+    cause, for a batch that lost a larger share of its responses than `most`.
+    """
+
+    def __init__(self, most: float, kind: LostTo = ENVIRONMENTS) -> None:
+        self._most, self._kind = most, kind
+        self.metrics: dict[str, float] = {}  # of the last batch that was sampled
+        self._told = 0.0  # the largest share that was told
+
+    def taken_out(self, groups: Sequence[Group]) -> list[Group]:
+        """The groups without the responses that were lost. Every rank has the same."""
+        asked = sum(len(group.rollouts) for group in groups)
+        causes = Counter(r.text for group in groups for r in group.rollouts if r.finish_reason == LOST)
+        left = [
+            replace(group, rollouts=[r for r in group.rollouts if r.finish_reason != LOST])
+            for group in groups
+        ]
+        pairs = zip(groups, left, strict=True)
+        kept = [small for group, small in pairs if len(small.rollouts) >= min(2, len(group.rollouts))]
+        lost = causes.total() / asked
+        name = self._kind.metrics
+        self.metrics = {f"{name}/lost": lost, f"{name}/dropped_groups": float(len(groups) - len(kept))}
+        if not causes:
+            return kept
+        [(cause, count)] = causes.most_common(1)
+        said = (
+            f"{causes.total()} of {asked} {self._kind.what} were lost to {self._kind.cause}, {count} of them "
+            f"to: {cause}"
+        )
+        if lost > self._most or not kept:
+            raise RolloutError(hide(f"{said} ({self._kind.key}={self._most:g})"))
+        if lost >= 2 * self._told:
+            self._told = lost
+            log.warning(hide(said))
+        return kept
