@@ -7,6 +7,7 @@ this table with the names that the code writes and with those of a real run.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import NamedTuple
 
 
@@ -15,6 +16,8 @@ class Metric(NamedTuple):
     unit: str
     meaning: str
 
+
+OF_EVERY_LOSS = "Training, means over the step's updates"  # what the trainer adds to a loss's own metrics
 
 SECTIONS: dict[str, tuple[Metric, ...]] = {
     "Rewards": (
@@ -120,11 +123,22 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "pi_teacher).",
         ),
     ),
-    "Training, means over the step's updates": (
+    OF_EVERY_LOSS: (
         Metric("train/loss", "loss", "The loss. Its scale depends on the method."),
         Metric("train/grad_norm", "norm", "Norm of the gradient before clipping."),
         Metric("train/lr", "rate", "Learning rate of the last update."),
         Metric("train/skipped", "updates", "Number of those skipped because the gradient was not finite."),
+        Metric("train/entropy", "nats a token", "Mean entropy; only with loss.entropy_coef."),
+        Metric("train/divergence", "nats a token", "Mean of loss.divergence before the update."),
+        Metric("train/value", "reward", "Critic: mean value."),
+        Metric("train/value_loss", "loss", "Critic: its loss."),
+        Metric("train/value_clip_fraction", "share", "Critic: tokens whose clipped error counts."),
+        Metric("train/value_grad_norm", "norm", "Critic: norm of its gradient."),
+        Metric(
+            "train/value_skipped", "share", "Critic: updates skipped because the gradient was not finite."
+        ),
+    ),
+    "Training, by loss": (
         Metric(
             "train/kl",
             "nats a token",
@@ -133,8 +147,6 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("train/kl_ref", "nats a token", "k3 estimate of the KL to the reference policy, in the loss."),
         Metric("train/kl_step", "nats a token", "disco: KL from the policy at step start."),
         Metric("train/clip_fraction", "share", "ppo, cispo: tokens whose ratio was clipped."),
-        Metric("train/entropy", "nats a token", "Mean entropy; only with loss.entropy_coef."),
-        Metric("train/divergence", "nats a token", "Mean of loss.divergence before the update."),
         Metric("train/importance", "factor", "Mean weight of a token by loss.importance."),
         Metric("train/importance_square", "factor²", "Mean square of these weights."),
         Metric(
@@ -157,13 +169,6 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "train/preferred", "share", "dpo: pairs whose better response has the higher implicit reward."
         ),
         Metric("train/margin", "nats", "dpo: mean beta times the difference of the log-ratios."),
-        Metric("train/value", "reward", "Critic: mean value."),
-        Metric("train/value_loss", "loss", "Critic: its loss."),
-        Metric("train/value_clip_fraction", "share", "Critic: tokens whose clipped error counts."),
-        Metric("train/value_grad_norm", "norm", "Critic: norm of its gradient."),
-        Metric(
-            "train/value_skipped", "share", "Critic: updates skipped because the gradient was not finite."
-        ),
         Metric("train/<metric>", "its own", "A metric that your own loss returns."),
     ),
     "Engine against trainer": (
@@ -274,6 +279,48 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         ),
     ),
 }
+
+
+LONGEST = 64  # characters of a user's name for a metric
+
+
+def check_key(name: str, taken: Collection[str]) -> None:
+    """Raises ValueError for a name in a configuration that no metric can have, or that is `taken`."""
+    if re.fullmatch(r"[^\W\d][\w.-]*", name) is None or len(name) > LONGEST:
+        raise ValueError(
+            f"the name {_shown(name)}: expected a letter or _, then letters, digits, _, - and ., at most "
+            f"{LONGEST} together"
+        )
+    check_name(name, taken)
+
+
+def check_name(name: str, taken: Collection[str]) -> None:
+    """Raises ValueError for a name that the user's code gives to a metric, and that would hide another one.
+
+    So does one that no table can show.
+    """
+    if not name.isprintable() or not 0 < len(name) <= LONGEST:
+        raise ValueError(f"the name {_shown(name)}: expected 1 to {LONGEST} characters that can be printed")
+    if name in taken:
+        others = ", ".join(sorted({*taken} - {name}))
+        raise ValueError(
+            f"the name {name!r} is that of another metric, as are {others}: choose one of your own"
+        )
+
+
+def own_names(pattern: str, section: str | None = None) -> frozenset[str]:
+    """What stands for the `<...>` at the end of `pattern` in the package's own metrics, or in a section's.
+
+    `reward/<component>` has mean, for one.
+    """
+    beginning = pattern.partition("<")[0]
+    sections = SECTIONS.values() if section is None else [SECTIONS[section]]
+    names = (metric.name.removeprefix(beginning) for metrics in sections for metric in metrics)
+    return frozenset(name for name in names if re.fullmatch(r"\w+", name))
+
+
+def _shown(name: str) -> str:
+    return repr(name if len(name) <= LONGEST else f"{name[:LONGEST]}...")
 
 
 def entry(name: str) -> Metric | None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from megatron_gvpo.core.real_number import finite_number
 from megatron_gvpo.core.template import filled
 from megatron_gvpo.groups import message_text
 from megatron_gvpo.servers.http import Http, ServerRefused
@@ -117,12 +118,8 @@ class Judge:
             if not isinstance(fields, dict):
                 raise InvalidVerdict(f"no JSON object: {_shown(text)}")
             score, explanation = fields.get(SCORE), str(fields.get(EXPLANATION) or "")
-        try:
-            number = math.nan if score is None or isinstance(score, bool) else float(score)
-        except (TypeError, ValueError):
-            number = math.nan
-        lowest, highest = self._served.scale
-        if not lowest <= number <= highest:
+        number, (lowest, highest) = _number(score), self._served.scale
+        if number is None or not lowest <= number <= highest:
             raise InvalidVerdict(f"no score between {lowest:g} and {highest:g}: {_shown(text)}")
         return number, explanation
 
@@ -143,6 +140,14 @@ def _text(answer: Any) -> str:
     if not isinstance(text, str) or not text.strip():
         raise InvalidVerdict("it has no text")
     return text
+
+
+def _number(score: Any) -> float | None:
+    """The score as a finite number, also where the judge wrote it as text; None for anything else."""
+    if isinstance(score, str):
+        with suppress(ValueError):
+            score = float(score)
+    return finite_number(score)
 
 
 def _shown(text: str) -> str:

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.core.real_number import LARGEST
 from megatron_gvpo.core.user_functions import contents
 from megatron_gvpo.groups import Group, Prompt, Rollout
 from megatron_gvpo.rewards.conversation_rewards import NamedCounts
@@ -23,7 +24,6 @@ from megatron_gvpo.workers.messages import Job, WireError, prompt_bytes, rollout
 from megatron_gvpo.workers.output import Printout
 from megatron_gvpo.workers.reward_functions import Component
 from megatron_gvpo.workers.reward_process import Failure, WorkerProcess
-from megatron_gvpo.workers.reward_worker import LARGEST
 
 _CHUNK = 32  # jobs sent at once: enough to hide the way there and back, few enough to share evenly
 _DEATHS = 3  # workers that may die in a row without a job to blame

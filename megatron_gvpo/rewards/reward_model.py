@@ -9,6 +9,8 @@ from itertools import batched
 from typing import TYPE_CHECKING, Any
 
 from megatron_gvpo.core.errors import ConfigError, DataError
+from megatron_gvpo.core.real_number import LARGEST, finite_number
+from megatron_gvpo.core.yaml_files import cut
 from megatron_gvpo.huggingface.config_json import read_model_config
 from megatron_gvpo.rewards.judge import Messages
 from megatron_gvpo.servers.http import Http, ServerRefused
@@ -123,12 +125,14 @@ class RewardModel:
         try:
             scores, counted = read(answer)
             one_each = len(scores) == len(batch) and all(len(score) == 1 for score in scores)
-            numbers = [float(score) for [score] in scores] if one_each else []
+            found = [finite_number(score, LARGEST) for [score] in scores] if one_each else []
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise ServerRefused(f"{http.url}/classify: its answer has no scores: {error!r}", 502) from None
-        if not one_each or not all(map(math.isfinite, numbers)):
+        numbers = [number for number in found if number is not None]
+        if len(numbers) < len(batch):
             raise Misfit(
-                f"{self._key}: {http.url}/classify does not give each text one finite number: {scores}"
+                f"{self._key}: {http.url}/classify does not give each text one finite number of at most "
+                f"{LARGEST:.2g}: {cut(str(scores))}"
             )
         if counted != sum(map(len, batch)):
             raise Misfit(

@@ -7,11 +7,21 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+from megatron_gvpo.core.metric_names import check_name, own_names
+from megatron_gvpo.core.real_number import NoNumberError, real_number
 from megatron_gvpo.core.user_functions import load_function
 from megatron_gvpo.groups import Prompt, utf8
-from megatron_gvpo.workers.reward_worker import NoNumberError, real_number
 
 Messages = list[dict[str, Any]]
+
+# Names that a count of an environment cannot have: those of other metrics that begin with `env/`.
+TAKEN = own_names("env/<count>") | {
+    "environment_reward",
+    "observation_tokens",
+    "observations_dropped",
+    "overridden_calls",
+    "retried_calls",
+}
 
 
 class Reply(NamedTuple):
@@ -103,7 +113,7 @@ def checked(answer: Any) -> tuple[Messages | None, float, dict[str, float]]:
     if not isinstance(counts, Mapping):
         raise NoAnswer(f"step returned {type(counts).__name__} as its counts: want a mapping of names")
     paid = _number(reward, "its reward")
-    counted = {str(name): _number(number, f"the count {name}") for name, number in counts.items()}
+    counted = {_free(str(name)): _number(number, f"the count {name}") for name, number in counts.items()}
     if says is None:
         return None, paid, counted
     messages = [{"role": "user", "content": says}] if isinstance(says, str) else says
@@ -113,6 +123,15 @@ def checked(answer: Any) -> tuple[Messages | None, float, dict[str, float]]:
             "None or a Reply"
         )
     return [{k: utf8(v) if isinstance(v, str) else v for k, v in m.items()} for m in messages], paid, counted
+
+
+def _free(name: str) -> str:
+    """The name of a count, which is also that of a metric. Raises NoAnswer for another's."""
+    try:
+        check_name(name, TAKEN)
+    except ValueError as problem:
+        raise NoAnswer(f"step returned a count with {problem}") from None
+    return name
 
 
 def _number(value: Any, what: str) -> float:

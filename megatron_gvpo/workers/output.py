@@ -8,8 +8,11 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from megatron_gvpo.core.redaction import hide
+
 LINES = 20  # of a component in a step, on every rank
 WIDTH = 500  # characters of a line
+_LONGEST = 4 * WIDTH  # bytes of a line that are kept: its characters may have so many each
 _AT_ONCE = 1 << 16  # bytes: a pipe holds no more
 _MARK = re.compile(rb"\0(\d{1,6})\0")  # the worker writes it where another component's output begins
 _PART_OF_MARK = re.compile(rb"\0\d{0,6}\Z")
@@ -87,7 +90,7 @@ class Output:
         *lines, rest = (self._rest + text).replace(b"\r", b"\n").split(b"\n")
         for line in lines:
             self._printout.line(self._component, line)
-        self._rest = rest[:WIDTH]
+        self._rest = rest[:_LONGEST]
 
     def flush(self) -> None:
         """Show a line without an end."""
@@ -102,7 +105,7 @@ class Output:
 
 
 def _readable(line: bytes) -> str:
-    """Text without control characters, which could redraw the terminal."""
-    text = line[: 4 * WIDTH].decode(errors="replace")
+    """Text without secrets, and without control characters, which could redraw the terminal."""
+    text = hide(line[:_LONGEST].decode(errors="replace"))
     cut = f"{text[:WIDTH]} ..." if len(text) > WIDTH else text
     return "".join(c if c.isprintable() or c == "\t" else "\N{REPLACEMENT CHARACTER}" for c in cut)

@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 from megatron_gvpo.core.environment import die_with_parent
+from megatron_gvpo.core.real_number import NoNumberError, real_number
 from megatron_gvpo.core.user_functions import check_call, hold, load_function
 from megatron_gvpo.groups import prompt_of
 from megatron_gvpo.workers.environment import NoAnswer, Reply, checked
@@ -36,7 +37,7 @@ from megatron_gvpo.workers.messages import (
     unpack_values,
 )
 from megatron_gvpo.workers.process import how_it_ended
-from megatron_gvpo.workers.reward_worker import NoNumberError, begin_work, private, real_number
+from megatron_gvpo.workers.reward_worker import begin_work, private
 
 START, END = range(2)  # the kinds of an order
 GONE = 5  # the kind of a reply, beside those of `conversations.worker`: the program's process ended by itself

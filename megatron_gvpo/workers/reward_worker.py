@@ -18,10 +18,9 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from decimal import Decimal
-from numbers import Real
 from typing import Any
 
+from megatron_gvpo.core.real_number import NoNumberError, real_number
 from megatron_gvpo.core.user_functions import described, hold
 from megatron_gvpo.workers.guard import SIGNALS
 from megatron_gvpo.workers.messages import (
@@ -142,35 +141,3 @@ def _evaluate(function: Callable[..., Any], job: Job) -> Scored | Failed:
         return Failed(job.number, f"it returned {error}")
     except BaseException as error:
         return Failed(job.number, described(error))
-
-
-# Numbers that the user's code returns, as rewards or counts.
-
-LARGEST = 3.4028234663852886e38  # a reward: rewards are trained on in single precision
-
-
-class NoNumberError(Exception):
-    """The user's code has returned no number that can be trained on; the message names what it returned."""
-
-
-def real_number(value: Any) -> float:
-    """A real number of any type: Python's, numpy's and torch's scalars, fractions, decimals, booleans.
-
-    Raises NoNumberError.
-    """
-    kind = type(value).__name__
-    if (shape := getattr(value, "shape", None)) is not None and hasattr(value, "item"):
-        if tuple(shape) != ():
-            raise NoNumberError(f"{kind} of shape {tuple(shape)} instead of a number")
-        value = value.item()
-    if not isinstance(value, Real | Decimal):
-        raise NoNumberError(f"{kind} instead of a number")
-    try:
-        number = float(value)
-    except OverflowError:
-        raise NoNumberError(f"{kind} beyond {LARGEST:.2g}, the largest reward") from None
-    if number != number or number in (float("inf"), -float("inf")):
-        raise NoNumberError(str(number))
-    if abs(number) > LARGEST:
-        raise NoNumberError(f"{number:g}, beyond {LARGEST:.2g}, the largest reward")
-    return number

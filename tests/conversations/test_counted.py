@@ -14,6 +14,7 @@ from megatron_gvpo.rewards.pool import RewardPool
 from megatron_gvpo.settings.built_in_rewards import COUNT
 from megatron_gvpo.settings.sections import RewardConfig, RewardsConfig
 from megatron_gvpo.turns import Turn
+from megatron_gvpo.workers.environment import NoAnswer, Reply, checked
 
 TOOLS, NONE = "rollout.conversation={tools: [tools.py:add]}", "rollout.conversation=null"
 PAID = "rewards.components=[{name: environment}]"
@@ -71,3 +72,12 @@ def test_the_first_batch_in_which_a_conversation_ended_shows_what_is_counted() -
     pool.check(batch(("stop", {"calls": 1.0})))  # later batches may have none
     dropped = component.model_copy(update={"options": {"of": "observations_dropped"}})
     RewardPool(RewardsConfig(components=(dropped,)), known).check(batch(("stop", {})))
+
+
+@pytest.mark.parametrize(
+    "name", ["turns", "lost", "environment_reward", "retried_calls", "a\nb", "", "a" * 65]
+)
+def test_a_count_cannot_have_the_name_of_another_metric(name: str):
+    with pytest.raises(NoAnswer, match="step returned a count with the name "):
+        checked(Reply("go on", 0.0, {name: 1}))
+    assert checked(Reply(None, 0.0, {"tool_calls": 1, "calls": 2}))[2] == {"tool_calls": 1.0, "calls": 2.0}

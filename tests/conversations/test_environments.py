@@ -359,7 +359,7 @@ def test_an_environment_is_closed_however_its_conversation_ends(
 def test_workers_end_with_their_environments(held: Held) -> None:
     workers = held.conversations._environments._workers
     guards = [psutil.Process(worker.process._process.pid) for worker in workers]
-    assert len(guards) == 2 and all("rewards.guard" in " ".join(command_of(guard)) for guard in guards)
+    assert len(guards) == 2 and all("workers.guard" in " ".join(command_of(guard)) for guard in guards)
     held.conversations.__exit__(None, None, None)
     assert not any(guard.is_running() for guard in guards)
 

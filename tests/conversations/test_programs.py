@@ -264,7 +264,7 @@ def test_a_program_that_hangs_is_ended_and_lost() -> None:
 
 def running_programs() -> list[psutil.Process]:
     """The processes of programs: below a guard is the process that starts them, and below that they are."""
-    guards = [c for c in psutil.Process().children() if "programs.worker" in " ".join(command_of(c))]
+    guards = [c for c in psutil.Process().children() if "workers.program_worker" in " ".join(command_of(c))]
     assert guards
     programs = [p for guard in guards for p in guard.children(recursive=True)[1:]]
     return [p for p in programs if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_gvpo.core.metric_names import SECTIONS, entry
+from megatron_gvpo.core.metric_names import OF_EVERY_LOSS, SECTIONS, entry, own_names
 from megatron_gvpo.observe import read_metrics
 
 PACKAGE = Path(__file__).parents[2] / "megatron_gvpo"
@@ -130,6 +130,15 @@ def test_no_entry_is_stale():
     users = {"reward/<component>", "train/<metric>", "env/<count>"}
     covered = {found.name for name in written_names() | put_together if (found := entry(name))}
     assert [name for name in described() if name not in covered | users] == []
+
+
+def test_names_of_the_package_itself_come_from_the_table():
+    assert own_names("reward/<component>") == {
+        *("mean", "errors", "groups_with_signal", "length_correlation", "lost", "dropped_groups", "served_s")
+    }
+    assert own_names("env/<count>") == {"turns", "lost", "dropped_groups"}
+    assert {"loss", "lr", "entropy", "value_loss"} < own_names("train/<metric>", OF_EVERY_LOSS)
+    assert "kl" in own_names("train/<metric>") - own_names("train/<metric>", OF_EVERY_LOSS)
 
 
 def test_names_are_given_once():

@@ -82,6 +82,15 @@ def test_scores_reach_their_responses_and_equal_ones_are_asked_once(good: Path, 
     assert all(rollout.rewards == {"quality": rollout.reward} for rollout in rollouts)
 
 
+@pytest.mark.parametrize("score", [10**400, 10**39, float("nan"), None, "good"])
+def test_a_score_that_is_no_number_to_train_on_ends_the_run_by_name(good: Path, model: Path, score: Any):
+    with (
+        standing_in(scores(lambda ids: score)) as url,
+        pytest.raises(RolloutError, match=r"does not give each text one finite number of at most 3\.4e\+38"),
+    ):
+        scored(config_of(good, a_model(model, url)), "a")
+
+
 def test_an_outage_is_no_reward_of_zero(good: Path, model: Path):
     up = True
 
@@ -224,6 +233,8 @@ def test_a_verdict_becomes_a_reward_with_its_explanation(good: Path):
         ('{"score": 11}', "no score between 0 and 10"),
         ('{"score": true}', "no score between 0 and 10"),
         ('{"score": NaN}', "no score between 0 and 10"),
+        (f'{{"score": {10**400}}}', "no score between 0 and 10"),
+        ('{"score": [7]}', "no score between 0 and 10"),
         ("  ", "it has no text"),
     ],
 )

@@ -43,7 +43,7 @@ class TextArena:
             if not done:
                 return Reply(_new(self._game))
             rewards, info = self._game.close()
-        return Reply(None, float(rewards[0]), {"invalid_move": float(info[0]["invalid_move"])})
+        return Reply(None, rewards[0], {"invalid_move": info[0]["invalid_move"]})
 
 
 def begin(name: str, seed: int) -> tuple[Any, list[Any], str]:
