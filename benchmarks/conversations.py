@@ -72,13 +72,13 @@ class Lockstep:
         self._policy, self._live = policy, live
         self._asked: list[tuple[int, Request, asyncio.Future[Rollout]]] = []
 
-    async def say(self, conversation: int, request: Request) -> Rollout:
+    async def respond(self, conversation: int, request: Request) -> Rollout:
         answer: asyncio.Future[Rollout] = asyncio.get_running_loop().create_future()
         self._asked.append((conversation, request, answer))
         self._begin_round()
         return await answer
 
-    def ended(self, conversation: int) -> None:
+    def end(self, conversation: int) -> None:
         self._policy.ended(conversation)
         self._live -= 1
         self._begin_round()
@@ -124,7 +124,7 @@ async def hold(
         policy = Lockstep(policy, PROMPTS * MEMBERS)
     watch = asyncio.create_task(load.watch())
     begin = time.perf_counter()
-    groups = await conversations.hold(policy, prompts, requests, sampling)
+    groups = await conversations.run_all(policy, prompts, requests, sampling)
     seconds = time.perf_counter() - begin
     assert not watch.done() or watch.result()
     watch.cancel()

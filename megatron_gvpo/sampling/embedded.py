@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 import torch.distributed as dist
 
-from megatron_gvpo.conversations.conversations import Conversations, Rounds, conversations_of
-from megatron_gvpo.conversations.programs import Programs
+from megatron_gvpo.conversations.conversations import BatchedPolicy, Conversations, conversations_of
+from megatron_gvpo.conversations.program_runner import ProgramRunner
 from megatron_gvpo.core.collectives import all_gather_msgpack, first_problem
 from megatron_gvpo.core.errors import ConfigError, RolloutError
 from megatron_gvpo.data.image_files import ImageError
@@ -99,7 +99,7 @@ class EmbeddedEngine:
 
     def _converse(
         self,
-        conversations: Conversations | Programs,
+        conversations: Conversations | ProgramRunner,
         sampling: SamplingConfig,
         prompts: Sequence[Prompt],
         requests: Sequence[Request],
@@ -109,10 +109,10 @@ class EmbeddedEngine:
         Raises RolloutError, on all ranks, if a rank cannot replace a worker that is gone.
         """
         live = sum(request.n for request in requests)
-        rounds = Rounds(lambda asked: self._model.generate(asked, sampling), live)
+        policy = BatchedPolicy(lambda requests: self._model.generate(requests, sampling), live)
         rows, problem = list[list[Rollout]](), None
         try:
-            rows = self._loop.run(conversations.hold(rounds, prompts, requests, sampling))
+            rows = self._loop.run(conversations.run_all(policy, prompts, requests, sampling))
         except RolloutError as error:
             problem = str(error)
         if (said := first_problem(problem)) is not None:
