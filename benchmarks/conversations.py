@@ -79,7 +79,7 @@ class Lockstep:
         return await answer
 
     def end(self, conversation: int) -> None:
-        self._policy.ended(conversation)
+        self._policy.end(conversation)
         self._live -= 1
         self._begin_round()
 
@@ -89,7 +89,7 @@ class Lockstep:
             self._round = asyncio.create_task(self._answer(asked))
 
     async def _answer(self, asked: Sequence[tuple[int, Request, asyncio.Future[Rollout]]]) -> None:
-        said = await asyncio.gather(*(self._policy.say(number, request) for number, request, _ in asked))
+        said = await asyncio.gather(*(self._policy.respond(number, request) for number, request, _ in asked))
         for (_, _, answer), rollout in zip(asked, said, strict=True):
             answer.set_result(rollout)
 

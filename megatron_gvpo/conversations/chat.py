@@ -1,4 +1,4 @@
-"""Chat completions as OpenAI's interface has them: requests read, messages compared, answers written."""
+"""Chat completions in the form of OpenAI's interface: reads requests, compares messages, writes answers."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "response_format": (None, {"type": "text"}),
     "tool_choice": (None, "auto", "none"),
 }
-_DEEPEST = 100  # levels of a call's arguments that are kept as values, and not as text
+_DEEPEST = 100  # levels of nesting up to which a call's arguments become values; deeper ones stay a text
 _CALL_BEGINS = {"hermes": "<tool_call>", "xml": "<function="}
 
 
 class RequestRefused(Exception):  # noqa: N818 - an answer to a program
-    """A request that is answered with an error of HTTP's `status` and OpenAI's `code`."""
+    """A request that is answered with an error: HTTP's `status` and OpenAI's `code`."""
 
     def __init__(self, message: str, code: str, status: int = 400) -> None:
         super().__init__(message)
@@ -110,7 +110,7 @@ def _read_call(call: Any) -> dict[str, Any]:
             "a tool call needs a function with name and arguments", "invalid_messages"
         ) from None
     if isinstance(arguments, str):
-        with suppress(ValueError, RecursionError):  # else the template writes the text
+        with suppress(ValueError, RecursionError):  # otherwise the template writes the text
             values = json.loads(arguments)
             json.dumps(values, ensure_ascii=False).encode()  # refuses half a surrogate pair
             arguments = arguments if _is_deep(values, _DEEPEST) else values
@@ -122,7 +122,7 @@ def _read_call(call: Any) -> dict[str, Any]:
 
 
 def _is_deep(values: Any, deepest: int) -> bool:
-    """True if lists and objects are in each other more often than `deepest`: no message carries them."""
+    """True if lists and objects are nested more than `deepest` levels: too deep for a message."""
     inner = values.values() if isinstance(values, dict) else values if isinstance(values, list) else ()
     return deepest < 0 or any(_is_deep(value, deepest - 1) for value in inner)
 
@@ -175,7 +175,7 @@ def completion(
 
 
 def token_logprobs(response: Rollout) -> dict[str, Any]:
-    """The log-probs of an answer's tokens, which are named by number."""
+    """The log-probs of an answer's tokens. A token is named by its id."""
     pairs = zip(response.token_ids, response.logprobs, strict=True)
     return {
         "content": [

@@ -18,9 +18,9 @@ from megatron_gvpo.turns import Turn
 from megatron_gvpo.workers.environments import too_long
 
 Respond = Callable[[Request], Awaitable[Rollout]]  # the policy's next turn, as the response to a context
-_NOTES = (
-    8  # over-long messages of an answer that a note each replaces; beyond that, one note replaces them all
-)
+# Up to so many messages of an answer that is too long are replaced by a note each; beyond that, one note
+# replaces the answer.
+_NOTES = 8
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class ConversationLimits:
 
     @classmethod
     def of(cls, config: ConversationConfig, max_tokens: int) -> ConversationLimits:
-        """The configured limits; `max_tokens` is that of the sampling."""
+        """The configured limits; `max_tokens` comes from the section of the sampling."""
         return cls(
             config.turns,
             max_tokens,
@@ -59,8 +59,8 @@ async def converse(
 ) -> Rollout:
     """Run a conversation about `prompt`; turn i of the policy is sampled with a seed made from `seed` and i.
 
-    The policy speaks last. `finish_reason`: "stop" where the policy or the environment ended it, "length"
-    where no tokens, turns or seconds were left, "lost" where the environment failed.
+    The policy has the last turn. `finish_reason` is "stop" if the policy or the environment ended the
+    conversation, "length" if no tokens, turns or seconds were left, and "lost" if the environment failed.
     """
     try:
         return await _Conversation(respond, episode, template, prompt, seed, limits).run()
@@ -86,8 +86,8 @@ class _Conversation:
         self._prompt, self._seed, self._limits = prompt, seed, limits
         self._rollout = Rollout([], [], "", "stop")
         self._context = prompt
-        self._remaining = limits.max_tokens  # tokens
-        self._shared = SharedPrefix(-1, None, len(prompt))  # of the context with earlier turns
+        self._remaining = limits.max_tokens  # the number of tokens that the conversation may still have
+        self._shared = SharedPrefix(-1, None, len(prompt))  # what the context shares with earlier turns
         self._ends = TurnEnds(prompt)
         self._counts = {"environment_reward": 0.0, "observation_tokens": 0.0}
 
@@ -158,7 +158,7 @@ def append_turn(
     keep: int | None,
     agent: str = "",
 ) -> None:
-    """Add a turn: the policy's tokens, and the context tokens `given` before them (see `turns.Turn`)."""
+    """Add a turn: the policy's tokens, and the tokens `given` to it before them (see `turns.Turn`)."""
     begin = len(rollout.token_ids)
     spans = response.spans or [(response.weight_version, 0, len(response.token_ids))]
     for version, first, end in spans:
@@ -230,8 +230,8 @@ class SharedPrefix(NamedTuple):
     """The tokens that a context shares with what the turn `after` ended with (-1: with the prompt)."""
 
     after: int
-    keep: int | None  # how many tokens of that end; None: all
-    length: int  # the same number, also where `keep` is None
+    keep: int | None  # the number of tokens; None: all of that end
+    length: int  # the number of tokens, also where `keep` is None
 
 
 class _End(NamedTuple):

@@ -30,14 +30,16 @@ class Dialogue:
     def __init__(
         self, respond: Respond, templates: Templates, prompt: Prompt, seed: int, limits: ConversationLimits
     ) -> None:
-        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # the engine's error
+        self.failed: asyncio.Future[None] = (
+            asyncio.get_running_loop().create_future()
+        )  # with the engine's error
         self.first_call = asyncio.Event()
         self.counts: Counter[str] = Counter()
         self.limited = False  # a call was refused because no turns, tokens or time were left
         self._respond, self._templates, self._prompt, self._seed = respond, templates, prompt, seed
-        self._limits, self._remaining = limits, limits.max_tokens  # tokens
+        self._limits, self._remaining = limits, limits.max_tokens  # `_remaining`: tokens
         self._calls = AnsweredCalls(prompt.token_ids)
-        self._started: Counter[int] = Counter()  # calls by the hash of their context
+        self._started: Counter[int] = Counter()  # number of calls, by the hash of the context
         self._turns = 0  # calls that were answered or are running
         self._reserved = 0  # tokens that running calls may take
         self._running: set[asyncio.Task[Any]] = set()
@@ -47,7 +49,7 @@ class Dialogue:
         self._refused = 0  # calls since the last answer, because nothing was left
 
     def idle_seconds(self) -> float:
-        """The time since the policy last answered; 0 while it is asked. A refused call changes nothing."""
+        """Seconds since the policy last answered; 0 while it is asked. A refused call does not count."""
         return 0.0 if self._running else time.monotonic() - self._last_activity
 
     @property
@@ -250,8 +252,8 @@ class AnsweredCalls:
     def without_retries(self) -> list[AnsweredCall]:
         """The calls without those that were only tried again.
 
-        An agent that asks twice with the same context tries again. The answers that a later call shows count;
-        the last one, where none is shown.
+        An agent that asks twice with the same context tries again. Those of its calls count whose answers a
+        later call shows in its context; if there are none, the last one.
         """
         attempts = defaultdict[tuple[tuple[int, int], str], list[AnsweredCall]](list)
         for call in self.calls:

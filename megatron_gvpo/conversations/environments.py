@@ -1,4 +1,4 @@
-"""The environments of a run's conversations: worker processes, and the conversation's side of each."""
+"""The environments of conversations: the worker processes where they run, and one episode of each."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from megatron_gvpo.workers.output import Printout
 from megatron_gvpo.workers.process import AsyncWorkerProcess, CallFailed
 from megatron_gvpo.workers.tools import tool_message
 
-ATTEMPTS = 2  # a step that fails so often is not tried again
-AT_ONCE = 64  # steps that run at once in a process at most, where they overlap
-_GRACE = 2.0  # seconds that a worker has beyond a step's own, to say that the step takes too long
+ATTEMPTS = 2  # a step that fails this often is not tried again
+AT_ONCE = 64  # at most so many steps run at once in a process, if they overlap
+_GRACE = 2.0  # seconds beyond a step's limit in which the worker itself may report that it is late
 
 
 class EnvironmentLost(Exception):  # noqa: N818 - it is not a fault of this program
@@ -63,13 +63,14 @@ class _EnvironmentWorker:
 
     def __init__(self, process: EnvironmentProcess) -> None:
         self.process = process
-        self.steps = 0  # that wait or run
-        self._running = self._alone = 0  # steps that run; steps that run alone, or wait to do so
+        self.steps = 0  # steps that wait or run
+        self._running = 0
+        self._alone = 0  # steps that run alone, or wait to do so
         self._changed, self._replacing = asyncio.Condition(), asyncio.Lock()
 
     @asynccontextmanager
     async def admit(self, alone: bool) -> AsyncIterator[None]:
-        """A step runs inside: alone, or beside others where the process can do that."""
+        """Wait until a step may run, inside: alone, or beside others if the process can do that."""
         self.steps += 1
         self._alone += alone
         try:
@@ -200,12 +201,12 @@ class Episode:
     def __init__(
         self, environments: Environments, number: int, prompt: Prompt, seed: int, turns: list[str]
     ) -> None:
-        """`turns`: the policy's turns that the prompt contains, which a new worker hears first."""
+        """`turns` are the policy's turns that the prompt contains. A new worker hears them first."""
         self._environments, self._number, self._prompt, self._seed = environments, number, prompt, seed
         self._turns = turns
-        self.seconds = 0.0  # that its answers took, without failures, repetitions, and waiting for a process
+        self.seconds = 0.0  # time of its answers, without failures, repetitions, and waiting for a process
         self._worker: _EnvironmentWorker | None = None
-        self._workers = set[_EnvironmentWorker]()  # all that have been asked: tools may run in any
+        self._workers = set[_EnvironmentWorker]()  # all that have been asked: any may run tools
         self._process: EnvironmentProcess | None = None  # the one that knows this conversation
 
     async def step(self, text: str) -> Answer:

@@ -1,4 +1,4 @@
-"""The rollouts of a batch by programs: each has a program's process, a dialogue, and a key at the proxy."""
+"""The rollouts of a batch by agent programs. Each has a process, a dialogue, and a key at the proxy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from megatron_gvpo.conversations.converse import Responder
     from megatron_gvpo.data.task import Task
 
-_TEMPLATES = 200  # templates for different tools that are kept, at most
+_TEMPLATES = 200  # at most so many templates, for different tools, are kept
 _BEGIN = 0.25  # seconds after which the next program may start, if one has not asked the policy by then
 
 
@@ -140,7 +140,9 @@ class Starter:
     def __init__(self, config: ConversationConfig, spec: str) -> None:
         self._function = Function(f"rollout.conversation.program={spec}", spec, dict(config.options))
         self._files = contents([spec, config.options])
-        self._idle_s = config.step_timeout  # that a program may neither ask the policy nor return
+        self._idle_s = (
+            config.step_timeout
+        )  # a program that neither asks the policy nor returns for so long is ended
         self._printout = Printout(["program"])
         self._starting = asyncio.Lock()
         self.load = 0  # programs that run, or wait for their start

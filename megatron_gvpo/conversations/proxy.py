@@ -1,4 +1,4 @@
-"""The endpoint at which programs ask the policy: OpenAI's interface, and vLLM's for tokens in and out.
+"""The endpoint at which programs ask the policy: OpenAI's interface, and vLLM's for requests in tokens.
 
 It listens on this machine's loopback address alone. Every rollout has a key, which ends with the rollout.
 """
@@ -69,12 +69,12 @@ class Proxy:
         self._answers = 0
 
     async def __aenter__(self) -> Self:
-        spare_connections()  # every program holds one
+        spare_connections()  # every program has one open
         app = web.Application(client_max_size=LONGEST, middlewares=[self._guarded])
         app.router.add_get(MODELS, self._models)
         app.router.add_post(CHAT, self._chat)
         app.router.add_post(GENERATE, self._generate)
-        # A caller that goes away takes its call back.
+        # A call is cancelled when its caller goes away.
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0, backlog=4096).start()
@@ -87,7 +87,7 @@ class Proxy:
         await self._runner.cleanup()
 
     def open(self, dialogue: Dialogue, seed: int) -> Endpoint:
-        """Let a program hold the dialogue, at this endpoint."""
+        """Open an endpoint at which a program has the dialogue."""
         key = secrets.token_urlsafe(24)
         self._dialogues[key] = dialogue
         return Endpoint(f"{self._address}/v1", key, seed)
@@ -179,7 +179,7 @@ class Proxy:
 
 
 async def _streamed(request: web.Request, body: dict[str, Any], with_usage: bool) -> web.StreamResponse:
-    """The whole answer as server-sent events."""
+    """Send the answer as server-sent events."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
     for chunk in chunks(body, with_usage):

@@ -1,4 +1,4 @@
-"""Rewards that are numbers of a conversation: what its environment paid, and what was counted."""
+"""Rewards that are numbers of a conversation: the rewards of its environment, and its counts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_gvpo.settings.sections import RewardConfig
 
 
 def environment_reward(prompt: Prompt, rollout: Rollout) -> float:
-    """The sum of the rewards of the environment's replies; 0 where the conversation ended without any."""
+    """The sum of the rewards of the environment's replies; 0 if the conversation ended without any."""
     return rollout.counts.get("environment_reward", 0.0)
 
 

@@ -54,7 +54,7 @@ class _Job(NamedTuple):
 
 
 class _Failure(NamedTuple):
-    """The reason why a job has no reward. `is_killed`: SIGKILL ended its worker, maybe not by its fault."""
+    """The reason why a job has no reward. `is_killed`: SIGKILL ended its worker, perhaps the kernel's."""
 
     reason: str
     is_killed: bool = False
@@ -68,16 +68,16 @@ class RewardPool:
 
     def __init__(self, config: RewardsConfig, counts: Sequence[str] = ()) -> None:
         self._config = config
-        # By their indices in rewards.components; the others are models on servers.
+        # The functions, by their indices in rewards.components; the other components are models on servers.
         self._components = {i: c for i, c in enumerate(config.components) if c.served is None}
         self._functions = [_function(i, component) for i, component in self._components.items()]
-        # A worker that replaces another loads the files as they are now.
+        # Read at the start of the run, so that a worker that replaces another loads the same files.
         self._files = contents([[function.spec, function.options] for function in self._functions])
         self._named_counts = NamedCounts(self._components, counts)
         self._printout = Printout([component.name for component in self._components.values()])
         self._workers: list[_RewardWorker] = []
-        self._deaths = 0  # in a row, without a job to blame
-        self._warned_shares: dict[str, float] = {}  # by component, the share of failures in the last warning
+        self._deaths = 0  # workers that have died in a row without a job to blame
+        self._warned_shares: dict[str, float] = {}  # the share of failures in each component's last warning
 
     def __enter__(self) -> Self:
         """Start the workers. Raises ConfigError if a component's function cannot be loaded."""
@@ -111,9 +111,9 @@ class RewardPool:
     def score(self, groups: list[Group]) -> None:
         """Fill in `rewards`, `reward` and `reward_errors` of every rollout.
 
-        A component that raises, exceeds the time limit, returns no finite number or kills its process
-        is 0 for that rollout, and the error is recorded. Equal responses to a prompt are scored once. Raises
-        ConfigError where a worker that is gone cannot be replaced.
+        A component that raises, exceeds the time limit, kills its process or returns anything but a finite
+        number is 0 for that rollout, and the error is recorded. Equal responses to a prompt are scored once.
+        Raises ConfigError if a worker that is gone cannot be replaced.
         """
         equal: dict[Any, list[Rollout]] = {}
         jobs: list[_Job | _Failure] = []
@@ -241,8 +241,8 @@ class _RewardWorker:
         self.pending: deque[_Job] = deque()
         self.failure: _Failure | None = None  # why the first of `pending` gets no answer, and no later one
         self._timeout = timeout
-        self._deadline = math.inf  # of the first of `pending`
-        self._latest_deadline = math.inf  # however long its function imports modules
+        self._deadline = math.inf  # for the first of `pending`
+        self._latest_deadline = math.inf  # the same, however long its function imports modules
 
     @property
     def is_free(self) -> bool:
@@ -250,7 +250,7 @@ class _RewardWorker:
 
     def give(self, jobs: Sequence[_Job]) -> None:
         """Send the jobs. Raises OSError if the process is gone."""
-        indices: dict[bytes, int] = {}  # of the prompts and rollouts, which several jobs may share
+        indices: dict[bytes, int] = {}  # an index for each prompt and rollout; jobs may share them
         scores = [
             Score(
                 job.number,

@@ -39,7 +39,7 @@ class _ServedComponent(NamedTuple):
 
 
 class ServedRewards:
-    """Scores responses with the components on servers. A context manager: servers it started end with it.
+    """Scores responses with the components on servers. A context manager, which ends the servers it started.
 
     Every rank calls every method. Without such components it does nothing.
     """
@@ -87,7 +87,7 @@ class ServedRewards:
             rows = follow(None if task is None else partial(result_of, task), on_wait)
         finally:
             if task is not None:
-                task.cancel()  # has an effect only where something was raised
+                task.cancel()  # has an effect only if something was raised
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         for rollout, verdicts in zip(rollouts, rows, strict=True):
             self._record(rollout, {name: Verdict(*verdict) for name, verdict in verdicts.items()})
@@ -104,7 +104,7 @@ class ServedRewards:
             scored[name] = verdict.score
             if verdict.said:
                 rollout.explanations[name] = verdict.said
-        rollout.rewards = {c.name: scored[c.name] for c in self._components}  # in their order
+        rollout.rewards = {c.name: scored[c.name] for c in self._components}  # in the configuration's order
         rollout.reward = sum((c.weight * scored[c.name] for c in self._components), 0.0)
 
     def _set_metrics(self, seconds: float) -> None:

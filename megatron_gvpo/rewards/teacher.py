@@ -33,7 +33,7 @@ LogProbRequest = tuple[tuple[int, ...], int]
 
 
 class ServedTeacher:
-    """Log-probs of responses at temperature 1, by servers of the dialects of rollouts.
+    """Log-probs of responses at temperature 1, from servers of the same engines as for rollouts.
 
     A context manager: servers that it started end with it. Every rank calls every method with the same rows.
     Token ids are sent as they were sampled. A segment of a conversation is a request of its own, and equal
@@ -49,7 +49,7 @@ class ServedTeacher:
         self._loop: BackgroundLoop | None = None
         self._servers: Servers | None = None
         self._probe: list[float] | None = None  # log-probs of PROBE by the first server
-        self._answers: dict[LogProbRequest, concurrent.futures.Future[list[float]]] = {}  # in this step
+        self._answers: dict[LogProbRequest, concurrent.futures.Future[list[float]]] = {}  # the present step's
         self._sent_tokens = self._waited_s = 0.0
 
     def __enter__(self) -> Self:
@@ -90,7 +90,7 @@ class ServedTeacher:
             data = follow(None if task is None else partial(result_of, task), on_wait)
         finally:
             if task is not None:
-                task.cancel()  # has an effect only where something was raised
+                task.cancel()  # has an effect only if something was raised
         self._waited_s += time.perf_counter() - begin_s
         return torch.frombuffer(bytearray(data), dtype=torch.float32) if data else torch.zeros(0)
 
@@ -150,8 +150,8 @@ class ServedTeacher:
         difference = max(abs(a - b) for a, b in zip(logps, self._probe, strict=True))
         if difference > (limit := 10 * TOLERANCE[self._config.model.dtype]):
             raise Misfit(
-                f"{SECTION}: {http.url} gives fixed tokens log-probs up to {difference:.3g} nats from those of "
-                f"the first server, more than {limit:g}: it serves another model"
+                f"{SECTION}: {http.url} gives fixed tokens log-probs up to {difference:.3g} nats from those "
+                f"of the first server, more than {limit:g}: it serves another model"
             )
 
     def _open(self) -> Command:

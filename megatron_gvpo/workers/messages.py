@@ -57,12 +57,12 @@ class Endpoint(NamedTuple):
 class Function(NamedTuple):
     """A function or class that a configuration names."""
 
-    key: str  # and its value, for errors: "rewards.components.0.name=math"
+    key: str  # the configuration's key and value, for errors: "rewards.components.0.name=math"
     spec: str  # "module:function" or "path/file.py:function"
     options: dict[str, Any]  # keyword arguments
 
 
-# Orders
+# Orders: messages from the trainer to a process.
 
 
 class Load(_Message):
@@ -86,14 +86,14 @@ class Score(msgspec.Struct, array_like=True):
 class Scores(_Message):
     """Evaluations, one after the other. A prompt or rollout that several of them need is sent once."""
 
-    parts: list[bytes]  # of `prompt_bytes` and `rollout_bytes`
+    parts: list[bytes]  # made by `prompt_bytes` and `rollout_bytes`
     calls: list[Score]
 
 
 class Begin(msgspec.Struct, array_like=True):
     """The beginning of a conversation that a process does not know; `turns` are the policy's so far."""
 
-    prompt: bytes  # of `prompt_bytes`
+    prompt: bytes  # made by `prompt_bytes`
     seed: int
     turns: list[str]
 
@@ -112,7 +112,7 @@ class RunProgram(_Message):
     """A rollout by the program."""
 
     call: int
-    prompt: bytes  # of `prompt_bytes`
+    prompt: bytes  # made by `prompt_bytes`
     endpoint: Endpoint
 
 
@@ -124,11 +124,11 @@ class Cancel(_Message):
 
 Order = Load | Scores | Step | RunProgram | Cancel
 
-# Replies
+# Replies: messages from a process to the trainer.
 
 
 class Ready(_Message):
-    """All functions are loaded. `overlaps`: several steps may run at once."""
+    """All functions are loaded. If `overlaps` is true, several steps may run at once."""
 
     overlaps: bool = True
 
@@ -230,7 +230,7 @@ def receive_reply(channel: socket.socket) -> WorkerReply | None:
     return decode(data, WorkerReply)  # type: ignore[arg-type]
 
 
-# Values
+# Values inside messages.
 
 
 def prompt_bytes(prompt: Prompt) -> bytes:
@@ -239,7 +239,7 @@ def prompt_bytes(prompt: Prompt) -> bytes:
 
 
 def read_prompt(data: bytes) -> Prompt:
-    """A prompt of the caller's own, which users' code may change."""
+    """A new object, which users' code may change."""
     return prompt_of(unpack_values(data))
 
 
@@ -249,7 +249,7 @@ def rollout_bytes(rollout: Rollout) -> bytes:
 
 
 def read_rollout(data: bytes) -> Rollout:
-    """A rollout of the caller's own, which users' code may change."""
+    """A new object, which users' code may change."""
     return rollout_of(unpack_values(data))
 
 
@@ -274,12 +274,12 @@ def unpack_values(data: bytes) -> Any:
 
 
 def _encode(value: Any) -> Any:
-    """Messages, and the values of JSON and Parquet records that msgpack does not know; of others, `repr`."""
+    """A form that msgpack knows for messages and for values of JSON and Parquet records; others as `repr`."""
     if isinstance(value, _Message):
         return [type(value).__name__, *msgspec.structs.astuple(value)]
     if isinstance(value, msgspec.Struct):
         return msgspec.structs.astuple(value)
-    if isinstance(value, int):  # of more than 64 bits
+    if isinstance(value, int):  # one of more than 64 bits
         return msgpack.ExtType(_INTEGER, hex(value).encode())
     if isinstance(value, Decimal):
         return msgpack.ExtType(_DECIMAL, str(value).encode())
@@ -290,7 +290,7 @@ def _encode(value: Any) -> Any:
         return msgpack.ExtType(_DURATION, msgpack.packb(parts))
     if isinstance(value, Mapping):
         return dict(value)
-    if hasattr(value, "tolist"):  # of numpy
+    if hasattr(value, "tolist"):  # a value of numpy
         return value.tolist()
     return repr(value)[:MAX_TEXT]
 
