@@ -72,14 +72,14 @@ class Lockstep:
         self._policy, self._live = policy, live
         self._asked: list[tuple[int, Request, asyncio.Future[Rollout]]] = []
 
-    async def say(self, conversation: int, request: Request) -> Rollout:
+    async def respond(self, conversation: int, request: Request) -> Rollout:
         answer: asyncio.Future[Rollout] = asyncio.get_running_loop().create_future()
         self._asked.append((conversation, request, answer))
         self._begin_round()
         return await answer
 
-    def ended(self, conversation: int) -> None:
-        self._policy.ended(conversation)
+    def end(self, conversation: int) -> None:
+        self._policy.end(conversation)
         self._live -= 1
         self._begin_round()
 
@@ -89,7 +89,7 @@ class Lockstep:
             self._round = asyncio.create_task(self._answer(asked))
 
     async def _answer(self, asked: Sequence[tuple[int, Request, asyncio.Future[Rollout]]]) -> None:
-        said = await asyncio.gather(*(self._policy.say(number, request) for number, request, _ in asked))
+        said = await asyncio.gather(*(self._policy.respond(number, request) for number, request, _ in asked))
         for (_, _, answer), rollout in zip(asked, said, strict=True):
             answer.set_result(rollout)
 
@@ -124,7 +124,7 @@ async def hold(
         policy = Lockstep(policy, PROMPTS * MEMBERS)
     watch = asyncio.create_task(load.watch())
     begin = time.perf_counter()
-    groups = await conversations.hold(policy, prompts, requests, sampling)
+    groups = await conversations.run_all(policy, prompts, requests, sampling)
     seconds = time.perf_counter() - begin
     assert not watch.done() or watch.result()
     watch.cancel()

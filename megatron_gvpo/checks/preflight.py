@@ -34,8 +34,8 @@ from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.conversation import PYTHON
 from megatron_gvpo.settings.reward_servers import JudgeConfig, key_of
 from megatron_gvpo.workers.environment import check_environment
-from megatron_gvpo.workers.program_worker import check_program
-from megatron_gvpo.workers.reward_functions import check_reward
+from megatron_gvpo.workers.programs import check_program
+from megatron_gvpo.workers.rewards import check_reward
 from megatron_gvpo.workers.sandbox import Sandbox
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Conversations of the policy with environments and tools."""
+"""Conversations of the policy with environments, tools and agent programs."""
 
 from megatron_gvpo.workers.environment import Environment, Outage, Reply
 

@@ -1,4 +1,4 @@
-"""Chat completions as OpenAI's interface has them: requests read, messages compared, answers written."""
+"""Chat completions in the form of OpenAI's interface: reads requests, compares messages, writes answers."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "response_format": (None, {"type": "text"}),
     "tool_choice": (None, "auto", "none"),
 }
-_DEEPEST = 100  # levels of a call's arguments that are kept as values, and not as text
+_DEEPEST = 100  # levels of nesting up to which a call's arguments become values; deeper ones stay a text
 _CALL_BEGINS = {"hermes": "<tool_call>", "xml": "<function="}
 
 
-class Refused(Exception):  # noqa: N818 - an answer to a program
-    """A call that is answered with an error of HTTP's `status` and OpenAI's `code`."""
+class RequestRefused(Exception):  # noqa: N818 - an answer to a program
+    """A request that is answered with an error: HTTP's `status` and OpenAI's `code`."""
 
     def __init__(self, message: str, code: str, status: int = 400) -> None:
         super().__init__(message)
@@ -75,23 +75,25 @@ class ChatRequest(BaseModel):
         return self.tools or []
 
 
-def overrides(asked: Mapping[str, Any], sampling: SamplingConfig) -> bool:
-    """True where a caller asks for another distribution than the run's, which it does not get."""
+def overrides(options: Mapping[str, Any], sampling: SamplingConfig) -> bool:
+    """True if a request asks for another distribution than the run's, which it does not get."""
     run = {"temperature": sampling.temperature, "top_p": sampling.top_p}
-    return any(asked.get(name) not in (None, value) for name, value in run.items()) or any(
-        name in asked and asked[name] not in same for name, same in _NEUTRAL.items()
+    return any(options.get(name) not in (None, value) for name, value in run.items()) or any(
+        name in options and options[name] not in same for name, same in _NEUTRAL.items()
     )
 
 
 def read_message(message: Mapping[str, Any]) -> Message:
-    """A message with its content as text and its calls' arguments as values. Raises Refused."""
+    """A message with its content as text and its calls' arguments as values. Raises RequestRefused."""
     role, content = message.get("role"), message.get("content")
     if isinstance(content, list):
         if not all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
-            raise Refused("a message has content that is no text, which the policy cannot read", "no_text")
+            raise RequestRefused(
+                "a message has content that is not a text, which the policy cannot read", "no_text"
+            )
         content = "".join(str(part.get("text", "")) for part in content)
     if not isinstance(role, str) or not isinstance(content, str | None):
-        raise Refused("a message needs a role, and a text as its content", "invalid_messages")
+        raise RequestRefused("a message needs a role, and a text as its content", "invalid_messages")
     read: Message = {"role": "system" if role == "developer" else role, "content": content or ""}
     if calls := message.get("tool_calls"):
         read["tool_calls"] = [_read_call(call) for call in calls]
@@ -104,11 +106,13 @@ def _read_call(call: Any) -> dict[str, Any]:
         function = call["function"]
         name, arguments = function["name"], function["arguments"]
     except (TypeError, KeyError):
-        raise Refused("a tool call needs a function with name and arguments", "invalid_messages") from None
+        raise RequestRefused(
+            "a tool call needs a function with name and arguments", "invalid_messages"
+        ) from None
     if isinstance(arguments, str):
-        with suppress(ValueError, RecursionError):  # else the template writes the text
+        with suppress(ValueError, RecursionError):  # otherwise the template writes the text
             values = json.loads(arguments)
-            json.dumps(values, ensure_ascii=False).encode()  # refuses half a surrogate pair, which is no text
+            json.dumps(values, ensure_ascii=False).encode()  # refuses half a surrogate pair
             arguments = arguments if _is_deep(values, _DEEPEST) else values
     return {
         "id": str(call.get("id", "")),
@@ -118,15 +122,15 @@ def _read_call(call: Any) -> dict[str, Any]:
 
 
 def _is_deep(values: Any, deepest: int) -> bool:
-    """True if lists and objects are in each other more often than `deepest`: no message carries them."""
+    """True if lists and objects are nested more than `deepest` levels: too deep for a message."""
     inner = values.values() if isinstance(values, dict) else values if isinstance(values, list) else ()
     return deepest < 0 or any(_is_deep(value, deepest - 1) for value in inner)
 
 
-def begins(chat: Sequence[Message], said: Sequence[Message]) -> bool:
-    """True where a chat begins with what was said, apart from calls' numbers and white space around texts."""
-    return len(said) <= len(chat) and all(
-        _compared(read_message(a)) == _compared(b) for a, b in zip(said, chat, strict=False)
+def begins_with(chat: Sequence[Message], earlier: Sequence[Message]) -> bool:
+    """True if a chat begins with an earlier one, apart from calls' numbers and white space around texts."""
+    return len(earlier) <= len(chat) and all(
+        _compared(read_message(a)) == _compared(b) for a, b in zip(earlier, chat, strict=False)
     )
 
 
@@ -143,9 +147,9 @@ def answer_of(text: str, parser: str, tools: bool, number: int) -> tuple[Message
     calls = parser_of(parser)(text) if tools else []
     if not calls or any(call.problem or utf8(call.name) != call.name for call in calls):
         return {"role": "assistant", "content": text}, "stop"
-    said = behind_thoughts(text)
-    before = said.partition(_CALL_BEGINS[parser])[0] if parser in _CALL_BEGINS else ""
-    content = f"{text.removesuffix(said)}{before}".strip()
+    answer = behind_thoughts(text)
+    before = answer.partition(_CALL_BEGINS[parser])[0] if parser in _CALL_BEGINS else ""
+    content = f"{text.removesuffix(answer)}{before}".strip()
     written = [
         {
             "id": f"{(number + i) % 16**9:09x}",
@@ -158,21 +162,21 @@ def answer_of(text: str, parser: str, tools: bool, number: int) -> tuple[Message
 
 
 def completion(
-    asked: ChatRequest, number: int, context: int, said: Rollout, message: Message, reason: str
+    request: ChatRequest, number: int, context: int, response: Rollout, message: Message, reason: str
 ) -> dict[str, Any]:
     """The body of a chat completion."""
     choice: dict[str, Any] = {"index": 0, "message": message, "finish_reason": reason, "logprobs": None}
-    if asked.logprobs:
-        choice["logprobs"] = token_logprobs(said)
-    count = len(said.token_ids)
+    if request.logprobs:
+        choice["logprobs"] = token_logprobs(response)
+    count = len(response.token_ids)
     usage = {"prompt_tokens": context, "completion_tokens": count, "total_tokens": context + count}
-    head = {"id": f"chatcmpl-{number}", "object": "chat.completion", "created": 0, "model": asked.model}
+    head = {"id": f"chatcmpl-{number}", "object": "chat.completion", "created": 0, "model": request.model}
     return {**head, "choices": [choice], "usage": usage}
 
 
-def token_logprobs(said: Rollout) -> dict[str, Any]:
-    """The log-probs of an answer's tokens, which are named by number."""
-    pairs = zip(said.token_ids, said.logprobs, strict=True)
+def token_logprobs(response: Rollout) -> dict[str, Any]:
+    """The log-probs of an answer's tokens. A token is named by its id."""
+    pairs = zip(response.token_ids, response.logprobs, strict=True)
     return {
         "content": [
             {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}

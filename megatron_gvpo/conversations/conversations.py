@@ -1,4 +1,4 @@
-"""The conversations of a batch: what they have in common, and how those of one batch are held."""
+"""The conversations of a batch with environments or tools, all at once."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
-from megatron_gvpo.conversations.converse import Limits, Policy, converse
+from megatron_gvpo.conversations.converse import ConversationLimits, Responder, converse
 from megatron_gvpo.conversations.environments import Environments
-from megatron_gvpo.conversations.programs import Programs
+from megatron_gvpo.conversations.program_runner import ProgramRunner
 from megatron_gvpo.data.chat_template import Template
 from megatron_gvpo.groups import Prompt, Rollout
 from megatron_gvpo.servers.request import Request, derived_seed
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Conversations:
-    """Holds conversations with the configured environment. A context manager: its workers run inside."""
+    """Runs conversations with the configured environment. A context manager: its workers run inside."""
 
     def __init__(self, config: ConversationConfig, task: Task) -> None:
         self._config = config
@@ -40,9 +40,9 @@ class Conversations:
     ) -> None:
         self._environments.__exit__(kind, error, trace)
 
-    async def hold(
+    async def run_all(
         self,
-        policy: Policy,
+        policy: Responder,
         prompts: Sequence[Prompt],
         requests: Sequence[Request],
         sampling: SamplingConfig,
@@ -51,72 +51,79 @@ class Conversations:
 
         The members of a group face an environment with the same seed. Raises RolloutError.
         """
-        limits = Limits.of(self._config, sampling.max_tokens)
-        pairs = [(p, r, i) for p, r in zip(prompts, requests, strict=True) for i in range(r.n)]
+        limits = ConversationLimits.of(self._config, sampling.max_tokens)
+        members = [(p, r, i) for p, r in zip(prompts, requests, strict=True) for i in range(r.n)]
 
-        async def one(number: int, prompt: Prompt, request: Request, i: int) -> Rollout:
+        async def run(number: int, prompt: Prompt, request: Request, i: int) -> Rollout:
             episode = self._environments.begin(prompt, request.seed)
-            say, seed = partial(policy.say, number), derived_seed(request.seed, i)
-            rollout = await converse(say, episode, self._template, prompt.token_ids, seed, limits)
-            policy.ended(number)
+            respond, seed = partial(policy.respond, number), derived_seed(request.seed, i)
+            rollout = await converse(respond, episode, self._template, prompt.token_ids, seed, limits)
+            policy.end(number)
             return rollout
 
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one(number, *pair)) for number, pair in enumerate(pairs)]
+                tasks = [group.create_task(run(number, *member)) for number, member in enumerate(members)]
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         self._environments.end_step()
-        found = iter(task.result() for task in tasks)
-        return [[next(found) for _ in range(request.n)] for request in requests]
+        rollouts = iter(task.result() for task in tasks)
+        return [[next(rollouts) for _ in range(request.n)] for request in requests]
 
 
-def conversations_of(config: ConversationConfig, task: Task) -> Conversations | Programs:
-    """The holder of the configured conversations: with an environment or tools, or by programs."""
+def conversations_of(config: ConversationConfig, task: Task) -> Conversations | ProgramRunner:
+    """Returns what runs the configured conversations: with an environment, with tools, or by programs."""
     if config.program is not None:
-        return Programs(config, config.program, task)
+        return ProgramRunner(config, config.program, task)
     return Conversations(config, task)
 
-
-# Conversations with an engine that answers many requests in one call: in rounds, all live ones at once.
-#
-# A round begins when every live conversation waits for the policy. So what is sampled together does not
-# depend on how long environments take.
 
 Generate = Callable[[Sequence[Request]], list[list[Rollout]]]
 
 
-class Rounds:
-    """The policy in `live` conversations that are held in one event loop."""
+class _PendingRequest(NamedTuple):
+    conversation: int
+    request: Request
+    response: asyncio.Future[Rollout]
+
+
+class BatchedPolicy:
+    """A Responder for an engine that answers many requests in one call of `generate`.
+
+    It answers in rounds. A round begins when each of the `live` conversations waits for the policy. So what
+    is sampled together does not depend on how long environments take. All run in one event loop.
+    """
 
     def __init__(self, generate: Generate, live: int) -> None:
         self._generate, self._live = generate, live
-        self._asked: list[tuple[int, Request, asyncio.Future[Rollout]]] = []
+        self._pending: list[_PendingRequest] = []
 
-    async def say(self, conversation: int, request: Request) -> Rollout:
-        """The policy's next turn, sampled once all others have asked or ended.
+    async def respond(self, conversation: int, request: Request) -> Rollout:
+        """The policy's next turn, sampled once all other conversations wait for theirs or have ended.
 
-        A conversation may ask several times at once.
+        A conversation may make several requests at once.
         """
-        asked = conversation, request, asyncio.get_running_loop().create_future()
-        self._asked.append(asked)
-        self._begin_round()
+        pending = _PendingRequest(conversation, request, asyncio.get_running_loop().create_future())
+        self._pending.append(pending)
+        self._answer_if_complete()
         try:
-            return await asked[2]
+            return await pending.response
         finally:
-            if asked in self._asked:  # it was cancelled: nobody wants the answer any more
-                self._asked.remove(asked)
+            if pending in self._pending:  # it was cancelled: nobody wants the answer any more
+                self._pending.remove(pending)
 
-    def ended(self, conversation: int) -> None:
-        """The conversation needs no more turns."""
+    def end(self, conversation: int) -> None:
+        """Note that the conversation needs no more turns."""
         self._live -= 1
-        self._begin_round()
+        self._answer_if_complete()
 
-    def _begin_round(self) -> None:
-        if not self._asked or len({conversation for conversation, _, _ in self._asked}) < self._live:
+    def _answer_if_complete(self) -> None:
+        """Sample a round if every live conversation waits."""
+        if not self._pending or len({pending.conversation for pending in self._pending}) < self._live:
             return
-        asked, self._asked = sorted(self._asked, key=lambda one: (one[0], one[1].seed)), []
-        answers = self._generate([request for _, request, _ in asked])
-        for (_, _, future), [rollout] in zip(asked, answers, strict=True):
-            if not future.done():
-                future.set_result(rollout)
+        batch = sorted(self._pending, key=lambda pending: (pending.conversation, pending.request.seed))
+        self._pending = []
+        rows = self._generate([pending.request for pending in batch])
+        for pending, [rollout] in zip(batch, rows, strict=True):
+            if not pending.response.done():
+                pending.response.set_result(rollout)

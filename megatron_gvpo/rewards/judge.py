@@ -1,4 +1,4 @@
-"""A language model on servers that reads a response and writes a verdict, of which a number is the reward."""
+"""A language model on servers that reads a response and writes a verdict with a score, the reward."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _SHOWN = 200  # characters of an invalid verdict that a message shows
 
 
 class InvalidVerdict(ValueError):  # noqa: N818
-    """The judge's answer is none; the message says why, to the judge and to the user."""
+    """The judge's answer is not a verdict; the message tells the judge and the user why."""
 
 
 class Judge:
-    """Asks for verdicts."""
+    """Asks a language model for verdicts. `key` is the configuration's key, for errors."""
 
     def __init__(self, served: JudgeConfig, key: str) -> None:
         self._served, self._key = served, key
-        self.invalid = 0  # answers that were no verdicts
+        self.invalid = 0  # answers that were not verdicts
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -50,7 +50,7 @@ class Judge:
         try:
             names = [model["id"] for model in answer["data"]]
         except (LookupError, TypeError):
-            raise ServerRefused(f"{http.url}/v1/models: its answer is no list of models", 502) from None
+            raise ServerRefused(f"{http.url}/v1/models: its answer is not a list of models", 502) from None
         if self._name not in names:
             raise Misfit(f"{self._key}.model={self._name}: {http.url} has {', '.join(map(str, names))}")
 
@@ -58,9 +58,9 @@ class Judge:
     def _name(self) -> str:
         return self._served.model if self._served.model and self._served.servers.urls else MODEL
 
-    async def verdicts(self, servers: Servers, asked: Sequence[Mapping[str, str]]) -> list[Verdict]:
-        """A verdict for each set of the template's fields."""
-        return await asyncio.gather(*(self._verdict(servers, fields) for fields in asked))
+    async def verdicts(self, servers: Servers, requests: Sequence[Mapping[str, str]]) -> list[Verdict]:
+        """A verdict for each request, which has the values of the template's fields."""
+        return await asyncio.gather(*(self._verdict(servers, fields) for fields in requests))
 
     async def _verdict(self, servers: Servers, fields: Mapping[str, str]) -> Verdict:
         served = self._served
@@ -75,15 +75,15 @@ class Judge:
                 answer = await servers.ask(partial(_complete, self._request(messages), servers.timeout))
             except Unanswered as error:
                 return Verdict(None, str(error))
-            said = ""
+            text = ""
             try:
-                said = _text(answer)
-                score, explanation = self.read(said)
+                text = _text(answer)
+                score, explanation = self.read(text)
             except InvalidVerdict as error:
                 self.invalid += 1
                 problem = str(error)
-                told = f"This is no valid verdict: {error}. Answer again, in the form that was asked for."
-                messages += [{"role": "assistant", "content": said}, {"role": "user", "content": told}]
+                hint = f"This is not a valid verdict: {error}. Answer again, in the form that was asked for."
+                messages += [{"role": "assistant", "content": text}, {"role": "user", "content": hint}]
             else:
                 lowest_score, highest_score = served.scale
                 return Verdict((score - lowest_score) / (highest_score - lowest_score), explanation)
@@ -98,8 +98,8 @@ class Judge:
             "max_tokens": served.max_tokens,
         }
         if served.regex is not None:
-            own = {"regex": served.regex}
-            body |= own if served.servers.engine == "sglang" else {"structured_outputs": own}
+            regex = {"regex": served.regex}
+            body |= regex if served.servers.engine == "sglang" else {"structured_outputs": regex}
         else:
             schema = {"name": "verdict", "schema": served.schema_of_verdicts, "strict": True}
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
@@ -108,15 +108,15 @@ class Judge:
     def read(self, text: str) -> tuple[float, str]:
         """(score, explanation) of a verdict. Raises InvalidVerdict."""
         if self._served.regex is not None:
-            found = re.fullmatch(self._served.regex, text.strip(), re.DOTALL)
-            score, explanation = (None, text) if found is None else (found[1], text.strip())
+            match = re.fullmatch(self._served.regex, text.strip(), re.DOTALL)
+            score, explanation = (None, text) if match is None else (match[1], text.strip())
         else:
             try:
                 fields = json.loads(text)
             except (ValueError, RecursionError) as error:
-                raise InvalidVerdict(f"no JSON ({error}): {_shown(text)}") from None
+                raise InvalidVerdict(f"not JSON ({error}): {_shown(text)}") from None
             if not isinstance(fields, dict):
-                raise InvalidVerdict(f"no JSON object: {_shown(text)}")
+                raise InvalidVerdict(f"not a JSON object: {_shown(text)}")
             score, explanation = fields.get(SCORE), str(fields.get(EXPLANATION) or "")
         number, (lowest, highest) = _number(score), self._served.scale
         if number is None or not lowest <= number <= highest:
@@ -134,7 +134,7 @@ def _text(answer: Any) -> str:
         choice = answer["choices"][0]
         text, reason = choice["message"]["content"], choice["finish_reason"]
     except (LookupError, TypeError) as error:
-        raise InvalidVerdict(f"no chat completion ({error!r})") from None
+        raise InvalidVerdict(f"not a chat completion ({error!r})") from None
     if reason == "length":
         raise InvalidVerdict(f"it was longer than max_tokens: {_shown(str(text))}")
     if not isinstance(text, str) or not text.strip():
@@ -154,7 +154,7 @@ def _shown(text: str) -> str:
     return text if len(text) <= _SHOWN else text[:_SHOWN] + " ..."
 
 
-# A prompt and its response as a chat, for models that score them.
+# Reward models and judges score a prompt and its response as a chat.
 
 Messages = list[dict[str, Any]]
 
@@ -164,17 +164,18 @@ def prompt_messages(prompt: Prompt, keys: Sequence[str]) -> Messages:
 
     A plain text is a message of the user. `data.system_prompt`, which is the policy's, is left out.
     """
-    found = next((prompt.record[key] for key in keys if prompt.record.get(key) is not None), prompt.text)
-    return [dict(m) for m in found] if isinstance(found, list) else [{"role": "user", "content": str(found)}]
+    chat = next((prompt.record[key] for key in keys if prompt.record.get(key) is not None), prompt.text)
+    return [dict(m) for m in chat] if isinstance(chat, list) else [{"role": "user", "content": str(chat)}]
 
 
 def dialogue(prompt: Prompt, rollout: Rollout, keys: Sequence[str]) -> Messages:
-    """The prompt's chat and the response, or the whole conversation that followed the prompt.
+    """The prompt's chat and the response, or the conversation that followed the prompt.
 
-    An agent program's last chat is whole: it begins with what the program made of the prompt.
+    The last chat of an agent program is complete: it begins with what the program made of the prompt.
     """
-    said = rollout.messages or [{"role": "assistant", "content": rollout.text}]
-    return list(said) if said[0]["role"] != "assistant" else [*prompt_messages(prompt, keys), *said]
+    messages = rollout.messages or [{"role": "assistant", "content": rollout.text}]
+    is_complete = messages[0]["role"] != "assistant"
+    return list(messages) if is_complete else [*prompt_messages(prompt, keys), *messages]
 
 
 def as_text(messages: Sequence[Mapping[str, Any]]) -> str:

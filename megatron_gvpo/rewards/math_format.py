@@ -1,4 +1,4 @@
-"""The answer in the last `\boxed{}` of a text, and the reward for putting it there."""
+"""The reward for the form of a response. It does not import math-verify, which takes long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sequence-classification model on servers: the logit of the whole conversation is the reward."""
+"""A sequence-classification model on servers: its logit for a conversation is the reward."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PROBE: Messages = [{"role": "user", "content": "What is 2 + 3?"}, {"role": "assistant", "content": "5"}]
-TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}  # of the probe's score between servers, times 1 + its size
+# Largest difference of the probe's score between servers, divided by 1 + its size.
+TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
 
 
 class RewardModel:
@@ -32,8 +33,9 @@ class RewardModel:
         if not tokenizer.chat_template:
             raise ConfigError(f"{key}.path={served.path}: its tokenizer has no chat template")
         config = read_model_config(served.path, f"{key}.path")
-        room = served.servers.context_length or config.get("max_position_embeddings") or math.inf
-        self._longest = room - (served.servers.engine == "sglang")  # which keeps a place for a new token
+        context_length = served.servers.context_length or config.get("max_position_embeddings") or math.inf
+        # SGLang reserves a position for a new token.
+        self._longest = context_length - (served.servers.engine == "sglang")
         self._scored_probe: float | None = None
         self.probe_ids = self.ids(PROBE)
 
@@ -42,8 +44,8 @@ class RewardModel:
         try:
             text = self._tokenizer.apply_chat_template(messages, tokenize=False)
         except Exception as error:  # a template is a program, and may fail in any way
-            said = " ".join(str(error).split())
-            raise DataError(f"{self._key}: the chat template refuses the conversation: {said}") from None
+            problem = " ".join(str(error).split())
+            raise DataError(f"{self._key}: the chat template refuses the conversation: {problem}") from None
         ids: list[int] = self._tokenizer([text], add_special_tokens=False)["input_ids"][0]
         return ids
 
@@ -57,8 +59,8 @@ class RewardModel:
         except ServerRefused as error:
             if not error.is_request:
                 raise
-            said = f"{self._key}: it does not score as {served.servers.engine} scores: {error}"
-            raise Misfit(said) from None
+            problem = f"it does not score as {served.servers.engine} scores: {error}"
+            raise Misfit(f"{self._key}: {problem}") from None
         if self._scored_probe is None:
             self._scored_probe = score
         if abs(score - self._scored_probe) > TOLERANCE[served.dtype] * (1 + abs(self._scored_probe)):
@@ -71,15 +73,15 @@ class RewardModel:
     def metrics(self) -> dict[str, float]:
         return {} if self._scored_probe is None else {"probe": self._scored_probe}
 
-    async def verdicts(self, servers: Servers, asked: Sequence[tuple[str, Messages]]) -> list[Verdict]:
+    async def verdicts(self, servers: Servers, requests: Sequence[tuple[str, Messages]]) -> list[Verdict]:
         """A verdict on each (prompt id, conversation). Raises Misfit."""
-        found: dict[int, Verdict] = {}
+        verdicts: dict[int, Verdict] = {}
         tokens: list[tuple[int, list[int]]] = []
-        for number, (prompt, messages) in enumerate(asked):
+        for number, (prompt, messages) in enumerate(requests):
             try:
                 ids = self.ids(messages)
             except DataError as error:
-                found[number] = Verdict(None, str(error))
+                verdicts[number] = Verdict(None, str(error))
                 continue
             if len(ids) <= self._longest:
                 tokens.append((number, ids))
@@ -93,12 +95,12 @@ class RewardModel:
                     f"{problem}: lower rollout.max_tokens, or let such responses leave their groups with "
                     "too_long=drop"
                 )
-            found[number] = Verdict(None, problem)
+            verdicts[number] = Verdict(None, problem)
         batches = list(batched(tokens, self._served.batch_size))
         answers = await asyncio.gather(*(self._batch(servers, [ids for _, ids in b]) for b in batches))
-        for batch, verdicts in zip(batches, answers, strict=True):
-            found |= {number: verdict for (number, _), verdict in zip(batch, verdicts, strict=True)}
-        return [found[number] for number in range(len(asked))]
+        for batch, scored in zip(batches, answers, strict=True):
+            verdicts |= {number: verdict for (number, _), verdict in zip(batch, scored, strict=True)}
+        return [verdicts[number] for number in range(len(requests))]
 
     async def _batch(self, servers: Servers, batch: list[list[int]]) -> list[Verdict]:
         try:
@@ -125,10 +127,10 @@ class RewardModel:
         try:
             scores, counted = read(answer)
             one_each = len(scores) == len(batch) and all(len(score) == 1 for score in scores)
-            found = [finite_number(score, LARGEST) for [score] in scores] if one_each else []
+            checked = [finite_number(score, LARGEST) for [score] in scores] if one_each else []
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise ServerRefused(f"{http.url}/classify: its answer has no scores: {error!r}", 502) from None
-        numbers = [number for number in found if number is not None]
+        numbers = [number for number in checked if number is not None]
         if len(numbers) < len(batch):
             raise Misfit(
                 f"{self._key}: {http.url}/classify does not give each text one finite number of at most "

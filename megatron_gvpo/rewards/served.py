@@ -1,4 +1,4 @@
-"""The reward components on servers, for a run: rank 0 asks, and all ranks get the verdicts."""
+"""The reward models and judges of a run, on servers: rank 0 asks, and all ranks get the verdicts."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from megatron_gvpo.settings.reward_servers import JudgeConfig, RewardModelConfig
 from megatron_gvpo.types import OnWait
 
 
-class _Scorer(NamedTuple):
+class _ServedComponent(NamedTuple):
     """One component, on rank 0."""
 
     name: str
     model: RewardModel | Judge
     servers: Servers
-    facts: dict[str, float]  # metrics that stay
+    constants: dict[str, float]  # metrics that do not change
 
 
 class ServedRewards:
-    """Scores responses with the components on servers. A context manager: servers it started end with it.
+    """Scores responses with the components on servers. A context manager, which ends the servers it started.
 
     Every rank calls every method. Without such components it does nothing.
     """
@@ -51,8 +51,8 @@ class ServedRewards:
         self._keys = [config.data.train.prompt_key, *([held_out.prompt_key] if held_out else [])]
         self._opened = ExitStack()
         self._loop: BackgroundLoop | None = None  # on rank 0
-        self._scorers: list[_Scorer] = []
-        self.metrics: dict[str, float] = {}  # of the last batch, on rank 0
+        self._served: list[_ServedComponent] = []
+        self.metrics: dict[str, float] = {}  # metrics of the last batch, on rank 0
 
     def __enter__(self) -> Self:
         """Start the servers. Raises ConfigError, RolloutError."""
@@ -78,7 +78,7 @@ class ServedRewards:
         if not self._components:
             others()
             return
-        began = time.perf_counter()
+        begin_s = time.perf_counter()
         task = None
         if self._loop is not None:
             task = self._loop.submit(self._ask_all(groups))
@@ -87,14 +87,15 @@ class ServedRewards:
             rows = follow(None if task is None else partial(result_of, task), on_wait)
         finally:
             if task is not None:
-                task.cancel()  # has an effect only where something was raised
+                task.cancel()  # has an effect only if something was raised
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         for rollout, verdicts in zip(rollouts, rows, strict=True):
             self._record(rollout, {name: Verdict(*verdict) for name, verdict in verdicts.items()})
         if self._loop is not None:
-            self._count(time.perf_counter() - began)
+            self._set_metrics(time.perf_counter() - begin_s)
 
     def _record(self, rollout: Rollout, verdicts: dict[str, Verdict]) -> None:
+        """Set the rollout's rewards, or mark it as lost."""
         scored = dict(rollout.rewards)
         for name, verdict in verdicts.items():
             if verdict.score is None:
@@ -103,50 +104,52 @@ class ServedRewards:
             scored[name] = verdict.score
             if verdict.said:
                 rollout.explanations[name] = verdict.said
-        rollout.rewards = {c.name: scored[c.name] for c in self._components}  # in their order
+        rollout.rewards = {c.name: scored[c.name] for c in self._components}  # in the configuration's order
         rollout.reward = sum((c.weight * scored[c.name] for c in self._components), 0.0)
 
-    def _count(self, seconds: float) -> None:
+    def _set_metrics(self, seconds: float) -> None:
         self.metrics = {"reward/served_s": seconds}
-        for name, model, servers, facts in self._scorers:
-            found = {
+        for name, model, servers, constants in self._served:
+            values = {
                 "requests": servers.requests,
                 "failed_requests": servers.failures,
                 **model.metrics,
-                **facts,
+                **constants,
             }
-            self.metrics |= {f"reward/{name}/{key}": float(value) for key, value in found.items()}
+            self.metrics |= {f"reward/{name}/{key}": float(value) for key, value in values.items()}
 
     async def _ask_all(self, groups: Sequence[Group]) -> list[dict[str, Verdict]]:
         """The verdicts of each response, by component."""
         pairs = [(group.prompt, rollout) for group in groups for rollout in group.rollouts]
-        found = await asyncio.gather(*(self._ask(scorer, pairs) for scorer in self._scorers))
-        names = [scorer.name for scorer in self._scorers]
-        return [dict(zip(names, verdicts, strict=True)) for verdicts in zip(*found, strict=True)]
+        columns = await asyncio.gather(*(self._ask(component, pairs) for component in self._served))
+        names = [component.name for component in self._served]
+        return [dict(zip(names, verdicts, strict=True)) for verdicts in zip(*columns, strict=True)]
 
-    async def _ask(self, scorer: _Scorer, pairs: Sequence[tuple[Prompt, Rollout]]) -> list[Verdict]:
+    async def _ask(
+        self, component: _ServedComponent, pairs: Sequence[tuple[Prompt, Rollout]]
+    ) -> list[Verdict]:
         """One component's verdicts; equal responses to a prompt are scored once."""
-        same: dict[tuple[str, str], int] = {}
-        asked: list[Any] = []
-        places = []
+        first: dict[tuple[str, str], int] = {}  # the index of the request for the same conversation
+        requests: list[Any] = []
+        indices = []  # the request of each pair
         for prompt, rollout in pairs:
             messages = dialogue(prompt, rollout, self._keys)
             key = (prompt.id, repr(messages))
-            if key not in same:
-                same[key] = len(asked)
-                judges = isinstance(scorer.model, Judge)
-                asked.append(self._fields(prompt, rollout) if judges else (prompt.id, messages))
-            places.append(same[key])
-        verdicts = await scorer.model.verdicts(scorer.servers, asked)
-        return [verdicts[place] for place in places]
+            if key not in first:
+                first[key] = len(requests)
+                is_judge = isinstance(component.model, Judge)
+                requests.append(self._fields(prompt, rollout) if is_judge else (prompt.id, messages))
+            indices.append(first[key])
+        verdicts = await component.model.verdicts(component.servers, requests)
+        return [verdicts[index] for index in indices]
 
     def _fields(self, prompt: Prompt, rollout: Rollout) -> dict[str, str]:
         """The fields that a judge's template may name."""
-        said = rollout.messages or [{"role": "assistant", "content": rollout.text}]
+        messages = rollout.messages or [{"role": "assistant", "content": rollout.text}]
         return {
             **{key: str(value) for key, value in prompt.record.items()},
             "prompt": as_text(prompt_messages(prompt, self._keys)),
-            "response": as_text(said),
+            "response": as_text(messages),
             "answer": prompt.answer or "",
         }
 
@@ -173,31 +176,33 @@ class ServedRewards:
                 if isinstance(component.served, RewardModelConfig)
                 else Judge(component.served, key)
             )
-            place = open_servers(
-                *(self._config, f"{key}.servers", component.served.servers, _checkpoint(component.served)),
-                report,
-                "reward server",
+            settings, checkpoint = component.served.servers, _checkpoint(component.served)
+            opened = open_servers(
+                self._config, f"{key}.servers", settings, checkpoint, report, "reward server"
             )
-            if place.supervisor is not None:
-                self._opened.callback(place.supervisor.close)
-            settings = component.served.servers
+            if opened.supervisor is not None:
+                self._opened.callback(opened.supervisor.close)
             check = partial(model.check, timeout=settings.request_timeout)
-            servers = Servers(place, settings, session, check)
-            self._scorers.append(_Scorer(component.name, model, servers, _hash(component.served.path)))
+            servers = Servers(opened, settings, session, check)
+            self._served.append(
+                _ServedComponent(component.name, model, servers, _hash(component.served.path))
+            )
         self._opened.callback(loop.cancel_all)
         self._loop = loop
         self._ready = loop.submit(self._check_all())
 
     async def _check_all(self) -> None:
-        await asyncio.gather(*(scorer.servers.check_all() for scorer in self._scorers))
+        await asyncio.gather(*(component.servers.check_all() for component in self._served))
 
 
 def _hash(path: str | None) -> dict[str, float]:
-    found = None if path is None else fingerprint(Path(path))
-    return {} if found is None else {"model_hash": float(int(found["sha256"][:8], 16))}
+    """The metric that shows when a model has been replaced; empty for a model without files here."""
+    hashes = None if path is None else fingerprint(Path(path))
+    return {} if hashes is None else {"model_hash": float(int(hashes["sha256"][:8], 16))}
 
 
 def _checkpoint(served: RewardModelConfig | JudgeConfig) -> Checkpoint | None:
+    """The model that servers start with; None if the run starts none."""
     if served.path is None:
         return None
     generates = not isinstance(served, RewardModelConfig)

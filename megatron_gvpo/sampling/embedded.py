@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 import torch.distributed as dist
 
-from megatron_gvpo.conversations.conversations import Conversations, Rounds, conversations_of
-from megatron_gvpo.conversations.programs import Programs
+from megatron_gvpo.conversations.conversations import BatchedPolicy, Conversations, conversations_of
+from megatron_gvpo.conversations.program_runner import ProgramRunner
 from megatron_gvpo.core.collectives import all_gather_msgpack, all_ranks_agree
 from megatron_gvpo.core.errors import ConfigError, RolloutError
 from megatron_gvpo.data.image_files import ImageError
@@ -95,7 +95,7 @@ class EmbeddedEngine:
 
     def _converse(
         self,
-        conversations: Conversations | Programs,
+        conversations: Conversations | ProgramRunner,
         sampling: SamplingConfig,
         prompts: Sequence[Prompt],
         requests: Sequence[Request],
@@ -105,10 +105,10 @@ class EmbeddedEngine:
         Raises RolloutError, on all ranks, if a rank cannot replace a worker that is gone.
         """
         live = sum(request.n for request in requests)
-        rounds = Rounds(lambda asked: self._model.generate(asked, sampling), live)
+        policy = BatchedPolicy(lambda requests: self._model.generate(requests, sampling), live)
         rows = list[list[Rollout]]()
         with all_ranks_agree(RolloutError):
-            rows = self._loop.run(conversations.hold(rounds, prompts, requests, sampling))
+            rows = self._loop.run(conversations.run_all(policy, prompts, requests, sampling))
         for rollout in (r for row in rows for r in row if r.finish_reason != LOST):
             rollout.text = self._model.decode(rollout.token_ids)
         return rows

@@ -117,7 +117,7 @@ class ServedEngine:
         pool = self.servers.pool
         if self._conversations is None:
             return Ticket(prompts, self.servers.loop.submit(pool.generate(requests, sampling)))
-        talks = self._conversations.hold(Speakers(pool, sampling), prompts, requests, sampling)
+        talks = self._conversations.run_all(Speakers(pool, sampling), prompts, requests, sampling)
         return Ticket(prompts, self.servers.loop.submit(talks))
 
     def collect(self, ticket: Ticket, on_wait: OnWait = None) -> list[Group]:
@@ -243,7 +243,7 @@ class ServedEngine:
 
 
 class Speakers:
-    """The policy on the servers, in the conversations of a batch (see `conversations.held.Policy`).
+    """The policy on the servers, in the conversations of a batch (see `conversations.converse.Responder`).
 
     The turns of a conversation go to one server while it stays ready: its cache holds the turns before.
     """
@@ -252,11 +252,11 @@ class Speakers:
         self._pool, self._sampling = pool, sampling
         self._home: dict[int, ServerHandle | None] = {}
 
-    async def say(self, conversation: int, request: Request) -> Rollout:
+    async def respond(self, conversation: int, request: Request) -> Rollout:
         asked = Asked(request, self._home.get(conversation))
         rollout = await self._pool.respond(asked, 0, self._sampling)
         self._home[conversation] = asked.home
         return rollout
 
-    def ended(self, conversation: int) -> None:
+    def end(self, conversation: int) -> None:
         self._home.pop(conversation, None)

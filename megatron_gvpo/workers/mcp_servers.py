@@ -1,7 +1,7 @@
 """Tools of MCP servers: their schemas, and calls over sessions that a process keeps.
 
-All conversations of a worker process share its session with a server, because the tools of a conversation
-keep nothing of it: a call may go to any worker, and is repeated elsewhere where one fails. A session for
+All conversations of a worker process share its session with a server, because tools must not remember a
+conversation: a call may go to any worker, and is repeated by another one if the first fails. A session for
 each conversation would start a server's program hundreds of times a step.
 """
 
@@ -25,12 +25,12 @@ _CONNECT = 5.0  # seconds that a connection may take; a step has more
 _MOST_TOOLS = 1000
 
 
-class ServerFailed(Exception):  # noqa: N818 - it is no fault of this program
+class ServerFailed(Exception):  # noqa: N818 - it is not a fault of this program
     """An MCP server cannot be asked, which is not the policy's doing."""
 
 
 def server(settings: Mapping[str, Any]) -> Server:
-    """This process's only object for the server with these settings (`McpConfig`)."""
+    """The server with these settings (`McpConfig`): one object in each process."""
     return _server(json.dumps(settings, sort_keys=True))
 
 
@@ -58,9 +58,9 @@ class Server:
         return tools
 
     async def call(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
-        """(what the tool says, False for an error). Raises ServerFailed.
+        """(the tool's answer, False for an error). Raises ServerFailed.
 
-        Where the connection fails, a new one is opened and the call tried once more.
+        If the connection fails, a new one is opened, and the call is tried once more.
         """
         from mcp import MCPError
 
@@ -77,7 +77,7 @@ class Server:
                     return str(error), False
                 self._drop(session)
                 if attempt == 2:
-                    raise ServerFailed(f"{self}: {name}: {_said(error)}") from None
+                    raise ServerFailed(f"{self}: {name}: {_problem(error)}") from None
         raise AssertionError("unreachable")
 
     async def _open(self) -> tuple[_Session, Client, list[Tool]]:
@@ -93,10 +93,10 @@ class Server:
             ) from None
         except Exception as error:
             self._drop(session)
-            said = _said(error)
-            if self._settings["url"] is None and said.endswith("Connection closed"):
-                said += ": its program ended before it answered; look at what it printed"
-            raise ServerFailed(f"{self}: {said}") from None
+            problem = _problem(error)
+            if self._settings["url"] is None and problem.endswith("Connection closed"):
+                problem += ": its program ended before it answered; look at what it printed"
+            raise ServerFailed(f"{self}: {problem}") from None
 
     def _drop(self, session: _Session) -> None:
         """End a session; the next call opens another."""
@@ -112,12 +112,12 @@ class Server:
 
 
 class _Session:
-    """A connection and the task that holds it open: only the task that opened it may close it."""
+    """A connection, and the task that keeps it open: only the task that opened it may close it."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._settings, self._end = settings, asyncio.Event()
         self._opened: asyncio.Future[tuple[Client, list[Tool]]] = asyncio.get_running_loop().create_future()
-        self._task = asyncio.create_task(self._hold())
+        self._task = asyncio.create_task(self._keep_open())
 
     @property
     def over(self) -> bool:
@@ -134,7 +134,7 @@ class _Session:
     async def ended(self) -> None:
         await asyncio.wait([self._task], timeout=START)
 
-    async def _hold(self) -> None:
+    async def _keep_open(self) -> None:
         try:
             async with AsyncExitStack() as stack:
                 async with asyncio.timeout(START):
@@ -182,26 +182,30 @@ async def _listed(client: Client) -> list[Tool]:
 
 @cache
 def _failures() -> frozenset[int]:
-    """The codes of errors of the connection or of the server as such; a tool's own errors have others."""
+    """The codes of errors of the connection or the server. A tool's own errors have other codes."""
     import mcp_types as codes
 
     return frozenset(
         {
-            *(codes.CONNECTION_CLOSED, codes.REQUEST_TIMEOUT, codes.PARSE_ERROR, codes.INVALID_REQUEST),
-            *(codes.METHOD_NOT_FOUND, codes.INTERNAL_ERROR),
+            codes.CONNECTION_CLOSED,
+            codes.REQUEST_TIMEOUT,
+            codes.PARSE_ERROR,
+            codes.INVALID_REQUEST,
+            codes.METHOD_NOT_FOUND,
+            codes.INTERNAL_ERROR,
         }
     )
 
 
 def _text(result: CallToolResult) -> str:
-    """A result as text: its texts, joined; a note stands for other content."""
+    """A result as text: its texts, joined, with a note in place of other content."""
     parts = [str(getattr(block, "text", f"[{block.type}]")) for block in result.content]
     if not parts and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
     return "\n".join(parts)
 
 
-def _said(error: BaseException) -> str:
+def _problem(error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, TimeoutError):
@@ -215,13 +219,13 @@ def server_schemas(servers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
     async def ask() -> list[dict[str, Any]]:
         schemas = []
         for settings in servers:
-            one = Server(settings)
+            mcp_server = Server(settings)
             try:
-                tools = await one.tools()
+                tools = await mcp_server.tools()
             finally:
-                await one.close()
+                await mcp_server.close()
             if not tools:
-                raise ValueError(f"{one} has no tools")
+                raise ValueError(f"{mcp_server} has no tools")
             schemas += [_schema(tool) for tool in tools]
         return schemas
 
@@ -242,7 +246,7 @@ def _schema(tool: Tool) -> dict[str, Any]:
 
 
 async def connect(servers: Sequence[Mapping[str, Any]]) -> None:
-    """Open the sessions before the first call, as far as that is possible: a call tries again."""
+    """Open the sessions before the first call. One that fails is left for the first call to open."""
     for settings in servers:
         with suppress(ServerFailed):
             await server(settings).tools()

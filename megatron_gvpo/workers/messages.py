@@ -1,177 +1,224 @@
-"""The messages between the trainer and its reward workers: msgpack of fixed forms, never pickles.
+"""The messages between the trainer and the processes that run users' code.
 
-An order (the set-up of a worker, or jobs for it) lies in a memory file, whose descriptor travels over the
-socket: an order of any size is sent without waiting for the worker. A reply is one packet of the socket, so
-that what a reward function writes there by mistake is a packet of its own, which no reply looks like.
+The trainer sends orders, and a process sends replies. Each message is a msgspec struct, and whoever reads one
+checks all of its fields against their types, because users' code runs where replies come from. msgpack writes
+the bytes: unlike msgspec's own encoder, it has a form for integers of more than 64 bits and for halves of
+surrogate pairs, which data records contain. Nothing is pickled.
+
+An order of any size is sent without waiting for the process: a long one lies in a memory file, whose
+descriptor travels over the socket. A reply is one packet of the socket. So what a function writes there by
+mistake is a packet of its own, which is not taken for a reply.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
-from typing import Any, NamedTuple, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgpack
+import msgspec
 
+from megatron_gvpo.core.real_number import LARGEST
 from megatron_gvpo.groups import Prompt, Rollout, prompt_of, rollout_of
-from megatron_gvpo.workers.reward_functions import Component
 
 MAX_TEXT = 1000  # characters of an error message
 MAX_REPLY = 1 << 16  # bytes of a reply
-_SHORT = 1 << 16  # bytes of an order that goes through the channel itself
-HUNG_UP = 74  # exit code of a worker whose channel does not work any more
+_SHORT = 1 << 16  # bytes of an order that goes through the socket itself
+HUNG_UP = 74  # exit code of a process whose socket does not work any more
+
+Number = Annotated[float, msgspec.Meta(ge=-LARGEST, le=LARGEST)]  # NaN is refused, too
+Reason = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 
 
 class WireError(ValueError):
-    """A message that has none of the forms below, or a value that no message can carry."""
+    """Bytes that are not one of the messages below, or a value that no message can carry."""
 
 
-class Setup(NamedTuple):
-    """The first order. A worker answers it with Ready or Unloadable."""
+class _Message(msgspec.Struct, tag=True, array_like=True, forbid_unknown_fields=True):
+    """A message is written as a list: the name of its class, then its fields."""
+
+
+class Endpoint(NamedTuple):
+    """Where a program asks the policy: arguments of an OpenAI client. The key is good for one rollout.
+
+    The members of a group have the same `seed`, for whatever else the program draws at random.
+    """
+
+    base_url: str
+    api_key: str
+    seed: int = 0
+
+
+class Function(NamedTuple):
+    """A function or class that a configuration names."""
+
+    key: str  # the configuration's key and value, for errors: "rewards.components.0.name=math"
+    spec: str  # "module:function" or "path/file.py:function"
+    options: dict[str, Any]  # keyword arguments
+
+
+# Orders: messages from the trainer to a process.
+
+
+class Load(_Message):
+    """The first order of every process. The answer is Ready or Unloadable."""
 
     path: list[str]  # the trainer's module path
-    files: dict[str, bytes]  # the users' files, as the run began with them
-    components: list[Component]
-    notice: float  # seconds between two notices of a function that imports a module
+    files: dict[str, bytes]  # the contents of users' files at the start of the run
+    functions: list[Function]
+    notice: float  # seconds between two Importing messages
 
 
-class Job(NamedTuple):
-    """The evaluation of one rollout by one component, given by its index."""
+class Score(msgspec.Struct, array_like=True):
+    """The evaluation of a rollout by a function. `prompt` and `rollout` are indices into `Scores.parts`."""
 
-    number: int
-    component: int
-    prompt: bytes
-    rollout: bytes
-
-
-class Ready(NamedTuple):
-    """All components are loaded."""
+    call: int
+    function: int  # index in Load.functions
+    prompt: int
+    rollout: int
 
 
-class Unloadable(NamedTuple):
-    """The component of this index cannot be loaded."""
+class Scores(_Message):
+    """Evaluations, one after the other. A prompt or rollout that several of them need is sent once."""
 
-    component: int
-    reason: str
-
-
-class Importing(NamedTuple):
-    """The job's function is importing a module."""
-
-    job: int
+    parts: list[bytes]  # made by `prompt_bytes` and `rollout_bytes`
+    calls: list[Score]
 
 
-class Scored(NamedTuple):
-    """The job's reward: a finite number."""
+class Begin(msgspec.Struct, array_like=True):
+    """The beginning of a conversation that a process does not know; `turns` are the policy's so far."""
 
-    job: int
-    reward: float
-
-
-class Failed(NamedTuple):
-    """The job has no reward."""
-
-    job: int
-    reason: str
+    prompt: bytes  # made by `prompt_bytes`
+    seed: int
+    turns: list[str]
 
 
-Reply = Ready | Unloadable | Importing | Scored | Failed
-_REPLIES: tuple[type[Reply], ...] = (Ready, Unloadable, Importing, Scored, Failed)
-_FORMS = {kind: tuple(get_type_hints(kind).values()) for kind in _REPLIES}
+class Step(_Message):
+    """A turn of the policy, which the conversation's environment answers."""
+
+    call: int
+    conversation: int
+    begin: Begin | None
+    text: str
+    seconds: float  # limit of the answer
 
 
-def send_order(channel: socket.socket, order: Setup | Sequence[Job]) -> None:
-    """Raises OSError if the worker is gone or does not read."""
-    send_data(channel, pack_values(order if isinstance(order, Setup) else _shared(order)))
+class RunProgram(_Message):
+    """A rollout by the program."""
+
+    call: int
+    prompt: bytes  # made by `prompt_bytes`
+    endpoint: Endpoint
 
 
-def send_data(channel: socket.socket, data: bytes) -> None:
-    """Raises OSError if the worker is gone or does not read.
+class Cancel(_Message):
+    """These conversations have ended, or these calls of a program are to end. There is no answer."""
 
-    A long order goes as a file in memory, which the channel has no room for.
-    """
+    numbers: list[int]
+
+
+Order = Load | Scores | Step | RunProgram | Cancel
+
+# Replies: messages from a process to the trainer.
+
+
+class Ready(_Message):
+    """All functions are loaded. If `overlaps` is true, several steps may run at once."""
+
+    overlaps: bool = True
+
+
+class Unloadable(_Message):
+    """The function of this index cannot be loaded."""
+
+    function: int
+    reason: Reason
+
+
+class Importing(_Message):
+    """The call's function is importing a module."""
+
+    call: int
+
+
+class CallResult(_Message):
+    """The value of a call. `messages` are an environment's; None ends the conversation."""
+
+    call: int
+    reward: Number
+    counts: dict[str, Number] = {}
+    messages: list[dict[str, Any]] | None = None
+
+    def __post_init__(self) -> None:
+        for message in self.messages or ():
+            if not all(isinstance(message.get(key), str) for key in ("role", "content")):
+                raise ValueError("a chat message without role or content")
+
+
+class CallError(_Message):
+    """The call has no value: the function raised, took too long, or the process of a program ended."""
+
+    call: int
+    reason: Reason
+    cause: Literal["raised", "late", "ended"] = "raised"
+
+
+WorkerReply = Ready | Unloadable | Importing | CallResult | CallError
+
+
+def encode(message: Order | WorkerReply) -> bytes:
+    """Raises WireError for a value that no message can carry, such as one that is nested too deeply."""
+    return pack_values(message)
+
+
+def decode[T](data: bytes, kind: type[T]) -> T:
+    """A message of this kind, such as Order or WorkerReply. Raises WireError."""
+    values = unpack_values(data)
+    try:
+        return msgspec.convert(values, kind)
+    except (msgspec.ValidationError, OverflowError, RecursionError) as error:
+        raise WireError(str(error)) from None
+
+
+def send_order(channel: socket.socket, order: Order) -> None:
+    """Raises WireError, BlockingIOError if the socket is full, and OSError if the process is gone."""
+    data, flags = encode(order), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
     if len(data) <= _SHORT:
-        channel.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        channel.send(data, flags)
         return
     file = os.memfd_create("order")
     try:
         with os.fdopen(os.dup(file), "wb") as out:
             out.write(data)
-        socket.send_fds(channel, [b"order"], [file], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        socket.send_fds(channel, [b"order"], [file], flags)
     finally:
         os.close(file)
 
 
-def _shared(jobs: Sequence[Job]) -> tuple[list[bytes], list[tuple[int, int, int, int]]]:
-    """Each prompt and rollout once, for several jobs, and the jobs with their positions."""
-    places: dict[bytes, int] = {}
-
-    def place(part: bytes) -> int:
-        return places.setdefault(part, len(places))
-
-    rows = [(job.number, job.component, place(job.prompt), place(job.rollout)) for job in jobs]
-    return list(places), rows
-
-
-def receive_order(channel: socket.socket) -> Any:
-    """The next order's values. Raises EOFError if the trainer has hung up, OSError, WireError."""
-    said, files, _, _ = socket.recv_fds(channel, _SHORT, 1)
-    if not said:
+def receive_order(channel: socket.socket) -> Order:
+    """The next order, for which it waits. Raises EOFError if the trainer has hung up, OSError, WireError."""
+    data, files, _, _ = socket.recv_fds(channel, _SHORT, 1)
+    if not data:
         raise EOFError
-    if not files:
-        return unpack_values(said)
-    with os.fdopen(files[0], "rb") as file:
-        file.seek(0)
-        return unpack_values(file.read())
+    if files:
+        with os.fdopen(files[0], "rb") as file:
+            file.seek(0)
+            data = file.read()
+    return decode(data, Order)  # type: ignore[arg-type]
 
 
-def receive_setup(channel: socket.socket) -> Setup:
-    """The first order. Raises EOFError if the trainer has hung up, OSError, WireError."""
-    path, files, components, notice = receive_order(channel)
-    return Setup(path, files, [Component(*component) for component in components], notice)
+def send_reply(channel: socket.socket, reply: WorkerReply) -> None:
+    """Raises OSError if the trainer is gone, and WireError."""
+    channel.send(encode(reply), socket.MSG_NOSIGNAL)
 
 
-def receive_jobs(channel: socket.socket) -> list[Job]:
-    """The next order. Raises EOFError if the trainer has hung up, OSError, WireError."""
-    parts, rows = receive_order(channel)
-    return [Job(number, component, parts[p], parts[r]) for number, component, p, r in rows]
-
-
-def send_reply(channel: socket.socket, reply: Reply) -> None:
-    """Raises OSError if the trainer is gone."""
-    channel.send(pack_values([_REPLIES.index(type(reply)), *reply]), socket.MSG_NOSIGNAL)
-
-
-def receive_reply(channel: socket.socket) -> Reply | None:
-    """The next reply; None without one at this moment. Raises EOFError, OSError, WireError.
-
-    The reply comes from a process in which the user's code runs, so all of its values are checked.
-    """
-    if (values := receive_values(channel)) is None:
-        return None
-    if not isinstance(values, list) or not values or not _is(values[0], int):
-        raise WireError("no list that begins with a number")
-    if not 0 <= values[0] < len(_REPLIES):
-        raise WireError("no kind of reply")
-    kind, (_, *given) = _REPLIES[values[0]], values
-    wanted = _FORMS[kind]
-    if len(given) != len(wanted) or not all(map(_is, given, wanted)):
-        raise WireError(f"no {kind.__name__}")
-    reply: Reply = kind(*given)
-    if isinstance(reply, Scored) and not math.isfinite(reply.reward):
-        raise WireError("not finite")
-    if isinstance(reply, Unloadable | Failed):
-        return reply._replace(reason=reply.reason[:MAX_TEXT])
-    return reply
-
-
-def receive_values(channel: socket.socket) -> Any:
-    """The next packet's values; None without one at this moment. Raises EOFError, OSError, WireError."""
+def receive_reply(channel: socket.socket) -> WorkerReply | None:
+    """The next reply; None if there is none at this moment. Raises EOFError, OSError, WireError."""
     try:
         data, _, flags, _ = channel.recvmsg(MAX_REPLY, 0, socket.MSG_DONTWAIT)
     except BlockingIOError:
@@ -180,11 +227,10 @@ def receive_values(channel: socket.socket) -> Any:
         raise EOFError
     if flags & socket.MSG_TRUNC:
         raise WireError("too long")
-    return unpack_values(data)
+    return decode(data, WorkerReply)  # type: ignore[arg-type]
 
 
-def _is(value: Any, kind: type) -> bool:
-    return type(value) is kind
+# Values inside messages.
 
 
 def prompt_bytes(prompt: Prompt) -> bytes:
@@ -192,21 +238,26 @@ def prompt_bytes(prompt: Prompt) -> bytes:
     return pack_values({f.name: getattr(prompt, f.name) for f in fields(prompt)})
 
 
+def read_prompt(data: bytes) -> Prompt:
+    """A new object, which users' code may change."""
+    return prompt_of(unpack_values(data))
+
+
 def rollout_bytes(rollout: Rollout) -> bytes:
-    """All of the rollout but its routing, which no reward needs and which may be megabytes."""
+    """The rollout without its routing, which no reward needs and which may have megabytes."""
     return pack_values({f.name: getattr(rollout, f.name) for f in fields(rollout) if f.name != "routing"})
 
 
-def unpack_job(job: Job) -> tuple[Prompt, Rollout]:
-    """Objects of the job's own, which its function may change."""
-    return prompt_of(unpack_values(job.prompt)), rollout_of(unpack_values(job.rollout))
+def read_rollout(data: bytes) -> Rollout:
+    """A new object, which users' code may change."""
+    return rollout_of(unpack_values(data))
 
 
 _INTEGER, _DECIMAL, _TIME, _DURATION = range(4)
 
 
 def pack_values(value: Any) -> bytes:
-    """The value as a message's bytes. Raises WireError for one that is nested too deeply."""
+    """The value as bytes. Raises WireError for one that is nested too deeply."""
     try:
         packed: bytes = msgpack.packb(value, default=_encode, unicode_errors="surrogatepass")
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
@@ -215,7 +266,7 @@ def pack_values(value: Any) -> bytes:
 
 
 def unpack_values(data: bytes) -> Any:
-    """The value of a message. Raises WireError for bytes that are none."""
+    """The value of these bytes. Raises WireError for bytes that have none."""
     try:
         return msgpack.unpackb(data, ext_hook=_decode, strict_map_key=False, unicode_errors="surrogatepass")
     except Exception as error:  # msgpack raises several types, and its hooks raise others
@@ -223,8 +274,12 @@ def unpack_values(data: bytes) -> Any:
 
 
 def _encode(value: Any) -> Any:
-    """The values of JSON and Parquet records that msgpack does not know; of any other, its `repr`."""
-    if isinstance(value, int):  # of more than 64 bits
+    """A form that msgpack knows for messages and for values of JSON and Parquet records; others as `repr`."""
+    if isinstance(value, _Message):
+        return [type(value).__name__, *msgspec.structs.astuple(value)]
+    if isinstance(value, msgspec.Struct):
+        return msgspec.structs.astuple(value)
+    if isinstance(value, int):  # one of more than 64 bits
         return msgpack.ExtType(_INTEGER, hex(value).encode())
     if isinstance(value, Decimal):
         return msgpack.ExtType(_DECIMAL, str(value).encode())
@@ -235,7 +290,7 @@ def _encode(value: Any) -> Any:
         return msgpack.ExtType(_DURATION, msgpack.packb(parts))
     if isinstance(value, Mapping):
         return dict(value)
-    if hasattr(value, "tolist"):  # of numpy
+    if hasattr(value, "tolist"):  # a value of numpy
         return value.tolist()
     return repr(value)[:MAX_TEXT]
 
@@ -250,4 +305,4 @@ def _decode(code: int, data: bytes) -> Any:
     if code == _TIME:
         kind, _, text = data.decode().partition(" ")
         return {"date": date, "time": time, "datetime": datetime}[kind].fromisoformat(text)  # type: ignore[attr-defined]
-    raise WireError("no such type")
+    raise WireError("unknown type")

@@ -1,4 +1,4 @@
-"""Runs a program of the policy in a sandbox of bubblewrap's: no network, no host files, bounded resources."""
+"""Runs a program of the policy in a bubblewrap sandbox: no network, no host files, bounded resources."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from megatron_gvpo.workers.seccomp import MACHINES, filter_program
 
 DISK = 64 << 20  # bytes of files that a program may write, all in memory
 OUTPUT = 32 << 10  # bytes that a program may write to its standard output and error
-START = 60.0  # seconds in which a sandbox must have started
+START = 60.0  # seconds that a sandbox has to start
 _PYTHON = "/python/bin/python3"
-_LIBRARIES = ("/usr/lib", "/usr/lib64", "/lib", "/lib64")  # the C library and others, of the system
+_LIBRARIES = ("/usr/lib", "/usr/lib64", "/lib", "/lib64")  # the system's libraries, such as the C library
 _ENVIRONMENT = {
     "HOME": "/tmp",
     "LANG": "C.UTF-8",
@@ -46,12 +46,12 @@ SCHEMA: dict[str, Any] = {
 }
 
 
-class SandboxFailed(Exception):  # noqa: N818 - it is no fault of this program
+class SandboxFailed(Exception):  # noqa: N818 - it is not a fault of this program
     """A sandbox did not start, which is not the program's doing."""
 
 
 class Outcome(NamedTuple):
-    """A program's output, standard output and error together, and how it ended; "" if it ended well."""
+    """The output of a program (standard output and error), and how it ended: "" if it ended well."""
 
     output: str
     problem: str = ""
@@ -76,7 +76,7 @@ class Sandbox:
         self._seconds, self._memory, self._packages = seconds, memory_mb << 20, packages
 
     def check(self) -> None:
-        """Raises ValueError, with a remedy, where sandboxes cannot run on this machine."""
+        """Raises ValueError, with a remedy, if sandboxes cannot run on this machine."""
         if platform.machine() not in MACHINES:
             raise ValueError(f"it runs on {' and '.join(MACHINES)} only, and this is {platform.machine()}")
         if shutil.which("bwrap") is None:
@@ -94,8 +94,8 @@ class Sandbox:
         """Run the program. Raises SandboxFailed."""
         program = os.memfd_create("program")
         rules = os.memfd_create("rules")
-        mark, their_mark = os.pipe()
-        opened = [program, rules, mark, their_mark]
+        mark, mark_inside = os.pipe()
+        opened = [program, rules, mark, mark_inside]
         try:
             for file, data in (
                 (program, source.encode(errors="surrogatepass")),
@@ -106,11 +106,11 @@ class Sandbox:
                 os.lseek(file, 0, os.SEEK_SET)
             try:
                 process = subprocess.Popen(
-                    self._command(rules, their_mark),
+                    self._command(rules, mark_inside),
                     stdin=program,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
-                    pass_fds=(rules, their_mark),
+                    pass_fds=(rules, mark_inside),
                     env={},
                     start_new_session=True,
                 )
@@ -121,32 +121,33 @@ class Sandbox:
                 try:
                     return self._follow(process, mark)
                 finally:
-                    process.kill()  # what is inside dies with it
+                    process.kill()  # the processes inside die with it
         finally:
             for file in opened:
                 os.close(file)
 
     def _follow(self, process: subprocess.Popen[bytes], mark: int) -> Outcome:
+        """Read the program's output until it ends, or a limit is reached. Raises SandboxFailed."""
         assert process.stdout is not None
-        said = _Output(process.stdout.fileno())
-        said.read_until(mark, time.monotonic() + START)
+        output = _Output(process.stdout.fileno())
+        output.read_until(mark, time.monotonic() + START)
         if not select.select([mark], [], [], 0)[0]:
             raise SandboxFailed(f"a sandbox did not start in {START:g} seconds")
         if not os.read(mark, 1):  # it has ended
-            said.read_until(None, time.monotonic() + 1.0)
-            raise SandboxFailed(f"a sandbox did not start: {' '.join(said.text().split())[-300:]}")
-        said.read_until(None, time.monotonic() + self._seconds)
-        if said.too_long:
+            output.read_until(None, time.monotonic() + 1.0)
+            raise SandboxFailed(f"a sandbox did not start: {' '.join(output.text().split())[-300:]}")
+        output.read_until(None, time.monotonic() + self._seconds)
+        if output.too_long:
             return Outcome("", f"more than {OUTPUT} bytes of output")
-        if not said.ended:
-            return Outcome(said.text(), f"it took longer than {self._seconds:g} seconds")
+        if not output.ended:
+            return Outcome(output.text(), f"it took longer than {self._seconds:g} seconds")
         with suppress(subprocess.TimeoutExpired):
             code = process.wait(START)
-            return Outcome(said.text(), _ending(code))
-        return Outcome(said.text(), f"it took longer than {self._seconds:g} seconds")
+            return Outcome(output.text(), _ending(code))
+        return Outcome(output.text(), f"it took longer than {self._seconds:g} seconds")
 
     def _command(self, rules: int, mark: int) -> list[str]:
-        # The whole path, because the program's environment has none to seek in.
+        # The absolute path, because the environment has no PATH.
         arguments = [
             shutil.which("bwrap") or "bwrap",
             "--unshare-all",
@@ -160,8 +161,8 @@ class Sandbox:
             arguments += ["--setenv", name, value]
         for directory in _LIBRARIES:
             arguments += ["--ro-bind-try", directory, directory]
-        for there, inside in _interpreter().items():
-            arguments += ["--ro-bind", there, inside]
+        for outside, inside in _interpreter().items():
+            arguments += ["--ro-bind", outside, inside]
         arguments += ["--ro-bind", str(Path(__file__).with_name("sandbox_launcher.py")), "/launcher.py"]
         if self._packages is not None:
             arguments += ["--ro-bind", self._packages, "/packages"]
@@ -173,7 +174,7 @@ class Sandbox:
 
 
 class _Output:
-    """The output of a program, read as long as it is not too long."""
+    """The output of a program. It is read until it is too long."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor, self._data = descriptor, b""
@@ -187,9 +188,10 @@ class _Output:
         return self._data[:OUTPUT].decode(errors="replace")
 
     def read_until(self, other: int | None, deadline: float) -> None:
-        """Read until all who could write have ended, or `other` can be read, or the time is over."""
-        while not self.ended and not self.too_long and (left := deadline - time.monotonic()) > 0:
-            ready, _, _ = select.select([self._descriptor, *([] if other is None else [other])], [], [], left)
+        """Read until all writers have ended, or `other` can be read, or the time is over."""
+        descriptors = [self._descriptor, *([] if other is None else [other])]
+        while not self.ended and not self.too_long and (seconds := deadline - time.monotonic()) > 0:
+            ready, _, _ = select.select(descriptors, [], [], seconds)
             if other in ready:
                 return
             if self._descriptor in ready:
@@ -222,8 +224,8 @@ def _ending(code: int) -> str:
     return f"exit code {code}"
 
 
-def _remedy(said: str) -> str:
-    if "Unknown option" in said:
+def _remedy(problem: str) -> str:
+    if "Unknown option" in problem:
         return "this bubblewrap is too old; 0.8 or newer is needed"
     return (
         "bubblewrap must be allowed to make namespaces: in a container, by profiles that permit them "

@@ -1,8 +1,8 @@
 """Starts a program inside the sandbox: `python -I -S launcher.py MARK MEMORY SECONDS DISK`.
 
-It sets the limits, tells the outside by a byte on descriptor MARK that it has come so far, closes all
+It sets the limits, writes a byte to descriptor MARK to show that the sandbox has started, closes all
 descriptors but the standard ones, and runs the program that came on its standard input. It imports nothing
-of this package, which is not inside.
+of this package, because that is not inside.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 import traceback
 from types import ModuleType, TracebackType
 
-DESCRIPTORS = 64  # that a program may have open
+DESCRIPTORS = 64  # a program may have so many open
 NAME = "/tmp/program.py"
 PACKAGES = "/packages"
 

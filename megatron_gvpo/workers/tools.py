@@ -19,15 +19,15 @@ from megatron_gvpo.workers.environment import Outage, Reply
 from megatron_gvpo.workers.mcp_servers import server, server_schemas
 from megatron_gvpo.workers.sandbox import SCHEMA, Sandbox
 
-Tool = Callable[[dict[str, Any]], Awaitable[tuple[str, bool]]]  # arguments -> (what it says, True if it ran)
-_told = set[tuple[str, str]]()  # tools and errors that the user has seen
+Tool = Callable[[dict[str, Any]], Awaitable[tuple[str, bool]]]  # arguments -> (its answer, True if it ran)
+_told = set[tuple[str, str]]()  # tools and kinds of errors that were shown to the user
 
 
 class Tools:
     """Answers each call of a turn with a message of role `tool`; a turn without a call ends the conversation.
 
-    What a call does wrong is the policy's doing and told to it: an unknown tool, arguments that do not bind,
-    an exception other than Outage.
+    The policy is told about the mistakes of its calls: an unknown tool, arguments that do not fit, an
+    exception other than Outage.
     """
 
     def __init__(
@@ -51,14 +51,14 @@ class Tools:
     def overlaps(functions: Sequence[str], **options: Any) -> bool:
         """True if no tool holds up other conversations (see `environment`): functions must be `async`.
 
-        Programs run one after the other: each may use a processor, and memory.
+        Python programs run one after the other, because each may use a processor and much memory.
         """
         return PYTHON not in functions and all(
             map(inspect.iscoroutinefunction, map(load_function, functions))
         )
 
     def reset(self, prompt: Prompt, seed: int) -> None:
-        """Nothing to do: functions have no state of a conversation."""
+        """Do nothing: functions do not remember a conversation."""
 
     async def step(self, said: str) -> Reply:
         calls = self._parse(said)
@@ -72,23 +72,24 @@ class Tools:
         return Reply(messages, counts={"tool_calls": len(calls), "tool_errors": failed})
 
     async def _answer(self, call: Call) -> tuple[str, bool]:
-        """(what the tool says, True if it ran)."""
+        """(the tool's answer, True if it ran)."""
         if call.problem is not None:
             return f"Error: {call.problem}", False
         if (tool := self._tools.get(call.name)) is not None:
             return await tool(call.arguments)
         names = list(self._tools)
-        for found in self._servers:
-            names += (listed := [tool.name for tool in await found.tools()])
+        for mcp_server in self._servers:
+            listed = [tool.name for tool in await mcp_server.tools()]
+            names += listed
             if call.name in listed:
-                return await found.call(call.name, call.arguments)
+                return await mcp_server.call(call.name, call.arguments)
         return f"Error: there is no tool {call.name!r}; there are: {', '.join(names)}", False
 
 
 def tool_message(name: str, content: str, call: str | int = 0) -> dict[str, str]:
     """The chat message of a tool's answer; `call` is the call's id, or its number in the turn.
 
-    Ids of nine characters are what Mistral's templates want; others do not look.
+    The id has nine characters, as Mistral's templates require; other templates accept any.
     """
     number = call if isinstance(call, str) else f"{call:09d}"
     return {"role": "tool", "name": name, "tool_call_id": number, "content": content}
@@ -113,7 +114,7 @@ async def _call_function(function: Callable[..., Any], arguments: dict[str, Any]
 
 
 def _tell_once(tool: str, error: BaseException) -> None:
-    """Show the user what the policy is told: it may be a mistake in the tool. Once for each kind of error."""
+    """Show the user once for each kind of error what the policy is told: the tool may have a mistake."""
     if (kind := (tool, type(error).__name__)) not in _told:
         _told.add(kind)
         print(f"{tool}: {described(error)}: the policy is told, and this is shown once", file=sys.stderr)
@@ -137,10 +138,11 @@ def _text(value: Any) -> str:
 
 
 def tool_schemas(tools: Sequence[str], mcp: Sequence[Mapping[str, Any]] = ()) -> list[dict[str, Any]]:
-    """The JSON schemas of tools as chat templates take them; those of functions from signatures, docstrings.
+    """The JSON schemas of tools, in the form that chat templates take.
 
-    transformers reads them: each argument needs a type and a line under `Args:`. MCP servers are asked for
-    theirs. Raises ValueError, which names the function or the server.
+    transformers makes those of functions from signatures and docstrings: each argument needs a type and a
+    line under `Args:`. MCP servers are asked for theirs. Raises ValueError, which names the function or the
+    server.
     """
     from transformers.utils import get_json_schema
 
@@ -162,7 +164,7 @@ def tool_schemas(tools: Sequence[str], mcp: Sequence[Mapping[str, Any]] = ()) ->
 
 
 def _describable(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function. Raises ValueError for one whose calls no schema describes: every argument has a name."""
+    """The function. Raises ValueError if no schema can describe its calls, whose arguments have names."""
     if inspect.isclass(function):
         raise ValueError("it is a class; a tool is a function")
     for parameter in inspect.signature(function).parameters.values():

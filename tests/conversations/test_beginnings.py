@@ -42,12 +42,12 @@ class Policy:
     def __init__(self, said: list[str]) -> None:
         self._said, self.contexts = list(said), list[tuple[int, ...]]()
 
-    async def say(self, conversation: int, request: Request) -> Rollout:
+    async def respond(self, conversation: int, request: Request) -> Rollout:
         self.contexts.append(request.prompt_ids)
         tokens = [*ids(OF, self._said.pop(0)), END]
         return Rollout(tokens, [-0.5] * len(tokens), "", "stop", 1)
 
-    def ended(self, conversation: int) -> None:
+    def end(self, conversation: int) -> None:
         pass
 
 
@@ -72,7 +72,7 @@ def hold(conversations: Conversations, record: dict[str, object], policy: Policy
     request = Request(prompt.token_ids, 1, seed=7)
     sampling = SamplingConfig(max_tokens=400)
     with asyncio.Runner() as runner:
-        [[rollout]] = runner.run(conversations.hold(policy, [prompt], [request], sampling))
+        [[rollout]] = runner.run(conversations.run_all(policy, [prompt], [request], sampling))
     return rollout
 
 

@@ -122,7 +122,7 @@ def test_servers_hold_conversations_in_the_contexts_that_are_trained(
     config = ConversationConfig(environment=ENVIRONMENT, turns=4, workers=2)
     with Conversations(config, material) as conversations:
         policy = Speakers(pool, sampling)
-        groups = served.client.loop.run(conversations.hold(policy, prompts, requests, sampling))
+        groups = served.client.loop.run(conversations.run_all(policy, prompts, requests, sampling))
     served.client.loop.run(pool.stop())
     rollouts = [(p, r) for p, group in zip(prompts, groups, strict=True) for r in group]
     assert len(rollouts) == 12 and max(len(r.turns) for _, r in rollouts) > 1

@@ -14,7 +14,7 @@ from megatron_gvpo.rewards.pool import RewardPool
 from megatron_gvpo.settings.built_in_rewards import COUNT
 from megatron_gvpo.settings.rewards import RewardConfig, RewardsConfig
 from megatron_gvpo.turns import Turn
-from megatron_gvpo.workers.environment import NoAnswer, Reply, checked
+from megatron_gvpo.workers.environment import Reply, WrongValue, checked_reply
 
 TOOLS, NONE = "rollout.conversation={tools: [tools.py:add]}", "rollout.conversation=null"
 PAID = "rewards.components=[{name: environment}]"
@@ -78,6 +78,9 @@ def test_the_first_batch_in_which_a_conversation_ended_shows_what_is_counted() -
     "name", ["turns", "lost", "environment_reward", "retried_calls", "a\nb", "", "a" * 65]
 )
 def test_a_count_cannot_have_the_name_of_another_metric(name: str):
-    with pytest.raises(NoAnswer, match="step returned a count with the name "):
-        checked(Reply("go on", 0.0, {name: 1}))
-    assert checked(Reply(None, 0.0, {"tool_calls": 1, "calls": 2}))[2] == {"tool_calls": 1.0, "calls": 2.0}
+    with pytest.raises(WrongValue, match="step returned a count with the name "):
+        checked_reply(Reply("go on", 0.0, {name: 1}))
+    assert checked_reply(Reply(None, 0.0, {"tool_calls": 1, "calls": 2}))[2] == {
+        "tool_calls": 1.0,
+        "calls": 2.0,
+    }

@@ -11,7 +11,7 @@ from servers.real_servers import SharedServer, logprobs, pool_of, served_config
 from suite.real_parts import used
 from tiny_run import GVPO, assert_same_run, configure, fit, records
 
-from megatron_gvpo.conversations.programs import Programs
+from megatron_gvpo.conversations.program_runner import ProgramRunner
 from megatron_gvpo.data.task import Task
 from megatron_gvpo.groups import Prompt
 from megatron_gvpo.huggingface.tokenizer import end_token_id, load_tokenizer
@@ -158,9 +158,9 @@ def test_servers_answer_programs_in_the_contexts_that_are_trained(
     sampling = SamplingConfig(temperature=0.7, max_tokens=32)
     spec = f"{program}:run"
     config = ConversationConfig(program=spec, turns=6, turn_tokens=6, workers=2, step_timeout=200)
-    with Programs(config, spec, material) as programs:
+    with ProgramRunner(config, spec, material) as programs:
         policy = Speakers(pool, sampling)
-        groups = served.client.loop.run(programs.hold(policy, prompts, requests, sampling))
+        groups = served.client.loop.run(programs.run_all(policy, prompts, requests, sampling))
     served.client.loop.run(pool.stop())
     rollouts = [(p, r) for p, group in zip(prompts, groups, strict=True) for r in group]
     assert len(rollouts) == 6 and all(r.turns[-1].agent == "sub" for _, r in rollouts)

@@ -61,8 +61,8 @@ def test_tools_answer_calls_and_tell_the_policy_of_its_mistakes(material: Task, 
     ]
 
     class Told(Script):
-        async def say(self, conversation: int, request: Request) -> Rollout:
-            rollout = await super().say(conversation, request)
+        async def respond(self, conversation: int, request: Request) -> Rollout:
+            rollout = await super().respond(conversation, request)
             rollout.text = self._turns[len(self.contexts[conversation]) - 1]
             return rollout
 

@@ -59,8 +59,8 @@ def write(*packets):
 def does(prompt, rollout):
     match rollout.text:
         case "junk": write(b"hello")
-        case "packed": write(msgpack.packb([3, "x", None]))
-        case "forged": write(*(msgpack.packb([3, number, 1.0]) for number in range(100, 200)))
+        case "packed": write(msgpack.packb(["CallResult", "x", None, {}, None]))
+        case "forged": write(*(msgpack.packb(["CallResult", n, 1.0, {}, None]) for n in range(100, 200)))
         case "pickle": write(b"\\x80\\x04\\x95" + b"cos\\nsystem\\n(S'touch /tmp/pwned'\\ntR.")
         case "long": write(b"x" * 100_000)
         case "flood":

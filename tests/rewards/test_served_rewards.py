@@ -227,8 +227,8 @@ def test_a_verdict_becomes_a_reward_with_its_explanation(good: Path):
 @pytest.mark.parametrize(
     ("invalid", "problem"),
     [
-        ("seven", "no JSON"),
-        ("[7]", "no JSON object"),
+        ("seven", "not JSON"),
+        ("[7]", "not a JSON object"),
         ('{"explanation": "good"}', "no score between 0 and 10"),
         ('{"score": 11}', "no score between 0 and 10"),
         ('{"score": true}', "no score between 0 and 10"),
@@ -245,7 +245,7 @@ def test_an_invalid_verdict_is_asked_for_again_with_the_reason(good: Path, inval
     assert rollout.reward == 0.3
     said, told = asked[1]["messages"][1:]
     assert said == {"role": "assistant", "content": invalid.strip()}
-    assert told["role"] == "user" and f"This is no valid verdict: {problem}" in told["content"]
+    assert told["role"] == "user" and f"This is not a valid verdict: {problem}" in told["content"]
 
 
 def test_a_response_without_a_valid_verdict_leaves_its_group(good: Path):
@@ -253,7 +253,7 @@ def test_a_response_without_a_valid_verdict_leaves_its_group(good: Path):
     with standing_in(answer) as url:
         [rollout] = scored(config_of(good, a_judge(url, tries=2)), "2")
     assert rollout.finish_reason == LOST and len(asked) == 2 and not rollout.rewards
-    assert "rewards.components.0.judge: no valid verdict in 2 tries: no JSON" in rollout.text
+    assert "rewards.components.0.judge: no valid verdict in 2 tries: not JSON" in rollout.text
     answer, _ = verdicts('{"score": 3', reason="length")
     with standing_in(answer) as url:
         [rollout] = scored(config_of(good, a_judge(url, tries=1)), "2")

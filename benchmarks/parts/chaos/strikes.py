@@ -113,7 +113,7 @@ class Scene:
     def _hit_reward_worker(self, fault: Fault) -> None:
         """Hit the worker: the child of the guard, which is the trainer's child."""
         for guard in self._rank(fault.victim).children():
-            if "megatron_gvpo.workers.guard" in guard.cmdline() and (workers := guard.children()):
+            if "megatron_gvpo.workers.reaper" in guard.cmdline() and (workers := guard.children()):
                 return self._signal(workers[0].pid, fault, group=True)
         raise NotYet
 

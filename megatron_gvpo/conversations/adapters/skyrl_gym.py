@@ -21,8 +21,8 @@ class SkyRLGym:
     """The environment `env_id`; `env_config` is its configuration.
 
     Its `extras` are the data record. A record without `reward_spec` gets one with the prompt's answer.
-    Numbers in the metadata of a step are counts; one that the run itself has, such as `turns`, is
-    called `metadata_turns`.
+    Numbers in the metadata of a step become counts. A name that the run itself counts, such as `turns`,
+    becomes `metadata_turns`.
     """
 
     def __init__(self, env_id: str, env_config: Any = None) -> None:

@@ -29,7 +29,7 @@ except ImportError:
 
 
 class TextArena:
-    """The game that the data record names by `game` and `game_seed`. It pays in the end."""
+    """The game that the data record names by `game` and `game_seed`. Its reward comes at the end."""
 
     def reset(self, prompt: Prompt, seed: int) -> None:
         self._game, self._random, shown = begin(prompt.record["game"], prompt.record["game_seed"])
@@ -57,7 +57,7 @@ def begin(name: str, seed: int) -> tuple[Any, list[Any], str]:
 
 
 def _new(game: Any) -> str:
-    """The game's words since it was last asked, without the player's own."""
+    """What the game has shown since the last call, without the player's own words."""
     _, messages = game.get_observation()
     return "\n".join(text for source, text, _ in messages if source == textarena.GAME_ID)
 

@@ -1,9 +1,9 @@
-"""Ends what a worker started: `python -m megatron_gvpo.workers.guard CHANNEL LEASH MODULE`.
+"""Ends whatever a worker started: `python -m megatron_gvpo.workers.reaper CHANNEL LEASH HANDLER`.
 
-The worker is `MODULE.work(CHANNEL)`: of reward functions, or of environments. The guard is its parent.
-Orphaned processes of its descendants become the guard's children, as the kernel's "child subreaper" setting
-has it, however often a function forks and whatever session it opens. When the worker ends, or the trainer
-writes to the leash (a pipe) or dies, the guard kills them all. Then it exits as the worker did.
+The worker is `worker.work(CHANNEL, HANDLER)`, and the reaper is its parent. Orphaned processes of its
+descendants become the reaper's children, as the kernel's "child subreaper" setting has it, however often a
+function forks and whatever session it opens. When the worker ends, or the trainer writes to the leash (a
+pipe) or dies, the reaper kills them all. Then it exits as the worker did.
 """
 
 from __future__ import annotations
@@ -30,17 +30,16 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 def main() -> NoReturn:
     channel, leash = map(int, sys.argv[1:3])
-    trainer, guard = os.getppid(), os.getpid()
+    trainer, reaper = os.getppid(), os.getpid()
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     if (worker := os.fork()) == 0:
         os.close(leash)
-        os.setsid()  # a function that kills its process group does not kill the guard
-        die_with_parent(guard)
-        _be_the_first_to_go()
-
-        import_module(sys.argv[3]).work(channel)
+        os.setsid()  # a function that kills its process group does not kill the reaper
+        die_with_parent(reaper)
+        _be_first_to_die()
+        import_module("megatron_gvpo.workers.worker").work(channel, sys.argv[3])
         os._exit(0)  # without waiting for the threads of the functions
     os.close(channel)
     code = _follow(worker, leash, trainer)
@@ -51,7 +50,7 @@ def main() -> NoReturn:
     os._exit(abs(code))
 
 
-def _be_the_first_to_go() -> None:
+def _be_first_to_die() -> None:
     """Where memory runs out, the kernel kills the worker before the trainer; a crash writes no core file."""
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
@@ -62,13 +61,16 @@ def _follow(worker: int, leash: int, trainer: int) -> int:
     """Wait until the worker has ended, or end it with the trainer; returns its exit code (-n: signal n)."""
     ends = os.pidfd_open(worker)
     while True:
-        told, _, _ = select.select([leash, ends], [], [], 1.0)
-        if leash in told or os.getppid() != trainer:
+        readable, _, _ = select.select([leash, ends], [], [], 1.0)
+        if leash in readable or os.getppid() != trainer:
             os.kill(worker, signal.SIGKILL)
             return os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
-        while (found := os.waitpid(-1, os.WNOHANG))[0]:  # orphans, too
-            if found[0] == worker:
-                return os.waitstatus_to_exitcode(found[1])
+        while True:
+            process, status = os.waitpid(-1, os.WNOHANG)  # orphans, too
+            if process == worker:
+                return os.waitstatus_to_exitcode(status)
+            if process == 0:  # the others run on
+                break
 
 
 def _end_children() -> None:
