@@ -11,7 +11,7 @@ LAUNCH_SECONDS = 5e-6  # of the host for a kernel, with PyTorch and Megatron aro
 
 
 def remedy(config: Config, parts: dict[str, float], phase: str) -> str:
-    """What would make the rank fit, the cheapest first. `parts`: GiB, as far as the rehearsal has come."""
+    """Advice that makes the rank fit, the cheapest first. `parts`: GiB, as far as the rehearsal has come."""
     parallel, found = config.parallel, list[str]()
     tokens = config.train.max_tokens_per_micro_batch
     if phase == "build":

@@ -129,7 +129,7 @@ def _reserves(config: Config, world: int) -> dict[str, int]:
 
 
 def _highest(rank: dict[str, Any]) -> float:
-    """What orders ranks by their memory: those that ran out of it come last."""
+    """The key that orders ranks by their memory: those that ran out of it come last."""
     phases = rank["phases"]
     return 1e9 if phases[-1]["out_of_memory"] else max(phase["reserved"] for phase in phases)
 

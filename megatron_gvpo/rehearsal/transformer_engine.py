@@ -100,7 +100,7 @@ def _build(report: Callable[[str], None]) -> TransformerEngine:
 
 
 def _folder() -> Path:
-    """Of the versions that a compiled extension fits."""
+    """The name of the folder for the versions that a compiled extension fits."""
     release = REFERENCE["transformer-engine"]
     python = f"{sys.version_info.major}{sys.version_info.minor}"
     return cache() / f"transformer-engine-{release}-torch-{version('torch')}-python{python}"

@@ -113,7 +113,7 @@ def build(transformer_engine: Path | None = None) -> Path:
 
 
 def _key(libraries: Sequence[Path]) -> str:
-    """Of the sources here and the libraries that are answered, so that a change builds a new one."""
+    """A digest of the sources and of the libraries that are answered: a change of either builds a new one."""
     found = hashlib.sha256()
     for file in sorted(SOURCES.glob("*.[chp]*")):
         found.update(file.read_bytes())
