@@ -11,7 +11,7 @@ export TOKENIZERS_PARALLELISM := false
 WORKERS ?= 2
 PYTEST := $(PYTHON) -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder --max-worker-restart 0
 
-.PHONY: quickstart test proof chaos engines extension docs lint format venv clean
+.PHONY: quickstart smoke test proof chaos engines extension docs lint format venv clean
 
 quickstart: venv  ## GVPO on a small model, from nothing to a better policy, in minutes
 	OMP_NUM_THREADS=2 $(PYTHON) examples/quickstart/run.py

@@ -27,10 +27,10 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tests" / "helpers")]
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tests")]
 
-from parts.chaos.schedules import Engine, schedule  # noqa: E402 - from this directory
-from parts.chaos.suite import Suite  # noqa: E402
+from lib.chaos.schedules import Engine, schedule  # noqa: E402 - from this directory
+from lib.chaos.suite import Suite  # noqa: E402
 
 
 def main() -> int:

@@ -33,17 +33,17 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "tests" / "helpers")]
+sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "tests")]
 
-import tiny_run  # noqa: E402 - from tests/
-from parts.chaos.checks import PROMPTS, check, final_history  # noqa: E402 - from this directory
-from parts.chaos.clock import Clock  # noqa: E402
-from parts.chaos.job import Job, ledger_of  # noqa: E402
-from parts.chaos.nodes import two_nodes  # noqa: E402
-from parts.chaos.schedules import Fault, Schedule  # noqa: E402
-from parts.chaos.starter import kill_session  # noqa: E402
-from parts.chaos.strikes import Judge, Scene  # noqa: E402
-from parts.chaos.suite import overrides, served_overrides  # noqa: E402
+from helpers import tiny_run  # noqa: E402 - from tests/
+from lib.chaos.checks import PROMPTS, check, final_history  # noqa: E402 - from this directory
+from lib.chaos.clock import Clock  # noqa: E402
+from lib.chaos.job import Job, ledger_of  # noqa: E402
+from lib.chaos.nodes import two_nodes  # noqa: E402
+from lib.chaos.schedules import Fault, Schedule  # noqa: E402
+from lib.chaos.starter import kill_session  # noqa: E402
+from lib.chaos.strikes import Judge, Scene  # noqa: E402
+from lib.chaos.suite import overrides, served_overrides  # noqa: E402
 
 from megatron_gvpo.core.jsonl import read_metrics  # noqa: E402
 

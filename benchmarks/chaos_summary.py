@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from parts.chaos.schedules import EMBEDDED, SERVERS
+from lib.chaos.schedules import EMBEDDED, SERVERS
 
 
 def main() -> None:

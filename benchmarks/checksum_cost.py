@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers"), str(ROOT / "examples" / "quickstart")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "examples" / "quickstart")]
 
 
 def main() -> int:

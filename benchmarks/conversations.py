@@ -29,10 +29,10 @@ from typing import Any
 import aiohttp
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "helpers"))
+sys.path.insert(0, str(ROOT / "tests"))
 
-import tiny_run  # noqa: E402 - from tests/
-from servers.real_servers import ENGINES, Client, pool_of, running  # noqa: E402
+from helpers import tiny_run  # noqa: E402 - from tests/
+from helpers.servers.real_servers import ENGINES, Client, pool_of, running  # noqa: E402
 
 from megatron_gvpo.conversations.conversations import Conversations  # noqa: E402
 from megatron_gvpo.data.task import Task  # noqa: E402

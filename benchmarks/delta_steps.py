@@ -18,10 +18,10 @@ from pathlib import Path
 from statistics import mean
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "helpers"))
+sys.path.insert(0, str(ROOT / "tests"))
 
-import tiny_run  # noqa: E402 - from tests/
-from servers.real_servers import Client, checksum, running, served_config  # noqa: E402
+from helpers import tiny_run  # noqa: E402 - from tests/
+from helpers.servers.real_servers import Client, checksum, running, served_config  # noqa: E402
 
 
 def main() -> int:

@@ -38,9 +38,9 @@ from typing import Any
 
 import device_ipc
 import torch
-from parts.device import head as fused_head
-from parts.device import offload, shared
-from parts.device.model import (
+from lib.device import head as fused_head
+from lib.device import offload, shared
+from lib.device.model import (
     SHAPES,
     TINY,
     clean_up,

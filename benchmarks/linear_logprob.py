@@ -63,7 +63,7 @@ def main() -> None:
 
         if not torch.cuda.is_available():
             sys.exit("--device cuda: PyTorch finds no GPU here")
-        from parts.heads import NOTES
+        from lib.heads import NOTES
 
         report: dict[str, Any] = {
             "machine": machine(args),
@@ -134,7 +134,7 @@ def run_in_process(head: str, arguments: Sequence[str]) -> dict[str, Any]:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     import torch
-    from parts.heads import head
+    from lib.heads import head
 
     tokens, hidden, vocab = shapes(args)[0]
     torch.manual_seed(0)
@@ -257,7 +257,7 @@ def machine(args: argparse.Namespace) -> dict[str, Any]:
 
 def compare_on_gpu(args: argparse.Namespace, shape: Sequence[str]) -> dict[str, Any]:
     """Measure all heads at one shape, each in its own process."""
-    from parts.heads import OURS, PEERS
+    from lib.heads import OURS, PEERS
 
     arguments = [*sys.argv[1:], *shape]
     tokens, hidden, vocab = (int(size) for size in shape[1::2])

@@ -30,7 +30,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
-from parts import tabular
+from lib import tabular
 
 from megatron_gvpo.algorithms.config import AlgorithmConfig
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "helpers"))
+sys.path.insert(0, str(ROOT / "tests"))
 
 STEPS, PROMPTS, K, WORDS = 16, 60, 8, 100
 RESPONSES = (STEPS + 5) * PROMPTS * K
@@ -45,7 +45,7 @@ def main() -> None:
 
 def made(directory: Path) -> Path:
     """Make the run and its report; returns the report's path."""
-    from inputs.made_run import make_run
+    from helpers.inputs.made_run import make_run
 
     from megatron_gvpo.observe.report import Reporter, page_text
 
@@ -55,7 +55,7 @@ def made(directory: Path) -> Path:
 
 
 def measure(file: Path, directory: Path) -> dict[str, Any]:
-    from machine.chromium import browser
+    from helpers.machine.chromium import browser
 
     openings = []
     with browser(directory) as page:

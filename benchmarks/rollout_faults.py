@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "helpers"))
+sys.path.insert(0, str(ROOT / "tests"))
 
-import tiny_run  # noqa: E402 - from tests/
-from servers.faults import Fault, check, faulty_run, kill, stop  # noqa: E402
-from servers.real_servers import ENGINES, running  # noqa: E402
+from helpers import tiny_run  # noqa: E402 - from tests/
+from helpers.servers.faults import Fault, check, faulty_run, kill, stop  # noqa: E402
+from helpers.servers.real_servers import ENGINES, running  # noqa: E402
 
 from megatron_gvpo.servers.launch.supervise import Supervisor  # noqa: E402
 

@@ -37,10 +37,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from parts.scaling.point import PHASES, Point
+from lib.scaling.point import PHASES, Point
 
 ROOT = Path(__file__).parents[1]
-WORKER = ROOT / "benchmarks" / "parts" / "scaling" / "worker.py"
+WORKER = ROOT / "benchmarks" / "lib" / "scaling" / "worker.py"
 QUICKSTART = [ROOT / "examples/quickstart/gvpo.yaml", ROOT / "examples/cpu.yaml"]
 SP = "parallel.tp=2 parallel.sequence_parallel=true"
 LAYOUTS = ("", "parallel.tp=2", SP, "parallel.pp=2", "parallel.tp=2 parallel.pp=2", f"{SP} parallel.pp=2")
@@ -195,7 +195,7 @@ def report(args: argparse.Namespace, points: list[dict[str, Any]]) -> int:
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
     if args.plot:
-        from parts.scaling.plot import plot
+        from lib.scaling.plot import plot
 
         plot(points, args.plot)
     worse = (

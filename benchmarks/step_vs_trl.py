@@ -41,12 +41,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from parts.step.task import BATCH, CASES, Case, make_material
+from lib.step.task import BATCH, CASES, Case, make_material
 
 from megatron_gvpo.core.versions import REFERENCE
 
 ROOT = Path(__file__).parent.parent
-SIDES = ROOT / "benchmarks" / "parts" / "step" / "sides.py"
+SIDES = ROOT / "benchmarks" / "lib" / "step" / "sides.py"
 PINS = tuple(f"{name}=={REFERENCE[name]}" for name in ("trl", "accelerate", "datasets"))
 
 

@@ -42,9 +42,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from parts.sync.model import change, make_adapter, make_model
-from parts.sync.ranks import measure_ranks
-from parts.sync.server import ROOT, cpu_seconds, device, engine_python, served, two_gpus
+from lib.sync.model import change, make_adapter, make_model
+from lib.sync.ranks import measure_ranks
+from lib.sync.server import ROOT, cpu_seconds, device, engine_python, served, two_gpus
 from torch import Tensor
 
 from megatron_gvpo.huggingface.tokenizer import load_tokenizer
@@ -324,7 +324,7 @@ class Plain:
         if args.device == "cuda" and not two_gpus():
             return self
         store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
-        command = [sys.executable, str(ROOT / "benchmarks" / "parts" / "sync" / "plain.py"), args.device]
+        command = [sys.executable, str(ROOT / "benchmarks" / "lib" / "sync" / "plain.py"), args.device]
         self._process = subprocess.Popen([*command, str(store.port), str(self._bucket)])
         backend = "nccl" if args.device == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=0, world_size=2)

@@ -19,15 +19,20 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
-    from servers.real_servers import SharedServer
+    from helpers.servers.real_servers import SharedServer
 
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background jobs; runs would ignore it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 gc.disable()  # until the tests are collected: their imports make a million objects, none of them garbage
 pytest_plugins = [
-    *("suite.doc_tables", "suite.failures", "suite.fuzz_settings", "suite.outcomes"),
-    *("suite.real_parts", "suite.time_budget", "suite.work_groups"),
+    *(
+        "helpers.suite.doc_tables",
+        "helpers.suite.failures",
+        "helpers.suite.fuzz_settings",
+        "helpers.suite.outcomes",
+    ),
+    *("helpers.suite.real_parts", "helpers.suite.time_budget", "helpers.suite.work_groups"),
 ]
 
 
@@ -51,7 +56,7 @@ def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a tiny model, its problems, a reward and a configuration, for tests of whole runs."""
-    import tiny_run
+    from helpers import tiny_run
 
     directory = tmp_path_factory.mktemp("task")
     tiny_run.make(directory)
@@ -61,7 +66,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def finished(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The output of a GVPO run of four steps, with a checkpoint after every step, of which three are kept."""
-    from tiny_run import GVPO, configure, fit
+    from helpers.tiny_run import GVPO, configure, fit
 
     out = tmp_path_factory.mktemp("finished")
     more = ("checkpoint.every=1", "checkpoint.keep=3", "logging.tensorboard=true")
@@ -74,7 +79,7 @@ def served(
     request: pytest.FixtureRequest, task: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[SharedServer]:
     """One server of each engine on the tiny model, for all tests that leave it as they found it."""
-    from servers.real_servers import Client, SharedServer, running
+    from helpers.servers.real_servers import Client, SharedServer, running
 
     with running(request.param, task, tmp_path_factory.mktemp(request.param)) as supervisor:
         [process] = supervisor.processes
@@ -96,7 +101,7 @@ def leave_the_process_group() -> Iterator[None]:
 @pytest.fixture
 def good(tmp_path: Path) -> Path:
     """A configuration file without any error, for tests that change something in it."""
-    from inputs.good_config import GOOD
+    from helpers.inputs.good_config import GOOD
 
     file = tmp_path / "good.yaml"
     file.write_text(GOOD)

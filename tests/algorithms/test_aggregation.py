@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from inputs.rows import make_rows
+from helpers.inputs.rows import make_rows
 
 from megatron_gvpo.algorithms.losses.aggregation import Aggregation, group_coefficients
 from megatron_gvpo.types import BatchTotals

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from inputs.groups import make_group, rewards_of
-from inputs.rows import make_logp, make_rows
+from helpers.inputs.groups import make_group, rewards_of
+from helpers.inputs.rows import make_logp, make_rows
 from test_members import Asked
 
 from megatron_gvpo.algorithms.advantages.care import ConfidenceEstimator

@@ -10,7 +10,7 @@ from itertools import product
 
 import pytest
 import torch
-from inputs.rows import make_rows
+from helpers.inputs.rows import make_rows
 from torch import Tensor
 
 from megatron_gvpo.algorithms.advantages.estimator import Estimator

@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
+from helpers.inputs.rows import make_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inputs.rows import make_rows
 
 from megatron_gvpo.algorithms.advantages.estimator import Estimator
 from megatron_gvpo.algorithms.advantages.gae import GAE

@@ -7,9 +7,9 @@ from itertools import pairwise
 
 import pytest
 import torch
+from helpers.inputs.rows import make_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inputs.rows import make_rows
 from scipy.stats import beta as beta_distribution
 
 from megatron_gvpo.algorithms.advantages.bnpo import BNPO

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from inputs.rows import make_logp, make_rows
+from helpers.inputs.rows import make_logp, make_rows
 
 from megatron_gvpo.algorithms.base import Loss, token_weights
 from megatron_gvpo.algorithms.config import AlgorithmConfig

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from inputs.rows import make_logp, make_rows
+from helpers.inputs.rows import make_logp, make_rows
 
 from megatron_gvpo.algorithms.base import token_weights
 from megatron_gvpo.algorithms.losses.cispo import CISPO

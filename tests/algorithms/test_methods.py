@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from inputs.rows import make_logp, make_rows
-from paths import ROOT
-from tiny_run import fit, records
+from helpers.inputs.rows import make_logp, make_rows
+from helpers.paths import ROOT
+from helpers.tiny_run import fit, records
 
 from megatron_gvpo.algorithms import catalog as methods
 from megatron_gvpo.algorithms.base import token_weights

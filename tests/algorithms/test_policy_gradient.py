@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from inputs.rows import make_logp, make_rows, sequence_weights
+from helpers.inputs.rows import make_logp, make_rows, sequence_weights
 
 from megatron_gvpo.algorithms.advantages.estimator import Estimator
 from megatron_gvpo.algorithms.base import token_weights

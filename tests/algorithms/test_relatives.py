@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from inputs.rows import make_logp, make_rows, sequence_weights
+from helpers.inputs.rows import make_logp, make_rows, sequence_weights
 
 from megatron_gvpo.algorithms.base import token_weights
 from megatron_gvpo.algorithms.losses.cispo import CISPO

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from inputs.rows import make_logp, make_rows
-from paths import HELPERS
-from suite.real_parts import used
+from helpers.inputs.rows import make_logp, make_rows
+from helpers.paths import HELPERS
+from helpers.suite.real_parts import used
 
 from megatron_gvpo.algorithms.advantages.estimator import Estimator
 from megatron_gvpo.algorithms.base import Loss, token_weights

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from helpers.inputs.rows import make_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inputs.rows import make_rows
 
 from megatron_gvpo.algorithms.advantages.gae import GAE
 from megatron_gvpo.algorithms.base import token_weights

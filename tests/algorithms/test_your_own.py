@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from inputs.groups import make_group
+from helpers.inputs.groups import make_group
+from helpers.tiny_run import configure, fit, records
 from pydantic import TypeAdapter
-from tiny_run import configure, fit, records
 
 from megatron_gvpo.algorithms.base import Loss
 from megatron_gvpo.algorithms.config import AlgorithmConfig

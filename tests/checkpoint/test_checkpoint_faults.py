@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_run import (
+from helpers.tiny_run import (
     GVPO,
     SHORT,
     assert_same_run,

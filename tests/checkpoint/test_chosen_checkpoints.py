@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from inputs.good_config import GOOD
+from helpers.inputs.good_config import GOOD
+from helpers.tiny_run import GVPO, StopAfter, configure, fit, records
 from safetensors.torch import load_file
-from tiny_run import GVPO, StopAfter, configure, fit, records
 
 from megatron_gvpo.cli import main
 from megatron_gvpo.core.errors import ConfigError

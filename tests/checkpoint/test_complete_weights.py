@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from distributed import forget_layout
-from references import gradient_reference as reference
+from helpers.distributed import forget_layout
+from helpers.references import gradient_reference as reference
+from helpers.tiny_run import GVPO, SHORT, configure, fit
 from safetensors.torch import load_file, save_file
-from tiny_run import GVPO, SHORT, configure, fit
 from torch import Tensor
 
 from megatron_gvpo.cli import main

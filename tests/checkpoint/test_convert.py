@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from references import gradient_reference as reference
+from helpers.references import gradient_reference as reference
+from helpers.small_constants import small_constants
 from safetensors.torch import load_file
-from small_constants import small_constants
 
 from megatron_gvpo.cli import main
 

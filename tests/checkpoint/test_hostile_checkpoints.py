@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_run import GVPO, SHORT, configure, fit
+from helpers.tiny_run import GVPO, SHORT, configure, fit
 
 from megatron_gvpo.cli import main
 

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from cases.gradient_cases import SPLIT, STEPS, sampled_for
-from distributed import launch
-from references import gradient_reference as reference
-from workers.checkpoint_worker import MOVES, PARTS_OF_A_LOAD, PARTS_OF_A_SAVE, QUICK, Continuation
-from workers.gradient_worker import UPDATE, Case, Layout
+from helpers.cases.gradient_cases import SPLIT, STEPS, sampled_for
+from helpers.distributed import launch
+from helpers.references import gradient_reference as reference
+from helpers.workers.checkpoint_worker import MOVES, PARTS_OF_A_LOAD, PARTS_OF_A_SAVE, QUICK, Continuation
+from helpers.workers.gradient_worker import UPDATE, Case, Layout
 
 from megatron_gvpo.megatron.checkpoint import sharded as checkpoint
 from megatron_gvpo.megatron.checkpoint.optimizer_checkpoint import boxes
@@ -57,7 +57,9 @@ def found(place: Path, request: pytest.FixtureRequest) -> Path:
         runs.sort(key=lambda run: run[0].ranks)
         work += [list(same) for _, same in groupby(runs, key=lambda run: run[0].ranks)]
     torch.save(work, place / "work.pt")
-    launch("workers.checkpoint_worker:run", [runs[0][0].ranks for runs in work], str(place), timeout=1800)
+    launch(
+        "helpers.workers.checkpoint_worker:run", [runs[0][0].ranks for runs in work], str(place), timeout=1800
+    )
     return place
 
 
@@ -105,14 +107,14 @@ def test_boxes_are_the_run_of_elements(shape: tuple[int, ...]) -> None:
 def test_a_process_killed_while_saving_leaves_the_previous_checkpoint(place: Path) -> None:
     torch.save(case_of("untied", place), place / "case.pt")
     with pytest.raises(AssertionError, match="SIGXFSZ"):
-        launch("workers.checkpoint_worker:killed_while_saving", [1], str(place))
+        launch("helpers.workers.checkpoint_worker:killed_while_saving", [1], str(place))
     assert [path.name for path in checkpoint.complete(place / "killed")] == ["step_00000001"]
     assert (place / "killed" / "step_00000002.partial").is_dir()
 
 
 def test_a_kill_at_any_instant_of_saving_a_step_again_leaves_one_of_the_two(place: Path) -> None:
     torch.save(case_of("untied", place), place / "case.pt")
-    launch("workers.checkpoint_worker:saved_again", [1], str(place))
+    launch("helpers.workers.checkpoint_worker:saved_again", [1], str(place))
     found = torch.load(place / "again.pt")
     loaded = [number for number, _, _ in found]
     assert loaded == sorted(loaded) and set(loaded) == {1, 2}, "the first, then the second, never none"
@@ -126,7 +128,7 @@ def test_a_rank_that_fails_alone_is_heard_of_by_all(place: Path) -> None:
     """All ranks raise its error where they would have waited for it, and the files on disk stay."""
     ema = {"recipe": "gvpo", "loss": {"reference": {"name": "ema", "decay": 0.9}}}
     torch.save(replace(case_of("untied", place), algorithm=ema), place / "case.pt")
-    launch("workers.checkpoint_worker:fails_on_one_rank", [2], str(place))
+    launch("helpers.workers.checkpoint_worker:fails_on_one_rank", [2], str(place))
     heard = [torch.load(place / f"heard-{rank}.pt") for rank in (0, 1)]
     assert heard[0] == heard[1]
     ranks = [rank for _, rank in PARTS_OF_A_SAVE] + [rank for _, _, rank in PARTS_OF_A_LOAD]
@@ -148,7 +150,7 @@ def test_saving_in_the_background_holds_no_copy_of_the_optimizer(place: Path) ->
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(place / "wide")
     case = case_of("untied", place)
     torch.save(Case(case.name, case.algorithm, case.rows, SPLIT, model="wide"), place / "case.pt")
-    launch("workers.checkpoint_worker:peak_of_a_save", [1], str(place))
+    launch("helpers.workers.checkpoint_worker:peak_of_a_save", [1], str(place))
     found = torch.load(place / "peak.pt")
     assert found["optimizer"] > 130 << 20
     assert found["rise"] < 40 << 20

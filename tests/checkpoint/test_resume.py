@@ -8,8 +8,8 @@ import json
 import shutil
 
 import pytest
-from distributed import launch
-from tiny_run import (
+from helpers.distributed import launch
+from helpers.tiny_run import (
     ENGINE_REFERENCE,
     GVPO,
     SHORT,
@@ -123,7 +123,7 @@ def test_a_resumed_run_has_the_date_on_which_it_began(task, tmp_path, caplog):
 
 
 def test_resume_on_two_ranks(task, tmp_path):
-    launch("workers.trainer_worker:interrupted_and_not", [2], str(task), str(tmp_path))
+    launch("helpers.workers.trainer_worker:interrupted_and_not", [2], str(task), str(tmp_path))
     assert len(list((tmp_path / "dp2-whole" / "hf").glob("*.safetensors"))) > 2, "it exceeded small constants"
     for layout in ("dp2", "tp2"):
         assert_same_run(tmp_path / f"{layout}-whole", tmp_path / f"{layout}-parts")

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import launch
-from references import gradient_reference as reference
+from helpers.distributed import launch
+from helpers.references import gradient_reference as reference
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from suite.real_parts import used
-from tiny_run import records, reward_options
+from helpers.suite.real_parts import used
+from helpers.tiny_run import records, reward_options
 
 from megatron_gvpo.cli import main
 from megatron_gvpo.megatron import policy

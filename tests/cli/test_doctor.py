@@ -12,9 +12,9 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from helpers.paths import ROOT
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
-from paths import ROOT
 
 from megatron_gvpo.cluster import doctor
 from megatron_gvpo.core.versions import COMPONENTS, PYTHON_REFERENCE, PYTHON_TESTED, REFERENCE

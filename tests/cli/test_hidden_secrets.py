@@ -15,11 +15,11 @@ from urllib.parse import quote
 
 import pyarrow.parquet as pq
 import pytest
-from inputs.digits import TALK
-from paths import ROOT
-from servers.reward_models import standing_in
-from suite.real_parts import used
-from tiny_run import GVPO, SHORT
+from helpers.inputs.digits import TALK
+from helpers.paths import ROOT
+from helpers.servers.reward_models import standing_in
+from helpers.suite.real_parts import used
+from helpers.tiny_run import GVPO, SHORT
 from tokenizers import Tokenizer
 
 from megatron_gvpo.observe.report.page import Reporter

@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from inputs.made_run import make_run
+from helpers.inputs.made_run import make_run
 
 from megatron_gvpo.cli import main
 

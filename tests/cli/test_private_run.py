@@ -10,10 +10,10 @@ from ipaddress import ip_address
 from pathlib import Path
 
 import pytest
-from paths import ROOT
-from servers.real_servers import ENGINES, engine_python
-from suite.real_parts import used
-from tiny_run import SHORT
+from helpers.paths import ROOT
+from helpers.servers.real_servers import ENGINES, engine_python
+from helpers.suite.real_parts import used
+from helpers.tiny_run import SHORT
 
 SECRET, LITERAL = "s3cr3t-of-the-judge", "l1teral-passw0rd"
 # In the middle of a run its reward looks at the processes of the run, and at the machine's command lines.

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases.families import FAMILIES, Family
-from suite.real_parts import used
+from helpers.cases.families import FAMILIES, Family
+from helpers.suite.real_parts import used
 
 from megatron_gvpo.cli.verify import run
 from megatron_gvpo.core.errors import ConfigError

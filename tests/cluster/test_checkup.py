@@ -13,8 +13,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from distributed import launch
-from suite.real_parts import used
+from helpers.distributed import launch
+from helpers.suite.real_parts import used
 
 from megatron_gvpo.cli import main
 from megatron_gvpo.cluster.checkup import _rounds
@@ -37,7 +37,7 @@ FAULTS = {
 @pytest.fixture(scope="module")
 def checked(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("checked")
-    launch("workers.checkup_worker:run", [4], str(out), ",".join(FAULTS))
+    launch("helpers.workers.checkup_worker:run", [4], str(out), ",".join(FAULTS))
     return out
 
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from paths import ROOT
+from helpers.paths import ROOT
 
 from megatron_gvpo.cluster import failures
 

@@ -8,7 +8,7 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
-from paths import ROOT
+from helpers.paths import ROOT
 
 from megatron_gvpo.cli import main
 from megatron_gvpo.settings.load import load_config

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from distributed import launch
-from paths import ROOT
-from tiny_run import configure, fit
+from helpers.distributed import launch
+from helpers.paths import ROOT
+from helpers.tiny_run import configure, fit
 
 from megatron_gvpo.checks.layout import check_layout
 from megatron_gvpo.megatron.critic import Critic
@@ -74,7 +74,7 @@ def test_memory_on_cpu(task: Path, tmp_path: Path):
     """Measured parameters, gradients and optimizer states of every rank, for a policy and a critic, are
     within 2 % of the prediction.
     """
-    launch("workers.memory_worker:run", [1, 2, 4], str(task), str(tmp_path))
+    launch("helpers.workers.memory_worker:run", [1, 2, 4], str(task), str(tmp_path))
     model = architecture.load(str(task / "model"))
     measured = [json.loads(file.read_text()) for file in tmp_path.glob("*.json")]
     assert len(measured) == 2 * (1 + 2 * 4 + 4 * 3)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases.families import FAMILIES
+from helpers.cases.families import FAMILIES
 
 from megatron_gvpo.cli import main
 from megatron_gvpo.planner import architecture, memory_model

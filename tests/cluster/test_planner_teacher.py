@@ -9,8 +9,8 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
-from doc_blocks import blocks, commands
-from tiny_run import configure, fit
+from helpers.doc_blocks import blocks, commands
+from helpers.tiny_run import configure, fit
 
 from megatron_gvpo.checks.layout import check_layout
 from megatron_gvpo.cli import main

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from suite.doc_tables import Hold
+from helpers.suite.doc_tables import Hold
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.planner import architecture, push_time, workload

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from paths import ROOT
-from suite.real_parts import used
+from helpers.paths import ROOT
+from helpers.suite.real_parts import used
 
 SCALING = ROOT / "benchmarks" / "scaling.py"
 PHASES = {"rollout", "reward", "training", "optimizer", "sync", "waiting", "other"}
@@ -95,5 +95,5 @@ def test_slurm_jobs(task: Path, tmp_path: Path):
         text = script.read_text()
         subprocess.run(["bash", "-n", script], check=True)
         assert f"#SBATCH --nodes={nodes}\n" in text and f"--nnodes={nodes} --nproc-per-node=2" in text
-        assert f"{ROOT}/benchmarks/parts/scaling/worker.py" in text
+        assert f"{ROOT}/benchmarks/lib/scaling/worker.py" in text
         assert f"train.prompts_per_step={4 * nodes} " in text and "parallel.tp=2" in text

@@ -14,14 +14,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from distributed import launch
-from doc_blocks import blocks
-from machine import slurm as real
-from machine.slurm import NODES, Slurm
-from paths import ROOT
-from servers.real_servers import engine_python
-from suite.real_parts import used
-from tiny_run import records
+from helpers.distributed import launch
+from helpers.doc_blocks import blocks
+from helpers.machine import slurm as real
+from helpers.machine.slurm import NODES, Slurm
+from helpers.paths import ROOT
+from helpers.servers.real_servers import engine_python
+from helpers.suite.real_parts import used
+from helpers.tiny_run import records
 
 from megatron_gvpo.cli import main
 
@@ -124,7 +124,7 @@ def asked(place: Path) -> dict[int, set[str]]:
 def uninterrupted(task: Path, tmp_path_factory) -> Path:
     """The same run on two ranks of this machine, without Slurm."""
     place = tmp_path_factory.mktemp("uninterrupted")
-    launch("workers.trainer_worker:whole", [2], str(task), str(place / "run"), *SHORT, reward(place))
+    launch("helpers.workers.trainer_worker:whole", [2], str(task), str(place / "run"), *SHORT, reward(place))
     return place
 
 

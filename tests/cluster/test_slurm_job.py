@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from paths import ROOT
+from helpers.paths import ROOT
 
 from megatron_gvpo.cli import main
 from megatron_gvpo.cluster.job import _seconds

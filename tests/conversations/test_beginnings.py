@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from suite.real_parts import used
+from helpers.suite.real_parts import used
 from test_template import END, ids, tokenizer
 
 from megatron_gvpo.conversations.conversations import Conversations

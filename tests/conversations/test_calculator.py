@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from machine.chromium import browser
-from paths import ROOT
-from suite.real_parts import used
+from helpers.machine.chromium import browser
+from helpers.paths import ROOT
+from helpers.suite.real_parts import used
 
 from megatron_gvpo import cli
 from megatron_gvpo.conversations import Reply

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from suite.real_parts import used
-from tiny_run import SHORT, KeepGroups, configure, fit, records
+from helpers.suite.real_parts import used
+from helpers.tiny_run import SHORT, KeepGroups, configure, fit, records
 
 from megatron_gvpo.data.converters import beginnings
 from megatron_gvpo.groups import Group

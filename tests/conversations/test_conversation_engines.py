@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from distributed import launch
-from inputs.digits import ENVIRONMENT, TALK, talks
-from servers.real_servers import SharedServer, logprobs, pool_of, served_config
-from suite.real_parts import used
-from tiny_run import GVPO, assert_same_run, configure, fit, records
+from helpers.distributed import launch
+from helpers.inputs.digits import ENVIRONMENT, TALK, talks
+from helpers.servers.real_servers import SharedServer, logprobs, pool_of, served_config
+from helpers.suite.real_parts import used
+from helpers.tiny_run import GVPO, assert_same_run, configure, fit, records
 
 from megatron_gvpo.conversations.conversations import Conversations
 from megatron_gvpo.core.errors import ConfigError
@@ -103,7 +103,7 @@ def test_conversations_that_outages_took_are_counted_and_not_trained(task: Path,
 @pytest.mark.proof
 def test_resume_of_conversations_on_two_ranks(task: Path, tmp_path: Path) -> None:
     settings = json.dumps([*GVPO, *TALK, talks()])
-    launch("workers.trainer_worker:conversations", [2], str(task), str(tmp_path), settings)
+    launch("helpers.workers.trainer_worker:conversations", [2], str(task), str(tmp_path), settings)
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from inputs.digits import TALK, talks
-from tiny_run import GVPO, SHORT, configure, fit
+from helpers.inputs.digits import TALK, talks
+from helpers.tiny_run import GVPO, SHORT, configure, fit
 
 from megatron_gvpo.core.errors import ConfigError, RolloutError
 from megatron_gvpo.groups import Group, Prompt, Rollout

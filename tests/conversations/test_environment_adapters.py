@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from inputs.chat_tokenizer import END, ids, tokenizer
-from suite.real_parts import used
+from helpers.inputs.chat_tokenizer import END, ids, tokenizer
+from helpers.suite.real_parts import used
 
 from megatron_gvpo.conversations.conversations import Conversations
 from megatron_gvpo.data.task import Task

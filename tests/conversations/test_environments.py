@@ -10,8 +10,8 @@ from typing import Any
 
 import psutil
 import pytest
-from machine.processes import command_of
-from suite.real_parts import used
+from helpers.machine.processes import command_of
+from helpers.suite.real_parts import used
 
 from megatron_gvpo.conversations.conversations import Conversations
 from megatron_gvpo.conversations.environments import EnvironmentProcess

@@ -6,9 +6,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from inputs.digits import TALK, talks
-from suite.real_parts import used
-from tiny_run import GVPO, KeepGroups, configure, fit, records
+from helpers.inputs.digits import TALK, talks
+from helpers.suite.real_parts import used
+from helpers.tiny_run import GVPO, KeepGroups, configure, fit, records
 
 from megatron_gvpo.huggingface.tokenizer import load_tokenizer
 from megatron_gvpo.turns import segments

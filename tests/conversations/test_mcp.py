@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 import pytest
 import yaml
-from machine.processes import command_of
-from suite.real_parts import used
+from helpers.machine.processes import command_of
+from helpers.suite.real_parts import used
 from test_environments import Held
 
 from megatron_gvpo.data.task import Task
@@ -300,7 +300,7 @@ def test_wrong_servers_are_refused(server: dict[str, Any], problem: str) -> None
 
 
 def test_headers_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    from inputs.good_config import GOOD
+    from helpers.inputs.good_config import GOOD
 
     from megatron_gvpo.core.secrets import as_written
     from megatron_gvpo.core.yaml_files import Loader

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from paths import ROOT
-from suite.real_parts import used
+from helpers.paths import ROOT
+from helpers.suite.real_parts import used
 
 from megatron_gvpo import cli
 from megatron_gvpo.data.tool_calls import PARSERS

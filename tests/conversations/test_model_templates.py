@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from inputs.chat_tokenizer import ids, tokenizer
+from helpers.inputs.chat_tokenizer import ids, tokenizer
 from transformers import Qwen2Tokenizer
 
 from megatron_gvpo.core.errors import DataError

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from servers.real_servers import SharedServer, logprobs, pool_of, served_config
-from suite.real_parts import used
-from tiny_run import GVPO, assert_same_run, configure, fit, records
+from helpers.servers.real_servers import SharedServer, logprobs, pool_of, served_config
+from helpers.suite.real_parts import used
+from helpers.tiny_run import GVPO, assert_same_run, configure, fit, records
 
 from megatron_gvpo.conversations.program_runner import ProgramRunner
 from megatron_gvpo.data.task import Task

@@ -13,10 +13,10 @@ from typing import Any
 
 import psutil
 import pytest
-from inputs.chat_tokenizer import CHATML, END, ids, tokenizer
-from machine.processes import command_of
-from paths import HELPERS
-from suite.real_parts import used
+from helpers.inputs.chat_tokenizer import CHATML, END, ids, tokenizer
+from helpers.machine.processes import command_of
+from helpers.paths import HELPERS
+from helpers.suite.real_parts import used
 
 from megatron_gvpo.conversations.chat import answer_of, read_message
 from megatron_gvpo.conversations.dialogue import AnsweredCalls

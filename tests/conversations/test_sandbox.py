@@ -15,11 +15,11 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from machine.debian import install
-from machine.processes import command_of
-from suite.real_parts import used
+from helpers.machine.debian import install
+from helpers.machine.processes import command_of
+from helpers.suite.real_parts import used
+from helpers.tiny_run import GVPO, SHORT, configure, fit, records
 from test_environments import Held
-from tiny_run import GVPO, SHORT, configure, fit, records
 
 from megatron_gvpo.checks.preflight import preflight
 from megatron_gvpo.core.errors import ConfigError
@@ -150,7 +150,7 @@ def test_a_machine_that_cannot_make_sandboxes_is_refused_at_the_start(
 
 def test_bubblewrap_without_namespaces_is_refused() -> None:
     """A real bubblewrap, in surroundings that allow no further namespaces."""
-    from paths import ROOT
+    from helpers.paths import ROOT
 
     program = (
         "from megatron_gvpo.workers.sandbox import Sandbox\n"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from inputs.chat_tokenizer import CHATML, END, ids, tokenizer
+from helpers.inputs.chat_tokenizer import CHATML, END, ids, tokenizer
 
 from megatron_gvpo.conversations.converse import ConversationLimits, converse
 from megatron_gvpo.conversations.environments import Answer

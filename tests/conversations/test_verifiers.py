@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from doc_blocks import blocks
-from inputs.chat_tokenizer import END, ids, tokenizer
-from suite.real_parts import used
+from helpers.doc_blocks import blocks
+from helpers.inputs.chat_tokenizer import END, ids, tokenizer
+from helpers.suite.real_parts import used
 
 from megatron_gvpo.conversations.program_runner import ProgramRunner
 from megatron_gvpo.data.task import Task

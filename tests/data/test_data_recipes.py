@@ -15,8 +15,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from paths import HELPERS, IMPORTS, ROOT
-from servers.dataset_hub import hub_of
+from helpers.paths import HELPERS, IMPORTS, ROOT
+from helpers.servers.dataset_hub import hub_of
 
 from megatron_gvpo.data.converters import preference_pair
 from megatron_gvpo.groups import Prompt, Rollout

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from inputs.chat_tokenizer import CHATML, END, ids, tokenizer
-from tiny_run import configure, fit, records
+from helpers.inputs.chat_tokenizer import CHATML, END, ids, tokenizer
+from helpers.tiny_run import configure, fit, records
 from transformers import AutoModelForCausalLM
 
 from megatron_gvpo.core.errors import DataError

@@ -7,7 +7,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
-from tiny_run import GVPO, SHORT, configure, fit, records
+from helpers.tiny_run import GVPO, SHORT, configure, fit, records
 
 from megatron_gvpo.checks.preflight import preflight
 from megatron_gvpo.core.errors import ConfigError, DataError

@@ -12,8 +12,8 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-from cases.vision_cases import PROCESSOR
-from inputs.chat_tokenizer import tokenizer as chat_tokenizer
+from helpers.cases.vision_cases import PROCESSOR
+from helpers.inputs.chat_tokenizer import tokenizer as chat_tokenizer
 from PIL import Image as Picture
 from transformers import PreTrainedTokenizerBase
 

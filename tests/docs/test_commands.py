@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 import yaml
-from doc_blocks import NEEDS, ROOT, Block, blocks, commands, outside_of_blocks, pages
-from inputs.good_config import GOOD
+from helpers.doc_blocks import NEEDS, ROOT, Block, blocks, commands, outside_of_blocks, pages
+from helpers.inputs.good_config import GOOD
 
 from megatron_gvpo import cli
 from megatron_gvpo.core.yaml_files import Loader

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from doc_blocks import ROOT, outside_of_blocks
+from helpers.doc_blocks import ROOT, outside_of_blocks
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "docs"))
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.inputs.mutate import ODD, mutated, spoiled
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from inputs.mutate import ODD, mutated, spoiled
 from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
 from torch.distributed import checkpoint as torch_checkpoint
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from helpers.inputs.good_config import GOOD
+from helpers.inputs.mutate import mutated
+from helpers.programs.forked_command import command
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inputs.good_config import GOOD
-from inputs.mutate import mutated
-from programs.forked_command import command
 
 FUZZ = settings(settings.get_profile("fuzz"))
 JOB = ["--nodes", "1", "--ranks-per-node", "1", "--no-gpus", "--dry-run"]

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import yaml
+from helpers.inputs.good_config import GOOD
+from helpers.inputs.mutate import mutated, spoiled
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from inputs.good_config import GOOD
-from inputs.mutate import mutated, spoiled
 
 from megatron_gvpo.checks.layout import check_layout
 from megatron_gvpo.cli.terminal import refuse

@@ -7,8 +7,8 @@ import json
 from typing import Any
 
 import pytest
+from helpers.inputs.mutate import mutated
 from hypothesis import example, given, settings
-from inputs.mutate import mutated
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.servers.http import ServerRefused

@@ -1,6 +1,6 @@
 """Runs a function of a module under tests/ on real gloo process groups of several sizes.
 
-    launch("workers.gradient_worker:run", [1, 2, 4], "a directory")
+    launch("helpers.workers.gradient_worker:run", [1, 2, 4], "a directory")
 
 The first launch starts one clean process that imports megatron-core and Megatron-Bridge, which takes longer
 than most tests, and lives as long as pytest. Each launch forks it, and the fork forks the ranks of every
@@ -30,7 +30,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from suite.real_parts import used
+from helpers.suite.real_parts import used
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=120)
 IMPORT_SECONDS = 300.0

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from paths import ROOT
+from helpers.paths import ROOT
 
 SMALL = (
     *("train.prompts_per_step=4", "rollout.n=4", "rollout.max_tokens=10", "eval.n=2", "eval.k=[1,2]"),

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from paths import ROOT
-from suite.real_parts import used
 
+from helpers.paths import ROOT
+from helpers.suite.real_parts import used
 from megatron_gvpo.rehearsal import transformer_engine
 from megatron_gvpo.rehearsal.nullcuda.devices import DEVICES
 from megatron_gvpo.rehearsal.process import environment_of_ranks

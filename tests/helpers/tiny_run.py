@@ -16,11 +16,11 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "quickstart"))
 import make_task
 import torch
 import torch.distributed as dist
-from distributed import forget_layout
 from safetensors.torch import load_file
-from suite.real_parts import used
 from torch import Tensor
 
+from helpers.distributed import forget_layout
+from helpers.suite.real_parts import used
 from megatron_gvpo.core.signals import Interrupted
 from megatron_gvpo.groups import Group
 from megatron_gvpo.observe import read_metrics

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from references.head_reference import (
+from helpers.references.head_reference import (
     error,
     fused_stash,
     fused_weights_first,

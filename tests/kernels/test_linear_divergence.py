@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from references.divergence_reference import on_logits
-from references.head_reference import error
+from helpers.references.divergence_reference import on_logits
+from helpers.references.head_reference import error
 from torch import Tensor
 from torch.profiler import profile
 

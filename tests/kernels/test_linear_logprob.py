@@ -6,9 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from references.head_reference import (
+from helpers.references.head_reference import (
     SMALL_TILE,
     error,
     fused_stash,
@@ -17,6 +15,8 @@ from references.head_reference import (
     naive,
     problem,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

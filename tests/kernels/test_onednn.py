@@ -100,7 +100,7 @@ def test_the_engines_linear_layers_go_to_onednn(
 def test_megatrons_layers_go_to_onednn_in_both_passes(
     task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leave_the_process_group: None
 ) -> None:
-    from tiny_run import GVPO, configure, fit
+    from helpers.tiny_run import GVPO, configure, fit
 
     from megatron_gvpo.megatron.cpu import device
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from paths import HELPERS
+from helpers.paths import HELPERS
 
 
 def python(*arguments: str, interpret: bool = False) -> subprocess.CompletedProcess[str]:

@@ -13,8 +13,8 @@ import sys
 from typing import Any
 
 import pytest
-from paths import HELPERS, ROOT
-from suite.doc_tables import Hold
+from helpers.paths import HELPERS, ROOT
+from helpers.suite.doc_tables import Hold
 
 FILE = ROOT / "docs" / "explanation" / "head.md"
 GPUS = {80: "A100 (sm_80)", 90: "H100 (sm_90)", 100: "B200 (sm_100)"}

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases.gradient_cases import SPLIT, STEPS, sampled_for
-from distributed import launch
-from references import gradient_reference as reference
-from workers.gradient_worker import UPDATE, Case, Layout
+from helpers.cases.gradient_cases import SPLIT, STEPS, sampled_for
+from helpers.distributed import launch
+from helpers.references import gradient_reference as reference
+from helpers.workers.gradient_worker import UPDATE, Case, Layout
 
 LAYOUTS = [Layout(1), Layout(2, pp=2), Layout(2, pp=2, vpp=2)]
 
@@ -27,7 +27,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows, *_ = sampled_for(STEPS["gvpo, groups split"], place)
     case = Case("gvpo", STEPS["gvpo, groups split"].algorithm, rows, SPLIT)
     torch.save([(layout, case) for layout in LAYOUTS], place / "work.pt")
-    launch("workers.offload_worker:run", [layout.ranks for layout in LAYOUTS], str(place))
+    launch("helpers.workers.offload_worker:run", [layout.ranks for layout in LAYOUTS], str(place))
     return place
 
 

@@ -14,14 +14,23 @@ from typing import Any
 
 import pytest
 import torch
-from cases.families import FAMILIES
-from cases.gradient_cases import COMBINED, MODELS, OTHERS, STEPS, THOROUGH, TOLERANCE, sampled_for, small
-from distributed import launch
-from references import adapter_reference
-from references import gradient_reference as reference
-from references.adapter_reference import Expected
-from workers.adapter_worker import Job
-from workers.gradient_worker import TEMPERATURE, UPDATE, Case, Layout
+from helpers.cases.families import FAMILIES
+from helpers.cases.gradient_cases import (
+    COMBINED,
+    MODELS,
+    OTHERS,
+    STEPS,
+    THOROUGH,
+    TOLERANCE,
+    sampled_for,
+    small,
+)
+from helpers.distributed import launch
+from helpers.references import adapter_reference
+from helpers.references import gradient_reference as reference
+from helpers.references.adapter_reference import Expected
+from helpers.workers.adapter_worker import Job
+from helpers.workers.gradient_worker import TEMPERATURE, UPDATE, Case, Layout
 
 from megatron_gvpo.megatron.checkpoint.loading import open_checkpoint
 from megatron_gvpo.verify.shrink import save_tiny
@@ -156,7 +165,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         rows, *_ = sampled_for(step, path)
         cases[model] = Case(model, step.algorithm, rows, step.budget, step.at_step_start, model)
     torch.save((jobs, cases), path / "work.pt")
-    launch("workers.adapter_worker:run", [j.layout.ranks for j in jobs], str(path), timeout=1800)
+    launch("helpers.workers.adapter_worker:run", [j.layout.ranks for j in jobs], str(path), timeout=1800)
     return path
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.references.transformer_engine_source import CUDNN, loaded
 from packaging.version import Version
-from references.transformer_engine_source import CUDNN, loaded
 
 from megatron_gvpo.checks.preflight import preflight
 from megatron_gvpo.core import gpus
@@ -154,7 +154,7 @@ def test_the_first_second_of_a_run_asks_the_machines_gpus(
     task: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stand-in for the driver's list of GPUs; the model's own files and the whole preflight."""
-    from tiny_run import GVPO, configure
+    from helpers.tiny_run import GVPO, configure
 
     h100 = gpus.Gpu(0, "H100", 80.0, (9, 0), 18)
     monkeypatch.setattr("megatron_gvpo.checks.preflight.list_gpus", lambda: [h100])

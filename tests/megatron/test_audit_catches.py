@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases.families import FAMILIES
-from distributed import launch
+from helpers.cases.families import FAMILIES
+from helpers.distributed import launch
 
 from megatron_gvpo.checks.layout import check_division
 from megatron_gvpo.core.errors import ConfigError
@@ -103,7 +103,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         jobs.append((place / "faulty", case.layout, case.fault))
     torch.save(jobs, path / "jobs.pt")
     sizes = [1 if layout is None else layout.ranks for _, layout, _ in jobs]
-    launch("workers.audit_worker:run", sizes, str(path), timeout=1800)
+    launch("helpers.workers.audit_worker:run", sizes, str(path), timeout=1800)
     return path
 
 

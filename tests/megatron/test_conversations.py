@@ -18,13 +18,13 @@ from typing import Any
 
 import pytest
 import torch
-from cases.gradient_cases import COMBINED, FAMILIES, FAMILY_LAYOUTS, OTHERS
-from distributed import launch
+from helpers.cases.gradient_cases import COMBINED, FAMILIES, FAMILY_LAYOUTS, OTHERS
+from helpers.distributed import launch
+from helpers.references import gradient_reference as reference
+from helpers.workers.gradient_worker import TEMPERATURE, Case, Layout, Outcome
 from hypothesis import given
 from hypothesis import strategies as st
-from references import gradient_reference as reference
 from test_methods_invariance import ALGORITHMS as SINGLE
-from workers.gradient_worker import TEMPERATURE, Case, Layout, Outcome
 
 from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.megatron.batch import PackedBatch
@@ -290,7 +290,7 @@ def found(request: pytest.FixtureRequest, directory: Path, plains: Plains) -> di
     }
     torch.save((work, probes), directory / "work.pt")
     ranks = [layout.ranks for layout in dict.fromkeys(layout for layout, _ in work)]
-    launch("workers.gradient_worker:run", ranks, str(directory), timeout=1800)
+    launch("helpers.workers.gradient_worker:run", ranks, str(directory), timeout=1800)
     parts = [torch.load(file, weights_only=False) for file in directory.glob("results-*.pt")]
     return {key: value for part in parts for key, value in part.items()}
 

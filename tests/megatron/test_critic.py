@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from distributed import launch
+from helpers.distributed import launch
+from helpers.inputs.rows import make_rows
+from helpers.references import gradient_reference as reference
+from helpers.workers.critic_worker import Found
+from helpers.workers.gradient_worker import Case, Layout
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inputs.rows import make_rows
-from references import gradient_reference as reference
 from test_conversations import contexts, with_turns
-from workers.critic_worker import Found
-from workers.gradient_worker import Case, Layout
 
 from megatron_gvpo.algorithms.advantages.gae import GAE, Critic
 from megatron_gvpo.algorithms.config import AlgorithmConfig
@@ -229,7 +229,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     ]
     assert Pieces.divide(step_rows(), SPLIT) is not None, "a conversation is divided by segment"
     torch.save((work, HEAD, BIAS), path / "work.pt")
-    launch("workers.critic_worker:run", [layout.ranks for layout, _ in work], str(path))
+    launch("helpers.workers.critic_worker:run", [layout.ranks for layout, _ in work], str(path))
     return path
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from cases.families import FAMILIES, Family
-from distributed import launch
+from helpers.cases.families import FAMILIES, Family
+from helpers.distributed import launch
 
 from megatron_gvpo.huggingface.architectures import add_model_types, check_family
 from megatron_gvpo.megatron.model.megatron_bridge import open_bridge
@@ -65,7 +65,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         jobs += [(family.architecture, layout) for of, layout in wanted if of == family]
     torch.save(jobs, path / "jobs.pt")
     sizes = [1 if layout is None else layout.ranks for _, layout in jobs]
-    launch("workers.family_worker:run", sizes, str(path), timeout=3600)
+    launch("helpers.workers.family_worker:run", sizes, str(path), timeout=3600)
     return path
 
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases.gradient_cases import STEPS, sampled_for
+from helpers.cases.gradient_cases import STEPS, sampled_for
+from helpers.references import gradient_reference as reference
+from helpers.references.transformer_engine_source import loaded
+from helpers.workers.gradient_worker import Case
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core.optimizer import distrib_optimizer
-from references import gradient_reference as reference
-from references.transformer_engine_source import loaded
 from test_precision import bf16_policy, states
 from torch import Tensor
-from workers.gradient_worker import Case
 
 import megatron_gvpo.megatron.parallel  # noqa: F401 - before megatron.core
 from megatron_gvpo.megatron.checkpoint import sharded as checkpoint

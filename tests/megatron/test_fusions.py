@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from references import gradient_reference as reference
+from helpers.references import gradient_reference as reference
 
 from megatron_gvpo.megatron.model.megatron_bridge import open_bridge
 from megatron_gvpo.megatron.model.settings import fuse_weight_gradients, fusions, model_settings

@@ -37,7 +37,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases.gradient_cases import (
+from helpers.cases.gradient_cases import (
     ALL,
     HIDDEN,
     MODELS,
@@ -55,10 +55,10 @@ from cases.gradient_cases import (
     sampled,
     sampled_for,
 )
-from distributed import launch
-from references import gradient_reference as reference
+from helpers.distributed import launch
+from helpers.references import gradient_reference as reference
+from helpers.workers.gradient_worker import TEMPERATURE, UPDATE, Case, Layout, Outcome, Probe
 from safetensors.torch import load_file
-from workers.gradient_worker import TEMPERATURE, UPDATE, Case, Layout, Outcome, Probe
 
 from megatron_gvpo.megatron.microbatch import plan
 
@@ -114,7 +114,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     runs = [(layout, cases[name]) for layout, name in RUNS if (layout, name) in wanted]
     torch.save((runs, probes), path / "work.pt")
     ranks = [layout.ranks for layout in dict.fromkeys(layout for layout, _ in runs)]
-    launch("workers.gradient_worker:run", ranks, str(path), timeout=1800)
+    launch("helpers.workers.gradient_worker:run", ranks, str(path), timeout=1800)
     return path
 
 

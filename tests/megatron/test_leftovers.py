@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases.gradient_cases import SPLIT, STEPS, sampled_for
-from distributed import launch
-from references import gradient_reference as reference
-from workers.gradient_worker import Case, Layout
+from helpers.cases.gradient_cases import SPLIT, STEPS, sampled_for
+from helpers.distributed import launch
+from helpers.references import gradient_reference as reference
+from helpers.workers.gradient_worker import Case, Layout
 
 from megatron_gvpo.megatron.model.leftovers import _drop_routing
 
@@ -43,7 +43,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
         rows, *_ = sampled_for(STEPS[name], directory)
         work.append((layout, Case(name, STEPS[name].algorithm, rows, SPLIT, model=STEPS[name].model)))
     torch.save(work, directory / "work.pt")
-    launch("workers.leftovers_worker:run", [layout.ranks for layout, _ in RUNS], str(directory))
+    launch("helpers.workers.leftovers_worker:run", [layout.ranks for layout, _ in RUNS], str(directory))
     return directory
 
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from references import gradient_reference as reference
+from helpers.references import gradient_reference as reference
 
 from megatron_gvpo.megatron.model.megatron_bridge import LOCKS, open_bridge
 from megatron_gvpo.settings.sections import ModelConfig

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases.gradient_cases import make_rows
-from references import gradient_reference as reference
-from references.transformer_engine_source import loaded
-from workers.gradient_worker import Case, Layout, config_of
+from helpers.cases.gradient_cases import make_rows
+from helpers.references import gradient_reference as reference
+from helpers.references.transformer_engine_source import loaded
+from helpers.workers.gradient_worker import Case, Layout, config_of
 
 from megatron_gvpo.megatron import parallel
 from megatron_gvpo.megatron.memory_profile import _CPU, GIB, MemoryProfile

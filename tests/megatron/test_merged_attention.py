@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.on_cpu import flash_on_cpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from on_cpu import flash_on_cpu
 from torch import Tensor
 
 from megatron_gvpo.megatron.attention.core import FlashAttention

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import launch
-from paths import ROOT
-from references import gradient_reference as reference
-from workers.gradient_worker import TEMPERATURE, Case, Layout, Outcome
+from helpers.distributed import launch
+from helpers.paths import ROOT
+from helpers.references import gradient_reference as reference
+from helpers.workers.gradient_worker import TEMPERATURE, Case, Layout, Outcome
 
 from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.types import BatchTotals, LossInputs, TrainBatch
@@ -178,7 +178,7 @@ def found(request: pytest.FixtureRequest, directory: Path, plain: Plain) -> dict
     ]
     torch.save((work, {"untied": work[0][1]}), directory / "work.pt")
     ranks = [layout.ranks for layout in dict.fromkeys(layout for layout, _ in work)]
-    launch("workers.gradient_worker:run", ranks, str(directory))
+    launch("helpers.workers.gradient_worker:run", ranks, str(directory))
     parts = [torch.load(file, weights_only=False) for file in directory.glob("results-*.pt")]
     return {key: value for part in parts for key, value in part.items()}
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases.gradient_cases import SPLIT, WHOLE, gvpo, sampled_for
-from distributed import launch
-from references import gradient_reference as reference
-from workers.gradient_worker import Case, Layout
+from helpers.cases.gradient_cases import SPLIT, WHOLE, gvpo, sampled_for
+from helpers.distributed import launch
+from helpers.references import gradient_reference as reference
+from helpers.workers.gradient_worker import Case, Layout
 
 EMA = {"name": "ema", "decay": 0.5}
 FIXED = {"name": "fixed"}
@@ -46,7 +46,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         rows, *_ = sampled_for(step, place)
         work.append((layout, Case(name, step.algorithm, rows, step.budget, model=model)))
     torch.save(work, place / "work.pt")
-    launch("workers.overlap_worker:run", [layout.ranks for layout, _ in work], str(place))
+    launch("helpers.workers.overlap_worker:run", [layout.ranks for layout, _ in work], str(place))
     return place
 
 

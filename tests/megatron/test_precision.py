@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases.gradient_cases import STEPS, sampled_for
-from references import gradient_reference as reference
-from workers.gradient_worker import UPDATE, Case, Layout, config_of
+from helpers.cases.gradient_cases import STEPS, sampled_for
+from helpers.references import gradient_reference as reference
+from helpers.workers.gradient_worker import UPDATE, Case, Layout, config_of
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.megatron.checkpoint import sharded as checkpoint

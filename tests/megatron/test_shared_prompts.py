@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases.families import FAMILIES, Family
-from cases.gradient_cases import STEPS, TOLERANCE, expected, sampled_for
-from distributed import launch
+from helpers.cases.families import FAMILIES, Family
+from helpers.cases.gradient_cases import STEPS, TOLERANCE, expected, sampled_for
+from helpers.distributed import launch
+from helpers.references import gradient_reference as reference
+from helpers.workers.gradient_worker import Case, Layout
 from hypothesis import given
 from hypothesis import strategies as st
-from references import gradient_reference as reference
-from workers.gradient_worker import Case, Layout
 
 from megatron_gvpo.checks.layout import check_layout
 from megatron_gvpo.core.errors import ConfigError
@@ -61,7 +61,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         case = Case(step_of(model), step.algorithm, rows, BUDGETS[budget], model=model)
         work.setdefault(layout.ranks, []).append((layout, budget, core, case))
     torch.save(list(work.values()), directory / "work.pt")
-    launch("workers.shared_worker:run", list(work), str(directory))
+    launch("helpers.workers.shared_worker:run", list(work), str(directory))
     return directory
 
 
@@ -183,7 +183,7 @@ OTHERS = [f for f in FAMILIES if f.architecture in ("GptOssForCausalLM", "Qwen3_
 def test_attention_that_cannot_share_prompts_is_refused(tmp_path: Path, family: Family) -> None:
     """Sinks and gated delta nets: a prompt that responses share would give other numbers."""
     save_tiny(family.tiny, tmp_path, "model")
-    launch("workers.shared_worker:refused", [1], str(tmp_path))
+    launch("helpers.workers.shared_worker:refused", [1], str(tmp_path))
     assert (
         "train.share_prompts=true is not possible here: the attention" in (tmp_path / "refused").read_text()
     )

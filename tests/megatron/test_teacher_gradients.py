@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from distributed import launch
-from references import gradient_reference as reference
-from references.divergence_reference import on_logits
+from helpers.distributed import launch
+from helpers.references import gradient_reference as reference
+from helpers.references.divergence_reference import on_logits
+from helpers.workers.gradient_worker import TEMPERATURE, Case, Layout, Outcome
 from test_methods_invariance import make_rows
-from workers.gradient_worker import TEMPERATURE, Case, Layout, Outcome
 
 from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.kernels.divergence import Divergence
@@ -143,7 +143,7 @@ def found(request: pytest.FixtureRequest, directory: Path, plain: Plain) -> dict
     probes = {"untied": cases[0], "tied": cases[-1], "qwen3_moe": experts}
     torch.save((work, probes), directory / "work.pt")
     ranks = [layout.ranks for layout in dict.fromkeys(layout for layout, _ in work)]
-    launch("workers.gradient_worker:run", ranks, str(directory))
+    launch("helpers.workers.gradient_worker:run", ranks, str(directory))
     parts = [torch.load(file, weights_only=False) for file in directory.glob("results-*.pt")]
     return {key: value for part in parts for key, value in part.items()}
 

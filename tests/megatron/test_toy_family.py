@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from inputs.rows import make_rows
-from references import gradient_reference as reference
-from suite.real_parts import used
+from helpers.inputs.rows import make_rows
+from helpers.references import gradient_reference as reference
+from helpers.suite.real_parts import used
 
 from megatron_gvpo.checks.layout import check_layout
 from megatron_gvpo.core.errors import ConfigError

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases.vision_cases import (
+from helpers.cases.vision_cases import (
     CONFIGS,
     VisionCase,
     decoded_log_probs,
@@ -22,10 +22,10 @@ from cases.vision_cases import (
     save_model,
     with_placeholders,
 )
-from distributed import launch
+from helpers.distributed import launch
+from helpers.workers.gradient_worker import UPDATE, Layout
+from helpers.workers.vision_worker import Found
 from safetensors.torch import load_file
-from workers.gradient_worker import UPDATE, Layout
-from workers.vision_worker import Found
 
 from megatron_gvpo.data.image_processor import ImageProcessor
 from megatron_gvpo.huggingface.image_families import name_in_file
@@ -85,7 +85,9 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         save_model(path, model)
     rows = make_rows(path, ImageProcessor(str(path / "qwen3_vl")))
     torch.save((cases, rows), path / "work.pt")
-    launch("workers.vision_worker:run", [case.layout.ranks for case in cases], str(path), timeout=1800)
+    launch(
+        "helpers.workers.vision_worker:run", [case.layout.ranks for case in cases], str(path), timeout=1800
+    )
     return path
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_run import GVPO, SHORT, StopAfter, configure, fit
+from helpers.tiny_run import GVPO, SHORT, StopAfter, configure, fit
 
 from megatron_gvpo.core.metric_names import entry
 from megatron_gvpo.groups import Group, Prompt, Rollout

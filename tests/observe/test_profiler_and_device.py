@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from suite.package_log import own_records
+from helpers.suite.package_log import own_records
 
 from megatron_gvpo.core import gpus as device
 from megatron_gvpo.observe import PhaseTimer, profile_window

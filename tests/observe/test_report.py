@@ -10,8 +10,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from inputs.made_run import HOSTILE, make_run, make_tokenizer
-from machine.chromium import Page, browser
+from helpers.inputs.made_run import HOSTILE, make_run, make_tokenizer
+from helpers.machine.chromium import Page, browser
 from scipy.stats import binomtest
 
 from megatron_gvpo.cli import main

@@ -14,9 +14,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from distributed import launch
-from suite.package_log import own_records
-from tiny_run import GVPO, SHORT, StopAfter, configure, fit, records
+from helpers.distributed import launch
+from helpers.suite.package_log import own_records
+from helpers.tiny_run import GVPO, SHORT, StopAfter, configure, fit, records
 
 from megatron_gvpo.groups import Group, Prompt, Rollout
 from megatron_gvpo.observe.rollouts.reader import read_rollouts, saved_steps
@@ -89,7 +89,7 @@ def test_weights_are_the_gradient_of_gvpos_loss(finished):
 def layouts(task, tmp_path_factory) -> Path:
     """The first step of the run `finished`, on two ranks in three layouts."""
     out = tmp_path_factory.mktemp("layouts")
-    launch("workers.rollouts_worker:first_step", [2], str(task), str(out), timeout=300)
+    launch("helpers.workers.rollouts_worker:first_step", [2], str(task), str(out), timeout=300)
     return out
 
 

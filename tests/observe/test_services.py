@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from paths import HELPERS, IMPORTS
-from suite.package_log import own_records
-from suite.real_parts import used
+from helpers.paths import HELPERS, IMPORTS
+from helpers.suite.package_log import own_records
+from helpers.suite.real_parts import used
 
 from megatron_gvpo.observe.alerts import Alert
 from megatron_gvpo.observe.loggers.backend import Sample

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed  # registers its operators
-from distributed import launch
+from helpers.distributed import launch
 
 from megatron_gvpo.observe import traffic_counter as traffic
 from megatron_gvpo.planner import architecture
@@ -81,7 +81,7 @@ def test_what_is_sent_is_what_the_formulas_say(tmp_path: Path, layouts: list[tup
     cases.append(cases[-1] | {"at_step_start": False})  # the head's other backward, which comes late
     cases.sort(key=lambda case: case["ranks"])
     (tmp_path / "cases.json").write_text(json.dumps(cases))
-    launch("workers.traffic_worker:run", [case["ranks"] for case in cases], str(tmp_path))
+    launch("helpers.workers.traffic_worker:run", [case["ranks"] for case in cases], str(tmp_path))
 
     for number, case in enumerate(cases):
         model = architecture.load(case["model"])

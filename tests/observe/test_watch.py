@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from inputs.made_run import make_run
-from machine.chromium import Page, browser
+from helpers.inputs.made_run import make_run
+from helpers.machine.chromium import Page, browser
 
 from megatron_gvpo.cli import main
 from megatron_gvpo.observe.report.watch import Watched, WatchServer
@@ -150,7 +150,7 @@ class Look(Callback):
 
 
 def test_a_real_run_is_seen_while_it_goes_on(page: Page, task: Path, tmp_path: Path):
-    from tiny_run import GVPO, SHORT, configure, fit
+    from helpers.tiny_run import GVPO, SHORT, configure, fit
 
     out = tmp_path / "run"
     out.mkdir()

@@ -9,9 +9,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-import on_null_cuda
 import pytest
-from paths import ROOT
+from helpers import on_null_cuda
+from helpers.paths import ROOT
 
 from megatron_gvpo.cli import main
 from megatron_gvpo.rehearsal import process, transformer_engine

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import on_null_cuda
 import pytest
-from paths import ROOT
+from helpers import on_null_cuda
+from helpers.paths import ROOT
 
 pytestmark = pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build of torch for CPUs")
 

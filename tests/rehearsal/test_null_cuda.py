@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import on_null_cuda
 import pytest
+from helpers import on_null_cuda
 
 pytestmark = pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build of torch for CPUs")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import on_null_cuda
 import pytest
-from distributed import launch
-from on_null_cuda import MIXTURE, QWEN
+from helpers import on_null_cuda
+from helpers.distributed import launch
+from helpers.on_null_cuda import MIXTURE, QWEN
 
 from megatron_gvpo.rehearsal import made_model
 from megatron_gvpo.rehearsal.ranks import all_kinds
@@ -31,7 +31,14 @@ def test_they_are_what_the_other_ranks_send(name: str, tmp_path: Path) -> None:
     model, world, layout = LAYOUTS[name]
     file = on_null_cuda.write_model(tmp_path, model)
     made_model.fill(tmp_path / "model")
-    launch("workers.stand_in_worker:run", [world], str(file), str(tmp_path), "model.dtype=float32", *layout)
+    launch(
+        "helpers.workers.stand_in_worker:run",
+        [world],
+        str(file),
+        str(tmp_path),
+        "model.dtype=float32",
+        *layout,
+    )
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(world)]
     assert all(real == made_up for found in ranks for real, made_up in found.values())
     compared = {what for found in ranks for what, (real, _) in found.items() if real}

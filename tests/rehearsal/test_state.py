@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import on_null_cuda
 import pytest
-from distributed import launch
-from on_null_cuda import MIXTURE, QWEN, phase
+from helpers import on_null_cuda
+from helpers.distributed import launch
+from helpers.on_null_cuda import MIXTURE, QWEN, phase
 
 from megatron_gvpo.rehearsal import made_model
 
@@ -34,7 +34,7 @@ def test_weights_gradients_and_optimizer_have_the_bytes_of_a_cpu_world(name: str
     model, layout = LAYOUTS[name]
     file = on_null_cuda.write_model(tmp_path, model)
     made_model.fill(tmp_path / "model")
-    launch("workers.state_worker:run", [4], str(file), str(tmp_path), *layout)
+    launch("helpers.workers.state_worker:run", [4], str(file), str(tmp_path), *layout)
     result = on_null_cuda.rehearse(str(file), *layout, "--world", "4", "--ranks", "all-kinds")
     ranks = [one["rank"] for one in result["ranks"]]
     assert ranks[0] == 0 and ranks[-1] == 3

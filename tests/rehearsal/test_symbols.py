@@ -7,9 +7,9 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import on_null_cuda
 import pytest
 import triton
+from helpers import on_null_cuda
 
 from megatron_gvpo.rehearsal import transformer_engine
 from megatron_gvpo.rehearsal.nullcuda import build, symbols

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from machine.processes import left_having
-from suite.real_parts import used
+from helpers.machine.processes import left_having
+from helpers.suite.real_parts import used
 
 from megatron_gvpo.groups import Group, Prompt, Rollout
 from megatron_gvpo.rewards.pool import RewardPool

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from suite.real_parts import used
+from helpers.suite.real_parts import used
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.groups import Group, Prompt, Rollout

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers.real_servers import engine_python
-from servers.reward_models import logits, make_judge, make_reward_model
-from servers.server_keys import assert_key_is_hidden, assert_key_is_wanted
-from suite.real_parts import used
+from helpers.servers.real_servers import engine_python
+from helpers.servers.reward_models import logits, make_judge, make_reward_model
+from helpers.servers.server_keys import assert_key_is_hidden, assert_key_is_wanted
+from helpers.suite.real_parts import used
 
 from megatron_gvpo.groups import Group, Prompt, Rollout
 from megatron_gvpo.rewards.served import ServedRewards

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from machine.processes import having, left_having
-from suite.real_parts import used
+from helpers.machine.processes import having, left_having
+from helpers.suite.real_parts import used
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.data.boxed import boxed

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers.reward_models import Answer, make_reward_model, scores, standing_in
+from helpers.servers.reward_models import Answer, make_reward_model, scores, standing_in
 
 from megatron_gvpo.checks.preflight import check_served
 from megatron_gvpo.core.errors import ConfigError, RolloutError

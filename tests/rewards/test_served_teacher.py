@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from inputs.groups import make_group
-from servers.real_servers import logprobs
-from servers.reward_models import QUIET, make_judge, standing_in
-from servers.teacher_servers import generated, teaching
+from helpers.inputs.groups import make_group
+from helpers.servers.real_servers import logprobs
+from helpers.servers.reward_models import QUIET, make_judge, standing_in
+from helpers.servers.teacher_servers import generated, teaching
 
 from megatron_gvpo.core.errors import RolloutError
 from megatron_gvpo.groups import Group, Prompt, Rollout

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from servers.real_servers import PROMPTS, SharedServer, engine_python, logprobs
-from servers.reward_models import make_judge
-from suite.real_parts import used
-from tiny_run import make_task
+from helpers.servers.real_servers import PROMPTS, SharedServer, engine_python, logprobs
+from helpers.servers.reward_models import make_judge
+from helpers.suite.real_parts import used
+from helpers.tiny_run import make_task
 
 from megatron_gvpo.core.errors import RolloutError
 from megatron_gvpo.groups import Group, Prompt, Rollout

@@ -9,8 +9,8 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+from helpers.tiny_run import SHORT, StopAfter, assert_same_run, configure, fit, records, weights
 from safetensors.torch import load_file, save_file
-from tiny_run import SHORT, StopAfter, assert_same_run, configure, fit, records, weights
 from transformers import AutoModelForCausalLM
 
 from megatron_gvpo.core.errors import CheckpointError, ConfigError

@@ -6,14 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from machine.debian import install
-from paths import ROOT
-from suite.real_parts import used
+from helpers.machine.debian import install
+from helpers.paths import ROOT
+from helpers.suite.real_parts import used
 
 sys.path.append(str(ROOT / "benchmarks"))
 
-from parts.chaos.schedules import EMBEDDED, Fault, Schedule
-from parts.chaos.suite import Suite
+from lib.chaos.schedules import EMBEDDED, Fault, Schedule
+from lib.chaos.suite import Suite
 
 FAULTS = (
     Fault("stop rank", 2, seconds=1.0, victim=1),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_run import (
+from helpers.tiny_run import (
     ENGINE_REFERENCE,
     GVPO,
     SHORT,

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from inputs.good_config import GOOD
-from servers.hub_server import TOKEN, Hub, running_hub
+from helpers.inputs.good_config import GOOD
+from helpers.servers.hub_server import TOKEN, Hub, running_hub
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.secrets import as_written

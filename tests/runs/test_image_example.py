@@ -15,10 +15,10 @@ from typing import Any
 import pyarrow.compute as pc
 import pytest
 import torch
-from paths import ROOT
+from helpers.paths import ROOT
+from helpers.tiny_run import StopAfter
 from PIL import Image as Picture
 from safetensors.torch import load_file
-from tiny_run import StopAfter
 
 from megatron_gvpo import cli
 from megatron_gvpo.core.errors import DataError, RolloutError

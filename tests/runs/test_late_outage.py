@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_run import GVPO, assert_same_run, configure, fit, records, reward_options, weights
+from helpers.tiny_run import GVPO, assert_same_run, configure, fit, records, reward_options, weights
 
 from megatron_gvpo.core.errors import RolloutError
 from megatron_gvpo.groups import Group

@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from machine.debian import unpack
-from paths import HELPERS, ROOT
+from helpers.machine.debian import unpack
+from helpers.paths import HELPERS, ROOT
 
 PACKAGES = (
     *("user-mode-linux", "kmod", "libkmod2", "nfs-common", "nfs-kernel-server", "libnfsidmap1", "libtirpc3"),

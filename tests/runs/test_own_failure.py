@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from distributed import launch
-from tiny_run import assert_same_run, configure, fit
+from helpers.distributed import launch
+from helpers.tiny_run import assert_same_run, configure, fit
 
 from megatron_gvpo.core.user_functions import UserFunctionError
 from megatron_gvpo.runs.existing_run import newest_step
@@ -69,7 +69,7 @@ def test_a_step_that_has_changed_the_weights_is_not_saved(task, tmp_path, monkey
 def test_all_ranks_hear_of_a_loss_that_fails_on_one(task, tmp_path, monkeypatch):
     fails_on(monkeypatch, 1, 5)
     arguments = (str(task), str(tmp_path), *method(tmp_path, "wrong.py"))
-    launch("workers.trainer_worker:a_loss_that_fails", [2], *arguments)
+    launch("helpers.workers.trainer_worker:a_loss_that_fails", [2], *arguments)
     said = {(tmp_path / f"{rank}.txt").read_text() for rank in range(2)}
     assert len(said) == 1
     assert said.pop().endswith(
@@ -79,5 +79,5 @@ def test_all_ranks_hear_of_a_loss_that_fails_on_one(task, tmp_path, monkeypatch)
 
 
 def test_a_rank_that_fails_alone_is_not_waited_for_long(tmp_path):
-    launch("workers.trainer_worker:one_rank_fails", [2], str(tmp_path))
+    launch("helpers.workers.trainer_worker:one_rank_fails", [2], str(tmp_path))
     assert (tmp_path / "alone.txt").read_text() == "[False, True]"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from tiny_run import configure
+from helpers.tiny_run import configure
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.training import conversion

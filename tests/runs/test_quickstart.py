@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from doc_blocks import ROOT
-from inputs.short_quickstart import SHORT
+from helpers.doc_blocks import ROOT
+from helpers.inputs.short_quickstart import SHORT
 
 
 @pytest.mark.proof  # a minute

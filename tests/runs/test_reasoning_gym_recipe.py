@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from paths import ROOT
-from servers.reward_models import make_judge
-from tiny_run import fit
+from helpers.paths import ROOT
+from helpers.servers.reward_models import make_judge
+from helpers.tiny_run import fit
 
 from megatron_gvpo.observe import read_metrics
 from megatron_gvpo.settings.load import load_config

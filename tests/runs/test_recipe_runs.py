@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from servers.teacher_servers import teaching
-from tiny_run import StopAfter, configure, fit, make_task, records
+from helpers.servers.teacher_servers import teaching
+from helpers.tiny_run import StopAfter, configure, fit, make_task, records
 
 from megatron_gvpo.algorithms.recipe import read_recipe, recipe_names
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from servers.reward_models import make_reward_model, scores, standing_in
-from tiny_run import GVPO, SHORT, configure, fit
+from helpers.servers.reward_models import make_reward_model, scores, standing_in
+from helpers.tiny_run import GVPO, SHORT, configure, fit
 
 from megatron_gvpo.observe import read_metrics
 from megatron_gvpo.observe.rollouts.reader import read_rollouts

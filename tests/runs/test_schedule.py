@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tiny_run import configure, fit, records
+from helpers.tiny_run import configure, fit, records
 
 HALF = """
 def half(groups, sampling):

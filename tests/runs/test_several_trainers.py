@@ -7,9 +7,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from distributed import launch
-from tiny_run import configure, records
-from workers.several_trainers_worker import STEPS
+from helpers.distributed import launch
+from helpers.tiny_run import configure, records
+from helpers.workers.several_trainers_worker import STEPS
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.settings.config import Config
@@ -26,7 +26,7 @@ def runs(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     They are in a process of their own: in pytest's, other tests' threads, servers and garbage come and go.
     """
     out = tmp_path_factory.mktemp("several")
-    launch("workers.several_trainers_worker:run", [1], str(task), str(out))
+    launch("helpers.workers.several_trainers_worker:run", [1], str(task), str(out))
     return out
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tiny_run import SHORT
+from helpers.tiny_run import SHORT
 
 from megatron_gvpo.cli import main
 from megatron_gvpo.runs.existing_run import newest_step

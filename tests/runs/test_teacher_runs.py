@@ -10,9 +10,9 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
-from servers.real_servers import logprobs
-from servers.teacher_servers import teaching
-from tiny_run import SHORT, configure, fit, make_task, records
+from helpers.servers.real_servers import logprobs
+from helpers.servers.teacher_servers import teaching
+from helpers.tiny_run import SHORT, configure, fit, make_task, records
 
 from megatron_gvpo.checks.preflight import preflight
 from megatron_gvpo.core.errors import CheckpointError, ConfigError, RolloutError

@@ -9,8 +9,8 @@ import json
 
 import pytest
 import torch
-from distributed import launch
-from tiny_run import (
+from helpers.distributed import launch
+from helpers.tiny_run import (
     GVPO,
     SHORT,
     StopAfter,
@@ -228,7 +228,7 @@ def test_a_reward_that_always_fails_is_told_with_its_error(task, tmp_path, caplo
 
 
 def test_a_reward_that_one_rank_lacks_is_heard_of_by_all(task, tmp_path):
-    launch("workers.trainer_worker:a_reward_that_one_rank_lacks", [2], str(task), str(tmp_path))
+    launch("helpers.workers.trainer_worker:a_reward_that_one_rank_lacks", [2], str(task), str(tmp_path))
     said = [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)]
     assert said[0] == said[1]
     assert said[0].endswith(f"missing.py:reward: there is no file {task}/missing.py (on rank 1)")

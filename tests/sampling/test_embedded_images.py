@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases.vision_cases import CONFIGS, decoded_log_probs, load, make_rows, save_model
-from inputs.chat_tokenizer import tokenizer
-from suite.real_parts import used
+from helpers.cases.vision_cases import CONFIGS, decoded_log_probs, load, make_rows, save_model
+from helpers.inputs.chat_tokenizer import tokenizer
+from helpers.suite.real_parts import used
 
 from megatron_gvpo.data.image_processor import ImageProcessor
 from megatron_gvpo.huggingface.image_families import name_in_file

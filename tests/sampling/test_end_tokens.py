@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from inputs.chat_tokenizer import CHATML, END, ids, tokenizer
-from suite.real_parts import used
-from tiny_run import GVPO, KeepGroups, configure, fit
+from helpers.inputs.chat_tokenizer import CHATML, END, ids, tokenizer
+from helpers.suite.real_parts import used
+from helpers.tiny_run import GVPO, KeepGroups, configure, fit
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_gvpo.core.errors import ConfigError

@@ -10,7 +10,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from inputs.rows import make_logp, make_rows, sequence_weights
+from helpers.inputs.rows import make_logp, make_rows, sequence_weights
 
 from megatron_gvpo.algorithms.losses.gvpo import GVPO
 from megatron_gvpo.groups import Group, Prompt, Rollout

@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from tiny_run import GVPO, configure, fit, records, weights
+from helpers.tiny_run import GVPO, configure, fit, records, weights
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.groups import Group, Rollout

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import launch
+from helpers.distributed import launch
+from helpers.suite.real_parts import used
 from scipy.stats import chisquare
-from suite.real_parts import used
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 

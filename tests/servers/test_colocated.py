@@ -7,8 +7,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from servers.real_servers import VLLM_FIRST, served_config
-from tiny_run import configure, fit, records
+from helpers.servers.real_servers import VLLM_FIRST, served_config
+from helpers.tiny_run import configure, fit, records
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.servers.launch.start import server_gpus

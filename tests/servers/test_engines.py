@@ -14,12 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from distributed import launch
-from inputs import moe_task
-from inputs.groups import make_group
-from pushes.pushed import assert_exported
-from safetensors.torch import load_file, save_file
-from servers.real_servers import (
+from helpers.distributed import launch
+from helpers.inputs import moe_task
+from helpers.inputs.groups import make_group
+from helpers.pushes.pushed import assert_exported
+from helpers.servers.real_servers import (
     ENGINES,
     PROMPTS,
     SGLANG_FIRST,
@@ -33,7 +32,8 @@ from servers.real_servers import (
     running,
     served_config,
 )
-from servers.server_keys import assert_key_is_hidden, assert_key_is_wanted
+from helpers.servers.server_keys import assert_key_is_hidden, assert_key_is_wanted
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_gvpo import api_model
@@ -218,7 +218,9 @@ def test_what_arrives_is_what_was_exported_byte_for_byte(
     of transformers on the export. Adapters are merged in both.
     """
     ranks = 1 if layout in ("single", "adapter") else 2
-    launch("pushes.push_worker:run", [ranks], served.engine, served.url, str(task), str(tmp_path), layout)
+    launch(
+        "helpers.pushes.push_worker:run", [ranks], served.engine, served.url, str(task), str(tmp_path), layout
+    )
     assert_exported(tmp_path)
 
 
@@ -228,7 +230,7 @@ def test_a_server_of_two_ranks_gets_its_shards(engine: str, task: Path, tmp_path
     """The same holds for a tensor-parallel server with both ranks in the group."""
     with running(engine, task, tmp_path, "rollout.servers.tp=2") as supervisor:
         url = supervisor.processes[0].url
-        launch("pushes.push_worker:run", [1], engine, url, str(task), str(tmp_path), "single")
+        launch("helpers.pushes.push_worker:run", [1], engine, url, str(task), str(tmp_path), "single")
     assert_exported(tmp_path)
 
 
@@ -239,7 +241,7 @@ def test_a_mixture_of_experts_gets_its_weights(engine: str, task: Path, tmp_path
     moe = moe_task.make(task, tmp_path / "task")
     with running(engine, moe, tmp_path) as supervisor:
         url = supervisor.processes[0].url
-        launch("pushes.push_worker:run", [1], engine, url, str(moe), str(tmp_path), "single")
+        launch("helpers.pushes.push_worker:run", [1], engine, url, str(moe), str(tmp_path), "single")
     assert_exported(tmp_path)
 
 
@@ -256,7 +258,7 @@ def test_a_server_of_another_node_has_the_weights_from_the_rank_beside_it(
         with running(served.engine, task, tmp_path / "second", override) as supervisor:
             urls = f"{served.url},{supervisor.processes[0].url}"
             arguments = (served.engine, urls, str(task), str(tmp_path), str(pid))
-            launch("pushes.push_worker:on_two_nodes", [2], *arguments)
+            launch("helpers.pushes.push_worker:on_two_nodes", [2], *arguments)
     for server in ("0", "1"):
         before, after = ((tmp_path / server / f"checksum-{step}").read_text() for step in range(2))
         assert before != after
@@ -327,7 +329,7 @@ def test_a_server_of_another_engine_is_said_to_be_one(served: SharedServer, task
 @pytest.mark.parametrize("served", SGLANG_FIRST, indirect=True)
 def test_the_probe_tells_other_weights(served: SharedServer, task: Path, tmp_path: Path):
     """The run refuses to continue with a server that has not taken the push."""
-    launch("pushes.push_worker:unheard", [1], served.engine, served.url, str(task), str(tmp_path))
+    launch("helpers.pushes.push_worker:unheard", [1], served.engine, served.url, str(task), str(tmp_path))
     assert "does not have the weights that were sent" in (tmp_path / "error").read_text()
 
 

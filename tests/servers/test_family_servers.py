@@ -9,11 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from cases.served_families import SERVED
-from distributed import launch
-from inputs import family_task
-from pushes.pushed import assert_exported
-from servers.real_servers import running
+from helpers.cases.served_families import SERVED
+from helpers.distributed import launch
+from helpers.inputs import family_task
+from helpers.pushes.pushed import assert_exported
+from helpers.servers.real_servers import running
 
 pytestmark = pytest.mark.proof
 
@@ -25,5 +25,5 @@ def test_a_family_is_served_with_the_trainers_weights(
     own = family_task.make(task, tmp_path / "task", title, dtype)
     with running(engine, own, tmp_path) as supervisor:
         url = supervisor.processes[0].url
-        launch("pushes.push_worker:run", [1], engine, url, str(own), str(tmp_path), "single")
+        launch("helpers.pushes.push_worker:run", [1], engine, url, str(own), str(tmp_path), "single")
     assert_exported(tmp_path, dtype)

@@ -13,11 +13,11 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from inputs.digits import TALK, talks
-from servers.faults import Fault, Slowdown, check, faulty_run, kill, stop
-from servers.proxy import Proxy
-from servers.real_servers import SGLANG_FIRST, running
-from tiny_run import records
+from helpers.inputs.digits import TALK, talks
+from helpers.servers.faults import Fault, Slowdown, check, faulty_run, kill, stop
+from helpers.servers.proxy import Proxy
+from helpers.servers.real_servers import SGLANG_FIRST, running
+from helpers.tiny_run import records
 
 from megatron_gvpo.core.errors import RolloutError
 from megatron_gvpo.core.launch import free_ports

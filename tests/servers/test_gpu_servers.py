@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from servers.real_servers import ENGINES, engine_python
+from helpers.servers.real_servers import ENGINES, engine_python
 
 from megatron_gvpo.servers.server import PLUGINS
 from megatron_gvpo.servers.vllm import VLLM

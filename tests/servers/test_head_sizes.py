@@ -10,9 +10,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from inputs.family_task import engine_config, tiny_config
-from servers.real_servers import engine_python
-from tiny_run import configure
+from helpers.inputs.family_task import engine_config, tiny_config
+from helpers.servers.real_servers import engine_python
+from helpers.tiny_run import configure
 
 from megatron_gvpo.checks.preflight import preflight
 from megatron_gvpo.core.errors import ConfigError

@@ -12,9 +12,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from distributed import launch
-from pushes import image_server_worker
-from servers.real_servers import ENGINES, served
+from helpers.distributed import launch
+from helpers.pushes import image_server_worker
+from helpers.servers.real_servers import ENGINES, served
 
 pytestmark = pytest.mark.proof
 TRANSPORTS = ("broadcast", "broadcast", "shared", "disk", "delta", "delta", "sharded", "sharded")
@@ -26,7 +26,9 @@ def test_the_servers_log_probs_are_the_trainers(engine: str, model: str, tmp_pat
     image_server_worker.make(tmp_path, model)
     with served(image_server_worker.config_of(engine, tmp_path)) as supervisor:
         url = supervisor.processes[0].url
-        launch("pushes.image_server_worker:run", [1], engine, url, str(tmp_path), ",".join(TRANSPORTS))
+        launch(
+            "helpers.pushes.image_server_worker:run", [1], engine, url, str(tmp_path), ",".join(TRANSPORTS)
+        )
     found = json.loads((tmp_path / "found.json").read_text())
     assert [step["transport"] for step in found] == list(TRANSPORTS)
     assert max(gap for step in found for gap in step["gaps"]) < 2e-4, found
@@ -40,5 +42,5 @@ def test_a_server_with_another_image_processor_is_refused(engine: str, tmp_path:
     image_server_worker.spoil_processor(other)
     with served(image_server_worker.config_of(engine, tmp_path, model_path=str(other))) as supervisor:
         url = supervisor.processes[0].url
-        launch("pushes.image_server_worker:refused", [1], engine, url, str(tmp_path))
+        launch("helpers.pushes.image_server_worker:refused", [1], engine, url, str(tmp_path))
     assert "does not take an image" in (tmp_path / "error").read_text()

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from servers.real_servers import ENGINES
-from suite.real_parts import used
+from helpers.servers.real_servers import ENGINES
+from helpers.suite.real_parts import used
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SECONDS = 3600.0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from servers.real_servers import Client, admit, logprobs, pool_of, running
+from helpers.servers.real_servers import Client, admit, logprobs, pool_of, running
 
 from megatron_gvpo.servers.request import Request
 from megatron_gvpo.servers.speculation import DraftCounter

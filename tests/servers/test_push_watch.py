@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from paths import HELPERS, IMPORTS
-from servers.real_servers import PROMPTS, SharedServer, checksum
+from helpers.paths import HELPERS, IMPORTS
+from helpers.servers.real_servers import PROMPTS, SharedServer, checksum
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.versions import REFERENCE

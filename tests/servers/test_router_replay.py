@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from inputs import moe_task
-from inputs.groups import make_group
-from references import gradient_reference as reference
-from servers.real_servers import engine_with, served_config
-from tiny_run import configure, fit, records
+from helpers.inputs import moe_task
+from helpers.inputs.groups import make_group
+from helpers.references import gradient_reference as reference
+from helpers.servers.real_servers import engine_with, served_config
+from helpers.tiny_run import configure, fit, records
 
 from megatron_gvpo.algorithms.curriculum.batch_policy import Accumulator
 from megatron_gvpo.core.errors import ConfigError

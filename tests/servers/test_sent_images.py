@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases.vision_cases import END, IMAGE, PROCESSOR, START, make_rows
+from helpers.cases.vision_cases import END, IMAGE, PROCESSOR, START, make_rows
 from PIL import Image as Picture
 
 from megatron_gvpo.core.errors import ConfigError

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_run import configure
+from helpers.tiny_run import configure
 
 from megatron_gvpo.core import launch
 from megatron_gvpo.core.errors import ConfigError

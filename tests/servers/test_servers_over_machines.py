@@ -13,10 +13,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from distributed import launch
-from pushes.pushed import assert_exported
-from servers.real_servers import ENGINES, served_config
-from suite.real_parts import used
+from helpers.distributed import launch
+from helpers.pushes.pushed import assert_exported
+from helpers.servers.real_servers import ENGINES, served_config
+from helpers.suite.real_parts import used
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.launch import free_ports
@@ -223,7 +223,7 @@ def test_a_server_on_two_machines_gets_what_was_exported(engine: str, task: Path
     """
     with on_two_machines(engine, task, tmp_path) as parts:
         url = parts[0].processes[0].url
-        launch("pushes.push_worker:run", [1], engine, url, str(task), str(tmp_path), "single")
+        launch("helpers.pushes.push_worker:run", [1], engine, url, str(task), str(tmp_path), "single")
         assert_exported(tmp_path)
         before = [supervisor.processes[0].pid for supervisor in parts]
         follower = parts[1].processes[0].pid
@@ -234,7 +234,7 @@ def test_a_server_on_two_machines_gets_what_was_exported(engine: str, task: Path
         assert not {supervisor.processes[0].pid for supervisor in parts} & set(before)
         sharded = tmp_path / "sharded"
         sharded.mkdir()
-        launch("pushes.sharded_worker:push", [4], engine, url, str(task), str(sharded), "tp2 pp2")
+        launch("helpers.pushes.sharded_worker:push", [4], engine, url, str(task), str(sharded), "tp2 pp2")
         for step in range(3):
             pushed, loaded = (sharded / "0" / f"checksum-{step}{end}" for end in ("", "-from-files"))
             assert pushed.read_text() == loaded.read_text()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from distributed import launch
-from inputs import moe_task
-from servers.real_servers import ENGINES, running
+from helpers.distributed import launch
+from helpers.inputs import moe_task
+from helpers.servers.real_servers import ENGINES, running
 
 pytestmark = pytest.mark.proof  # tests/weights/test_sharded.py has the same ranks, without engines
 TWO_OF_TWO = ("rollout.servers.tp=2", "rollout.servers.count=2")
@@ -27,7 +27,7 @@ def test_two_servers_of_two_ranks_get_their_shards(engine: str, task: Path, tmp_
     """Checksums, the probe's log-probs and the bytes of every link are right, push after push."""
     with running(engine, task, tmp_path, *TWO_OF_TWO) as supervisor:
         urls = ",".join(process.url for process in supervisor.processes)
-        launch("pushes.sharded_worker:push", [4], engine, urls, str(task), str(tmp_path), "tp2 pp2")
+        launch("helpers.pushes.sharded_worker:push", [4], engine, urls, str(task), str(tmp_path), "tp2 pp2")
         assert_equal_from_files(tmp_path, range(3))
 
 
@@ -38,7 +38,7 @@ def test_experts_go_from_their_ranks_to_the_servers(engine: str, layout: str, ta
     moe = moe_task.make(task, tmp_path / "task")
     with running(engine, moe, tmp_path, *TWO_OF_TWO) as supervisor:
         urls = ",".join(process.url for process in supervisor.processes)
-        launch("pushes.sharded_worker:push", [4], engine, urls, str(moe), str(tmp_path), layout)
+        launch("helpers.pushes.sharded_worker:push", [4], engine, urls, str(moe), str(tmp_path), layout)
         assert_equal_from_files(tmp_path, range(3))
 
 
@@ -50,8 +50,23 @@ def test_a_server_or_the_trainer_that_is_killed_in_mid_push_is_back_in_the_next(
         urls = ",".join(process.url for process in supervisor.processes)
         with pytest.raises(AssertionError, match=r"exit status|SIGKILL"):
             launch(
-                "pushes.sharded_worker:interrupted", [4], engine, urls, str(task), str(tmp_path), "tp2 pp2"
+                "helpers.pushes.sharded_worker:interrupted",
+                [4],
+                engine,
+                urls,
+                str(task),
+                str(tmp_path),
+                "tp2 pp2",
             )
         pid = str(supervisor.processes[0].pid)
-        launch("pushes.sharded_worker:killed", [4], engine, urls, str(task), str(tmp_path), "tp2 pp2", pid)
+        launch(
+            "helpers.pushes.sharded_worker:killed",
+            [4],
+            engine,
+            urls,
+            str(task),
+            str(tmp_path),
+            "tp2 pp2",
+            pid,
+        )
         assert_equal_from_files(tmp_path, range(1, 2))

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from servers.real_servers import Client, logprobs, pool_of, running, served_config
-from small_constants import SERVER_OPTIONS, small_servers
+from helpers.servers.real_servers import Client, logprobs, pool_of, running, served_config
+from helpers.small_constants import SERVER_OPTIONS, small_servers
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.huggingface.config_json import read_model_config

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from inputs import mtp_task
+from helpers.inputs import mtp_task
+from helpers.servers.faults import Fault, check, faulty_run, kill
+from helpers.servers.real_servers import PROMPTS, Client, admit, pool_of, running, served_config
+from helpers.tiny_run import fit, records, weights
 from safetensors.torch import load_file, save_file
-from servers.faults import Fault, check, faulty_run, kill
-from servers.real_servers import PROMPTS, Client, admit, pool_of, running, served_config
-from tiny_run import fit, records, weights
 from transformers import AutoModelForCausalLM
 
 from megatron_gvpo.core.errors import ConfigError

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import launch
-from paths import HELPERS, IMPORTS
+from helpers.distributed import launch
+from helpers.paths import HELPERS, IMPORTS
+from helpers.servers.real_servers import Client, SharedServer, running
 from safetensors.torch import load_file
-from servers.real_servers import Client, SharedServer, running
 
 from megatron_gvpo.servers import leader
 from megatron_gvpo.servers.leader import Command, Done, Push, Wait
@@ -139,7 +139,13 @@ def test_a_server_that_ends_before_a_push_is_proved_is_lost_and_comes_back(task:
     with running("sglang", task, tmp_path) as supervisor:
         [process] = supervisor.processes
         launch(
-            "pushes.push_worker:ended", [1], "sglang", process.url, str(task), str(tmp_path), str(process.pid)
+            "helpers.pushes.push_worker:ended",
+            [1],
+            "sglang",
+            process.url,
+            str(task),
+            str(tmp_path),
+            str(process.pid),
         )
 
 
@@ -147,7 +153,7 @@ def test_servers_may_take_longer_to_start_than_a_collective_waits(task: Path, tm
     """A large model's weights take long to load: the ranks wait without a collective, and all get the
     error.
     """
-    launch("pushes.push_worker:unopened", [2], str(task), str(tmp_path))
+    launch("helpers.pushes.push_worker:unopened", [2], str(task), str(tmp_path))
     for rank in range(2):
         assert (
             "not healthy after rollout.servers.start_timeout=15 s" in (tmp_path / f"error-{rank}").read_text()

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from inputs.good_config import GOOD, message
+from helpers.inputs.good_config import GOOD, message
 
 from megatron_gvpo.algorithms.losses.gvpo import GVPO
 from megatron_gvpo.algorithms.losses.pg import PolicyGradient

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_run import GVPO, configure
+from helpers.tiny_run import GVPO, configure
 
 from megatron_gvpo.checks.preflight import preflight
 from megatron_gvpo.core import gpu_packages

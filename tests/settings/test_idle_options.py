@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from inputs.good_config import message
+from helpers.inputs.good_config import message
 
 from megatron_gvpo.settings.load import load_config
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases.vision_cases import CONFIGS, PROCESSOR
+from helpers.cases.vision_cases import CONFIGS, PROCESSOR
 from transformers import AutoModelForImageTextToText
 
 from megatron_gvpo.checks.layout import check_layout

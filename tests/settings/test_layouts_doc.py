@@ -11,10 +11,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from cases.gradient_cases import FAMILIES, RUNS, STEPS, small
-from references.gradient_reference import FAMILY_NAMES
-from suite.doc_tables import Hold
-from workers import checkpoint_worker
+from helpers.cases.gradient_cases import FAMILIES, RUNS, STEPS, small
+from helpers.references.gradient_reference import FAMILY_NAMES
+from helpers.suite.doc_tables import Hold
+from helpers.workers import checkpoint_worker
 
 from megatron_gvpo.checks.layout import check_layout
 from megatron_gvpo.core.errors import ConfigError

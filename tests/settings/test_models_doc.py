@@ -11,12 +11,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from cases.families import FAMILIES
-from cases.gradient_cases import RUNS, STEPS
-from cases.served_families import SERVED, SERVED_ELSEWHERE
-from inputs import family_task
-from references import gradient_reference as reference
-from suite.doc_tables import Hold
+from helpers.cases.families import FAMILIES
+from helpers.cases.gradient_cases import RUNS, STEPS
+from helpers.cases.served_families import SERVED, SERVED_ELSEWHERE
+from helpers.inputs import family_task
+from helpers.references import gradient_reference as reference
+from helpers.suite.doc_tables import Hold
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.huggingface import image_families as images

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from cases.vision_cases import CONFIGS
+from helpers.cases.vision_cases import CONFIGS
 
 from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.cluster.job import Job, check

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from inputs.good_config import message
+from helpers.inputs.good_config import message
 
 from megatron_gvpo.checks.teacher import check_teacher
 from megatron_gvpo.core.errors import ConfigError

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from inputs.good_config import message
+from helpers.inputs.good_config import message
 
 from megatron_gvpo.checks.layout import check_layout
 from megatron_gvpo.core.errors import ConfigError

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny_run import configure
+from helpers.tiny_run import configure
 
 from megatron_gvpo.checks.preflight import preflight
 from megatron_gvpo.checks.user_source import check_source

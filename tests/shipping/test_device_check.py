@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from suite.real_parts import used
+from helpers.suite.real_parts import used
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "device_check.py"
 

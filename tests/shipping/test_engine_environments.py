@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from paths import ROOT
+from helpers.paths import ROOT
 
 PINS = "megatron_gvpo/versions.txt"
 

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import megatron.core
 import pytest
-from paths import ROOT
-from references.interfaces import Library, Uses
-from references.transformer_engine_source import CUDNN, source
-from servers.real_servers import engine_python
+from helpers.paths import ROOT
+from helpers.references.interfaces import Library, Uses
+from helpers.references.transformer_engine_source import CUDNN, source
+from helpers.servers.real_servers import engine_python
 
 from megatron_gvpo.core.versions import REFERENCE
 from megatron_gvpo.servers.launch.start import DIALECTS

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from paths import ROOT
+from helpers.paths import ROOT
 
 from megatron_gvpo.settings.transports import TRANSPORTS
 

@@ -13,12 +13,12 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
-from inputs.short_quickstart import SHORT
-from machine import images
+from helpers.inputs.short_quickstart import SHORT
+from helpers.machine import images
+from helpers.paths import ROOT
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
-from paths import ROOT
 
 from megatron_gvpo.core.versions import REFERENCE
 

@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.paths import ROOT
 from packaging.version import Version
-from paths import ROOT
 
 from megatron_gvpo import __version__
 from megatron_gvpo.core.versions import REFERENCE

@@ -12,14 +12,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from paths import ROOT
+from helpers.paths import ROOT
 
 TOOL = Path("tools") / "touched_proofs.py"
 PROOF = (
     "import time, pytest\n\n@pytest.mark.proof\n@pytest.mark.parametrize('n', range(2))\ndef test_proof(n):\n"
 )
 SUITE = ("outcomes", "time_budget", "work_groups")
-SETTINGS = "[pytest]\npythonpath = tests/helpers\naddopts = -q\nmarkers = proof\n"
+SETTINGS = "[pytest]\npythonpath = tests\naddopts = -q\nmarkers = proof\n"
 
 
 @pytest.fixture
@@ -30,7 +30,8 @@ def repository(tmp_path: Path) -> Path:
         (tmp_path / "tests" / room / f"test_{room}.py").write_text(f"{PROOF}    pass\n")
     (tmp_path / "tests" / "cli").mkdir()
     (tmp_path / "tests" / "cli" / "test_cli.py").write_text("def test_no_proof():\n    raise ValueError\n")
-    plugins = "pytest_plugins = ['suite.outcomes', 'suite.time_budget', 'suite.work_groups']\n"
+    names = [f"helpers.suite.{name}" for name in ("outcomes", "time_budget", "work_groups")]
+    plugins = f"pytest_plugins = {names}\n"
     (tmp_path / "tests" / "conftest.py").write_text(plugins)
     (tmp_path / "pytest.ini").write_text(SETTINGS)
     for file in (TOOL, *(Path("tests/helpers/suite") / f"{name}.py" for name in SUITE)):

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from paths import ROOT
+from helpers.paths import ROOT
 
 from megatron_gvpo import __version__
 

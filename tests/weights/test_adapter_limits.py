@@ -7,10 +7,10 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from pushes.adapter_pushes import RANK, make_adapter
+from helpers.pushes.adapter_pushes import RANK, make_adapter
+from helpers.servers.real_servers import ENGINES
+from helpers.tiny_run import configure
 from safetensors.torch import load_file
-from servers.real_servers import ENGINES
-from tiny_run import configure
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.huggingface.adapter_layers import adapted_layers, adapter_shapes, check_limits

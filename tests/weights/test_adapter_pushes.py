@@ -13,11 +13,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from pushes.adapter_pushes import ADAPTERS, RANK, AdapterRun, adapted_logprobs, make_adapter
+from helpers.pushes.adapter_pushes import ADAPTERS, RANK, AdapterRun, adapted_logprobs, make_adapter
+from helpers.servers.faults import Fault, check, faulty_run, kill
+from helpers.servers.real_servers import (
+    ENGINES,
+    PROMPTS,
+    SGLANG_FIRST,
+    Client,
+    logprobs,
+    running,
+    served_config,
+)
+from helpers.tiny_run import fit, records
 from safetensors.torch import load_file
-from servers.faults import Fault, check, faulty_run, kill
-from servers.real_servers import ENGINES, PROMPTS, SGLANG_FIRST, Client, logprobs, running, served_config
-from tiny_run import fit, records
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.huggingface.config_json import read_model_config

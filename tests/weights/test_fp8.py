@@ -8,13 +8,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import tiny_run
 import torch
-from distributed import launch
-from paths import HELPERS
-from pushes.fp8_worker import quantise_checkpoint
+from helpers import tiny_run
+from helpers.distributed import launch
+from helpers.paths import HELPERS
+from helpers.pushes.fp8_worker import quantise_checkpoint
+from helpers.servers.real_servers import ENGINES, PROMPTS, engine_python, engine_with, logprobs, running
 from safetensors.torch import load_file, save_file
-from servers.real_servers import ENGINES, PROMPTS, engine_python, engine_with, logprobs, running
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_gvpo.core.errors import ConfigError
@@ -113,7 +113,7 @@ def test_a_server_in_fp8_gets_what_its_checkpoint_would_hold_byte_for_byte(engin
     own = (python, f"rollout.servers.model_path={served}", "model.dtype=bfloat16")
     with running(engine, task, tmp_path / "out", *own) as supervisor:
         url = supervisor.processes[0].url
-        launch("pushes.fp8_worker:run", [1], engine, url, str(task), str(served), str(tmp_path))
+        launch("helpers.pushes.fp8_worker:run", [1], engine, url, str(task), str(served), str(tmp_path))
     answers = [json.loads((tmp_path / f"answers-{step}").read_text()) for step in (0, 1)]
     assert answers[0]["pushed"] != answers[1]["pushed"]
     for step, answer in enumerate(answers):

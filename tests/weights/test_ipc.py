@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from servers.fake_servers import itself
+from helpers.servers.fake_servers import itself
 from torch import nn
 from torch.distributed import HashStore
 from torch.multiprocessing.reductions import rebuild_cuda_tensor

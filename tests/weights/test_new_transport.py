@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
-import tiny_run
 import torch
-from servers.real_servers import ENGINES, PROMPTS, SGLANG_FIRST, SharedServer, logprobs, served_config
+from helpers import tiny_run
+from helpers.servers.real_servers import ENGINES, PROMPTS, SGLANG_FIRST, SharedServer, logprobs, served_config
 
 from megatron_gvpo.checks.layout import check_layout
 from megatron_gvpo.core.errors import ConfigError

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from servers.fake_servers import itself
+from helpers.servers.fake_servers import itself
 
 from megatron_gvpo.servers.http import ServerRefused
 from megatron_gvpo.servers.leader import BackgroundLoop, Failed, Push

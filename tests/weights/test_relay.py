@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from servers.fake_servers import itself
+from helpers.servers.fake_servers import itself
 from torch.distributed import HashStore
 
 from megatron_gvpo.core import store as shared_store

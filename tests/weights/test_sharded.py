@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import launch
-from inputs import family_task, moe_task
+from helpers.distributed import launch
+from helpers.inputs import family_task, moe_task
 from torch import Tensor
 
 from megatron_gvpo.megatron.model.own_weights import OwnPart, OwnWeights
@@ -244,7 +244,9 @@ def test_the_parts_that_ranks_hold_are_those_of_the_export(
         task = moe_task.make(task, tmp_path / "task")
     elif family == "Qwen3.5":  # its conversion adds 1 to some norms
         task = family_task.make(task, tmp_path / "task", family)
-    launch("pushes.sharded_worker:parts", [2 if layout == "tp2" else 4], str(task), str(tmp_path), layout)
+    launch(
+        "helpers.pushes.sharded_worker:parts", [2 if layout == "tp2" else 4], str(task), str(tmp_path), layout
+    )
     exported, assembled = (torch.load(tmp_path / name) for name in ("exported", "assembled"))
     assert exported.keys() == assembled.keys()
     for name, tensor in exported.items():

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as dist
-from servers.fake_servers import itself
+from helpers.servers.fake_servers import itself
 
 from megatron_gvpo.servers.http import ServerRefused
 from megatron_gvpo.servers.pool import ServerHandle

@@ -8,9 +8,9 @@ from itertools import pairwise
 
 import pytest
 import torch
+from helpers.servers.fake_servers import itself
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from servers.fake_servers import itself
 
 from megatron_gvpo.megatron.model.own_weights import OwnPart, OwnWeights
 from megatron_gvpo.servers.pool import ServerHandle

@@ -106,7 +106,7 @@ RULES = (
         "loss.importance leaves {now:.0%} of the policy gradient: its weights are 1 on average without a "
         "mismatch",
         "train/importance_masked, and mismatch/abs_mean: low and high are to allow a few times that; "
-        "with level=sequence also the length of responses (docs/howto/mismatch.md)",
+        "with level=sequence also the length of responses (docs/howto/correct_mismatch.md)",
     ),
     Rule(
         "no signal",

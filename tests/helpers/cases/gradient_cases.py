@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from references import gradient_reference as reference
-from references.gradient_reference import Correction, ReferenceLoss
 from torch import Tensor
-from workers.gradient_worker import TEMPERATURE, Layout
 
-from cases.gradient_rows import ROWS, by_another_engine, make_rows, moved, routing_of
+from helpers.cases.gradient_rows import ROWS, by_another_engine, make_rows, moved, routing_of
+from helpers.references import gradient_reference as reference
+from helpers.references.gradient_reference import Correction, ReferenceLoss
+from helpers.workers.gradient_worker import TEMPERATURE, Layout
 from megatron_gvpo.types import TrainBatch
 
 TOLERANCE = 1e-5  # of the largest entry of a parameter's gradient

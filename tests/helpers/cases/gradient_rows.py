@@ -6,9 +6,9 @@ import math
 from typing import Any
 
 import torch
-from references import gradient_reference as reference
 from torch import Tensor
 
+from helpers.references import gradient_reference as reference
 from megatron_gvpo.groups import Routing
 from megatron_gvpo.types import TrainBatch
 

@@ -12,7 +12,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from references.head_reference import (
+
+from helpers.references.head_reference import (
     error,
     fused_stash,
     fused_weights_first,
@@ -20,7 +21,6 @@ from references.head_reference import (
     naive,
     problem,
 )
-
 from megatron_gvpo.kernels import triton_tiles
 from megatron_gvpo.kernels.linear_logprob import linear_logprob
 

@@ -13,8 +13,8 @@ import torch
 import transformers
 from PIL import Image as Picture
 from torch import Tensor
-from workers.gradient_worker import Layout
 
+from helpers.workers.gradient_worker import Layout
 from megatron_gvpo.core.image import Image
 from megatron_gvpo.data.image_processor import ImageProcessor
 from megatron_gvpo.types import TrainBatch

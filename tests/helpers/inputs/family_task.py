@@ -7,9 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from cases.families import FAMILIES
-from references import gradient_reference as reference
-
+from helpers.cases.families import FAMILIES
+from helpers.references import gradient_reference as reference
 from megatron_gvpo.verify.shrink import save_tiny
 
 _SIZES = {

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from suite.real_parts import used
 
-from machine.debian import install
+from helpers.machine.debian import install
+from helpers.suite.real_parts import used
 
 PATIENCE = 120.0  # seconds for the start, and for whatever a page is to do next
 OPTIONS = (

@@ -20,10 +20,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from paths import ROOT
-from suite.real_parts import used
-
-from machine.debian import install
+from helpers.machine.debian import install
+from helpers.paths import ROOT
+from helpers.suite.real_parts import used
 
 TOOLS = ("buildah", "mmdebstrap")
 # Python's own modules link with these libraries; torch brings its own.

@@ -16,9 +16,8 @@ from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
-from suite.real_parts import used
-
-from machine.debian import install
+from helpers.machine.debian import install
+from helpers.suite.real_parts import used
 from megatron_gvpo.core.launch import free_ports
 
 NODES = ("gvpo-node1", "gvpo-node2", "gvpo-node3")

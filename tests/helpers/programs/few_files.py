@@ -8,8 +8,7 @@ from __future__ import annotations
 import resource
 import sys
 
-from servers.real_servers import Client, admit
-
+from helpers.servers.real_servers import Client, admit
 from megatron_gvpo.servers.pool import ServerPool
 from megatron_gvpo.servers.request import Request
 from megatron_gvpo.settings.sections import SamplingConfig

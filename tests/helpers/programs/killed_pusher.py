@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from servers.real_servers import receiver
 
+from helpers.servers.real_servers import receiver
 from megatron_gvpo.servers.http import Http, open_session
 from megatron_gvpo.servers.launch.start import DIALECTS
 from megatron_gvpo.servers.pool import ServerHandle

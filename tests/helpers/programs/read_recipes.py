@@ -10,8 +10,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from inputs.chat_tokenizer import END, tokenizer
-
+from helpers.inputs.chat_tokenizer import END, tokenizer
 from megatron_gvpo.data.prompts import load_prompts
 from megatron_gvpo.settings.load import load_config
 

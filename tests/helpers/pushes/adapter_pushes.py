@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from servers.real_servers import receiver
 from transformers import AutoModelForCausalLM
 
+from helpers.servers.real_servers import receiver
 from megatron_gvpo.huggingface.adapter_layers import adapted_layers, adapter_shapes
 from megatron_gvpo.servers.leader import BackgroundLoop, Push, Wait
 from megatron_gvpo.servers.pool import ServerPool

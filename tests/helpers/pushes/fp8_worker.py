@@ -8,14 +8,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from inputs.rows import make_rows
 from safetensors.torch import load_file, save_file
-from servers.real_servers import PROMPTS, checksum, receiver
-from tiny_run import configure
 
+from helpers.inputs.rows import make_rows
+from helpers.pushes.push_worker import end, served_engine
+from helpers.servers.real_servers import PROMPTS, checksum, receiver
+from helpers.tiny_run import configure
 from megatron_gvpo.megatron.policy import Policy
 from megatron_gvpo.weights.fp8 import SCALE, quantise
-from pushes.push_worker import end, served_engine
 
 
 def quantise_checkpoint(source: Path, target: Path) -> None:

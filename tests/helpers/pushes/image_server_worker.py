@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import transformers
-from paths import ROOT
-from servers.real_servers import engine_python
 
+from helpers.paths import ROOT
+from helpers.servers.real_servers import engine_python
 from megatron_gvpo.core.errors import RolloutError
 from megatron_gvpo.data.task import load_task
 from megatron_gvpo.megatron.policy import Policy

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from inputs.rows import make_rows
-from servers.real_servers import PROMPTS, checksum, receiver
-from tiny_run import configure
 
+from helpers.inputs.rows import make_rows
+from helpers.servers.real_servers import PROMPTS, checksum, receiver
+from helpers.tiny_run import configure
 from megatron_gvpo.core.errors import RolloutError
 from megatron_gvpo.data.task import Task
 from megatron_gvpo.groups import Prompt

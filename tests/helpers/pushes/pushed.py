@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from servers.real_servers import PROMPTS, logprobs, reference
 
+from helpers.pushes.push_worker import PUSHES
+from helpers.servers.real_servers import PROMPTS, logprobs, reference
 from megatron_gvpo.huggingface.architectures import add_model_types
-from pushes.push_worker import PUSHES
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}  # of one log-prob, nats
 

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cases.gradient_cases import Step, sampled_for
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from workers.gradient_worker import TEMPERATURE, UPDATE
 
-from references import gradient_reference as reference
+from helpers.cases.gradient_cases import Step, sampled_for
+from helpers.references import gradient_reference as reference
+from helpers.workers.gradient_worker import TEMPERATURE, UPDATE
 
 PREFIX = "base_model.model."
 SHARED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))

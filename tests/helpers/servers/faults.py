@@ -14,14 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from tiny_run import fit
-
+from helpers.servers.real_servers import served_config
+from helpers.tiny_run import fit
 from megatron_gvpo.groups import Group
 from megatron_gvpo.servers.launch.supervise import ServerProcess
 from megatron_gvpo.servers.pool import ServerPool
 from megatron_gvpo.training.callbacks import Callback
 from megatron_gvpo.training.trainer import Trainer
-from servers.real_servers import served_config
 
 Moment = Literal["generating", "pushing", "between"]
 

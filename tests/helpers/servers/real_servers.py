@@ -19,11 +19,11 @@ from typing import Any
 
 import pytest
 import torch
-from paths import HELPERS, ROOT
-from suite.real_parts import used
-from tiny_run import configure
 from transformers import AutoModelForCausalLM
 
+from helpers.paths import HELPERS, ROOT
+from helpers.suite.real_parts import used
+from helpers.tiny_run import configure
 from megatron_gvpo.servers.http import Http, open_session
 from megatron_gvpo.servers.launch.start import DIALECTS, start_servers
 from megatron_gvpo.servers.launch.supervise import Supervisor, is_healthy

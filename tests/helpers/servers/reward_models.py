@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from inputs.chat_tokenizer import END, tokenizer
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -19,6 +18,8 @@ from transformers import (
     LlamaConfig,
     Qwen2Config,
 )
+
+from helpers.inputs.chat_tokenizer import END, tokenizer
 
 CONFIGS = {"qwen2": Qwen2Config, "llama": LlamaConfig}
 POSITIONS = 256

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from servers.real_servers import logprobs, reference
-from servers.reward_models import QUIET, Answer, standing_in
+from helpers.servers.real_servers import logprobs, reference
+from helpers.servers.reward_models import QUIET, Answer, standing_in
 
 
 @dataclass

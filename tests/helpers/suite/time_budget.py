@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from suite.outcomes import last_run, outcomes
+from helpers.suite.outcomes import last_run, outcomes
 
 UNKNOWN = 60.0  # seconds
 GRACE = 300.0  # seconds

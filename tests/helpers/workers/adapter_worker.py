@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from distributed import run_number
 from torch import Tensor
 
+from helpers.distributed import run_number
+from helpers.workers.gradient_worker import Case, Layout, config_of, sizes_of
 from megatron_gvpo.settings.adapter import AdapterConfig
 from megatron_gvpo.settings.config import Config
-from workers.gradient_worker import Case, Layout, config_of, sizes_of
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from distributed import forget_layout, run_number
+
+from helpers.distributed import forget_layout, run_number
 
 
 @contextmanager

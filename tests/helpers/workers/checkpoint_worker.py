@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases.gradient_cases import small
-from distributed import forget_layout, run_number
 from torch import Tensor
 
-from workers.gradient_worker import Case, Layout, config_of, sizes_of
+from helpers.cases.gradient_cases import small
+from helpers.distributed import forget_layout, run_number
+from helpers.workers.gradient_worker import Case, Layout, config_of, sizes_of
 
 MOMENTS = ("param", "exp_avg", "exp_avg_sq")
 

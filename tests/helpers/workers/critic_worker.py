@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from distributed import run_number
 from torch import Tensor
 
-from workers.gradient_worker import _copy, config_of, sizes_of
+from helpers.distributed import run_number
+from helpers.workers.gradient_worker import _copy, config_of, sizes_of
 
 
 @dataclass(frozen=True)

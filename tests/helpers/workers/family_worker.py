@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from distributed import forget_layout, run_number
-from small_constants import late_gathers, small_constants
 
+from helpers.distributed import forget_layout, run_number
+from helpers.small_constants import late_gathers, small_constants
 from megatron_gvpo.verify.layout import Layout
 
 

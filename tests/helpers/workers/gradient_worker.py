@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from distributed import run_number
-from small_constants import late_gathers, small_constants
 from torch import Tensor
 
+from helpers.distributed import run_number
+from helpers.small_constants import late_gathers, small_constants
 from megatron_gvpo.observe.mismatch import MismatchWatch
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.load import build_config

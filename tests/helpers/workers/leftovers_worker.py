@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from distributed import forget_layout, run_number
 
-from workers.gradient_worker import config_of
+from helpers.distributed import forget_layout, run_number
+from helpers.workers.gradient_worker import config_of
 
 
 def run(directory: str) -> None:

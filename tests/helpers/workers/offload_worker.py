@@ -11,9 +11,9 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from distributed import forget_layout, run_number
 
-from workers.gradient_worker import Case, config_of
+from helpers.distributed import forget_layout, run_number
+from helpers.workers.gradient_worker import Case, config_of
 
 MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from distributed import forget_layout, run_number
-from small_constants import late_gathers, small_constants
 
+from helpers.distributed import forget_layout, run_number
+from helpers.small_constants import late_gathers, small_constants
+from helpers.workers.gradient_worker import config_of
 from megatron_gvpo.types import TrainBatch
-from workers.gradient_worker import config_of
 
 
 def run(directory: str) -> None:

@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 
 import torch.distributed as dist
-from tiny_run import GVPO, configure, fit
+
+from helpers.tiny_run import GVPO, configure, fit
 
 LAYOUTS = {"dp2": "parallel.tp=1", "tp2": "parallel.tp=2", "pp2": "parallel.pp=2"}
 

@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 import pytest
 import torch.distributed as dist
-from tiny_run import GVPO, SHORT, configure
 
+from helpers.tiny_run import GVPO, SHORT, configure
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.training.callbacks import Callback, Recorder
 from megatron_gvpo.training.trainer import Trainer

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from distributed import forget_layout, run_number
-from on_cpu import flash_on_cpu
 
+from helpers.distributed import forget_layout, run_number
+from helpers.on_cpu import flash_on_cpu
+from helpers.workers.gradient_worker import _gradients, config_of
 from megatron_gvpo.megatron.batch import PackedBatch
-from workers.gradient_worker import _gradients, config_of
 
 
 def run(directory: str) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from distributed import run_number
 from megatron.core import parallel_state
 
+from helpers.distributed import run_number
 from megatron_gvpo.megatron import parallel
 from megatron_gvpo.megatron.batch import PackedBatch
 from megatron_gvpo.megatron.microbatch import my_share

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from small_constants import small_constants
-from tiny_run import StopAfter, configure, fit, reward_options
 
+from helpers.small_constants import small_constants
+from helpers.tiny_run import StopAfter, configure, fit, reward_options
 from megatron_gvpo.core.collectives import all_have_failed
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.user_functions import UserFunctionError

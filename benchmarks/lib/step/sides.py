@@ -18,8 +18,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # TRL's environment and ours run this file
 
-from parts.step import task
-from parts.step.task import (
+from lib.step import task
+from lib.step.task import (
     CASES,
     LEARNING_RATE,
     MAX_TOKENS,

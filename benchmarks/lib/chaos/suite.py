@@ -17,15 +17,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-import tiny_run
+from helpers import tiny_run
 
-from parts.chaos.checks import PROMPTS, check, final_history
-from parts.chaos.clock import Clock
-from parts.chaos.job import Job, ledger_of
-from parts.chaos.nodes import two_nodes
-from parts.chaos.schedules import STEPS, Layout, Schedule
-from parts.chaos.starter import SECOND_NODE, Command, Starter
-from parts.chaos.strikes import JUDGE, Judge, Scene, Server
+from lib.chaos.checks import PROMPTS, check, final_history
+from lib.chaos.clock import Clock
+from lib.chaos.job import Job, ledger_of
+from lib.chaos.nodes import two_nodes
+from lib.chaos.schedules import STEPS, Layout, Schedule
+from lib.chaos.starter import SECOND_NODE, Command, Starter
+from lib.chaos.strikes import JUDGE, Judge, Scene, Server
 
 JUDGING = 0.1  # seconds of the judge for a group: time for faults to strike in a step
 DISK = 300  # MB of the file system that holds a run's output, and that faults fill

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Gives the command line bad inputs, and counts how it takes them.
 
-usage: benchmarks/bad_input/run.py [--room ROOM ...] [--name PART ...] [--share SHARE --seed SEED]
+usage: tests/bad_input/run.py [--room ROOM ...] [--name PART ...] [--share SHARE --seed SEED]
     [--limit SECONDS] [--out FILE.json]
 
 Every input runs in a process of its own, forked from one that has imported the libraries, in a fresh
@@ -34,8 +34,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [
     str(ROOT),
-    str(ROOT / "benchmarks"),
-    str(ROOT / "tests" / "helpers"),
+    str(ROOT / "tests"),
     str(ROOT / "examples" / "quickstart"),
 ]
 
@@ -89,7 +88,7 @@ def _drawn(cases: list[Any], share: float, draw: random.Random) -> list[Any]:
 
 def _import_libraries() -> None:
     """Import in the parent what every command would: children then begin in milliseconds."""
-    import tiny_run  # noqa: F401
+    from helpers import tiny_run  # noqa: F401
 
     import megatron_gvpo.cli.train  # noqa: F401
 
@@ -121,7 +120,7 @@ def _make_material(home: Path, resumed: bool) -> None:
 
 
 def _make_task(home: Path) -> None:
-    import tiny_run
+    from helpers import tiny_run
 
     tiny_run.make(home / "task")
     config = (home / "task" / "run.yaml").read_text().replace(f"{home}/task/", "")

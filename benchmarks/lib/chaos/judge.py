@@ -1,6 +1,6 @@
 """The judge of the chaos suite: a small HTTP service that rewards whole groups, slowly, and keeps a ledger.
 
-    python benchmarks/parts/chaos/judge.py PORT LEDGER SECONDS
+    python benchmarks/lib/chaos/judge.py PORT LEDGER SECONDS
 
 Runs ask it through `judged`, a function of their own in `algorithm.shapers`. It answers after SECONDS, like a
 large model that judges, and adds a line to the file LEDGER for every group that it was asked about, before it

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tiny_run import records, weights
+from helpers.tiny_run import records, weights
 
-from parts.chaos.job import ChaosError, Job, ledger_of
+from lib.chaos.job import ChaosError, Job, ledger_of
 
 PROMPTS, RESPONSES = 4, 4  # of a step, and of a prompt
 STALE = 2e-3  # largest difference of the engine's log-probs and the trainer's; updates are larger by far

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-from servers.faults import signal_for_a_while
-from servers.proxy import Mode, Proxy
+from helpers.servers.faults import signal_for_a_while
+from helpers.servers.proxy import Mode, Proxy
 
+from lib.chaos.clock import Clock
+from lib.chaos.schedules import Fault
+from lib.chaos.starter import kill_session
 from megatron_gvpo.core.launch import free_ports
-from parts.chaos.clock import Clock
-from parts.chaos.schedules import Fault
-from parts.chaos.starter import kill_session
 
 LINKS: dict[str, Mode] = {"slow link": "slow", "cut link": "cut", "close link": "refuse"}
 JUDGE = Path(__file__).with_name("judge.py")

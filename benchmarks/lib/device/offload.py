@@ -18,7 +18,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # for its own process, which runs this file
 
-from parts.device.model import (
+from lib.device.model import (
     SHAPES,
     TINY,
     clean_up,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from lib.scaling.point import PHASES, Point
 from megatron_gvpo.observe.summary import STYLE
-from parts.scaling.point import PHASES, Point
 
 COLOURS = ("#2563c9", "#7aa7e8", "#8b5cf6", "#d3541b", "#f0a35e", "#2e9e6b", "#9aa5b1", "#d9dee4")
 

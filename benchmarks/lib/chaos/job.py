@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from lib.chaos.schedules import ENDS, Fault
+from lib.chaos.strikes import NotYet, Scene
 from megatron_gvpo.core.jsonl import read_metrics
-from parts.chaos.schedules import ENDS, Fault
-from parts.chaos.strikes import NotYet, Scene
 
 RESUME = "--resume=auto"
 FRUITLESS = 5  # starts in a row without a newer checkpoint, after which the job of `megatron-gvpo slurm` ends

@@ -18,12 +18,12 @@ from functools import partial
 from pathlib import Path
 
 import psutil
-from servers.proxy import Proxy
-from servers.real_servers import another_node, engine_python
+from helpers.servers.proxy import Proxy
+from helpers.servers.real_servers import another_node, engine_python
 
+from lib.chaos.strikes import Server
 from megatron_gvpo.core.launch import free_ports
 from megatron_gvpo.servers.launch.supervise import is_healthy
-from parts.chaos.strikes import Server
 
 ROOT = Path(__file__).parents[3]
 START_SECONDS = 600.0

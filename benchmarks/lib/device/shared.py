@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
+from lib.device.model import SHAPES, TINY, clean_up, clock, made_rows, policy_of, save_model
 from megatron_gvpo.planner.architecture import from_config
 from megatron_gvpo.planner.sharing import sharing
 from megatron_gvpo.planner.workload import Lengths, Workload
-from parts.device.model import SHAPES, TINY, clean_up, clock, made_rows, policy_of, save_model
 
 
 def times(smoke: bool) -> dict[str, Any]:
