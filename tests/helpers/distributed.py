@@ -30,6 +30,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from helpers.paths import IMPORTS
 from helpers.suite.real_parts import used
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=120)
@@ -78,8 +79,9 @@ def _fork_server() -> subprocess.Popen[bytes]:
     """The process that has imported the libraries. It takes an order a line, and answers with two numbers:
     the fork's process id, and its exit status.
     """
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    command = [sys.executable, "-W", "ignore", __file__]
+    path = os.pathsep.join([IMPORTS, os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
+    command = [sys.executable, "-W", "ignore", "-m", "helpers.distributed"]
     pipe = subprocess.PIPE
     server = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, start_new_session=True)
     atexit.register(server.kill)
