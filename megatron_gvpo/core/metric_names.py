@@ -309,7 +309,7 @@ def check_name(name: str, taken: Collection[str]) -> None:
 
 
 def own_names(pattern: str, section: str | None = None) -> frozenset[str]:
-    """What stands for the `<...>` at the end of `pattern` in the package's own metrics, or in a section's.
+    """The names in place of `<...>` at the end of `pattern` in the package's own metrics, or in a section's.
 
     `reward/<component>` has mean, for one.
     """
