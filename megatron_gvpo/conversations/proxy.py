@@ -52,25 +52,26 @@ class _TokenRequest(BaseModel):
 class Proxy:
     """Serves the dialogues that are open. An async context manager.
 
-    `text` decodes an answer's tokens; token ids are below `vocabulary`.
+    `decode` makes the text of an answer's tokens; token ids are below `vocabulary`. `longest` is the largest
+    number of tokens of a context and its answer, for callers that ask for it.
     """
 
     def __init__(
         self,
         sampling: SamplingConfig,
-        text: Callable[[list[int]], str],
+        decode: Callable[[list[int]], str],
         parser: str,
         vocabulary: int,
         longest: int,
     ) -> None:
-        self._sampling, self._text, self._parser = sampling, text, parser
+        self._sampling, self._decode, self._parser = sampling, decode, parser
         self._vocabulary, self._longest = vocabulary, longest
         self._dialogues: dict[str, Dialogue] = {}
         self._answers = 0
 
     async def __aenter__(self) -> Self:
         spare_connections()  # every program has one open
-        app = web.Application(client_max_size=LONGEST, middlewares=[self._guarded])
+        app = web.Application(client_max_size=LONGEST, middlewares=[self._check_key])
         app.router.add_get(MODELS, self._models)
         app.router.add_post(CHAT, self._chat)
         app.router.add_post(GENERATE, self._generate)
@@ -97,7 +98,7 @@ class Proxy:
         await self._dialogues.pop(endpoint.api_key).close()
 
     @web.middleware
-    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _check_key(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Check the key, and answer errors in OpenAI's form."""
         try:
             kind, _, key = request.headers.get("Authorization", "").partition(" ")
@@ -138,7 +139,7 @@ class Proxy:
         context = dialogue.context(messages, tools)
         agent = request.headers.get("X-Agent", body.user or "")
         response = await self._ask(dialogue, context, body.most, body.extra)
-        text = self._text(response.token_ids)
+        text = self._decode(response.token_ids)
         has_tools = bool(tools) and body.extra.get("tool_choice") != "none"
         message, reason = answer_of(text, self._parser, has_tools, hash((context, *response.token_ids)))
         reason = "length" if response.finish_reason == "length" else reason

@@ -168,7 +168,7 @@ def prompt_messages(prompt: Prompt, keys: Sequence[str]) -> Messages:
     return [dict(m) for m in chat] if isinstance(chat, list) else [{"role": "user", "content": str(chat)}]
 
 
-def dialogue(prompt: Prompt, rollout: Rollout, keys: Sequence[str]) -> Messages:
+def scored_chat(prompt: Prompt, rollout: Rollout, keys: Sequence[str]) -> Messages:
     """The prompt's chat and the response, or the conversation that followed the prompt.
 
     The last chat of an agent program is complete: it begins with what the program made of the prompt.

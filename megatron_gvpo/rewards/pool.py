@@ -36,12 +36,11 @@ from megatron_gvpo.workers.messages import (
     rollout_bytes,
 )
 from megatron_gvpo.workers.output import Printout
-from megatron_gvpo.workers.process import START, WorkerProcess, how_it_ended, wrong_message
+from megatron_gvpo.workers.process import NOTICE, START, WorkerProcess, how_it_ended, wrong_message
 from megatron_gvpo.workers.reaper import PATIENCE
 
 _CHUNK = 32  # calls sent at once: enough to hide the way there and back, few enough to share evenly
 _DEATHS = 3  # workers that may die in a row without a call to blame
-_NOTICE = 0.5  # seconds between two notices that a function imports a module, at most
 
 
 class _Job(NamedTuple):
@@ -236,7 +235,7 @@ class _RewardWorker:
     def __init__(
         self, functions: Sequence[Function], files: Mapping[str, bytes], timeout: float, printout: Printout
     ) -> None:
-        notice = min(_NOTICE, timeout / 4)
+        notice = min(NOTICE, timeout / 4)
         self.process = WorkerProcess("rewards", "rewards", functions, files, printout, notice)
         self.pending: deque[_Job] = deque()
         self.failure: _Failure | None = None  # why the first of `pending` gets no answer, and no later one

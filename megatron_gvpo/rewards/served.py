@@ -17,7 +17,7 @@ from megatron_gvpo.core.errors import ConfigError, DataError
 from megatron_gvpo.groups import LOST, Group, Prompt, Rollout
 from megatron_gvpo.huggingface.fingerprint import fingerprint
 from megatron_gvpo.huggingface.tokenizer import load_tokenizer
-from megatron_gvpo.rewards.judge import Judge, as_text, dialogue, prompt_messages
+from megatron_gvpo.rewards.judge import Judge, as_text, prompt_messages, scored_chat
 from megatron_gvpo.rewards.reward_model import RewardModel
 from megatron_gvpo.servers.http import open_session
 from megatron_gvpo.servers.launch.start import report
@@ -133,7 +133,7 @@ class ServedRewards:
         requests: list[Any] = []
         indices = []  # the request of each pair
         for prompt, rollout in pairs:
-            messages = dialogue(prompt, rollout, self._keys)
+            messages = scored_chat(prompt, rollout, self._keys)
             key = (prompt.id, repr(messages))
             if key not in first:
                 first[key] = len(requests)

@@ -1,4 +1,7 @@
-"""The interface of environments: the methods of a user's class, and the values that they may return."""
+"""The interface of environments: the methods of a user's class, and the values that they may return.
+
+`environments.py` runs them.
+"""
 
 from __future__ import annotations
 

@@ -36,15 +36,16 @@ from megatron_gvpo.workers.output import Output, Printout
 from megatron_gvpo.workers.reaper import PATIENCE
 
 START = 600.0  # seconds that a process has to import its functions
-_NOTICE = 0.5  # seconds between two notices that a function imports a module
+NOTICE = 0.5  # seconds between two notices that a function imports a module
 _AGAIN = 0.05  # seconds until an order is sent again for which there was no room
 
 
 class WorkerProcess:
-    """A process under a reaper, the socket to it, and its output. Synchronous: for a caller with a poll loop.
+    """A process under a reaper, the socket to it, and its output. The caller waits for `descriptors`.
 
-    `handler` is a module of this folder (see `worker.py`), `section` the configuration's section that errors
-    name, and `files` the contents of users' files at the start of the run.
+    `handler` is a module beside this file (see `worker.py`), `section` the configuration's section that
+    errors name, and `files` the contents of users' files at the start of the run. `notice` is the time in
+    seconds between two Importing messages.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class WorkerProcess:
         functions: Sequence[Function],
         files: Mapping[str, bytes],
         printout: Printout,
-        notice: float = _NOTICE,
+        notice: float = NOTICE,
     ) -> None:
         self.channel, channel_of_worker = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         end, leash = os.pipe()
@@ -80,7 +81,8 @@ class WorkerProcess:
         self._section, self._functions = section, functions
         self._start_ends = time.monotonic() + START
         try:
-            send_order(self.channel, Load(sys.path, dict(files), list(functions), notice))
+            path = [entry for entry in sys.path if isinstance(entry, str)]  # as Python itself reads it
+            send_order(self.channel, Load(path, dict(files), list(functions), notice))
         except ConnectionError:
             pass  # it is gone, which `replies` tells
         except (OSError, WireError) as error:

@@ -12,7 +12,7 @@ from helpers.servers.reward_models import Answer, make_reward_model, scores, sta
 from megatron_gvpo.checks.preflight import check_served
 from megatron_gvpo.core.errors import ConfigError, RolloutError
 from megatron_gvpo.groups import LOST, Group, Prompt, Rollout
-from megatron_gvpo.rewards.judge import as_text, dialogue
+from megatron_gvpo.rewards.judge import as_text, scored_chat
 from megatron_gvpo.rewards.served import ServedRewards
 from megatron_gvpo.sampling.outages import REWARDS, Outages
 from megatron_gvpo.servers import model_requests
@@ -63,7 +63,7 @@ def test_a_reward_model_reads_the_chat_of_a_program_once() -> None:
     [rollout] = group.rollouts
     asked, answered = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
     for rollout.messages in ([], [answered], [asked, answered]):
-        assert dialogue(group.prompt, rollout, ["prompt"]) == [asked, answered]
+        assert scored_chat(group.prompt, rollout, ["prompt"]) == [asked, answered]
 
 
 def test_scores_reach_their_responses_and_equal_ones_are_asked_once(good: Path, model: Path):

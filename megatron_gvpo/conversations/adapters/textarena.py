@@ -57,7 +57,7 @@ def begin(name: str, seed: int) -> tuple[Any, list[Any], str]:
 
 
 def _new(game: Any) -> str:
-    """What the game has shown since the last call, without the player's own words."""
+    """The texts that the game has shown since the last call, without the player's own."""
     _, messages = game.get_observation()
     return "\n".join(text for source, text, _ in messages if source == textarena.GAME_ID)
 
