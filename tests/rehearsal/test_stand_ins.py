@@ -21,7 +21,7 @@ LAYOUTS = {
     "tp2 pp2": (QWEN, 4, ["parallel.tp=2", "parallel.pp=2", "parallel.sequence_parallel=true"]),
     "cp2 pp2": (QWEN, 4, ["parallel.cp=2", "parallel.pp=2"]),
 }
-IN_TEST = ("tp2 ep2",)
+IN_TEST = ("tp2 ep2", "ep4 pp2")
 
 
 @pytest.mark.parametrize(
