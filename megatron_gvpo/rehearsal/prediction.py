@@ -45,9 +45,9 @@ def predict(config: Config, world: int, micro_batches: int | None = None) -> dic
     except ConfigError:
         return None
     critic = config.algorithm.critic is not None
-    found = memory(model, layout, size.tokens_of_a_pack, size.micro_batches, critic).in_gib()
-    known = found if _knows_activations(parallel) else found.keys() - {"activations", "total"}
-    return {_PARTS[name]: found[name] for name in found if name in known and found[name]}
+    predicted = memory(model, layout, size.tokens_of_a_pack, size.micro_batches, critic).in_gib()
+    known = predicted if _knows_activations(parallel) else predicted.keys() - {"activations", "total"}
+    return {_PARTS[name]: predicted[name] for name in predicted if name in known and predicted[name]}
 
 
 def _knows_activations(parallel: ParallelConfig) -> bool:

@@ -44,7 +44,7 @@ def environment_of_ranks(device: Device, count: int, usable: int) -> dict[str, s
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "HF_HUB_OFFLINE": "1",
         "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(count))),
-        # What is compiled for a device that is not there stays apart, and no helper process compiles it.
+        # Kernels compiled for a device that is not there stay apart, and no helper process compiles them.
         "TRITON_CACHE_DIR": str(compiled / "triton"),
         "TORCHINDUCTOR_CACHE_DIR": str(compiled / "inductor"),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",

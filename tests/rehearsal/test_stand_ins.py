@@ -1,4 +1,4 @@
-"""What a rehearsal makes up for other ranks is what they send in a real world of up to eight ranks."""
+"""The values that a rehearsal makes up for other ranks are theirs in a real world of up to eight ranks."""
 
 from __future__ import annotations
 
