@@ -85,7 +85,11 @@ def _build(report: Callable[[str], None]) -> TransformerEngine:
             report(f"compiling {number} of {len(files)}: {file.name}")
             _compile([gxx, "-include", str(common.with_suffix("")), *flags, "-c", str(file)], out)
     lib, core = site_packages() / "torch" / "lib", folder / "transformer_engine" / "wheel_lib"
-    linked = [*sorted(objects.glob("*.o")), f"-L{lib}", *(f"-l{name}" for name in _LIBRARIES)]
+    linked: list[str | Path] = [
+        *sorted(objects.glob("*.o")),
+        f"-L{lib}",
+        *(f"-l{name}" for name in _LIBRARIES),
+    ]
     part = objects / _file()
     run(
         [gxx, "-shared", "-o", part, *linked, core / "libtransformer_engine.so"],
@@ -96,7 +100,7 @@ def _build(report: Callable[[str], None]) -> TransformerEngine:
 
 
 def _folder() -> Path:
-    """Of the versions that a compiled extension fits."""
+    """Its name has the versions that a compiled extension fits."""
     release = REFERENCE["transformer-engine"]
     python = f"{sys.version_info.major}{sys.version_info.minor}"
     return cache() / f"transformer-engine-{release}-torch-{version('torch')}-python{python}"

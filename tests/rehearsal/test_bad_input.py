@@ -1,4 +1,4 @@
-"""What a user gets wrong, or a machine lacks, is one line and exit code 2; nothing is left behind."""
+"""A user's mistakes, and parts that a machine lacks: one line and exit code 2; nothing is left behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rehearsal makes up for other ranks is what they send in a real world of up to eight ranks."""
+"""The values that a rehearsal makes up for other ranks are theirs in a real world of up to eight ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAYOUTS = {
     "tp2 pp2": (QWEN, 4, ["parallel.tp=2", "parallel.pp=2", "parallel.sequence_parallel=true"]),
     "cp2 pp2": (QWEN, 4, ["parallel.cp=2", "parallel.pp=2"]),
 }
-IN_TEST = ("tp2 ep2",)
+IN_TEST = ("tp2 ep2", "ep4 pp2")
 
 
 @pytest.mark.parametrize(

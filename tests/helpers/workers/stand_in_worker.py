@@ -1,4 +1,4 @@
-"""On every rank of a real world on CPUs: what other ranks send, beside what a rehearsal takes them to send."""
+"""On every rank of a real world on CPUs: what other ranks send, and what a rehearsal takes them to send."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ made_model.fill(Path(FILE).parent / "model")
 stand_ins.install(made_weights=True)
 config = load_config([FILE])
 recorder = Recorder(world)
-run = RankRun(config, recorder, 2)
+run = RankRun(config, 2)
 run.build(), run.score(), run.first_update()
 found = {}
 
