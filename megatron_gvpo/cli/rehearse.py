@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from megatron_gvpo.cli.terminal import loading
+from megatron_gvpo.training.environment import quieten
 
 
 def add_parser(commands: Any) -> None:
@@ -51,6 +52,7 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Returns 0 if every rank fits, 1 if one does not or fails. Raises ConfigError."""
+    quieten()
     with loading("the methods"):
         from megatron_gvpo.rehearsal.command import run as rehearse
         from megatron_gvpo.rehearsal.process import RankFailedError

@@ -11,27 +11,29 @@ LAUNCH_SECONDS = 5e-6  # of the host for a kernel, with PyTorch and Megatron aro
 
 
 def remedy(config: Config, parts: dict[str, float], phase: str) -> str:
-    """Advice that makes the rank fit, the cheapest first. `parts`: GiB, as far as the rehearsal has come."""
-    parallel, found = config.parallel, list[str]()
+    """Changes that would make the rank fit, the cheapest first. `parts`: GiB, as far as it has come."""
+    parallel, changes = config.parallel, list[str]()
     tokens = config.train.max_tokens_per_micro_batch
     if phase == "build":
-        found.append(
+        changes.append(
             "divide weights and optimizer among more GPUs (parallel.tp, pp or ep, or a larger --world)"
         )
         if not config.optimizer.offload_fraction:
-            found.append("keep the optimizer's states on the host (optimizer.offload_fraction=1)")
-        return "; ".join(found)
+            changes.append("keep the optimizer's states on the host (optimizer.offload_fraction=1)")
+        return "; ".join(changes)
     if parallel.tp > 1 and not parallel.sequence_parallel:
-        found.append("parallel.sequence_parallel=true, at no cost")
+        changes.append("parallel.sequence_parallel=true, at no cost")
     if parallel.recompute == "none" or parallel.recompute_modules == ("core_attn",):
         part = "moe" if parallel.ep > 1 else "mlp"
-        found.append(f"parallel.recompute=selective parallel.recompute_modules=[{part}]")
-    found.append(f"train.max_tokens_per_micro_batch={max(1024, tokens // 2048 * 1024)} in place of {tokens}")
+        changes.append(f"parallel.recompute=selective parallel.recompute_modules=[{part}]")
+    changes.append(
+        f"train.max_tokens_per_micro_batch={max(1024, tokens // 2048 * 1024)} in place of {tokens}"
+    )
     if parallel.recompute != "full":
-        found.append("parallel.recompute=full")
+        changes.append("parallel.recompute=full")
     if parts.get("optimizer", 0) > 8 and not config.optimizer.offload_fraction:
-        found.append("optimizer.offload_fraction=0.5")
-    return "; or ".join(found)
+        changes.append("optimizer.offload_fraction=0.5")
+    return "; or ".join(changes)
 
 
 def bounds(phase: dict[str, Any], gpu: Gpu) -> str | None:

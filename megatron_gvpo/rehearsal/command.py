@@ -25,7 +25,7 @@ from megatron_gvpo.rehearsal.ranks import chosen
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.load import load_config
 
-# What a GPU holds beside PyTorch's own memory. Nothing measures it here.
+# A GPU's memory that is not PyTorch's. Nothing measures it here.
 NCCL_BYTES = GIB  # communicators' buffers, more with more groups
 SERVER_BYTES = 4 * GIB  # a colocated server that sleeps: its context and its CUDA graphs
 LARGEST_WORLD = 65536
@@ -44,8 +44,8 @@ def run(options: argparse.Namespace) -> int:
 def _build() -> int:
     """Build what a rehearsal needs, and keep it in the cache. Raises ConfigError."""
     try:
-        found = transformer_engine.build(lambda line: print(line, flush=True))
-        print(build.build(found.package))
+        engine = transformer_engine.build(lambda line: print(line, flush=True))
+        print(build.build(engine.package))
     except NullCudaError as error:
         raise ConfigError(str(error)) from None
     return 0
@@ -63,17 +63,17 @@ def _rehearse(options: argparse.Namespace, folder: Path) -> int:
         left = f"{usable / GIB:.2g} GiB are left beside {', '.join(reserves)}"
         raise ConfigError(f"--memory {options.memory}: {left}")
     variables = environment_of_ranks(device, min(options.world, NODE), usable)
-    found = [run_rank(replace(job, rank=rank), variables, folder) for rank in ranks]
+    results = [run_rank(replace(job, rank=rank), variables, folder) for rank in ranks]
     result: dict[str, Any] = {
         "gpu": device.name,
         "world": options.world,
         "memory_gib": total / GIB,
         "usable_gib": usable / GIB,
         "reserves_gib": {name: size / GIB for name, size in reserves.items()},
-        "ranks": found,
+        "ranks": results,
         "predicted": predict(config, options.world, options.micro_batches),
     }
-    result |= _judged(config, found, options.gpu, usable)
+    result |= _judged(config, results, options.gpu, usable)
     print(json.dumps(result, indent=1)) if options.json else report.show(result)
     return 0 if result["fits"] else 1
 
@@ -129,7 +129,7 @@ def _reserves(config: Config, world: int) -> dict[str, int]:
 
 
 def _highest(rank: dict[str, Any]) -> float:
-    """The key that orders ranks by their memory: those that ran out of it come last."""
+    """Orders ranks by their memory: those that ran out of it come last."""
     phases = rank["phases"]
     return 1e9 if phases[-1]["out_of_memory"] else max(phase["reserved"] for phase in phases)
 

@@ -34,18 +34,18 @@ def prepare(path: str, key: str, folder: Path) -> Path:
     slash is enough. Writes config.json and the directory's small files; `fill` adds the weights. Raises
     ConfigError, which names `key`, for anything else.
     """
-    given = Path(path)
-    if has_weights(given):
-        return given
-    made = folder / given.name
+    directory = Path(path)
+    if has_weights(directory):
+        return directory
+    made = folder / directory.name
     made.mkdir(parents=True, exist_ok=True)
-    if (given / "config.json").is_file():
-        for file in given.iterdir():
+    if (directory / "config.json").is_file():
+        for file in directory.iterdir():
             if file.is_file() and file.suffix in (".json", ".txt", ".jinja", ".model"):
                 shutil.copy(file, made)
         return made
     known = known_models()
-    names = [name for name in known if given.name in (name, name.partition("/")[2])]
+    names = [name for name in known if directory.name in (name, name.partition("/")[2])]
     if not names:
         short = ", ".join(name.partition("/")[2] for name in known)
         raise ConfigError(

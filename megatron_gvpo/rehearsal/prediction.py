@@ -10,6 +10,7 @@ from megatron_gvpo.planner.memory_model import memory
 from megatron_gvpo.planner.workload import Layout
 from megatron_gvpo.rehearsal.rows import size_of
 from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.parallel import ParallelConfig
 
 # The planner's parts under the names of a rehearsal's.
 _PARTS = {
@@ -24,7 +25,8 @@ _PARTS |= {"critic": "critic", "head": "head", "teacher": "teacher", "runtime": 
 def predict(config: Config, world: int, micro_batches: int | None = None) -> dict[str, float] | None:
     """GiB by part on the fullest stage, as `plan` would have them; None for a model that the planner lacks.
 
-    It knows `recompute=full` of the options that save activations, and no others.
+    It knows `recompute=full` of the options that save activations: with others it gives neither activations
+    nor the total.
     """
     parallel = config.parallel
     layout = Layout(
@@ -44,5 +46,13 @@ def predict(config: Config, world: int, micro_batches: int | None = None) -> dic
     except ConfigError:
         return None
     critic = config.algorithm.critic is not None
-    found = memory(model, layout, size.tokens_of_a_pack, size.micro_batches, critic).in_gib()
-    return {_PARTS[name]: value for name, value in found.items() if value}
+    predicted = memory(model, layout, size.tokens_of_a_pack, size.micro_batches, critic).in_gib()
+    known = predicted if _knows_activations(parallel) else predicted.keys() - {"activations", "total"}
+    return {_PARTS[name]: predicted[name] for name in predicted if name in known and predicted[name]}
+
+
+def _knows_activations(parallel: ParallelConfig) -> bool:
+    recomputes = parallel.recompute == "full" and parallel.recompute_layers is None
+    keeps = parallel.recompute == "none" or parallel.recompute_modules == ("core_attn",)
+    offloads = bool(parallel.offload_layers or parallel.offload_modules)
+    return (recomputes or keeps) and not offloads

@@ -43,8 +43,9 @@ def environment_of_ranks(device: Device, count: int, usable: int) -> dict[str, s
         "PYTHONPATH": os.pathsep.join(path),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
         "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(count))),
-        # What is compiled for a device that is not there stays apart, and no helper process compiles it.
+        # Kernels compiled for a device that is not there stay apart, and no helper process compiles them.
         "TRITON_CACHE_DIR": str(compiled / "triton"),
         "TORCHINDUCTOR_CACHE_DIR": str(compiled / "inductor"),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
@@ -67,7 +68,15 @@ def run_rank(job: Job, variables: dict[str, str], folder: Path) -> dict[str, Any
     """Run one rank in a process. Raises ConfigError for what it refuses, RankFailedError for other ends."""
     files = [folder / f"{name}-{job.rank}" for name in ("job.json", "result.json", "log")]
     files[0].write_text(json.dumps(asdict(job)))
-    command = [sys.executable, "-m", "megatron_gvpo.rehearsal.rank", str(files[0]), str(files[1])]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "megatron_gvpo.rehearsal.rank",
+        str(files[0]),
+        str(files[1]),
+    ]
     with files[2].open("w") as log:
         code = subprocess.run(command, env=os.environ | variables, stdout=log, stderr=log).returncode
     if not files[1].is_file():

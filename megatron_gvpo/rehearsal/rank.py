@@ -24,6 +24,8 @@ from megatron_gvpo.rehearsal.nullcuda import counters
 
 @dataclass(frozen=True)
 class Job:
+    """A rank to rehearse. `micro_batches`: of an update; None: as many as its peak of memory needs."""
+
     files: list[str]  # of the configuration
     overrides: list[str]
     rank: int
@@ -33,8 +35,8 @@ class Job:
 
 
 def main(job_file: str, result_file: str) -> int:
-    """Run the job. The result is a dict of phases, or of `error`, what the user can mend."""
-    os.environ.pop("LD_PRELOAD", None)  # this process has it; compilers that Triton starts need it not
+    """Run the job. The result has the phases, or `error`, a problem that the user can mend."""
+    os.environ.pop("LD_PRELOAD", None)  # this process has it; the compilers that Triton starts do not need it
     job = Job(**json.loads(Path(job_file).read_text()))
     try:
         result = rehearse(job)
@@ -58,9 +60,8 @@ def rehearse(job: Job) -> dict[str, Any]:
     from megatron_gvpo.rehearsal import made_model, stand_ins
     from megatron_gvpo.rehearsal.recorder import Recorder, host_gib
     from megatron_gvpo.settings.load import load_config
-    from megatron_gvpo.training.environment import prepare, quieten
+    from megatron_gvpo.training.environment import prepare
 
-    quieten()
     config = load_config(job.files, job.overrides)
     prepare(config)
     import megatron_gvpo.megatron.policy  # noqa: F401 - its seconds are those of imports
@@ -71,11 +72,16 @@ def rehearse(job: Job) -> dict[str, Any]:
     stand_ins.install(made_weights=bool(job.made))
     imports = time.perf_counter() - begin
     recorder = Recorder(world)
-    run = RankRun(config, recorder, job.micro_batches)
+    run = RankRun(config, job.micro_batches)
     for name, phase in run.phases():
         with recorder.phase(name) as results:
             results |= phase() or {}
         if recorder.is_out_of_memory:
+            if counters.read()["failed_reservations"]:
+                raise ConfigError(
+                    f"phase {name}: this machine refused to reserve more address space for the device: raise "
+                    "`ulimit -v`, or set vm.overcommit_memory to 0 or 1"
+                )
             break
     return {
         "rank": job.rank,
@@ -94,9 +100,8 @@ Results = dict[str, Any] | None
 class RankRun:
     """The phases of a rank, in the order of a run; each returns what is worth showing."""
 
-    def __init__(self, config: Any, recorder: Any, micro_batches: int | None) -> None:
+    def __init__(self, config: Any, micro_batches: int | None) -> None:
         self._config, self._micro_batches = config, micro_batches
-        self._recorder = recorder
         self.parts: dict[str, float] = {}  # GiB of weights, gradients, optimizer, activations, head
         self.role: dict[str, int] = {}
         self.size: Any = None

@@ -40,7 +40,8 @@ class Recorder:
         self._world = world
         self._highest = self._reserved = 0  # bytes
         self._reset = torch.cuda.reset_peak_memory_stats
-        torch.cuda.reset_peak_memory_stats = self._keep_peak  # type: ignore[assignment]  # the memory profile resets it within an update
+        # The memory profile resets the peak within an update.
+        torch.cuda.reset_peak_memory_stats = self._keep_peak  # type: ignore[assignment]
 
     def _keep_peak(self, *device: Any) -> None:
         self._highest = max(self._highest, torch.cuda.max_memory_allocated())

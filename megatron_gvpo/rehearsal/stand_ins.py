@@ -102,10 +102,10 @@ def know_shapes(shape: list[int]) -> None:
     communicate = p2p.P2PCommunicator._communicate_shapes
 
     def shapes(self: Any, send_next: Any, send_prev: Any, recv_prev: bool, recv_next: bool) -> Any:
-        found = communicate(self, send_next, send_prev, recv_prev, recv_next)
+        shapes_of_all = communicate(self, send_next, send_prev, recv_prev, recv_next)
         return [
             list(shape) if wanted else other
-            for wanted, other in zip((recv_prev, recv_next), found, strict=True)
+            for wanted, other in zip((recv_prev, recv_next), shapes_of_all, strict=True)
         ]
 
     p2p.P2PCommunicator._communicate_shapes = shapes
@@ -121,12 +121,12 @@ def _read_zeros() -> None:
     dtypes = {"BF16": torch.bfloat16, "F32": torch.float32}
 
     def load_tensors(self: Any, names: list[str]) -> dict[str, torch.Tensor]:
-        found = {}
+        tensors = {}
         for name in names:
             with safe_open(Path(self.path) / self.key_to_filename_map[name], "pt") as opened:
                 header = opened.get_slice(name)
-                found[name] = torch.zeros(header.get_shape(), dtype=dtypes[header.get_dtype()])
-        return found
+                tensors[name] = torch.zeros(header.get_shape(), dtype=dtypes[header.get_dtype()])
+        return tensors
 
     def nothing_wrong(self: Any, name: str, tensor: torch.Tensor) -> None:
         return None

@@ -100,7 +100,7 @@ def _build(report: Callable[[str], None]) -> TransformerEngine:
 
 
 def _folder() -> Path:
-    """The name of the folder for the versions that a compiled extension fits."""
+    """Its name has the versions that a compiled extension fits."""
     release = REFERENCE["transformer-engine"]
     python = f"{sys.version_info.major}{sys.version_info.minor}"
     return cache() / f"transformer-engine-{release}-torch-{version('torch')}-python{python}"

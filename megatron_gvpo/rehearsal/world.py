@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 NODE = 8  # GPUs of a node
 
-# Collectives of torch.distributed, with the place of their group among positional arguments.
+# Collectives of torch.distributed, by name.
 _COUNTED = (
     *("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter"),
     *("reduce_scatter_tensor", "all_to_all", "all_to_all_single", "send", "recv", "isend", "irecv"),
@@ -59,8 +59,8 @@ class FakeWorld:
         def fake_group(
             ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **options: Any
         ) -> Any:
-            kept = {name: value for name, value in options.items() if name in ("group_desc", "device_id")}
-            group = new_group(ranks, backend="fake", **kept)
+            known = {name: value for name, value in options.items() if name in ("group_desc", "device_id")}
+            group = new_group(ranks, backend="fake", **known)
             self._backends[id(group)] = backend
             self._names[id(group)] = _readable(options.get("group_desc"))
             return group
@@ -96,8 +96,8 @@ class FakeWorld:
 
 
 def _tensors(argument: Any) -> list[torch.Tensor]:
-    found = argument if isinstance(argument, list | tuple) else [argument]
-    return [item for item in found if isinstance(item, torch.Tensor)]
+    items = argument if isinstance(argument, list | tuple) else [argument]
+    return [item for item in items if isinstance(item, torch.Tensor)]
 
 
 def _nbytes(argument: Any) -> int:

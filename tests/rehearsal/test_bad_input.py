@@ -1,4 +1,4 @@
-"""A mistake of the user, or a lack of the machine, is one line and exit code 2; nothing is left behind."""
+"""A user's mistakes, and parts that a machine lacks: one line and exit code 2; nothing is left behind."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import on_null_cuda
 import pytest
-from helpers import on_null_cuda
 from helpers.paths import ROOT
 
 from megatron_gvpo.cli import main

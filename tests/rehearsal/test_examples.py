@@ -31,7 +31,7 @@ REHEARSED: dict[str, tuple[list[str], int, list[str]]] = {
     "math": (["recipes/math"], 8, []),
     "deepscaler": (["recipes/deepscaler"], 8, []),
     "reasoning_gym": (["recipes/reasoning_gym"], 8, []),
-    "dapo_math_17k": (["recipes/dapo_math_17k"], 32, []),
+    "dapo_math_17k": (["recipes/dapo_math_17k"], 16, []),
     "ultrafeedback_dpo": (["recipes/ultrafeedback_dpo"], 8, []),
     "ultrafeedback_reward_model": (["recipes/ultrafeedback_reward_model"], 4, []),
 }

@@ -1,12 +1,12 @@
-"""A rehearsal makes up for other ranks exactly what they send in a real world of up to eight ranks."""
+"""The values that a rehearsal makes up for other ranks are theirs in a real world of up to eight ranks."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+import on_null_cuda
 import pytest
-from helpers import on_null_cuda
 from helpers.distributed import launch
 from helpers.on_null_cuda import MIXTURE, QWEN
 
@@ -21,7 +21,7 @@ LAYOUTS = {
     "tp2 pp2": (QWEN, 4, ["parallel.tp=2", "parallel.pp=2", "parallel.sequence_parallel=true"]),
     "cp2 pp2": (QWEN, 4, ["parallel.cp=2", "parallel.pp=2"]),
 }
-IN_TEST = ("tp2 ep2",)
+IN_TEST = ("tp2 ep2", "ep4 pp2")
 
 
 @pytest.mark.parametrize(

@@ -113,40 +113,40 @@ def build(transformer_engine: Path | None = None) -> Path:
 
 
 def _key(libraries: Sequence[Path]) -> str:
-    """A digest of the sources and of the libraries that are answered: a change of either builds a new one."""
-    found = hashlib.sha256()
+    """A digest of the sources here and of the libraries that are answered: a change builds a new one."""
+    digest = hashlib.sha256()
     for file in sorted(SOURCES.glob("*.[chp]*")):
-        found.update(file.read_bytes())
+        digest.update(file.read_bytes())
     for library in libraries:
-        found.update(f"{library} {library.stat().st_size}".encode())
-    return found.hexdigest()[:12]
+        digest.update(f"{library} {library.stat().st_size}".encode())
+    return digest.hexdigest()[:12]
 
 
 def _compile(
     folder: Path, include: Sequence[Path], libraries: Sequence[Path], transformer_engine: Path | None
 ) -> None:
     gcc, gxx = compiler("gcc"), compiler("g++")
-    places = [f"-I{SOURCES}", *(f"-I{path}" for path in include)]
+    switches = [f"-I{SOURCES}", *(f"-I{path}" for path in include)]
     sources = [(gcc, file) for file in sorted(SOURCES.glob("*.c"))]
     if transformer_engine is not None:
         sources.append((gxx, SOURCES / "attention.cpp"))
-        places.append(f"-I{transformer_engine / 'common' / 'include'}")
-    objects = [_object(program, file, folder, places) for program, file in sources]
+        switches.append(f"-I{transformer_engine / 'common' / 'include'}")
+    objects = [_object(program, file, folder, switches) for program, file in sources]
     by_hand = set().union(*(symbols.defined_in(file) for file in objects))
     header = next(path / "cuda.h" for path in include if (path / "cuda.h").is_file())
-    asked = set().union(*(symbols.asked_for(library) for library in libraries))
+    undefined = set().union(*(symbols.asked_for(library) for library in libraries))
     stubs = folder / "stubs.c"
-    stubs.write_text(symbols.stubs(asked | symbols.driver_functions(header), by_hand))
-    objects.append(_object(gcc, stubs, folder, places))
+    stubs.write_text(symbols.stubs(undefined | symbols.driver_functions(header), by_hand))
+    objects.append(_object(gcc, stubs, folder, switches))
     (folder / "out").mkdir()
     shared: list[str | Path] = ["-shared", "-Wl,-soname,libcuda.so.1", "-o", folder / "out" / "libcuda.so.1"]
     run([gxx, *shared, *objects, "-lpthread", "-ldl"], "cannot link the null CUDA")
 
 
-def _object(program: str, file: Path, folder: Path, places: Sequence[str]) -> Path:
+def _object(program: str, file: Path, folder: Path, switches: Sequence[str]) -> Path:
     standard = "-std=c++20" if file.suffix == ".cpp" else "-std=gnu11"
     out = folder / f"{file.stem}.o"
-    run([program, standard, *_FLAGS, *places, "-c", file, "-o", out], f"cannot compile {file.name}")
+    run([program, standard, *_FLAGS, *switches, "-c", file, "-o", out], f"cannot compile {file.name}")
     return out
 
 

@@ -23,10 +23,10 @@ def _library() -> ctypes.CDLL:
 @functools.cache
 def names() -> tuple[str, ...]:
     """The counters' names, as nullcuda.h explains them."""
-    found: list[str] = []
-    while (name := _library().nullcuda_counter_name(len(found))) is not None:
-        found.append(name.decode())
-    return tuple(found)
+    collected: list[str] = []
+    while (name := _library().nullcuda_counter_name(len(collected))) is not None:
+        collected.append(name.decode())
+    return tuple(collected)
 
 
 def read() -> dict[str, int]:

@@ -38,7 +38,7 @@ struct device {
 };
 const struct device *nullcuda_device(void);
 
-// A place that handles of libraries, contexts, modules and kernels may point to. Nobody reads it.
+// An address that handles of libraries, contexts, modules and kernels may point to. Nobody reads it.
 extern char nullcuda_handle[4096];
 
 // The error that cudaGetLastError returns, of this thread. nullcuda_fail keeps an error and returns it.

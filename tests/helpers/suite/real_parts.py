@@ -18,6 +18,7 @@ PARTS = (
     "megatron-core and Megatron-Bridge, 1 rank",
     "megatron-core and Megatron-Bridge, 2 ranks",
     "megatron-core and Megatron-Bridge, 4 ranks",
+    "megatron-core and Megatron-Bridge, 8 ranks",
     "torchrun",
     "embedded rollout engine",
     "reward workers",

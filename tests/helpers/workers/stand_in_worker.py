@@ -1,4 +1,4 @@
-"""Compares, on every rank of a CPU world, what others send with what a rehearsal takes them to send."""
+"""On every rank of a real world on CPUs: what other ranks send, and what a rehearsal takes them to send."""
 
 from __future__ import annotations
 

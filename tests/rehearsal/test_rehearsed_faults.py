@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import on_null_cuda
 import pytest
-from helpers import on_null_cuda
 
 pytestmark = pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build of torch for CPUs")
 
@@ -30,7 +30,7 @@ made_model.fill(Path(FILE).parent / "model")
 stand_ins.install(made_weights=True)
 config = load_config([FILE])
 recorder = Recorder(world)
-run = RankRun(config, recorder, 2)
+run = RankRun(config, 2)
 run.build(), run.score(), run.first_update()
 found = {}
 
