@@ -75,8 +75,8 @@ def run(options: argparse.Namespace) -> int:
 
         print(title(), flush=True)
         results = verify(tiny, layouts, where, lambda result: print(row(result), flush=True))
-        said, equal = verdict(named[0], results)
-        print(said)
+        message, equal = verdict(named[0], results)
+        print(message)
         if not supported:
             print(f"training refuses it: {REFUSED.get(named[0], UNLISTED)}")
 

@@ -156,10 +156,10 @@ def _files(directory: Path, name: str) -> Iterator[tuple[Path, bool]]:
     if pattern is None or top.is_symlink() or not top.is_dir():
         yield Path(name), pattern is None and _is_file(top)
         return
-    for place, inner, files in os.walk(top, onerror=_raise):
-        links = [each for each in inner if Path(place, each).is_symlink()]
+    for folder, inner, files in os.walk(top, onerror=_raise):
+        links = [each for each in inner if Path(folder, each).is_symlink()]
         for file in sorted([*files, *links]):
-            path = Path(place, file)
+            path = Path(folder, file)
             yield path.relative_to(directory), _is_file(path) and _is_written(top, pattern, path)
 
 
@@ -187,9 +187,9 @@ def _is_file(path: Path) -> bool:
 
 def _remove_empty(top: Path) -> None:
     """Remove the directories without files at and below `top`."""
-    for place, _, _ in os.walk(top, topdown=False):
+    for folder, _, _ in os.walk(top, topdown=False):
         with suppress(OSError):  # not empty
-            os.rmdir(place)
+            os.rmdir(folder)
 
 
 def _raise(error: OSError) -> None:

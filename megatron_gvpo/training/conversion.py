@@ -100,10 +100,10 @@ def load_checkpoint(config: Config, model: Model, step: int | None = None) -> in
         _read(model, directory, f"cannot read {directory}")
         return int(directory.stem.removeprefix("step_"))
 
-    if (found := newest.load_newest(checkpoints, load, step=step)) is None:
+    if (loaded := newest.load_newest(checkpoints, load, step=step)) is None:
         which = "no complete checkpoint" if step is None else f"no complete checkpoint of step {step}"
         raise CheckpointError(f"{checkpoints}: there is {which}")
-    return found
+    return loaded
 
 
 def write_hugging_face(model: Model, source: ModelConfig, target: Path, step: int) -> None:
