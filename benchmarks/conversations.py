@@ -34,15 +34,15 @@ sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 import tiny_run  # noqa: E402 - from tests/
 from servers.real_servers import ENGINES, Client, pool_of, running  # noqa: E402
 
-from megatron_gvpo.config.sections import SamplingConfig  # noqa: E402
-from megatron_gvpo.conversations.config import ConversationConfig  # noqa: E402
-from megatron_gvpo.conversations.held import Conversations  # noqa: E402
+from megatron_gvpo.conversations.conversations import Conversations  # noqa: E402
 from megatron_gvpo.data.task import Task  # noqa: E402
-from megatron_gvpo.data.tokenizer import end_token_id, load_tokenizer  # noqa: E402
 from megatron_gvpo.groups import Prompt, Rollout  # noqa: E402
-from megatron_gvpo.rollout.pool import ServerPool  # noqa: E402
-from megatron_gvpo.rollout.request import Request  # noqa: E402
+from megatron_gvpo.huggingface.tokenizer import end_token_id, load_tokenizer  # noqa: E402
 from megatron_gvpo.sampling.served import Speakers  # noqa: E402
+from megatron_gvpo.servers.pool import ServerPool  # noqa: E402
+from megatron_gvpo.servers.request import Request  # noqa: E402
+from megatron_gvpo.settings.conversation import ConversationConfig  # noqa: E402
+from megatron_gvpo.settings.sections import SamplingConfig  # noqa: E402
 
 LATENCIES = (0.0, 0.1, 2.0)  # mean seconds of a tool
 PROMPTS, MEMBERS, TURNS, TOKENS = 16, 4, 4, 240
@@ -72,14 +72,14 @@ class Lockstep:
         self._policy, self._live = policy, live
         self._asked: list[tuple[int, Request, asyncio.Future[Rollout]]] = []
 
-    async def say(self, conversation: int, request: Request) -> Rollout:
+    async def respond(self, conversation: int, request: Request) -> Rollout:
         answer: asyncio.Future[Rollout] = asyncio.get_running_loop().create_future()
         self._asked.append((conversation, request, answer))
         self._begin_round()
         return await answer
 
-    def ended(self, conversation: int) -> None:
-        self._policy.ended(conversation)
+    def end(self, conversation: int) -> None:
+        self._policy.end(conversation)
         self._live -= 1
         self._begin_round()
 
@@ -89,7 +89,7 @@ class Lockstep:
             self._round = asyncio.create_task(self._answer(asked))
 
     async def _answer(self, asked: Sequence[tuple[int, Request, asyncio.Future[Rollout]]]) -> None:
-        said = await asyncio.gather(*(self._policy.say(number, request) for number, request, _ in asked))
+        said = await asyncio.gather(*(self._policy.respond(number, request) for number, request, _ in asked))
         for (_, _, answer), rollout in zip(asked, said, strict=True):
             answer.set_result(rollout)
 
@@ -124,7 +124,7 @@ async def hold(
         policy = Lockstep(policy, PROMPTS * MEMBERS)
     watch = asyncio.create_task(load.watch())
     begin = time.perf_counter()
-    groups = await conversations.hold(policy, prompts, requests, sampling)
+    groups = await conversations.run_all(policy, prompts, requests, sampling)
     seconds = time.perf_counter() - begin
     assert not watch.done() or watch.result()
     watch.cancel()

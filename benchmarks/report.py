@@ -47,10 +47,10 @@ def made(directory: Path) -> Path:
     """Make the run and its report; returns the report's path."""
     from inputs.made_run import make_run
 
-    from megatron_gvpo.observe.report import Reporter, write_page
+    from megatron_gvpo.observe.report import Reporter, page_text
 
     run = make_run(directory / "run", steps=STEPS, prompts=PROMPTS, k=K, words=WORDS)
-    write_page(Reporter([run], RESPONSES).report(), directory / "report.html")
+    (directory / "report.html").write_text(page_text(Reporter([run], RESPONSES).report()))
     return directory / "report.html"
 
 

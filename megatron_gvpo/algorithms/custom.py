@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from megatron_gvpo.algorithms.base import STEP_START, Advantage, Loss, Metrics, Reference, References, unless
+from megatron_gvpo.algorithms.base import (
+    STEP_START,
+    Advantage,
+    Loss,
+    Metrics,
+    Reference,
+    References,
+    unless,
+)
 from megatron_gvpo.algorithms.members.base import Member, MemberContext
 from megatron_gvpo.algorithms.shapers.base import Shaper, rewarded
-from megatron_gvpo.runtime.lazy_torch import torch
-from megatron_gvpo.runtime.user_functions import call_function, check_call, load_function, refused
-from megatron_gvpo.types import Group, LossInputs, TrainBatch
+from megatron_gvpo.core.lazy_torch import torch
+from megatron_gvpo.core.metric_names import OF_EVERY_LOSS, check_name, own_names
+from megatron_gvpo.core.real_number import NoNumberError, real_number
+from megatron_gvpo.core.user_functions import call_function, check_call, load_function, refused
+from megatron_gvpo.groups import Group
+from megatron_gvpo.types import LossInputs, TrainBatch
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+_TAKEN = own_names("train/<metric>", OF_EVERY_LOSS) | {f"head/{name}" for name in own_names("head/<metric>")}
 
 
 class CustomLoss(Loss):
@@ -71,6 +84,11 @@ class CustomLoss(Loss):
             )
         if not isinstance(metrics, Mapping) or not all(map(_is_metric, metrics.items())):
             raise refused(*where, f"expected metrics as {{name: number}}, it returned {_shown(metrics)}")
+        for name in metrics:
+            try:
+                check_name(name, _TAKEN)
+            except ValueError as problem:
+                raise refused(*where, f"a metric with {problem}") from None
         return share, dict(metrics)
 
 
@@ -140,6 +158,11 @@ class CustomMember(Member):
                 *where,
                 "expected a list of groups with one response or more each; it returned " + _shown(joined),
             )
+        for rollout in (rollout for group in joined for rollout in group.rollouts):
+            try:
+                rollout.reward = real_number(rollout.reward)
+            except NoNumberError as error:
+                raise refused(*where, f"expected responses with rewards, it returned {error}") from None
         return list(joined)
 
 
@@ -164,14 +187,12 @@ class CustomShaper(Shaper):
         for group in groups:
             given = call_function(*where, group, **self.options)
             try:
-                rewards = [float(reward) for reward in given]
-            except (TypeError, ValueError, OverflowError) as error:
+                rewards = [real_number(reward) for reward in given]
+            except (TypeError, NoNumberError) as error:
                 raise refused(*where, f"expected a list of numbers: {error}") from None
             if len(rewards) != len(group.rollouts):
                 said = f"{len(group.rollouts)} responses, and it returned {len(rewards)} rewards"
                 raise refused(*where, said)
-            if not all(map(math.isfinite, rewards)):
-                raise refused(*where, f"it returned {rewards}: want finite numbers")
             shaped.append(rewarded(group, rewards))
         return shaped
 

@@ -6,7 +6,8 @@ import argparse
 import sys
 from typing import Any
 
-from megatron_gvpo.cli.terminal import loading, quieten
+from megatron_gvpo.cli.terminal import loading
+from megatron_gvpo.training.environment import quieten
 
 
 def add_parser(commands: Any) -> None:

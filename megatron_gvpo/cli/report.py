@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_gvpo.cli.terminal import say
-from megatron_gvpo.config.errors import ConfigError
+from megatron_gvpo.core.errors import ConfigError
 
 
 def add_parser(commands: Any) -> None:
@@ -38,16 +38,20 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the page. Raises ConfigError for a directory without a run and a file that cannot be written."""
-    from megatron_gvpo.observe.report import Reporter, write_page
+    """Write the page. Raises ConfigError for a directory without a run and a file that cannot be written.
+
+    A page that `report` wrote before is replaced, and nothing else.
+    """
+    from megatron_gvpo.core.named_file import PAGE, check_named_file, write_named_file
+    from megatron_gvpo.observe.report import Reporter, page_text
 
     check(options)
     file = options.out or options.runs[0] / "report.html"
+    target = (file, f"--out {file}", "a page that `report` wrote", PAGE)
+    if options.out is not None:  # a first RUN that is none is named as such
+        check_named_file(*target)
     report = Reporter(options.runs, options.responses).report()
-    try:
-        write_page(report, file)
-    except OSError as error:
-        raise ConfigError(f"--out {file}: {error.strerror}") from None
+    write_named_file(*target, page_text(report))
     say(f"{file}: {file.stat().st_size / 2**20:.1f} MiB")
     return 0
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import platform
 import sys
 import threading
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import TextIOWrapper
 from typing import Any, TextIO, cast
 
-from megatron_gvpo.config.secrets import hide
+from megatron_gvpo.core.redaction import hide
 
 SILENCE = 1.0  # seconds before a notice says what is being loaded
 SCREENFUL, END = 2000, 400  # characters of an error's message that are shown, and of its end among them
@@ -92,7 +90,7 @@ class PrintError(OSError):
 
 
 class _Outliving:
-    """A text stream that drops what can no longer be printed.
+    """A text stream that hides secrets, and drops what can no longer be printed.
 
     `whole`: only where a pipe's reader has gone; else it raises PrintError.
     """
@@ -105,7 +103,7 @@ class _Outliving:
 
     def write(self, text: str) -> int:
         with self._dropped():
-            self._stream.write(text)
+            self._stream.write(hide(text))
         return len(text)
 
     def flush(self) -> None:
@@ -143,14 +141,3 @@ def outliving_terminal(whole: bool = False) -> Iterator[None]:
             sys.stdout.flush()
         finally:
             sys.stdout, sys.stderr = before
-
-
-def quieten() -> None:
-    """Keep libraries' warnings off the terminal; python -W or PYTHONWARNINGS brings them back.
-
-    The libraries warn of packages that this machine lacks, which `doctor` reports better, and of each other.
-    """
-    if not sys.warnoptions:
-        warnings.simplefilter("ignore")
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

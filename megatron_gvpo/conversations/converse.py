@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple, Protocol
 
-from megatron_gvpo.conversations.config import ConversationConfig
-from megatron_gvpo.conversations.environments import EnvironmentLost, Episode
-from megatron_gvpo.conversations.places import Ends, Place
-from megatron_gvpo.conversations.template import Template
-from megatron_gvpo.conversations.worker import too_long
-from megatron_gvpo.data.sources import DataError
-from megatron_gvpo.groups import Rollout
-from megatron_gvpo.rollout.request import Request, derived_seed
+from megatron_gvpo.conversations.environments import Answer, EnvironmentLost, Episode
+from megatron_gvpo.core.errors import DataError
+from megatron_gvpo.data.chat_template import Template
+from megatron_gvpo.groups import LOST, Rollout
+from megatron_gvpo.servers.request import Request, derived_seed
+from megatron_gvpo.settings.conversation import ConversationConfig
 from megatron_gvpo.turns import Turn
+from megatron_gvpo.workers.environments import too_long
 
-Say = Callable[[Request], Awaitable[Rollout]]  # the policy's next turn, as the response to a context
-_NOTES = 8  # messages of an answer that notes stand for, one by one; else one note for all
-LOST = "lost"  # the finish reason of a conversation whose environment failed; `text` says how
+Respond = Callable[[Request], Awaitable[Rollout]]  # the policy's next turn, as the response to a context
+# Up to so many messages of an answer that is too long are replaced by a note each; beyond that, one note
+# replaces the answer.
+_NOTES = 8
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Limits: turns of the policy; tokens after the prompt, of a turn, and of an observation.
+class ConversationLimits:
+    """The limits of a conversation.
 
-    `seconds`: for all answers of the environment.
+    `turns` of the policy, `max_tokens` after the prompt, `turn_tokens` of a turn, `observation_tokens` of an
+    observation, and `seconds` for all answers of the environment together.
     """
 
     turns: int
@@ -36,8 +38,8 @@ class Limits:
     seconds: float = math.inf
 
     @classmethod
-    def of(cls, config: ConversationConfig, max_tokens: int) -> Limits:
-        """The configured limits; `max_tokens` is that of the sampling."""
+    def of(cls, config: ConversationConfig, max_tokens: int) -> ConversationLimits:
+        """The configured limits; `max_tokens` comes from the section of the sampling."""
         return cls(
             config.turns,
             max_tokens,
@@ -48,75 +50,117 @@ class Limits:
 
 
 async def converse(
-    say: Say, episode: Episode, template: Template, prompt: tuple[int, ...], seed: int, limits: Limits
+    respond: Respond,
+    episode: Episode,
+    template: Template,
+    prompt: tuple[int, ...],
+    seed: int,
+    limits: ConversationLimits,
 ) -> Rollout:
-    """Hold a conversation about `prompt`; turn i of the policy is sampled with a seed made from `seed` and i.
+    """Run a conversation about `prompt`; turn i of the policy is sampled with a seed made from `seed` and i.
 
-    The policy speaks last. `finish_reason`: "stop" where the policy or the environment ended it, "length"
-    where no tokens, turns or seconds were left, "lost" where the environment failed.
+    The policy has the last turn. `finish_reason` is "stop" if the policy or the environment ended the
+    conversation, "length" if no tokens, turns or seconds were left, and "lost" if the environment failed.
     """
-    rollout = Rollout([], [], "", "stop")
-    context, left = prompt, limits.max_tokens
-    begins, ends = Place(-1, None, len(prompt)), Ends(prompt)
-    counts = {"environment_reward": 0.0, "observation_tokens": 0.0}
     try:
-        while True:
-            said = await say(
-                Request(
-                    context,
-                    1,
-                    derived_seed(seed, len(rollout.turns)),
-                    min(left, limits.turn_tokens),
-                )
-            )
-            given = context[begins.shared :]
-            append_turn(rollout, said, given, begins.after, begins.keep)
-            ended = (*context, *said.token_ids)
-            left -= len(said.token_ids)
-            text = template.text(said.token_ids)
-            rollout.messages.append({"role": "assistant", "content": text})
-            rollout.finish_reason = said.finish_reason
-            if said.finish_reason == "length":
-                break
-            answer = await episode.step(text)
-            rollout.turns[-1] = rollout.turns[-1]._replace(reward=answer.reward)
-            for name, number in {**answer.counts, "environment_reward": answer.reward}.items():
-                counts[name] = counts.get(name, 0.0) + number
-            if answer.says is None:
-                break
-            messages = _observed(template, said.token_ids[-1], answer.says, limits, counts)
-            context = _followed(template, prompt, ended, rollout.messages, messages)
-            if template.again:
-                ends.add(begins, given, said.token_ids)
-                begins = ends.place(context)
-            else:
-                begins = Place(len(rollout.turns) - 1, None, len(ended))
-            more = len(context) - begins.shared
-            if len(rollout.turns) == limits.turns or more >= left or episode.seconds > limits.seconds:
-                rollout.finish_reason = "length"
-                break
-            rollout.messages += messages
-            left -= more
-            counts["observation_tokens"] += more
+        return await _Conversation(respond, episode, template, prompt, seed, limits).run()
     except EnvironmentLost as error:
         return Rollout([], [], str(error), LOST)
     finally:
         episode.end()
-    rollout.counts = counts
-    return rollout
+
+
+class _Conversation:
+    """The state of one conversation between two turns of the policy."""
+
+    def __init__(
+        self,
+        respond: Respond,
+        episode: Episode,
+        template: Template,
+        prompt: tuple[int, ...],
+        seed: int,
+        limits: ConversationLimits,
+    ) -> None:
+        self._respond, self._episode, self._template = respond, episode, template
+        self._prompt, self._seed, self._limits = prompt, seed, limits
+        self._rollout = Rollout([], [], "", "stop")
+        self._context = prompt
+        self._remaining = limits.max_tokens  # the number of tokens that the conversation may still have
+        self._shared = SharedPrefix(-1, None, len(prompt))  # what the context shares with earlier turns
+        self._ends = TurnEnds(prompt)
+        self._counts = {"environment_reward": 0.0, "observation_tokens": 0.0}
+
+    async def run(self) -> Rollout:
+        """Raises EnvironmentLost."""
+        rollout = self._rollout
+        while True:
+            response = await self._sample_turn()
+            if response.finish_reason == "length":
+                break
+            answer = await self._episode.step(rollout.messages[-1]["content"])
+            self._count(answer)
+            if answer.messages is None:
+                break
+            if not self._observe(response, answer.messages):
+                rollout.finish_reason = "length"
+                break
+        rollout.counts = self._counts
+        return rollout
+
+    async def _sample_turn(self) -> Rollout:
+        """Sample a turn of the policy, and add it to the rollout."""
+        seed = derived_seed(self._seed, len(self._rollout.turns))
+        max_tokens = min(self._remaining, self._limits.turn_tokens)
+        response = await self._respond(Request(self._context, 1, seed, max_tokens))
+        new_context = self._context[self._shared.length :]
+        append_turn(self._rollout, response, new_context, self._shared.after, self._shared.keep)
+        self._remaining -= len(response.token_ids)
+        text = self._template.text(response.token_ids)
+        self._rollout.messages.append({"role": "assistant", "content": text})
+        self._rollout.finish_reason = response.finish_reason
+        return response
+
+    def _count(self, answer: Answer) -> None:
+        """Add the answer's reward to the turn, and its counts to the conversation's."""
+        self._rollout.turns[-1] = self._rollout.turns[-1]._replace(reward=answer.reward)
+        for name, number in {**answer.counts, "environment_reward": answer.reward}.items():
+            self._counts[name] = self._counts.get(name, 0.0) + number
+
+    def _observe(self, response: Rollout, answer: list[dict[str, Any]]) -> bool:
+        """Make the context of the policy's next turn. False if a limit allows no further turn."""
+        rollout, limits = self._rollout, self._limits
+        messages = _observed(self._template, response.token_ids[-1], answer, limits, self._counts)
+        end = (*self._context, *response.token_ids)
+        context = _next_context(self._template, self._prompt, end, rollout.messages, messages)
+        if self._template.again:
+            self._ends.add(self._shared, self._context[self._shared.length :], response.token_ids)
+            self._shared = self._ends.shared_prefix(context)
+        else:
+            self._shared = SharedPrefix(len(rollout.turns) - 1, None, len(end))
+        self._context = context
+        new_tokens = len(context) - self._shared.length
+        if len(rollout.turns) == limits.turns or new_tokens >= self._remaining:
+            return False
+        if self._episode.seconds > limits.seconds:
+            return False
+        rollout.messages += messages
+        self._remaining -= new_tokens
+        self._counts["observation_tokens"] += new_tokens
+        return True
 
 
 def append_turn(
     rollout: Rollout,
-    said: Rollout,
+    response: Rollout,
     given: tuple[int, ...],
     after: int,
     keep: int | None,
     agent: str = "",
 ) -> None:
-    """Add a turn: the policy's tokens, and what was given before them (see `turns.Turn`)."""
+    """Add a turn: the policy's tokens, and the tokens `given` to it before them (see `turns.Turn`)."""
     begin = len(rollout.token_ids)
-    spans = said.spans or [(said.weight_version, 0, len(said.token_ids))]
+    spans = response.spans or [(response.weight_version, 0, len(response.token_ids))]
     for version, first, end in spans:
         if rollout.spans and rollout.spans[-1][0] == version:
             _, first, _ = rollout.spans.pop()
@@ -124,19 +168,23 @@ def append_turn(
             first += begin
         rollout.spans.append((version, first, begin + end))
     rollout.turns.append(Turn(begin, after, keep, given, agent))
-    rollout.token_ids += said.token_ids
-    rollout.logprobs += said.logprobs
+    rollout.token_ids += response.token_ids
+    rollout.logprobs += response.logprobs
     rollout.weight_version = min(version for version, _, _ in rollout.spans)
-    rollout.seconds = (rollout.seconds or 0.0) + (said.seconds or 0.0)
-    rollout.server = said.server
+    rollout.seconds = (rollout.seconds or 0.0) + (response.seconds or 0.0)
+    rollout.server = response.server
 
 
 def _observed(
-    template: Template, last: int, messages: list[dict[str, Any]], limits: Limits, counts: dict[str, float]
+    template: Template,
+    last: int,
+    messages: list[dict[str, Any]],
+    limits: ConversationLimits,
+    counts: dict[str, float],
 ) -> list[dict[str, Any]]:
-    """The environment's messages; where they are too long, a note instead of the longest of them.
+    """The environment's messages, after a turn that ended with the token `last`.
 
-    Raises EnvironmentLost.
+    Where they are too long, notes replace the longest of them. Raises EnvironmentLost.
     """
 
     def length(shown: list[dict[str, Any]]) -> int:
@@ -148,7 +196,8 @@ def _observed(
     def note(message: dict[str, Any], tokens: int) -> dict[str, Any]:
         return {**message, "content": too_long(tokens, "tokens")}
 
-    if (whole := length(messages)) <= limits.observation_tokens:
+    total = length(messages)
+    if total <= limits.observation_tokens:
         return messages
     counts["observations_dropped"] = counts.get("observations_dropped", 0.0) + 1
     shown = list(messages)
@@ -157,18 +206,98 @@ def _observed(
         shown[i] = note(messages[i], length([messages[i]]))
         if length(shown) <= limits.observation_tokens:
             return shown
-    return [note(messages[0], whole)]
+    return [note(messages[0], total)]
 
 
-def _followed(
+def _next_context(
     template: Template,
     prompt: tuple[int, ...],
-    ended: tuple[int, ...],
+    end: tuple[int, ...],
     before: list[dict[str, Any]],
     answer: list[dict[str, Any]],
 ) -> tuple[int, ...]:
-    """The context of the policy's next turn. Raises EnvironmentLost."""
+    """The context of the policy's next turn; `end` is that of its last turn. Raises EnvironmentLost."""
     try:
-        return template.followed(prompt, ended, before, answer)
+        return template.followed(prompt, end, before, answer)
     except DataError as error:
         raise EnvironmentLost(str(error)) from None
+
+
+# The contexts of turns share most of their tokens. `TurnEnds` finds which, and keeps each token once.
+
+
+class SharedPrefix(NamedTuple):
+    """The tokens that a context shares with what the turn `after` ended with (-1: with the prompt)."""
+
+    after: int
+    keep: int | None  # the number of tokens; None: all of that end
+    length: int  # the number of tokens, also where `keep` is None
+
+
+class _End(NamedTuple):
+    """The end of a turn: the first `shared` tokens of another's end, and the tokens that it added."""
+
+    after: int
+    shared: int
+    added: tuple[int, ...]
+
+    @property
+    def length(self) -> int:
+        return self.shared + len(self.added)
+
+
+class TurnEnds:
+    """The tokens with which the prompt and every turn ended. A token that several of them share is kept once.
+
+    So a conversation takes as much memory as it has tokens, however many turns repeat them.
+    """
+
+    def __init__(self, prompt: Sequence[int]) -> None:
+        self._ends = [_End(-1, 0, tuple(prompt))]  # the prompt's, and then the turns'
+
+    def shared_prefix(self, context: tuple[int, ...]) -> SharedPrefix:
+        """The longest shared prefix; of several equally long ones, a complete end, then the latest."""
+        shared: list[int] = []
+        for after, begin, added in self._ends:
+            if begin and shared[after] < begin:
+                shared.append(shared[after])
+            else:
+                shared.append(begin + _common(added, context[begin : begin + len(added)]))
+        i = max(range(len(shared)), key=lambda i: (shared[i], shared[i] == self._ends[i].length, i))
+        is_complete = shared[i] == self._ends[i].length
+        return SharedPrefix(i - 1, None if is_complete else shared[i], shared[i])
+
+    def add(self, shared: SharedPrefix, new_context: Sequence[int], response: Sequence[int]) -> None:
+        """Add a turn: what its context has after the shared prefix, and its own tokens."""
+        self._ends.append(_End(shared.after + 1, shared.length, (*new_context, *response)))
+
+    def end(self, turn: int) -> tuple[int, ...]:
+        """The turn's context and own tokens."""
+        after, shared, added = self._ends[turn + 1]
+        parts = [added]
+        while shared:
+            after, begin, added = self._ends[after]
+            parts.append(added[: max(shared - begin, 0)])
+            shared = min(shared, begin)
+        return tuple(chain.from_iterable(reversed(parts)))
+
+
+def _common(first: tuple[int, ...], second: tuple[int, ...]) -> int:
+    """The number of tokens with which both sequences begin."""
+    low, high = 0, min(len(first), len(second))
+    if first[:high] == second[:high]:
+        return high
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if first[:middle] == second[:middle] else (low, middle - 1)
+    return low
+
+
+class Responder(Protocol):
+    """The policy in the conversations of a batch, which have numbers."""
+
+    async def respond(self, conversation: int, request: Request) -> Rollout:
+        """The policy's next turn in the conversation: one response to the request. Raises RolloutError."""
+
+    def end(self, conversation: int) -> None:
+        """Note that the conversation needs no more turns."""

@@ -1,46 +1,76 @@
-"""The worker processes of a run's environments, and the conversations that they hold."""
+"""The environments of conversations: the worker processes where they run, and one episode of each."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from itertools import count
 from types import TracebackType
-from typing import Self
+from typing import Any, NamedTuple, Self
 
-from megatron_gvpo.config.errors import ConfigError
-from megatron_gvpo.conversations.config import ConversationConfig
-from megatron_gvpo.conversations.process import Answer, EnvironmentProcess, StepFailed
-from megatron_gvpo.conversations.tools import tool_message
-from megatron_gvpo.conversations.worker import TOOLS
-from megatron_gvpo.groups import Prompt
-from megatron_gvpo.rewards.printed import Printout
-from megatron_gvpo.rewards.wire import WireError, prompt_bytes
-from megatron_gvpo.rollout.request import RolloutError
-from megatron_gvpo.runtime.user_functions import contents
+from megatron_gvpo.core.errors import ConfigError, RolloutError
+from megatron_gvpo.core.user_functions import contents
+from megatron_gvpo.groups import Prompt, utf8
+from megatron_gvpo.settings.conversation import ConversationConfig
+from megatron_gvpo.workers.environments import TOOLS, took_longer
+from megatron_gvpo.workers.messages import Begin, Function, Step, WireError, prompt_bytes
+from megatron_gvpo.workers.output import Printout
+from megatron_gvpo.workers.process import AsyncWorkerProcess, CallFailed
+from megatron_gvpo.workers.tools import tool_message
 
-ATTEMPTS = 2  # a step that fails so often is not tried again
-AT_ONCE = 64  # steps that run at once in a process at most, where they overlap
+ATTEMPTS = 2  # a step that fails this often is not tried again
+AT_ONCE = 64  # at most so many steps run at once in a process, if they overlap
+_GRACE = 2.0  # seconds beyond a step's limit in which the worker itself may report that it is late
 
 
-class EnvironmentLost(Exception):  # noqa: N818 - it is no fault of this program
+class EnvironmentLost(Exception):  # noqa: N818 - it is not a fault of this program
     """An environment failed, which is not the policy's doing: the conversation leaves its group."""
 
 
-class _Worker:
-    """A process, the steps that run in it, and the ended conversations that it has yet to forget."""
+class Answer(NamedTuple):
+    """An environment's chat messages, reward and counts. `messages` is None if it ended the conversation."""
+
+    messages: list[dict[str, Any]] | None
+    reward: float = 0.0
+    counts: Mapping[str, float] = {}
+
+
+class EnvironmentProcess(AsyncWorkerProcess):
+    """One worker process. Steps of several conversations may run there at once if `overlaps` is true."""
+
+    async def step(self, conversation: int, begin: Begin | None, text: str, seconds: float) -> Answer:
+        """The environment's answer to the policy's turn. Raises CallFailed.
+
+        A process that does not answer in time is ended, and then every step in it has failed.
+        """
+        with self.call() as (number, result):
+            try:
+                async with asyncio.timeout(seconds + _GRACE):
+                    await self.send_when_free(Step(number, conversation, begin, utf8(text), seconds))
+                    value = await result
+                    return Answer(value.messages, value.reward, value.counts)
+            except TimeoutError:
+                is_late = self.calls == 1  # else another step may have held up the process
+                await self.end("another step held up its process")
+                reason = took_longer(seconds)
+                raise CallFailed(reason, "late" if is_late else "ended", is_gone=True) from None
+
+
+class _EnvironmentWorker:
+    """A process, and the steps that run in it."""
 
     def __init__(self, process: EnvironmentProcess) -> None:
-        self.process, self.ended = process, list[int]()
-        self.steps = 0  # that wait or run
-        self._running = self._alone = 0  # steps that run; steps that run alone, or wait to do so
+        self.process = process
+        self.steps = 0  # steps that wait or run
+        self._running = 0
+        self._alone = 0  # steps that run alone, or wait to do so
         self._changed, self._replacing = asyncio.Condition(), asyncio.Lock()
 
     @asynccontextmanager
     async def admit(self, alone: bool) -> AsyncIterator[None]:
-        """A step runs inside: alone, or beside others where the process can do that."""
+        """Wait until a step may run, inside: alone, or beside others if the process can do that."""
         self.steps += 1
         self._alone += alone
         try:
@@ -78,28 +108,30 @@ class _Worker:
 
 
 class Environments:
-    """Starts the workers, and ends them. A context manager; conversations are held inside one event loop."""
+    """Starts the workers, and ends them. A context manager; conversations run inside, in one event loop."""
 
     def __init__(self, config: ConversationConfig) -> None:
         self._config = config
-        self._spec, self._options = config.environment or TOOLS, dict(config.options)
+        options = dict(config.options)
         if config.has_tools:
-            self._options = {
+            options = {
                 "functions": list(config.tools),
                 "parser": config.parser,
                 "sandbox": config.sandbox.model_dump(),
                 "mcp": [server.model_dump() for server in config.mcp],
             }
-        self._files = contents([self._spec, self._options])
+        spec = config.environment or TOOLS
+        self._function = Function(f"rollout.conversation.environment={spec}", spec, options)
+        self._files = contents([spec, options])
         self._printout = Printout(["tools" if config.has_tools else "environment"])
-        self._workers: list[_Worker] = []
+        self._workers: list[_EnvironmentWorker] = []
         self._numbers = count()
 
     def __enter__(self) -> Self:
         """Raises ConfigError if the environment cannot be loaded."""
         try:
             for _ in range(self._config.workers):
-                self._workers.append(_Worker(self._start()))
+                self._workers.append(_EnvironmentWorker(self._start()))
             for worker in self._workers:
                 worker.process.wait_ready()
         except BaseException:
@@ -115,16 +147,16 @@ class Environments:
         self._printout.end_step()
 
     def _start(self) -> EnvironmentProcess:
-        return EnvironmentProcess(self._spec, self._options, self._files, self._printout)
+        return EnvironmentProcess("environments", self._function, self._files, self._printout)
 
     def begin(self, prompt: Prompt, seed: int) -> Episode:
-        """A conversation about `prompt`; nothing is asked before its first step.
+        """A conversation about `prompt`. No worker hears of it before its first step.
 
         Raises RolloutError if its record does not have the earlier turns.
         """
-        return Episode(self, next(self._numbers), prompt, seed, self._earlier(prompt))
+        return Episode(self, next(self._numbers), prompt, seed, self._earlier_turns(prompt))
 
-    def _earlier(self, prompt: Prompt) -> list[str]:
+    def _earlier_turns(self, prompt: Prompt) -> list[str]:
         key = self._config.earlier_key
         turns = [] if key is None else prompt.record.get(key)
         if not isinstance(turns, list | tuple) or not all(isinstance(text, str) for text in turns):
@@ -134,7 +166,7 @@ class Environments:
             )
         return list(turns)
 
-    def least_busy(self) -> _Worker:
+    def least_busy(self) -> _EnvironmentWorker:
         return min(self._workers, key=lambda worker: worker.steps)
 
     @property
@@ -142,17 +174,16 @@ class Environments:
         """True if the environment runs functions, which keep nothing of a conversation."""
         return self._config.has_tools
 
-    async def ask(
-        self, worker: _Worker, conversation: int, beginning: tuple[bytes, int, list[str]] | None, said: str
+    async def step(
+        self, worker: _EnvironmentWorker, conversation: int, begin: Begin | None, text: str
     ) -> Answer:
-        """The worker's answer; one that is gone is replaced. Raises StepFailed, RolloutError."""
-        ended, worker.ended = worker.ended, []
-        turns = 1 if beginning is None else 1 + len(beginning[2])
+        """The worker's answer; one that is gone is replaced. Raises CallFailed, RolloutError."""
+        turns = 1 if begin is None else 1 + len(begin.turns)
         process = worker.process
         try:
-            return await process.step(conversation, beginning, said, ended, turns * self._config.step_timeout)
-        except StepFailed as error:
-            if error.gone:
+            return await process.step(conversation, begin, text, turns * self._config.step_timeout)
+        except CallFailed as error:
+            if error.is_gone:
                 await worker.replace(process, self._start)
             raise
 
@@ -168,64 +199,73 @@ class Episode:
     """
 
     def __init__(
-        self, environments: Environments, number: int, prompt: Prompt, seed: int, earlier: list[str]
+        self, environments: Environments, number: int, prompt: Prompt, seed: int, turns: list[str]
     ) -> None:
-        """`earlier`: the policy's turns before the prompt ends, which a new worker hears first."""
+        """`turns` are the policy's turns that the prompt contains. A new worker hears them first."""
         self._environments, self._number, self._prompt, self._seed = environments, number, prompt, seed
-        self._earlier = earlier
-        self.seconds = 0.0  # that its answers took, without failures, repetitions, and waiting for a process
-        self._home: _Worker | None = None
-        self._homes = set[_Worker]()  # all that have been asked: tools may run in any
+        self._turns = turns
+        self.seconds = 0.0  # time of its answers, without failures, repetitions, and waiting for a process
+        self._worker: _EnvironmentWorker | None = None
+        self._workers = set[_EnvironmentWorker]()  # all that have been asked: any may run tools
         self._process: EnvironmentProcess | None = None  # the one that knows this conversation
 
-    async def step(self, said: str) -> Answer:
-        """The environment's answer. Raises EnvironmentLost with the reason.
+    async def step(self, text: str) -> Answer:
+        """The environment's answer to the policy's turn. Raises EnvironmentLost with the reason.
 
         Where a process ends with several steps in it, nobody knows whose fault it was. So a second attempt
         runs alone.
         """
-        tools = self._environments.has_tools
         for attempt in range(1, ATTEMPTS + 1):
-            if self._home is None or tools:
-                self._home = self._environments.least_busy()
-                self._homes.add(self._home)
-            begin = time.monotonic()
+            begin_s = time.monotonic()
             try:
-                async with self._home.admit(alone=attempt > 1):
-                    process = await self._home.current()
-                    beginning = None if self._process is process else self._beginning()
+                worker = self._choose_worker()
+                async with worker.admit(alone=attempt > 1):
+                    process = await worker.current()
+                    begin = None if self._process is process else self._begin()
                     self._process = None
-                    begin = time.monotonic()
-                    answer = await self._environments.ask(self._home, self._number, beginning, said)
+                    begin_s = time.monotonic()
+                    answer = await self._environments.step(worker, self._number, begin, text)
                     self._process = process
-            except StepFailed as error:
-                if tools and (error.late or (error.gone and attempt == ATTEMPTS)):
-                    # The policy chose what the tool was to do.
-                    self.seconds += time.monotonic() - begin
-                    return Answer(
-                        [tool_message("", f"Error: {error}")],
-                        counts={"tool_calls": 1.0, "tool_errors": 1.0},
-                    )
+            except CallFailed as error:
+                if (answer_of_tool := self._tool_failure(error, attempt)) is not None:
+                    self.seconds += time.monotonic() - begin_s
+                    return answer_of_tool
                 if attempt == ATTEMPTS:
-                    limit = " (rollout.conversation.step_timeout)" if error.late else ""
+                    limit = " (rollout.conversation.step_timeout)" if error.cause == "late" else ""
                     raise EnvironmentLost(f"{error}{limit}") from None
             else:
-                if beginning is None or not self._earlier:
-                    self.seconds += time.monotonic() - begin
-                if not tools:
-                    self._earlier.append(said)
+                if begin is None or not self._turns:
+                    self.seconds += time.monotonic() - begin_s
+                if not self._environments.has_tools:
+                    self._turns.append(text)
                 return answer
         raise AssertionError("unreachable")
 
-    def _beginning(self) -> tuple[bytes, int, list[str]]:
+    def _choose_worker(self) -> _EnvironmentWorker:
+        """The worker that knows the conversation; for tools, and in the beginning, the least busy one."""
+        if self._worker is None or self._environments.has_tools:
+            self._worker = self._environments.least_busy()
+            self._workers.add(self._worker)
+        return self._worker
+
+    def _tool_failure(self, error: CallFailed, attempt: int) -> Answer | None:
+        """A tool's answer in place of the failure, if the policy caused it: it chose what the tool does."""
+        if not self._environments.has_tools:
+            return None
+        if error.cause == "late" or (error.is_gone and attempt == ATTEMPTS):
+            return Answer(
+                [tool_message("", f"Error: {error}")],
+                counts={"tool_calls": 1.0, "tool_errors": 1.0},
+            )
+        return None
+
+    def _begin(self) -> Begin:
         try:
-            return prompt_bytes(self._prompt), self._seed, list(self._earlier)
+            return Begin(prompt_bytes(self._prompt), self._seed, list(self._turns))
         except WireError as error:
             raise EnvironmentLost(f"its data record cannot be sent to a worker: {error}") from None
 
     def end(self) -> None:
-        """Let the workers forget the conversation, now or, where that is not possible, with the next step."""
-        for worker in self._homes:
-            worker.ended.append(self._number)
-            if worker.process.forget(worker.ended):
-                worker.ended = []
+        """Let the workers forget the conversation."""
+        for worker in self._workers:
+            worker.process.cancel([self._number])

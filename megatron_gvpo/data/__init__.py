@@ -1,0 +1,1 @@
+"""Records become prompts, token ids and images."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_gvpo.conversations.template import Template
-from megatron_gvpo.data.end_tokens import ended
-from megatron_gvpo.data.sources import DataError
+from megatron_gvpo.core.errors import DataError
+from megatron_gvpo.data.chat_template import Template
+from megatron_gvpo.data.roles import check_names, check_tools
 from megatron_gvpo.groups import Chat
+from megatron_gvpo.huggingface.end_tokens import ended
 from megatron_gvpo.turns import Turn
 
 if TYPE_CHECKING:
@@ -76,9 +78,13 @@ class DemonstrationReader:
         if not isinstance(solution, list) or not all(map(_is_message, solution)):
             found = f"{type(solution).__name__} {repr(solution)[:60]}"
             raise DataError(f"is neither a string nor a list of chat messages like {_EXAMPLE}, but {found}")
+        with _named_messages():
+            check_names(solution, self._tokenizer if self._chat else None)
         roles = [message["role"] for message in solution]
         if roles[:1] != ["assistant"] or roles[-1] != "assistant":
             raise DataError("must begin and end with a message of the assistant, after the prompt")
+        with _named_messages():
+            check_tools(solution)
         for i, (one, other) in enumerate(pairwise(roles)):
             if one == other == "assistant":
                 raise DataError(f"has messages {i} and {i + 1} of the assistant with nothing in between")
@@ -88,6 +94,15 @@ class DemonstrationReader:
             return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
         except Exception as error:  # tokenizers raises no narrower one
             raise DataError(f"has text that the tokenizer cannot write: {error}") from None
+
+
+@contextmanager
+def _named_messages() -> Iterator[None]:
+    """Let an error that names a message follow the name of the demonstration."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"is not a chat that can be written: {error}") from None
 
 
 def _is_message(message: Any) -> bool:

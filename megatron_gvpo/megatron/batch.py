@@ -13,8 +13,9 @@ from itertools import accumulate, groupby, zip_longest
 import torch
 from torch import Tensor
 
-from megatron_gvpo.config.checks.parallel_layout import Padding
-from megatron_gvpo.types import Routing, TrainBatch, on_device
+from megatron_gvpo.groups import Routing
+from megatron_gvpo.settings.padding import Padding
+from megatron_gvpo.types import TrainBatch, on_device
 
 
 @dataclass
@@ -22,10 +23,12 @@ class PackedBatch:
     """One pack, or a context-parallel rank's cut of one: token-aligned columns [t] (design law 1).
 
     The hidden state at `response_r` predicts the token `label_r`, which is number `index_r` in the rows' flat
-    response columns.
+    response columns. `index_r` ascends, so log-probs are in the order of `rows`, whatever the order of the
+    sequences in the pack: a loss cannot see that one.
     """
 
     rows: TrainBatch  # all rows of the pack, in every cut
+    order: list[int]  # the rows, in the order of their sequences in the pack
     token_t: Tensor  # int64
     position_t: Tensor  # int64, from 0 in every sequence
     response_r: Tensor  # int64 indices into t
@@ -44,7 +47,7 @@ class PackedBatch:
         padding: Padding = Padding(1, 1),  # noqa: B008 - frozen
         share_prompts: bool = False,
     ) -> PackedBatch:
-        """Pack `rows`; with `share_prompts`, neighbours with equal prompts have one copy.
+        """Pack `rows`, the shortest first; with `share_prompts`, responses to a prompt have one copy of it.
 
         A conversation's row is as many sequences as it has segments (`TrainBatch.segments`).
         """
@@ -59,7 +62,10 @@ class PackedBatch:
         tokens: list[int] = []
         response_r = torch.zeros(rows.offsets[-1], dtype=torch.int64)
         lengths: list[int] = []
-        for i, offset in enumerate(rows.offsets[:-1]):
+        # A CPU computes the attention of neighbours of equal length together.
+        order = sorted(range(len(rows)), key=rows.tokens.__getitem__)
+        for i in order:
+            offset = rows.offsets[i]
             for segment in rows.segments(i):
                 begin = len(tokens)
                 for place, first, count in segment.own:  # the hidden state before a token predicts it
@@ -74,13 +80,14 @@ class PackedBatch:
             lengths.append(pad)
         return PackedBatch(
             rows=rows,
+            order=order,
             token_t=torch.tensor(tokens, dtype=torch.int64),
             position_t=torch.cat([torch.arange(length) for length in lengths]),
             response_r=response_r,
             index_r=torch.arange(rows.offsets[-1]),
             label_r=torch.tensor([t for answer in rows.response_ids for t in answer], dtype=torch.int64),
             lengths=lengths,
-            experts_t=_experts(rows.routing, lengths),
+            experts_t=_experts(None if rows.routing is None else [rows.routing[i] for i in order], lengths),
         )
 
     @property
@@ -112,6 +119,7 @@ class PackedBatch:
     def to(self, device: torch.device) -> PackedBatch:
         return PackedBatch(
             rows=self.rows.to(device),
+            order=self.order,
             token_t=on_device(self.token_t, device),
             position_t=on_device(self.position_t, device),
             response_r=on_device(self.response_r, device),
@@ -152,7 +160,7 @@ class _Segment:
 
 
 def _pack_shared(rows: TrainBatch, padding: Padding) -> PackedBatch:
-    """Pack every run of rows with the same prompt as the prompt once, and the responses behind all prompts.
+    """Pack the prompt of every run of rows with the same one once, and the responses behind all prompts.
 
     The prompt's last token predicts the first token of all its responses.
     """
@@ -160,23 +168,26 @@ def _pack_shared(rows: TrainBatch, padding: Padding) -> PackedBatch:
     responses: list[_Segment] = []
     others: list[_Segment] = []  # prompt and response in one, of rows that share nothing
     followers: list[int] = []
-    predicts: list[tuple[_Segment, int, int]] = []  # segment, and the part of it that predicts a response
-    pairs = list(zip(rows.prompt_ids, rows.response_ids, strict=True))
-    for prompt, run in groupby(pairs, key=lambda pair: pair[0]):
-        answers = [answer for _, answer in run]
-        inputs = [answer[:-1] for answer in answers]  # no label follows the last token
-        if len(answers) == 1:
+    # A segment, the first of its tokens that predict a part of a response, and this part: where in the rows'
+    # token columns it begins, and its tokens.
+    predicts: list[tuple[_Segment, int, int, int]] = []
+    order = _by_prompt(rows)
+    for prompt, run in groupby(order, key=lambda i: rows.prompt_ids[i]):
+        members = list(run)
+        inputs = [rows.response_ids[i][:-1] for i in members]  # no label follows the last token
+        if len(members) == 1:
+            [i] = members
             others.append(_Segment([*prompt, *inputs[0]], 0))
-            predicts.append((others[-1], len(prompt) - 1, len(answers[0])))
+            predicts.append((others[-1], len(prompt) - 1, rows.offsets[i], len(rows.response_ids[i])))
             continue
         shared = _Segment(prompt, 0)
         followers += [count] if (count := sum(map(bool, inputs))) else []
         (prompts if count else others).append(shared)
-        for tokens in inputs:
-            predicts.append((shared, len(prompt) - 1, 1))
+        for i, tokens in zip(members, inputs, strict=True):
+            predicts.append((shared, len(prompt) - 1, rows.offsets[i], len(rows.response_ids[i][:1])))
             if tokens:
                 responses.append(_Segment(tokens, len(prompt)))
-                predicts.append((responses[-1], 0, len(tokens)))
+                predicts.append((responses[-1], 0, rows.offsets[i] + 1, len(tokens)))
     segments = [*prompts, *responses, *others]
     total = sum(len(segment.ids) for segment in segments)
     if pad := -total % padding.pack if total else padding.pack:
@@ -184,19 +195,35 @@ def _pack_shared(rows: TrainBatch, padding: Padding) -> PackedBatch:
     lengths = [len(segment.ids) for segment in segments]
     for segment, begin in zip(segments, accumulate(lengths, initial=0), strict=False):
         segment.begin = begin
-    response = [torch.arange(count) + segment.begin + first for segment, first, count in predicts]
+    response_r = torch.zeros(rows.offsets[-1], dtype=torch.int64)
+    for segment, first, offset, count in predicts:
+        response_r[offset : offset + count] = torch.arange(count) + segment.begin + first
     return PackedBatch(
         rows=rows,
+        order=order,
         token_t=torch.tensor([token for segment in segments for token in segment.ids], dtype=torch.int64),
         position_t=torch.cat(
             [torch.arange(n) + s.first_position for s, n in zip(segments, lengths, strict=True)]
         ),
-        response_r=torch.cat(response) if response else torch.zeros(0, dtype=torch.int64),
-        index_r=torch.arange(int(rows.length_n.sum())),
+        response_r=response_r,
+        index_r=torch.arange(rows.offsets[-1]),
         label_r=torch.tensor([t for answer in rows.response_ids for t in answer], dtype=torch.int64),
         lengths=lengths,
         followers=followers,
     )
+
+
+def _by_prompt(rows: TrainBatch) -> list[int]:
+    """Return the rows so that those of a group that share a prompt are neighbours, the shortest first."""
+    keys: list[tuple[int, int, int]] = []
+    last: dict[int, int] = {}  # the row before, of every group
+    for i, group in enumerate(rows.group_n.tolist()):
+        before = last.get(group)
+        shares = before is not None and rows.prompt_ids[before] == rows.prompt_ids[i]
+        first = keys[before][1] if before is not None and shares else i
+        last[group] = i
+        keys.append((len(rows.prompt_ids[i]), first, len(rows.response_ids[i])))
+    return sorted(range(len(rows)), key=keys.__getitem__)
 
 
 def context_parallel_indices(lengths: list[int], parts: int, part: int) -> Tensor:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megatron_gvpo.megatron.model.model import Model
 from megatron_gvpo.megatron.optimizer import Optimizer
@@ -82,9 +83,24 @@ class _Released:
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
-    """Return the distinct storages of the tensors, by address."""
-    found = (tensor.untyped_storage() for tensor in tensors)
-    return {storage.data_ptr(): storage for storage in found if storage.nbytes()}
+    """Return the distinct storages of the tensors, by address; of a quantized tensor those of its parts."""
+    owned = (part.untyped_storage() for tensor in tensors for part in _parts(tensor))
+    return {storage.data_ptr(): storage for storage in owned if storage.nbytes()}
+
+
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors that hold the memory of a tensor.
+
+    Transformer Engine's quantized tensors, such as Float8Tensor, have no storage of their own. Their parts,
+    which PyTorch's protocol for such classes names, are the data, its transposed copy if there is one, and
+    scales.
+    """
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        for name in names:
+            yield from _parts(getattr(tensor, name))
+    else:
+        yield tensor
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

@@ -23,10 +23,11 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
-from megatron_gvpo.config.schema import ConfigError, ModelConfig, OptimizerConfig
+from megatron_gvpo.core.collectives import all_ranks_agree
+from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.megatron.model.model import Model
 from megatron_gvpo.megatron.parallel import megatron_device
-from megatron_gvpo.runtime.collectives import first_problem
+from megatron_gvpo.settings.sections import ModelConfig, OptimizerConfig
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class Optimizer:
         for optimizer in (o.optimizer for o in self.megatron.chained_optimizers):
             if isinstance(optimizer, HybridDeviceOptimizer):
                 yield from ((part, part is not optimizer.gpu_optimizer) for part in optimizer.sub_optimizers)
-            else:
+            elif optimizer is not None:  # a rank that trains no weight has none
                 yield optimizer, False
 
     def _hybrids(self) -> list[Any]:
@@ -132,15 +133,15 @@ class Optimizer:
         return sum(t.nbytes for t in self.host_tensors()) + sum(p.nbytes for p in parameters)
 
     def _allocate_states(self) -> None:
-        """Create the states of PyTorch's Adam now, not at the first step: a checkpoint needs them."""
-        hybrid_parts = [part for hybrid in self._hybrids() for part in hybrid.sub_optimizers]
+        """Create Adam's moments now, not at the first step: checkpoints and the measured memory need them.
+
+        They are as Transformer Engine's FusedAdam (`initialize_state`, 2.20.2) and PyTorch's Adam make them.
+        """
         for inner, _ in self._inner():
-            counts = _counts_by_parameter(inner)
-            if not counts and inner not in hybrid_parts:
-                continue
             for parameter in (p for group in inner.param_groups for p in group["params"]):
                 moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-                inner.state[parameter] = ({"step": torch.tensor(0.0)} if counts else {}) | moments
+                step = {"step": torch.tensor(0.0)} if _counts_by_parameter(inner) else {}
+                inner.state[parameter] = step | moments
         for hybrid in self._hybrids():
             hybrid._sync_sub_optimizers_state_to_hdo()
 
@@ -162,16 +163,6 @@ class Optimizer:
             else:
                 for group in inner.param_groups:
                     group["step"] = count
-
-    def allocate(self) -> None:
-        """Allocate the moments and set them to 0 if no update has done so: a checkpoint holds them."""
-        for optimizer in self.megatron.chained_optimizers:
-            done = _counts_by_parameter(optimizer.optimizer) or optimizer.optimizer in self._hybrids()
-            if not done and not optimizer.optimizer.state:
-                optimizer.load_state_dict(optimizer.state_dict())  # this allocates, but does not initialise
-                for state in optimizer.optimizer.state.values():
-                    for name in ("exp_avg", "exp_avg_sq"):
-                        state[name].zero_()
 
     def zero_grad(self) -> None:
         for chunk in self._chunks:
@@ -221,15 +212,13 @@ def _check_host_memory(model: Model, fraction: float) -> None:
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     needed = fraction * max(16 * updated, 8 * copied) * ranks
     free = psutil.virtual_memory().available
-    problem = None
-    if needed > free:
-        problem = (
-            f"optimizer.offload_fraction={fraction} needs {needed / 2**30:.3g} GiB of the memory of node "
-            f"{platform.node()} for its {ranks} rank(s), and {free / 2**30:.3g} GiB are free: use a smaller "
-            "fraction or more nodes"
-        )
-    if (said := first_problem(problem)) is not None:
-        raise ConfigError(said)
+    with all_ranks_agree(ConfigError):
+        if needed > free:
+            raise ConfigError(
+                f"optimizer.offload_fraction={fraction} needs {needed / 2**30:.3g} GiB of the memory of node "
+                f"{platform.node()} for its {ranks} rank(s), and {free / 2**30:.3g} GiB are free: use a "
+                "smaller fraction or more nodes"
+            )
 
 
 @contextlib.contextmanager
@@ -249,7 +238,7 @@ def _host_and_device() -> Iterator[None]:
     """Context to build an optimizer that works on both host and device."""
     with contextlib.ExitStack() as modes:
         if not torch.cuda.is_available():
-            from megatron_gvpo.megatron.cpu.offload import HostCopies
+            from megatron_gvpo.megatron.cpu.spec import HostCopies
 
             modes.enter_context(HostCopies())
         # In fp32 Megatron passes views of the weights, and PyTorch's optimizers accept only leaf tensors.

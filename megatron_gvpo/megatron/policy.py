@@ -6,46 +6,39 @@ Every rank calls every method with the same rows. The methods divide the work am
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_gvpo.algorithms.base import TEACHER, Loss, token_weights
-from megatron_gvpo.config.schema import Config
+from megatron_gvpo.core.collectives import all_ranks_agree
+from megatron_gvpo.core.user_functions import UserFunctionError
 from megatron_gvpo.kernels.divergence import Divergence
-from megatron_gvpo.kernels.linear_logprob import LinearLogprob
 from megatron_gvpo.megatron import forward
 from megatron_gvpo.megatron.critic import Critic
 from megatron_gvpo.megatron.device_memory import DeviceMemory
 from megatron_gvpo.megatron.forward import LogprobHead
 from megatron_gvpo.megatron.memory_profile import MemoryProfile
-from megatron_gvpo.megatron.microbatch import detached, floats, my_share, sum_over_ranks
+from megatron_gvpo.megatron.microbatch import my_share
 from megatron_gvpo.megatron.model.model import Model
-from megatron_gvpo.megatron.optimizer import Optimizer, Update
+from megatron_gvpo.megatron.optimizer import Optimizer
 from megatron_gvpo.megatron.reference_weights import ReferenceWeights
 from megatron_gvpo.megatron.scorer import Scorer
-from megatron_gvpo.megatron.teacher.divergence import HeadDivergence
-from megatron_gvpo.megatron.teacher.model import Teacher
-from megatron_gvpo.megatron.teacher.states import teacher_states
-from megatron_gvpo.runtime.collectives import first_problem
-from megatron_gvpo.runtime.user_functions import UserFunctionError
-from megatron_gvpo.types import BatchTotals, LossInputs, TrainBatch
-
-
-@dataclass(frozen=True)
-class UpdateResult:
-    """An optimizer update, and the loss and metrics before it."""
-
-    update: Update
-    metrics: dict[str, float]  # includes "loss"
-    logp_r: Tensor | None  # before the update, fp32 [r] on the CPU of every rank; None unless asked for
-    head: dict[str, float]  # how the head computed its gradient; depends on the machine
-    memory: dict[str, float] = field(default_factory=dict)  # MemoryProfile.metrics of a run's first update
-    weight_r: Tensor | None = None  # dL/dlogp at `logp_r`, fp32 [r] on the CPU; None unless asked for
+from megatron_gvpo.megatron.teacher import Teacher, teacher_states
+from megatron_gvpo.megatron.teacher_head import HeadDivergence
+from megatron_gvpo.megatron.update import (
+    KnownWeights,
+    LossInForward,
+    LossPass,
+    MicroBatchResult,
+    UpdateResult,
+    with_references,
+)
+from megatron_gvpo.settings.config import Config
+from megatron_gvpo.types import BatchTotals, TrainBatch
 
 
 class Policy(Scorer):
@@ -111,79 +104,43 @@ class Policy(Scorer):
         Raises UserFunctionError on all ranks, with the weights as they were, where the user's loss fails on
         any.
         """
-        loss, totals, kept = self._loss, BatchTotals.of(rows), keep_logp or keep_weights
+        loss, totals = self._loss, BatchTotals.of(rows)
         share = my_share(self.model, rows, self._budget, loss.couples_groups)
-        split = (share.split_groups and loss.couples_groups) or share.split_rows or loss.couples_step
-        rows = self._with_weights_first(rows, totals, at_step_start, split)
+        is_split = (share.split_groups and loss.couples_groups) or share.split_rows or loss.couples_step
+        rows = self._with_weights_first(rows, totals, at_step_start, is_split)
+        loss_pass = KnownWeights(loss, totals) if is_split else LossInForward(loss, totals)
+        results, memory = self._forward_and_backward(share.packs(rows), loss_pass, totals)
+        with all_ranks_agree(UserFunctionError):
+            loss_pass.raise_problem()
+        logp_r, weight_r = None, rows.weight_r
+        if is_split or keep_logp or keep_weights:
+            logp_r = share.gather(rows, [result.logp_r for result in results])
+        if keep_weights and weight_r is None:
+            weights = [result.weight_r for result in results if result.weight_r is not None]
+            weight_r = share.gather(rows, weights)
+        metrics = loss_pass.metrics(rows, logp_r, results)
+        head = {name: metrics.pop(name) for name in list(metrics) if name.startswith("head/")}
+        self.model.finish_background_work()
+        return UpdateResult(self.optimizer.apply(), metrics, logp_r, head, memory, weight_r)
 
-        def micro_batch_loss(rows: TrainBatch, values: tuple[Any, ...]) -> tuple[Tensor, Any]:
-            output = LinearLogprob(*values)
-            logp_r = output.logp_r.detach()
-            extra = _head_metrics(rows, output, totals)
-            bonus = output.logp_r.new_zeros(())
-            if output.entropy_r is not None:
-                mean = output.entropy_r.sum() / totals.tokens
-                bonus, extra["entropy"] = -loss.entropy_coef * mean, mean
-            if output.divergence is not None and output.divergence_r is not None:
-                bonus = bonus + output.divergence
-                extra["divergence"] = output.divergence_r.sum() / totals.tokens
-            if split:
-                surrogate = output.surrogate
-                if surrogate is None:  # with an entropy bonus the head gets no weights
-                    assert rows.weight_r is not None, "a split group needs its weights before the forward"
-                    surrogate = (rows.weight_r * output.logp_r).sum()
-                return surrogate + bonus, (logp_r, None, detached(extra))
-            filled, surrogate = _with_references(rows, logp_r), output.surrogate
-            weight_r: Tensor | None = None
-            try:
-                if surrogate is None:  # one call of the loss gives its value and the weights, which are saved
-                    weight_r, metrics = token_weights(loss, filled, logp_r, totals)
-                    surrogate = (weight_r * output.logp_r).sum()
-                else:
-                    value, metrics = loss(LossInputs(filled, output.logp_r, totals))
-                    metrics = {"loss": value, **metrics}
-            except UserFunctionError as error:  # raised below: the other ranks are in the same schedule
-                problems.append(str(error))
-                surrogate = 0 * output.logp_r.sum()
-                metrics = {"loss": surrogate}
-            return surrogate + bonus, (logp_r, weight_r, detached(metrics | extra))
-
-        problems: list[str] = []  # of the user's loss
-        packs, divergence = self._with_teacher(share.packs(rows), totals)
+    def _forward_and_backward(
+        self, packs: list[TrainBatch], loss_pass: LossPass, totals: BatchTotals
+    ) -> tuple[list[MicroBatchResult], dict[str, float]]:
+        """Fill the gradients; return the micro-batches' results, and memory in a run's first update."""
+        packs, divergence = self._with_teacher(packs, totals)
         self.optimizer.zero_grad()
-        memory_profile = self._first_update_profile()
+        profile = self._first_update_profile()
         head = LogprobHead(
             self._temperature,
             self.model.vocab_size,
-            loss.wants_entropy,
+            self._loss.wants_entropy,
             self._stash_bytes,
-            memory_profile,
+            profile,
             divergence,
         )
-        with memory_profile or contextlib.nullcontext():
-            results = forward.run(self.model, packs, micro_batch_loss, head=head)
-        if (said := first_problem(problems[0] if problems else None)) is not None:
-            raise UserFunctionError(said)
-        logp_r = share.gather(rows, [logp for logp, _, _ in results]) if split or kept else None
-        summed = sum_over_ranks([floats(metrics) for *_, metrics in results])
-        if split:  # the loss and its metrics are defined on whole groups only
-            assert logp_r is not None
-            value, of_loss = loss(LossInputs(_with_references(rows, logp_r), logp_r, totals))
-            metrics = floats({"loss": value, **of_loss}) | summed
-        else:
-            metrics = summed
-        if loss.wants_entropy:
-            metrics["loss"] -= loss.entropy_coef * metrics["entropy"]
-        if loss.divergence is not None:
-            metrics["loss"] += loss.divergence.coef * metrics["divergence"]
-        metrics |= loss.derived(metrics)
-        memory = {} if memory_profile is None else memory_profile.metrics()
-        of_head = {name: metrics.pop(name) for name in list(metrics) if name.startswith("head/")}
-        weight_r = rows.weight_r
-        if keep_weights and weight_r is None:
-            weight_r = share.gather(rows, [weight for _, weight, _ in results])
-        self.model.finish_background_work()
-        return UpdateResult(self.optimizer.apply(), metrics, logp_r, of_head, memory, weight_r)
+        with profile or contextlib.nullcontext():
+            results = forward.run(self.model, packs, loss_pass, head=head)
+        return results, {} if profile is None else profile.metrics()
 
     def _with_teacher(
         self, packs: list[TrainBatch], totals: BatchTotals
@@ -228,7 +185,7 @@ class Policy(Scorer):
             logp_r = self.score(rows)
         else:
             return rows
-        weight_r, _ = token_weights(loss, _with_references(rows, logp_r), logp_r, totals)
+        weight_r, _ = token_weights(loss, with_references(rows, logp_r), logp_r, totals)
         return rows.with_columns(weight_r=weight_r)
 
     def skip_updates(self, count: int) -> None:
@@ -251,24 +208,3 @@ class Policy(Scorer):
     def models(self) -> list[Model]:
         """The policy's model, and the critic's if there is one."""
         return [self.model] if self.critic is None else [self.model, self.critic.model]
-
-
-def _with_references(rows: TrainBatch, logp_r: Tensor) -> TrainBatch:
-    """Fill missing old and reference log-probs with the present policy's."""
-    old = logp_r if rows.old_logp_r is None else rows.old_logp_r
-    reference = old if rows.ref_logp_r is None else rows.ref_logp_r
-    return rows.with_columns(old_logp_r=old, ref_logp_r=reference)
-
-
-def _head_metrics(rows: TrainBatch, output: LinearLogprob, totals: BatchTotals) -> dict[str, Tensor | float]:
-    """Return a micro-batch's part of the metrics head/*, which add up over micro-batches.
-
-    `head/known` and `head/stash` are shares of the step's tokens, by the head's mode. `head/stash_mb` is the
-    MiB that a rank stashed, averaged over tokens.
-    """
-    share = rows.offsets[-1] / totals.tokens
-    return {
-        "head/known": share * (output.mode == "weights_first"),
-        "head/stash": share * output.stash_share,
-        "head/stash_mb": share * output.stash_bytes / 2**20,
-    }

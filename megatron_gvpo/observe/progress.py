@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Literal, Protocol, Self, TextIO
 
+from megatron_gvpo.core.redaction import hide
 from megatron_gvpo.observe.loggers.backend import Sample
 from megatron_gvpo.observe.samples import one_line
 from megatron_gvpo.observe.status import Status, clock, show
@@ -77,7 +78,7 @@ class Progress:
     def note(self, text: str) -> None:
         """Print a line that stays, such as "checkpoint written" or "step skipped"."""
         if self._display is not None:
-            self._display.note(text)
+            self._display.note(hide(text))
 
     def close(self) -> None:
         if self._display is not None:

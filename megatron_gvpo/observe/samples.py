@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from megatron_gvpo.core.redaction import hide_secrets
 from megatron_gvpo.observe.loggers.backend import Sample
 from megatron_gvpo.observe.rollouts.conversation import transcript
 
@@ -17,13 +18,13 @@ MOST = 4  # responses of a step
 
 
 def few_samples(responses: Responses) -> list[Sample]:
-    """At most MOST responses, from the one with the highest reward to the one with the lowest."""
+    """At most MOST responses without secrets, from the highest reward to the lowest."""
     rollouts = [(group.prompt, rollout) for group in responses.groups for rollout in group.rollouts]
     rollouts.sort(key=lambda found: -math.inf if math.isnan(found[1].reward) else found[1].reward)
     count = min(MOST, len(rollouts))
     places = [round(i * (len(rollouts) - 1) / max(count - 1, 1)) for i in reversed(range(count))]
     return [
-        Sample(responses.kind, prompt.text, transcript(rollout), rollout.reward)
+        Sample(responses.kind, hide_secrets(prompt.text), hide_secrets(transcript(rollout)), rollout.reward)
         for prompt, rollout in (rollouts[place] for place in places)
     ]
 

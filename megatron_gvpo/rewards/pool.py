@@ -1,31 +1,63 @@
-"""Rewards in worker processes: a reward that hangs or crashes costs its rollout, not the run.
+"""Reward functions in worker processes: one that hangs or crashes costs its rollout, not the run.
 
 Workers are plain subprocesses, because `multiprocessing` would run the user's script again in each. They
-answer job by job, so that the pool always knows which job took a worker down.
+answer call by call, so that the pool always knows which call took a worker down.
 """
 
 from __future__ import annotations
 
 import math
+import signal
+import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import batched
 from multiprocessing.connection import wait
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
-from megatron_gvpo.config.schema import ConfigError, RewardsConfig
-from megatron_gvpo.rewards.counted import NamedCounts
-from megatron_gvpo.rewards.printed import Printout
-from megatron_gvpo.rewards.process import Failure, WorkerProcess
-from megatron_gvpo.rewards.real_number import LARGEST
-from megatron_gvpo.rewards.registry import Component
-from megatron_gvpo.rewards.wire import Job, WireError, prompt_bytes, rollout_bytes
-from megatron_gvpo.runtime.user_functions import contents
-from megatron_gvpo.types import Group, Prompt, Rollout
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.core.real_number import LARGEST
+from megatron_gvpo.core.user_functions import contents
+from megatron_gvpo.groups import Group, Prompt, Rollout
+from megatron_gvpo.rewards.conversation_rewards import NamedCounts
+from megatron_gvpo.settings.built_in_rewards import BUILT_IN
+from megatron_gvpo.settings.rewards import RewardConfig, RewardsConfig
+from megatron_gvpo.workers.messages import (
+    HUNG_UP,
+    CallError,
+    CallResult,
+    Function,
+    Importing,
+    Score,
+    Scores,
+    WireError,
+    prompt_bytes,
+    rollout_bytes,
+)
+from megatron_gvpo.workers.output import Printout
+from megatron_gvpo.workers.process import START, WorkerProcess, how_it_ended, wrong_message
+from megatron_gvpo.workers.reaper import PATIENCE
 
-_CHUNK = 32  # jobs sent at once: enough to hide the way there and back, few enough to share evenly
-_DEATHS = 3  # workers that may die in a row without a job to blame
+_CHUNK = 32  # calls sent at once: enough to hide the way there and back, few enough to share evenly
+_DEATHS = 3  # workers that may die in a row without a call to blame
+_NOTICE = 0.5  # seconds between two notices that a function imports a module, at most
+
+
+class _Job(NamedTuple):
+    """The evaluation of a rollout by the function of this index."""
+
+    number: int
+    function: int
+    prompt: bytes
+    rollout: bytes
+
+
+class _Failure(NamedTuple):
+    """The reason why a job has no reward. `is_killed`: SIGKILL ended its worker, perhaps the kernel's."""
+
+    reason: str
+    is_killed: bool = False
 
 
 class RewardPool:
@@ -36,26 +68,23 @@ class RewardPool:
 
     def __init__(self, config: RewardsConfig, counts: Sequence[str] = ()) -> None:
         self._config = config
-        places = [(i, c) for i, c in enumerate(config.components) if c.served is None]
-        self._weighed = [component for _, component in places]
-        self._components = [Component(c.name, c.function, c.options, i) for i, c in places]
-        self._files = contents(self._components)  # a worker that is replaced loads them as they are now
-        self._named = NamedCounts(self._components, counts)
-        self._printout = Printout([component.name for component in self._components])
-        self._workers: list[WorkerProcess] = []
-        self._deaths = 0
-        self._told: dict[str, float] = {}  # by component, the share of failures in the last warning
+        # The functions, by their indices in rewards.components; the other components are models on servers.
+        self._components = {i: c for i, c in enumerate(config.components) if c.served is None}
+        self._functions = [_function(i, component) for i, component in self._components.items()]
+        # Read at the start of the run, so that a worker that replaces another loads the same files.
+        self._files = contents([[function.spec, function.options] for function in self._functions])
+        self._named_counts = NamedCounts(self._components, counts)
+        self._printout = Printout([component.name for component in self._components.values()])
+        self._workers: list[_RewardWorker] = []
+        self._deaths = 0  # workers that have died in a row without a job to blame
+        self._warned_shares: dict[str, float] = {}  # the share of failures in each component's last warning
 
     def __enter__(self) -> Self:
         """Start the workers. Raises ConfigError if a component's function cannot be loaded."""
         try:
             self._workers = [self._start() for _ in range(self._config.workers)]
-            while not all(worker.ready for worker in self._workers):
-                self._wait()
-                for worker in self._workers:
-                    worker.take()
-                    if worker.failure is not None:
-                        raise ConfigError(f"rewards: {worker.failure.reason}")
+            for worker in self._workers:
+                worker.process.wait_ready()
             self._printout.end_step()
         except BaseException:
             self._stop()
@@ -67,108 +96,116 @@ class RewardPool:
     ) -> None:
         self._stop()
 
-    def _start(self) -> WorkerProcess:
-        return WorkerProcess(self._components, self._files, self._config.timeout, self._printout)
+    def _start(self) -> _RewardWorker:
+        return _RewardWorker(self._functions, self._files, self._config.timeout, self._printout)
 
     def _stop(self) -> None:
         while self._workers:
-            self._workers.pop().stop()
+            self._workers.pop().process.stop()
         self._printout.end_step()
 
     def check(self, groups: Sequence[Group]) -> None:
         """Raises ConfigError if a component reads a count that no conversation of the first batch has."""
-        self._named.check(groups)
+        self._named_counts.check(groups)
 
     def score(self, groups: list[Group]) -> None:
         """Fill in `rewards`, `reward` and `reward_errors` of every rollout.
 
-        A component that raises, exceeds the time limit, returns no finite number or kills its process
-        is 0 for that rollout, and the error is recorded. Equal responses to a prompt are scored once. Raises
-        ConfigError where a worker that is gone cannot be replaced.
+        A component that raises, exceeds the time limit, kills its process or returns anything but a finite
+        number is 0 for that rollout, and the error is recorded. Equal responses to a prompt are scored once.
+        Raises ConfigError if a worker that is gone cannot be replaced.
         """
-        same: dict[Any, list[Rollout]] = {}
-        jobs: list[Job | Failure] = []
+        equal: dict[Any, list[Rollout]] = {}
+        jobs: list[_Job | _Failure] = []
         for g, group in enumerate(groups):
-            prompt = _prompt(group.prompt)
+            prompt = _packed(group.prompt)
             for rollout in group.rollouts:
                 if rollout.messages or rollout.counts:  # a conversation: the environment may have differed
                     key: tuple[Any, ...] = (g, id(rollout))
                 else:
                     key = (g, rollout.text, tuple(rollout.token_ids), rollout.finish_reason)
-                if key not in same:
+                if key not in equal:
                     jobs += self._jobs(len(jobs), prompt, rollout)
-                same.setdefault(key, []).append(rollout)
+                equal.setdefault(key, []).append(rollout)
         answers, count = self._evaluate(jobs), len(self._components)
-        for number, rollouts in enumerate(same.values()):
+        for number, rollouts in enumerate(equal.values()):
             for rollout in rollouts:
                 self._record(rollout, answers[number * count : (number + 1) * count])
         for worker in self._workers:
-            worker.output.end_step()
+            worker.process.output.end_step()
         self._printout.end_step()
 
-    def _jobs(self, first: int, prompt: bytes | Failure, rollout: Rollout) -> list[Job | Failure]:
+    def _jobs(self, first: int, prompt: bytes | _Failure, rollout: Rollout) -> list[_Job | _Failure]:
         """A job of every component, numbered from `first`."""
-        if isinstance(prompt, Failure):
+        if isinstance(prompt, _Failure):
             return [prompt] * len(self._components)
         response = rollout_bytes(rollout)
-        return [Job(first + c, c, prompt, response) for c in range(len(self._components))]
+        return [_Job(first + c, c, prompt, response) for c in range(len(self._components))]
 
     def warnings(self, groups: Sequence[Group]) -> list[str]:
         """Warnings about rewards that failed: the first time, and each time their share has doubled."""
         rollouts = [rollout for group in groups for rollout in group.rollouts]
-        said = []
-        for component in self._components:
+        messages = []
+        for i, component in self._components.items():
             errors = [r.reward_errors[component.name] for r in rollouts if component.name in r.reward_errors]
-            if errors and len(errors) / len(rollouts) >= 2 * self._told.get(component.name, 0.0):
-                self._told[component.name] = len(errors) / len(rollouts)
+            if not errors:
+                continue
+            share = len(errors) / len(rollouts)
+            if share >= 2 * self._warned_shares.get(component.name, 0.0):
+                self._warned_shares[component.name] = share
                 [(commonest, _)] = Counter(errors).most_common(1)
-                said.append(
-                    f"rewards.components.{component.place} ({component.name}) failed for {len(errors)} of "
+                messages.append(
+                    f"rewards.components.{i} ({component.name}) failed for {len(errors)} of "
                     f"{len(rollouts)} responses, and counts 0 for them: {commonest}"
                 )
-        return said
+        return messages
 
-    def _record(self, rollout: Rollout, answer: Sequence[float | Failure]) -> None:
-        rewards, errors, limit = {}, {}, LARGEST / max(1, len(answer))
-        for component, value in zip(self._weighed, answer, strict=True):
-            if isinstance(value, Failure):
-                errors[component.name] = value.reason
-            elif abs(component.weight * value) > limit:  # the sum could be infinite
+    def _record(self, rollout: Rollout, answers: Sequence[float | _Failure]) -> None:
+        """Set the rollout's rewards from the components' answers."""
+        rewards, errors, limit = {}, {}, LARGEST / max(1, len(answers))
+        components = self._components.values()
+        for component, answer in zip(components, answers, strict=True):
+            rewards[component.name] = 0.0
+            if isinstance(answer, _Failure):
+                errors[component.name] = answer.reason
+            elif abs(component.weight * answer) > limit:  # the sum could be infinite
                 errors[component.name] = (
-                    f"{value:g} times its weight {component.weight:g} is beyond {limit:.2g}"
+                    f"{answer:g} times its weight {component.weight:g} is beyond {limit:.2g}"
                 )
-            rewards[component.name] = 0.0 if isinstance(value, Failure) or component.name in errors else value
+            else:
+                rewards[component.name] = answer
         rollout.rewards, rollout.reward_errors = rewards, errors
-        rollout.reward = sum((c.weight * rewards[c.name] for c in self._weighed), 0.0)
+        rollout.reward = sum((c.weight * rewards[c.name] for c in components), 0.0)
 
-    def _evaluate(self, jobs: Sequence[Job | Failure]) -> list[float | Failure]:
+    def _evaluate(self, jobs: Sequence[_Job | _Failure]) -> list[float | _Failure]:
         """Each job's value, or its failure.
 
         A job whose worker was killed is tried once more: the kernel kills a worker where other processes have
         taken the memory, and its response should not pay for that.
         """
-        answers: dict[int, float | Failure] = {i: j for i, j in enumerate(jobs) if isinstance(j, Failure)}
-        tried_again: set[int] = set()
-        todo = deque(batched([job for job in jobs if isinstance(job, Job)], _CHUNK))
+        answers: dict[int, float | _Failure] = {i: j for i, j in enumerate(jobs) if isinstance(j, _Failure)}
+        retried: set[int] = set()
+        todo = deque(batched([job for job in jobs if isinstance(job, _Job)], _CHUNK))
         while len(answers) < len(jobs):
             for i, worker in enumerate(self._workers):
-                if todo and worker.ready and not worker.pending:
+                if todo and worker.is_free:
                     chunk = todo.popleft()
                     try:
                         worker.give(chunk)
                     except OSError as error:  # it died while idle, so no job is to blame
                         todo.appendleft(chunk)
-                        self._died(f"a worker cannot be given its jobs: {error}")
+                        self._note_death(f"a worker cannot be given its jobs: {error}")
                         self._replace(i)
             self._wait()
             for i, worker in enumerate(self._workers):
-                answers |= (found := worker.take())
-                self._deaths = 0 if found or worker.pending else self._deaths
+                answers |= (taken := worker.take())
+                if taken or worker.pending:
+                    self._deaths = 0
                 if worker.failure is not None:
                     if not worker.pending:
-                        self._died(worker.failure.reason)
-                    elif worker.failure.killed and worker.pending[0].number not in tried_again:
-                        tried_again.add(worker.pending[0].number)
+                        self._note_death(worker.failure.reason)
+                    elif worker.failure.is_killed and worker.pending[0].number not in retried:
+                        retried.add(worker.pending[0].number)
                     else:
                         answers[worker.pending.popleft().number] = worker.failure
                     if worker.pending:
@@ -178,23 +215,116 @@ class RewardPool:
 
     def _wait(self) -> None:
         """Wait until a worker replies, prints, ends or is late."""
-        left = min(worker.seconds_left for worker in self._workers)
-        descriptors = [d for worker in self._workers for d in worker.waits_for()]
-        wait(descriptors, None if left == math.inf else left)
+        seconds = min(worker.seconds_left for worker in self._workers)
+        descriptors = [d for worker in self._workers for d in worker.process.descriptors()]
+        wait(descriptors, None if seconds == math.inf else seconds)
 
-    def _died(self, reason: str) -> None:
+    def _note_death(self, reason: str) -> None:
         """Raises ConfigError if workers die one after the other with no job to blame."""
         self._deaths += 1
         if self._deaths > _DEATHS:
             raise ConfigError(f"rewards: {reason}, {self._deaths} times in a row")
 
     def _replace(self, i: int) -> None:
-        self._workers[i].stop()
+        self._workers[i].process.stop()
         self._workers[i] = self._start()
 
 
-def _prompt(prompt: Prompt) -> bytes | Failure:
+class _RewardWorker:
+    """One worker process, and the jobs that it has yet to answer."""
+
+    def __init__(
+        self, functions: Sequence[Function], files: Mapping[str, bytes], timeout: float, printout: Printout
+    ) -> None:
+        notice = min(_NOTICE, timeout / 4)
+        self.process = WorkerProcess("rewards", "rewards", functions, files, printout, notice)
+        self.pending: deque[_Job] = deque()
+        self.failure: _Failure | None = None  # why the first of `pending` gets no answer, and no later one
+        self._timeout = timeout
+        self._deadline = math.inf  # for the first of `pending`
+        self._latest_deadline = math.inf  # the same, however long its function imports modules
+
+    @property
+    def is_free(self) -> bool:
+        return self.process.is_ready and not self.pending
+
+    def give(self, jobs: Sequence[_Job]) -> None:
+        """Send the jobs. Raises OSError if the process is gone."""
+        indices: dict[bytes, int] = {}  # an index for each prompt and rollout; jobs may share them
+        scores = [
+            Score(
+                job.number,
+                job.function,
+                indices.setdefault(job.prompt, len(indices)),
+                indices.setdefault(job.rollout, len(indices)),
+            )
+            for job in jobs
+        ]
+        self.process.send(Scores(list(indices), scores))
+        self.pending.extend(jobs)
+        self._begin_job()
+
+    def _begin_job(self) -> None:
+        self._deadline = time.monotonic() + self._timeout
+        self._latest_deadline = time.monotonic() + max(START, self._timeout)
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds until a reply is late; infinite while none is due."""
+        if not self.process.is_ready:
+            return self.process.seconds_to_start()
+        return max(0.0, self._deadline - time.monotonic()) if self.pending else math.inf
+
+    def take(self) -> dict[int, float | _Failure]:
+        """The answers that have come, by the jobs' numbers. Sets `failure` where the next one will not come.
+
+        Raises ConfigError if a component's function cannot be loaded, or not in time.
+        """
+        answers: dict[int, float | _Failure] = {}
+        try:
+            for reply in self.process.replies():
+                if not self.pending or reply.call != self.pending[0].number:
+                    if isinstance(reply, Importing):
+                        continue  # it crossed the call's result
+                    raise WireError("not an answer to the job")
+                match reply:
+                    case Importing():
+                        self._deadline = min(time.monotonic() + self._timeout, self._latest_deadline)
+                        continue
+                    case CallResult(_, reward):
+                        answers[reply.call] = reward
+                    case CallError(_, reason):
+                        answers[reply.call] = _Failure(reason)
+                self.pending.popleft()
+                self._begin_job()
+        except WireError as error:
+            self.failure = _Failure(wrong_message(error))
+        except (EOFError, OSError):
+            code = self.process.stop(PATIENCE)
+            self.failure = _Failure(self._end(code), is_killed=code == -signal.SIGKILL)
+        else:
+            if not self.seconds_left:
+                self.failure = _Failure(f"it took longer than rewards.timeout={self._timeout:g} seconds")
+        return answers
+
+    def _end(self, code: int) -> str:
+        """The problem of a process that has ended with this exit code."""
+        if not self.process.is_ready:
+            return self.process.end_of_start(code)
+        if code == HUNG_UP:
+            return "it closed, or read from, a descriptor of its process that is not its own"
+        return f"it ended its process ({how_it_ended(code)})"
+
+
+def _function(index: int, component: RewardConfig) -> Function:
+    """The component's function, as it is sent to a worker."""
+    key, value = ("name", component.name) if component.built_in else ("function", component.function)
+    spec = component.function or BUILT_IN[component.name].function
+    return Function(f"rewards.components.{index}.{key}={value}", spec, component.options)
+
+
+def _packed(prompt: Prompt) -> bytes | _Failure:
     try:
         return prompt_bytes(prompt)
     except WireError as error:
-        return Failure(f"its data record cannot be sent to a worker: {error}")
+        return _Failure(f"its data record cannot be sent to a worker: {error}")

@@ -17,7 +17,7 @@ def ndcg(prompt: Prompt, rollout: Rollout, key: str = "relevance", k: int = 10) 
     """NDCG@k of the documents in the order of their scores.
 
     The gain is the sum of (2^relevance - 1) / log2(rank + 1), divided by that of the ideal order. Documents
-    without a score come last, ties in the order of their numbers. It is 0 where no document is relevant.
+    without a score come last, ties in the order of their numbers. It is 0 if no document is relevant.
     """
     relevance, score = _relevance(prompt, key), scores(rollout.text)
     order = sorted(range(1, len(relevance) + 1), key=lambda d: -score.get(d, -math.inf))
@@ -29,22 +29,24 @@ def alignment(prompt: Prompt, rollout: Rollout, key: str = "relevance") -> float
     """1 minus the mean distance of the scores from relevance / maximum; a missing score is 1 off."""
     relevance, score = _relevance(prompt, key), scores(rollout.text)
     highest = max(relevance) or 1.0
-    far = [min(abs(score[d] - r / highest), 1.0) if d in score else 1.0 for d, r in enumerate(relevance, 1)]
-    return 1 - sum(far) / len(far)
+    distances = [
+        min(abs(score[d] - r / highest), 1.0) if d in score else 1.0 for d, r in enumerate(relevance, 1)
+    ]
+    return 1 - sum(distances) / len(distances)
 
 
 def listed(prompt: Prompt, rollout: Rollout, key: str = "relevance") -> float:
-    """1 where the response scores every document once and no other, else 0."""
-    found = [int(document) for document, _ in _SCORED.findall(rollout.text)]
-    return float(sorted(found) == list(range(1, len(_relevance(prompt, key)) + 1)))
+    """1 if the response scores every document exactly once and no other, else 0."""
+    documents = [int(document) for document, _ in _SCORED.findall(rollout.text)]
+    return float(sorted(documents) == list(range(1, len(_relevance(prompt, key)) + 1)))
 
 
 def scores(text: str) -> dict[int, float]:
     """The first score that a text gives to each document."""
-    found: dict[int, float] = {}
+    first: dict[int, float] = {}
     for document, score in _SCORED.findall(text):
-        found.setdefault(int(document), float(score))
-    return found
+        first.setdefault(int(document), float(score))
+    return first
 
 
 def _gain(relevance: list[float]) -> float:
@@ -54,5 +56,5 @@ def _gain(relevance: list[float]) -> float:
 def _relevance(prompt: Prompt, key: str) -> list[float]:
     values = prompt.record.get(key)
     if not isinstance(values, list) or not values:
-        raise ValueError(f"prompt {prompt.id}: the field {key!r} holds no list of relevances")
+        raise ValueError(f"prompt {prompt.id}: the field {key!r} is not a list of relevances")
     return [float(value) for value in values]

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from megatron_gvpo.config.errors import ConfigError
-from megatron_gvpo.config.schema import Config
-from megatron_gvpo.runs.changes import listed
-from megatron_gvpo.runs.earlier import Earlier, check_earlier_run, newest_step, remove_earlier_run
+from megatron_gvpo.core.collectives import all_ranks_agree
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.runs.existing_run import Earlier, check_earlier_run, newest_step, remove_earlier_run
 from megatron_gvpo.runs.lock import RunLock
 from megatron_gvpo.runs.record import check_unchanged, write_record
-from megatron_gvpo.runtime.collectives import first_problem
+from megatron_gvpo.runs.settings_diff import listed
+from megatron_gvpo.settings.config import Config
 
 log = logging.getLogger(__name__)
 
@@ -80,13 +80,9 @@ class RunDirectory:
         self._begun = True
 
     def _on_rank_0(self, action: Callable[[], None]) -> None:
-        problem = None
-        try:
-            if self._is_main:
-                action()
-        except ConfigError as error:
-            problem = str(error)
-        except OSError as error:
-            problem = f"output_dir={self._path}: {error}"
-        if (said := first_problem(problem)) is not None:
-            raise ConfigError(said)
+        with all_ranks_agree(ConfigError):
+            try:
+                if self._is_main:
+                    action()
+            except OSError as error:
+                raise ConfigError(f"output_dir={self._path}: {error}") from error

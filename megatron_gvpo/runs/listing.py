@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_gvpo.runs.earlier import checkpoint_steps
+from megatron_gvpo.core.jsonl import checked_record
+from megatron_gvpo.core.real_number import finite_number
+from megatron_gvpo.runs.existing_run import checkpoint_steps
 from megatron_gvpo.runs.lock import is_locked
 
 State = Literal["running", "finished", "stopped"]
@@ -89,15 +91,13 @@ def _metrics(file: Path, metric: str) -> tuple[dict[str, Any], tuple[float, int]
             last = line
             if key in line:  # only such lines are parsed: a file may have 100,000
                 record = _record(line)
-                value = record.get(metric)
-                if isinstance(value, float | int) and (best is None or value > best[0]):
+                value = finite_number(record.get(metric))
+                if value is not None and (best is None or value > best[0]):
                     best = value, record["step"]
     return _record(last), best
 
 
 def _record(line: bytes) -> dict[str, Any]:
-    with suppress(ValueError):
-        found = json.loads(line)
-        if isinstance(found, dict) and type(found.get("step")) is int:
-            return found
+    with suppress(ValueError, RecursionError):
+        return checked_record(json.loads(line)) or {}
     return {}

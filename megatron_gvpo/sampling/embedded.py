@@ -7,25 +7,26 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
 
-from megatron_gvpo.config.checks.embedded_engine import check_embedded_engine
-from megatron_gvpo.config.schema import Config, ConfigError, SamplingConfig, read_model_config
-from megatron_gvpo.conversations.converse import LOST
-from megatron_gvpo.conversations.held import Conversations, conversations_of
-from megatron_gvpo.conversations.programs.held import Programs
-from megatron_gvpo.conversations.rounds import Rounds
+from megatron_gvpo.conversations.conversations import BatchedPolicy, Conversations, conversations_of
+from megatron_gvpo.conversations.program_runner import ProgramRunner
+from megatron_gvpo.core.collectives import all_gather_msgpack, all_ranks_agree
+from megatron_gvpo.core.errors import ConfigError, RolloutError
+from megatron_gvpo.data.image_files import ImageError
 from megatron_gvpo.data.task import Task
-from megatron_gvpo.groups import Group, Prompt, Rollout
-from megatron_gvpo.images.source import ImageError
+from megatron_gvpo.groups import LOST, Group, Prompt, Rollout
+from megatron_gvpo.huggingface.architectures import experts
+from megatron_gvpo.huggingface.config_json import read_model_config
 from megatron_gvpo.megatron import parallel
-from megatron_gvpo.rollout.request import Request, RolloutError, pack, requests_for, unpack
-from megatron_gvpo.runtime.collectives import all_gather_msgpack, first_problem
-from megatron_gvpo.sampling.engine import OnWait
 from megatron_gvpo.sampling.local_model import LocalModel
+from megatron_gvpo.servers.request import Request, pack, requests_for, unpack
+from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.sections import SamplingConfig
+from megatron_gvpo.types import OnWait
 
 if TYPE_CHECKING:
     from megatron_gvpo.megatron.scorer import Scorer
@@ -87,18 +88,14 @@ class EmbeddedEngine:
         self, sampling: SamplingConfig, _: Sequence[Prompt], requests: Sequence[Request]
     ) -> list[list[Rollout]]:
         """Sample this rank's share. Raises RolloutError, on all ranks, if a rank cannot read an image."""
-        rows, problem = list[list[Rollout]](), None
-        try:
+        rows = list[list[Rollout]]()
+        with all_ranks_agree(RolloutError, ImageError):
             rows = self._model.generate(requests, sampling)
-        except ImageError as error:
-            problem = str(error)
-        if (said := first_problem(problem)) is not None:
-            raise RolloutError(said)
         return rows
 
     def _converse(
         self,
-        conversations: Conversations | Programs,
+        conversations: Conversations | ProgramRunner,
         sampling: SamplingConfig,
         prompts: Sequence[Prompt],
         requests: Sequence[Request],
@@ -108,14 +105,10 @@ class EmbeddedEngine:
         Raises RolloutError, on all ranks, if a rank cannot replace a worker that is gone.
         """
         live = sum(request.n for request in requests)
-        rounds = Rounds(lambda asked: self._model.generate(asked, sampling), live)
-        rows, problem = list[list[Rollout]](), None
-        try:
-            rows = self._loop.run(conversations.hold(rounds, prompts, requests, sampling))
-        except RolloutError as error:
-            problem = str(error)
-        if (said := first_problem(problem)) is not None:
-            raise RolloutError(said)
+        policy = BatchedPolicy(lambda requests: self._model.generate(requests, sampling), live)
+        rows = list[list[Rollout]]()
+        with all_ranks_agree(RolloutError):
+            rows = self._loop.run(conversations.run_all(policy, prompts, requests, sampling))
         for rollout in (r for row in rows for r in row if r.finish_reason != LOST):
             rollout.text = self._model.decode(rollout.token_ids)
         return rows
@@ -123,15 +116,13 @@ class EmbeddedEngine:
     def __enter__(self) -> Self:
         """Raises ConfigError, on every rank, if the environment of conversations cannot be loaded."""
         if self._conversations is not None:
-            problem = None
             try:
-                self._opened.enter_context(self._conversations)
-                self._loop = self._opened.enter_context(asyncio.Runner())
-            except ConfigError as error:  # perhaps on this node alone, where a file is missing
-                problem = str(error)
-            if (said := first_problem(problem)) is not None:
+                with all_ranks_agree(ConfigError):  # a file may be missing on one node alone
+                    self._opened.enter_context(self._conversations)
+                    self._loop = self._opened.enter_context(asyncio.Runner())
+            except ConfigError:
                 self._opened.close()
-                raise ConfigError(said)
+                raise
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -156,3 +147,28 @@ def generate_groups(ticket: Ticket, generate: Generate) -> list[Group]:
     if world > 1:
         rows = [row for part in all_gather_msgpack(pack(rows)) for row in unpack(part)]
     return [Group(prompt, row) for prompt, row in zip(ticket.prompts, rows, strict=True)]
+
+
+# Refuses models that the embedded engine cannot sample from, before anything is loaded.
+
+# transformers keeps the experts of this architecture as the file has them: a layer's experts in one tensor.
+_WHOLE_EXPERTS = ("GptOssForCausalLM",)
+
+
+def check_embedded_engine(config: Config, model: dict[str, Any]) -> None:
+    """Raises ConfigError if the run would stop at its first push or at its first prompt.
+
+    `model`: its config.json, as `read_model_config` returns it.
+    """
+    if not config.samples_responses or config.rollout.uses_servers:
+        return
+    reason = None
+    if experts(model) and not any(name in _WHOLE_EXPERTS for name in model.get("architectures") or ()):
+        reason = "experts, which its file has one by one"
+    elif "linear_attention" in (model.get("layer_types") or ()) or "linear_num_value_heads" in model:
+        reason = "layers with a gated delta net"
+    if reason is not None:
+        raise ConfigError(
+            f"model.path={config.model.path} has {reason}, and the embedded engine cannot sample from such a "
+            "model: set rollout.engine to sglang or vllm"
+        )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron_gvpo.config.schema import Config
+from megatron_gvpo.core.errors import RolloutError
 from megatron_gvpo.groups import Group, Rollout
-from megatron_gvpo.rollout.request import RolloutError
-from megatron_gvpo.types import TrainBatch
+
+if TYPE_CHECKING:
+    from megatron_gvpo.settings.config import Config
+    from megatron_gvpo.types import TrainBatch
 
 SHAPED = "shaped"  # the kind of batches of which shapers leave nothing
 

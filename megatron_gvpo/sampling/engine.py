@@ -8,27 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Never, Protocol, Self
 
-from megatron_gvpo.runtime.by_name import known, load_class
+from megatron_gvpo.core.by_name import load_class
+from megatron_gvpo.settings.engines import ENGINES
+from megatron_gvpo.types import OnWait
 
 if TYPE_CHECKING:
-    from megatron_gvpo.config.schema import Config, SamplingConfig
     from megatron_gvpo.data.task import Task
     from megatron_gvpo.groups import Group, Prompt
     from megatron_gvpo.megatron.scorer import Scorer
-
-OnWait = Callable[[], None] | None
-
-SERVED = "megatron_gvpo.sampling.served:ServedEngine"  # asks servers for responses
-ENGINES: dict[str, str] = {  # "module:class" for each value of `rollout.engine`
-    "local": "megatron_gvpo.sampling.embedded:EmbeddedEngine",
-    "sglang": SERVED,
-    "vllm": SERVED,
-}
+    from megatron_gvpo.settings.config import Config
+    from megatron_gvpo.settings.sections import SamplingConfig
 
 
-class RolloutEngine(Protocol):
+class RolloutEngine[Ticket](Protocol):
     """Samples from the policy's weights. A context manager: it samples only inside `with`.
 
     Every rank calls every method with the same arguments, and gets the same groups.
@@ -49,13 +43,13 @@ class RolloutEngine(Protocol):
     def sync(self, version: int) -> None:
         """Give the engine the policy's present weights, as `version`. A collective. Raises RolloutError."""
 
-    def submit(self, prompts: Sequence[Prompt], n: int, sampling: SamplingConfig, seed: int) -> Any:
+    def submit(self, prompts: Sequence[Prompt], n: int, sampling: SamplingConfig, seed: int) -> Ticket:
         """Ask for `n` responses to each prompt; returns a ticket at once.
 
         Raises ValueError for a prompt that the model cannot take.
         """
 
-    def collect(self, ticket: Any, on_wait: OnWait = None) -> list[Group]:
+    def collect(self, ticket: Ticket, on_wait: OnWait = None) -> list[Group]:
         """The ticket's groups, in prompt order. A collective. Raises RolloutError.
 
         A rollout has the engine's log-probs at the sampling temperature, before top-p, its text, and the
@@ -83,10 +77,10 @@ class NoEngine:
     def sync(self, version: int) -> None:
         pass
 
-    def submit(self, prompts: Sequence[Prompt], n: int, sampling: SamplingConfig, seed: int) -> Any:
+    def submit(self, prompts: Sequence[Prompt], n: int, sampling: SamplingConfig, seed: int) -> Never:
         raise AssertionError("this run has no rollout engine")
 
-    def collect(self, ticket: Any, on_wait: OnWait = None) -> list[Group]:
+    def collect(self, ticket: Never, on_wait: OnWait = None) -> list[Group]:
         raise AssertionError("this run has no rollout engine")
 
     def __enter__(self) -> Self:
@@ -96,12 +90,7 @@ class NoEngine:
         pass
 
 
-def engine_class(name: str) -> Callable[[Config, Task, Scorer], RolloutEngine]:
+def engine_class(name: str) -> Callable[[Config, Task, Scorer], RolloutEngine[Any]]:
     """The engine of this name, a key of ENGINES. Imports its module, which loads torch."""
-    found: Callable[[Config, Task, Scorer], RolloutEngine] = load_class(ENGINES[name])
-    return found
-
-
-def known_engine(name: str) -> str:
-    """Returns a known name. Raises ValueError, which lists the engines, for any other."""
-    return known(ENGINES, name)
+    engine: Callable[[Config, Task, Scorer], RolloutEngine[Any]] = load_class(ENGINES[name])
+    return engine

@@ -7,11 +7,12 @@ from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
 
-from megatron_gvpo.rewards.boxed import boxed
-from megatron_gvpo.types import Group, Rollout
+from megatron_gvpo.data.boxed import boxed
+from megatron_gvpo.groups import Group, Rollout
+from megatron_gvpo.observe.pass_at_k import is_correct, pass_at_k
 
 
-def summarise(groups: Sequence[Group], k: Sequence[int]) -> dict[str, float]:
+def summarise(groups: Sequence[Group], k: Sequence[int], right_at: float = 1.0) -> dict[str, float]:
     """Computes an evaluation's metrics. Each is a mean over prompts, so groups of any size weigh the same.
 
     - eval/pass@1 and eval/pass@k for every k: unbiased estimate from the numbers of correct responses;
@@ -23,13 +24,13 @@ def summarise(groups: Sequence[Group], k: Sequence[int]) -> dict[str, float]:
     - eval/errors: fraction of responses with a failed reward, which counts as 0.
 
     The score of a rollout is its first reward component (the verifier comes first by convention), or its
-    reward if it has no components. A rollout is correct if its score is 1. Raises ValueError if there are no
-    groups, or if a group is smaller than a k.
+    reward if it has no components. A rollout is correct if its score is `right_at` or more. Raises
+    ValueError if there are no groups, or if a group is smaller than a k.
     """
     if not groups:
         raise ValueError("nothing to evaluate: there are no groups")
     scores = [[score(rollout) for rollout in group.rollouts] for group in groups]
-    correct = [[is_correct(rollout) for rollout in group.rollouts] for group in groups]
+    correct = [[is_correct(score(rollout), right_at) for rollout in group.rollouts] for group in groups]
     metrics = {
         f"eval/pass@{i}": fmean(pass_at_k(len(c), sum(c), i) for c in correct) for i in sorted({1, *k})
     }
@@ -41,19 +42,6 @@ def summarise(groups: Sequence[Group], k: Sequence[int]) -> dict[str, float]:
     metrics["eval/truncated"] = fmean(fmean(r.finish_reason == "length" for r in g.rollouts) for g in groups)
     metrics["eval/errors"] = fmean(fmean(bool(r.reward_errors) for r in g.rollouts) for g in groups)
     return metrics
-
-
-def pass_at_k(n: int, c: int, k: int) -> float:
-    """Unbiased estimate of P(at least one of k samples is correct), given that c of n samples are correct.
-
-    The estimate is `1 - C(n-c, k) / C(n, k)`, computed as a product of factors in [0, 1] (Chen et al. 2021,
-    equation 1 and figure 3). Raises ValueError unless 1 <= k <= n and 0 <= c <= n.
-    """
-    if not (1 <= k <= n and 0 <= c <= n):
-        raise ValueError(f"pass@{k} of n={n} samples with c={c} correct: needs 1 <= k <= n and 0 <= c <= n")
-    if n - c < k:
-        return 1.0
-    return 1.0 - math.prod(1.0 - k / i for i in range(n - c + 1, n + 1))
 
 
 def all_at_k(n: int, c: int, k: int) -> float:
@@ -78,11 +66,6 @@ def maj_at_n(answers: Sequence[str], correct: Sequence[bool]) -> bool:
 def score(rollout: Rollout) -> float:
     """Returns the rollout's first reward component, or its reward if it has no components."""
     return next(iter(rollout.rewards.values()), rollout.reward)
-
-
-def is_correct(rollout: Rollout) -> bool:
-    """Returns True if the rollout has the full score, 1, up to rounding."""
-    return score(rollout) >= 1 - 1e-6
 
 
 def final_answer(text: str) -> str:

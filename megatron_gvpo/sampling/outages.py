@@ -1,4 +1,4 @@
-"""Takes responses that an environment or a reward failed out of their groups: an outage is no reward of 0."""
+"""Takes failed responses out of their groups: the outage of an environment or reward is not a reward of 0."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from megatron_gvpo.config.secrets import hide
-from megatron_gvpo.conversations.converse import LOST
-from megatron_gvpo.groups import Group
-from megatron_gvpo.rollout.request import RolloutError
+from megatron_gvpo.core.errors import RolloutError
+from megatron_gvpo.core.redaction import hide
+from megatron_gvpo.groups import LOST, Group
 
 log = logging.getLogger(__name__)
 

@@ -4,47 +4,62 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch.distributed as dist
 
 from megatron_gvpo.algorithms.curriculum.allocation import Allocation
-from megatron_gvpo.config.schema import ConfigError, SamplingConfig
-from megatron_gvpo.config.secrets import hide
-from megatron_gvpo.data.tracker import SuccessTracker
+from megatron_gvpo.core.collectives import all_gather_msgpack, all_ranks_agree
+from megatron_gvpo.core.errors import ConfigError, RolloutError
+from megatron_gvpo.core.redaction import hide
+from megatron_gvpo.data.order import SuccessTracker
 from megatron_gvpo.groups import Group, Prompt, Rollout, demonstrated
 from megatron_gvpo.observe import PhaseTimer
 from megatron_gvpo.rewards.pool import RewardPool
-from megatron_gvpo.rewards.served.scoring import ServedRewards
-from megatron_gvpo.rollout.request import RolloutError, derived_seed
-from megatron_gvpo.runtime.collectives import all_gather_msgpack, first_problem
-from megatron_gvpo.sampling.engine import OnWait, RolloutEngine
+from megatron_gvpo.rewards.served import ServedRewards
+from megatron_gvpo.sampling.engine import RolloutEngine
 from megatron_gvpo.sampling.outages import Outages
+from megatron_gvpo.servers.request import derived_seed
+from megatron_gvpo.settings.sections import SamplingConfig
+from megatron_gvpo.types import OnWait
 
 log = logging.getLogger(__name__)
 
 
-class Sampler(Protocol):
+@dataclass(frozen=True)
+class PendingGroups[Ticket]:
+    """Groups that a sampler was asked for, one of each prompt.
+
+    `tickets`: what the engine gave for the prompts with these indices; empty for groups of the data set.
+    """
+
+    prompts: Sequence[Prompt]
+    tickets: Sequence[tuple[list[int], Ticket]] = ()
+
+
+class Sampler[Ticket](Protocol):
     """Every rank calls it with the same arguments, and gets the same groups."""
 
-    def submit(self, prompts: Sequence[Prompt], seed: int) -> Any:
-        """Ask for a group of each prompt; returns a ticket at once."""
+    def begin(self, prompts: Sequence[Prompt], seed: int) -> PendingGroups[Ticket]:
+        """Ask for a group of each prompt; returns at once."""
 
-    def collect(self, ticket: Any, on_wait: OnWait = None) -> list[Group]:
-        """The ticket's groups, in prompt order; an engine calls `on_wait` while it waits."""
+    def finish(self, pending: PendingGroups[Ticket]) -> list[Group]:
+        """The scored groups, in prompt order, once they are there."""
 
 
-class EngineSampler:
+class EngineSampler[Ticket]:
     """Samples `n` responses to each prompt with the engine, and scores them with the rewards.
 
     `shares(prompts)` gives the number of responses to each prompt of a batch, where the numbers differ.
     `outages` takes out conversations that were lost, and so perhaps a prompt's group; `unscored` those that
-    a reward model or a judge could not score.
+    a reward model or a judge could not score. `heartbeat` is called on every rank at once from time to time
+    during a wait; what it raises ends the wait.
     """
 
     def __init__(
         self,
-        engine: RolloutEngine,
+        engine: RolloutEngine[Ticket],
         rewards: RewardPool,
         timer: PhaseTimer,
         n: int,
@@ -53,34 +68,42 @@ class EngineSampler:
         outages: Outages | None = None,
         served: ServedRewards | None = None,
         unscored: Outages | None = None,
+        heartbeat: OnWait = None,
     ) -> None:
         self._engine, self._rewards, self._timer = engine, rewards, timer
         self._outages, self._served, self._unscored = outages, served, unscored
         self._n, self._sampling, self._shares = n, sampling, shares
+        self._heartbeat = heartbeat
 
-    def submit(self, prompts: Sequence[Prompt], seed: int) -> Any:
+    def begin(self, prompts: Sequence[Prompt], seed: int) -> PendingGroups[Ticket]:
+        """Ask the engine, once for each number of responses."""
         shares = [self._n] * len(prompts) if self._shares is None else self._shares(prompts)
         tickets = []
         for i, n in enumerate(sorted(set(shares))):
-            places = [p for p, share in enumerate(shares) if share == n]
-            of_share = seed if i == 0 else derived_seed(seed, n)
-            chosen = [prompts[p] for p in places]
-            tickets.append((places, self._engine.submit(chosen, n, self._sampling, of_share)))
-        return tickets
+            indices = [index for index, share in enumerate(shares) if share == n]
+            share_seed = seed if i == 0 else derived_seed(seed, n)
+            chosen = [prompts[index] for index in indices]
+            tickets.append((indices, self._engine.submit(chosen, n, self._sampling, share_seed)))
+        return PendingGroups(prompts, tickets)
 
-    def collect(self, ticket: Any, on_wait: OnWait = None) -> list[Group]:
-        found: dict[int, Group] = {}
-        with self._timer.phase("rollout"):
-            for places, asked in ticket:
-                found |= dict(zip(places, self._engine.collect(asked, on_wait), strict=True))
-        groups = [found[p] for p in range(len(found))]
+    def finish(self, pending: PendingGroups[Ticket]) -> list[Group]:
+        """The groups that outages left, scored."""
+        groups = self._generate(pending)
         if self._outages is not None:
             groups = self._outages.taken_out(groups)
         with self._timer.phase("reward"):
-            self.score(groups, on_wait)
+            self.score(groups)
         return groups if self._unscored is None else self._unscored.taken_out(groups)
 
-    def score(self, groups: list[Group], on_wait: OnWait = None) -> None:
+    def _generate(self, pending: PendingGroups[Ticket]) -> list[Group]:
+        """Wait for the engine's groups."""
+        groups: dict[int, Group] = {}
+        with self._timer.phase("rollout"):
+            for indices, ticket in pending.tickets:
+                groups |= dict(zip(indices, self._engine.collect(ticket, self._heartbeat), strict=True))
+        return [groups[index] for index in range(len(groups))]
+
+    def score(self, groups: list[Group]) -> None:
         """Fill in the rewards, of functions and of models on servers.
 
         Raises RolloutError, on all ranks, if a rank cannot replace a reward worker that is gone or a
@@ -89,22 +112,17 @@ class EngineSampler:
         if self._served is None:
             self._score(groups)
         else:
-            self._served.score(groups, lambda: self._score(groups), on_wait)
+            self._served.score(groups, lambda: self._score(groups), self._heartbeat)
 
     def _score(self, groups: list[Group]) -> None:
         """The rewards of functions: each rank scores every world-size-th group, then they exchange them."""
         rank, world = dist.get_rank(), dist.get_world_size()
-        problem = None
-        try:
+        with all_ranks_agree(RolloutError, ConfigError):
             self._rewards.check(groups)
             self._rewards.score(groups[rank::world])
-        except ConfigError as error:
-            problem = str(error)
-        if (said := first_problem(problem)) is not None:
-            raise RolloutError(said)
         if world > 1:
-            mine = [[_verdict(r) for r in group.rollouts] for group in groups[rank::world]]
-            for source, scored in enumerate(all_gather_msgpack(mine)):
+            local = [[_verdict(r) for r in group.rollouts] for group in groups[rank::world]]
+            for source, scored in enumerate(all_gather_msgpack(local)):
                 for group, rewards in zip(groups[source::world], scored, strict=True):
                     for rollout, verdict in zip(group.rollouts, rewards, strict=True):
                         rollout.rewards, rollout.reward, rollout.reward_errors = verdict
@@ -120,20 +138,20 @@ def _verdict(rollout: Rollout) -> tuple[dict[str, float], float, dict[str, str]]
 class DatasetSampler:
     """Gives each prompt its demonstration as the only response, for supervised fine-tuning."""
 
-    def submit(self, prompts: Sequence[Prompt], seed: int) -> Any:
-        return prompts
+    def begin(self, prompts: Sequence[Prompt], seed: int) -> PendingGroups[None]:
+        return PendingGroups(prompts)
 
-    def collect(self, ticket: Any, on_wait: OnWait = None) -> list[Group]:
-        return [Group(prompt, [demonstrated(prompt, 1.0, "policy", 0)]) for prompt in ticket]
+    def finish(self, pending: PendingGroups[None]) -> list[Group]:
+        return [Group(prompt, [demonstrated(prompt, 1.0, "policy", 0)]) for prompt in pending.prompts]
 
 
 class FileSampler:
     """Gives each prompt the responses that the data set has, with their rewards, for offline training."""
 
-    def submit(self, prompts: Sequence[Prompt], seed: int) -> Any:
-        return prompts
+    def begin(self, prompts: Sequence[Prompt], seed: int) -> PendingGroups[None]:
+        return PendingGroups(prompts)
 
-    def collect(self, ticket: Any, on_wait: OnWait = None) -> list[Group]:
+    def finish(self, pending: PendingGroups[None]) -> list[Group]:
         return [
             Group(
                 prompt,
@@ -142,7 +160,7 @@ class FileSampler:
                     for r in prompt.responses
                 ],
             )
-            for prompt in ticket
+            for prompt in pending.prompts
         ]
 
 

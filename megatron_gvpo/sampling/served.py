@@ -12,27 +12,23 @@ from typing import TYPE_CHECKING, Self
 
 import torch.distributed as dist
 
-from megatron_gvpo.config.schema import Config, ConfigError, SamplingConfig, read_model_config
-from megatron_gvpo.conversations.converse import LOST
-from megatron_gvpo.conversations.held import conversations_of
+from megatron_gvpo.conversations.conversations import conversations_of
+from megatron_gvpo.core.collectives import broadcast_msgpack
+from megatron_gvpo.core.errors import ConfigError, RolloutError
 from megatron_gvpo.data.task import Task
-from megatron_gvpo.groups import Group, Prompt, Rollout
-from megatron_gvpo.rollout import leader
-from megatron_gvpo.rollout.leader import Command, Done, Failed, Push, Wait, lead
-from megatron_gvpo.rollout.pool import Asked, ServerHandle, ServerPool
-from megatron_gvpo.rollout.request import (
-    Request,
-    RolloutError,
-    check_request,
-    pack,
-    requests_for,
-    unpack,
-)
-from megatron_gvpo.rollout.session import ServerSession
-from megatron_gvpo.rollout.speculation import DraftCounter
-from megatron_gvpo.runtime.collectives import broadcast_msgpack
-from megatron_gvpo.sampling.engine import OnWait
-from megatron_gvpo.weights.sync import WeightSync
+from megatron_gvpo.groups import LOST, Group, Prompt, Rollout
+from megatron_gvpo.huggingface.config_json import read_model_config
+from megatron_gvpo.sampling.server_checks import check_server
+from megatron_gvpo.servers import leader
+from megatron_gvpo.servers.leader import Command, Done, Failed, Push, Wait, lead
+from megatron_gvpo.servers.pool import Asked, ServerHandle, ServerPool
+from megatron_gvpo.servers.request import Request, check_request, pack, requests_for, unpack
+from megatron_gvpo.servers.session import ServerSession
+from megatron_gvpo.servers.speculation import DraftCounter
+from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.sections import SamplingConfig
+from megatron_gvpo.types import OnWait
+from megatron_gvpo.weights.publisher import WeightSync
 
 if TYPE_CHECKING:
     from megatron_gvpo.megatron.scorer import Scorer
@@ -121,7 +117,7 @@ class ServedEngine:
         pool = self.servers.pool
         if self._conversations is None:
             return Ticket(prompts, self.servers.loop.submit(pool.generate(requests, sampling)))
-        talks = self._conversations.hold(Speakers(pool, sampling), prompts, requests, sampling)
+        talks = self._conversations.run_all(Speakers(pool, sampling), prompts, requests, sampling)
         return Ticket(prompts, self.servers.loop.submit(talks))
 
     def collect(self, ticket: Ticket, on_wait: OnWait = None) -> list[Group]:
@@ -219,7 +215,17 @@ class ServedEngine:
         try:
             if self._conversations is not None:
                 self._opened.enter_context(self._conversations)
-            self.servers = ServerSession(self._config, self._model, self._task.end_token_ids)
+            self.servers = ServerSession(
+                self._config,
+                self._model,
+                self._task.end_token_ids,
+                partial(
+                    check_server,
+                    config=self._config,
+                    model=self._model,
+                    end_token_ids=self._task.end_token_ids,
+                ),
+            )
         except ConfigError as error:
             failed = Failed.by(error)
         except OSError as error:
@@ -237,7 +243,7 @@ class ServedEngine:
 
 
 class Speakers:
-    """The policy on the servers, in the conversations of a batch (see `conversations.held.Policy`).
+    """The policy on the servers, in the conversations of a batch (see `conversations.converse.Responder`).
 
     The turns of a conversation go to one server while it stays ready: its cache holds the turns before.
     """
@@ -246,11 +252,11 @@ class Speakers:
         self._pool, self._sampling = pool, sampling
         self._home: dict[int, ServerHandle | None] = {}
 
-    async def say(self, conversation: int, request: Request) -> Rollout:
+    async def respond(self, conversation: int, request: Request) -> Rollout:
         asked = Asked(request, self._home.get(conversation))
         rollout = await self._pool.respond(asked, 0, self._sampling)
         self._home[conversation] = asked.home
         return rollout
 
-    def ended(self, conversation: int) -> None:
+    def end(self, conversation: int) -> None:
         self._home.pop(conversation, None)

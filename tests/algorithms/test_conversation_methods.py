@@ -12,7 +12,7 @@ import torch
 from megatron_gvpo.algorithms.advantages.m_grpo import RoleEstimator
 from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.groups import Group, Prompt, Rollout
-from megatron_gvpo.rewards.counted import count, environment_reward
+from megatron_gvpo.rewards.conversation_rewards import count, environment_reward
 from megatron_gvpo.turns import Turn
 from megatron_gvpo.types import TrainBatch
 
@@ -110,7 +110,7 @@ def test_stratified_grpo_compares_conversations_of_as_many_tool_calls() -> None:
     san = [0.577350, -1.154701, 0.577350, -0.577350, -0.577350, 1.154701]
     wanted = [0.8 * s + 0.2 * a for s, a in zip(san, standardised(rewards), strict=True)]
     assert estimator(rows)[0].tolist() == pytest.approx(wanted, abs=1e-5)
-    with pytest.raises(ValueError, match="turns of a response that is no conversation"):
+    with pytest.raises(ValueError, match="turns of a response that is not a conversation"):
         count(Prompt("p", (1,), ""), rollout([], 1), of="turns")
 
 

@@ -13,9 +13,9 @@ from megatron_gvpo.algorithms.curriculum.prior import FunctionPrior
 from megatron_gvpo.algorithms.custom import CustomEstimator, CustomLoss, CustomMember, CustomShaper
 from megatron_gvpo.algorithms.shapers.judged import WinRate
 from megatron_gvpo.cli.with_model import run_with_model
-from megatron_gvpo.rollout.request import RolloutError
-from megatron_gvpo.runtime.user_functions import UserFunctionError, described
-from megatron_gvpo.sampling import shaping
+from megatron_gvpo.core.errors import RolloutError
+from megatron_gvpo.core.user_functions import UserFunctionError, described
+from megatron_gvpo.sampling import batch_sampler
 from megatron_gvpo.types import BatchTotals, LossInputs
 
 
@@ -37,6 +37,13 @@ def mine(directory: Path, arguments: str, body: str) -> str:
         ("return torch.tensor(1.0)", r"it does not depend on inputs\.logp_r"),
         ("return inputs.logp_r.sum(), {'a': 'b'}", r"expected metrics as \{name: number\}"),
         ("return inputs.logp_r.sum(), {'a': inputs.logp_r}", r"expected metrics as \{name: number\}"),
+        (
+            "return inputs.logp_r.sum(), {'loss': 1.0}",
+            "a metric with the name 'loss' is that of another metric",
+        ),
+        ("return inputs.logp_r.sum(), {'grad_norm': 1.0}", "a metric with the name 'grad_norm' is that of"),
+        ("return inputs.logp_r.sum(), {'head/known': 1.0}", "a metric with the name 'head/known' is that of"),
+        (r"return inputs.logp_r.sum(), {'a\nb': 1.0}", "expected 1 to 64 characters that can be printed"),
         ("return inputs.logp_r.sum(), None", r"expected metrics as \{name: number\}, it returned NoneType"),
     ],
 )
@@ -94,13 +101,15 @@ def test_a_shaper(tmp_path, body):
     with pytest.raises(
         RolloutError, match=r"^step 7: algorithm\.shapers: custom: .*expected a list of numbers"
     ):
-        shaping.shaped(shaper, [make_group([1, 0])], 7)
+        batch_sampler.shaped(shaper, [make_group([1, 0])], 7)
 
 
 def test_a_judge_without_a_finite_verdict(tmp_path):
     judge = WinRate(function=mine(tmp_path, "prompt, a, b", "return float('nan')"))
-    with pytest.raises(RolloutError, match=r"algorithm\.shapers: win_rate: .*2 rewards are not finite"):
-        shaping.shaped(judge, [make_group([1, 0])], 7)
+    with pytest.raises(
+        RolloutError, match=r"algorithm\.shapers: win_rate: .*expected a number, it returned nan"
+    ):
+        batch_sampler.shaped(judge, [make_group([1, 0])], 7)
 
 
 def test_a_command_ends_with_the_line(capsys):

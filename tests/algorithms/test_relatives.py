@@ -64,6 +64,21 @@ def test_dpo_is_the_logistic_loss_of_its_pair():
     assert float(metrics["loss"]) == pytest.approx(math.log1p(math.exp(-margin)) / 2, rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("rewards", "pairs"),
+    [
+        ([1, 0, 1, 0], [(0, 1), (0, 3), (2, 1), (2, 3)]),
+        ([0.5, 1, 0, 1, 0.5], [(1, 2), (3, 2)]),
+    ],
+)
+def test_dpo_of_ties_is_the_mean_over_best_and_worst(rewards, pairs):
+    rows = make_rows([rewards], lengths=[5, 3, 1, 2, 4][: len(rewards)])
+    drift = rows.sequence_sum(make_logp(rows) - rows.ref_logp_r).double().tolist()
+    _, metrics = token_weights(DPO(), rows, make_logp(rows), BatchTotals.of(rows))
+    losses = [math.log1p(math.exp(-0.1 * (drift[i] - drift[j]))) for i, j in pairs]
+    assert float(metrics["loss"]) == pytest.approx(sum(losses) / len(pairs), rel=1e-5)
+
+
 def test_dpo_of_all_pairs_is_their_mean():
     rows = make_rows([[1, 0.2, 0]])
     drift = rows.sequence_sum(make_logp(rows) - rows.ref_logp_r).double().tolist()

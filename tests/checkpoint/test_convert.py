@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -71,3 +73,28 @@ def test_what_is_refused(models: Path, tmp_path: Path, capsys: pytest.CaptureFix
         assert main(["convert", *arguments]) == 2
         assert re.search(message, capsys.readouterr().err)
     assert [path.name for path in tmp_path.iterdir()] == ["full"]
+
+
+@pytest.mark.parametrize("target", ["/proc/x", "x" * 5000, "x" * 256, "read-only"])
+def test_a_target_that_cannot_be_written_is_one_line(
+    models: Path, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make = Path.mkdir
+
+    def mkdir(path: Path, *args: Any, **kwargs: Any) -> None:
+        if path.name == "read-only":
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+        make(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    assert main(["convert", str(models / "tied"), target]) in (1, 2)
+    said = capsys.readouterr().err
+    assert target[:100] in said and "Traceback" not in said
+    assert re.search("cannot write|File name too long|nothing can be written", said.splitlines()[-1])
+    assert not list(tmp_path.iterdir())
+
+
+def test_sources_with_impossible_names_are_one_line(models: Path, tmp_path: Path, capsys) -> None:
+    assert main(["convert", "x" * 5000, str(tmp_path / "a")]) == 2
+    assert "File name too long" in capsys.readouterr().err

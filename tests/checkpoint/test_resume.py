@@ -21,8 +21,10 @@ from tiny_run import (
     reward_options,
 )
 
+from megatron_gvpo.core.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from megatron_gvpo.megatron.checkpoint import sharded as checkpoint
-from megatron_gvpo.trainer import Trainer
+from megatron_gvpo.megatron.checkpoint.newest import read_record
+from megatron_gvpo.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("leave_the_process_group")
 
@@ -52,6 +54,33 @@ def test_a_resumed_run_equals_an_uninterrupted_one(task, tmp_path, method):
         assert records(parts)[-1]["train/value_loss"] < records(parts)[1]["train/value_loss"]
     if method == "grpo":
         assert records(parts)[-1]["train/importance"] == pytest.approx(1, abs=1e-5)
+
+
+def test_lost_and_repeated_records_of_steps_are_told_and_mended(task, tmp_path, caplog):
+    fit(configure(task, tmp_path, *GVPO, reward_options(task, signal_in=3)))
+    metrics = tmp_path / "metrics.jsonl"
+    zero, _, two = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text(zero + two.replace('{"step": 2', '{"step": 2, "old": 1') + zero + two)
+    fit(configure(task, tmp_path, *GVPO), resume=True)
+    assert [record["step"] for record in records(tmp_path)] == [0, 2, 3, 4]
+    assert not any("old" in record for record in records(tmp_path)), "the last one stays"
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert any("metrics.jsonl has no record of step 1: " in text for text in said)
+    assert any("metrics.jsonl had several records of steps 0, 2: the last of each stays" in t for t in said)
+
+
+def test_a_checkpoint_with_the_name_of_another_step_is_not_read(task, tmp_path):
+    fit(configure(task, tmp_path, *SHORT, *GVPO, "train.steps=2"))
+    checkpoints = tmp_path / "checkpoints"
+    shutil.copytree(checkpoints / "step_00000002", checkpoints / "step_00000001")
+    shutil.copytree(checkpoints / "step_00000002", checkpoints / "step_00000900")
+    for name in ("step_00000001", "step_00000900"):
+        with pytest.raises(CheckpointError, match=f"{name} is not .*is of step 2; rename") as refused:
+            read_record(checkpoints / name)
+        assert not isinstance(refused.value, DamagedCheckpointError)
+    with pytest.raises(ConfigError, match=r"step_00000900 is not .*is of step 2; rename"):
+        fit(configure(task, tmp_path, *SHORT, *GVPO), resume=True)
+    assert len(list(checkpoints.iterdir())) == 3, "none is called damaged"
 
 
 def test_resume_of_sft(task, tmp_path, caplog):

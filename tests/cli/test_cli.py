@@ -137,6 +137,7 @@ WRONG = {
         overrides("output_dir={task}/run.yaml/run"),
         r"output_dir=.*/run\.yaml/run: .*/run\.yaml is no directory",
     ),
+    "output in the root": (overrides("output_dir=/"), r"output_dir=/ is the root of the file system"),
     "one response": (overrides("rollout.n=1"), r"rollout\.n=1: .* so it needs rollout\.n >= 2"),
 }
 
@@ -146,20 +147,22 @@ def test_wrong_input_is_named_and_destroys_nothing(task, tmp_path, capfd, case):
     make, message = WRONG[case]
     out = tmp_path / "run"
     out.mkdir()
-    (out / "metrics.jsonl").write_text('{"step": 7}\n')
+    earlier = {"metrics.jsonl": '{"step": 7}\n', "run.json": '{"files": {}, "starts": []}'}
+    for name, text in earlier.items():
+        (out / name).write_text(text)
     given = ["algorithm=gvpo", f"output_dir={out}", *make(task, tmp_path), "--overwrite"]
     assert main(["train", str(task / "run.yaml"), *given]) == 2
     printed, error = capfd.readouterr()
     assert printed == ""
     assert error.startswith("error: ") and re.search(message, error), error
     assert "Traceback" not in error
-    assert {path.name: path.read_text() for path in out.iterdir()} == {"metrics.jsonl": '{"step": 7}\n'}
+    assert {path.name: path.read_text() for path in out.iterdir()} == earlier
 
 
 @pytest.mark.parametrize(("name", "said"), [("none.py", "there is no file"), ("broken.py", "SyntaxError")])
 def test_a_reward_is_looked_for_before_anything_is_loaded(task, tmp_path, capsys, monkeypatch, name, said):
     """Otherwise a large model would be loaded for minutes before the reward worker fails to import it."""
-    monkeypatch.setitem(sys.modules, "megatron_gvpo.trainer", None)
+    monkeypatch.setitem(sys.modules, "megatron_gvpo.training.trainer", None)
     (tmp_path / "broken.py").write_text("def mine(prompt, response:\n")
     reward = f'rewards.components=[{{"name": "mine", "function": "{tmp_path}/{name}:mine"}}]'
     assert main(["train", str(task / "run.yaml"), f"output_dir={tmp_path / 'run'}", reward]) == 2
@@ -196,7 +199,8 @@ def test_what_lies_where_a_run_would_write_is_not_removed_unasked(task, tmp_path
     config, out = str(task / "run.yaml"), f"output_dir={tmp_path}"
     shutil.copytree(task / "model", tmp_path / "hf")
     assert main(["train", config, out]) == 2
-    assert "holds an earlier run: " in (error := capsys.readouterr().err) and "(there is hf)" in error
+    error = capsys.readouterr().err
+    assert "holds files that a run would replace" in error and "(hf/" in error
     assert main(["train", config, out, f"model.path={tmp_path}/hf", "--overwrite"]) == 2
     assert capsys.readouterr().err == (
         f"error: model.path={tmp_path}/hf is in {tmp_path}/hf, which a run in {out} replaces: give another "

@@ -11,13 +11,14 @@ import pytest
 from suite.real_parts import used
 from test_template import END, ids, tokenizer
 
-from megatron_gvpo.config.sections import SamplingConfig
-from megatron_gvpo.conversations.beginnings import beginnings
-from megatron_gvpo.conversations.config import ConversationConfig
-from megatron_gvpo.conversations.held import Conversations
+from megatron_gvpo.conversations.conversations import Conversations
+from megatron_gvpo.core.errors import RolloutError
+from megatron_gvpo.data.converters import beginnings
 from megatron_gvpo.data.task import Task
 from megatron_gvpo.groups import Prompt, Rollout
-from megatron_gvpo.rollout.request import Request, RolloutError
+from megatron_gvpo.servers.request import Request
+from megatron_gvpo.settings.conversation import ConversationConfig
+from megatron_gvpo.settings.sections import SamplingConfig
 
 # It remembers what was said, and pays for the length of it; the third turn ends the conversation.
 ENVIRONMENT = """
@@ -41,12 +42,12 @@ class Policy:
     def __init__(self, said: list[str]) -> None:
         self._said, self.contexts = list(said), list[tuple[int, ...]]()
 
-    async def say(self, conversation: int, request: Request) -> Rollout:
+    async def respond(self, conversation: int, request: Request) -> Rollout:
         self.contexts.append(request.prompt_ids)
         tokens = [*ids(OF, self._said.pop(0)), END]
         return Rollout(tokens, [-0.5] * len(tokens), "", "stop", 1)
 
-    def ended(self, conversation: int) -> None:
+    def end(self, conversation: int) -> None:
         pass
 
 
@@ -71,7 +72,7 @@ def hold(conversations: Conversations, record: dict[str, object], policy: Policy
     request = Request(prompt.token_ids, 1, seed=7)
     sampling = SamplingConfig(max_tokens=400)
     with asyncio.Runner() as runner:
-        [[rollout]] = runner.run(conversations.hold(policy, [prompt], [request], sampling))
+        [[rollout]] = runner.run(conversations.run_all(policy, [prompt], [request], sampling))
     return rollout
 
 

@@ -8,12 +8,13 @@ import pytest
 from inputs.digits import TALK, talks
 from tiny_run import GVPO, SHORT, configure, fit
 
-from megatron_gvpo.config.schema import ConfigError, RewardConfig, RewardsConfig
+from megatron_gvpo.core.errors import ConfigError, RolloutError
 from megatron_gvpo.groups import Group, Prompt, Rollout
 from megatron_gvpo.rewards.pool import RewardPool
-from megatron_gvpo.rewards.registry import COUNT
-from megatron_gvpo.rollout.request import RolloutError
+from megatron_gvpo.settings.built_in_rewards import COUNT
+from megatron_gvpo.settings.rewards import RewardConfig, RewardsConfig
 from megatron_gvpo.turns import Turn
+from megatron_gvpo.workers.environment import Reply, WrongValue, checked_reply
 
 TOOLS, NONE = "rollout.conversation={tools: [tools.py:add]}", "rollout.conversation=null"
 PAID = "rewards.components=[{name: environment}]"
@@ -71,3 +72,15 @@ def test_the_first_batch_in_which_a_conversation_ended_shows_what_is_counted() -
     pool.check(batch(("stop", {"calls": 1.0})))  # later batches may have none
     dropped = component.model_copy(update={"options": {"of": "observations_dropped"}})
     RewardPool(RewardsConfig(components=(dropped,)), known).check(batch(("stop", {})))
+
+
+@pytest.mark.parametrize(
+    "name", ["turns", "lost", "environment_reward", "retried_calls", "a\nb", "", "a" * 65]
+)
+def test_a_count_cannot_have_the_name_of_another_metric(name: str):
+    with pytest.raises(WrongValue, match="step returned a count with the name "):
+        checked_reply(Reply("go on", 0.0, {name: 1}))
+    assert checked_reply(Reply(None, 0.0, {"tool_calls": 1, "calls": 2}))[2] == {
+        "tool_calls": 1.0,
+        "calls": 2.0,
+    }

@@ -14,12 +14,12 @@ import pytest
 from inputs.chat_tokenizer import END, ids, tokenizer
 from suite.real_parts import used
 
-from megatron_gvpo.config.sections import SamplingConfig
-from megatron_gvpo.conversations.config import ConversationConfig
-from megatron_gvpo.conversations.held import Conversations
+from megatron_gvpo.conversations.conversations import Conversations
 from megatron_gvpo.data.task import Task
 from megatron_gvpo.groups import Prompt, Rollout
-from megatron_gvpo.rollout.request import Request
+from megatron_gvpo.servers.request import Request
+from megatron_gvpo.settings.conversation import ConversationConfig
+from megatron_gvpo.settings.sections import SamplingConfig
 
 ADAPTERS = "megatron_gvpo.conversations.adapters"
 
@@ -32,13 +32,13 @@ def hold(environment: str, options: dict[str, Any], prompt: Prompt, said: Sequen
         def __init__(self) -> None:
             self.turns = [0, 0]
 
-        async def say(self, conversation: int, request: Request) -> Rollout:
+        async def respond(self, conversation: int, request: Request) -> Rollout:
             text = said[self.turns[conversation]]
             self.turns[conversation] += 1
             own = [*ids(of, text), END]
             return Rollout(own, [-0.5] * len(own), "", "stop", 0)
 
-        def ended(self, conversation: int) -> None:
+        def end(self, conversation: int) -> None:
             pass
 
     config = ConversationConfig(environment=environment, options=options, turns=20, step_timeout=200)
@@ -48,7 +48,7 @@ def hold(environment: str, options: dict[str, Any], prompt: Prompt, said: Sequen
     ):
         used("environment workers")
         request = Request(prompt.token_ids, 2, seed=3)
-        held = conversations.hold(Script(), [prompt], [request], SamplingConfig(max_tokens=4000))
+        held = conversations.run_all(Script(), [prompt], [request], SamplingConfig(max_tokens=4000))
         [group] = runner.run(held)
     return group
 

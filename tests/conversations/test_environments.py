@@ -13,18 +13,19 @@ import pytest
 from machine.processes import command_of
 from suite.real_parts import used
 
-from megatron_gvpo.config.errors import ConfigError
-from megatron_gvpo.config.sections import SamplingConfig
-from megatron_gvpo.conversations.config import ConversationConfig
-from megatron_gvpo.conversations.converse import LOST
-from megatron_gvpo.conversations.held import Conversations
-from megatron_gvpo.conversations.process import EnvironmentProcess, StepFailed
+from megatron_gvpo.conversations.conversations import Conversations
+from megatron_gvpo.conversations.environments import EnvironmentProcess
+from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.data.task import Task
-from megatron_gvpo.data.tokenizer import end_token_id, load_tokenizer
-from megatron_gvpo.groups import Prompt, Rollout
-from megatron_gvpo.rewards.printed import Printout
-from megatron_gvpo.rollout.request import Request, pack, unpack
+from megatron_gvpo.groups import LOST, Prompt, Rollout
+from megatron_gvpo.huggingface.tokenizer import end_token_id, load_tokenizer
+from megatron_gvpo.servers.request import Request, pack, unpack
+from megatron_gvpo.settings.conversation import ConversationConfig
+from megatron_gvpo.settings.sections import SamplingConfig
 from megatron_gvpo.turns import Turn, segments
+from megatron_gvpo.workers.messages import Function
+from megatron_gvpo.workers.output import Printout
+from megatron_gvpo.workers.process import CallFailed
 
 # The record's "does" says, turn by turn, what the environment does.
 ENVIRONMENT = """
@@ -102,7 +103,7 @@ class Script:
         self._task, self._turns = task, turns
         self.contexts: dict[int, list[list[int]]] = {}
 
-    async def say(self, conversation: int, request: Request) -> Rollout:
+    async def respond(self, conversation: int, request: Request) -> Rollout:
         seen = self.contexts.setdefault(conversation, [])
         seen.append(list(request.prompt_ids))
         ids = [*encoded(self._task, self._turns[len(seen) - 1]), self._task.end_token_ids[0]]
@@ -110,7 +111,7 @@ class Script:
         ids = ids[: request.max_tokens]
         return Rollout(ids, [-0.5] * len(ids), "", reason, 7 + len(seen))
 
-    def ended(self, conversation: int) -> None:
+    def end(self, conversation: int) -> None:
         pass
 
 
@@ -152,7 +153,7 @@ class Held:
         self.policy = Script(self.task, turns)
         requests = [Request(p.token_ids, n, seed=100 + i) for i, p in enumerate(prompts)]
         sampling = SamplingConfig(max_tokens=max_tokens)
-        return self._runner.run(self.conversations.hold(self.policy, prompts, requests, sampling))
+        return self._runner.run(self.conversations.run_all(self.policy, prompts, requests, sampling))
 
 
 @pytest.fixture
@@ -278,14 +279,15 @@ def test_failures_do_not_count_in_the_time_of_a_conversation(
 
 def test_a_process_that_has_ended_is_not_waited_for(file: Path) -> None:
     """Such a step took all of its time, and then the policy was told that its tool was slow."""
-    process = EnvironmentProcess(f"{file}:Scripted", {}, {}, Printout(["environment"]))
+    function = Function("environment", f"{file}:Scripted", {})
+    process = EnvironmentProcess("environments", function, {}, Printout(["environment"]))
     process.wait_ready()
 
     async def late() -> None:
-        await process._end("it is ended")
-        with pytest.raises(StepFailed, match="its process had ended before") as error:
-            await process.step(0, None, "1", [], 5.0)
-        assert error.value.gone and not error.value.late
+        await process.end("it is ended")
+        with pytest.raises(CallFailed, match="its process had ended before") as error:
+            await process.step(0, None, "1", 5.0)
+        assert error.value.is_gone and error.value.cause == "ended"
 
     asyncio.run(late())
 
@@ -359,8 +361,8 @@ def test_an_environment_is_closed_however_its_conversation_ends(
 
 def test_workers_end_with_their_environments(held: Held) -> None:
     workers = held.conversations._environments._workers
-    guards = [psutil.Process(worker.process._process.pid) for worker in workers]
-    assert len(guards) == 2 and all("rewards.guard" in " ".join(command_of(guard)) for guard in guards)
+    guards = [psutil.Process(worker.process.pid) for worker in workers]
+    assert len(guards) == 2 and all("workers.reaper" in " ".join(command_of(guard)) for guard in guards)
     held.conversations.__exit__(None, None, None)
     assert not any(guard.is_running() for guard in guards)
 

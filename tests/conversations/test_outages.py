@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from megatron_gvpo.conversations.converse import LOST
-from megatron_gvpo.groups import Group, Prompt, Rollout
-from megatron_gvpo.rollout.request import RolloutError
-from megatron_gvpo.sampling.composed import BatchContext
+from megatron_gvpo.core.errors import RolloutError
+from megatron_gvpo.groups import LOST, Group, Prompt, Rollout
+from megatron_gvpo.sampling.batch_sampler import BatchContext
 from megatron_gvpo.sampling.outages import Outages
 
 
@@ -30,10 +29,10 @@ def test_a_member_that_asks_gets_an_empty_group_where_all_were_lost() -> None:
     class Losing:
         """Loses every conversation about b."""
 
-        def submit(self, prompts: Sequence[Prompt], seed: int) -> Sequence[Prompt]:
+        def begin(self, prompts: Sequence[Prompt], seed: int) -> Sequence[Prompt]:
             return prompts
 
-        def collect(self, asked: Sequence[Prompt], on_wait: object) -> list[Group]:
+        def finish(self, asked: Sequence[Prompt]) -> list[Group]:
             held = [Rollout([5], [-0.5], "", "stop"), Rollout([5], [-0.5], "", "stop")]
             gone = [Rollout([], [], "down", LOST)] * 2
             groups = [Group(p, gone if p.id == "b" else list(held)) for p in asked]

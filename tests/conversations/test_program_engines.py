@@ -11,16 +11,16 @@ from servers.real_servers import SharedServer, logprobs, pool_of, served_config
 from suite.real_parts import used
 from tiny_run import GVPO, assert_same_run, configure, fit, records
 
-from megatron_gvpo.callbacks import Callback
-from megatron_gvpo.config.schema import SamplingConfig
-from megatron_gvpo.conversations.config import ConversationConfig
-from megatron_gvpo.conversations.programs.held import Programs
+from megatron_gvpo.conversations.program_runner import ProgramRunner
 from megatron_gvpo.data.task import Task
-from megatron_gvpo.data.tokenizer import end_token_id, load_tokenizer
 from megatron_gvpo.groups import Prompt
-from megatron_gvpo.rollout.request import Request
+from megatron_gvpo.huggingface.tokenizer import end_token_id, load_tokenizer
 from megatron_gvpo.sampling.served import Speakers
-from megatron_gvpo.trainer import Trainer
+from megatron_gvpo.servers.request import Request
+from megatron_gvpo.settings.conversation import ConversationConfig
+from megatron_gvpo.settings.sections import SamplingConfig
+from megatron_gvpo.training.callbacks import Callback
+from megatron_gvpo.training.trainer import Trainer
 from megatron_gvpo.turns import ends_of, segments
 from megatron_gvpo.types import TrainBatch
 
@@ -158,9 +158,9 @@ def test_servers_answer_programs_in_the_contexts_that_are_trained(
     sampling = SamplingConfig(temperature=0.7, max_tokens=32)
     spec = f"{program}:run"
     config = ConversationConfig(program=spec, turns=6, turn_tokens=6, workers=2, step_timeout=200)
-    with Programs(config, spec, material) as programs:
+    with ProgramRunner(config, spec, material) as programs:
         policy = Speakers(pool, sampling)
-        groups = served.client.loop.run(programs.hold(policy, prompts, requests, sampling))
+        groups = served.client.loop.run(programs.run_all(policy, prompts, requests, sampling))
     served.client.loop.run(pool.stop())
     rollouts = [(p, r) for p, group in zip(prompts, groups, strict=True) for r in group]
     assert len(rollouts) == 6 and all(r.turns[-1].agent == "sub" for _, r in rollouts)

@@ -18,17 +18,16 @@ from machine.processes import command_of
 from paths import HELPERS
 from suite.real_parts import used
 
-from megatron_gvpo.config.errors import ConfigError
-from megatron_gvpo.config.sections import SamplingConfig
-from megatron_gvpo.conversations.config import ConversationConfig
-from megatron_gvpo.conversations.converse import LOST
-from megatron_gvpo.conversations.programs.calls import Calls
-from megatron_gvpo.conversations.programs.chat import answer_of, read_message
-from megatron_gvpo.conversations.programs.held import Programs
+from megatron_gvpo.conversations.chat import answer_of, read_message
+from megatron_gvpo.conversations.dialogue import AnsweredCalls
+from megatron_gvpo.conversations.program_runner import ProgramRunner
+from megatron_gvpo.core.collectives import all_gather_msgpack
+from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.data.task import Task
-from megatron_gvpo.groups import Prompt, Rollout
-from megatron_gvpo.rollout.request import Request, pack, unpack
-from megatron_gvpo.runtime.collectives import all_gather_msgpack
+from megatron_gvpo.groups import LOST, Prompt, Rollout
+from megatron_gvpo.servers.request import Request, pack, unpack
+from megatron_gvpo.settings.conversation import ConversationConfig
+from megatron_gvpo.settings.sections import SamplingConfig
 from megatron_gvpo.turns import segments
 
 PROGRAMS = HELPERS / "programs" / "agent_programs.py"
@@ -50,7 +49,7 @@ class Script:
         self.seeds: list[int] = []
         self.left: set[int] = set()
 
-    async def say(self, conversation: int, request: Request) -> Rollout:
+    async def respond(self, conversation: int, request: Request) -> Rollout:
         await asyncio.sleep(0.01)
         calls = sum(number == conversation for number, _, _ in self.record)
         said = self._answer(self.of.decode(list(request.prompt_ids)), calls)
@@ -61,7 +60,7 @@ class Script:
         self.seeds.append(request.seed)
         return Rollout(list(own), [-0.5] * len(own), "", reason, 7)
 
-    def ended(self, conversation: int) -> None:
+    def end(self, conversation: int) -> None:
         self.left.add(conversation)
 
 
@@ -74,7 +73,7 @@ class Held:
         settings = {"turns": 12, "step_timeout": SECONDS, "workers": 2, **options}
         spec = f"{PROGRAMS}:run"
         self.config = ConversationConfig(program=spec, **settings)
-        self._programs, self._runner = Programs(self.config, spec, task), asyncio.Runner()
+        self._programs, self._runner = ProgramRunner(self.config, spec, task), asyncio.Runner()
 
     def __enter__(self) -> Held:
         self._programs.__enter__()
@@ -95,7 +94,7 @@ class Held:
         self.policy = Script(answer)
         requests = [Request(p.token_ids, n, seed=100 + i) for i, p in enumerate(prompts)]
         sampling = SamplingConfig(max_tokens=most)
-        held = self._programs.hold(self.policy, prompts, requests, sampling)
+        held = self._programs.run_all(self.policy, prompts, requests, sampling)
         groups = self._runner.run(asyncio.wait_for(held, 500))
         used("agent programs")
         assert self.policy.left == set(range(n * len(prompts)))
@@ -182,7 +181,7 @@ def test_tools_that_are_made_for_every_task_are_forgotten(held: Held) -> None:
 
 def test_a_long_chat_is_kept_once_and_not_once_for_every_call() -> None:
     """A batch of agents with a hundred turns would take gigabytes."""
-    calls, chat = Calls((5,)), [{"role": "user", "content": "a"}]
+    calls, chat = AnsweredCalls((5,)), [{"role": "user", "content": "a"}]
     for number in range(100):
         said = Rollout([6, END], [-0.5] * 2, "", "stop")
         answer = {"role": "assistant", "content": f"{number}"}
@@ -206,13 +205,13 @@ def test_limits_are_errors_that_openai_clients_understand() -> None:
     with Held(turns=3, turn_tokens=20) as held:
         caught, careless = held.hold([prompt("limits"), prompt("careless")], lambda _, i: "x" * 9)
         assert (len(caught[0].turns), caught[0].finish_reason) == (3, "length")
-        assert (caught[0].counts["turns"], caught[0].counts["environment_reward"]) == (1.0, 0.25)
+        assert (caught[0].counts["refused_turns"], caught[0].counts["environment_reward"]) == (1.0, 0.25)
         assert (len(careless[0].turns), careless[0].finish_reason) == (3, "length"), "it is scored, not lost"
         assert careless[0].counts["environment_reward"] == 0
         [[killed]] = held.hold([prompt("killed_at_the_limit")], lambda _, i: "x" * 9)
         assert killed.finish_reason == LOST and "signal 9" in killed.text, "it is lost, not scored"
         [[full]] = held.hold([prompt("limits")], lambda _, i: "x" * 9, most=60)
-        assert full.finish_reason == "length" and full.counts["context_length_exceeded"] == 1
+        assert full.finish_reason == "length" and full.counts["refused_context_length_exceeded"] == 1
         given = sum(len(turn.given) for turn in full.turns)
         assert 40 < len(full.token_ids) + given <= 60
         held.hold([prompt("limits")], lambda _, i: "x" * 50)
@@ -265,7 +264,7 @@ def test_a_program_that_hangs_is_ended_and_lost() -> None:
 
 def running_programs() -> list[psutil.Process]:
     """The processes of programs: below a guard is the process that starts them, and below that they are."""
-    guards = [c for c in psutil.Process().children() if "programs.worker" in " ".join(command_of(c))]
+    guards = [c for c in psutil.Process().children() if "workers.programs" in " ".join(command_of(c))]
     assert guards
     programs = [p for guard in guards for p in guard.children(recursive=True)[1:]]
     return [p for p in programs if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
@@ -275,7 +274,7 @@ def test_programs_wait_for_a_starter_that_has_no_time() -> None:
     """Its channel is full by then: four prompts of 60 kB. With another starter, all programs would end."""
     with Held(workers=1) as held:
         [started] = held._programs._starters
-        [starter] = psutil.Process(started._process._process.pid).children()
+        [starter] = psutil.Process(started._process.pid).children()
         starter.suspend()
         threading.Timer(4, starter.resume).start()
         groups = held.hold([prompt("late", pad="x" * 60_000) for _ in range(8)], lambda _, i: "hm")
@@ -296,7 +295,7 @@ def test_a_program_that_fails_once_is_started_again(held: Held, tmp_path: Path, 
 def test_other_ways_to_ask(held: Held) -> None:
     errors = {
         "n": "n=2: one answer a call; ask several times for more",
-        "image": "a message has content that is no text, which the policy cannot read",
+        "image": "a message has content that is not a text, which the policy cannot read",
         "role": "a message needs a role, and a text as its content",
         "empty": "messages: List should have at least 1 item after validation, not 0",
         "tokens": "max_tokens: Input should be greater than 0",
@@ -362,7 +361,9 @@ def test_what_is_no_program_is_an_error_at_the_start(tmp_path: Path, name: str, 
     file = tmp_path / "mine.py"
     file.write_text("class Agent:\n    pass\n\n\ndef short(prompt):\n    pass\n")
     spec = f"{file}:{name}"
-    programs = Programs(ConversationConfig(program=spec), spec, Task(tokenizer(), (END,), [], [], chat=True))
+    programs = ProgramRunner(
+        ConversationConfig(program=spec), spec, Task(tokenizer(), (END,), [], [], chat=True)
+    )
     with pytest.raises(ConfigError) as error, programs:
         pass
     assert str(error.value).startswith(f"rollout.conversation.program={spec}: ") and said in str(error.value)

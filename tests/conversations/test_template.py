@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from inputs.chat_tokenizer import CHATML, END, ids, tokenizer
 
-from megatron_gvpo.conversations.converse import LOST, Limits, converse
-from megatron_gvpo.conversations.process import Answer
-from megatron_gvpo.conversations.template import Template
-from megatron_gvpo.conversations.tools import tool_schemas
-from megatron_gvpo.data.sources import DataError
-from megatron_gvpo.data.tokenizer import rendered
-from megatron_gvpo.groups import Prompt, Rollout
-from megatron_gvpo.rollout.request import Request
+from megatron_gvpo.conversations.converse import ConversationLimits, converse
+from megatron_gvpo.conversations.environments import Answer
+from megatron_gvpo.core.errors import DataError
+from megatron_gvpo.data.chat_template import Template
+from megatron_gvpo.groups import LOST, Prompt, Rollout
+from megatron_gvpo.huggingface.tokenizer import rendered
+from megatron_gvpo.servers.request import Request
 from megatron_gvpo.turns import segments
+from megatron_gvpo.workers.tools import tool_schemas
 
 # As Qwen3 does it: what an earlier turn thought is left out, which a rendering of the whole chat would lose.
 FORGETS = CHATML.replace("{{ m.content }}<|im_end|>", "{{ m.content.split('</think>')[-1] }}<|im_end|>")
@@ -180,7 +180,7 @@ def test_tokens_that_the_tokenizer_would_not_write_stay_as_they_were_sampled() -
         return Rollout(list(drift), [-1.0] * 3, "", "stop")
 
     echo: Any = Echo()
-    limits = Limits(turns=9, max_tokens=500, turn_tokens=500, observation_tokens=100)
+    limits = ConversationLimits(turns=9, max_tokens=500, turn_tokens=500, observation_tokens=100)
     prompt: Sequence[int] = ids(of, "<|im_start|>user\nsay hello<|im_end|>\n<|im_start|>assistant\n")
     rollout = asyncio.run(converse(say, echo, Template(of, (END,), chat=True), tuple(prompt), 0, limits))
     assert echo.heard == ["hello"] * 3 and rollout.token_ids == drift * 3
@@ -206,7 +206,7 @@ def test_a_history_that_the_template_writes_again(written: str, drift: bool, cou
         return Rollout([*said, END], [-1.0] * (len(said) + 1), "", "stop")
 
     echo: Any = Echo()
-    limits = Limits(turns=9, max_tokens=500, turn_tokens=500, observation_tokens=100)
+    limits = ConversationLimits(turns=9, max_tokens=500, turn_tokens=500, observation_tokens=100)
     chat = [{"role": "user", "content": "say hello"}]
     prompt = ids(of, of.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
     template = Template(of, (END,), chat=True, again=True)
@@ -251,6 +251,6 @@ def test_messages_that_the_template_refuses_lose_the_conversation() -> None:
         return Rollout([END], [-1.0], "", "stop")
 
     bot: Any = Bot()
-    limits = Limits(turns=9, max_tokens=50, turn_tokens=50, observation_tokens=50)
+    limits = ConversationLimits(turns=9, max_tokens=50, turn_tokens=50, observation_tokens=50)
     rollout = asyncio.run(converse(say, bot, Template(tokenizer(strict), (END,), chat=True), (4,), 0, limits))
     assert (rollout.finish_reason, rollout.text) == (LOST, "the chat template refuses a conversation: who?")

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 from test_environments import SECONDS, Held, Script
 
-from megatron_gvpo.conversations.config import ConversationConfig
-from megatron_gvpo.conversations.converse import LOST
 from megatron_gvpo.data.task import Task
-from megatron_gvpo.data.tokenizer import end_token_id, load_tokenizer
-from megatron_gvpo.groups import Prompt, Rollout
-from megatron_gvpo.rollout.request import Request
+from megatron_gvpo.groups import LOST, Prompt, Rollout
+from megatron_gvpo.huggingface.tokenizer import end_token_id, load_tokenizer
+from megatron_gvpo.servers.request import Request
+from megatron_gvpo.settings.conversation import ConversationConfig
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +61,8 @@ def test_tools_answer_calls_and_tell_the_policy_of_its_mistakes(material: Task, 
     ]
 
     class Told(Script):
-        async def say(self, conversation: int, request: Request) -> Rollout:
-            rollout = await super().say(conversation, request)
+        async def respond(self, conversation: int, request: Request) -> Rollout:
+            rollout = await super().respond(conversation, request)
             rollout.text = self._turns[len(self.contexts[conversation]) - 1]
             return rollout
 
@@ -150,7 +149,7 @@ def test_only_the_answer_that_is_too_long_is_left_out(
 
 LEAVES = '''
 import gc, sys, time
-from megatron_gvpo.conversations.tools import Tools
+from megatron_gvpo.workers.tools import Tools
 
 def leaves() -> str:
     """Leaves."""

@@ -6,8 +6,8 @@ import random
 import tracemalloc
 from collections.abc import Sequence
 
-from megatron_gvpo.conversations.places import Ends, Place
-from megatron_gvpo.conversations.programs.calls import Calls
+from megatron_gvpo.conversations.converse import SharedPrefix, TurnEnds
+from megatron_gvpo.conversations.dialogue import AnsweredCalls
 from megatron_gvpo.groups import Rollout
 
 
@@ -16,10 +16,10 @@ def common(first: Sequence[int], second: Sequence[int]) -> int:
     return same.index(False) if False in same else len(same)
 
 
-def searched(ends: list[tuple[int, ...]], context: tuple[int, ...]) -> Place:
+def searched(ends: list[tuple[int, ...]], context: tuple[int, ...]) -> SharedPrefix:
     shared = [common(end, context) for end in ends]
     i = max(range(len(ends)), key=lambda i: (shared[i], shared[i] == len(ends[i]), i))
-    return Place(i - 1, None if shared[i] == len(ends[i]) else shared[i], shared[i])
+    return SharedPrefix(i - 1, None if shared[i] == len(ends[i]) else shared[i], shared[i])
 
 
 def test_places_are_those_of_a_search_through_everything() -> None:
@@ -30,13 +30,13 @@ def test_places_are_those_of_a_search_through_everything() -> None:
             return tuple(rng.randrange(2) for _ in range(rng.randint(least, 4)))
 
         whole = [tokens(1)]  # what the prompt and every turn ended with
-        ends = Ends(whole[0])
+        ends = TurnEnds(whole[0])
         for _ in range(8):
             before = rng.choice(whole)
             context = (*before[: rng.randint(0, len(before))], *tokens(0)) or (1,)
-            place, said = ends.place(context), tokens(1)
+            place, said = ends.shared_prefix(context), tokens(1)
             assert place == searched(whole, context)
-            ends.add(place, context[place.shared :], said)
+            ends.add(place, context[place.length :], said)
             whole.append((*context, *said))
             assert [ends.end(turn) for turn in range(len(whole) - 1)] == whole[1:]
 
@@ -44,7 +44,7 @@ def test_places_are_those_of_a_search_through_everything() -> None:
 def test_a_long_chat_is_kept_once() -> None:
     """Sixty calls, each with all that was before: 300,000 tokens, and 60 times 100,000 characters."""
     tracemalloc.start()
-    calls, context, chat = Calls((5,) * 100), (5,) * 100, []
+    calls, context, chat = AnsweredCalls((5,) * 100), (5,) * 100, []
     for i in range(60):
         said = Rollout([i] * 80, [-0.5] * 80, "", "stop", 1)
         chat = [*chat, {"role": "user", "content": f"{i}" * 2000}]

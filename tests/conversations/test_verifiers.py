@@ -14,12 +14,12 @@ from doc_blocks import blocks
 from inputs.chat_tokenizer import END, ids, tokenizer
 from suite.real_parts import used
 
-from megatron_gvpo.config.sections import SamplingConfig
-from megatron_gvpo.conversations.config import ConversationConfig
-from megatron_gvpo.conversations.programs.held import Programs
+from megatron_gvpo.conversations.program_runner import ProgramRunner
 from megatron_gvpo.data.task import Task
 from megatron_gvpo.groups import Prompt, Rollout
-from megatron_gvpo.rollout.request import Request
+from megatron_gvpo.servers.request import Request
+from megatron_gvpo.settings.conversation import ConversationConfig
+from megatron_gvpo.settings.sections import SamplingConfig
 from megatron_gvpo.turns import segments
 
 
@@ -29,12 +29,12 @@ class Script:
     def __init__(self) -> None:
         self.of, self.contexts = tokenizer(), list[tuple[int, ...]]()
 
-    async def say(self, conversation: int, request: Request) -> Rollout:
+    async def respond(self, conversation: int, request: Request) -> Rollout:
         self.contexts.append(request.prompt_ids)
         own = [*ids(self.of, "it is 42"), END]
         return Rollout(own, [-0.5] * len(own), "", "stop", 0)
 
-    def ended(self, conversation: int) -> None:
+    def end(self, conversation: int) -> None:
         pass
 
 
@@ -57,10 +57,10 @@ def test_a_rollout_of_verifiers_is_trained_as_it_was_sampled(
     policy = Script()
     prompt = Prompt("p", (1, 2, 3), "", answer="42", record={"prompt": "What is 6*7?"})
     material = Task(policy.of, (END,), [], [], chat=True)
-    with Programs(config, "verifiers_program.py:run", material) as programs:
+    with ProgramRunner(config, "verifiers_program.py:run", material) as programs:
         used("agent programs")
         request, sampling = Request(prompt.token_ids, 1, seed=3), SamplingConfig(max_tokens=4000)
-        [[rollout]] = asyncio.run(programs.hold(policy, [prompt], [request], sampling))
+        [[rollout]] = asyncio.run(programs.run_all(policy, [prompt], [request], sampling))
     assert rollout.finish_reason == "stop" and rollout.counts["environment_reward"] == 1, rollout.text
     [segment] = segments(prompt.token_ids, rollout.token_ids, rollout.turns)
     [(place, _, _)] = segment.own

@@ -17,13 +17,14 @@ from suite.package_log import own_records
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from megatron_gvpo.config.schema import DataConfig, DatasetConfig
+from megatron_gvpo.core import slow_work
+from megatron_gvpo.core.errors import DataError
 from megatron_gvpo.data import sources
 from megatron_gvpo.data.order import PromptOrder
-from megatron_gvpo.data.prompts import DataError, PromptWriter, load_prompts
-from megatron_gvpo.data.tokenizer import end_token_id, load_tokenizer
-from megatron_gvpo.runtime import slow_work
-from megatron_gvpo.types import Prompt
+from megatron_gvpo.data.prompts import PromptWriter, load_prompts
+from megatron_gvpo.groups import Prompt
+from megatron_gvpo.huggingface.tokenizer import end_token_id, load_tokenizer
+from megatron_gvpo.settings.sections import DataConfig, DatasetConfig
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}"
@@ -279,9 +280,9 @@ def test_bad_messages(tmp_path: Path, chat_tokenizer: Any, prompt: Any) -> None:
 
 
 def test_a_chat_template_that_refuses(tmp_path: Path, chat_tokenizer: Any) -> None:
-    record = {"prompt": [{"role": "tool", "content": "?"}], "answer": "x"}
+    chat = [{"role": "assistant", "content": "?"}, {"role": "tool", "content": "?"}]
     with pytest.raises(DataError, match=r"a.jsonl, line 1: the chat template refuses .* no role tool"):
-        load(jsonl(tmp_path / "a.jsonl", record), chat_tokenizer)
+        load(jsonl(tmp_path / "a.jsonl", {"prompt": chat, "answer": "x"}), chat_tokenizer)
 
 
 def test_a_chat_template_that_fails(tmp_path: Path, chat_tokenizer: Any) -> None:
@@ -295,13 +296,13 @@ def test_a_prompt_with_more_text_is_written_like_the_others(
     tmp_path: Path, tokenizer: Any, chat_tokenizer: Any
 ) -> None:
     """The text goes before or after the last user message."""
-    said = [{"role": "user", "content": "1+1"}, {"role": "other", "content": "2"}]
+    said = [{"role": "user", "content": "1+1"}, {"role": "system", "content": "2"}]
     path = jsonl(tmp_path / "a.jsonl", {"prompt": "2+2", "answer": "4"}, {"prompt": said, "answer": "2"})
     data = DataConfig(train=DatasetConfig(path=path))
     plain, chat = load(path, chat_tokenizer)
     write = PromptWriter(data.train, data, chat_tokenizer, 40).extended
     assert write(plain, " hint").text == "<user>2+2 hint\n<assistant>"
-    assert write(chat, "hint ", before=True).text == "<user>hint 1+1\n<other>2\n<assistant>"
+    assert write(chat, "hint ", before=True).text == "<user>hint 1+1\n<system>2\n<assistant>"
     assert write(plain, "x" * 40) is None
     bare = PromptWriter(data.train, data, tokenizer, 40).extended(plain, "1+1=2, ", before=True)
     assert (bare.text, tokenizer.decode(bare.token_ids), bare.answer) == ("1+1=2, 2+2", "1+1=2, 2+2", "4")

@@ -17,15 +17,16 @@ from inputs.chat_tokenizer import tokenizer as chat_tokenizer
 from PIL import Image as Picture
 from transformers import PreTrainedTokenizerBase
 
-from megatron_gvpo.config.schema import DataConfig, DatasetConfig
+from megatron_gvpo.core.errors import DataError
+from megatron_gvpo.data.image_files import ImageError, data_url
+from megatron_gvpo.data.image_processor import ImageProcessor
 from megatron_gvpo.data.prompt_images import PromptImages
-from megatron_gvpo.data.prompts import DataError, PromptWriter, load_prompts
+from megatron_gvpo.data.prompts import PromptWriter, load_prompts
 from megatron_gvpo.data.sources import undecoded
-from megatron_gvpo.groups import Group, Prompt, Rollout, group_fields, group_of
-from megatron_gvpo.images.families import text_values
-from megatron_gvpo.images.processor import ImageProcessor
-from megatron_gvpo.images.source import ImageError, data_url
-from megatron_gvpo.rewards.wire import Job, prompt_bytes, rollout_bytes, unpack_job
+from megatron_gvpo.groups import Group, Prompt, group_fields, group_of
+from megatron_gvpo.huggingface.image_families import text_values
+from megatron_gvpo.settings.sections import DataConfig, DatasetConfig
+from megatron_gvpo.workers.messages import prompt_bytes, read_prompt
 
 # As Qwen's templates write images.
 TEMPLATE = (
@@ -243,8 +244,7 @@ def test_checkpoints_and_reward_workers_get_the_images(
     [prompt] = load(tmp_path, tokenizer, images, {"prompt": "x", "images": [data_url(png(16, 16))]})
     group = group_of(json.loads(json.dumps(group_fields(Group(prompt, [])))))
     assert group.prompt == prompt
-    job = Job(0, 0, prompt_bytes(prompt), rollout_bytes(Rollout([1], [], "a", "stop")))
-    assert unpack_job(job)[0] == prompt
+    assert read_prompt(prompt_bytes(prompt)) == prompt
 
 
 def test_both_forms_of_a_config_json_give_the_language_models_keys() -> None:

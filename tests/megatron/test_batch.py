@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_gvpo.config.checks.parallel_layout import Padding
 from megatron_gvpo.megatron.batch import PackedBatch
-from megatron_gvpo.megatron.microbatch_plan import Plan, plan
+from megatron_gvpo.megatron.microbatch import Plan, plan
+from megatron_gvpo.settings.padding import Padding
 from megatron_gvpo.types import TrainBatch
 
 HIDDEN = 64
@@ -54,6 +54,7 @@ def test_plan_keeps_its_promises(rows: TrainBatch, dp_size: int, max_tokens: int
     assert len(found.micro_batches) == dp_size
     assert len({len(rank) for rank in found.micro_batches}) == 1, "equally many on every rank"
     for pack in packs(found):
+        assert pack == sorted(pack), "in the order of the step"
         assert len(pack) <= 1 or sum(tokens[i] for i in pack) <= max_tokens, "the budget"
 
     where = {i: number for number, pack in enumerate(packs(found)) for i in pack}
@@ -126,9 +127,10 @@ def test_a_pack_predicts_every_response_token_from_the_token_before(
     padding = Padding(of_sequence, of_sequence * shards)
     pack = PackedBatch.pack(rows, padding)
 
+    assert sorted(pack.order) == list(range(len(rows)))
     begin = 0
-    columns = zip(rows.prompt_ids, rows.response_ids, pack.lengths, rows.offsets, strict=False)
-    for prompt, response, length, offset in columns:
+    for i, length in zip(pack.order, pack.lengths, strict=False):
+        prompt, response, offset = rows.prompt_ids[i], rows.response_ids[i], rows.offsets[i]
         sequence = [*prompt, *response][:-1]
         assert 0 <= length - len(sequence) < of_sequence, "no more than it takes"
         assert pack.token_t[begin : begin + len(sequence)].tolist() == sequence

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from cases.gradient_cases import make_rows
 from references import gradient_reference as reference
+from references.transformer_engine_source import loaded
 from workers.gradient_worker import Case, Layout, config_of
 
 from megatron_gvpo.megatron import parallel
-from megatron_gvpo.megatron.memory_profile import _CPU, GIB
+from megatron_gvpo.megatron.memory_profile import _CPU, GIB, MemoryProfile
 from megatron_gvpo.megatron.policy import Policy
 from megatron_gvpo.observe import memory_report
 
@@ -56,6 +58,30 @@ def test_the_meter_follows_a_backward_pass() -> None:
         assert meter.level == 20 * MB
         torch.autograd.grad(y, x, torch.ones_like(y))
         assert 24 * MB <= meter.peak <= 36 * MB
+
+
+def test_fp8_weights_count_by_their_parts() -> None:
+    """Transformer Engine's own Float8Tensor, from its Python source: its parts are in other tensors."""
+    with loaded(
+        "pytorch/constants.py",
+        "pytorch/tensor/_quantization_helpers.py",
+        "pytorch/quantized_tensor.py",
+        "pytorch/tensor/storage/float8_tensor_storage.py",
+        "pytorch/tensor/float8_tensor.py",
+    ) as module:
+        buffer = torch.zeros(2 * MB, dtype=torch.uint8)  # of all parameters, as Megatron's has it
+
+        def weight(data: torch.Tensor, transposed: torch.Tensor | None) -> torch.nn.Parameter:
+            size = {"shape": (1024, 1024), "dtype": torch.bfloat16, "device": "cpu"}
+            parts = {"data": data.view(1024, 1024), "fp8_scale_inv": torch.ones(1), "fp8_dtype": 7}
+            return torch.nn.Parameter(module.Float8Tensor(**size, **parts, data_transpose=transposed))
+
+        copy = torch.zeros(MB, dtype=torch.uint8).view(1024, 1024)
+        weights = [weight(buffer[:MB], copy), weight(buffer[MB:], None), torch.nn.Parameter(torch.zeros(8))]
+        assert not weights[0].untyped_storage().nbytes(), "why its parts must be looked at"
+        model = SimpleNamespace(weights=lambda: weights, gradient_buffers=lambda: [])
+        optimizer = SimpleNamespace(tensors=lambda: [], host_tensors=lambda: [], host_bytes=0)
+        assert MemoryProfile((model, optimizer)).parts()["weights"] == 3 * MB + 2 * 4 + 32
 
 
 def measured(

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from distributed import launch
+from paths import ROOT
 from references import gradient_reference as reference
 from workers.gradient_worker import TEMPERATURE, Case, Layout, Outcome
 
@@ -59,6 +60,15 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "loss": {"importance": {"name": "mask", "level": "sequence", "low": 0.3}},
     },
     "cispo, token mask": {"recipe": "cispo", "loss": {"importance": {"name": "mask", "low": 0.8}}},
+    "one's own, by the order of rows": {
+        "recipe": None,
+        "loss": {
+            "name": "custom",
+            "function": f"{ROOT}/tests/helpers/references/ordered_loss.py:later_counts_more",
+            "reads": ["reward"],
+            "groups": True,
+        },
+    },
 }
 ALGORITHMS["ppo of items"]["loss"] = {"kl_coef": 0.0, "ratio": "item", "aggregation": "token_mean"}
 POLICIES = ("old", "ref", "engine")
@@ -74,7 +84,7 @@ DIVISIONS = [
 
 
 def make_rows() -> TrainBatch:
-    """Ragged groups, in mixed order: one has a single response, one has equal rewards."""
+    """Ragged groups, in mixed order: one has a single response, one has equal rewards, two have ties."""
     generator = torch.Generator().manual_seed(0)
     groups = [
         (3, [(4, 1.0), (1, 0.0), (9, 0.5)]),
@@ -82,6 +92,7 @@ def make_rows() -> TrainBatch:
         (7, [(5, 1.0)]),
         (5, [(8, 0.75), (3, 0.75), (6, 0.75), (2, 0.75)]),
         (2, [(1, 0.0), (12, 1.0), (7, 0.0)]),
+        (1, [(2, 1.0), (8, 1.0), (5, 0.0), (3, 0.0)]),
     ]
 
     def tokens(count: int) -> list[int]:
@@ -155,7 +166,8 @@ def plain(directory: Path) -> Plain:
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest, directory: Path, plain: Plain) -> dict[tuple[str, str], Outcome]:
     """{(layout, algorithm and budget): Outcome} in the divisions of the selected tests."""
-    params = [item.callspec.params for item in request.session.items if item.path == request.path]
+    of_file = [item for item in request.session.items if item.path == request.path]
+    params = [item.callspec.params for item in of_file if "found" in item.fixturenames]
     divisions = {(p["layout"], p["budget"]) for p in params}
     work = [
         (layout, Case(f"{name} {budget}", algorithm, plain.rows, budget))
@@ -169,6 +181,14 @@ def found(request: pytest.FixtureRequest, directory: Path, plain: Plain) -> dict
     launch("workers.gradient_worker:run", ranks, str(directory))
     parts = [torch.load(file, weights_only=False) for file in directory.glob("results-*.pt")]
     return {key: value for part in parts for key, value in part.items()}
+
+
+def test_the_first_of_equal_responses_is_not_the_first_of_a_pack() -> None:
+    """Packs have the shortest first: a loss that takes the first best or worst one must not see that."""
+    rows = make_rows()
+    for reward in (0.0, 1.0):
+        first, second = ((rows.group_n == 16) & (rows.reward_n == reward)).nonzero().flatten().tolist()
+        assert rows.length_n[first] > rows.length_n[second]
 
 
 @pytest.mark.parametrize(("layout", "budget"), DIVISIONS)

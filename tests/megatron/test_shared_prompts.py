@@ -15,12 +15,14 @@ from hypothesis import strategies as st
 from references import gradient_reference as reference
 from workers.gradient_worker import Case, Layout
 
-from megatron_gvpo.config.checks.parallel_layout import Padding, check_layout
-from megatron_gvpo.config.schema import ConfigError, build_config
+from megatron_gvpo.checks.layout import check_layout
+from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.megatron.batch import PackedBatch
-from megatron_gvpo.megatron.microbatch_plan import plan
+from megatron_gvpo.megatron.microbatch import plan
+from megatron_gvpo.settings.load import build_config
+from megatron_gvpo.settings.padding import Padding
 from megatron_gvpo.types import TrainBatch
-from megatron_gvpo.verify.tiny_model import save_tiny
+from megatron_gvpo.verify.shrink import save_tiny
 
 BUDGETS = {"groups split": 24, "groups whole": 400}  # tokens a micro-batch
 RUNS = {
@@ -102,12 +104,14 @@ def test_a_shared_pack_is_token_aligned() -> None:
     """Every column by hand: a prompt of 3 tokens with answers of 2, 1 and 3, and one with a single answer."""
     groups = [(3, [2, 1, 3]), (2, [2]), (4, [1, 1]), (1, [3, 2])]
     batch = PackedBatch.pack(rows_of(groups), Padding(1, 8), share_prompts=True)
-    prompts, responses, others = [0, 0, 0, 3], [50, 50, 51, 50, 51, 50], [1, 1, 50, 2, 2, 2, 2]
+    assert batch.order == [7, 6, 3, 1, 0, 2, 4, 5], "by the prompt, the shortest first"
+    prompts, responses, others = [3, 0, 0, 0], [50, 50, 51, 50, 50, 51], [1, 1, 50, 2, 2, 2, 2]
     assert batch.token_t.tolist() == [*prompts, *responses, *others, *[0] * 7]
-    assert batch.position_t.tolist() == [0, 1, 2, 0, 3, 3, 4, 1, 2, 1, 0, 1, 2, 0, 1, 2, 3, *range(7)]
-    assert (batch.lengths, batch.followers) == ([3, 1, 1, 2, 2, 1, 3, 4, 7], [2, 2])
+    assert batch.position_t.tolist() == [0, 0, 1, 2, 1, 1, 2, 3, 3, 4, 0, 1, 2, 0, 1, 2, 3, *range(7)]
+    assert (batch.lengths, batch.followers) == ([1, 3, 1, 2, 1, 2, 3, 4, 7], [2, 2])
     assert batch.positions == 7
-    assert batch.response_r.tolist() == [2, 4, 2, 2, 5, 6, 11, 12, 16, 16, 3, 7, 8, 3, 9]
+    in_order_of_rows = [3, 7, 3, 3, 8, 9, 11, 12, 16, 16, 0, 5, 6, 0, 4]
+    assert batch.response_r.tolist() == in_order_of_rows
     assert batch.label_r.tolist() == [50, 51, 50, 50, 51, 52, 50, 51, 50, 50, 50, 51, 52, 50, 51]
     assert batch.index_r.tolist() == list(range(15))
 
@@ -133,8 +137,8 @@ def test_packs_keep_to_the_budget_and_hold_every_row_once(groups, budget, ranks)
 def test_rows_of_equal_length_are_neighbours(shared: bool) -> None:
     """A CPU computes the attention of neighbours of equal length at once: with shared prompts, by prompt."""
     rows = rows_of([(3, [2, 7, 2, 5]), (1, [4, 2, 4]), (3, [6, 1, 6])])
-    [[part]] = plan(rows, 1, 1000, hidden_size=32, share_prompts=shared).micro_batches
-    lengths = [(len(rows.prompt_ids[i]), len(rows.response_ids[i])) for i in part]
+    batch = PackedBatch.pack(rows, share_prompts=shared)
+    lengths = [(len(rows.prompt_ids[i]), len(rows.response_ids[i])) for i in batch.order]
     whole = [(1, 2), (3, 1), (3, 2), (3, 2), (1, 4), (1, 4), (3, 5), (3, 6), (3, 6), (3, 7)]
     by_prompt = [(1, 2), (1, 4), (1, 4), (3, 2), (3, 2), (3, 5), (3, 7), (3, 1), (3, 6), (3, 6)]
     assert lengths == (by_prompt if shared else whole)

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from tiny_run import GVPO, SHORT, StopAfter, configure, fit
 
-from megatron_gvpo.callbacks import Callback
+from megatron_gvpo.core.metric_names import entry
 from megatron_gvpo.groups import Group, Prompt, Rollout
 from megatron_gvpo.observe import read_metrics
 from megatron_gvpo.observe.alerts import Alert, Finder, alerts_of
 from megatron_gvpo.observe.alerts.rules import RULES
-from megatron_gvpo.observe.metric_names import entry
 from megatron_gvpo.observe.rollout_metrics import rollout_statistics
-from megatron_gvpo.trainer import Trainer
+from megatron_gvpo.training.callbacks import Callback
+from megatron_gvpo.training.trainer import Trainer
 
 STEPS = 40
 HEALTHY = {
@@ -50,6 +50,12 @@ def dying(step: int) -> float:
     return step / 100 if step < 20 else 0.0
 
 
+# What a policy that diverged leaves: no reward, and so no signal, for which easier prompts are no remedy.
+LOST = {"reward/mean": late(0.0, 0.4), "reward/groups_with_signal": late(0.0, 0.6)}
+LEAP, STEEP = {"train/kl": late(1.5, 0.01)}, {"train/grad_norm": late(224, 2)}
+LEAP, STEEP = {"train/kl": late(1.5, 0.01)}, {"train/grad_norm": late(224, 2)}
+
+
 @pytest.mark.parametrize(
     ("rule", "changed", "step", "words"),
     [
@@ -64,6 +70,10 @@ def dying(step: int) -> float:
         ("correction leaves little", {"train/importance": late(0.0, 1.0)}, 21, "leaves 33% of the policy"),
         ("no signal", {"reward/groups_with_signal": late(0.0, 0.6)}, 24, "0% have"),
         ("dead reward component", {"reward/math": dying}, 29, "math gave 0 on average"),
+        ("divergence", {**LOST, **LEAP}, 21, "kl came to 1.5 nats a token, and the reward fell from 0.4"),
+        ("divergence", {**LOST, **STEEP}, 21, "norm came to 224, and the reward fell from 0.4 to 0.133"),
+        ("divergence", {**LOST, **LEAP, **STEEP}, 21, "kl came to 1.5"),
+        ("never right", {"eval/pass@1": lambda step: 0.0, "eval/avg@n": lambda step: 0.4}, 2, "score is 0.4"),
         ("slow server", {"server/10.0.0.2:80/relative_time": late(9.0, 1.0)}, 20, "10.0.0.2:80 takes 3.7"),
     ],
 )
@@ -103,6 +113,17 @@ def test_certain_or_longer_responses_are_no_trouble_where_evaluations_rise(evalu
         **{"reward/length_correlation": late(0.8, 0.0), "eval/pass@1": evaluated},
     }
     assert {alert.rule for alert in alerts_of(run(**changed))} == rules
+
+
+@pytest.mark.parametrize("changed", [LOST, LEAP, STEEP])
+def test_neither_a_lost_reward_nor_a_leap_alone_is_a_divergence(changed: dict[str, Curve]):
+    assert "divergence" not in {alert.rule for alert in alerts_of(run(**changed))}
+
+
+def test_partial_scores_are_no_trouble_where_some_sample_is_right():
+    some = {"eval/pass@1": lambda step: 0.1 * (step % 2), "eval/avg@n": lambda step: 0.4}
+    none = {"eval/pass@1": lambda step: 0.0, "eval/avg@n": lambda step: 0.0}
+    assert alerts_of(run(**some)) == alerts_of(run(**none)) == []
 
 
 def test_an_alert_is_said_again_only_after_it_was_over():
@@ -159,6 +180,7 @@ def test_a_servers_time_is_compared_with_the_median_server():
 REWARD = """
 def same(prompt, rollout): return 0.5
 def long(prompt, rollout): return len(rollout.token_ids) / 10
+def varied(prompt, rollout): return len(set(rollout.token_ids)) / 12
 def sharp(prompt, rollout): return rollout.token_ids.count(rollout.token_ids[0]) / len(rollout.token_ids)
 """
 
@@ -205,6 +227,26 @@ class TestRealRuns:
     def test_an_entropy_that_collapses(self, task: Path, tmp_path: Path):
         lr = ("optimizer.lr=0.02", "optimizer.decay=constant", "train.steps=16", "rollout.n=8")
         assert "entropy collapse" in rules_of(task, tmp_path / "run", "sharp", *lr)
+
+    @pytest.mark.parametrize(("recipe", "lr"), [("gvpo", 0.03), ("grpo", 0.1)])
+    def test_a_learning_rate_that_is_far_too_high(
+        self, task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], recipe: str, lr: float
+    ):
+        """The policy repeats one token: KL 0.8 nats a token, and GRPO's gradient has a norm of 450."""
+        rate = (f"optimizer.lr={lr}", "optimizer.decay=constant", "train.steps=12", "rollout.n=8")
+        found = rules_of(task, tmp_path / "run", "varied", f"algorithm={recipe}", *rate)
+        assert "divergence" in found and "no signal" not in found
+        assert "lower optimizer.lr" in capsys.readouterr().out
+
+    def test_a_reward_that_never_counts_as_right(self, task: Path, tmp_path: Path):
+        """12 different tokens are more than a response has: eval.right_at says from where on it is right."""
+        held_out = f"data.eval={{path: {task}/data/test.parquet, limit: 4}}"
+        evaluated = (held_out, "eval.every=1", "eval.n=2", "train.steps=3")
+        assert "never right" in rules_of(task, tmp_path / "run", "varied", *evaluated)
+        lower = (*evaluated, "eval.right_at=0.1")
+        assert "never right" not in rules_of(task, tmp_path / "lower", "varied", *lower)
+        last = read_metrics(tmp_path / "lower" / "metrics.jsonl")[-1]
+        assert last["eval/pass@1"] > 0
 
     def test_a_correction_whose_bounds_are_narrower_than_rounding(self, task: Path, tmp_path: Path):
         """It drops what it should correct, and the run would end as well as any."""

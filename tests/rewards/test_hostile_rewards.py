@@ -17,9 +17,9 @@ import pytest
 from machine.processes import left_having
 from suite.real_parts import used
 
-from megatron_gvpo.config.schema import RewardConfig, RewardsConfig
+from megatron_gvpo.groups import Group, Prompt, Rollout
 from megatron_gvpo.rewards.pool import RewardPool
-from megatron_gvpo.types import Group, Prompt, Rollout
+from megatron_gvpo.settings.rewards import RewardConfig, RewardsConfig
 
 FUNCTIONS = '''
 import asyncio, ctypes, os, pathlib, resource, signal, subprocess, sys, threading, time
@@ -59,8 +59,8 @@ def write(*packets):
 def does(prompt, rollout):
     match rollout.text:
         case "junk": write(b"hello")
-        case "packed": write(msgpack.packb([3, "x", None]))
-        case "forged": write(*(msgpack.packb([3, number, 1.0]) for number in range(100, 200)))
+        case "packed": write(msgpack.packb(["CallResult", "x", None, {}, None]))
+        case "forged": write(*(msgpack.packb(["CallResult", n, 1.0, {}, None]) for n in range(100, 200)))
         case "pickle": write(b"\\x80\\x04\\x95" + b"cos\\nsystem\\n(S'touch /tmp/pwned'\\ntR.")
         case "long": write(b"x" * 100_000)
         case "flood":

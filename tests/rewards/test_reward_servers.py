@@ -14,9 +14,9 @@ from servers.reward_models import logits, make_judge, make_reward_model
 from servers.server_keys import assert_key_is_hidden, assert_key_is_wanted
 from suite.real_parts import used
 
-from megatron_gvpo.config.schema import load_config
 from megatron_gvpo.groups import Group, Prompt, Rollout
-from megatron_gvpo.rewards.served.scoring import ServedRewards
+from megatron_gvpo.rewards.served import ServedRewards
+from megatron_gvpo.settings.load import load_config
 
 VERDICT = {
     "type": "object",
@@ -81,13 +81,13 @@ def test_scores_equal_the_models_logits(
         served.score(first, lambda: None)
         check(first, expected)
         assert served.metrics["reward/quality/failed_requests"] == 0
-        for place in (scorer.servers._place for scorer in served._scorers):
+        for place in (scorer.servers._place for scorer in served._served):
             assert place.supervisor is not None and place.api_key is not None
             [process] = place.supervisor.processes
             assert_key_is_wanted(process, place.api_key)
             assert_key_is_hidden(process, place.api_key)
         if kill:
-            for scorer in served._scorers:
+            for scorer in served._served:
                 assert scorer.servers._place.supervisor is not None
                 [process] = scorer.servers._place.supervisor.processes
                 assert process.pid is not None

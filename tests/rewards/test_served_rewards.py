@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 from servers.reward_models import Answer, make_reward_model, scores, standing_in
 
-from megatron_gvpo.config.schema import Config, ConfigError, load_config
-from megatron_gvpo.conversations.converse import LOST
-from megatron_gvpo.groups import Group, Prompt, Rollout
-from megatron_gvpo.rewards.served import servers
-from megatron_gvpo.rewards.served.checks import check_served
-from megatron_gvpo.rewards.served.dialogue import as_text, dialogue
-from megatron_gvpo.rewards.served.scoring import ServedRewards
-from megatron_gvpo.rollout.request import RolloutError
+from megatron_gvpo.checks.preflight import check_served
+from megatron_gvpo.core.errors import ConfigError, RolloutError
+from megatron_gvpo.groups import LOST, Group, Prompt, Rollout
+from megatron_gvpo.rewards.judge import as_text, dialogue
+from megatron_gvpo.rewards.served import ServedRewards
 from megatron_gvpo.sampling.outages import REWARDS, Outages
+from megatron_gvpo.servers import model_requests
+from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.load import load_config
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servers, "PAUSE", 0.01)
+    monkeypatch.setattr(model_requests, "PAUSE", 0.01)
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +80,15 @@ def test_scores_reach_their_responses_and_equal_ones_are_asked_once(good: Path, 
     assert rewards[1] == rewards[0] + 2 / 8 and rewards[3] == rewards[0] + 1 / 8
     assert rewards[2] == rewards[0] == rewards[4]
     assert all(rollout.rewards == {"quality": rollout.reward} for rollout in rollouts)
+
+
+@pytest.mark.parametrize("score", [10**400, 10**39, float("nan"), None, "good"])
+def test_a_score_that_is_no_number_to_train_on_ends_the_run_by_name(good: Path, model: Path, score: Any):
+    with (
+        standing_in(scores(lambda ids: score)) as url,
+        pytest.raises(RolloutError, match=r"does not give each text one finite number of at most 3\.4e\+38"),
+    ):
+        scored(config_of(good, a_model(model, url)), "a")
 
 
 def test_an_outage_is_no_reward_of_zero(good: Path, model: Path):
@@ -218,12 +227,14 @@ def test_a_verdict_becomes_a_reward_with_its_explanation(good: Path):
 @pytest.mark.parametrize(
     ("invalid", "problem"),
     [
-        ("seven", "no JSON"),
-        ("[7]", "no JSON object"),
+        ("seven", "not JSON"),
+        ("[7]", "not a JSON object"),
         ('{"explanation": "good"}', "no score between 0 and 10"),
         ('{"score": 11}', "no score between 0 and 10"),
         ('{"score": true}', "no score between 0 and 10"),
         ('{"score": NaN}', "no score between 0 and 10"),
+        (f'{{"score": {10**400}}}', "no score between 0 and 10"),
+        ('{"score": [7]}', "no score between 0 and 10"),
         ("  ", "it has no text"),
     ],
 )
@@ -234,7 +245,7 @@ def test_an_invalid_verdict_is_asked_for_again_with_the_reason(good: Path, inval
     assert rollout.reward == 0.3
     said, told = asked[1]["messages"][1:]
     assert said == {"role": "assistant", "content": invalid.strip()}
-    assert told["role"] == "user" and f"This is no valid verdict: {problem}" in told["content"]
+    assert told["role"] == "user" and f"This is not a valid verdict: {problem}" in told["content"]
 
 
 def test_a_response_without_a_valid_verdict_leaves_its_group(good: Path):
@@ -242,7 +253,7 @@ def test_a_response_without_a_valid_verdict_leaves_its_group(good: Path):
     with standing_in(answer) as url:
         [rollout] = scored(config_of(good, a_judge(url, tries=2)), "2")
     assert rollout.finish_reason == LOST and len(asked) == 2 and not rollout.rewards
-    assert "rewards.components.0.judge: no valid verdict in 2 tries: no JSON" in rollout.text
+    assert "rewards.components.0.judge: no valid verdict in 2 tries: not JSON" in rollout.text
     answer, _ = verdicts('{"score": 3', reason="length")
     with standing_in(answer) as url:
         [rollout] = scored(config_of(good, a_judge(url, tries=1)), "2")

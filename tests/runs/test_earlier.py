@@ -2,33 +2,49 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import re
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from megatron_gvpo.cli import main, parse
-from megatron_gvpo.config.errors import ConfigError
-from megatron_gvpo.config.schema import load_config
-from megatron_gvpo.runs.earlier import (
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.core.named_file import PAGE
+from megatron_gvpo.runs.existing_run import (
     Earlier,
     check_earlier_run,
     earlier_of,
     finished,
+    metrics_problems,
     remove_earlier_run,
 )
+from megatron_gvpo.runs.record import write_record
+from megatron_gvpo.runs.written import HEADER
+from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.training.callbacks import _refused
 
 CHECKPOINT = "checkpoints/step_00000020/state.json"
-KILLED_EARLY = ("checkpoints/step_00000005.partial/state.json", "metrics.jsonl", "tensorboard/events")
-FINISHED = (CHECKPOINT, "metrics.jsonl", "summary.json", "hf/config.json")
+EVENTS = "tensorboard/events.out.tfevents.1795508682.host.9062.0"
+KILLED_EARLY = ("checkpoints/step_00000005.partial/state.json", "metrics.jsonl", EVENTS, "run.json")
+FINISHED = (CHECKPOINT, "metrics.jsonl", "summary.json", "hf/config.json", "hf/export.json", "run.json")
+CONTENTS = {"run.json": '{"files": {}, "starts": []}', "export.json": '{"step": 20}', "config.yaml": HEADER}
 GONE = "holds an earlier run whose checkpoints are gone"
 NOTHING = "there is no checkpoint in .* to continue from: .*--resume=auto"
 EARLIER = "holds an earlier run: continue it with --resume"
 
 
-def check(good: Path, out: Path, earlier: Earlier, *files: str, every: int = 0) -> None:
+def make(out: Path, *files: str) -> None:
     for name in files:
         (out / name).parent.mkdir(parents=True, exist_ok=True)
-        (out / name).touch()
+        (out / name).write_text(CONTENTS.get(Path(name).name, ""))
+
+
+def check(good: Path, out: Path, earlier: Earlier, *files: str, every: int = 0) -> None:
+    make(out, *files)
     before = sorted(out.rglob("*"))
     try:
         check_earlier_run(load_config([good], [f"output_dir={out}", f"checkpoint.every={every}"]), earlier)
@@ -41,7 +57,7 @@ def check(good: Path, out: Path, earlier: Earlier, *files: str, every: int = 0) 
     [
         ("refuse", (), None),
         ("refuse", ("notes.txt", "slurm/job.sbatch", "report.html"), None),
-        ("refuse", ("metrics.jsonl",), EARLIER),
+        ("refuse", ("metrics.jsonl", "run.json"), EARLIER),
         ("refuse", FINISHED, EARLIER),
         ("resume", (), NOTHING),
         ("resume", KILLED_EARLY, NOTHING),
@@ -54,9 +70,9 @@ def check(good: Path, out: Path, earlier: Earlier, *files: str, every: int = 0) 
         ("auto", ("report.html",), None),
         ("auto", KILLED_EARLY, None),
         ("auto", FINISHED, None),
-        ("auto", ("metrics.jsonl",), GONE),
-        ("auto", ("hf/config.json",), GONE),
-        ("auto", ("checkpoints/.keep", "metrics.jsonl", "hf/config.json"), GONE),
+        ("auto", ("metrics.jsonl", "run.json"), GONE),
+        ("auto", FINISHED[3:], GONE),
+        ("auto", ("checkpoints/.keep", *FINISHED[1:]), r"\(checkpoints/.keep\): nothing was changed"),
         ("overwrite", FINISHED[1:], None),
     ],
 )
@@ -71,16 +87,132 @@ def test_a_run_starts_only_where_nothing_is_lost(good, tmp_path, earlier, there,
 
 
 def test_an_earlier_run_is_removed_with_its_report_and_nothing_else(tmp_path):
-    for name in ("metrics.jsonl", "rollouts/step_000001.parquet", "report.html", "notes.txt", "task/data"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
+    make(
+        tmp_path,
+        "metrics.jsonl",
+        "rollouts/step_000001.parquet",
+        "run.json",
+        "config.yaml",
+        "notes.txt",
+        "data/x",
+    )
+    (tmp_path / "report.html").write_text(PAGE)
     remove_earlier_run(str(tmp_path))
-    assert {path.name for path in tmp_path.iterdir()} == {"notes.txt", "task"}
+    assert {path.name for path in tmp_path.iterdir()} == {"notes.txt", "data"}
+
+
+def test_a_page_of_the_user_s_own_stays_when_the_run_beside_it_is_removed(tmp_path):
+    make(tmp_path, "metrics.jsonl", "run.json")
+    (tmp_path / "report.html").write_text("<!doctype html>\n<title>My thesis</title>\n")
+    remove_earlier_run(str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+
+
+RUN = ("run.json", "config.yaml")
+
+
+@pytest.mark.parametrize(
+    ("there", "named"),
+    [
+        (("checkpoints/other.pt", "hf/mine.bin", "exports/mine.txt"), "checkpoints/other.pt"),
+        (("hf/config.json", "hf/model.safetensors"), "hf/config.json"),
+        (("tensorboard/events.out.tfevents.1.host.2.0",), "tensorboard/events.out"),
+        (("checkpoints/step_00000010/state.json", "metrics.jsonl"), "checkpoints/step_00000010/state.json"),
+        (("config.yaml", "checkpoints/step_00000010/state.json"), "checkpoints/step_00000010/state.json"),
+        ((*RUN, "checkpoints/other.pt"), "checkpoints/other.pt"),
+        ((*RUN, CHECKPOINT, "checkpoints/step_00000020/mine.bin"), "checkpoints/step_00000020/mine.bin"),
+        ((*RUN, "checkpoints/step_10/state.json"), "checkpoints/step_10/state.json"),
+        ((*RUN, "exports/mine.txt"), "exports/mine.txt"),
+        ((*RUN, "exports/mine/config.json", "exports/mine/export.json"), "exports/mine/config.json"),
+        ((*RUN, "hf/config.json", "hf/model.safetensors"), "hf/config.json"),
+        ((*RUN, "hf/config.json", "hf/export.json", "hf/model.gguf"), "hf/model.gguf"),
+        ((*RUN, "hf_best.partial/mine.bin"), "hf_best.partial/mine.bin"),
+        ((*RUN, "tensorboard/other/events.out.tfevents.1.host.2.0"), "tensorboard/other/events"),
+        ((*RUN, "rollouts/mine.parquet"), "rollouts/mine.parquet"),
+        ((*RUN, "profile"), "profile"),
+        ((*RUN, "metrics.jsonl/mine.txt"), "metrics.jsonl"),
+    ],
+)
+@pytest.mark.parametrize("earlier", ["refuse", "auto", "overwrite"])
+def test_what_no_run_has_recorded_is_named_and_stays(good, tmp_path, earlier, there, named):
+    out = tmp_path / "out"
+    if earlier == "auto" and any(name.endswith("/state.json") for name in there):
+        pytest.skip("a checkpoint is continued")
+    with pytest.raises(ConfigError, match=re.escape(named)) as refused:
+        check(good, out, earlier, *there)
+    assert "--overwrite" not in str(refused.value) and "another output_dir" in str(refused.value)
+    make(out, *there)
+    before = sorted(out.rglob("*"))
+    with pytest.raises(ConfigError, match=re.escape(named)):
+        remove_earlier_run(str(out))
+    assert sorted(out.rglob("*")) == before
+
+
+def test_a_run_removes_only_what_its_settings_write(good, tmp_path):
+    """The record lists the names that the run writes to: all others are the user's, whatever is in them."""
+    config = load_config([good], [f"output_dir={tmp_path}", "logging.tensorboard=false"])
+    write_record(config, 0, 1)
+    make(tmp_path, EVENTS)
+    with pytest.raises(ConfigError, match="tensorboard/events"):
+        remove_earlier_run(str(tmp_path))
+    make(tmp_path, CHECKPOINT)
+    with pytest.raises(ConfigError, match=r"would also write to .*tensorboard/events"):
+        check(good, tmp_path, "resume")  # with TensorBoard
+    (tmp_path / EVENTS).unlink()
+    check(good, tmp_path, "resume")
+    remove_earlier_run(str(tmp_path))
+    assert {path.name for path in tmp_path.iterdir()} == {"good.yaml", "tensorboard"}
+
+
+def test_the_files_of_an_exported_model_are_those_that_it_lists(tmp_path):
+    make(tmp_path, *RUN, "hf/config.json", "hf/special.tiktoken", "hf/mine.bin")
+    listed = {"step": 4, "files": ["config.json", "special.tiktoken"]}
+    (tmp_path / "hf/export.json").write_text(json.dumps(listed))
+    with pytest.raises(ConfigError, match=r"\(hf/mine\.bin\)"):
+        remove_earlier_run(str(tmp_path))
+    (tmp_path / "hf/mine.bin").unlink()
+    remove_earlier_run(str(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+def test_links_of_the_user_s_stay(tmp_path):
+    make(tmp_path, *RUN, "elsewhere/x")
+    for name in ("checkpoints", "rollouts/step_000001.parquet"):
+        link = tmp_path / "out" / name
+        make(tmp_path / "out", *RUN)
+        link.parent.mkdir(exist_ok=True)
+        link.symlink_to(tmp_path / "elsewhere")
+        with pytest.raises(ConfigError, match=name):
+            remove_earlier_run(str(tmp_path / "out"))
+        link.unlink()
+
+
+def test_a_finished_run_is_removed_as_a_whole(finished, tmp_path):
+    """Every file that a real run writes is known as its own."""
+    out = tmp_path / "out"
+    shutil.copytree(finished, out)
+    make(out, "notes.txt")
+    remove_earlier_run(str(out))
+    assert [path.name for path in out.iterdir()] == ["notes.txt"]
+
+
+def test_overwriting_beside_other_work_ends_with_one_line_and_changes_nothing(
+    task, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path, "checkpoints/other.pt", "exports/mine.txt", "hf/mine.bin", "tensorboard/mine")
+    before = sorted(tmp_path.rglob("*"))
+    for how in ((), ("--overwrite",), ("--resume=auto",)):
+        assert main(["train", str(task / "run.yaml"), "output_dir=.", *how]) == 2
+        [line] = capsys.readouterr().err.splitlines()
+        assert "checkpoints/other.pt" in line and "nothing was changed" in line and "--overwrite" not in line
+        assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_run_that_was_beyond_its_first_checkpoint_is_not_started_anew(good, tmp_path):
     out = tmp_path / "out"
     (out / "checkpoints").mkdir(parents=True)
+    make(out, "run.json")
     for steps, lost in ((5, False), (12, True)):
         (out / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(steps + 1)))
         check(good, out, "auto")  # without periodic checkpoints there may never have been one
@@ -130,7 +262,7 @@ def test_only_auto_may_follow_resume(capsys):
 
 
 def test_a_dry_run_of_a_job_does_not_mind_an_earlier_run(task, tmp_path, capsys):
-    (tmp_path / "metrics.jsonl").touch()
+    make(tmp_path, "metrics.jsonl", "run.json")
     given = ["slurm", str(task / "run.yaml"), f"output_dir={tmp_path}", "--nodes", "1", "--no-gpus"]
     assert main(given) == 2
     assert EARLIER in capsys.readouterr().err
@@ -159,3 +291,39 @@ def test_damaged_metrics_are_named_with_their_line_before_anything_is_loaded(goo
         metrics.write_text(lines[0] + line + lines[0])
         with pytest.raises(ConfigError, match=r"metrics\.jsonl, line 2: .*mend the line, or move the file"):
             check(good, out, "auto")
+
+
+def test_a_checkpoint_with_the_name_of_another_step_is_refused_with_both_names(task, tmp_path, capsys):
+    state = tmp_path / "checkpoints" / "step_00000900" / "state.json"
+    state.parent.mkdir(parents=True)
+    state.write_text('{"step": 4}')
+    for how in ("--resume", "--resume=auto"):
+        assert main(["train", str(task / "run.yaml"), f"output_dir={tmp_path}", how]) == 2
+        [line] = capsys.readouterr().err.splitlines()
+        assert "step_00000900 is not the checkpoint of the step in its name" in line
+        assert "is of step 4; rename it to step_00000004" in line
+    assert state.read_text() == '{"step": 4}'
+
+
+@pytest.mark.parametrize(
+    ("steps", "words"),
+    [
+        ([0, 1, 2, 3, 4, 5], []),
+        ([], ["no record of steps 0-4:"]),
+        ([0, 4], ["no record of steps 1-3:"]),
+        ([0, 1, 1, 3, 4, 0, 9, 9], ["no record of step 2:", "several records of steps 0-1:"]),
+    ],
+)
+def test_steps_without_a_record_or_with_several_are_named(tmp_path, steps, words):
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in steps))
+    problems = metrics_problems(tmp_path / "metrics.jsonl", 4)
+    assert len(problems) == len(words)
+    assert all(word in problem for word, problem in zip(words, problems, strict=True))
+
+
+def test_a_directory_that_is_gone_is_not_said_to_hold_checkpoints(tmp_path):
+    trainer = SimpleNamespace(config=SimpleNamespace(output_dir=str(tmp_path / "run")))
+    full = OSError(errno.ENOSPC, "No space left on device")
+    assert "the directory is gone, with all checkpoints" in _refused(trainer, full)
+    (tmp_path / "run").mkdir()
+    assert "complete checkpoints there are untouched: make room" in _refused(trainer, full)

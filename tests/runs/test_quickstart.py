@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 from doc_blocks import ROOT
-
-SHORT = ("train.steps=2", "train.prompts_per_step=8", "optimizer.warmup_steps=0", "eval.n=1", "eval.k=[1]")
+from inputs.short_quickstart import SHORT
 
 
 @pytest.mark.proof  # a minute

@@ -22,15 +22,15 @@ from tiny_run import (
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron_gvpo.callbacks import Callback
-from megatron_gvpo.components import Components
-from megatron_gvpo.config.schema import ConfigError
+from megatron_gvpo.core.errors import ConfigError, RolloutError
 from megatron_gvpo.megatron import parallel
 from megatron_gvpo.megatron.checkpoint import sharded as checkpoint
 from megatron_gvpo.megatron.policy import Policy
-from megatron_gvpo.rollout.request import RolloutError
 from megatron_gvpo.sampling.samplers import EngineSampler
-from megatron_gvpo.trainer import Trainer
+from megatron_gvpo.training.callbacks import Callback
+from megatron_gvpo.training.checkpoints import Checkpoints
+from megatron_gvpo.training.components import Components
+from megatron_gvpo.training.trainer import Trainer
 from megatron_gvpo.types import TrainBatch
 
 pytestmark = pytest.mark.usefixtures("leave_the_process_group")
@@ -74,11 +74,11 @@ def test_transformers_agrees_with_the_trained_policy(task, finished):
     config = configure(task, finished, *GVPO)
     parts = Components(config)
     try:
-        assert parts.resume() == 4
+        assert Checkpoints(parts, lambda directory: None).resume() == (4, None)
         parts.sync(4)
         with parts:
-            ticket = parts.sampler.submit(parts.prompts[:6], seed=1)
-            rows = TrainBatch.from_groups(parts.sampler.collect(ticket, step=5))
+            batch = parts.sampler.request(parts.prompts[:6], seed=1)
+            rows = TrainBatch.from_groups(parts.sampler.complete(batch, step=5))
             ours_r = parts.policy.score(rows)
     finally:
         parallel.shut_down()
@@ -94,10 +94,10 @@ def test_transformers_agrees_with_the_trained_policy(task, finished):
 
 def test_every_step_samples_and_trains_on_all_its_responses(task, tmp_path, monkeypatch):
     sampled, trained = [], []
-    collect, from_groups = EngineSampler.collect, TrainBatch.from_groups
+    finish, from_groups = EngineSampler.finish, TrainBatch.from_groups
 
-    def spy_on_collect(self, ticket, on_wait):
-        groups = collect(self, ticket, on_wait)
+    def spy_on_finish(self, pending):
+        groups = finish(self, pending)
         sampled.append([(group.prompt.id, len(group.rollouts)) for group in groups])
         return groups
 
@@ -106,7 +106,7 @@ def test_every_step_samples_and_trains_on_all_its_responses(task, tmp_path, monk
         trained.append(len(rows))
         return rows
 
-    monkeypatch.setattr(EngineSampler, "collect", spy_on_collect)
+    monkeypatch.setattr(EngineSampler, "finish", spy_on_finish)
     monkeypatch.setattr(TrainBatch, "from_groups", staticmethod(spy_on_rows))
     more = ("train.steps=3", "train.prompts_per_step=24", "data.eval=null", "checkpoint.export_hf=false")
     fit(configure(task, tmp_path, *GVPO, *more))

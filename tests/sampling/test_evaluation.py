@@ -5,15 +5,9 @@ from math import comb
 
 import pytest
 
-from megatron_gvpo.sampling.evaluation import (
-    all_at_k,
-    final_answer,
-    is_correct,
-    maj_at_n,
-    pass_at_k,
-    summarise,
-)
-from megatron_gvpo.types import Group, Prompt, Rollout
+from megatron_gvpo.groups import Group, Prompt, Rollout
+from megatron_gvpo.observe.pass_at_k import pass_at_k
+from megatron_gvpo.sampling.evaluation import all_at_k, final_answer, is_correct, maj_at_n, score, summarise
 
 
 def rollout(text: str, value: float, tokens: int = 2, finish: str = "stop") -> Rollout:
@@ -63,11 +57,23 @@ def test_final_answer():
     assert final_answer(r"\boxed{\{1, 2\}}") == r"\{1, 2\}"
 
 
+def is_right(rollout: Rollout) -> bool:
+    return is_correct(score(rollout), 1.0)
+
+
 def test_correct_is_the_first_component_at_its_full_value():
-    assert is_correct(rollout("x", 1.0))
-    assert is_correct(rollout("x", 1 - 1e-7))
-    assert not is_correct(rollout("x", 0.99)), "although the total reward exceeds 1"
-    assert is_correct(Rollout([1], [0.0], "", "stop", reward=1.0)), "no components: the reward"
+    assert is_right(rollout("x", 1.0))
+    assert is_right(rollout("x", 1 - 1e-7))
+    assert not is_right(rollout("x", 0.99)), "although the total reward exceeds 1"
+    assert is_right(Rollout([1], [0.0], "", "stop", reward=1.0)), "no components: the reward"
+
+
+@pytest.mark.parametrize(("right_at", "rights"), [(1.0, 1), (0.5, 3), (0.75, 2), (10.0, 0), (-1.0, 4)])
+def test_what_is_right_is_a_setting(right_at: float, rights: int):
+    scored = [rollout(r"\boxed{7}", score) for score in (1.0, 0.5, 0.75, 0.0)]
+    found = summarise([group(*scored)], k=[2], right_at=right_at)
+    assert found["eval/pass@1"] == rights / 4 and found["eval/avg@n"] == 2.25 / 4
+    assert found["eval/maj@n"] == (right_at <= 1) and found["eval/all@2"] == comb(rights, 2) / comb(4, 2)
 
 
 def test_summary_of_unequal_groups():

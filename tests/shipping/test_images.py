@@ -13,17 +13,17 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+from inputs.short_quickstart import SHORT
 from machine import images
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 from paths import ROOT
 
-from megatron_gvpo.versions import REFERENCE
+from megatron_gvpo.core.versions import REFERENCE
 
 FILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
 QUICKSTART = "/opt/megatron_gvpo/examples/quickstart/run.py"
-LIGHT = ("train.steps=2", "train.prompts_per_step=8", "optimizer.warmup_steps=0", "eval.n=1", "eval.k=[1]")
 
 
 def instructions(file: Path) -> list[tuple[str, str]]:
@@ -109,9 +109,10 @@ def test_a_build_gets_the_versions_of_the_one_file(name: str):
 def imported_by_serve() -> set[str]:
     """The distributions that `serve` imports, with those of any transport that a configuration may name."""
     imports = (
-        "import sys; known = set(sys.modules); import megatron_gvpo.cli, megatron_gvpo.rollout.launch.serve; "
+        "import sys; known = set(sys.modules); import megatron_gvpo.cli, megatron_gvpo.servers.launch.serve; "
     )
-    imports += "from megatron_gvpo.weights.transports import TRANSPORTS, transport_class; "
+    imports += "from megatron_gvpo.settings.transports import TRANSPORTS; "
+    imports += "from megatron_gvpo.weights.transport import transport_class; "
     imports += "[transport_class(name) for name in TRANSPORTS]; "
     imports += "print(*{name.split('.')[0] for name in set(sys.modules) - known})"
     modules = subprocess.run(
@@ -278,7 +279,7 @@ def test_the_cpu_image_runs_the_quickstart(cpu_image: images.Images, steps: int)
     look = "command -v cc gcc g++ clang nvcc; id -u; ls /root 2>&1 || true"
     compilers = cpu_image("run", box, "--", "sh", "-c", look)
     assert compilers.splitlines()[0] == "10001" and "Permission denied" in compilers
-    options = () if steps == 100 else LIGHT
+    options = () if steps == 100 else SHORT
     command = ("run", "--env", "OMP_NUM_THREADS=2", box, "--", "python", QUICKSTART, *options)
     said = cpu_image(*command, timeout=3600)  # all 100 steps take minutes, and many more on a busy machine
     assert "held-out pass@1:" in said and f"after {steps} steps" in said

@@ -14,16 +14,15 @@ import torch
 from servers.fake_servers import itself
 from torch.distributed import HashStore
 
-from megatron_gvpo.config.schema import ServersConfig
-from megatron_gvpo.config.servers import WeightSyncConfig
-from megatron_gvpo.rollout.background_loop import BackgroundLoop
-from megatron_gvpo.rollout.leader import Push
-from megatron_gvpo.rollout.pool import ServerHandle, ServerPool
-from megatron_gvpo.rollout.server import ServerInfo
+from megatron_gvpo.core import store as shared_store
+from megatron_gvpo.servers.leader import BackgroundLoop, Push
+from megatron_gvpo.servers.pool import ServerHandle, ServerPool
+from megatron_gvpo.servers.server import ServerInfo
+from megatron_gvpo.settings.servers import ServersConfig, WeightSyncConfig
 from megatron_gvpo.weights import node, sharded
 from megatron_gvpo.weights.bucket import Bucket, TensorSpec
 from megatron_gvpo.weights.node import NodeMemory
-from megatron_gvpo.weights.push import Publisher
+from megatron_gvpo.weights.publisher import Publisher
 from megatron_gvpo.weights.relay import ORDERS, Look, Offer, Over, Relay, Relays, Stream
 from megatron_gvpo.weights.sharded import Send
 from megatron_gvpo.weights.shared import Shared, SharedPlace
@@ -47,7 +46,7 @@ def relays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: list[int]) ->
     store, others = HashStore(), []
     for rank in ranks:
         (tmp_path / str(rank)).mkdir()
-        monkeypatch.setattr(node, "SHARED_MEMORY", tmp_path / str(rank))
+        monkeypatch.setattr(shared_store, "SHARED_MEMORY", tmp_path / str(rank))
         others.append(Relay(store, rank, NodeMemory("memory", CPU), PATIENCE))
     yield Relays(store, ranks, PATIENCE, ORDERS), others
     for other in others:
@@ -172,7 +171,7 @@ class OnTwoGpus:
 
 def test_each_rank_of_a_server_maps_the_bucket_on_a_gpu_of_its_own(tmp_path, monkeypatch):
     """Rank 0 and a relay of the same node have a GPU each, and no byte leaves its GPU."""
-    monkeypatch.setattr(node, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(shared_store, "SHARED_MEMORY", tmp_path)
     monkeypatch.setattr(node, "gpu_uuid", lambda device: f"gpu {device.index}")
     monkeypatch.setattr(node, "shared_storage", lambda flat: {"of bytes": flat.tolist()})
     store, server = HashStore(), OnTwoGpus()
@@ -201,7 +200,7 @@ def test_a_server_of_another_machine_is_named(tmp_path, monkeypatch):
     class Elsewhere(OnTwoGpus):
         async def tell_gpus(self, file: Path, timeout: float) -> None: ...
 
-    monkeypatch.setattr(node, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(shared_store, "SHARED_MEMORY", tmp_path)
     mine = Shared(itself, PATIENCE, NodeMemory("memory", CPU), Relays(HashStore(), [], PATIENCE, ORDERS))
     with pytest.raises(
         PushFailed, match=r"transport=shared: 0 of the 2 rank\(s\) of http://server see .*memory"
@@ -228,7 +227,7 @@ def test_a_relay_goes_on_to_the_next_collective_where_rank_0_has_no_memory(tmp_p
         further.set()
         yield zeros
 
-    monkeypatch.setattr(node, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(shared_store, "SHARED_MEMORY", tmp_path)
     monkeypatch.setattr("os.posix_fallocate", no_memory)
     zeros = Bucket([], torch.zeros(2, dtype=torch.uint8))
     store, memory = HashStore(), NodeMemory("memory", CPU)
@@ -257,7 +256,7 @@ def test_a_relay_hears_of_the_end_of_a_push_that_never_began(tmp_path, monkeypat
         handle.become("pending")
         handle.calls.add(asyncio.create_task(asyncio.sleep(60)))
 
-    monkeypatch.setattr(node, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(shared_store, "SHARED_MEMORY", tmp_path)
     store, loop = HashStore(), BackgroundLoop("test")
     memory, pool = NodeMemory("memory", CPU), ServerPool([Unstoppable()], ServersConfig(), [], print)
     publisher = Publisher(
@@ -286,7 +285,7 @@ def test_a_relay_hears_of_the_end_of_a_push_that_never_began(tmp_path, monkeypat
 
 
 def test_what_killed_runs_have_left_in_memory_is_removed_and_nothing_else(tmp_path, monkeypatch):
-    monkeypatch.setattr(node, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(shared_store, "SHARED_MEMORY", tmp_path)
     living = NodeMemory(node.new_name(), CPU)
     anothers = tmp_path / "megatron_gvpo-main"  # as somebody's checkout may be called
     for directory in (tmp_path / node.new_name(), anothers):

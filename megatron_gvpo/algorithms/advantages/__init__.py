@@ -1,0 +1,1 @@
+"""Advantages of responses or tokens, a block each."""

@@ -1,0 +1,1 @@
+"""Which prompts are sampled, and which groups make a batch."""

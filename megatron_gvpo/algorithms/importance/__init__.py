@@ -1,0 +1,1 @@
+"""Corrections for the policy that sampled, a block each."""

@@ -1,0 +1,1 @@
+"""Losses, a block each."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from megatron_gvpo.algorithms.base import Loss, Metrics, Reference, References
-from megatron_gvpo.runtime.lazy_torch import torch
+from megatron_gvpo.core.lazy_torch import torch
 from megatron_gvpo.types import LossInputs, TrainBatch
 
 if TYPE_CHECKING:
@@ -17,8 +17,14 @@ if TYPE_CHECKING:
 class DPO(Loss):
     """-log sigmoid(beta (d_w - d_l)), d = l - l_ref, mean over a group's pairs, then over groups (eq. 7).
 
-    A pair is two responses to a prompt with r_w > r_l. `pairs`: all of them, or the first best response
-    against the first worst. A group whose rewards are equal has no pair: it counts in the mean as 0.
+    A pair is two responses to a prompt with r_w > r_l. `pairs`: all of them, or those of a best response and
+    a worst one. A group whose rewards are equal has no pair: it counts in the mean as 0.
+
+    Several responses may be best, or worst: with rewards 0 and 1, all right and all wrong ones. Then
+    `best_worst` has every pair of a best and a worst one. Their mean is the expected loss of one of these
+    pairs drawn at random, without the noise of the draw; iterative DPO on right and wrong answers has several
+    pairs a prompt as well (arXiv 2404.19733). To take the first of each by the order of the rows would prefer
+    whatever sorts them, such as the length.
     """
 
     name: Literal["dpo"] = "dpo"
@@ -56,8 +62,9 @@ class DPO(Loss):
         for g in range(len(size_g)):
             members = (index_n == g).nonzero().flatten().tolist()
             pairs = [(i, j) for i in members for j in members if reward[i] > reward[j]]
-            if pairs and self.pairs == "best_worst":
-                pairs = [(max(members, key=reward.__getitem__), min(members, key=reward.__getitem__))]
+            if self.pairs == "best_worst":
+                most, least = max(reward[i] for i in members), min(reward[i] for i in members)
+                pairs = [(i, j) for i, j in pairs if (reward[i], reward[j]) == (most, least)]
             better += [i for i, _ in pairs]
             worse += [j for _, j in pairs]
             coef += [1 / len(pairs) for _ in pairs]

@@ -1,0 +1,1 @@
+"""Responses that join a group without being ordinary samples, a block each."""

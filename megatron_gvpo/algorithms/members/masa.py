@@ -12,7 +12,8 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, PositiveInt
 
 from megatron_gvpo.algorithms.members.base import Member, MemberContext
-from megatron_gvpo.types import Group, Rollout
+from megatron_gvpo.core.real_number import finite_number
+from megatron_gvpo.groups import Group, Rollout
 
 
 class Foresight(Member):
@@ -70,7 +71,7 @@ def foreseen(text: str, group: Group, right: float = 0.0) -> float:
     bad = [rollout for rollout in group.rollouts if rollout.reward <= right]
     of_rate = pass_rate_reward(said.get("pass_rate"), len(good) / len(group.rollouts))
     lengths = [len(rollout.token_ids) for rollout in good]
-    length = _number(said.get("length"))
+    length = finite_number(said.get("length"))
     of_length = float(bool(lengths) and length is not None and min(lengths) < length < max(lengths))
     notions = said.get("notions")
     words = {str(word).lower() for word in notions} if isinstance(notions, list) else set[str]()
@@ -85,7 +86,7 @@ def foreseen(text: str, group: Group, right: float = 0.0) -> float:
 
 def pass_rate_reward(said: Any, rate: float) -> float:
     """0.01^|said - rate|; 0 if `said` is no number."""
-    number = _number(said)
+    number = finite_number(said)
     return 0.0 if number is None else float(0.01 ** abs(number - rate))
 
 
@@ -99,12 +100,3 @@ def prediction(text: str) -> dict[str, Any] | None:
         if isinstance(value, dict):
             return value
     return None
-
-
-def _number(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
-        return None
-    try:
-        return float(value)
-    except OverflowError:  # an integer of hundreds of digits
-        return None

@@ -1,0 +1,1 @@
+"""Blocks that change rewards, mask or drop responses before the estimator."""

@@ -10,8 +10,9 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, PositiveInt, model_validator
 
 from megatron_gvpo.algorithms.shapers.base import Shaper, rewarded
-from megatron_gvpo.runtime.user_functions import check_call, load_function
-from megatron_gvpo.types import Group, Prompt, Rollout
+from megatron_gvpo.core.real_number import NoNumberError, real_number
+from megatron_gvpo.core.user_functions import call_function, check_call, load_function, refused
+from megatron_gvpo.groups import Group, Prompt, Rollout
 
 
 class WinRate(Shaper):
@@ -39,14 +40,14 @@ class WinRate(Shaper):
         return [rewarded(group, self._rewards(group)) for group in groups]
 
     def _rewards(self, group: Group) -> list[float]:
-        judge, k = load_function(self.function), len(group.rollouts)
+        k = len(group.rollouts)
         reach = min(self.opponents or k - 1, k - 1)
         wins: dict[tuple[int, int], float] = {}
         for i in range(k):
             for j in ((i + 1 + offset) % k for offset in range(reach)):
                 a, b = min(i, j), max(i, j)
                 if (a, b) not in wins:
-                    won = float(judge(group.prompt, group.rollouts[a], group.rollouts[b], **self.options))
+                    won = _asked(self, group.prompt, group.rollouts[a], group.rollouts[b])
                     wins[a, b], wins[b, a] = won, 1 - won
         return [fmean([won for (a, _), won in wins.items() if a == i] or [0.5]) for i in range(k)]
 
@@ -94,15 +95,23 @@ class GroupSimilarity(Shaper):
         return [rollout.text for group in same for rollout in group.rollouts]
 
     def _shaped(self, group: Group, others: list[str] | None) -> Group:
-        similarity = load_function(self.function)
         rewards = []
         for i, rollout in enumerate(group.rollouts):
             texts = others
             if texts is None:
                 texts = [other.text for j, other in enumerate(group.rollouts) if j != i]
-            values = [float(similarity(rollout.text, text, **self.options)) for text in texts]
+            values = [_asked(self, rollout.text, text) for text in texts]
             rewards.append(self.weight * rollout.reward + fmean(values or [0.0]))
         return rewarded(group, rewards)
+
+
+def _asked(shaper: WinRate | GroupSimilarity, *arguments: Any) -> float:
+    """The number that the user's function returns. Raises UserFunctionError."""
+    where = ("shaper function", shaper.function)
+    try:
+        return real_number(call_function(*where, *arguments, **shaper.options))
+    except NoNumberError as error:
+        raise refused(*where, f"expected a number, it returned {error}") from None
 
 
 def unigram_overlap(a: str, b: str) -> float:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_gvpo.conversations.environment import Reply
 from megatron_gvpo.groups import Prompt
+from megatron_gvpo.workers.environment import TAKEN, Reply
 
 try:
     import skyrl_gym
@@ -21,7 +21,8 @@ class SkyRLGym:
     """The environment `env_id`; `env_config` is its configuration.
 
     Its `extras` are the data record. A record without `reward_spec` gets one with the prompt's answer.
-    Numbers in the metadata of a step are counts.
+    Numbers in the metadata of a step become counts. A name that the run itself counts, such as `turns`,
+    becomes `metadata_turns`.
     """
 
     def __init__(self, env_id: str, env_config: Any = None) -> None:
@@ -34,10 +35,11 @@ class SkyRLGym:
 
     def step(self, said: str) -> Reply:
         out = self._env.step(said)
-        counts = {name: float(n) for name, n in (out.get("metadata") or {}).items() if _is_number(n)}
+        numbers = {name: n for name, n in (out.get("metadata") or {}).items() if _is_number(n)}
+        counts = {f"metadata_{name}" if name in TAKEN else name: n for name, n in numbers.items()}
         messages = [{"role": m["role"], "content": m["content"]} for m in out["observations"]]
         done = out["done"] or not messages
-        return Reply(None if done else messages, float(out["reward"]), counts)
+        return Reply(None if done else messages, out["reward"], counts)
 
     def close(self) -> None:
         self._env.close()

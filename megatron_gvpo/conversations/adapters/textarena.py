@@ -17,8 +17,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron_gvpo.conversations.environment import Reply
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.core.named_file import check_named_file, write_named_file
 from megatron_gvpo.groups import Prompt
+from megatron_gvpo.workers.environment import Reply
 
 try:
     import textarena
@@ -27,7 +29,7 @@ except ImportError:
 
 
 class TextArena:
-    """The game that the data record names by `game` and `game_seed`. It pays in the end."""
+    """The game that the data record names by `game` and `game_seed`. Its reward comes at the end."""
 
     def reset(self, prompt: Prompt, seed: int) -> None:
         self._game, self._random, shown = begin(prompt.record["game"], prompt.record["game_seed"])
@@ -43,7 +45,7 @@ class TextArena:
             if not done:
                 return Reply(_new(self._game))
             rewards, info = self._game.close()
-        return Reply(None, float(rewards[0]), {"invalid_move": float(info[0]["invalid_move"])})
+        return Reply(None, rewards[0], {"invalid_move": info[0]["invalid_move"]})
 
 
 def begin(name: str, seed: int) -> tuple[Any, list[Any], str]:
@@ -55,7 +57,7 @@ def begin(name: str, seed: int) -> tuple[Any, list[Any], str]:
 
 
 def _new(game: Any) -> str:
-    """The game's words since it was last asked, without the player's own."""
+    """What the game has shown since the last call, without the player's own words."""
     _, messages = game.get_observation()
     return "\n".join(text for source, text, _ in messages if source == textarena.GAME_ID)
 
@@ -79,11 +81,17 @@ def main() -> None:
     parser.add_argument("--games", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0, help="of the first game; the others count on")
     options = parser.parse_args()
-    with options.file.open("w") as file:
+    target = (options.file, str(options.file), "a new file", None)
+    try:
+        check_named_file(*target)
+        lines = []
         for seed in range(options.seed, options.seed + options.games):
             _, _, shown = begin(options.game, seed)
             record = {"prompt": shown, "answer": "", "game": options.game, "game_seed": seed}
-            file.write(json.dumps(record) + "\n")
+            lines.append(json.dumps(record) + "\n")
+        write_named_file(*target, "".join(lines))
+    except ConfigError as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

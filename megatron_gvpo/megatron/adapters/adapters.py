@@ -18,26 +18,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_gvpo.config.adapter import FUSED_NAMES, MEGATRON_NAMES, AdapterConfig
-from megatron_gvpo.config.checks.adapters import TARGETS
-from megatron_gvpo.config.errors import ConfigError
-from megatron_gvpo.config.schema import ModelConfig
+from megatron_gvpo.core.collectives import all_ranks_agree
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.huggingface.fingerprint import fingerprint
 from megatron_gvpo.megatron.adapters.directory import (
     adapter_config,
     compare_names,
     read_adapter,
     write_adapter,
 )
-from megatron_gvpo.megatron.adapters.rounding import MergeRounding
 from megatron_gvpo.megatron.adapters.tensors import (
     MARK,
+    MergeRounding,
     export_tensors,
     is_adapter,
     layer_of,
     place_tensors,
 )
-from megatron_gvpo.runs.fingerprint import fingerprint
-from megatron_gvpo.runtime.collectives import first_problem
+from megatron_gvpo.settings.adapter import FUSED_NAMES, MEGATRON_NAMES, TARGETS, AdapterConfig
+from megatron_gvpo.settings.sections import ModelConfig
 
 _PREFIX = "base_model.model."  # of names in the files of Hugging Face PEFT
 
@@ -173,14 +172,10 @@ class Adapters:
 
     def _fill(self) -> None:
         """Set the first values: those of the directory `path`, or A as PEFT draws it and B = 0."""
-        path, stored, problem = self.options.path, dict[str, Tensor](), None
+        path, stored = self.options.path, dict[str, Tensor]()
         if path is not None:
-            try:
+            with all_ranks_agree(ConfigError):
                 stored = read_adapter(Path(path), self.options, self.selected)
-            except ConfigError as error:
-                problem = str(error)
-            if (said := first_problem(problem)) is not None:
-                raise ConfigError(said)
         known: set[str] = set()
 
         def value(name: str, shape: tuple[int, ...]) -> Tensor | None:
@@ -189,12 +184,13 @@ class Adapters:
             known.add(_PREFIX + name)
             return self._drawn(name, shape) if path is None else stored.get(_PREFIX + name)
 
-        problem = place_tensors(self._bridge, self._chunks, value)
-        if path is not None:
-            where = f"model.adapter.path={path}"
-            problem = compare_names(known, set(stored), where) or (problem and f"{where}: {problem}")
-        if (said := first_problem(problem)) is not None:
-            raise ConfigError(said)
+        with all_ranks_agree(ConfigError):
+            problem = place_tensors(self._bridge, self._chunks, value)
+            if path is not None:
+                where = f"model.adapter.path={path}"
+                problem = compare_names(known, set(stored), where) or (problem and f"{where}: {problem}")
+            if problem is not None:
+                raise ConfigError(problem)
 
     def _drawn(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return first values: A uniform within 1 / sqrt(columns), as PEFT does, and B = 0."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
 import tempfile
@@ -11,11 +12,12 @@ from typing import Any
 
 import torch
 
-from megatron_gvpo.config.model_types import add_model_types
-from megatron_gvpo.config.schema import ConfigError, ModelConfig
+from megatron_gvpo.core.by_name import heavy_imports
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.core.versions import REFERENCE
+from megatron_gvpo.huggingface.architectures import add_model_types
 from megatron_gvpo.megatron.model.settings import DTYPES
-from megatron_gvpo.runtime.heavy_imports import heavy_imports
-from megatron_gvpo.versions import REFERENCE
+from megatron_gvpo.settings.sections import ModelConfig
 
 LOCKS = "MEGATRON_CONFIG_LOCK_DIR"  # Megatron-Bridge's variable
 
@@ -73,6 +75,10 @@ def open_bridge(model: ModelConfig, key: str = "model.path") -> Any:
             f"`pip install --no-deps megatron-bridge=={REFERENCE['megatron-bridge']}`; its declared "
             "dependencies conflict with transformers 5, and the rest of them is not needed"
         ) from error
+    # It looks for a model by the name of the checkpoint's own Python class (auto_map), which it knows for
+    # some models only. That class is never used here, and has the architecture's name (`check_trainable`).
+    auto_bridge = importlib.import_module("megatron.bridge.models.conversion.auto_bridge")
+    auto_bridge.get_causal_lm_class_name_via_auto_map = lambda config: None  # type: ignore[attr-defined]
     os.environ.setdefault("HF_HUB_OFFLINE", "1" if os.path.isdir(model.path) else "0")
     add_model_types()
     try:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from megatron_gvpo.core.metric_names import own_names
+from megatron_gvpo.core.real_number import finite_number
 from megatron_gvpo.observe.alerts.rules import RULES, Condition, Rule
 
 
@@ -29,13 +30,14 @@ class Finder:
         self._rules = rules
         self._values: defaultdict[str, list[float]] = defaultdict(list)  # of each metric
         self._held: dict[tuple[str, str], int] = {}  # rule and metric -> calls since it held
+        self._given = set[str]()  # rules that gave an alert
         self._patterns = {c.metric: _pattern(c.metric) for rule in rules for c in rule.conditions}
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> list[Alert]:
         """Add the metrics of a step; returns the alerts that it gives. NaN and infinity are left out."""
         for name, value in metrics.items():
-            if isinstance(value, int | float) and math.isfinite(value):
-                self._values[name].append(float(value))
+            if (number := finite_number(value)) is not None:
+                self._values[name].append(number)
         found = []
         for rule in self._rules:
             pattern = self._patterns[rule.conditions[0].metric]
@@ -43,7 +45,8 @@ class Finder:
                 if not self._holds(rule, name):
                     if (key := (rule.name, name)) in self._held:
                         self._held[key] += 1
-                elif self._is_new(rule, name):
+                elif self._is_new(rule, name) and not self._follows(rule):
+                    self._given.add(rule.name)
                     found.append(self._alert(rule, name, step))
         return found
 
@@ -52,6 +55,10 @@ class Finder:
         since = self._held.get((rule.name, name))
         self._held[rule.name, name] = 0
         return since is None or since > rule.steps
+
+    def _follows(self, rule: Rule) -> bool:
+        """True if an alert was given whose consequence this one would be."""
+        return rule.not_after in self._given
 
     def _holds(self, rule: Rule, name: str) -> bool:
         first, *others = rule.conditions
@@ -72,20 +79,28 @@ class Finder:
             case "rises":
                 return now > condition.value * before > 0
             case "falls":
-                return now < condition.value * before
+                return before > 0 and now < condition.value * before
+            case "reaches":
+                return max(values) > condition.value
+            case "leaps":
+                return max(values) > condition.value * values[0] > 0
             case "constant":
                 return len(set(values[-steps:])) == 1
 
     def _alert(self, rule: Rule, name: str, step: int) -> Alert:
-        values = self._values[name]
+        first, *others = (
+            self._numbers(n, rule.steps) for n in (name, *(c.metric for c in rule.conditions[1:]))
+        )
         stands = self._patterns[rule.conditions[0].metric].fullmatch(name)
-        words = {
-            "now": fmean(values[-rule.steps :]),
-            "before": fmean(values[: rule.steps]),
-            "name": stands[1] if stands is not None and stands.groups() else name,
-            "steps": rule.steps,
-        }
-        return Alert(step, rule.name, rule.says.format(**words), rule.look)
+        named = stands[1] if stands is not None and stands.groups() else name
+        says = rule.says.format(**first, others=others, name=named, steps=rule.steps)
+        return Alert(step, rule.name, says, rule.look)
+
+    def _numbers(self, name: str, steps: int) -> dict[str, float]:
+        """The numbers of a metric that a rule's words may show; empty where it has no value."""
+        if not (values := self._values[name]):
+            return {}
+        return {"now": fmean(values[-steps:]), "before": fmean(values[:steps]), "most": max(values)}
 
 
 def alerts_of(records: Iterable[Mapping[str, Any]]) -> list[Alert]:
@@ -98,13 +113,9 @@ def _metrics(record: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in record.items() if name != "step"}
 
 
-# Metrics of all rewards together, which are no component's.
-_NO_COMPONENT = ("mean", "groups_with_signal", "errors", "length_correlation")
-
-
 def _pattern(metric: str) -> re.Pattern[str]:
+    """A regular expression for the names that `metric` stands for, without the package's own."""
     parts = re.split(r"<[^>]+>", metric)
-    between = r"([^/]+)"
-    if metric == "reward/<component>":
-        between = rf"((?!(?:{'|'.join(_NO_COMPONENT)})$)[^/]+)"
+    own = "|".join(sorted(own_names(metric))) if metric.endswith(">") else ""
+    between = rf"((?!(?:{own})$)[^/]+)" if own else r"([^/]+)"
     return re.compile(between.join(map(re.escape, parts)))

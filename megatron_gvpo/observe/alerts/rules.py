@@ -7,10 +7,11 @@ from typing import Literal
 
 # `now` is the mean of a metric over the last steps, `before` that over the first steps of the run.
 # above, below: now > value, now < value; rises, falls: now > value * before, now < value * before;
+# reaches, leaps: some value of the run > value, > value * its first one.
 # constant: all of the last values are the same.
 # not_gained: the last value is above the first one by less than half of what the values range over; also
 # where the metric has fewer than two values, because then nothing says that it did.
-Kind = Literal["above", "below", "rises", "falls", "constant", "not_gained"]
+Kind = Literal["above", "below", "rises", "falls", "reaches", "leaps", "constant", "not_gained"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +29,9 @@ class Condition:
 class Rule:
     """An alert is given when all conditions hold over `steps` steps; again only after they did not.
 
-    `says` is filled in with {now} and {before} of the first condition's metric, {name}, which stands for
-    `<...>` in it, and {steps}. `look` says what to look at.
+    `says` is filled in with {now}, {before} and {most} (the largest value) of the first condition's metric,
+    the same of the next ones as {others[0][now]}, {name}, which stands for `<...>` in the first, and {steps}.
+    `look` says what to look at. No alert is given after one of the rule `not_after`, which explains it.
     """
 
     name: str
@@ -37,9 +39,34 @@ class Rule:
     steps: int
     says: str
     look: str
+    not_after: str | None = None
 
+
+_FELL = Condition("reward/mean", "falls", 0.5)
+_LOWER = (
+    "the steps in which train/kl and train/grad_norm leapt; lower optimizer.lr to a third or a tenth, "
+    "and start anew"
+)
 
 RULES = (
+    Rule(
+        "divergence",
+        (Condition("train/kl", "reaches", 0.5), _FELL),
+        3,
+        "the policy has diverged: train/kl came to {most:.3g} nats a token, and the reward fell from "
+        "{others[0][before]:.3g} to {others[0][now]:.3g}: the learning rate is too high",
+        _LOWER,
+        not_after="divergence",
+    ),
+    Rule(
+        "divergence",
+        (Condition("train/grad_norm", "leaps", 10.0), _FELL),
+        3,
+        "the policy has diverged: the gradient's norm came to {most:.3g}, and the reward fell from "
+        "{others[0][before]:.3g} to {others[0][now]:.3g}: the learning rate is too high",
+        _LOWER,
+        not_after="divergence",
+    ),
     Rule(
         "entropy collapse",
         # A policy that learned its task is certain, too: its evaluations rose.
@@ -88,6 +115,7 @@ RULES = (
         "nearly all groups are solved or failed: {now:.0%} have responses with different rewards",
         "reward/mean: where it is high, take harder prompts, where it is low, easier ones; or more responses "
         "(rollout.n), or a recipe with a filter",
+        not_after="divergence",
     ),
     Rule(
         "dead reward component",
@@ -95,6 +123,14 @@ RULES = (
         10,
         "the reward component {name} gave {now:.3g} on average in each of the last {steps} steps",
         "the component's values in the responses (report, Samples), and its errors (reward/errors)",
+    ),
+    Rule(
+        "never right",
+        (Condition("eval/avg@n", "above", 0.0), Condition("eval/pass@1", "below", 1e-9)),
+        2,
+        "no sample of the last {steps} evaluations was right, and their mean score is {now:.3g}",
+        "the scores that the first reward component can give: a sample is right from eval.right_at on, and "
+        "checkpoint.keep_best cannot choose by pass@1 where none is",
     ),
     Rule(
         "slow server",

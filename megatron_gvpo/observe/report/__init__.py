@@ -4,6 +4,6 @@
 writes the page; `watch` serves it while the runs go on. The page itself is in the folder `assets/`.
 """
 
-from megatron_gvpo.observe.report.page import Reporter, write_page
+from megatron_gvpo.observe.report.page import Reporter, page_text
 
-__all__ = ["Reporter", "write_page"]
+__all__ = ["Reporter", "page_text"]

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image as Picture
 
-from megatron_gvpo.config.errors import ConfigError
-from megatron_gvpo.observe.report.pieces import Pieces
-from megatron_gvpo.observe.report.thumbnails import thumbnails
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.data.image_files import ImageError, data_url
+from megatron_gvpo.data.image_files import read as read_image
+from megatron_gvpo.observe.pass_at_k import is_correct
+from megatron_gvpo.observe.report.token_texts import Pieces
 from megatron_gvpo.observe.rollouts.reader import read_rollouts
 from megatron_gvpo.observe.rollouts.schema import Kind, schema
 
@@ -78,13 +82,15 @@ def _blocks(table: Any, pieces: Pieces | None) -> tuple[dict[str, Any], dict[str
     }
     tokens: dict[str, Any] = {"lengths": None}
     talks = table["turns"].to_pylist() if "turns" in table.column_names else [None] * table.num_rows
+    spoken = zip(talks, texts["responses"], strict=True)
+    texts["responses"] = ["".join(map(_said, talk)) if talk else text for talk, text in spoken]
     if pieces is not None:
-        split = [pieces.split(ids) for ids in table["response_ids"].to_pylist()]
-        texts["responses"] = ["".join(row) for row in split]
-        tokens["lengths"] = [[_units(piece) for piece in row] for row in split]
-    else:
-        spoken = zip(talks, texts["responses"], strict=True)
-        texts["responses"] = ["".join(map(_said, talk)) if talk else text for talk, text in spoken]
+        tokens["lengths"] = [None] * table.num_rows
+        for row, ids in enumerate(table["response_ids"].to_pylist()):
+            if ids is not None:  # null where a secret was hidden in the row's texts
+                split = pieces.split(ids)
+                texts["responses"][row] = "".join(split)
+                tokens["lengths"][row] = [_units(piece) for piece in split]
     texts["turns"] = [None if talk is None else [_turn(turn, pieces) for turn in talk] for talk in talks]
     engine, trainer, advantages, weights = (_ragged(table, name) for name in _TOKENS)
     tokens["surprise"] = [_integers(None if row is None else -row, HUNDREDTHS) for row in engine]
@@ -97,7 +103,7 @@ def _blocks(table: Any, pieces: Pieces | None) -> tuple[dict[str, Any], dict[str
 def _turn(turn: dict[str, Any], pieces: Pieces | None) -> dict[str, Any]:
     """A turn for the page; `units` is the length of its text where the tokens' texts are not known."""
     given = turn["given"] or ""
-    if pieces is not None:
+    if pieces is not None and turn["given_ids"] is not None:
         given = "".join(pieces.split(turn["given_ids"]))
     shown = {name: turn[name] for name in ("agent", "tokens", "reward", "after", "tools")}
     return {**shown, "given": given, "units": _units(_said(turn))}
@@ -183,7 +189,7 @@ def _snippet(text: str) -> str:
     return " ".join(text[: 2 * SNIPPET].split())[:SNIPPET]
 
 
-def correct_samples(table: Any) -> list[tuple[int, int]]:
+def correct_samples(table: Any, right_at: float) -> list[tuple[int, int]]:
     """Numbers of correct and of all samples of each prompt, as `sampling.evaluation` counts them.
 
     The table needs the columns `group`, `reward` and `rewards` only.
@@ -195,10 +201,45 @@ def correct_samples(table: Any) -> list[tuple[int, int]]:
     ):
         score = next(iter(parts.values()), reward)
         count = counts.setdefault(group, [0, 0])
-        count[0] += score >= 1 - 1e-6
+        count[0] += is_correct(score, right_at)
         count[1] += 1
     return [(right, n) for right, n in counts.values()]
 
 
 def _compressed(values: dict[str, Any]) -> bytes:
     return gzip.compress(json.dumps(values, separators=(",", ":")).encode(), compresslevel=6, mtime=0)
+
+
+# Small pictures of prompts' images: the page holds them, because it loads nothing from elsewhere.
+
+SIDE = 192  # pixels at most
+MOST_BYTES = 1 << 20  # of a step's pictures together
+
+
+def thumbnails(images: Mapping[int, Sequence[str]]) -> dict[int, list[str | None]]:
+    """data: URLs for the images of each group, by their names.
+
+    None for an image whose file is gone or none, and for all that come after a step's first MiB.
+    """
+    made: dict[str, str | None] = {}
+    room = MOST_BYTES
+    for names in images.values():
+        for name in names:
+            if name not in made:
+                url = _thumbnail(name)
+                room -= len(url or "")
+                made[name] = url if room >= 0 else None
+    return {group: [made[name] for name in names] for group, names in images.items()}
+
+
+def _thumbnail(name: str) -> str | None:
+    try:
+        stored = Picture.open(io.BytesIO(read_image(name)))
+        stored.draft("RGB", (SIDE, SIDE))  # a large JPEG is decoded at a fraction of its size
+        picture = stored.convert("RGB")
+    except (ImageError, OSError, ValueError, SyntaxError, Picture.DecompressionBombError):
+        return None
+    picture.thumbnail((SIDE, SIDE))
+    file = io.BytesIO()
+    picture.save(file, "jpeg", quality=80)
+    return data_url(file.getvalue())

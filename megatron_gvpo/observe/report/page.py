@@ -21,12 +21,12 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from megatron_gvpo.core.metric_names import SECTIONS, entry
+from megatron_gvpo.core.real_number import finite_number
 from megatron_gvpo.observe.alerts import alerts_of
-from megatron_gvpo.observe.metric_names import SECTIONS, entry
-from megatron_gvpo.observe.report.layout import QUESTIONS
-from megatron_gvpo.observe.report.pieces import Pieces
 from megatron_gvpo.observe.report.run import Run, columns, read_run, short_names
 from megatron_gvpo.observe.report.samples import Packer, pass_intervals
+from megatron_gvpo.observe.report.token_texts import Pieces
 
 ASSETS = resources.files("megatron_gvpo.observe.report") / "assets"
 STYLES = ("uplot/uPlot.min.css", "style.css")
@@ -80,7 +80,9 @@ class Reporter:
         found = columns(run.records)
         began_in = run.starts[0].get("directory") if run.starts else None
         pieces = Pieces.of_run(run.directory, run.config.get("model.path"), began_in)
-        samples = self._packers[number].pack(pieces, self._share, prefix=f"{number}/")
+        stated = finite_number(run.config.get("eval.right_at"))
+        right_at = 1.0 if stated is None else stated
+        samples = self._packers[number].pack(pieces, self._share, f"{number}/", right_at)
         intervals = {}
         for metric, column in found["metrics"].items():
             if match := re.fullmatch(r"eval/pass@(\d+)", metric):
@@ -95,12 +97,9 @@ class Reporter:
         return values, {f"{number}/samples": compressed(samples.overview), **samples.blocks}
 
 
-def write_page(report: Report, file: Path) -> None:
-    """Write the page with all its data, as a whole or not at all."""
-    blocks = {"index": compressed(report.index), **report.blocks}
-    aside = file.with_name(file.name + ".tmp")
-    aside.write_text(html(blocks), encoding="utf-8")
-    aside.replace(file)
+def page_text(report: Report) -> str:
+    """The page with all its data, as HTML that needs nothing else."""
+    return html({"index": compressed(report.index), **report.blocks})
 
 
 def html(blocks: Mapping[str, bytes], connect: bool = False) -> str:
@@ -133,3 +132,20 @@ def _asset(name: str) -> str:
 
 def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+# The charts that the page shows at once, under questions; every other metric follows by its section.
+
+# A name that ends with * stands for all metrics that begin so, each with a chart of its own.
+QUESTIONS: dict[str, tuple[str, ...]] = {
+    "Is it learning?": (
+        *("reward/mean", "eval/pass@*", "reward/groups_with_signal"),
+        *("response/length", "response/truncated", "train/loss"),
+    ),
+    "Is it stable?": (
+        *("response/entropy", "train/entropy", "train/kl", "train/kl_ref"),
+        *("mismatch/kl", "mismatch/abs_max", "train/grad_norm"),
+    ),
+    "What do the conversations do?": ("env/*",),
+    "How fast is it?": ("time/step", "throughput/tokens_per_s", "response/staleness_max"),
+}

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from megatron_gvpo.core.redaction import hide_credentials, hide_in
+from megatron_gvpo.data.image_files import shown
 from megatron_gvpo.groups import Group, Prompt, Rollout, utf8
-from megatron_gvpo.images.source import shown
 from megatron_gvpo.observe.rollouts import conversation
 from megatron_gvpo.observe.rollouts.schema import Kind, schema
 
@@ -73,8 +74,15 @@ class _Place(NamedTuple):
     rollout: Rollout
 
 
+_MESSAGES = ("reward_errors", "explanations")  # columns of texts that are no part of the data
+_DIALOGUE = ("prompt", "response", "turns", "messages")  # columns of the texts that the token ids stand for
+
+
 def table(responses: Responses, components: Sequence[str], groups: int | None = None) -> pa.Table:
-    """The table with the columns of `schema(components)`, of all groups or of `groups`, evenly spread."""
+    """The table with the columns of `schema(components)`, of all groups or of `groups`, evenly spread.
+
+    No text in it has a secret. Where one was in a row's dialogue, the row has no token ids.
+    """
     places = list(_places(responses.groups, groups))
     rollouts = [place.rollout for place in places]
     found = _trained(responses.trained)
@@ -114,7 +122,33 @@ def table(responses: Responses, components: Sequence[str], groups: int | None = 
         ],
         "messages": [conversation.messages(rollout) for rollout in rollouts],
     }
-    return pa.Table.from_pydict(columns, schema=schema(components))
+    types = schema(components)
+    return pa.Table.from_pydict(_without_secrets(columns, types), schema=types)
+
+
+def _without_secrets(columns: dict[str, list[Any]], types: pa.Schema) -> dict[str, list[Any]]:
+    hidden = {
+        name: hide_in(values) if _has_text(types.field(name).type) else values
+        for name, values in columns.items()
+    }
+    for name in _MESSAGES:
+        hidden[name] = [
+            row and {component: text and hide_credentials(text) for component, text in row.items()}
+            for row in hidden[name]
+        ]
+    for row in range(len(columns["step"])):
+        if any(hidden[name][row] != columns[name][row] for name in _DIALOGUE):
+            hidden["prompt_ids"][row] = hidden["response_ids"][row] = None
+            for turn in hidden["turns"][row] or ():
+                turn["given_ids"] = None
+    return hidden
+
+
+def _has_text(type_: pa.DataType) -> bool:
+    """True for texts, and lists and structs of them."""
+    if pa.types.is_nested(type_):
+        return any(_has_text(type_.field(i).type) for i in range(type_.num_fields))
+    return bool(pa.types.is_string(type_))
 
 
 class _Numbers(NamedTuple):

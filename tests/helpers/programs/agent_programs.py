@@ -134,7 +134,7 @@ async def limits(prompt, endpoint, client, ask):
             messages += [assistant(await ask(messages)), user("b")]
     except BadRequestError as error:
         refused = error.code
-    return Reply(None, 0.25, {refused: 1.0})
+    return Reply(None, 0.25, {f"refused_{refused}": 1.0})
 
 
 async def slow(prompt, endpoint, client, ask):

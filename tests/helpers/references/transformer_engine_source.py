@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megatron_gvpo.versions import REFERENCE
+from megatron_gvpo.core.versions import REFERENCE
 
 CUDNN = (9, 20, 0)  # torch's, of which tests expect the attention kernels
 PACKAGES = ("transformer_engine", "transformer_engine_torch")
@@ -56,6 +56,10 @@ class _Numbers(type):
             raise AttributeError(name)
         return cls[name]
 
+    @property
+    def __members__(cls) -> dict[str, int]:
+        return cls._numbers
+
     def __getitem__(cls, name: str) -> int:
         return cls._numbers.setdefault(name, _Number(len(cls._numbers)))
 
@@ -88,20 +92,27 @@ class _Finder:
     def exec_module(self, module: ModuleType) -> None:
         if module.__name__ == "transformer_engine.pytorch.jit":
             module.__dict__["jit_fuser"] = lambda function: function
+        if module.__name__ == "transformer_engine.pytorch.dynamo":
+            module.__dict__["register_value_opaque_quantizer"] = lambda quantizer: None  # for torch.compile
 
 
 @contextmanager
-def loaded(file: str) -> Iterator[ModuleType]:
-    """One file of Transformer Engine as a module, beside stand-ins for everything else of it."""
+def loaded(*files: str) -> Iterator[ModuleType]:
+    """Files of Transformer Engine, each after those that it imports, beside stand-ins for all others.
+
+    Yields the last one's module.
+    """
     finder = _Finder()
     sys.meta_path.insert(0, finder)
-    spec = importlib.util.spec_from_file_location("loaded_file", source() / "transformer_engine" / file)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules["loaded_file"] = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        for file in files:
+            name = ".".join(("transformer_engine", *Path(file).with_suffix("").parts))
+            spec = importlib.util.spec_from_file_location(name, source() / "transformer_engine" / file)
+            assert spec is not None and spec.loader is not None
+            module = sys.modules[name] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
         yield module
     finally:
         sys.meta_path.remove(finder)
-        for name in [n for n in sys.modules if n == "loaded_file" or n.partition(".")[0] in PACKAGES]:
+        for name in [name for name in sys.modules if name.partition(".")[0] in PACKAGES]:
             del sys.modules[name]

@@ -16,11 +16,11 @@ from typing import Any, Literal
 
 from tiny_run import fit
 
-from megatron_gvpo.callbacks import Callback
-from megatron_gvpo.rollout.launch.supervise import ServerProcess
-from megatron_gvpo.rollout.pool import ServerPool
-from megatron_gvpo.trainer import Trainer
-from megatron_gvpo.types import Group
+from megatron_gvpo.groups import Group
+from megatron_gvpo.servers.launch.supervise import ServerProcess
+from megatron_gvpo.servers.pool import ServerPool
+from megatron_gvpo.training.callbacks import Callback
+from megatron_gvpo.training.trainer import Trainer
 from servers.real_servers import served_config
 
 Moment = Literal["generating", "pushing", "between"]
@@ -46,14 +46,14 @@ class Saboteur(Callback):
 
     def on_start(self, trainer: Trainer) -> None:
         self._trainer, self._over = trainer, threading.Event()
-        collect = trainer.components.batches.collect
+        next_batch = trainer.components.batches.next_batch
 
-        def kept(step: int, on_wait: Callable[[], None]) -> list[Group]:
-            groups = collect(step, on_wait)
+        def recorded(step: int) -> list[Group]:
+            groups = next_batch(step)
             self.groups[step] = groups
             return groups
 
-        trainer.components.batches.collect = kept
+        trainer.components.batches.next_batch = recorded
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 

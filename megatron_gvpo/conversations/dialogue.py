@@ -1,0 +1,292 @@
+"""The calls of a program to the policy: contexts as exact tokens, limits, and the rollout at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_gvpo.conversations.chat import Message, RequestRefused, begins_with
+from megatron_gvpo.conversations.converse import ConversationLimits, Respond, TurnEnds, append_turn
+from megatron_gvpo.core.errors import DataError
+from megatron_gvpo.data.chat_template import Template
+from megatron_gvpo.groups import Prompt, Rollout
+from megatron_gvpo.servers.request import Request, derived_seed
+
+Templates = Callable[[str], Template]  # the template that shows these tools, given as JSON
+
+
+class Dialogue:
+    """The calls of one rollout's program. It is used in one event loop.
+
+    The seed of a call is made from its context, so that agents that ask at the same time get
+    the same answers in any order.
+    """
+
+    def __init__(
+        self, respond: Respond, templates: Templates, prompt: Prompt, seed: int, limits: ConversationLimits
+    ) -> None:
+        self.failed: asyncio.Future[None] = (
+            asyncio.get_running_loop().create_future()
+        )  # with the engine's error
+        self.first_call = asyncio.Event()
+        self.counts: Counter[str] = Counter()
+        self.limited = False  # a call was refused because no turns, tokens or time were left
+        self._respond, self._templates, self._prompt, self._seed = respond, templates, prompt, seed
+        self._limits, self._remaining = limits, limits.max_tokens  # `_remaining`: tokens
+        self._calls = AnsweredCalls(prompt.token_ids)
+        self._started: Counter[int] = Counter()  # number of calls, by the hash of the context
+        self._turns = 0  # calls that were answered or are running
+        self._reserved = 0  # tokens that running calls may take
+        self._running: set[asyncio.Task[Any]] = set()
+        self._freed = asyncio.Condition()
+        self._last_activity = time.monotonic()
+        self._spent = 0.0  # seconds between answers
+        self._refused = 0  # calls since the last answer, because nothing was left
+
+    def idle_seconds(self) -> float:
+        """Seconds since the policy last answered; 0 while it is asked. A refused call does not count."""
+        return 0.0 if self._running else time.monotonic() - self._last_activity
+
+    @property
+    def insists(self) -> bool:
+        """True if the program goes on asking although nothing is left."""
+        return self._refused > 1
+
+    def note_activity(self) -> None:
+        """Count `idle_seconds` from now on: the program has something to do."""
+        self._last_activity = time.monotonic()
+
+    def context(self, messages: Sequence[Message], tools: str) -> tuple[int, ...]:
+        """The tokens with which the policy is asked.
+
+        A chat that goes on from an answer keeps the tokens that were sampled. Anything else is rendered by
+        the chat template. Raises RequestRefused.
+        """
+        try:
+            template = self._templates(tools)
+            if (call := self._continued_call(messages, tools)) is None:
+                context = template.opening(messages, self._prompt)
+            else:
+                end = self._calls.end(call)
+                context = end + template.given(end[-1], messages[len(call.messages) :])
+        except DataError as error:
+            raise RequestRefused(str(error), "invalid_messages") from None
+        if not context:
+            raise RequestRefused("the messages are empty", "invalid_messages")
+        return context
+
+    def _continued_call(self, messages: Sequence[Message], tools: str) -> AnsweredCall | None:
+        """The call that the messages go on from: the one with the longest chat, and of these the latest."""
+        longest_first = sorted(self._calls.calls, key=lambda call: (-len(call.messages), -call.number))
+        for call in longest_first:
+            if call.messages and call.tools == tools and begins_with(messages, call.messages):
+                return call
+        return None
+
+    async def ask(self, context: tuple[int, ...], most: int | None) -> Rollout:
+        """The policy's answer of at most `most` tokens. The caller records it. Raises RequestRefused."""
+        self.first_call.set()
+        idle = self.idle_seconds()
+        if self.failed.done():
+            raise RequestRefused("the run has ended", "ended", 503)
+        task = asyncio.current_task()
+        assert task is not None
+        self._running.add(task)
+        reserved = 0
+        try:
+            reserved = await self._reserve(context, most or self._limits.turn_tokens, self._spent + idle)
+            self._spent += idle
+            self._refused = 0
+            seed = derived_seed(self._seed, *context, self._started[hash(context)])
+            self._started[hash(context)] += 1
+            try:
+                return await self._respond(Request(context, 1, seed, reserved))
+            except Exception as error:
+                if not self.failed.done():
+                    self.failed.set_exception(error)
+                raise RequestRefused("the run has ended", "ended", 503) from None
+        finally:
+            self._running.discard(task)
+            if reserved:
+                self.note_activity()
+            async with self._freed:
+                self._reserved -= reserved
+                self._freed.notify_all()
+
+    async def _reserve(self, context: tuple[int, ...], most: int, seconds: float) -> int:
+        """Reserve tokens for a call. Waits for running calls to release theirs instead of taking fewer.
+
+        Raises RequestRefused if a limit is reached; the program has taken `seconds` so far.
+        """
+        wanted = min(self._limits.turn_tokens, most)
+        async with self._freed:
+            while self._room(context) < wanted and self._reserved:
+                await self._freed.wait()
+            self._check(context, seconds)
+            reserved = min(wanted, self._room(context))
+            self._reserved += reserved
+            self._turns += 1
+        return reserved
+
+    def record(
+        self,
+        context: tuple[int, ...],
+        response: Rollout,
+        agent: str,
+        messages: Sequence[Message] = (),
+        tools: str = "",
+    ) -> None:
+        """Add a call that was answered; its `messages` end with the answer."""
+        self._remaining -= self._calls.add(context, response, agent, messages, tools)
+
+    def _room(self, context: tuple[int, ...]) -> int:
+        """The number of tokens that an answer in this context may have."""
+        return self._remaining - self._reserved - len(context) + self._calls.shared_length(context)
+
+    def _check(self, context: tuple[int, ...], seconds: float) -> None:
+        """Raises RequestRefused if no turns, time or tokens are left; the program has taken `seconds`."""
+        problem = None
+        if self._turns >= self._limits.turns:
+            problem = f"no turns are left: rollout.conversation.turns={self._limits.turns}", "turns"
+        elif seconds > self._limits.seconds:
+            limit = f"rollout.conversation.rollout_timeout={self._limits.seconds:g} seconds"
+            problem = f"no time is left: {limit}", "time"
+        elif self._room(context) < 1:
+            limit = f"rollout.max_tokens={self._limits.max_tokens} bounds all that comes after the prompt"
+            message = f"these {len(context)} tokens leave no room for an answer: {limit}"
+            problem = message, "context_length_exceeded"
+        if problem is not None:
+            self.limited = True
+            self._refused += 1
+            raise RequestRefused(*problem)
+
+    async def close(self) -> None:
+        """End the calls that nobody waits for any more."""
+        running = list(self._running)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+    def rollout(self, reward: float, counts: dict[str, float]) -> Rollout | None:
+        """The rollout that consists of the answered calls; None without any."""
+        calls = self._calls.without_retries()
+        if not calls:
+            return None
+        rollout = self._calls.rollout(calls)
+        if self.limited:
+            rollout.finish_reason = "length"
+        rollout.counts = {
+            **counts,
+            "environment_reward": reward,
+            "observation_tokens": float(sum(len(turn.given) for turn in rollout.turns)),
+            "overridden_calls": float(self.counts["overridden_calls"]),
+            "retried_calls": float(len(self._calls.calls) - len(calls)),
+        }
+        return rollout
+
+
+def tools_text(tools: list[dict[str, Any]]) -> str:
+    """Tools as a text that is the same for the same tools."""
+    return json.dumps(tools) if tools else ""
+
+
+@dataclass(frozen=True)
+class AnsweredCall:
+    """A call that was answered. `messages` ends with the answer; it is empty for a call in tokens."""
+
+    number: int  # in the order of the answers, from 0
+    context: tuple[int, int]  # its length, and a hash of its tokens
+    response: Rollout
+    agent: str = ""
+    messages: tuple[dict[str, Any], ...] = ()
+    tools: str = ""  # as JSON
+
+
+class AnsweredCalls:
+    """The answered calls of one program. Contexts and messages are stored once, where calls share them.
+
+    A call's context is the tokens that the engine was asked with. Nothing but its tokens tells whether it
+    continues a chat, has a history that was changed, or starts over (`TurnEnds`).
+    """
+
+    def __init__(self, prompt: tuple[int, ...]) -> None:
+        self.calls: list[AnsweredCall] = []
+        self._prompt, self._ends = prompt, TurnEnds(prompt)
+        self._texts: dict[str, str] = {}
+
+    def shared_length(self, context: tuple[int, ...]) -> int:
+        """The number of tokens that the context shares with the prompt or with an earlier call."""
+        return self._ends.shared_prefix(context).length
+
+    def end(self, call: AnsweredCall) -> tuple[int, ...]:
+        """The call's context and the answer."""
+        return self._ends.end(call.number)
+
+    def add(
+        self,
+        context: tuple[int, ...],
+        response: Rollout,
+        agent: str = "",
+        messages: Sequence[dict[str, Any]] = (),
+        tools: str = "",
+    ) -> int:
+        """Add a call. Returns how many of its tokens no earlier call had, the answer's included."""
+        shared = self._ends.shared_prefix(context)
+        new_context = context[shared.length :]
+        self._ends.add(shared, new_context, response.token_ids)
+        before = next((call.messages for call in reversed(self.calls) if call.agent == agent), ())
+        stored = []
+        for i, m in enumerate(messages):
+            message = {**m, "content": self._intern(m["content"] or "")}
+            stored.append(before[i] if message in before[i : i + 1] else message)
+        key = len(context), hash(context)
+        call = AnsweredCall(len(self.calls), key, response, agent, tuple(stored), self._intern(tools))
+        self.calls.append(call)
+        return len(new_context) + len(response.token_ids)
+
+    def without_retries(self) -> list[AnsweredCall]:
+        """The calls without those that were only tried again.
+
+        An agent that asks twice with the same context tries again. Those of its calls count whose answers a
+        later call shows in its context; if there are none, the last one.
+        """
+        attempts = defaultdict[tuple[tuple[int, int], str], list[AnsweredCall]](list)
+        for call in self.calls:
+            attempts[call.context, call.agent].append(call)
+        counted: list[AnsweredCall] = []
+        # A call that shows an answer has a longer context than the call that was answered.
+        for _, same in sorted(attempts.items(), key=lambda item: -item[0][0][0]):
+            if len(same) > 1:
+                same = self._shown(same, counted) or same[-1:]
+            counted += same
+        return sorted(counted, key=lambda call: call.number)
+
+    def _shown(self, attempts: Sequence[AnsweredCall], others: Sequence[AnsweredCall]) -> list[AnsweredCall]:
+        """Those of the attempts whose answers the contexts of the others show."""
+        ends, shown = [self.end(call) for call in attempts], set[int]()
+        for other in others:
+            context = self.end(other)[: other.context[0]]
+            shown |= {i for i, end in enumerate(ends) if context[: len(end)] == end}
+        return [attempts[i] for i in sorted(shown)]
+
+    def rollout(self, calls: Sequence[AnsweredCall]) -> Rollout:
+        """These calls as the turns of one rollout."""
+        rollout = Rollout([], [], "", calls[-1].response.finish_reason)
+        ends = TurnEnds(self._prompt)
+        for call in calls:
+            context = self.end(call)[: call.context[0]]
+            shared = ends.shared_prefix(context)
+            new_context = context[shared.length :]
+            append_turn(rollout, call.response, new_context, shared.after, shared.keep, call.agent)
+            ends.add(shared, new_context, call.response.token_ids)
+        rollout.messages = list(calls[-1].messages)
+        return rollout
+
+    def _intern(self, text: str) -> str:
+        """The text, as one object for all calls that contain it."""
+        return self._texts.setdefault(text, text)

@@ -1,0 +1,238 @@
+"""The rollouts of a batch by agent programs. Each has a process, a dialogue, and a key at the proxy."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from megatron_gvpo.conversations.converse import ConversationLimits
+from megatron_gvpo.conversations.dialogue import Dialogue
+from megatron_gvpo.conversations.environments import ATTEMPTS
+from megatron_gvpo.conversations.proxy import Proxy
+from megatron_gvpo.core.errors import ConfigError, RolloutError
+from megatron_gvpo.core.user_functions import contents
+from megatron_gvpo.data.chat_template import Template
+from megatron_gvpo.groups import LOST, Prompt, Rollout
+from megatron_gvpo.servers.request import Request, derived_seed
+from megatron_gvpo.settings.conversation import ConversationConfig
+from megatron_gvpo.settings.sections import SamplingConfig
+from megatron_gvpo.workers.messages import CallResult, Endpoint, Function, RunProgram, WireError, prompt_bytes
+from megatron_gvpo.workers.output import Printout
+from megatron_gvpo.workers.process import AsyncWorkerProcess, CallFailed
+
+if TYPE_CHECKING:
+    from megatron_gvpo.conversations.converse import Responder
+    from megatron_gvpo.data.task import Task
+
+_TEMPLATES = 200  # at most so many templates, for different tools, are kept
+_BEGIN = 0.25  # seconds after which the next program may start, if one has not asked the policy by then
+
+
+class ProgramRunner:
+    """Runs the configured program (see `conversations.Conversations`). A context manager."""
+
+    def __init__(self, config: ConversationConfig, spec: str, task: Task) -> None:
+        self._config, self._task = config, task
+        self._templates = {"": Template(task.tokenizer, task.end_token_ids, task.chat)}
+        self._starters = [Starter(config, spec) for _ in range(config.workers)]
+        self._opened = ExitStack()
+
+    def __enter__(self) -> Self:
+        """Raises ConfigError if the program cannot be loaded."""
+        with ExitStack() as opened:
+            for starter in self._starters:
+                opened.enter_context(starter)
+            for starter in self._starters:
+                starter.wait_ready()
+            self._opened = opened.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._opened.close()
+
+    async def run_all(
+        self,
+        policy: Responder,
+        prompts: Sequence[Prompt],
+        requests: Sequence[Request],
+        sampling: SamplingConfig,
+    ) -> list[list[Rollout]]:
+        """`n` rollouts of each prompt, all at once, numbered from 0. Raises RolloutError."""
+        members = [(p, r, i) for p, r in zip(prompts, requests, strict=True) for i in range(r.n)]
+        limits = ConversationLimits.of(self._config, sampling.max_tokens)
+        longest = max((len(prompt.token_ids) for prompt in prompts), default=0) + sampling.max_tokens
+        decode, vocabulary = self._templates[""].text, len(self._task.tokenizer)
+
+        async def run(number: int, prompt: Prompt, request: Request, i: int) -> Rollout:
+            def dialogue() -> Dialogue:
+                respond, seed = partial(policy.respond, number), derived_seed(request.seed, i)
+                return Dialogue(respond, self._template, prompt, seed, limits)
+
+            rollout = await self._rollout(proxy, dialogue, prompt, request.seed)
+            policy.end(number)
+            return rollout
+
+        async with Proxy(sampling, decode, self._config.parser, vocabulary, longest) as proxy:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(run(number, *m)) for number, m in enumerate(members)]
+            except ExceptionGroup as errors:
+                raise errors.exceptions[0] from None
+        for starter in self._starters:
+            starter.end_step()
+        rollouts = iter(task.result() for task in tasks)
+        return [[next(rollouts) for _ in range(request.n)] for request in requests]
+
+    async def _rollout(
+        self, proxy: Proxy, new_dialogue: Callable[[], Dialogue], prompt: Prompt, seed: int
+    ) -> Rollout:
+        """The rollout of one program, which is started again if it fails."""
+        try:
+            packed = prompt_bytes(prompt)
+        except WireError as error:
+            return Rollout([], [], f"its data record cannot be sent to a program: {error}", LOST)
+        reason = ""
+        for _ in range(ATTEMPTS):
+            dialogue = new_dialogue()
+            endpoint = proxy.open(dialogue, seed)
+            starter = min(self._starters, key=lambda starter: starter.load)
+            reward, counts = 0.0, dict[str, float]()
+            try:
+                result = await starter.run(packed, endpoint, dialogue)
+                reward, counts = result.reward, result.counts
+                reason = "it returned without an answer of the policy"
+            except CallFailed as error:
+                reason = f"the process that starts programs: {error}" if error.is_gone else str(error)
+                has_hit_limit = dialogue.limited and error.cause == "raised"
+                if not has_hit_limit:  # else the program ended because no turns, tokens or time were left
+                    continue
+            finally:
+                await proxy.close(endpoint)
+            if (rollout := dialogue.rollout(reward, counts)) is not None:
+                return rollout
+        return Rollout([], [], reason, LOST)
+
+    def _template(self, tools: str) -> Template:
+        """The template that shows these tools, given as JSON. Raises DataError."""
+        if tools not in self._templates:
+            if len(self._templates) > _TEMPLATES:  # a program may make tools for every task
+                del self._templates[[*self._templates][1]]
+            task = self._task
+            self._templates[tools] = Template(
+                task.tokenizer, task.end_token_ids, task.chat, json.loads(tools)
+            )
+        return self._templates[tools]
+
+
+class Starter:
+    """One worker process, which starts programs, each in a process of its own. A context manager.
+
+    It is used in one event loop. A worker that is gone is replaced when the next program starts.
+    """
+
+    def __init__(self, config: ConversationConfig, spec: str) -> None:
+        self._function = Function(f"rollout.conversation.program={spec}", spec, dict(config.options))
+        self._files = contents([spec, config.options])
+        self._idle_s = (
+            config.step_timeout
+        )  # a program that neither asks the policy nor returns for so long is ended
+        self._printout = Printout(["program"])
+        self._starting = asyncio.Lock()
+        self.load = 0  # programs that run, or wait for their start
+
+    def __enter__(self) -> Self:
+        self._process = self._start_process()
+        return self
+
+    def wait_ready(self) -> None:
+        """Raises ConfigError if the program cannot be loaded."""
+        self._process.wait_ready()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.stop()
+        self._printout.end_step()
+
+    def end_step(self) -> None:
+        """The next step's lines of what programs print are counted from 0."""
+        self._printout.end_step()
+
+    async def run(self, prompt: bytes, endpoint: Endpoint, dialogue: Dialogue) -> CallResult:
+        """The program's reward and counts. Raises CallFailed, RolloutError, and the engine's errors."""
+        self.load += 1
+        try:
+            with ExitStack() as stack:
+                async with self._starting:  # so that programs do not wait for each other's imports
+                    process = await self._live_process()
+                    number, result = stack.enter_context(process.call())
+                    stack.callback(_give_up, process, number, result)
+                    await self._send(process, RunProgram(number, prompt, endpoint))
+                    await _first_call(dialogue, result)
+                return await self._result(dialogue, result)
+        finally:
+            self.load -= 1
+
+    def _start_process(self) -> AsyncWorkerProcess:
+        return AsyncWorkerProcess("programs", self._function, self._files, self._printout)
+
+    async def _live_process(self) -> AsyncWorkerProcess:
+        """The process, or another in place of one that is gone. Raises RolloutError."""
+        if self._process.is_gone:
+            await self._process.end(None)
+            self._process = self._start_process()
+            try:
+                await asyncio.to_thread(self._process.wait_ready)
+            except ConfigError as problem:
+                raise RolloutError(str(problem)) from None
+        return self._process
+
+    async def _send(self, process: AsyncWorkerProcess, run: RunProgram) -> None:
+        """Raises CallFailed if the process is gone, or does not read."""
+        try:
+            async with asyncio.timeout(self._idle_s):
+                await process.send_when_free(run)
+        except TimeoutError:
+            reason = f"it took no order for {self._idle_s:g} seconds"
+            await process.end(reason)
+            raise CallFailed(reason, is_gone=True) from None
+
+    async def _result(self, dialogue: Dialogue, result: asyncio.Future[CallResult]) -> CallResult:
+        """The program's result. Raises CallFailed if it hangs, and the engine's errors."""
+        while not result.done():
+            seconds = self._idle_s - dialogue.idle_seconds()
+            if seconds <= 0 and dialogue.insists:
+                raise CallFailed("it went on asking although nothing was left", "raised")
+            if seconds <= 0:
+                raise CallFailed(
+                    f"it neither asked the policy nor returned for {self._idle_s:g} seconds "
+                    "(rollout.conversation.step_timeout)"
+                )
+            waits: set[asyncio.Future[Any]] = {result, dialogue.failed}
+            await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            if dialogue.failed.done():
+                dialogue.failed.result()
+        return result.result()
+
+
+async def _first_call(dialogue: Dialogue, result: asyncio.Future[CallResult]) -> None:
+    """Wait until the program asks the policy, or ends, but not longer than _BEGIN."""
+    dialogue.note_activity()
+    first_call = asyncio.ensure_future(dialogue.first_call.wait())
+    waits: set[asyncio.Future[Any]] = {first_call, result, dialogue.failed}
+    await asyncio.wait(waits, timeout=_BEGIN, return_when=asyncio.FIRST_COMPLETED)
+    first_call.cancel()
+
+
+def _give_up(process: AsyncWorkerProcess, number: int, result: asyncio.Future[CallResult]) -> None:
+    """End a program that has no result yet."""
+    if not result.done():
+        result.cancel()
+        process.cancel([number])

@@ -1,0 +1,102 @@
+"""Reads YAML as people write it: 1e-5 is a number, `off`, 010 and 1:30 are words, no key comes twice."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.core.plain_values import check_plain
+
+LARGEST_FILE = 2**20  # bytes of a configuration
+
+
+class Loader(yaml.SafeLoader):
+    """PyYAML's SafeLoader with other rules for words.
+
+    SafeLoader reads YAML 1.1, where 1e-5 is a string, `off` is a boolean, 2026-01-31 is a date, 010 is 8 and
+    1:30 is 90.
+    """
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Refuse a key that is given twice."""
+        seen = set()
+        for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                continue  # the loader's own error refuses such a key
+            if key_node.value in seen:
+                problem = f"key {key_node.value!r} given twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+            seen.add(key_node.value)
+        return super().construct_mapping(node, deep)
+
+
+# For a field of type bool, pydantic still understands yes, no, on and off.
+_OTHERS = (":bool", ":timestamp", ":int", ":float")
+Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in of_first if not tag.endswith(_OTHERS)]
+    for first, of_first in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_BOOL = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
+_INT = re.compile(r"^[-+]?(?:0|[1-9][\d_]*|0x[\da-fA-F_]+)$")
+_FLOAT = re.compile(
+    r"^(?:[-+]?(?:\d[\d_]*\.[\d_]*|\.\d[\d_]*|\d[\d_]*(?=[eE]))(?:[eE][-+]?\d+)?"
+    r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+)
+Loader.add_implicit_resolver("tag:yaml.org,2002:bool", _BOOL, list("tTfF"))
+Loader.add_implicit_resolver("tag:yaml.org,2002:int", _INT, list("-+0123456789"))
+Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+
+
+def read_yaml(file: Path) -> dict[str, Any]:
+    """A configuration file's settings. Raises ConfigError, which names the file and the line."""
+    try:
+        if not file.is_file():
+            raise ConfigError(f"{file}: no such configuration file")
+        if file.stat().st_size > LARGEST_FILE:
+            raise ConfigError(f"{file}: longer than 1 MiB, which no configuration is")
+        values = _parse(file.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}") from None
+    except _NotYamlError as error:
+        raise ConfigError(f"{file}{error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file}: expected `section: {{key: value}}`, found {type(values).__name__}")
+    try:
+        check_plain(values, finite=False)
+    except ValueError as error:
+        raise ConfigError(f"{file}: {error}") from None
+    return values
+
+
+def parse_value(text: str) -> Any:
+    """A value as in a file; the text itself if it is not YAML. Raises ValueError as check_plain does."""
+    try:
+        value = _parse(text)
+    except _NotYamlError:
+        value = text
+    check_plain(value, finite=False)
+    return value
+
+
+class _NotYamlError(Exception):
+    """Not YAML. The message begins with the line, where it is known, and continues a sentence."""
+
+
+def _parse(text: bytes | str) -> Any:
+    try:
+        return yaml.load(text, Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = "" if mark is None else f", line {mark.line + 1}"
+        raise _NotYamlError(f"{line}: not valid YAML: {error.problem or error.context}") from None
+    except yaml.reader.ReaderError as error:
+        raise _NotYamlError(f": not valid YAML: {error.reason} at byte {error.position + 1}") from None
+    except RecursionError:
+        raise _NotYamlError(": not valid YAML: nested too deeply") from None
+    except (ValueError, LookupError, AttributeError, TypeError) as error:
+        # A word like a number, such as 0x_, or a tag that does not fit its value, such as `!!int ""`.
+        raise _NotYamlError(f": not valid YAML: {error}") from None

@@ -1,0 +1,1 @@
+"""Reads a Hugging Face directory: config.json, architecture, tokenizer files, safetensors files."""

@@ -1,0 +1,196 @@
+"""Tells the files that a run wrote in its output directory from all others: only these are ever removed.
+
+`run.json` lists the names in the directory that the run writes to (`names`). What is inside those directories
+is told by the names of the files; an exported model lists its files in its export.json. The output directory
+may be one in which the user keeps other work, such as `.`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_gvpo.core.named_file import PAGE, begins_with
+
+if TYPE_CHECKING:
+    from megatron_gvpo.settings.config import Config
+
+# The first line of config.yaml, which distinguishes it from a user's own file.
+HEADER = "# The configuration of the run in this directory, as merged. Written by megatron-gvpo.\n"
+CONFIG, RUN = "config.yaml", "run.json"
+EXPORT = "export.json"  # in an exported model, with the step of its weights and the list of its files
+
+_STEP = r"step_\d{8,}"
+_SHARDS = r"(critic/)?(\.metadata(\.tmp)?|metadata\.json|checksums\.json|__\d+_\d+\.distcp)"
+# An exported model without a list: one that is being written, or that an earlier version wrote.
+_MODEL = (
+    r"(config|generation_config|(video_)?(pre)?processor_config|export)\.json|shard-\d+|"
+    r"model(-\d+-of-\d+)?\.safetensors|model-\d+\.safetensors|model\.safetensors\.index\.json|"
+    r"tokenizer(_config)?\.json|tokenizer\.model|(special_tokens_map|added_tokens|vocab)\.json|vocab\.txt|"
+    r"merges\.txt|chat_template\.jinja|adapter/adapter_(config\.json|model\.safetensors)"
+)
+# The names in the output directory that runs write to. For a directory, the pattern of the paths of the files
+# in it; None for a file. The record of the run comes last: it is removed when everything else is.
+OWN: dict[str, str | None] = {
+    "checkpoints": rf"{_STEP}(\.partial|\.replaced|\.damaged)?/({_SHARDS}|state\.json)",
+    "hf": _MODEL,
+    "hf.partial": _MODEL,
+    "hf_best": _MODEL,
+    "hf_best.partial": _MODEL,
+    "exports": rf"{_STEP}(\.partial)?/({_MODEL})",
+    "metrics.jsonl": None,
+    "summary.json": None,
+    "curve.png": None,
+    "rollouts": r"(step|eval)_\d+\.parquet(\.tmp)?",
+    "tensorboard": r"events\.out\.tfevents\.[^/]+",
+    "profile": r"rank\d+_steps\d+-\d+\.(json\.gz|txt)",
+    "wandb_run_id": None,
+    "mlflow_run_id": None,
+    "mlflow.db": None,
+    "mlruns": r"[0-9a-f]{32}/artifacts/.+",
+    "swanlab": r"(run-[^/]+/.+|runs\.swanlab[^/]*|\.gitignore)",
+    "swanlab_run_id": None,
+    CONFIG: None,
+    RUN: None,
+}
+_ALWAYS = ("checkpoints", "metrics.jsonl", "summary.json", "curve.png", CONFIG, RUN)
+_EXPORTS = ("hf", "hf_best", "exports")
+_SHOWN = 3  # files that a message names
+# A page that `report` wrote about the run goes with it.
+_ABOUT = "report.html"
+
+
+def names(config: Config) -> set[str]:
+    """The names in the output directory that a run with this configuration writes to."""
+    checkpoint, logging = config.checkpoint, config.logging
+    exports = {
+        "hf": checkpoint.export_hf,
+        "hf_best": checkpoint.keep_best is not None,
+        "exports": checkpoint.export_every > 0,
+    }
+    has_mlflow_files = not os.environ.get("MLFLOW_TRACKING_URI")
+    others = {
+        "rollouts": logging.rollouts.every > 0,
+        "tensorboard": logging.tensorboard,
+        "profile": logging.profile_steps is not None,
+        "wandb_run_id": logging.wandb_project is not None,
+        "mlflow_run_id": logging.mlflow_experiment is not None,
+        **dict.fromkeys(("mlflow.db", "mlruns"), logging.mlflow_experiment is not None and has_mlflow_files),
+        **dict.fromkeys(("swanlab", "swanlab_run_id"), logging.swanlab_project is not None),
+    }
+    partial = {f"{name}.partial": wanted for name, wanted in exports.items() if name != "exports"}
+    return {*_ALWAYS, *(name for name, wanted in {**exports, **partial, **others}.items() if wanted)}
+
+
+def recorded_names(directory: Path) -> set[str]:
+    """The names that the run in `directory` writes to by its record; empty if there is no record of a run.
+
+    A record of an earlier version lists none, and stands for all that runs write.
+    """
+    has_config = begins_with(directory / CONFIG, HEADER)
+    record = json_object(directory / RUN)
+    if not (isinstance(record.get("files"), dict) and isinstance(record.get("starts"), list)):
+        return {CONFIG} if has_config else set()
+    listed = record.get("writes")
+    recorded = {*map(str, listed)} & {*OWN} if isinstance(listed, list) else {*OWN}
+    return recorded if has_config else recorded - {CONFIG}
+
+
+def present(directory: Path) -> list[str]:
+    """The names in `directory` that a run would write to, whoever has made them."""
+    return [name for name in OWN if os.path.lexists(directory / name)]
+
+
+def foreign_files(directory: Path, among: Collection[str] = (*OWN,)) -> str:
+    """The first files, as a text, at the names `among` that the run in `directory` has not written; or "".
+
+    A link is none of a run's, and where there is no record of a run, no file is. Directories without files
+    are not counted. Raises OSError for a directory that cannot be read.
+    """
+    recorded = recorded_names(directory)
+    every = (
+        path
+        for name in OWN
+        if name in among
+        for path, is_own in _files(directory, name)
+        if name not in recorded or not is_own
+    )
+    first = [str(path) for path in islice(every, _SHOWN + 1)]
+    return ", ".join([*first[:_SHOWN], *(["..."] if len(first) > _SHOWN else [])])
+
+
+def remove_written(directory: Path) -> None:
+    """Remove the files of the run in `directory`, and nothing else."""
+    for name in sorted(recorded_names(directory), key=[*OWN].index):
+        for path, is_own in list(_files(directory, name)):
+            if is_own:
+                (directory / path).unlink()
+        if OWN[name] is not None:
+            _remove_empty(directory / name)
+    if begins_with(directory / _ABOUT, PAGE):
+        (directory / _ABOUT).unlink()
+
+
+def json_object(file: Path) -> dict[str, Any]:
+    """The object in a JSON file; an empty one where the file is missing, damaged or something else."""
+    with suppress(OSError, ValueError, RecursionError):
+        if isinstance(value := json.loads(file.read_text()), dict):
+            return value
+    return {}
+
+
+def _files(directory: Path, name: str) -> Iterator[tuple[Path, bool]]:
+    """Every file at and below `directory`/`name`, as a path from `directory`: and True if a run wrote it.
+
+    The names of the files decide, not the record of the run.
+    """
+    top, pattern = directory / name, OWN[name]
+    if not os.path.lexists(top):
+        return
+    if pattern is None or top.is_symlink() or not top.is_dir():
+        yield Path(name), pattern is None and _is_file(top)
+        return
+    for place, inner, files in os.walk(top, onerror=_raise):
+        links = [each for each in inner if Path(place, each).is_symlink()]
+        for file in sorted([*files, *links]):
+            path = Path(place, file)
+            yield path.relative_to(directory), _is_file(path) and _is_written(top, pattern, path)
+
+
+def _is_written(top: Path, pattern: str, path: Path) -> bool:
+    """True if a run gives such names to the files in the directory `top`."""
+    inside = path.relative_to(top)
+    if top.name not in _EXPORTS:
+        return re.fullmatch(pattern, inside.as_posix()) is not None
+    model = top if top.name != "exports" else top / inside.parts[0]
+    if model.suffix == ".partial":
+        return re.fullmatch(pattern, inside.as_posix()) is not None
+    export = json_object(model / EXPORT)
+    if type(export.get("step")) is not int or not model.is_dir():
+        return False  # a run writes the whole model aside, with export.json, and then renames it
+    listed = export.get("files")
+    if not isinstance(listed, list):
+        return re.fullmatch(pattern, inside.as_posix()) is not None
+    is_named = top.name != "exports" or re.fullmatch(_STEP, model.name) is not None
+    return is_named and path.relative_to(model).as_posix() in {EXPORT, *map(str, listed)}
+
+
+def _is_file(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
+
+
+def _remove_empty(top: Path) -> None:
+    """Remove the directories without files at and below `top`."""
+    for place, _, _ in os.walk(top, topdown=False):
+        with suppress(OSError):  # not empty
+            os.rmdir(place)
+
+
+def _raise(error: OSError) -> None:
+    raise error

@@ -1,0 +1,134 @@
+"""The checkpoints and exports of a run: when one is written, which is the best, and where a run goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_gvpo.core.collectives import broadcast_msgpack
+from megatron_gvpo.core.errors import CheckpointError, DataError
+from megatron_gvpo.megatron.checkpoint import sharded as checkpoint
+from megatron_gvpo.runs.existing_run import exported_step
+from megatron_gvpo.runs.record import Best
+from megatron_gvpo.training.conversion import write_hugging_face
+from megatron_gvpo.training.run_state import RunState
+
+if TYPE_CHECKING:
+    from megatron_gvpo.training.components import Components
+
+Metrics = dict[str, float]
+
+
+class Checkpoints:
+    """Writes the checkpoints of a run and the exports that go with them. Every method is a collective.
+
+    `on_complete` is called with the directory of each checkpoint once it is complete.
+    """
+
+    def __init__(self, components: Components, on_complete: Callable[[Path], None]) -> None:
+        self._components, self._on_complete = components, on_complete
+        self._options = components.config.checkpoint
+        self._out = Path(components.config.output_dir)
+        self._state = RunState(components)
+        self._best = Best(self._options.keep_best)
+        self._pending: Path | None = None  # a checkpoint that may not be complete yet
+        self.last: Path | None = None  # the last complete one that this process wrote
+        self.last_step = 0  # the step of the last one, which may be one that was resumed from
+        # A step's end, from which a run goes on: a step that fails half-way is trained again from here.
+        self._resume_point: dict[str, Any] = {}
+        self.mark()
+
+    def mark(self) -> None:
+        """Take the present state of the samplers and blocks as the one that the next checkpoint keeps."""
+        self._resume_point = self._state.state_dict()
+
+    def resume(self) -> tuple[int, Metrics | None] | None:
+        """Restore the newest checkpoint that is not damaged. Raises CheckpointError, DataError.
+
+        Returns its step, and the step's metrics if its run could not report them; None without a checkpoint.
+        """
+
+        def load(directory: Path) -> dict[str, Any]:
+            return checkpoint.load(directory, self._components.policy)
+
+        directory = self._out / "checkpoints"
+        state = checkpoint.load_newest(directory, load, put_aside=True)
+        if state is None:
+            return None
+        try:
+            self._state.load_state_dict(state)
+            self._best.load_state_dict(state.get("best", {}))
+        except DataError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                f"{directory}: state.json of step {state['step']} is damaged: {type(error).__name__}: {error}"
+            ) from None
+        self.last_step = int(state["step"])
+        self.mark()
+        return self.last_step, state.get("unreported")
+
+    def save(self, step: int, metrics: Metrics, is_reported: bool) -> None:
+        """Write, or begin to write, a checkpoint; a run resumed from it does what this one does next.
+
+        `metrics` are the step's, by which it may be the best. Without `is_reported` the checkpoint keeps
+        them, so that the resumed run reports the step.
+        """
+        self.finish()
+        # Ranks may differ in metrics such as times and memory: rank 0 decides.
+        is_best = broadcast_msgpack(self._best.offer(step, metrics if step else {}))
+        state = self._resume_point | ({} if is_reported else {"unreported": metrics})
+        state["best"] = self._best.state_dict()
+        with self._components.timer.phase("checkpoint"):
+            self._pending = checkpoint.save(
+                self._out / "checkpoints",
+                step,
+                self._components.policy,
+                state,
+                keep=self._options.keep,
+                asynchronous=self._options.asynchronous,
+                best=self._best.step,
+            )
+        self.last_step = step
+        self._export_all(self._directories(step, is_best), step)
+        if not self._options.asynchronous:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for a checkpoint that is still being written. Raises CheckpointError if writing fails."""
+        if self._pending is not None:
+            self._wait()
+            self.last, self._pending = self._pending, None
+            self._on_complete(self.last)
+
+    def _wait(self) -> None:
+        with self._components.timer.phase("checkpoint"):
+            for model in self._components.policy.models:
+                model.finish_background_work()
+
+    def complete_exports(self, step: int) -> None:
+        """Write the exports of the resumed checkpoint of `step` that its run did not come to write."""
+        exports = self._directories(step, self._best.step == step)
+        missing = broadcast_msgpack([i for i, path in enumerate(exports) if exported_step(path) != step])
+        self._export_all([exports[i] for i in missing], step)
+
+    def export(self, directory: Path, step: int) -> None:
+        """Write a Hugging Face checkpoint of `step`: weights, configuration, tokenizer.
+
+        Raises CheckpointError, and leaves `directory` as it was.
+        """
+        with self._components.timer.phase("checkpoint"):
+            write_hugging_face(self._components.policy.model, self._components.config.model, directory, step)
+
+    def _directories(self, step: int, is_best: bool) -> list[Path]:
+        """The Hugging Face directories that go with the checkpoint of `step`."""
+        best = [self._out / "hf_best"] if is_best else []
+        regular = [self._out / "exports" / f"step_{step:08d}"] if self._options.exports(step) else []
+        return best + regular
+
+    def _export_all(self, directories: Sequence[Path], step: int) -> None:
+        if directories:
+            self._wait()  # first: no export is of a step whose checkpoint is lost
+        for directory in directories:
+            self.export(directory, step)

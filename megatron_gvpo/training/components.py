@@ -1,0 +1,153 @@
+"""Builds the components of a run from its configuration; the trainer's loop connects them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from megatron_gvpo.algorithms.config import AlgorithmConfig
+from megatron_gvpo.algorithms.curriculum.batch_policy import BatchPolicy
+from megatron_gvpo.data.order import PromptOrder, SuccessTracker, WeightedOrder
+from megatron_gvpo.data.prompts import PromptWriter
+from megatron_gvpo.data.task import Task, load_task
+from megatron_gvpo.groups import Group
+from megatron_gvpo.huggingface.end_tokens import other_end
+from megatron_gvpo.huggingface.tokenizer import set_date
+from megatron_gvpo.megatron.policy import Policy
+from megatron_gvpo.observe import PhaseTimer, ProfileWindow, profile_window
+from megatron_gvpo.observe.mismatch import THRESHOLDS, MismatchWatch
+from megatron_gvpo.observe.spans import phase_markers
+from megatron_gvpo.rewards.teacher import ServedTeacher
+from megatron_gvpo.runs.record import first_start
+from megatron_gvpo.sampling.batch_sampler import BatchQueue, ComposedSampler, Order, run_shapers
+from megatron_gvpo.sampling.empty_batches import EmptyBatches
+from megatron_gvpo.sampling.rollouts import Rollouts
+from megatron_gvpo.sampling.samplers import DatasetSampler, FileSampler, Sampler, responses_of
+from megatron_gvpo.settings.config import Config
+from megatron_gvpo.training.environment import prepare
+from megatron_gvpo.types import OnWait
+from megatron_gvpo.workers.tools import configured_schemas
+
+log = logging.getLogger(__name__)
+
+GREEDY = 1e-6  # the top_p that leaves only the most likely token, in every engine
+
+
+class Components:
+    """The policy, the engine, the data and the samplers of a run.
+
+    A context manager: the engine and the reward workers run inside it.
+    """
+
+    def __init__(self, config: Config, resumes: bool = False, heartbeat: OnWait = None) -> None:
+        """`resumes`: prompts have the date on which the run in the output directory began.
+
+        `heartbeat` is called on every rank at once from time to time while the ranks wait for responses.
+        """
+        set_date(first_start(config.output_dir) if resumes else None)
+        prepare(config)  # the command line has done so; a user of the Python API has not
+        self.config = config
+        rank = int(os.environ.get("RANK", "0"))  # there is no process group before the policy
+        self._markers = phase_markers(config.logging, config.output_dir, rank)
+        self.timer = PhaseTimer(synchronize=torch.cuda.is_available(), markers=self._markers)
+        task = load_task(config, configured_schemas(config))
+        if not rank and (said := other_end(config, task.end_token_ids)) is not None:
+            log.warning(said)
+        algorithm = config.algorithm.sized(config.rollout.max_tokens)
+        self.prompts, self.tokenizer = task.prompts, task.tokenizer
+        self.tracker = SuccessTracker(algorithm.tracker) if algorithm.needs_tracker else None
+        self.order: Order = PromptOrder(len(self.prompts), config.train.seed, config.data.shuffle)
+        if self.tracker is not None and algorithm.prompts.weighted:
+            self.order = WeightedOrder(self.prompts, config.train.seed, algorithm.prompts, self.tracker)
+        self.members = [member.build() for member in algorithm.members]
+        self.empty_batches = EmptyBatches(config)
+        self._shapers = algorithm.shapers
+        self.estimator = None if algorithm.estimator is None else algorithm.estimator.build()
+        self.batch_policy: BatchPolicy = config.algorithm.batch_policy.build(config.train.prompts_per_step)
+        self.policy = Policy(config)
+        taught = config.teacher is not None and config.teacher.server is not None
+        self.teacher = ServedTeacher(config) if taught else None
+        threshold = config.rollout.mismatch_threshold or THRESHOLDS[config.model.dtype]
+        self.mismatch = MismatchWatch(threshold, config.rollout.top_p)
+        self.profiler: ProfileWindow = profile_window(
+            config.logging, Path(config.output_dir), dist.get_rank()
+        )
+        self._rollouts = Rollouts(config, task, self.policy, self.timer, heartbeat)
+        self.engine = self._rollouts.engine
+        self.sampler = self._compose(task, algorithm)
+        self.batches = BatchQueue(self.order, self.prompts, self.sampler, config.train.prompts_per_step)
+
+    def _compose(self, task: Task, algorithm: AlgorithmConfig) -> ComposedSampler:
+        """The sampler of the method: its responses come from the data, a file or the engine, and members."""
+        config, tracker = self.config, self.tracker
+        base: Sampler[Any] = DatasetSampler() if algorithm.trains_on_demonstrations else FileSampler()
+        answers = score = greedy = None
+        if algorithm.samples_from_policy:
+            shares = None
+            if tracker is not None:
+                shares = responses_of(algorithm.allocation, tracker, config.rollout.n)
+            answers = self._rollouts.sampler
+            sampled = answers(config.rollout.n, shares=shares, counted=True)
+            base, score = sampled, sampled.score
+            if algorithm.prior.greedy:
+                greedy = answers(1, config.rollout.model_copy(update={"top_p": GREEDY}))
+        writer = PromptWriter(
+            config.data.train, config.data, task.tokenizer, task.longest_prompt, task.tools, task.images
+        )
+        return ComposedSampler(
+            base,
+            writer,
+            self.members,
+            task.end_token_ids,
+            answers=answers,
+            score=score,
+            greedy=greedy,
+            tracker=tracker,
+            expected=algorithm.prior.function_of_prompt,
+            policy=self.policy.score,
+        )
+
+    def shape(self, groups: list[Group], step: int) -> tuple[list[Group], list[str]]:
+        """The groups that the method's shapers leave, and warnings. A collective. Raises RolloutError."""
+        with self.timer.phase("reward"):  # they may ask a judge
+            left, dropped = run_shapers(self._shapers, groups, step)
+        return left, self.empty_batches.check_shaped(step, groups, left, dropped)
+
+    def sync(self, version: int) -> None:
+        """Give the engine the policy's weights, unless it has this version. A collective."""
+        self._rollouts.sync(version)
+
+    @property
+    def rollout_metrics(self) -> dict[str, float]:
+        """Metrics of the engine's last sync and of the last batch's conversations."""
+        return self._rollouts.metrics
+
+    def evaluate(self, version: int) -> tuple[list[Group], dict[str, float]]:
+        """Responses of the present policy to the held-out prompts, and metrics; empty without prompts.
+
+        A collective.
+        """
+        return self._rollouts.evaluate(version)
+
+    def __enter__(self) -> Self:
+        with ExitStack() as opened:  # closes what is open where the next part cannot be opened
+            opened.enter_context(self._rollouts)
+            if self.teacher is not None:
+                opened.enter_context(self.teacher)
+            opened.enter_context(self.profiler)
+            for marker in self._markers:
+                opened.callback(marker.close)
+            self._opened = opened.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._opened.__exit__(kind, error, trace)

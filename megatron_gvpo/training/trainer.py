@@ -1,0 +1,393 @@
+"""The training loop: Algorithm 1 of the GVPO paper, with the components that the method chooses."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from megatron_gvpo.algorithms.base import STEP_START, TEACHER, Reference
+from megatron_gvpo.checks.preflight_on_ranks import preflight_on_ranks
+from megatron_gvpo.core.collectives import all_ranks_agree, broadcast_msgpack
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.core.redaction import hide
+from megatron_gvpo.core.signals import Interrupt
+from megatron_gvpo.groups import Group
+from megatron_gvpo.megatron import parallel
+from megatron_gvpo.megatron.update import UpdateResult
+from megatron_gvpo.observe.rollout_metrics import rollout_statistics, trained_tokens
+from megatron_gvpo.observe.rollouts.table import Responses, TrainedRows
+from megatron_gvpo.runs.directory import RunDirectory
+from megatron_gvpo.runs.existing_run import earlier_of, finished
+from megatron_gvpo.runs.hub import prepare_repository, upload_export
+from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.load import as_config
+from megatron_gvpo.settings.rules import advice
+from megatron_gvpo.training.callbacks import Callback
+from megatron_gvpo.training.checkpoints import Checkpoints
+from megatron_gvpo.training.components import Components
+from megatron_gvpo.training.session import SingleTrainer, naming_the_step, running
+from megatron_gvpo.types import TrainBatch
+
+log = logging.getLogger(__name__)
+
+Metrics = dict[str, float]
+
+
+class Trainer:
+    """Post-trains a policy. Every rank builds one with the same configuration and calls `fit`.
+
+    `resume`: continue from the newest complete checkpoint in the output directory; with "auto", start anew
+    if there is none. `overwrite`: remove what an earlier run left there. `allow_change`: the keys that
+    change the mathematics and may differ from those of the run that is resumed. `checked`: the caller has
+    called `preflight`, as the command line does before it loads torch. Raises ConfigError for what
+    `preflight` refuses, before anything is loaded, such as an earlier run in the output directory and neither
+    `resume` nor `overwrite`, nothing to resume, or changed settings; DataError for data that cannot be used;
+    CheckpointError for a checkpoint that cannot be read.
+    """
+
+    def __init__(
+        self,
+        config: Config | Mapping[str, Any],
+        callbacks: Sequence[Callback] = (),
+        *,
+        resume: bool | Literal["auto"] = False,
+        overwrite: bool = False,
+        allow_change: Sequence[str] = (),
+        checked: bool = False,
+    ) -> None:
+        earlier = earlier_of(resume, overwrite)
+        config = as_config(config)
+        if not checked:
+            preflight_on_ranks(config, "train", earlier=earlier, allowed=allow_change)
+        self.config = config
+        self.callbacks = list(callbacks)
+        self.is_main = int(os.environ.get("RANK", "0")) == 0
+        self.interrupt = Interrupt()
+        self._samples_from_policy = config.algorithm.samples_from_policy
+        self._engine_reference = config.algorithm.reference_logprobs == "engine"
+        self._single = SingleTrainer(self._release)
+        self.components = Components(config, resumes=bool(resume), heartbeat=self.interrupt.check)
+        self.checkpoints = Checkpoints(self.components, partial(self.notify, "on_checkpoint"))
+        resumed = self.checkpoints.resume() if resume else None
+        self.directory = RunDirectory(config, earlier, allow_change)
+        self.resumed = resumed is not None
+        self.step, unreported = resumed or (0, {})
+        self.reports_resumed_step = self.resumed and unreported is not None
+        # The metrics of `step`, if this process has trained it, or its run could not report it.
+        self._metrics: Metrics = unreported or {}
+        self._is_reported = self.resumed and unreported is None  # else on_step is due
+        self.is_mid_update = False  # the weights are no longer those of `step`
+
+    def fit(self) -> Metrics:
+        """Train to the last step; returns that step's metrics, or none if the run was finished before.
+
+        Raises Interrupted after SIGTERM, SIGUSR1, SIGINT or SIGHUP, and RolloutError when no server answers
+        any more, a teacher or judge of the user's fails, or train.max_empty_batches batches in a row teach
+        nothing, after a checkpoint. Raises UserFunctionError if a loss, estimator, member or prior of the
+        user's fails, perhaps on this rank alone, and ImageError if an image is gone: after a checkpoint if
+        all ranks fail before the step has changed the weights. Raises ConfigError when called again;
+        HubError, on rank 0, where the finished run's export cannot be pushed.
+        """
+        steps, every = self.config.train.steps, self.config.checkpoint.every
+        with self._single.fit(lambda: self.step, steps):
+            if self._was_finished_before():
+                return {}
+            with running(self):
+                self._report_start()
+                for step in range(self.step + 1, steps + 1):
+                    with naming_the_step(self, step):
+                        self._train_step(step)
+                    self._report()
+                    if step == steps or (every and step % every == 0):
+                        self.save()
+                    self.interrupt.check()
+                self._finish()
+            if self.is_main:  # the other ranks do not wait: it may take long
+                upload_export(self.config.checkpoint, Path(self.config.output_dir), self.step)
+            return self._metrics
+
+    def _train_step(self, step: int) -> None:
+        """Algorithm 1: sample, score, freeze what the loss compares with, update, push.
+
+        With colocated servers the push is the next step's first act, because the engine sleeps meanwhile.
+        """
+        begin = time.perf_counter()
+        self._begin_step(step)
+        groups = self._sample()
+        mini_batches, metrics = self._mini_batches(groups)
+        mini_batches = self._freeze_references(mini_batches)
+        results = self._update_all(mini_batches, keep_weights=self.config.logging.rollouts.saves(step))
+        self._notify_responses(step, groups, mini_batches, results)
+        metrics |= self._update_metrics(step, results)
+        self._complete_step(step, metrics)
+        self._push(step)
+        metrics |= self._step_metrics(groups, time.perf_counter() - begin)
+
+    def close(self) -> None:
+        """Free the model's memory and its process groups, as the construction of another Trainer does."""
+        self._single.end()
+
+    def save(self) -> None:
+        """Write, or begin to write, a checkpoint; a run resumed from it does what this one does next."""
+        self.checkpoints.save(self.step, self._metrics, self._is_reported)
+
+    def evaluate(self) -> Metrics:
+        """Metrics of the present policy on the held-out prompts; empty without any."""
+        groups, metrics = self.components.evaluate(self.step)
+        if any(rollout.reward_errors for group in groups for rollout in group.rollouts):
+            self.interrupt.check()  # as in `_sample`
+        if groups and self.config.logging.rollouts.every:
+            self.notify("on_responses", Responses("eval", self.step, groups))
+        return metrics
+
+    def notify(self, event: str, *args: Any) -> None:
+        """Call this method of every callback."""
+        for callback in self.callbacks:
+            getattr(callback, event)(self, *args)
+
+    def _release(self) -> None:
+        vars(self).pop("components", None)
+        vars(self).pop("checkpoints", None)
+        parallel.release()
+
+    def begin(self) -> None:
+        """Take the output directory, and write what an earlier run left undone; the input is right by now."""
+        settings = self.config.checkpoint.push_to_hub
+        with all_ranks_agree(ConfigError):
+            if settings is not None and self.is_main:
+                prepare_repository(settings)
+        self.directory.begin(self.step, self.resumed)
+        if self.resumed:
+            self.checkpoints.complete_exports(self.step)
+
+    def _was_finished_before(self) -> bool:
+        if self.step < self.config.train.steps:
+            return False
+        message = broadcast_msgpack(finished(self.config))
+        if message is not None and self.is_main:
+            log.warning(message)
+        return message is not None
+
+    def _report_start(self) -> None:
+        """Report the policy before the first step, or the step that a resumed run could not report."""
+        self._warn(advice(self.config))
+        if not self._is_reported:
+            self._report()
+            if self.resumed:
+                self.save()  # with the evaluation, by which it may be the best
+
+    def _report(self) -> None:
+        """Evaluate, if it is time to, and tell the callbacks of the step. A resumed run makes up for it."""
+        every = self.config.eval.every
+        if self.step in (0, self.config.train.steps) or (every and self.step % every == 0):
+            self.interrupt.check()
+            self._metrics |= self.evaluate()
+        self._is_reported = True
+        self.notify("on_step", self.step, self._metrics)
+
+    def _finish(self) -> None:
+        self.checkpoints.finish()
+        if self.config.checkpoint.export_hf:
+            self.checkpoints.export(Path(self.config.output_dir) / "hf", self.step)
+        self.notify("on_end")
+
+    def _begin_step(self, step: int) -> None:
+        self.components.timer.take()
+        self.components.profiler.step(step)
+
+    def _complete_step(self, step: int, metrics: Metrics) -> None:
+        """The step's weights are those of the policy from here on, whatever fails later, as a push may."""
+        self.step, self.is_mid_update = step, False
+        self._metrics, self._is_reported = metrics, False
+        self.checkpoints.mark()
+
+    def _push(self, step: int) -> None:
+        if self._samples_from_policy and not self.components.engine.shares_gpus:  # else `_sample` pushes
+            self.components.sync(step)
+
+    def _update_metrics(self, step: int, results: Sequence[UpdateResult]) -> Metrics:
+        """Means over the step's updates, its learning rate, and the mismatch of engine and trainer."""
+        metrics: Metrics = self.components.mismatch.take()
+        self._warn(self.components.mismatch.warning(step, metrics))
+        for result in results:
+            values = {f"train/{name}": value for name, value in result.metrics.items()} | result.head
+            for name, value in values.items():
+                metrics[name] = metrics.get(name, 0.0) + value / len(results)
+        if results:  # unless every response was masked
+            metrics["train/grad_norm"] = sum(r.update.grad_norm for r in results) / len(results)
+            metrics["train/lr"] = results[-1].update.lr
+            metrics |= results[0].memory
+        metrics["train/skipped"] = float(sum(r.update.skipped for r in results))
+        return metrics
+
+    def _step_metrics(self, groups: Sequence[Group], seconds: float) -> Metrics:
+        """Metrics of the engine and the teacher, and times."""
+        phases, teacher = self.components.timer.take(), self.components.teacher
+        metrics = dict(self.components.rollout_metrics)
+        if teacher is not None:
+            metrics |= teacher.metrics
+        metrics |= {f"time/{name}": value for name, value in phases.items()} | {"time/step": seconds}
+        metrics["throughput/tokens_per_s"] = trained_tokens(groups) / seconds
+        return metrics
+
+    def _notify_responses(
+        self,
+        step: int,
+        groups: list[Group],
+        mini_batches: Sequence[TrainBatch],
+        results: Sequence[UpdateResult],
+    ) -> None:
+        if self.config.logging.rollouts.saves(step):
+            pairs = zip(mini_batches, results, strict=False)
+            trained = [self._trained(rows, result) for rows, result in pairs]
+            self.notify("on_responses", Responses("train", step, groups, trained))
+
+    def _sample(self) -> list[Group]:
+        """Sample prompts and responses, and score them, until the batch policy has a batch."""
+        components, interrupt = self.components, self.interrupt
+        ahead = min(self.config.rollout.async_steps, self.config.train.steps - self.step - 1)
+        while True:
+            interrupt.check()
+            if self._samples_from_policy:
+                components.sync(self.step)
+            components.batches.request(1 + ahead)
+            groups = components.batches.next_batch(self.step + 1)
+            if any(rollout.reward_errors for group in groups for rollout in group.rollouts):
+                # A signal that ends the job ends the rewards' subprocesses, too: never train on such rewards.
+                interrupt.check()
+            groups, warnings = components.shape(groups, self.step + 1)
+            self._warn(*warnings)
+            if groups and (batch := components.batch_policy.offer(groups)) is not None:
+                return batch
+            self.checkpoints.mark()
+
+    def _mini_batches(self, groups: Sequence[Group]) -> tuple[list[TrainBatch], Metrics]:
+        """Split whole groups into the rows of each optimizer update, and give them advantages."""
+        metrics = rollout_statistics(groups, self.step) if self.config.algorithm.has_rewards else {}
+        metrics |= {f"batch/{name}": value for name, value in self.components.batch_policy.metrics.items()}
+        count, estimator = self.config.train.mini_batches, self.components.estimator
+        bounds = [len(groups) * i // count for i in range(count + 1)]
+        places = [0, *accumulate(len(group.rollouts) for group in groups)]
+        paid = self.config.rewards.turn_weight
+        mini_batches = [
+            TrainBatch.from_groups(groups[a:b], places[a], paid) for a, b in pairwise(bounds) if a < b
+        ]
+        if self.components.teacher is not None:
+            self.components.teacher.ask([rows.trained() for rows in mini_batches])
+        if estimator is not None:
+            for i, rows in enumerate(mini_batches):
+                mini_batches[i], statistics = estimator.fill(self._judged(rows))
+                for name, value in statistics.items():
+                    key = f"advantage/{name}"
+                    metrics[key] = metrics.get(key, 0.0) + float(value) / len(mini_batches)
+        trained = [rows.trained() for rows in mini_batches]
+        mini_batches = [rows for rows in trained if len(rows)]
+        self._warn(*self.components.empty_batches.check(self.step + 1, groups, mini_batches))
+        return mini_batches, metrics
+
+    def _judged(self, rows: TrainBatch) -> TrainBatch:
+        """Add the columns that the estimator reads: the critic's values, log-probs of reference policies."""
+        policy, estimator = self.components.policy, self.config.algorithm.estimator
+        columns: dict[str, Tensor] = {}
+        with self.components.timer.phase("scoring"):
+            if policy.critic is not None:
+                columns["value_r"] = policy.critic.values(rows)
+            for column, reference in ({} if estimator is None else estimator.reference_policies).items():
+                now = reference == STEP_START
+                columns[f"{column}_logp_r"] = (
+                    policy.score(rows) if now else self._reference_logp(reference, rows)
+                )
+        return rows.with_columns(**columns)
+
+    def _reference_logp(self, reference: Reference, rows: TrainBatch) -> Tensor:
+        """Log-probs of a policy other than the one at step start, fp32 [r]."""
+        policy, served = self.components.policy, self.components.teacher
+        if reference != TEACHER:
+            return policy.score_reference(rows)
+        return policy.score_teacher(rows) if served is None else served.score(rows, self.interrupt.check)
+
+    def _freeze_references(self, mini_batches: Sequence[TrainBatch]) -> list[TrainBatch]:
+        with self.components.timer.phase("scoring"):
+            return [self._with_references(rows, i == 0) for i, rows in enumerate(mini_batches)]
+
+    def _with_references(self, rows: TrainBatch, first: bool) -> TrainBatch:
+        """Log-probs of the policies that the loss compares with, before the step's first update.
+
+        After an update the policy at step start is gone: compared with the updated one, GVPO would silently
+        be REINFORCE. The first mini-batch needs no scoring by that policy: it is still the one that trains.
+        """
+        references, policy = self.config.algorithm.loss.reference_policies, self.components.policy
+        columns: dict[str, Tensor | None] = {"old_logp_r": None, "ref_logp_r": None}  # not the estimator's
+        now_r = None
+        if not (first or self._engine_reference) and STEP_START in references.values():
+            now_r = policy.score(rows) if rows.old_logp_r is None else rows.old_logp_r
+            self.components.mismatch.compare(rows, now_r, self.step)
+        for column, reference in references.items():
+            now = reference == STEP_START
+            columns[f"{column}_logp_r"] = now_r if now else self._reference_logp(reference, rows)
+        return rows.with_columns(**columns)
+
+    def _update_all(self, mini_batches: list[TrainBatch], keep_weights: bool) -> list[UpdateResult]:
+        """Update with every mini-batch, `train.batch_epochs` times, against the same reference policies.
+
+        In a second pass the first one needs log-probs of the policy at step start, too: its first forward has
+        them. Those with nothing left to train use up their learning rates. `keep_weights`: keep the
+        loss's weights of tokens in the first pass.
+        """
+        results: list[UpdateResult] = []
+        policy, references = self.components.policy, self.config.algorithm.loss.reference_policies
+        at_start = [f"{column}_logp_r" for column, reference in references.items() if reference == STEP_START]
+        with self.components.timer.phase("training"):
+            for epoch in range(self.config.train.batch_epochs):
+                for i, rows in enumerate(mini_batches):
+                    results.append(result := self._update(rows, not results, keep_weights and epoch == 0))
+                    self.is_mid_update = True
+                    if len(results) == 1:
+                        mini_batches[i] = rows.with_columns(**dict.fromkeys(at_start, result.logp_r))
+            planned = self.config.train.mini_batches * self.config.train.batch_epochs
+            policy.skip_updates(planned - len(results))
+            policy.end_step()
+        return results
+
+    def _trained(self, rows: TrainBatch, result: UpdateResult) -> TrainedRows:
+        """The trainer's numbers of an update of the first pass; log-probs at step start where it has them."""
+        references = self.config.algorithm.loss.reference_policies.items()
+        at_start = [f"{column}_logp_r" for column, policy in references if policy == STEP_START]
+        known = [logp_r for name in at_start if (logp_r := getattr(rows, name)) is not None]
+        logp_r = result.logp_r if self._engine_reference or not known else known[0]
+        return TrainedRows(rows, logp_r, result.weight_r)
+
+    def _update(self, rows: TrainBatch, first: bool, keep_weights: bool) -> UpdateResult:
+        """One optimizer update; the first of a step also measures the mismatch of engine and trainer.
+
+        With the engine's log-probs as the reference, that mismatch corrects the later updates. The first one
+        needs no reference: the policy at step start is the one that trains, so d = 0 exactly. Where older
+        weights sampled, the reference is the policy that sampled, in the first update as well.
+        """
+        if self._engine_reference and not (first and rows.sampled_by(self.step).all()):
+            rows = rows.with_columns(ref_logp_r=self.components.mismatch.corrected(rows))
+        again = self.config.train.batch_epochs > 1
+        kept = first and (again or rows.engine_logp_r is not None)
+        result = self.components.policy.update(
+            rows, at_step_start=first, keep_logp=kept, keep_weights=keep_weights
+        )
+        if (critic := self.components.policy.critic) is not None:
+            result = replace(result, metrics=result.metrics | critic.update(rows))
+        if first and result.logp_r is not None:
+            self.components.mismatch.compare(rows, result.logp_r, self.step)
+        return result
+
+    def _warn(self, *warnings: str | None) -> None:
+        """Write those of the warnings that are there, on one rank."""
+        for warning in warnings:
+            if warning is not None and self.is_main:
+                log.warning(hide(warning))

@@ -1,0 +1,252 @@
+"""Tools of MCP servers: their schemas, and calls over sessions that a process keeps.
+
+All conversations of a worker process share its session with a server, because tools must not remember a
+conversation: a call may go to any worker, and is repeated by another one if the first fails. A session for
+each conversation would start a server's program hundreds of times a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, suppress
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mcp import Client
+    from mcp_types import CallToolResult, Tool
+
+START = 60.0  # seconds that a server has to start and to list its tools
+_CONNECT = 5.0  # seconds that a connection may take; a step has more
+_MOST_TOOLS = 1000
+
+
+class ServerFailed(Exception):  # noqa: N818 - it is not a fault of this program
+    """An MCP server cannot be asked, which is not the policy's doing."""
+
+
+def server(settings: Mapping[str, Any]) -> Server:
+    """The server with these settings (`McpConfig`): one object in each process."""
+    return _server(json.dumps(settings, sort_keys=True))
+
+
+@cache
+def _server(settings: str) -> Server:
+    return Server(json.loads(settings))
+
+
+class Server:
+    """One server. Its session is opened when it is needed, and again after it has ended.
+
+    Use it in one event loop. `str()` is its command or address, without secrets.
+    """
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self._settings = settings
+        self._session: _Session | None = None
+
+    def __str__(self) -> str:
+        return f"MCP server {self._settings['url'] or ' '.join(self._settings['command'])}"
+
+    async def tools(self) -> list[Tool]:
+        """Its tools. Raises ServerFailed."""
+        _, _, tools = await self._open()
+        return tools
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
+        """(the tool's answer, False for an error). Raises ServerFailed.
+
+        If the connection fails, a new one is opened, and the call is tried once more.
+        """
+        from mcp import MCPError
+
+        for attempt in (1, 2):
+            session, client, _ = await self._open()
+            try:
+                result = await client.call_tool(name, arguments)
+                return _text(result), not result.is_error
+            except asyncio.CancelledError:  # the step took too long; the program may hang
+                self._drop(session)
+                raise
+            except Exception as error:
+                if isinstance(error, MCPError) and error.code not in _failures():
+                    return str(error), False
+                self._drop(session)
+                if attempt == 2:
+                    raise ServerFailed(f"{self}: {name}: {_problem(error)}") from None
+        raise AssertionError("unreachable")
+
+    async def _open(self) -> tuple[_Session, Client, list[Tool]]:
+        """The session, which is opened if there is none. Raises ServerFailed."""
+        if self._session is None or self._session.over:
+            self._session = _Session(self._settings)
+        session = self._session
+        try:
+            return session, *await session.opened()
+        except asyncio.CancelledError:  # the step took too long, and no tool has run in it
+            raise ServerFailed(
+                f"{self}: no session could be opened in time (rollout.conversation.step_timeout)"
+            ) from None
+        except Exception as error:
+            self._drop(session)
+            problem = _problem(error)
+            if self._settings["url"] is None and problem.endswith("Connection closed"):
+                problem += ": its program ended before it answered; look at what it printed"
+            raise ServerFailed(f"{self}: {problem}") from None
+
+    def _drop(self, session: _Session) -> None:
+        """End a session; the next call opens another."""
+        if self._session is session:
+            self._session = None
+        session.end()
+
+    async def close(self) -> None:
+        if self._session is not None:
+            self._session.end()
+            await self._session.ended()
+            self._session = None
+
+
+class _Session:
+    """A connection, and the task that keeps it open: only the task that opened it may close it."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self._settings, self._end = settings, asyncio.Event()
+        self._opened: asyncio.Future[tuple[Client, list[Tool]]] = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._keep_open())
+
+    @property
+    def over(self) -> bool:
+        return self._task.done()
+
+    async def opened(self) -> tuple[Client, list[Tool]]:
+        """The client and the server's tools, once it is open. Raises the reason why it is not."""
+        return await asyncio.shield(self._opened)
+
+    def end(self) -> None:
+        """Let the task close the connection, and end the program."""
+        self._end.set()
+
+    async def ended(self) -> None:
+        await asyncio.wait([self._task], timeout=START)
+
+    async def _keep_open(self) -> None:
+        try:
+            async with AsyncExitStack() as stack:
+                async with asyncio.timeout(START):
+                    client = await _connect(self._settings, stack)
+                    tools = await _listed(client)
+                self._opened.set_result((client, tools))
+                await self._end.wait()
+        except BaseException as error:
+            if not self._opened.done():
+                self._opened.set_exception(error if isinstance(error, Exception) else EOFError(str(error)))
+            elif not isinstance(error, Exception):
+                raise
+
+
+async def _connect(settings: Mapping[str, Any], stack: AsyncExitStack) -> Client:
+    """A client on the stack. HTTP goes to the given address alone: no proxy, no redirect elsewhere."""
+    from mcp import Client, StdioServerParameters
+    from mcp.client.stdio import stdio_client
+    from mcp.client.streamable_http import streamable_http_client
+
+    transport: Any
+    if settings["url"] is None:
+        program, *arguments = settings["command"]
+        parameters = StdioServerParameters(command=program, args=arguments, env=dict(settings["env"]))
+        transport = stdio_client(parameters, errlog=sys.__stderr__ or sys.stderr)
+    else:
+        import httpx2
+
+        limits = httpx2.Timeout(START, connect=_CONNECT, read=None)  # the step's own limit ends a call
+        http = httpx2.AsyncClient(headers=dict(settings["headers"]), timeout=limits, trust_env=False)
+        transport = streamable_http_client(settings["url"], http_client=await stack.enter_async_context(http))
+    return await stack.enter_async_context(Client(transport))
+
+
+async def _listed(client: Client) -> list[Tool]:
+    tools: list[Tool] = []
+    cursor: str | None = None
+    while True:
+        page = await client.list_tools(cursor=cursor)
+        tools += page.tools
+        cursor = page.next_cursor
+        if cursor is None or len(tools) > _MOST_TOOLS:
+            return tools
+
+
+@cache
+def _failures() -> frozenset[int]:
+    """The codes of errors of the connection or the server. A tool's own errors have other codes."""
+    import mcp_types as codes
+
+    return frozenset(
+        {
+            codes.CONNECTION_CLOSED,
+            codes.REQUEST_TIMEOUT,
+            codes.PARSE_ERROR,
+            codes.INVALID_REQUEST,
+            codes.METHOD_NOT_FOUND,
+            codes.INTERNAL_ERROR,
+        }
+    )
+
+
+def _text(result: CallToolResult) -> str:
+    """A result as text: its texts, joined, with a note in place of other content."""
+    parts = [str(getattr(block, "text", f"[{block.type}]")) for block in result.content]
+    if not parts and result.structured_content is not None:
+        return json.dumps(result.structured_content, ensure_ascii=False)
+    return "\n".join(parts)
+
+
+def _problem(error: BaseException) -> str:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, TimeoutError):
+        return f"it did not start in {START:g} seconds"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def server_schemas(servers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The tools of all servers as chat templates take them. Raises ValueError, which names the server."""
+
+    async def ask() -> list[dict[str, Any]]:
+        schemas = []
+        for settings in servers:
+            mcp_server = Server(settings)
+            try:
+                tools = await mcp_server.tools()
+            finally:
+                await mcp_server.close()
+            if not tools:
+                raise ValueError(f"{mcp_server} has no tools")
+            schemas += [_schema(tool) for tool in tools]
+        return schemas
+
+    try:
+        with ThreadPoolExecutor(1) as thread:  # a notebook's thread has an event loop already
+            return thread.submit(asyncio.run, ask()).result()
+    except ServerFailed as error:
+        raise ValueError(str(error)) from None
+
+
+def _schema(tool: Tool) -> dict[str, Any]:
+    function = {
+        "name": tool.name,
+        "description": tool.description or "",
+        "parameters": tool.input_schema,
+    }
+    return {"type": "function", "function": function}
+
+
+async def connect(servers: Sequence[Mapping[str, Any]]) -> None:
+    """Open the sessions before the first call. One that fails is left for the first call to open."""
+    for settings in servers:
+        with suppress(ServerFailed):
+            await server(settings).tools()

@@ -1,0 +1,117 @@
+"""Shows what users' code prints, each line after the name of its function, up to a number of lines."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from megatron_gvpo.core.redaction import hide
+
+LINES = 20  # lines of a function that are shown in a step, on every rank
+WIDTH = 500  # characters of a line that are shown
+_LONGEST = 4 * WIDTH  # bytes of a line that are kept: a character has up to 4
+_AT_ONCE = 1 << 16  # bytes of a read: a pipe has room for no more
+_MARK = re.compile(rb"\0(\d{1,6})\0")  # the worker writes it where another function's output begins
+_PART_OF_MARK = re.compile(rb"\0\d{0,6}\Z")
+
+
+def to_stderr(line: str) -> None:
+    """Print the line."""
+    print(line, file=sys.stderr, flush=True)
+
+
+class Printout:
+    """Shows the lines of all workers: up to LINES of each function in a step, and the number of the others.
+
+    `names` are those of the functions, in the order in which the workers load them.
+    """
+
+    def __init__(self, names: Sequence[str], show: Callable[[str], None] = to_stderr) -> None:
+        self._names, self._show = names, show
+        self._shown: Counter[str] = Counter()
+
+    def line(self, function: int, line: bytes) -> None:
+        """Show a line of the function with this index."""
+        if not line.strip():
+            return
+        # Users' code may write a mark with any number.
+        name = self._names[function] if function < len(self._names) else "rewards"
+        self._shown[name] += 1
+        if self._shown[name] <= LINES:
+            self._show(f"[{name}] {_readable(line)}")
+
+    def end_step(self) -> None:
+        """Show how many lines were left out; the next step's lines are counted from 0."""
+        for name, count in self._shown.items():
+            if count > LINES:
+                self._show(f"[{name}] ... and {count - LINES:,} more lines ({LINES} a step are shown)")
+        self._shown.clear()
+
+
+class Output:
+    """The output of one worker: the read end of a pipe, which its processes write to."""
+
+    def __init__(self, descriptor: int, printout: Printout) -> None:
+        self.descriptor: int | None = descriptor  # None: all of its processes have closed it
+        os.set_blocking(descriptor, False)
+        self._printout = printout
+        self._function = 0  # the index of the one that prints
+        self._line = b""  # the beginning of a line whose end has not come
+        self._mark = b""  # bytes that may be the beginning of a mark
+
+    def drain(self) -> bool:
+        """Show what has come, up to a bound: a function may print without end. False if nothing has come."""
+        if self.descriptor is None:
+            return False
+        try:
+            data = os.read(self.descriptor, _AT_ONCE)
+        except BlockingIOError:
+            return False
+        if not data:
+            self.close()
+            return False
+        *_, last = parts = _MARK.split(self._mark + data)
+        cut = _PART_OF_MARK.search(last)
+        self._mark = b"" if cut is None else last[cut.start() :]
+        parts[-1] = last[: len(last) - len(self._mark)]
+        first, *marked = parts
+        self._feed(first)
+        for function, text in zip(marked[::2], marked[1::2], strict=True):
+            self.flush()
+            self._function = int(function)
+            self._feed(text)
+        return True
+
+    def end_step(self) -> None:
+        """Show the rest of what the step's functions have printed: at most what the pipe has room for."""
+        for _ in range(4):  # a read may give less than has come
+            if not self.drain():
+                break
+        self.flush()
+
+    def _feed(self, text: bytes) -> None:
+        *lines, rest = (self._line + text).replace(b"\r", b"\n").split(b"\n")
+        for line in lines:
+            self._printout.line(self._function, line)
+        self._line = rest[:_LONGEST]
+
+    def flush(self) -> None:
+        """Show a line although its end has not come."""
+        line, self._line = self._line, b""
+        self._printout.line(self._function, line)
+
+    def close(self) -> None:
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+            self.descriptor = None
+        self.flush()
+
+
+def _readable(line: bytes) -> str:
+    """Text without secrets, and without control characters, which could redraw the terminal."""
+    text = hide(line[:_LONGEST].decode(errors="replace"))
+    cut = f"{text[:WIDTH]} ..." if len(text) > WIDTH else text
+    return "".join(c if c.isprintable() or c == "\t" else "\N{REPLACEMENT CHARACTER}" for c in cut)

@@ -1,0 +1,107 @@
+"""A process that runs users' code, from its side: it loads what the trainer names, then serves calls.
+
+The handler decides what a call is. It is a module with two functions. `load(spec, options)` returns what the
+configuration names, and raises ValueError if that cannot be used. `serve(worker, functions, load)` sends
+Ready and answers calls until the trainer hangs up. The handlers are `rewards`, `environments` and `programs`,
+beside this file. None of them imports torch, so that a process starts fast and stays small.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import fcntl
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from importlib import import_module
+from typing import Any
+
+from megatron_gvpo.core.user_functions import described, hold
+from megatron_gvpo.workers.environment import WrongValue
+from megatron_gvpo.workers.messages import (
+    HUNG_UP,
+    MAX_TEXT,
+    Load,
+    Order,
+    Unloadable,
+    WireError,
+    WorkerReply,
+    receive_order,
+    send_reply,
+)
+from megatron_gvpo.workers.reaper import SIGNALS
+
+PRIVATE = (
+    200  # descriptors from here on are the worker's: a function that counts up from 3 does not meet them
+)
+
+
+def work(channel: int, handler: str) -> None:
+    """Load the functions of the first order with the module `handler`, and serve calls."""
+    for number in SIGNALS:  # handlers, because processes that a function starts would inherit SIG_IGN
+        signal.signal(number, lambda *_: None)
+    faulthandler.enable()
+    worker = Worker(channel)
+    try:
+        load = worker.receive()
+        if not isinstance(load, Load):
+            raise WireError("the first order is not Load")
+        sys.path += [entry for entry in load.path if entry not in sys.path]
+        hold(load.files)
+        module = import_module(handler)
+        functions: list[Callable[..., Any]] = []
+        for index, function in enumerate(load.functions):
+            worker.announce(index)
+            try:
+                functions.append(module.load(function.spec, function.options))
+            except ValueError as error:
+                return worker.send(Unloadable(index, str(error)[:MAX_TEXT]))
+        module.serve(worker, functions, load)
+    except EOFError:
+        pass  # the trainer is gone
+    except (OSError, WireError):
+        os._exit(HUNG_UP)
+
+
+class Worker:
+    """The worker's end of the socket to the trainer, and of the pipe with its output."""
+
+    def __init__(self, channel: int) -> None:
+        self.channel = socket.socket(fileno=_private(channel))
+        self._output = _private(1, is_kept=True)
+        self._process = os.getpid()
+        self._announced: int | None = None  # the function whose output comes
+
+    def receive(self) -> Order:
+        """The next order, for which it waits. Raises EOFError if the trainer is gone, OSError, WireError."""
+        return receive_order(self.channel)
+
+    def send(self, reply: WorkerReply) -> None:
+        """Raises OSError if the trainer is gone. A forked child of the user's code ends here."""
+        if os.getpid() != self._process:
+            os._exit(0)
+        send_reply(self.channel, reply)
+
+    def announce(self, function: int) -> None:
+        """Mark in the output that the next lines are this function's."""
+        if function != self._announced:
+            self._announced = function
+            with suppress(OSError):
+                os.write(self._output, b"\0%d\0" % function)
+
+
+def reason_of(error: BaseException) -> str:
+    """The reason that is sent for an error in users' code, or for a wrong value that it returned."""
+    return (str(error) if isinstance(error, WrongValue) else described(error))[:MAX_TEXT]
+
+
+def _private(descriptor: int, is_kept: bool = False) -> int:
+    """A duplicate that no process inherits, not even a forked one. Closes the original unless `is_kept`."""
+    own = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, PRIVATE)
+    if not is_kept:
+        os.close(descriptor)
+    os.register_at_fork(after_in_child=lambda: os.close(own))
+    return own
