@@ -118,6 +118,8 @@ class RankRun:
             ("checkpoint", self.checkpoint),
             ("export", self.export),
         ]
+        if config.rollout.uses_servers and config.rollout.weights.traits.sends_own:
+            phases.append(("push plan", self.push_plan))
         if config.rollout.servers.colocated:
             phases.append(("release, restore", self.hand_over))
         return phases
@@ -229,6 +231,15 @@ class RankRun:
         for _, tensor in self.policy.weights(on_host=False):
             count, elements = count + 1, elements + tensor.numel()
         return {"tensors": count, "parameters": elements}
+
+    def push_plan(self) -> Results:
+        """The parts of Hugging Face's tensors that this rank would send by itself."""
+        from megatron_gvpo.rehearsal import stand_ins
+
+        with stand_ins.positions_of_all_ranks():
+            own = self.policy.own_weights()
+        elements = sum((part.bottom - part.top) * (part.right - part.left) for part in own.parts)
+        return {"tensors": len(own.tensors), "parts": len(own.parts), "elements": elements}
 
     def hand_over(self) -> Results:
         """A turn of colocated servers: how much of the device the trainer leaves occupied."""
