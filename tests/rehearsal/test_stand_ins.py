@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import on_null_cuda
 import pytest
+from helpers import on_null_cuda
 from helpers.distributed import launch
 from helpers.on_null_cuda import MIXTURE, QWEN
 
