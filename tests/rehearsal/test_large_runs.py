@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from doc_blocks import blocks
 from helpers import on_null_cuda
+from helpers.doc_blocks import blocks
 
 pytestmark = [
     pytest.mark.proof,
