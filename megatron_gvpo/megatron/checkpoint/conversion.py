@@ -31,7 +31,7 @@ from megatron_gvpo.megatron.checkpoint.sharded import (
 from megatron_gvpo.megatron.model.build import build
 from megatron_gvpo.megatron.model.model import Model
 from megatron_gvpo.runs.preflight_on_ranks import preflight_on_ranks
-from megatron_gvpo.runs.written import EXPORT
+from megatron_gvpo.runs.written import EXPORT, keep_foreign
 
 _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.jinja", "generation_*")
 _PROCESSOR = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
@@ -128,6 +128,7 @@ def write_hugging_face(model: Model, source: ModelConfig, target: Path, step: in
                 shutil.copy(Path(source.path) / name, partial)
         files = sorted(path.relative_to(partial).as_posix() for path in partial.rglob("*") if path.is_file())
         (partial / EXPORT).write_text(json.dumps({"step": step, "files": files}) + "\n")
+        keep_foreign(target, partial)
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
 
