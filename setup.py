@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).resolve().parent / "megatron_gvpo"
 
 
 def write_commit(built: Path) -> None:
-    functions = runpy.run_path(str(PACKAGE / "runtime" / "commit.py"))
+    functions = runpy.run_path(str(PACKAGE / "core" / "commit.py"))
     commit = functions["package_commit"](PACKAGE)
     if commit is not None:
         (built / functions["FILE"]).write_text(f"{commit}\n")

@@ -54,9 +54,9 @@ def measure(place: Path, layers: int, width: int) -> dict[str, Any]:
     for file in (place / "tokenizer").glob("*token*"):
         file.rename(place / "hf" / file.name)
 
-    from megatron_gvpo.megatron.checkpoint import checksums, conversion
+    from megatron_gvpo.huggingface import checked_weights, checksums
     from megatron_gvpo.megatron.cpu.bridge import import_bridge
-    from megatron_gvpo.megatron.model import checked_weights
+    from megatron_gvpo.training import conversion
 
     clock = Clock()
     clock.watch(checked_weights.CheckedWeights, "_look", "values and checksums of Hugging Face")

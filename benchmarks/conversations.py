@@ -34,15 +34,15 @@ sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 import tiny_run  # noqa: E402 - from tests/
 from servers.real_servers import ENGINES, Client, pool_of, running  # noqa: E402
 
-from megatron_gvpo.config.sections import SamplingConfig  # noqa: E402
-from megatron_gvpo.conversations.config import ConversationConfig  # noqa: E402
-from megatron_gvpo.conversations.held import Conversations  # noqa: E402
+from megatron_gvpo.conversations.conversations import Conversations  # noqa: E402
 from megatron_gvpo.data.task import Task  # noqa: E402
-from megatron_gvpo.data.tokenizer import end_token_id, load_tokenizer  # noqa: E402
 from megatron_gvpo.groups import Prompt, Rollout  # noqa: E402
-from megatron_gvpo.rollout.pool import ServerPool  # noqa: E402
-from megatron_gvpo.rollout.request import Request  # noqa: E402
+from megatron_gvpo.huggingface.tokenizer import end_token_id, load_tokenizer  # noqa: E402
 from megatron_gvpo.sampling.served import Speakers  # noqa: E402
+from megatron_gvpo.servers.pool import ServerPool  # noqa: E402
+from megatron_gvpo.servers.request import Request  # noqa: E402
+from megatron_gvpo.settings.conversation import ConversationConfig  # noqa: E402
+from megatron_gvpo.settings.sections import SamplingConfig  # noqa: E402
 
 LATENCIES = (0.0, 0.1, 2.0)  # mean seconds of a tool
 PROMPTS, MEMBERS, TURNS, TOKENS = 16, 4, 4, 240

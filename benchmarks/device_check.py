@@ -62,7 +62,7 @@ PROOFS = {
     "shared": "tests/megatron/test_shared_prompts.py and test_merged_attention.py, the merge in fp64: "
     "PyTorch's FlashAttention, and its time",
     "offload": "tests/megatron/test_precision.py and test_activation_offload.py: pinned memory, streams",
-    "ipc": "tests/weights/test_ipc.py and tests/rollout/test_colocated.py, by shared memory: CUDA's handles",
+    "ipc": "tests/weights/test_ipc.py and tests/servers/test_colocated.py, by shared memory: CUDA's handles",
     "fp8": "tests/weights/test_fp8.py and tests/megatron/test_fp8_copies.py, scales and copies: FP8 products",
     "train": "tests/megatron/test_gradient_invariance.py, test_memory_profile.py: speed, fused kernels",
 }

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_gvpo.rollout.server import PLUGINS
+from megatron_gvpo.servers.server import PLUGINS
 from megatron_gvpo.weights.bucket import Bucket, DoubleBuffer, buckets
 from megatron_gvpo.weights.node import shared_storage
 

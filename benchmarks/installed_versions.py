@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from megatron_gvpo.versions import PYTHON_REFERENCE, REFERENCE
+from megatron_gvpo.core.versions import PYTHON_REFERENCE, REFERENCE
 
 RESULT = Path(__file__).resolve().parent / "results" / "resolved_versions.json"
 SECONDS = 1800.0  # for all imports of an image

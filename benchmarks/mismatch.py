@@ -166,11 +166,11 @@ def run(correction: str, scenario: str, seed: int) -> dict[str, Any]:
     """Train once in this process, and evaluate the final weights."""
     import torch
 
-    from megatron_gvpo.callbacks import Callback
-    from megatron_gvpo.config.schema import as_config
-    from megatron_gvpo.sampling.engine import ENGINES
-    from megatron_gvpo.sampling.source import evaluate
-    from megatron_gvpo.trainer import Trainer
+    from megatron_gvpo.settings.engines import ENGINES
+    from megatron_gvpo.settings.load import as_config
+    from megatron_gvpo.training.callbacks import Callback
+    from megatron_gvpo.training.evaluate import evaluate
+    from megatron_gvpo.training.trainer import Trainer
 
     records: list[dict[str, float]] = []
 

@@ -27,9 +27,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_gvpo.cluster.planner import architecture, workload
-from megatron_gvpo.cluster.planner.time import DecodeStep, seconds
-from megatron_gvpo.cluster.planner.workload import Layout, Lengths, Workload
+from megatron_gvpo.planner import architecture, workload
+from megatron_gvpo.planner.step_time import DecodeStep, seconds
+from megatron_gvpo.planner.workload import Layout, Lengths, Workload
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "planner_accuracy.json"

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from megatron_gvpo.versions import PYTHON_REFERENCE, REFERENCE
+from megatron_gvpo.core.versions import PYTHON_REFERENCE, REFERENCE
 
 ROOT = Path(__file__).resolve().parent.parent
 PLATFORM = "x86_64-manylinux_2_39"  # Ubuntu 24.04, of the images

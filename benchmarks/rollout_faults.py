@@ -30,7 +30,7 @@ import tiny_run  # noqa: E402 - from tests/
 from servers.faults import Fault, check, faulty_run, kill, stop  # noqa: E402
 from servers.real_servers import ENGINES, running  # noqa: E402
 
-from megatron_gvpo.rollout.launch.supervise import Supervisor  # noqa: E402
+from megatron_gvpo.servers.launch.supervise import Supervisor  # noqa: E402
 
 STEPS = 6
 

@@ -85,11 +85,11 @@ def one_round(steps: int) -> dict[str, float]:
     sys.path.insert(0, str(ROOT / "examples" / "quickstart"))
     import make_task
 
-    from megatron_gvpo.callbacks import Callback, Recorder
-    from megatron_gvpo.config.schema import load_config
     from megatron_gvpo.megatron import policy
     from megatron_gvpo.observe.rollouts.writer import RolloutWriter
-    from megatron_gvpo.trainer import Trainer
+    from megatron_gvpo.settings.load import load_config
+    from megatron_gvpo.training.callbacks import Callback, Recorder
+    from megatron_gvpo.training.trainer import Trainer
 
     main, thread = Clock(), Clock()
     policy.token_weights = main(policy.token_weights)
@@ -149,10 +149,10 @@ def million_tokens() -> dict[str, float]:
     import numpy as np
     import torch
 
-    from megatron_gvpo.config.sections import RolloutFilesConfig
     from megatron_gvpo.groups import Group, Prompt, Rollout
     from megatron_gvpo.observe.rollouts.table import Responses, TrainedRows
     from megatron_gvpo.observe.rollouts.writer import RolloutWriter
+    from megatron_gvpo.settings.sections import RolloutFilesConfig
     from megatron_gvpo.types import TrainBatch
 
     random, length = np.random.default_rng(0), 2048

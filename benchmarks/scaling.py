@@ -153,7 +153,8 @@ def submit(args: argparse.Namespace, point: Point, command: Sequence[str]) -> No
     """Submit a job of `megatron-gvpo slurm` that runs worker.py."""
     from megatron_gvpo.cluster import slurm
     from megatron_gvpo.cluster.job import Job, check
-    from megatron_gvpo.config.schema import ConfigError, load_config
+    from megatron_gvpo.core.errors import ConfigError
+    from megatron_gvpo.settings.load import load_config
 
     given = [w for w in command if w.endswith((".yaml", ".yml")) or ("=" in w and w[0] != "{")]
     job = Job(

@@ -19,9 +19,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from megatron_gvpo.cluster.planner import architecture
-from megatron_gvpo.cluster.planner.sharing import sharing
-from megatron_gvpo.cluster.planner.workload import Lengths, Workload
+from megatron_gvpo.planner import architecture
+from megatron_gvpo.planner.sharing import sharing
+from megatron_gvpo.planner.workload import Lengths, Workload
 
 CASES = {"150+850, k=5": (150, 850, 5, 1), "4000+1000, k=8": (4000, 1000, 8, 8)}  # prompt, response, k, scale
 MODEL = "Qwen/Qwen2.5-7B"
@@ -71,9 +71,9 @@ def measured(prompt: int, response: int, k: int, args: argparse.Namespace) -> di
     import torch
     import transformers
 
-    from megatron_gvpo.config.schema import build_config
     from megatron_gvpo.megatron import parallel
     from megatron_gvpo.megatron.policy import Policy
+    from megatron_gvpo.settings.load import build_config
     from megatron_gvpo.types import TrainBatch
 
     config = transformers.Qwen2Config(

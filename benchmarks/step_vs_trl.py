@@ -43,7 +43,7 @@ from typing import Any
 
 from parts.step.task import BATCH, CASES, Case, make_material
 
-from megatron_gvpo.versions import REFERENCE
+from megatron_gvpo.core.versions import REFERENCE
 
 ROOT = Path(__file__).parent.parent
 SIDES = ROOT / "benchmarks" / "parts" / "step" / "sides.py"

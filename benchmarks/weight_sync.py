@@ -47,20 +47,19 @@ from parts.sync.ranks import measure_ranks
 from parts.sync.server import ROOT, cpu_seconds, device, engine_python, served, two_gpus
 from torch import Tensor
 
-from megatron_gvpo.config.schema import Config
-from megatron_gvpo.data.tokenizer import load_tokenizer
-from megatron_gvpo.rollout.background_loop import BackgroundLoop
-from megatron_gvpo.rollout.launch.start import DIALECTS
-from megatron_gvpo.rollout.leader import Push
-from megatron_gvpo.rollout.pool import ServerPool
+from megatron_gvpo.huggingface.tokenizer import load_tokenizer
 from megatron_gvpo.sampling.local_model import LocalModel
-from megatron_gvpo.weights.adapters.transport import Adapter
+from megatron_gvpo.servers.launch.start import DIALECTS
+from megatron_gvpo.servers.leader import BackgroundLoop, Push
+from megatron_gvpo.servers.pool import ServerPool
+from megatron_gvpo.settings.config import Config
+from megatron_gvpo.weights.adapter import Adapter
 from megatron_gvpo.weights.broadcast import Broadcast
 from megatron_gvpo.weights.bucket import Bucket
 from megatron_gvpo.weights.delta import Delta
 from megatron_gvpo.weights.disk import Disk
 from megatron_gvpo.weights.node import NodeMemory
-from megatron_gvpo.weights.push import Publisher
+from megatron_gvpo.weights.publisher import Publisher
 from megatron_gvpo.weights.receivers import receiver_class
 from megatron_gvpo.weights.relay import ORDERS, Relays
 from megatron_gvpo.weights.shared import Shared

@@ -8,18 +8,19 @@ __version__ = "0.1.0"
 __all__ = ["Config", "Trainer", "__version__", "load_config"]
 
 if TYPE_CHECKING:
-    from megatron_gvpo.config.schema import Config, load_config
-    from megatron_gvpo.trainer import Trainer
+    from megatron_gvpo.settings.config import Config
+    from megatron_gvpo.settings.load import load_config
+    from megatron_gvpo.training.trainer import Trainer
 
 
 def __getattr__(name: str) -> Any:
     """Import the heavy parts when they are first used, so that `import megatron_gvpo` is cheap."""
     if name in ("Config", "load_config"):
-        from megatron_gvpo.config import schema
+        from megatron_gvpo import settings
 
-        return getattr(schema, name)
+        return getattr(settings, name)
     if name == "Trainer":
-        from megatron_gvpo.trainer import Trainer
+        from megatron_gvpo.training.trainer import Trainer
 
         return Trainer
     raise AttributeError(f"module 'megatron_gvpo' has no attribute {name!r}")

@@ -6,7 +6,7 @@ import traceback
 
 try:
     from megatron_gvpo.cli import main
-    from megatron_gvpo.config.redaction import hide
+    from megatron_gvpo.core.redaction import hide
 
     code = main()
 except KeyboardInterrupt:

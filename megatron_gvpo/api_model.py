@@ -18,12 +18,12 @@ from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 from typing import Any
 
-from megatron_gvpo.config.redaction import hide
-from megatron_gvpo.config.secrets import read_variable
+from megatron_gvpo.core.redaction import hide
+from megatron_gvpo.core.secrets import read_variable
+from megatron_gvpo.core.template import filled
+from megatron_gvpo.core.web import post_json
 from megatron_gvpo.groups import Group, Prompt, Rollout
-from megatron_gvpo.rewards.served.dialogue import as_text
-from megatron_gvpo.runtime.template import filled
-from megatron_gvpo.runtime.web import post_json
+from megatron_gvpo.rewards.judge import as_text
 
 log = logging.getLogger(__name__)
 _LINE = 300  # characters that an error message shows of an answer

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from megatron_gvpo.images.image import Image, image_of
+from megatron_gvpo.core.image import Image, image_of
 from megatron_gvpo.turns import Turn, turn_of
 
 Source = Literal["policy", "replay", "exit", "demonstration", "file"]
@@ -195,3 +195,6 @@ def rollout_of(fields: Mapping[str, Any]) -> Rollout:
     spans = [tuple(span) for span in fields["spans"]]
     turns = [turn_of(values) for values in fields.get("turns", ())]
     return Rollout(**{**fields, "spans": spans, "routing": routing, "turns": turns})
+
+
+LOST = "lost"  # the finish reason of a conversation whose environment failed; `text` says how

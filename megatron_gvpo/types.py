@@ -7,22 +7,33 @@ order), t packed tokens (prompts too), h hidden, v vocabulary shard.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from megatron_gvpo.groups import Group as Group
-from megatron_gvpo.groups import Prompt as Prompt
-from megatron_gvpo.groups import Rollout as Rollout
-from megatron_gvpo.groups import Routing as Routing
-from megatron_gvpo.groups import Scored as Scored
-from megatron_gvpo.images.image import Image
-from megatron_gvpo.runtime.lazy_torch import torch
+from megatron_gvpo.core.image import Image
+from megatron_gvpo.core.lazy_torch import torch
+from megatron_gvpo.groups import (
+    Group as Group,
+)
+from megatron_gvpo.groups import (
+    Prompt as Prompt,
+)
+from megatron_gvpo.groups import (
+    Rollout as Rollout,
+)
+from megatron_gvpo.groups import (
+    Routing as Routing,
+)
+from megatron_gvpo.groups import (
+    Scored as Scored,
+)
 from megatron_gvpo.turns import Segment, Turn, ends_of, segments
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 _DERIVED = (
     "length_n",
@@ -328,3 +339,6 @@ class LossInputs:
 # The former names of these types, which users' own losses and estimators may import for one more release.
 Rows = TrainBatch
 Totals = BatchTotals
+
+
+OnWait = Callable[[], None] | None

@@ -26,7 +26,7 @@ fi
 # images, every start would compile 5,700 modules again, for 14 s.
 PYTHONDONTWRITEBYTECODE="" "$dir/bin/python" -W ignore -c '
 import matplotlib.figure, pandas, torch
-import megatron_gvpo.rewards.math_answer, megatron_gvpo.trainer
+import megatron_gvpo.rewards.math_answer, megatron_gvpo.training.trainer
 from megatron_gvpo.megatron.cpu.bridge import import_bridge
 import_bridge()
 print("environment ready: torch", torch.__version__)'

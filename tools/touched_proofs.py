@@ -29,21 +29,26 @@ RUNS = ("runs", "checkpoint")
 # Rooms of tests for a path, by its longest prefix here; a path of a package's room also means the room of
 # tests with the same name. Pages and results touch nothing.
 ROOMS: dict[str, tuple[str, ...]] = {
-    "megatron_gvpo": (*RUNS, "rollout"),  # the trainer, its components and types
+    "megatron_gvpo": (*RUNS, "servers"),  # types, groups and turns
     "megatron_gvpo/algorithms": ("algorithms", "megatron", "runs"),
+    "megatron_gvpo/checks": ("settings", "cluster"),
     "megatron_gvpo/cli": ("cli",),
     "megatron_gvpo/cluster": ("cluster",),
-    "megatron_gvpo/config": ("config", "cluster"),
+    "megatron_gvpo/core": ("core", "cli", "cluster", *RUNS),
     "megatron_gvpo/data": ("data", "checkpoint"),
+    "megatron_gvpo/huggingface": ("settings", "megatron"),
     "megatron_gvpo/kernels": ("kernels", "megatron"),
     "megatron_gvpo/megatron": ("megatron", "checkpoint", "cpu"),
     "megatron_gvpo/observe": ("observe",),
+    "megatron_gvpo/planner": ("cluster",),
     "megatron_gvpo/rewards": ("rewards", "runs"),
-    "megatron_gvpo/rollout": ("rollout", "weights"),
-    "megatron_gvpo/runtime": ("cli", "cluster", *RUNS),
-    "megatron_gvpo/sampling": ("sampling", "rollout", *RUNS),
-    "megatron_gvpo/versions.txt": ("shipping", "rollout", "weights"),
-    "megatron_gvpo/weights": ("weights", "rollout"),
+    "megatron_gvpo/sampling": ("sampling", "servers", *RUNS),
+    "megatron_gvpo/servers": ("servers", "weights"),
+    "megatron_gvpo/settings": ("settings", "cluster"),
+    "megatron_gvpo/training": (*RUNS, "servers"),
+    "megatron_gvpo/versions.txt": ("shipping", "servers", "weights"),
+    "megatron_gvpo/weights": ("weights", "servers"),
+    "megatron_gvpo/workers": ("rewards", "conversations"),
     "slurm": ("cluster",),
     "benchmarks": (*RUNS, "shipping"),
     "benchmarks/results": (),
@@ -53,7 +58,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "setup.py": ("shipping",),
     "locks": ("shipping",),
     "examples": ("runs",),
-    "tools/engines": ("rollout", "weights"),
+    "tools/engines": ("servers", "weights"),
 }
 
 

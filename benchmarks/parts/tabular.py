@@ -17,7 +17,8 @@ from torch import Tensor
 
 from megatron_gvpo.algorithms.base import STEP_START
 from megatron_gvpo.algorithms.config import AlgorithmConfig
-from megatron_gvpo.types import BatchTotals, Group, LossInputs, Prompt, Rollout, TrainBatch
+from megatron_gvpo.groups import Group, Prompt, Rollout
+from megatron_gvpo.types import BatchTotals, LossInputs, TrainBatch
 
 PROMPTS, RESPONSES, RIGHT = 64, 40, 3
 PROMPTS_PER_STEP = 16

@@ -8,8 +8,8 @@ from pathlib import Path
 from openai import AsyncOpenAI, BadRequestError
 
 from megatron_gvpo.conversations import Reply
-from megatron_gvpo.conversations.programs import Endpoint
 from megatron_gvpo.groups import Prompt
+from megatron_gvpo.workers.program_worker import Endpoint
 
 solve = runpy.run_path(str(Path(__file__).with_name("agent.py")))["solve"]
 # One client for all rollouts: each would load its certificates, which takes longer than the agent does.

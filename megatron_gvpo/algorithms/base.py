@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, 
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from megatron_gvpo.config.section import EVERY_KEY, Section
-from megatron_gvpo.runtime.lazy_torch import torch
+from megatron_gvpo.core.lazy_torch import torch
+from megatron_gvpo.core.section import EVERY_KEY, Section
 from megatron_gvpo.types import BatchTotals, LossInputs, TrainBatch
 
 if TYPE_CHECKING:

@@ -7,14 +7,23 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from megatron_gvpo.algorithms.base import STEP_START, Advantage, Loss, Metrics, Reference, References, unless
+from megatron_gvpo.algorithms.base import (
+    STEP_START,
+    Advantage,
+    Loss,
+    Metrics,
+    Reference,
+    References,
+    unless,
+)
 from megatron_gvpo.algorithms.members.base import Member, MemberContext
 from megatron_gvpo.algorithms.shapers.base import Shaper, rewarded
-from megatron_gvpo.observe.metric_names import OF_EVERY_LOSS, check_name, own_names
-from megatron_gvpo.real_number import NoNumberError, real_number
-from megatron_gvpo.runtime.lazy_torch import torch
-from megatron_gvpo.runtime.user_functions import call_function, check_call, load_function, refused
-from megatron_gvpo.types import Group, LossInputs, TrainBatch
+from megatron_gvpo.core.lazy_torch import torch
+from megatron_gvpo.core.metric_names import OF_EVERY_LOSS, check_name, own_names
+from megatron_gvpo.core.real_number import NoNumberError, real_number
+from megatron_gvpo.core.user_functions import call_function, check_call, load_function, refused
+from megatron_gvpo.groups import Group
+from megatron_gvpo.types import LossInputs, TrainBatch
 
 if TYPE_CHECKING:
     from torch import Tensor

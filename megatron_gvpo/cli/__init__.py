@@ -24,13 +24,13 @@ from megatron_gvpo.cli import (
     serve,
     slurm,
     train,
+    verify,
     watch,
 )
 from megatron_gvpo.cli import eval as evaluate
 from megatron_gvpo.cli.terminal import PrintError, open_standard_streams, outliving_terminal, refuse
-from megatron_gvpo.config.errors import ConfigError
-from megatron_gvpo.verify import command as verify
-from megatron_gvpo.versions import own_version
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.core.versions import own_version
 
 COMMANDS = (
     train,

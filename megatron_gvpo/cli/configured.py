@@ -7,11 +7,11 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from megatron_gvpo.config.errors import ConfigError
-from megatron_gvpo.runtime.rank_variables import check_rank_variables
+from megatron_gvpo.core.environment import check_rank_variables
+from megatron_gvpo.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from megatron_gvpo.config.schema import Config
+    from megatron_gvpo.settings.config import Config
 
 MOST_PROCESSES = 1024  # on one machine
 
@@ -49,7 +49,7 @@ def add_step(parser: argparse.ArgumentParser, meaning: str) -> None:
 
 def check_step(config: Config, options: argparse.Namespace) -> None:
     """Raises ConfigError, which lists the steps, for a --step of which the run has no checkpoint."""
-    from megatron_gvpo.runs.earlier import check_step
+    from megatron_gvpo.runs.existing_run import check_step
 
     if options.step is not None:
         check_step(config.output_dir, options.step)
@@ -58,9 +58,9 @@ def check_step(config: Config, options: argparse.Namespace) -> None:
 def load(options: argparse.Namespace) -> Config:
     """The configuration that the arguments name. Raises ConfigError."""
     from megatron_gvpo.cli.terminal import say
-    from megatron_gvpo.config.redaction import SHORTEST
-    from megatron_gvpo.config.schema import load_config
-    from megatron_gvpo.config.secrets import literal_secrets, short_secrets
+    from megatron_gvpo.core.redaction import SHORTEST
+    from megatron_gvpo.core.secrets import literal_secrets, short_secrets
+    from megatron_gvpo.settings.load import load_config
 
     files = [word for word in options.config if "=" not in word]
     overrides = [word for word in options.config if "=" in word]

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_gvpo.cli.terminal import say
 from megatron_gvpo.cli.with_model import run_with_model
-from megatron_gvpo.config.errors import ConfigError
+from megatron_gvpo.core.errors import ConfigError
 
 
 def add_parser(commands: Any) -> None:
@@ -28,7 +28,7 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write TARGET, which must be empty or not exist. Raises ConfigError."""
-    from megatron_gvpo.config.checks.output_dir import check_empty
+    from megatron_gvpo.runs.existing_run import check_empty
 
     source, target = Path(options.source), Path(options.target)
     check_empty(target, f"TARGET={target}")
@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
         )
 
     def convert() -> None:
-        from megatron_gvpo.megatron.checkpoint.conversion import to_hugging_face, to_megatron
+        from megatron_gvpo.training.conversion import to_hugging_face, to_megatron
 
         if from_megatron:
             to_hugging_face(source, target, Path(options.like))

@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any
 
-from megatron_gvpo.config.errors import ConfigError
+from megatron_gvpo.core.errors import ConfigError
 
 TORCHRUN = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # set by torchrun for each rank
 
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _check_cluster(options: argparse.Namespace) -> int:
     """0: no rank differs; 1: one does, a link is slow, or ranks cannot meet; 2: wrong input."""
-    from megatron_gvpo.cluster.planner import workload
+    from megatron_gvpo.planner import workload
 
     try:
         gpu = workload.gpu(options.gpu) if options.gpu else None

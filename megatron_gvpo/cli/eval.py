@@ -9,7 +9,7 @@ from typing import Any
 from megatron_gvpo.cli import configured
 from megatron_gvpo.cli.terminal import loading, say
 from megatron_gvpo.cli.with_model import run_with_model
-from megatron_gvpo.runtime.heavy_imports import heavy_imports
+from megatron_gvpo.core.by_name import heavy_imports
 
 
 def add_parser(commands: Any) -> None:
@@ -24,21 +24,21 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the metrics of `model.path`, or of a checkpoint. Raises ConfigError."""
-    from megatron_gvpo.config.preflight import preflight
-    from megatron_gvpo.runtime.environment import prepare
+    from megatron_gvpo.checks.preflight import preflight
+    from megatron_gvpo.training.environment import prepare
 
     config = configured.load(options)
     preflight(config, "eval", configured.world_size(options))
     configured.check_step(config, options)
     if configured.is_launcher(options):
-        from megatron_gvpo.runtime.launch import launch
+        from megatron_gvpo.core.launch import launch
 
         return launch(options.nproc, options.given)
     prepare(config)
 
     def evaluate() -> None:
         with loading("the engine"), heavy_imports():
-            from megatron_gvpo.sampling.source import evaluate
+            from megatron_gvpo.training.evaluate import evaluate
         say(json.dumps(evaluate(config, options.resume or options.step is not None, options.step), indent=2))
 
     return run_with_model(evaluate)

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_gvpo.cli import configured
 from megatron_gvpo.cli.terminal import say
 from megatron_gvpo.cli.with_model import run_with_model
-from megatron_gvpo.config.errors import ConfigError
+from megatron_gvpo.core.errors import ConfigError
 
 
 def add_parser(commands: Any) -> None:
@@ -28,9 +28,9 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write the checkpoint to --out, which must be empty or not exist. Raises ConfigError."""
-    from megatron_gvpo.config.checks.output_dir import check_empty
-    from megatron_gvpo.config.preflight import preflight
-    from megatron_gvpo.runtime.environment import prepare
+    from megatron_gvpo.checks.preflight import preflight
+    from megatron_gvpo.runs.existing_run import check_empty
+    from megatron_gvpo.training.environment import prepare
 
     config = configured.load(options)
     preflight(config, "export", configured.world_size(options))
@@ -39,13 +39,13 @@ def run(options: argparse.Namespace) -> int:
     if options.adapter and config.model.adapter is None:
         raise ConfigError("--adapter: the run trains no adapters (model.adapter is not set)")
     if configured.is_launcher(options):
-        from megatron_gvpo.runtime.launch import launch
+        from megatron_gvpo.core.launch import launch
 
         return launch(options.nproc, options.given)
     prepare(config)
 
     def export() -> None:
-        from megatron_gvpo.megatron.checkpoint.conversion import checkpoint_to_hugging_face
+        from megatron_gvpo.training.conversion import checkpoint_to_hugging_face
 
         written = checkpoint_to_hugging_face(config, Path(options.out), options.step, options.adapter)
         say(f"step {written} written to {options.out}")

@@ -104,5 +104,5 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the plan, as a table or as JSON. Raises ConfigError."""
     with loading("the methods"):
-        from megatron_gvpo.cluster.planner.command import run as plan
+        from megatron_gvpo.planner.command import run as plan
     return plan(options)

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from megatron_gvpo.cli.terminal import loading
-from megatron_gvpo.config.errors import ConfigError
+from megatron_gvpo.core.errors import ConfigError
 
 
 def add_parser(commands: Any) -> None:

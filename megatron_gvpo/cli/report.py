@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_gvpo.cli.terminal import say
-from megatron_gvpo.config.errors import ConfigError
+from megatron_gvpo.core.errors import ConfigError
 
 
 def add_parser(commands: Any) -> None:
@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
 
     A page that `report` wrote before is replaced, and nothing else.
     """
-    from megatron_gvpo.config.named_file import PAGE, check_named_file, write_named_file
+    from megatron_gvpo.core.named_file import PAGE, check_named_file, write_named_file
     from megatron_gvpo.observe.report import Reporter, page_text
 
     check(options)

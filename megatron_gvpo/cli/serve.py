@@ -16,6 +16,6 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Keep the servers running until SIGTERM or SIGINT. Raises ConfigError."""
-    from megatron_gvpo.rollout.launch.serve import serve
+    from megatron_gvpo.servers.launch.serve import serve
 
     return serve(configured.load(options))

@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from megatron_gvpo.cli import configured
-from megatron_gvpo.config.errors import ConfigError
+from megatron_gvpo.core.errors import ConfigError
 
 
 def add_parser(commands: Any) -> None:

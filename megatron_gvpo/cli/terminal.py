@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from io import TextIOWrapper
 from typing import Any, TextIO, cast
 
-from megatron_gvpo.config.redaction import hide
+from megatron_gvpo.core.redaction import hide
 
 SILENCE = 1.0  # seconds before a notice says what is being loaded
 SCREENFUL, END = 2000, 400  # characters of an error's message that are shown, and of its end among them

@@ -14,8 +14,8 @@ from typing import Any
 from megatron_gvpo.cli import configured
 from megatron_gvpo.cli.terminal import loading, outliving_terminal, say
 from megatron_gvpo.cli.with_model import run_with_model
-from megatron_gvpo.runtime.heavy_imports import heavy_imports
-from megatron_gvpo.runtime.signals import stopping_signals
+from megatron_gvpo.core.by_name import heavy_imports
+from megatron_gvpo.core.signals import stopping_signals
 
 
 def add_parser(commands: Any) -> None:
@@ -44,9 +44,9 @@ def run(options: argparse.Namespace) -> int:
     """Check the configuration, then train: here, or in the ranks that it starts. Raises ConfigError."""
     with outliving_terminal(), ExitStack() as starting:
         starting.enter_context(_ends_at_once())
-        from megatron_gvpo.config.preflight import preflight
-        from megatron_gvpo.runs.earlier import earlier_of, finished
-        from megatron_gvpo.runtime.environment import prepare
+        from megatron_gvpo.checks.preflight import preflight
+        from megatron_gvpo.runs.existing_run import earlier_of, finished
+        from megatron_gvpo.training.environment import prepare
 
         if options.quiet:
             options.config.append("logging.progress=off")
@@ -60,15 +60,15 @@ def run(options: argparse.Namespace) -> int:
             say(said)
             return 0
         if configured.is_launcher(options):
-            from megatron_gvpo.runtime.launch import launch
+            from megatron_gvpo.core.launch import launch
 
             return launch(options.nproc, options.given)
         prepare(config)
 
         def train() -> None:
             with loading("the trainer"), heavy_imports():
-                from megatron_gvpo.callbacks import Recorder
-                from megatron_gvpo.trainer import Trainer
+                from megatron_gvpo.training.callbacks import Recorder
+                from megatron_gvpo.training.trainer import Trainer
             with loading(f"the model {config.model.path}"):
                 trainer = Trainer(
                     config,

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_gvpo.cli.report import add_runs, check
 from megatron_gvpo.cli.terminal import say
-from megatron_gvpo.config.errors import ConfigError
+from megatron_gvpo.core.errors import ConfigError
 
 
 def add_parser(commands: Any) -> None:

@@ -7,8 +7,8 @@ import signal
 from collections.abc import Callable
 
 from megatron_gvpo.cli.terminal import loading, quieten, refuse, say
-from megatron_gvpo.config.errors import ConfigError
-from megatron_gvpo.runtime.heavy_imports import heavy_imports
+from megatron_gvpo.core.by_name import heavy_imports
+from megatron_gvpo.core.errors import ConfigError
 
 
 def run_with_model(work: Callable[[], None]) -> int:
@@ -22,16 +22,15 @@ def run_with_model(work: Callable[[], None]) -> int:
     with loading("torch"), heavy_imports():
         import torch  # noqa: F401
     with loading("Megatron"), heavy_imports():
+        from megatron_gvpo.core.errors import CheckpointError
         from megatron_gvpo.megatron import parallel  # before megatron-core itself, which it prepares
-        from megatron_gvpo.megatron.checkpoint.sharded import CheckpointError
     with loading("transformers"), heavy_imports():
-        from megatron_gvpo.callbacks import OutputError
-        from megatron_gvpo.data.prompts import DataError
-        from megatron_gvpo.images.source import ImageError
-        from megatron_gvpo.rollout.request import RolloutError
+        from megatron_gvpo.core.errors import DataError, RolloutError
+        from megatron_gvpo.core.signals import Interrupted
+        from megatron_gvpo.core.user_functions import UserFunctionError
+        from megatron_gvpo.data.image_files import ImageError
         from megatron_gvpo.runs.hub import HubError
-        from megatron_gvpo.runtime.signals import Interrupted
-        from megatron_gvpo.runtime.user_functions import UserFunctionError
+        from megatron_gvpo.training.callbacks import OutputError
     gc.freeze()  # what the libraries made stays to the end: later collections need not look through it
 
     code = 0

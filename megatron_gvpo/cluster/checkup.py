@@ -22,11 +22,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_gvpo.cluster.doctor import find_version
-from megatron_gvpo.cluster.planner.workload import Gpu
-from megatron_gvpo.observe.gpus import driver_version
-from megatron_gvpo.rollout.launch.supervise import is_healthy
-from megatron_gvpo.runtime.collectives import all_gather_msgpack
-from megatron_gvpo.versions import COMPONENTS
+from megatron_gvpo.core.collectives import all_gather_msgpack
+from megatron_gvpo.core.gpus import driver_version
+from megatron_gvpo.core.versions import COMPONENTS
+from megatron_gvpo.planner.architecture import Gpu
+from megatron_gvpo.servers.launch.supervise import is_healthy
 
 PATIENCE = 60.0  # seconds until all ranks must have met and must see each other's files
 SKEW = 2.0  # seconds that clocks may differ

@@ -22,10 +22,10 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from megatron_gvpo import __version__
-from megatron_gvpo.config.checks.gpu_packages import cuda_of_torch, transformer_engine_is_partial
-from megatron_gvpo.conversations.sandbox.box import Sandbox
-from megatron_gvpo.observe.gpus import GIB, Gpu, driver_version, list_gpus
-from megatron_gvpo.versions import COMPONENTS, PYTHON_TESTED, REFERENCE, Component, own_version
+from megatron_gvpo.core.gpu_packages import cuda_of_torch, transformer_engine_is_partial
+from megatron_gvpo.core.gpus import GIB, Gpu, driver_version, list_gpus
+from megatron_gvpo.core.versions import COMPONENTS, PYTHON_TESTED, REFERENCE, Component, own_version
+from megatron_gvpo.workers.sandbox import Sandbox
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Finds the first failure of a job's ranks in their logs: `python -m megatron_gvpo.cluster.failures LOGS`.
 
-A rank that raises an exception records it in a file (`megatron_gvpo.cluster.rank`). A rank that is killed, or
+A rank that raises an exception records it in a file (`megatron_gvpo.cli.rank`). A rank that is killed, or
 ends before it can record anything, leaves no such file, but its torchrun reports it in the node's log. The
 exit code is 1 if a rank failed, and 0 if every rank that ended early was told to by a signal.
 """

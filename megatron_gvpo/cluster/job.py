@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatron_gvpo.config.errors import ConfigError
-from megatron_gvpo.config.preflight import preflight
-from megatron_gvpo.config.schema import Config
-from megatron_gvpo.runs.earlier import Earlier
+from megatron_gvpo.checks.preflight import preflight
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.runs.existing_run import Earlier
+from megatron_gvpo.settings.config import Config
 
 SHORTEST_NOTICE = 120  # seconds; Slurm may send its signal up to a minute early
 # sbatch options that the script sets itself, each with the option that a user should change instead.

@@ -18,14 +18,15 @@ from pathlib import Path
 import jinja2
 
 from megatron_gvpo.cluster.job import Job
-from megatron_gvpo.config.named_file import write_named_file
-from megatron_gvpo.config.schema import Config, ConfigError
-from megatron_gvpo.rewards.served.sections import started_gpus
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.core.named_file import write_named_file
+from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.gpus_of_servers import started_gpus
 
 WRITTEN = "#!/bin/bash\n# Written by: megatron-gvpo"  # every script begins with this
 SECONDS_TO_SUBMIT = 60
 SECONDS_TO_SCHEDULE = 10
-RANK = ("-m", "megatron_gvpo.cluster.rank")  # torchrun runs this module with a command or a program
+RANK = ("-m", "megatron_gvpo.cli.rank")  # torchrun runs this module with a command or a program
 
 
 class SlurmError(RuntimeError):

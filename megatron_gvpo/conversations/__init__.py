@@ -1,5 +1,5 @@
 """Conversations of the policy with environments and tools."""
 
-from megatron_gvpo.conversations.environment import Environment, Outage, Reply
+from megatron_gvpo.workers.environment import Environment, Outage, Reply
 
 __all__ = ["Environment", "Outage", "Reply"]

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple, Protocol
 
-from megatron_gvpo.conversations.config import ConversationConfig
 from megatron_gvpo.conversations.environments import EnvironmentLost, Episode
-from megatron_gvpo.conversations.places import Ends, Place
-from megatron_gvpo.conversations.template import Template
-from megatron_gvpo.conversations.worker import too_long
-from megatron_gvpo.data.sources import DataError
-from megatron_gvpo.groups import Rollout
-from megatron_gvpo.rollout.request import Request, derived_seed
+from megatron_gvpo.core.errors import DataError
+from megatron_gvpo.data.chat_template import Template
+from megatron_gvpo.groups import LOST, Rollout
+from megatron_gvpo.servers.request import Request, derived_seed
+from megatron_gvpo.settings.conversation import ConversationConfig
 from megatron_gvpo.turns import Turn
+from megatron_gvpo.workers.environment_worker import too_long
 
 Say = Callable[[Request], Awaitable[Rollout]]  # the policy's next turn, as the response to a context
 _NOTES = 8  # messages of an answer that notes stand for, one by one; else one note for all
-LOST = "lost"  # the finish reason of a conversation whose environment failed; `text` says how
 
 
 @dataclass(frozen=True)
@@ -172,3 +171,82 @@ def _followed(
         return template.followed(prompt, ended, before, answer)
     except DataError as error:
         raise EnvironmentLost(str(error)) from None
+
+
+# Where the context of a turn begins: the tokens that it shares with an earlier turn, or with the prompt.
+
+
+class Place(NamedTuple):
+    """Where a context begins: with `keep` tokens of what the turn `after` ended with (-1: the prompt)."""
+
+    after: int
+    keep: int | None  # None: all
+    shared: int  # tokens
+
+
+class _End(NamedTuple):
+    """The end of a turn: `shared` tokens of another's end, and the tokens that it added."""
+
+    after: int
+    shared: int
+    added: tuple[int, ...]
+
+    @property
+    def length(self) -> int:
+        return self.shared + len(self.added)
+
+
+class Ends:
+    """The tokens with which the prompt and every turn ended. A token that several of them share is kept once.
+
+    So a conversation takes as much memory as it has tokens, however many turns repeat them.
+    """
+
+    def __init__(self, prompt: Sequence[int]) -> None:
+        self._ends = [_End(-1, 0, tuple(prompt))]  # the prompt's, and then the turns'
+
+    def place(self, context: tuple[int, ...]) -> Place:
+        """The beginning that shares most tokens with it; of several, a whole one, then the latest."""
+        shared: list[int] = []
+        for after, begin, added in self._ends:
+            if begin and shared[after] < begin:
+                shared.append(shared[after])
+            else:
+                shared.append(begin + _common(added, context[begin : begin + len(added)]))
+        i = max(range(len(shared)), key=lambda i: (shared[i], shared[i] == self._ends[i].length, i))
+        return Place(i - 1, None if shared[i] == self._ends[i].length else shared[i], shared[i])
+
+    def add(self, place: Place, given: Sequence[int], said: Sequence[int]) -> None:
+        """Add a turn: what its context has after the place, and its own tokens."""
+        self._ends.append(_End(place.after + 1, place.shared, (*given, *said)))
+
+    def end(self, turn: int) -> tuple[int, ...]:
+        """The turn's context and own tokens."""
+        after, shared, added = self._ends[turn + 1]
+        parts = [added]
+        while shared:
+            after, begin, added = self._ends[after]
+            parts.append(added[: max(shared - begin, 0)])
+            shared = min(shared, begin)
+        return tuple(chain.from_iterable(reversed(parts)))
+
+
+def _common(first: tuple[int, ...], second: tuple[int, ...]) -> int:
+    """How many tokens two sequences begin with in common."""
+    low, high = 0, min(len(first), len(second))
+    if first[:high] == second[:high]:
+        return high
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if first[:middle] == second[:middle] else (low, middle - 1)
+    return low
+
+
+class Policy(Protocol):
+    """The policy in the conversations of a batch, which have numbers."""
+
+    async def say(self, conversation: int, request: Request) -> Rollout:
+        """The policy's next turn in the conversation: one response to the request. Raises RolloutError."""
+
+    def ended(self, conversation: int) -> None:
+        """The conversation needs no more turns."""

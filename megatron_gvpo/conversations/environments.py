@@ -10,16 +10,15 @@ from itertools import count
 from types import TracebackType
 from typing import Self
 
-from megatron_gvpo.config.errors import ConfigError
-from megatron_gvpo.conversations.config import ConversationConfig
-from megatron_gvpo.conversations.process import Answer, EnvironmentProcess, StepFailed
-from megatron_gvpo.conversations.tools import tool_message
-from megatron_gvpo.conversations.worker import TOOLS
+from megatron_gvpo.core.errors import ConfigError, RolloutError
+from megatron_gvpo.core.user_functions import contents
 from megatron_gvpo.groups import Prompt
-from megatron_gvpo.rewards.printed import Printout
-from megatron_gvpo.rewards.wire import WireError, prompt_bytes
-from megatron_gvpo.rollout.request import RolloutError
-from megatron_gvpo.runtime.user_functions import contents
+from megatron_gvpo.settings.conversation import ConversationConfig
+from megatron_gvpo.workers.environment_process import Answer, EnvironmentProcess, StepFailed
+from megatron_gvpo.workers.environment_worker import TOOLS
+from megatron_gvpo.workers.messages import WireError, prompt_bytes
+from megatron_gvpo.workers.output import Printout
+from megatron_gvpo.workers.tools import tool_message
 
 ATTEMPTS = 2  # a step that fails so often is not tried again
 AT_ONCE = 64  # steps that run at once in a process at most, where they overlap

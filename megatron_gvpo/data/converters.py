@@ -8,9 +8,13 @@ wording of prompts is that of the recipes which made a data set known.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron_gvpo.rewards.boxed import boxed
+from megatron_gvpo.data.boxed import boxed
+
+if TYPE_CHECKING:
+    from megatron_gvpo.groups import Rollout
+
 
 Record = Mapping[str, Any]
 
@@ -86,3 +90,26 @@ def _answer(record: Record) -> str | None:
     given = [record.get(name) for name in ("answer", "expected_answer")]
     given.append(boxed(str(record.get("solution") or "")))
     return next((str(value).strip() for value in given if value is not None and str(value).strip()), None)
+
+
+# Beginnings of conversations as data records: Cobalt trains the next turn of each.
+
+
+def beginnings(
+    record: Mapping[str, Any], rollout: Rollout, prompt_key: str = "prompt", earlier_key: str = "earlier"
+) -> list[dict[str, Any]]:
+    """A record for every turn of the policy: the chat before it, and what the policy said in earlier turns.
+
+    The fields of `record` stay; `prompt_key` is the prompt there, a text or chat messages, and becomes chat
+    messages. `earlier_key` is for `rollout.conversation.earlier_key`. Partial trajectories as contextual
+    prompts (OSU-NLP-Group/cobalt).
+    """
+    prompt = record[prompt_key]
+    chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
+    found, said = list[dict[str, Any]](), list[str]()
+    for message in rollout.messages:
+        if message["role"] == "assistant":
+            found.append({**record, prompt_key: list(chat), earlier_key: list(said)})
+            said.append(message["content"])
+        chat.append(dict(message))
+    return found

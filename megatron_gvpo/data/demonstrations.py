@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_gvpo.conversations.template import Template
-from megatron_gvpo.data.end_tokens import ended
+from megatron_gvpo.core.errors import DataError
+from megatron_gvpo.data.chat_template import Template
 from megatron_gvpo.data.roles import check_names, check_tools
-from megatron_gvpo.data.sources import DataError
 from megatron_gvpo.groups import Chat
+from megatron_gvpo.huggingface.end_tokens import ended
 from megatron_gvpo.turns import Turn
 
 if TYPE_CHECKING:

@@ -9,21 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 from urllib.parse import parse_qsl
 from zlib import crc32
 
+from megatron_gvpo.settings.built_in_rewards import check_installed
+
 PREFIX = "reasoning_gym:"
 KEY = "reasoning_gym"  # the record's field that says which problem it is
-
-
-def check_installed() -> None:
-    """Raises ValueError, with a remedy, where the package is missing."""
-    if find_spec("reasoning_gym") is None:
-        raise ValueError(
-            "the package reasoning-gym is not installed: pip install 'megatron-gvpo[reasoning-gym]'"
-        )
 
 
 def generated_problems(path: str, split: str) -> Iterator[dict[str, Any]]:

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_gvpo.data.sources import DataError
+from megatron_gvpo.algorithms.curriculum.tracker import Counts, Record
+from megatron_gvpo.core.errors import DataError
+from megatron_gvpo.core.real_number import finite_number
+from megatron_gvpo.core.yaml_files import cut
+
+if TYPE_CHECKING:
+    from megatron_gvpo.algorithms.curriculum.prompts import PromptChoice
+    from megatron_gvpo.algorithms.curriculum.tracker import Tracker
+    from megatron_gvpo.groups import Group, Prompt
 
 
 class PromptOrder:
@@ -55,3 +64,101 @@ class PromptOrder:
         if self._shuffle:
             np.random.default_rng((self._seed, epoch)).shuffle(order)
         return [int(i) for i in order]
+
+
+# Success counts of every prompt from earlier responses, and batches of prompts drawn by them.
+
+
+class SuccessTracker:
+    """Beta counts of the prompts that were visited, by their id."""
+
+    def __init__(self, rule: Tracker) -> None:
+        self.rule = rule
+        self._counts: dict[str, Counts] = {}
+
+    def known(self, prompt: Prompt, field: str | None = None) -> Record | None:
+        """The record of a prompt; before its first visit from the rate in `field` of its data, else None."""
+        if (counts := self._counts.get(prompt.id)) is not None:
+            success = counts.won / (counts.won + counts.lost)
+            return Record(success, self.rule.posterior(counts), sum(counts))
+        stated = prompt.record.get(field) if field else None
+        return None if stated is None else Record(float(stated), float(stated), self.rule.weight)
+
+    def expected_reward(self, prompt: Prompt) -> float:
+        """The prior of a prompt's reward."""
+        return self.rule.reward(self.rule.posterior(self._counts.get(prompt.id, self.rule.start)))
+
+    def learn(self, groups: Sequence[Group]) -> None:
+        """Count the rewards of the policy's own responses."""
+        for group in groups:
+            rewards = [rollout.reward for rollout in group.rollouts if rollout.source == "policy"]
+            if rewards:
+                before = self._counts.get(group.prompt.id, self.rule.start)
+                self._counts[group.prompt.id] = self.rule.updated(before, rewards)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {prompt: list(counts) for prompt, counts in self._counts.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._counts = {prompt: Counts(*counts) for prompt, counts in state.items()}
+
+
+class WeightedOrder:
+    """Batches of prompts drawn by weight, without repetition in a batch, in place of a `PromptOrder`.
+
+    A draw depends on the seed, its number and the tracker's counts, and on nothing else.
+    """
+
+    def __init__(
+        self, prompts: Sequence[Prompt], seed: int, by: PromptChoice, tracker: SuccessTracker
+    ) -> None:
+        self._prompts, self._seed, self._by, self._tracker = prompts, seed, by, tracker
+        self._draws = 0
+        if (field := by.stated_in) is not None:
+            _check_rates(prompts, field)
+
+    def take(self, k: int) -> list[int]:
+        """Indices of `k` prompts; a prompt repeats only where `k` exceeds the number of prompts."""
+        taken: list[int] = []
+        while len(taken) < k:
+            taken += self._draw(min(k - len(taken), len(self._prompts)))
+        return taken
+
+    def _draw(self, k: int) -> list[int]:
+        known = [self._tracker.known(prompt, self._by.stated_in) for prompt in self._prompts]
+        weight = np.array([self._by.weight(record) for record in known])
+        generator = np.random.default_rng((self._seed, self._draws))
+        self._draws += 1
+        # The k smallest of exponential times with these rates: prompts of weight 0 come last.
+        with np.errstate(divide="ignore"):
+            times = generator.exponential(size=len(weight)) / weight
+        order = np.lexsort((generator.random(len(weight)), times))
+        return [int(i) for i in order[:k]]
+
+    def seed_for_next(self) -> int:
+        return int(np.random.SeedSequence((self._seed, 1, self._draws)).generate_state(1)[0])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": len(self._prompts), "draws": self._draws}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises DataError if the state is of another data set, or of another order."""
+        if state.get("count") != len(self._prompts) or "draws" not in state:
+            raise DataError(
+                f"the checkpoint was trained on {state.get('count')} prompts, and data.train now has "
+                f"{len(self._prompts)}, or drawn otherwise (algorithm.prompts): resume with the same settings"
+            )
+        self._draws = state["draws"]
+
+
+def _check_rates(prompts: Sequence[Prompt], field: str) -> None:
+    """Raises DataError for a stated success rate that is none: percentages would turn the order round."""
+    for prompt in prompts:
+        if (rate := prompt.record.get(field)) is None:
+            continue
+        number = finite_number(rate)
+        if number is None or not 0 <= number <= 1:
+            raise DataError(
+                f"prompt {prompt.id}: field {field!r} (algorithm.prompts.field) is {cut(repr(rate))}: want a "
+                "success rate from 0 to 1"
+            )

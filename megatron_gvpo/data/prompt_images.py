@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_gvpo.data.sources import DataError, Record
-from megatron_gvpo.images.families import takes_images
-from megatron_gvpo.images.image import Image
-from megatron_gvpo.images.source import ImageError, shown
+from megatron_gvpo.core.errors import DataError
+from megatron_gvpo.core.image import Image
+from megatron_gvpo.data.image_files import ImageError, shown
+from megatron_gvpo.data.sources import Record
+from megatron_gvpo.huggingface.image_families import takes_images
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,7 +24,7 @@ class PromptImages:
 
     def __init__(self, path: str, model: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
         """`model`: the config.json of the directory `path`. Raises DataError."""
-        from megatron_gvpo.images.processor import ImageProcessor  # loads torch
+        from megatron_gvpo.data.image_processor import ImageProcessor  # loads torch
 
         try:
             self._processor = ImageProcessor(path)

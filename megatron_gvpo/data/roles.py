@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError, nodes
 
-from megatron_gvpo.data.bounded_templates import environment
-from megatron_gvpo.data.sources import DataError
+from megatron_gvpo.core.errors import DataError
+from megatron_gvpo.huggingface.bounded_templates import environment
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -9,18 +9,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow
-import pyarrow.parquet
 
-from megatron_gvpo.config.plain_values import each_once
+from megatron_gvpo.core.errors import DataError
+from megatron_gvpo.core.user_functions import described, load_function
+from megatron_gvpo.core.yaml_files import each_once
 from megatron_gvpo.data.generated import PREFIX, generated_problems
-from megatron_gvpo.images.source import data_url
-from megatron_gvpo.runtime.user_functions import described, load_function
+from megatron_gvpo.data.image_files import data_url
 
 LONGEST_LINE = 2**24  # bytes of a record
-
-
-class DataError(ValueError):
-    """Data that cannot be trained on; the message names the file, line and field."""
 
 
 class Record(NamedTuple):

@@ -6,16 +6,17 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron_gvpo.config.checks.lengths import longest_prompt
-from megatron_gvpo.config.schema import Config, ConfigError, read_model_config
-from megatron_gvpo.conversations.parsers import parser_of
-from megatron_gvpo.conversations.template import Template
-from megatron_gvpo.conversations.tools import tool_schemas
-from megatron_gvpo.data.end_tokens import end_token_ids
+from megatron_gvpo.core.errors import ConfigError, DataError
+from megatron_gvpo.data.chat_template import Template
 from megatron_gvpo.data.prompt_images import PromptImages, prompt_images
-from megatron_gvpo.data.prompts import DataError, load_prompts
-from megatron_gvpo.data.tokenizer import end_token_id, load_tokenizer
-from megatron_gvpo.types import Prompt
+from megatron_gvpo.data.prompts import load_prompts
+from megatron_gvpo.data.tool_calls import parser_of
+from megatron_gvpo.groups import Prompt
+from megatron_gvpo.huggingface.config_json import read_model_config
+from megatron_gvpo.huggingface.end_tokens import end_token_ids
+from megatron_gvpo.huggingface.tokenizer import end_token_id, load_tokenizer
+from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.lengths import longest_prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,8 +34,11 @@ class Task:
     images: PromptImages | None = None  # of a model that takes images
 
 
-def load_task(config: Config) -> Task:
-    """Read the data; no model is loaded, so bad data costs seconds. Raises ConfigError, DataError."""
+def load_task(config: Config, tools: tuple[dict[str, Any], ...] = ()) -> Task:
+    """Read the data; no model is loaded, so bad data costs seconds. Raises ConfigError, DataError.
+
+    `tools`: the schemas of the tools that the policy may call, which chat templates write into prompts.
+    """
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     end = end_token_id(tokenizer)
     model = read_model_config(config.model.path)
@@ -49,7 +53,7 @@ def load_task(config: Config) -> Task:
     ends = end_token_ids(config.model.path, tokenizer, config.rollout.stop_token_ids, chat)
     positions = None if config.algorithm.samples_from_policy else model.get("max_position_embeddings")
     longest = longest_prompt(config, model)
-    tools = _tools(config)
+    _check_parser(config)
     images = prompt_images(config.model.path, model, tokenizer)
     data, held_out = config.data, config.data.eval
     common: dict[str, Any] = {"longest": longest, "end_token_ids": ends, "tools": tools, "images": images}
@@ -71,21 +75,15 @@ def load_task(config: Config) -> Task:
     return task
 
 
-def _tools(config: Config) -> tuple[dict[str, Any], ...]:
-    """The schemas of the tools that the policy may call. Raises ConfigError."""
+def _check_parser(config: Config) -> None:
+    """Raises ConfigError for a parser of tool calls that cannot be had."""
     talks = config.rollout.conversation
     if talks is None:
-        return ()
+        return
     try:
         parser_of(talks.parser)
     except ValueError as error:
         raise ConfigError(f"rollout.conversation.parser={talks.parser}: {error}") from None
-    if not talks.has_tools:
-        return ()
-    try:
-        return tuple(tool_schemas(talks.tools, [server.model_dump() for server in talks.mcp]))
-    except ValueError as error:
-        raise ConfigError(f"rollout.conversation.{error}") from None
 
 
 def _check_turns(config: Config, prompts: list[Prompt]) -> None:

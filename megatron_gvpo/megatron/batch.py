@@ -13,8 +13,9 @@ from itertools import accumulate, groupby, zip_longest
 import torch
 from torch import Tensor
 
-from megatron_gvpo.config.checks.parallel_layout import Padding
-from megatron_gvpo.types import Routing, TrainBatch, on_device
+from megatron_gvpo.groups import Routing
+from megatron_gvpo.settings.padding import Padding
+from megatron_gvpo.types import TrainBatch, on_device
 
 
 @dataclass

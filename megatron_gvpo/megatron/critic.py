@@ -13,13 +13,13 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from torch import Tensor
 
 from megatron_gvpo.algorithms.advantages.gae import Critic as CriticOptions
-from megatron_gvpo.config.schema import Config
 from megatron_gvpo.megatron import forward
 from megatron_gvpo.megatron.batch import PackedBatch
 from megatron_gvpo.megatron.microbatch import detached, floats, my_share, sum_over_ranks
 from megatron_gvpo.megatron.model.build import build
 from megatron_gvpo.megatron.model.model import Model
 from megatron_gvpo.megatron.optimizer import Optimizer
+from megatron_gvpo.settings.config import Config
 from megatron_gvpo.types import BatchTotals, TrainBatch
 
 

@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron_gvpo.core.collectives import all_gather_msgpack
 from megatron_gvpo.megatron.device_memory import storages
 from megatron_gvpo.megatron.model.model import Model
 from megatron_gvpo.megatron.optimizer import Optimizer
-from megatron_gvpo.runtime.collectives import all_gather_msgpack
 
 GIB = 2**30
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -11,11 +12,172 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_gvpo.megatron.microbatch_plan import plan
+from megatron_gvpo.core.collectives import all_gather_msgpack
 from megatron_gvpo.megatron.model.model import Model
-from megatron_gvpo.megatron.pieces import Pieces
-from megatron_gvpo.runtime.collectives import all_gather_msgpack
+from megatron_gvpo.turns import Segment, Turn
 from megatron_gvpo.types import TrainBatch
+
+# The plan of an optimizer step: which rank computes which rows in which micro-batch.
+#
+# The plan is a pure function of the rows, so that every rank computes the same one. Whole groups stay
+# together if the token budget allows it. batch.py packs the rows of a micro-batch.
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`micro_batches[dp_rank][i]` are row indices, ascending: a loss sees rows in the order of the step.
+
+    All ranks have equally many micro-batches; some may be empty.
+    `split_groups`: a group is divided between micro-batches, so sums over it need a scoring pass.
+    """
+
+    micro_batches: list[list[list[int]]]
+    split_groups: bool
+
+
+def plan(
+    rows: TrainBatch,
+    dp_size: int,
+    max_tokens: int,
+    hidden_size: int,
+    keep_groups: bool = True,
+    multiple: int = 1,
+    share_prompts: bool = False,
+) -> Plan:
+    """Distribute rows over data-parallel ranks and micro-batches of at most `max_tokens` tokens.
+
+    The plan balances cost: tokens for the linear layers plus squared lengths for attention. A sequence
+    longer than `max_tokens` gets a micro-batch of its own. Every rank gets a `multiple` of micro-batches, as
+    an interleaved pipeline needs; some are empty if there are too few rows. `share_prompts`: a row with the
+    same prompt as the row before it in its group adds only its response.
+    """
+    tokens = list(rows.tokens)
+    items, split = _items(rows, tokens, max_tokens, keep_groups, share_prompts)
+    if share_prompts:  # count an item's tokens as PackedBatch.pack will pack them
+        for item in items:
+            for before, i in pairwise(item):
+                if rows.prompt_ids[before] == rows.prompt_ids[i]:
+                    tokens[i] = len(rows.response_ids[i])
+    cost = [t * (1 + t / (6 * hidden_size)) for t in tokens]
+    items.sort(key=lambda item: -sum(cost[i] for i in item))
+    least = sum(min(t, max_tokens) for t in tokens)  # a longer sequence takes one micro-batch
+    count = max(1, -(-least // (max_tokens * dp_size)))
+    count += -count % multiple
+    while (bins := _fill(items, tokens, cost, count * dp_size, dp_size, max_tokens)) is None:
+        count += multiple
+    return Plan([[sorted(part) for part in bins[r::dp_size]] for r in range(dp_size)], split)
+
+
+def _items(
+    rows: TrainBatch, tokens: list[int], max_tokens: int, keep_groups: bool, share_prompts: bool
+) -> tuple[list[list[int]], bool]:
+    """Return (indivisible units, True if a group is split): groups that fit the budget, else single rows."""
+    if not keep_groups:
+        return [[i] for i in range(len(rows))], True
+    members: dict[int, list[int]] = {}
+    for i, group in enumerate(rows.group_n.tolist()):
+        members.setdefault(group, []).append(i)
+    items: list[list[int]] = []
+    split = False
+    for group_rows in members.values():
+        size = sum(tokens[i] for i in group_rows)
+        if share_prompts:
+            pairs = [(a, b) for a, b in pairwise(group_rows) if rows.prompt_ids[a] == rows.prompt_ids[b]]
+            size -= sum(len(rows.prompt_ids[b]) for _, b in pairs)
+        if size <= max_tokens or len(group_rows) == 1:
+            items.append(group_rows)
+        else:
+            split = True
+            items.extend([i] for i in group_rows)
+    return items, split
+
+
+def _fill(
+    items: list[list[int]], tokens: list[int], cost: list[float], bins: int, dp_size: int, max_tokens: int
+) -> list[list[int]] | None:
+    """Put items, sorted by falling cost, into bins under the token budget; None if an item does not fit.
+
+    Each item goes to the rank with the least cost so far, and there into the bin with the least cost
+    (longest-processing-time scheduling). Bin b belongs to rank b % dp_size.
+    """
+    content: list[list[int]] = [[] for _ in range(bins)]
+    used, load, rank_load = [0] * bins, [0.0] * bins, [0.0] * dp_size
+    for item in items:
+        size = sum(tokens[i] for i in item)
+        room = [b for b in range(bins) if used[b] + size <= max_tokens or not content[b]]
+        if not room:
+            return None
+        best = min(room, key=lambda b: (rank_load[b % dp_size], load[b]))
+        item_cost = sum(cost[i] for i in item)
+        content[best] += item
+        used[best] += size
+        load[best] += item_cost
+        rank_load[best % dp_size] += item_cost
+    return content
+
+
+# Conversations that do not fit into a micro-batch, divided by segment into rows of their own.
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Rows, some of which are divided: a piece is a whole row, or one segment of a row."""
+
+    row_n: list[int]  # the row of every piece
+    token_r: Tensor  # int64: of every token of the pieces, its place in the rows' token columns
+    segment_n: list[Segment | None]  # None: the whole row
+
+    @staticmethod
+    def divide(rows: TrainBatch, max_tokens: int) -> Pieces | None:
+        """Divide the rows of several segments and more than `max_tokens` tokens; None if there is none."""
+        over = [i for i, tokens in enumerate(rows.tokens) if tokens > max_tokens and rows.turns]
+        cut = {i: found for i in over if len(found := rows.segments(i)) > 1}
+        if not cut:
+            return None
+        row_n: list[int] = []
+        spans: list[Tensor] = []
+        segment_n: list[Segment | None] = []
+        for i, (offset, end) in enumerate(zip(rows.offsets[:-1], rows.offsets[1:], strict=True)):
+            if i not in cut:
+                row_n.append(i)
+                segment_n.append(None)
+                spans.append(torch.arange(offset, end))
+            for segment in cut.get(i, ()):
+                row_n.append(i)
+                segment_n.append(segment)
+                spans += [torch.arange(offset + own, offset + own + n) for _, own, n in segment.own]
+        return Pieces(row_n, torch.cat(spans), segment_n)
+
+    def of(self, rows: TrainBatch) -> TrainBatch:
+        """The pieces of `rows` as rows, with all columns; a piece has its row's values.
+
+        Sums over a row's tokens are not those of its pieces: a loss is computed on whole rows.
+        """
+        whole = rows.select(self.row_n)  # a divided row's tokens once for every piece
+        token_columns = {
+            f.name: column[self.token_r]
+            for f in fields(rows)
+            if f.name.endswith("_r") and (column := getattr(rows, f.name)) is not None
+        }
+        prompts, responses, turns = list(whole.prompt_ids), list(whole.response_ids), list(whole.turns or [])
+        for n, segment in enumerate(self.segment_n):
+            if segment is not None:
+                prompts[n], responses[n], turns[n] = _as_row(segment)
+        return replace(
+            whole, prompt_ids=prompts, response_ids=responses, turns=turns, routing=None, **token_columns
+        )
+
+
+def _as_row(segment: Segment) -> tuple[list[int], list[int], list[Turn]]:
+    """(prompt, own tokens, turns) of a row that is this segment alone."""
+    prompt, own = segment.ids[: segment.own[0][0]], list[int]()
+    turns: list[Turn] = []
+    end = len(prompt)
+    for place, _, count in segment.own:
+        turns.append(Turn(len(own), len(turns) - 1, None, tuple(segment.ids[end:place])))
+        end = place + count
+        own += segment.ids[place:end]
+    return prompt, own, turns
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,11 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
-from megatron_gvpo.config.schema import ConfigError, ModelConfig, OptimizerConfig
+from megatron_gvpo.core.collectives import first_problem
+from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.megatron.model.model import Model
 from megatron_gvpo.megatron.parallel import megatron_device
-from megatron_gvpo.runtime.collectives import first_problem
+from megatron_gvpo.settings.sections import ModelConfig, OptimizerConfig
 
 
 @dataclass(frozen=True)
@@ -239,7 +240,7 @@ def _host_and_device() -> Iterator[None]:
     """Context to build an optimizer that works on both host and device."""
     with contextlib.ExitStack() as modes:
         if not torch.cuda.is_available():
-            from megatron_gvpo.megatron.cpu.offload import HostCopies
+            from megatron_gvpo.megatron.cpu.spec import HostCopies
 
             modes.enter_context(HostCopies())
         # In fp32 Megatron passes views of the weights, and PyTorch's optimizers accept only leaf tensors.

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_gvpo.config.checks.gpu_packages import check_no_gpu_is_missed, check_no_null_cuda
-from megatron_gvpo.config.schema import ParallelConfig
-from megatron_gvpo.runtime.store import meet
+from megatron_gvpo.core.gpu_packages import check_no_gpu_is_missed, check_no_null_cuda
+from megatron_gvpo.core.store import meet
+from megatron_gvpo.settings.parallel import ParallelConfig
 
 # Set these before the import: Megatron logs the modules that it cannot import, and later every parameter.
 logging.getLogger("megatron").setLevel(logging.WARNING)

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_gvpo.algorithms.base import TEACHER, Loss, token_weights
-from megatron_gvpo.config.schema import Config
+from megatron_gvpo.core.collectives import first_problem
+from megatron_gvpo.core.user_functions import UserFunctionError
 from megatron_gvpo.kernels.divergence import Divergence
 from megatron_gvpo.kernels.linear_logprob import LinearLogprob
 from megatron_gvpo.megatron import forward
@@ -28,11 +29,9 @@ from megatron_gvpo.megatron.model.model import Model
 from megatron_gvpo.megatron.optimizer import Optimizer, Update
 from megatron_gvpo.megatron.reference_weights import ReferenceWeights
 from megatron_gvpo.megatron.scorer import Scorer
-from megatron_gvpo.megatron.teacher.divergence import HeadDivergence
-from megatron_gvpo.megatron.teacher.model import Teacher
-from megatron_gvpo.megatron.teacher.states import teacher_states
-from megatron_gvpo.runtime.collectives import first_problem
-from megatron_gvpo.runtime.user_functions import UserFunctionError
+from megatron_gvpo.megatron.teacher import Teacher, teacher_states
+from megatron_gvpo.megatron.teacher_head import HeadDivergence
+from megatron_gvpo.settings.config import Config
 from megatron_gvpo.types import BatchTotals, LossInputs, TrainBatch
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_gvpo.config.schema import Config
 from megatron_gvpo.kernels.linear_logprob import LinearLogprob
 from megatron_gvpo.megatron import forward, parallel
 from megatron_gvpo.megatron.device_memory import DeviceMemory
@@ -16,6 +15,7 @@ from megatron_gvpo.megatron.microbatch import my_share
 from megatron_gvpo.megatron.model.build import build
 from megatron_gvpo.megatron.model.model import Model
 from megatron_gvpo.megatron.model.own_weights import OwnWeights
+from megatron_gvpo.settings.config import Config
 from megatron_gvpo.types import TrainBatch
 
 

@@ -7,7 +7,7 @@ import threading
 from types import TracebackType
 from typing import Self
 
-from megatron_gvpo.observe.gpus import read_gpus
+from megatron_gvpo.core.gpus import read_gpus
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol, Self
 if TYPE_CHECKING:
     import torch.profiler
 
-    from megatron_gvpo.config.schema import LoggingConfig
+    from megatron_gvpo.settings.sections import LoggingConfig
 
 
 def profile_window(logging: LoggingConfig, output_dir: Path, rank: int) -> ProfileWindow:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Literal, Protocol, Self, TextIO
 
-from megatron_gvpo.config.redaction import hide
+from megatron_gvpo.core.redaction import hide
 from megatron_gvpo.observe.loggers.backend import Sample
 from megatron_gvpo.observe.samples import one_line
 from megatron_gvpo.observe.status import Status, clock, show

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean, median_low
 from urllib.parse import urlsplit
 
-from megatron_gvpo.types import Group, Rollout
+from megatron_gvpo.groups import Group, Rollout
 
 
 def rollout_statistics(groups: Sequence[Group], version: int) -> dict[str, float]:

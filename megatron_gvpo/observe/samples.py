@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron_gvpo.config.redaction import hide_secrets
+from megatron_gvpo.core.redaction import hide_secrets
 from megatron_gvpo.observe.loggers.backend import Sample
 from megatron_gvpo.observe.rollouts.conversation import transcript
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from megatron_gvpo.config.schema import LoggingConfig
+    from megatron_gvpo.settings.sections import LoggingConfig
 
 
 class Marker(Protocol):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_gvpo.cluster.planner.workload import Gpu
-from megatron_gvpo.config.schema import Config
+from megatron_gvpo.planner.architecture import Gpu
+from megatron_gvpo.settings.config import Config
 
 LAUNCH_SECONDS = 5e-6  # of the host for a kernel, with PyTorch and Megatron around it (an assumption)
 

@@ -9,10 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_gvpo.cluster.planner import workload
-from megatron_gvpo.config.checks.parallel_layout import check_layout
-from megatron_gvpo.config.schema import Config, ConfigError, load_config, read_model_config
+from megatron_gvpo.checks.layout import check_layout
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.huggingface.config_json import read_model_config
 from megatron_gvpo.megatron.model.attention_kernel import Attention, check_attention, has_flash_attention
+from megatron_gvpo.planner import workload
 from megatron_gvpo.rehearsal import advice, made_model, report, transformer_engine
 from megatron_gvpo.rehearsal.nullcuda import build
 from megatron_gvpo.rehearsal.nullcuda.build import NullCudaError
@@ -21,6 +22,8 @@ from megatron_gvpo.rehearsal.prediction import predict
 from megatron_gvpo.rehearsal.process import environment_of_ranks, run_rank
 from megatron_gvpo.rehearsal.rank import Job
 from megatron_gvpo.rehearsal.ranks import chosen
+from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.load import load_config
 
 # A GPU's memory that is not PyTorch's. Nothing measures it here.
 NCCL_BYTES = GIB  # communicators' buffers, more with more groups

@@ -9,8 +9,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from megatron_gvpo.cluster.planner import architecture
-from megatron_gvpo.config.schema import ConfigError
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.planner import architecture
 
 _SHARD_BYTES = 5 << 30
 
@@ -60,7 +60,7 @@ def fill(directory: Path) -> None:
     """Write the weights of a made directory: headers of true names and shapes, and no bytes behind them."""
     import transformers
 
-    from megatron_gvpo.megatron.model.complete_weights import _expected
+    from megatron_gvpo.huggingface.complete_weights import _expected
 
     config = transformers.AutoConfig.from_pretrained(directory)
     tied = bool(config.get_text_config().tie_word_embeddings)

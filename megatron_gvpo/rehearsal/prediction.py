@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_gvpo.cluster.planner import architecture
-from megatron_gvpo.cluster.planner.memory_model import memory
-from megatron_gvpo.cluster.planner.workload import Layout
-from megatron_gvpo.config.parallel import ParallelConfig
-from megatron_gvpo.config.schema import Config, ConfigError
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.planner import architecture
+from megatron_gvpo.planner.memory_model import memory
+from megatron_gvpo.planner.workload import Layout
 from megatron_gvpo.rehearsal.rows import size_of
+from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.parallel import ParallelConfig
 
 # The planner's parts under the names of a rehearsal's.
 _PARTS = {

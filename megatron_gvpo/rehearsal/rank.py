@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_gvpo.config.errors import ConfigError
+from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.rehearsal.nullcuda import counters
 
 
@@ -57,10 +57,10 @@ def rehearse(job: Job) -> dict[str, Any]:
     from megatron_gvpo.rehearsal.world import FakeWorld
 
     world = FakeWorld(job.rank, job.world)  # before megatron-core is imported
-    from megatron_gvpo.config.schema import load_config
     from megatron_gvpo.rehearsal import made_model, stand_ins
     from megatron_gvpo.rehearsal.recorder import Recorder, host_gib
-    from megatron_gvpo.runtime.environment import prepare
+    from megatron_gvpo.settings.load import load_config
+    from megatron_gvpo.training.environment import prepare
 
     config = load_config(job.files, job.overrides)
     prepare(config)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_gvpo.config.errors import ConfigError
-from megatron_gvpo.config.parallel import ParallelConfig
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.settings.parallel import ParallelConfig
 
 
 def chosen(ranks: str | None, rank: int | None, parallel: ParallelConfig, world: int) -> list[int]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_gvpo.config.schema import Config
+from megatron_gvpo.settings.config import Config
 from megatron_gvpo.types import TrainBatch
 
 PROMPT = 512  # tokens of a prompt, unless data.max_prompt_tokens is less

@@ -116,7 +116,7 @@ def _read_zeros() -> None:
     from megatron.bridge.models.hf_pretrained.state import SafeTensorsStateSource
     from safetensors import safe_open
 
-    from megatron_gvpo.megatron.model.checked_weights import CheckedWeights
+    from megatron_gvpo.huggingface.checked_weights import CheckedWeights
 
     dtypes = {"BF16": torch.bfloat16, "F32": torch.float32}
 

@@ -18,6 +18,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
+from megatron_gvpo.core.versions import REFERENCE
 from megatron_gvpo.rehearsal.nullcuda.build import (
     NullCudaError,
     cache,
@@ -27,7 +28,6 @@ from megatron_gvpo.rehearsal.nullcuda.build import (
     run,
     site_packages,
 )
-from megatron_gvpo.versions import REFERENCE
 
 _EXTENSION = "transformer_engine_torch"
 # Transformer Engine imports these for exports to ONNX.

@@ -1,0 +1,1 @@
+"""Rewards of responses: functions, reward models, judges and teachers."""

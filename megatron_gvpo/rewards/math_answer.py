@@ -1,4 +1,4 @@
-r"""The reward for a right answer, judged by math-verify.
+"""The reward for a right answer, judged by math-verify.
 
 It runs in a worker that can be killed, so math-verify's own time limits, which need SIGALRM, are off.
 """
@@ -11,8 +11,9 @@ import re
 from math_verify import LatexExtractionConfig, parse, verify
 from sympy import Add, Basic, Function, Mul, Pow
 
+from megatron_gvpo.data.boxed import boxed
+from megatron_gvpo.data.generated import entry_of
 from megatron_gvpo.groups import Prompt, Rollout
-from megatron_gvpo.rewards.boxed import boxed
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off
 
@@ -55,3 +56,15 @@ def _equal(gold: str, given: str) -> bool:
     if _INTEGER.fullmatch(gold):
         givens = [v for v in givens if isinstance(v, Basic) and not v.has(Add, Mul, Pow, Function)]
     return bool(verify(golds, givens, timeout_seconds=None))
+
+
+# The reward `reasoning_gym`: the score that a problem's own generator gives to an answer.
+
+
+def score_generated(prompt: Prompt, rollout: Rollout, tag: str = "answer") -> float:
+    """Between 0 and 1, for the text in the last `<tag>...</tag>`, or without one for the whole response."""
+    from reasoning_gym.utils import extract_answer
+
+    problems, entry = entry_of(prompt.record or {})
+    answer = extract_answer(rollout.text, tag)
+    return float(problems.score_answer(rollout.text.strip() if answer is None else answer, entry))

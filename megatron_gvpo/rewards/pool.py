@@ -14,15 +14,16 @@ from multiprocessing.connection import wait
 from types import TracebackType
 from typing import Any, Self
 
-from megatron_gvpo.config.schema import ConfigError, RewardsConfig
-from megatron_gvpo.real_number import LARGEST
-from megatron_gvpo.rewards.counted import NamedCounts
-from megatron_gvpo.rewards.printed import Printout
-from megatron_gvpo.rewards.process import Failure, WorkerProcess
-from megatron_gvpo.rewards.registry import Component
-from megatron_gvpo.rewards.wire import Job, WireError, prompt_bytes, rollout_bytes
-from megatron_gvpo.runtime.user_functions import contents
-from megatron_gvpo.types import Group, Prompt, Rollout
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.core.real_number import LARGEST
+from megatron_gvpo.core.user_functions import contents
+from megatron_gvpo.groups import Group, Prompt, Rollout
+from megatron_gvpo.rewards.conversation_rewards import NamedCounts
+from megatron_gvpo.settings.rewards import RewardsConfig
+from megatron_gvpo.workers.messages import Job, WireError, prompt_bytes, rollout_bytes
+from megatron_gvpo.workers.output import Printout
+from megatron_gvpo.workers.reward_functions import Component
+from megatron_gvpo.workers.reward_process import Failure, WorkerProcess
 
 _CHUNK = 32  # jobs sent at once: enough to hide the way there and back, few enough to share evenly
 _DEATHS = 3  # workers that may die in a row without a job to blame

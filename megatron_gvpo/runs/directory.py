@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from megatron_gvpo.config.errors import ConfigError
-from megatron_gvpo.config.schema import Config
-from megatron_gvpo.runs.changes import listed
-from megatron_gvpo.runs.earlier import Earlier, check_earlier_run, newest_step, remove_earlier_run
+from megatron_gvpo.core.collectives import first_problem
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.runs.existing_run import Earlier, check_earlier_run, newest_step, remove_earlier_run
 from megatron_gvpo.runs.lock import RunLock
 from megatron_gvpo.runs.record import check_unchanged, write_record
-from megatron_gvpo.runtime.collectives import first_problem
+from megatron_gvpo.runs.settings_diff import listed
+from megatron_gvpo.settings.config import Config
 
 log = logging.getLogger(__name__)
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_gvpo.config.errors import ConfigError
+from megatron_gvpo.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from megatron_gvpo.config.sections import CheckpointConfig, HubConfig
+    from megatron_gvpo.settings.sections import CheckpointConfig, HubConfig
 
 log = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_gvpo.observe.jsonl import checked_record
-from megatron_gvpo.real_number import finite_number
-from megatron_gvpo.runs.earlier import checkpoint_steps
+from megatron_gvpo.core.jsonl import checked_record
+from megatron_gvpo.core.real_number import finite_number
+from megatron_gvpo.runs.existing_run import checkpoint_steps
 from megatron_gvpo.runs.lock import is_locked
 
 State = Literal["running", "finished", "stopped"]

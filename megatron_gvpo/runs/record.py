@@ -8,31 +8,36 @@ which versions), and the names in the output directory that the run writes to, w
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from megatron_gvpo import __version__
-from megatron_gvpo.config.errors import ConfigError
-from megatron_gvpo.config.redaction import hide
-from megatron_gvpo.config.schema import Config, read_json_object
-from megatron_gvpo.config.secrets import as_written
-from megatron_gvpo.rewards.served.config import key_of
-from megatron_gvpo.runs.changes import Change, changes, is_allowed, known_keys, listed
-from megatron_gvpo.runs.fingerprint import fingerprint
+from megatron_gvpo.core.commit import Commit, checked_out
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.core.redaction import hide
+from megatron_gvpo.core.secrets import as_written
+from megatron_gvpo.core.user_functions import named_files
+from megatron_gvpo.core.versions import COMPONENTS, own_commit
+from megatron_gvpo.huggingface.config_json import read_json_object
+from megatron_gvpo.huggingface.fingerprint import fingerprint
+from megatron_gvpo.runs.settings_diff import Change, changes, is_allowed, known_keys, listed
 from megatron_gvpo.runs.written import CONFIG, HEADER, RUN, names, recorded_names
-from megatron_gvpo.runtime.commit import Commit, checked_out
-from megatron_gvpo.runtime.user_functions import named_files
-from megatron_gvpo.versions import COMPONENTS, own_commit
+from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.reward_servers import key_of
+
+if TYPE_CHECKING:
+    from megatron_gvpo.settings.sections import BestConfig
 
 
 def check_unchanged(config: Config, allowed: Sequence[str]) -> list[Change]:
@@ -175,3 +180,39 @@ def _replace(file: Path, text: str) -> None:
         content.flush()
         os.fsync(content.fileno())
     os.replace(aside, file)
+
+
+# The best checkpoint of a run so far, by a metric.
+
+
+class Best:
+    """The step with the best value of the metric among those that were offered; none without settings."""
+
+    def __init__(self, settings: BestConfig | None) -> None:
+        self._settings = settings
+        self.step: int | None = None
+        self._value = math.nan
+
+    def offer(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """True if this step, which has a checkpoint, is the best so far. The first of equal ones is kept."""
+        if self._settings is None:
+            return False
+        value = metrics.get(self._settings.metric, math.nan)
+        if math.isnan(value):
+            return False
+        sign = 1 if self._settings.order == "highest" else -1
+        if self.step is not None and sign * value <= sign * self._value:
+            return False
+        self.step, self._value = step, value
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state for a checkpoint, as JSON values."""
+        if self._settings is None or self.step is None:
+            return {}
+        return {"by": self._settings.model_dump(), "step": self.step, "value": self._value}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state, unless it is of another metric."""
+        if self._settings is not None and state.get("by") == self._settings.model_dump():
+            self.step, self._value = state["step"], state["value"]

@@ -16,10 +16,10 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_gvpo.config.named_file import PAGE, begins_with
+from megatron_gvpo.core.named_file import PAGE, begins_with
 
 if TYPE_CHECKING:
-    from megatron_gvpo.config.schema import Config
+    from megatron_gvpo.settings.config import Config
 
 # The first line of config.yaml, which distinguishes it from a user's own file.
 HEADER = "# The configuration of the run in this directory, as merged. Written by megatron-gvpo.\n"

@@ -1,0 +1,1 @@
+"""From prompts to scored groups: engines, samplers and the batches that they fill."""

@@ -7,25 +7,26 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
 
-from megatron_gvpo.config.checks.embedded_engine import check_embedded_engine
-from megatron_gvpo.config.schema import Config, ConfigError, SamplingConfig, read_model_config
-from megatron_gvpo.conversations.converse import LOST
-from megatron_gvpo.conversations.held import Conversations, conversations_of
-from megatron_gvpo.conversations.programs.held import Programs
-from megatron_gvpo.conversations.rounds import Rounds
+from megatron_gvpo.conversations.conversations import Conversations, Rounds, conversations_of
+from megatron_gvpo.conversations.programs import Programs
+from megatron_gvpo.core.collectives import all_gather_msgpack, first_problem
+from megatron_gvpo.core.errors import ConfigError, RolloutError
+from megatron_gvpo.data.image_files import ImageError
 from megatron_gvpo.data.task import Task
-from megatron_gvpo.groups import Group, Prompt, Rollout
-from megatron_gvpo.images.source import ImageError
+from megatron_gvpo.groups import LOST, Group, Prompt, Rollout
+from megatron_gvpo.huggingface.architectures import experts
+from megatron_gvpo.huggingface.config_json import read_model_config
 from megatron_gvpo.megatron import parallel
-from megatron_gvpo.rollout.request import Request, RolloutError, pack, requests_for, unpack
-from megatron_gvpo.runtime.collectives import all_gather_msgpack, first_problem
-from megatron_gvpo.sampling.engine import OnWait
 from megatron_gvpo.sampling.local_model import LocalModel
+from megatron_gvpo.servers.request import Request, pack, requests_for, unpack
+from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.sections import SamplingConfig
+from megatron_gvpo.types import OnWait
 
 if TYPE_CHECKING:
     from megatron_gvpo.megatron.scorer import Scorer
@@ -156,3 +157,28 @@ def generate_groups(ticket: Ticket, generate: Generate) -> list[Group]:
     if world > 1:
         rows = [row for part in all_gather_msgpack(pack(rows)) for row in unpack(part)]
     return [Group(prompt, row) for prompt, row in zip(ticket.prompts, rows, strict=True)]
+
+
+# Refuses models that the embedded engine cannot sample from, before anything is loaded.
+
+# transformers keeps the experts of this architecture as the file has them: a layer's experts in one tensor.
+_WHOLE_EXPERTS = ("GptOssForCausalLM",)
+
+
+def check_embedded_engine(config: Config, model: dict[str, Any]) -> None:
+    """Raises ConfigError if the run would stop at its first push or at its first prompt.
+
+    `model`: its config.json, as `read_model_config` returns it.
+    """
+    if not config.samples_responses or config.rollout.uses_servers:
+        return
+    reason = None
+    if experts(model) and not any(name in _WHOLE_EXPERTS for name in model.get("architectures") or ()):
+        reason = "experts, which its file has one by one"
+    elif "linear_attention" in (model.get("layer_types") or ()) or "linear_num_value_heads" in model:
+        reason = "layers with a gated delta net"
+    if reason is not None:
+        raise ConfigError(
+            f"model.path={config.model.path} has {reason}, and the embedded engine cannot sample from such a "
+            "model: set rollout.engine to sglang or vllm"
+        )

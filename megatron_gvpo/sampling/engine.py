@@ -10,22 +10,16 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from megatron_gvpo.runtime.by_name import known, load_class
+from megatron_gvpo.core.by_name import load_class
+from megatron_gvpo.settings.engines import ENGINES
+from megatron_gvpo.types import OnWait
 
 if TYPE_CHECKING:
-    from megatron_gvpo.config.schema import Config, SamplingConfig
     from megatron_gvpo.data.task import Task
     from megatron_gvpo.groups import Group, Prompt
     from megatron_gvpo.megatron.scorer import Scorer
-
-OnWait = Callable[[], None] | None
-
-SERVED = "megatron_gvpo.sampling.served:ServedEngine"  # asks servers for responses
-ENGINES: dict[str, str] = {  # "module:class" for each value of `rollout.engine`
-    "local": "megatron_gvpo.sampling.embedded:EmbeddedEngine",
-    "sglang": SERVED,
-    "vllm": SERVED,
-}
+    from megatron_gvpo.settings.config import Config
+    from megatron_gvpo.settings.sections import SamplingConfig
 
 
 class RolloutEngine(Protocol):
@@ -100,8 +94,3 @@ def engine_class(name: str) -> Callable[[Config, Task, Scorer], RolloutEngine]:
     """The engine of this name, a key of ENGINES. Imports its module, which loads torch."""
     found: Callable[[Config, Task, Scorer], RolloutEngine] = load_class(ENGINES[name])
     return found
-
-
-def known_engine(name: str) -> str:
-    """Returns a known name. Raises ValueError, which lists the engines, for any other."""
-    return known(ENGINES, name)

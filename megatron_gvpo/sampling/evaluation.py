@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
 
-from megatron_gvpo.rewards.boxed import boxed
-from megatron_gvpo.types import Group, Rollout
+from megatron_gvpo.data.boxed import boxed
+from megatron_gvpo.groups import Group, Rollout
+from megatron_gvpo.observe.pass_at_k import pass_at_k
 
 
 def summarise(groups: Sequence[Group], k: Sequence[int], right_at: float = 1.0) -> dict[str, float]:
@@ -41,19 +42,6 @@ def summarise(groups: Sequence[Group], k: Sequence[int], right_at: float = 1.0) 
     metrics["eval/truncated"] = fmean(fmean(r.finish_reason == "length" for r in g.rollouts) for g in groups)
     metrics["eval/errors"] = fmean(fmean(bool(r.reward_errors) for r in g.rollouts) for g in groups)
     return metrics
-
-
-def pass_at_k(n: int, c: int, k: int) -> float:
-    """Unbiased estimate of P(at least one of k samples is correct), given that c of n samples are correct.
-
-    The estimate is `1 - C(n-c, k) / C(n, k)`, computed as a product of factors in [0, 1] (Chen et al. 2021,
-    equation 1 and figure 3). Raises ValueError unless 1 <= k <= n and 0 <= c <= n.
-    """
-    if not (1 <= k <= n and 0 <= c <= n):
-        raise ValueError(f"pass@{k} of n={n} samples with c={c} correct: needs 1 <= k <= n and 0 <= c <= n")
-    if n - c < k:
-        return 1.0
-    return 1.0 - math.prod(1.0 - k / i for i in range(n - c + 1, n + 1))
 
 
 def all_at_k(n: int, c: int, k: int) -> float:

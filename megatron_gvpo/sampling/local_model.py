@@ -10,23 +10,33 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 from itertools import batched
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    DynamicCache,
+)
+from transformers.cache_utils import DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
-from megatron_gvpo.config.schema import SamplingConfig
+from megatron_gvpo.data.image_processor import ImageProcessor
 from megatron_gvpo.groups import Rollout
-from megatron_gvpo.images.families import name_in_file, takes_images
-from megatron_gvpo.images.processor import ImageProcessor
+from megatron_gvpo.huggingface.image_families import name_in_file, takes_images
 from megatron_gvpo.kernels import onednn
-from megatron_gvpo.rollout.request import Request, check_request
-from megatron_gvpo.sampling.decoding.attention import GROUPED_SDPA
-from megatron_gvpo.sampling.decoding.kv_cache import KeyValueCache
-from megatron_gvpo.sampling.prompt_vision import PromptVision
+from megatron_gvpo.servers.request import Request, check_request
+from megatron_gvpo.settings.sections import SamplingConfig
+
+if TYPE_CHECKING:
+    from megatron_gvpo.core.image import Image
 
 
 class LocalModel:
@@ -279,3 +289,200 @@ def running_sum_by_products(p: Tensor) -> Tensor:
     within = blocks @ ones.triu()
     before = within[:, :, -1] @ ones.triu(1)
     return (within + before[:, :, None]).view(rows, -1)[:, :columns].contiguous()
+
+
+# Attention of one new token without copying the cache, as transformers 5.23 has it and 5.19 has not.
+#
+# With grouped-query attention, 5.19 repeats keys and values to the number of query heads at every step;
+# on a CPU that copy costs more than the attention. A single query token needs no copy: its heads are
+# independent rows, so those that share a key/value head can stand in place of the sequence.
+
+GROUPED_SDPA = "grouped_sdpa"  # the name for `attn_implementation`
+
+
+def grouped_sdpa(
+    module: torch.nn.Module,
+    query: Tensor,  # [batch, query heads, tokens, dim]
+    key: Tensor,  # [batch, key heads, cached tokens, dim]
+    value: Tensor,
+    attention_mask: Tensor | None,  # [batch, 1, tokens, cached tokens]
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Output [batch, tokens, query heads, dim]; for anything but one plain query token, transformers' own."""
+    batch, heads, tokens, dim = query.shape
+    if tokens > 1 or kwargs.get("position_bias") is not None or kwargs.get("softcap") is not None:
+        output: Tensor = sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )[0]
+        return output, None
+    rows = query.reshape(batch, key.shape[1], heads // key.shape[1], dim)
+    output = _attend(rows, key, value, attention_mask, scaling)
+    return output.reshape(batch, 1, heads, -1), None
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
+    """As scaled_dot_product_attention; in fp32 on a CPU by two products over all rows and heads at once.
+
+    PyTorch's CPU kernel multiplies for each row and head on its own, and takes twice the time. The products
+    read the room behind the columns, too: of keys with gaps between the heads they would make a copy.
+    """
+    columns = key.shape[2]
+    plain = mask is None or mask.dtype == torch.bool
+    if not (query.is_cpu and query.dtype == torch.float32 and plain):
+        output: Tensor = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, scale=scaling
+        )
+        return output
+    batch, heads, rows, dim = query.shape
+    scores = torch.bmm(query.flatten(0, 1) * (scaling or dim**-0.5), _with_room(key).flatten(0, 1).mT)
+    scores = scores.view(batch, heads, rows, -1)
+    scores[..., columns:] = -torch.inf
+    if mask is not None:
+        scores[..., :columns].masked_fill_(~mask, -torch.inf)
+    shares = scores.softmax(-1).flatten(0, 1)
+    return torch.bmm(shares, _with_room(value).flatten(0, 1)).view(batch, heads, rows, -1)
+
+
+def _with_room(held: Tensor) -> Tensor:
+    """`held` [rows, heads, columns, dim] with the columns of its memory behind these: see `kv_cache.py`."""
+    rows, heads, columns, dim = held.shape
+    room = held.stride(1) // dim
+    contiguous = (heads * room * dim, room * dim, dim, 1)
+    if room <= columns or held.storage_offset() or held.stride() != contiguous:
+        return held
+    return held.as_strided((rows, heads, room, dim), contiguous)
+
+
+AttentionInterface.register(GROUPED_SDPA, grouped_sdpa)
+AttentionMaskInterface.register(GROUPED_SDPA, sdpa_mask)
+
+
+# The embedded engine's keys and values: a new column is written in place, and so is a row that moves.
+#
+# The cache of transformers copies all keys and values of a layer for every token, and again whenever a row
+# leaves the batch: on a CPU, most of a small model's sampling time.
+
+_LEAST_GROWTH = 16  # columns
+
+
+class KeyValueCache(DynamicCache):
+    """A cache for a batch whose rows leave one after the other.
+
+    Layers with full attention write in place. Other layers, such as those with a sliding window, are those
+    of transformers.
+    """
+
+    def __init__(self, config: Any, most_columns: int) -> None:
+        super().__init__(config=config)
+        self.layers: list[Any] = [
+            _InPlace(most_columns) if type(x) is DynamicLayer else x for x in self.layers
+        ]
+
+    def keep(self, stays: Tensor) -> Tensor:
+        """Drop the rows where `stays`, bool [rows], is False; the last rows move to the places that are free.
+
+        Returns the former places of the rows that are left, int64, in their new order.
+        """
+        left = int(stays.sum())
+        free = (~stays[:left]).nonzero().squeeze(1)
+        moved = left + stays[left:].nonzero().squeeze(1)
+        rows = torch.arange(left, device=stays.device).index_copy_(0, free, moved)
+        for layer in self.layers:
+            if isinstance(layer, _InPlace):
+                layer.move(moved, free, left)
+            else:
+                layer.batch_select_indices(rows)
+        return rows
+
+
+class _InPlace(DynamicLayer):
+    """A layer with full attention. Its keys and values are views of memory for further columns."""
+
+    def __init__(self, most_columns: int) -> None:
+        super().__init__()
+        self._memories = _Memory(most_columns), _Memory(most_columns)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        of_keys, of_values = self._memories
+        self.keys, self.values = of_keys.append(key_states), of_values.append(value_states)
+        self.is_initialized = True
+        return self.keys, self.values
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Copy the rows at `indices`, which may repeat a row."""
+        if self.is_initialized:
+            self.keys, self.values = (memory.select(indices) for memory in self._memories)
+
+    def move(self, moved: Tensor, free: Tensor, left: int) -> None:
+        """Copy the rows `moved` to the places `free`, and keep the first `left` rows."""
+        if self.is_initialized:
+            self.keys, self.values = (memory.move(moved, free, left) for memory in self._memories)
+
+
+class _Memory:
+    """A tensor [rows, heads, columns, dim] that grows by columns, with room for further ones behind it."""
+
+    def __init__(self, most_columns: int) -> None:
+        self._most, self._columns, self._rows = most_columns, 0, 0
+        self._data: Tensor | None = None  # [rows or more, heads, columns or more, dim]
+
+    def append(self, new: Tensor) -> Tensor:
+        """Write the columns `new` behind those that are held; returns all."""
+        rows, heads, columns, dim = new.shape
+        begin, end = self._columns, self._columns + columns
+        if self._data is None or end > self._data.shape[2]:
+            room = min(end + max(_LEAST_GROWTH, end // 8), max(end, self._most))
+            data = new.new_zeros(rows, heads, room, dim)  # attention reads the room, too
+            if self._data is not None:
+                data[:, :, :begin] = self._data[:rows, :, :begin]
+            self._data, self._rows = data, rows
+        self._data[:rows, :, begin:end] = new
+        self._columns = end
+        return self._held()
+
+    def select(self, rows: Tensor) -> Tensor:
+        """Copy the rows at `rows`, without room: the next column makes it."""
+        self._data, self._rows = self._held()[rows], len(rows)
+        return self._data
+
+    def move(self, moved: Tensor, free: Tensor, left: int) -> Tensor:
+        held = self._held()
+        held[free] = held[moved]
+        self._rows = left
+        return self._held()
+
+    def _held(self) -> Tensor:
+        assert self._data is not None
+        return self._data[: self._rows, :, : self._columns]
+
+
+# The inputs that a transformers model takes for a batch with images: pixels, and positions in three axes.
+
+
+class PromptVision:
+    """The images of prompts, for one model."""
+
+    def __init__(self, model: Any, processor: ImageProcessor) -> None:
+        self._model, self._processor = model.model, processor
+        self._placeholder: int = model.config.image_token_id
+
+    def inputs(self, images: Sequence[Sequence[Image]], device: torch.device) -> dict[str, Tensor]:
+        """The arguments of the model's forward pass for prompts with these images. Raises ImageError."""
+        flat = [image for of_prompt in images for image in of_prompt]
+        if not flat:
+            return {}
+        pixels = torch.cat([self._processor.pixels(image) for image in flat])
+        grid = torch.tensor([image.grid for image in flat], device=device)
+        return {"pixel_values": pixels.to(device), "image_grid_thw": grid}
+
+    def positions(self, ids: Tensor, mask: Tensor, given: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Positions of padded prompts [rows, columns] in three axes, [3, rows, columns], and what follows.
+
+        The second value, [rows], is the next token's position less its place: an image has more tokens than
+        positions.
+        """
+        kinds = ((ids == self._placeholder) & mask.bool()).int()
+        grid = given.get("image_grid_thw")
+        positions, further = self._model.get_rope_index(ids, kinds, grid, attention_mask=mask)
+        return positions, further.squeeze(1)

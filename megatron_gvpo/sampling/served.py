@@ -12,27 +12,23 @@ from typing import TYPE_CHECKING, Self
 
 import torch.distributed as dist
 
-from megatron_gvpo.config.schema import Config, ConfigError, SamplingConfig, read_model_config
-from megatron_gvpo.conversations.converse import LOST
-from megatron_gvpo.conversations.held import conversations_of
+from megatron_gvpo.conversations.conversations import conversations_of
+from megatron_gvpo.core.collectives import broadcast_msgpack
+from megatron_gvpo.core.errors import ConfigError, RolloutError
 from megatron_gvpo.data.task import Task
-from megatron_gvpo.groups import Group, Prompt, Rollout
-from megatron_gvpo.rollout import leader
-from megatron_gvpo.rollout.leader import Command, Done, Failed, Push, Wait, lead
-from megatron_gvpo.rollout.pool import Asked, ServerHandle, ServerPool
-from megatron_gvpo.rollout.request import (
-    Request,
-    RolloutError,
-    check_request,
-    pack,
-    requests_for,
-    unpack,
-)
-from megatron_gvpo.rollout.session import ServerSession
-from megatron_gvpo.rollout.speculation import DraftCounter
-from megatron_gvpo.runtime.collectives import broadcast_msgpack
-from megatron_gvpo.sampling.engine import OnWait
-from megatron_gvpo.weights.sync import WeightSync
+from megatron_gvpo.groups import LOST, Group, Prompt, Rollout
+from megatron_gvpo.huggingface.config_json import read_model_config
+from megatron_gvpo.sampling.server_checks import check_server
+from megatron_gvpo.servers import leader
+from megatron_gvpo.servers.leader import Command, Done, Failed, Push, Wait, lead
+from megatron_gvpo.servers.pool import Asked, ServerHandle, ServerPool
+from megatron_gvpo.servers.request import Request, check_request, pack, requests_for, unpack
+from megatron_gvpo.servers.session import ServerSession
+from megatron_gvpo.servers.speculation import DraftCounter
+from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.sections import SamplingConfig
+from megatron_gvpo.types import OnWait
+from megatron_gvpo.weights.publisher import WeightSync
 
 if TYPE_CHECKING:
     from megatron_gvpo.megatron.scorer import Scorer
@@ -219,7 +215,17 @@ class ServedEngine:
         try:
             if self._conversations is not None:
                 self._opened.enter_context(self._conversations)
-            self.servers = ServerSession(self._config, self._model, self._task.end_token_ids)
+            self.servers = ServerSession(
+                self._config,
+                self._model,
+                self._task.end_token_ids,
+                partial(
+                    check_server,
+                    config=self._config,
+                    model=self._model,
+                    end_token_ids=self._task.end_token_ids,
+                ),
+            )
         except ConfigError as error:
             failed = Failed.by(error)
         except OSError as error:

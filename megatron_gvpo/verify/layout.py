@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from megatron_gvpo.config.checks.parallel_layout import check_division
-from megatron_gvpo.config.checks.supported_models import experts
-from megatron_gvpo.config.errors import ConfigError
-from megatron_gvpo.config.schema import ParallelConfig
+from megatron_gvpo.checks.layout import check_division
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.huggingface.architectures import experts
+from megatron_gvpo.settings.parallel import ParallelConfig
 
 MOST_RANKS = 4  # of a layout in which a model is compared
 

@@ -6,22 +6,43 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
 
-from megatron_gvpo.config.errors import ConfigError
+from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.megatron.cpu.bridge import import_bridge
-from megatron_gvpo.verify import candidate  # noqa: F401 - imported once, before the forks
+from megatron_gvpo.megatron.gradient_export import export_gradients
+from megatron_gvpo.megatron.parallel import megatron_device
+from megatron_gvpo.megatron.policy import Policy
+from megatron_gvpo.settings.load import build_config
+from megatron_gvpo.verify import reference
 from megatron_gvpo.verify.layout import Layout
-from megatron_gvpo.verify.measures import Limits
-from megatron_gvpo.verify.sides import Result, candidate_side, read_result, reference_side
+from megatron_gvpo.verify.measures import (
+    MICRO_BATCH,
+    TEMPERATURE,
+    UPDATE,
+    Computed,
+    Difference,
+    Limits,
+    compare,
+    make_rows,
+)
+from megatron_gvpo.verify.shrink import VOCABULARY, save_tiny
+
+if TYPE_CHECKING:
+    from megatron_gvpo.settings.config import Config
+    from megatron_gvpo.types import TrainBatch
+
 
 SECONDS = 600.0  # that a side may take in one layout
 _COLLECTIVE = timedelta(seconds=120)
@@ -111,3 +132,114 @@ def _rank(rank: int, ranks: int, place: Path, work: Callable[..., None], argumen
         os._exit(1)
     sys.stdout.flush()
     os._exit(0)
+
+
+# The two sides of a comparison, each in a process of its own, and the difference of what they wrote.
+
+
+@dataclass(frozen=True)
+class Result:
+    """One layout's difference from transformers; or why there is none."""
+
+    layout: Layout
+    limits: Limits
+    difference: Difference | None
+    failure: str | None = None  # an error while the model was built or ran
+    refused: bool = False  # the failure is a ConfigError: a layout that the model cannot have
+
+    @property
+    def problem(self) -> str | None:
+        return self.failure if self.difference is None else self.difference.problem(self.limits)
+
+
+def reference_side(config: dict[str, Any], directory: Path, where: str) -> None:
+    """Write the tiny checkpoint, and what transformers computes of it."""
+    save_tiny(config, directory / "model", where)
+    model, rows = reference.load(directory / "model"), make_rows(VOCABULARY)
+    wanted = _by_transformers(model, directory / "model", rows)
+    with reference.in_float32(model):
+        rounding = compare(_by_transformers(model, directory / "model", rows), wanted)
+    torch.save((wanted, rounding), directory / "wanted.pt")
+
+
+def _by_transformers(model: Any, directory: Path, rows: TrainBatch) -> Computed:
+    logp_r = torch.cat(reference.log_probs(model, rows, TEMPERATURE))
+    parameters = dict(model.named_parameters())
+    found = torch.autograd.grad(-logp_r.mean(), list(parameters.values()), allow_unused=True)
+    gradients = {
+        name: torch.zeros_like(parameter) if gradient is None else gradient
+        for (name, parameter), gradient in zip(parameters.items(), found, strict=True)
+    }
+    norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm().item()
+    updated = reference.clipped_adamw(parameters, gradients, norm, UPDATE)
+    return Computed(
+        logp_r=logp_r.detach(),
+        gradients=reference.as_in_file(model, gradients),
+        norm=norm,
+        updated=reference.as_in_file(model, updated),
+        exported=load_file(directory / "model.safetensors"),
+    )
+
+
+def candidate_side(layout: Layout, directory: Path) -> None:
+    """Write what this package's build computes of the checkpoint under `layout`. A collective."""
+
+    computed = compute(directory / "model", layout, make_rows(VOCABULARY))
+    if dist.get_rank() == 0:
+        torch.save(computed, directory / f"{layout}.pt")
+
+
+def read_result(layout: Layout, directory: Path) -> Result:
+    """Compare what both sides have written."""
+    wanted, rounding = torch.load(directory / "wanted.pt", weights_only=False)
+    found = torch.load(directory / f"{layout}.pt", weights_only=False)
+    return Result(layout, Limits.for_rounding(rounding), compare(found, wanted))
+
+
+# The side of this package: a model built by Megatron-Bridge in one layout, and what it computes.
+
+
+def compute(directory: Path, layout: Layout, rows: TrainBatch) -> Computed:
+    """Build the checkpoint in `directory` under `layout`, and compute on `rows`. A collective."""
+    policy = Policy(config_of(directory, layout))
+    exported = _copied(policy.weights())
+    gradients: dict[str, Tensor] = {}
+    apply = policy.optimizer.apply
+
+    def export_first() -> Any:
+        with megatron_device():
+            policy.optimizer.megatron.prepare_grads()
+        gradients.update(export_gradients(policy.model))
+        return apply()
+
+    policy.optimizer.apply = export_first  # type: ignore[method-assign]
+    logp_r = policy.score(rows)
+    update = policy.update(rows, at_step_start=True).update
+    return Computed(
+        logp_r=logp_r,
+        gradients=gradients,
+        norm=update.grad_norm,
+        updated=_copied(policy.weights()),
+        exported=exported,
+    )
+
+
+def config_of(directory: Path, layout: Layout) -> Config:
+    """The configuration of a comparison under `layout`."""
+    return build_config(
+        {
+            "output_dir": "unused",
+            "model": {"path": str(directory), "dtype": "float32"},
+            "data": {"train": {"path": "unused", "demonstration_key": "unused"}},
+            "algorithm": {"recipe": "sft"},
+            "rollout": {"temperature": TEMPERATURE},
+            "rewards": {"components": [{"name": "math"}]},
+            "train": {"steps": 1, "prompts_per_step": 1, "max_tokens_per_micro_batch": MICRO_BATCH},
+            "optimizer": UPDATE,
+            "parallel": layout.settings,
+        }
+    )
+
+
+def _copied(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in named}

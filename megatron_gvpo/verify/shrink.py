@@ -6,11 +6,18 @@ layers, rope, norms, biases, tied embeddings, experts with their groups, and the
 
 from __future__ import annotations
 
+import json
 from copy import deepcopy
+from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
-from megatron_gvpo.config.checks.supported_models import experts
-from megatron_gvpo.config.errors import ConfigError
+import torch
+import transformers
+
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.huggingface.architectures import SAME_MODEL, add_model_types, experts
+from megatron_gvpo.huggingface.image_families import takes_images
 
 VOCABULARY = 131  # prime: tensor parallelism must pad it
 _MOST_LAYERS = 12
@@ -126,3 +133,87 @@ def _shrink_depth(config: dict[str, Any], tiny: dict[str, Any], where: str) -> N
     tiny["num_hidden_layers"] = depth
     for key, order in orders.items():
         tiny[key] = (list(order) + list(order))[:depth]
+
+
+# Writes a checkpoint with random weights for a shrunk config.json.
+
+
+def save_tiny(config: dict[str, Any], directory: Path, where: str) -> None:
+    """Write a checkpoint with random weights for a shrunk config.json.
+
+    Norms, biases and routers get values that are far from trivial. Raises ConfigError, which begins with
+    `where`, if transformers cannot build the model.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    torch.manual_seed(0)
+    add_model_types()
+    try:
+        hf_config = transformers.AutoConfig.from_pretrained(directory)
+        model = transformers.AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
+    except Exception as error:  # an unknown model_type, or sizes that contradict each other
+        said = " ".join(str(error).split())[:300]
+        raise ConfigError(
+            f"{where}: transformers builds no model of it: {type(error).__name__}: {said}"
+        ) from None
+    scatter(model)
+    model.save_pretrained(directory)
+    if (named := config.get("model_type")) in SAME_MODEL:  # transformers writes its own
+        file = directory / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": named}))
+
+
+@torch.no_grad()
+def scatter(model: torch.nn.Module) -> None:
+    """Move norms, biases and other vectors away from their initial values, and spread the routers' scores."""
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if "inv_freq" in name or not tensor.is_floating_point():
+            continue
+        if name.endswith("A_log"):  # decays under which a state lasts for several tokens
+            tensor.uniform_(-3.0, 0.0)
+        elif name.endswith(".sinks"):  # a good part of the attention, so that the gradient's norm shows them
+            tensor.uniform_(1.0, 4.0)
+        elif "norm" in name or "bias" in name or tensor.dim() == 1:
+            tensor += 0.1 * torch.randn_like(tensor)
+        elif name.endswith(("mlp.gate.weight", "router.weight")):
+            tensor.normal_(std=0.5)
+
+
+# Checks that transformers has the model that a config.json names: without it there is nothing to compare.
+
+
+def check_known(config: dict[str, Any], named: str, where: str) -> None:
+    """Raise ConfigError, which begins with `where`, unless `model_type` is that of the architecture `named`.
+
+    Loads transformers, and no other large library but torch.
+    """
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if takes_images(config):
+        raise ConfigError(
+            f"{where}: {named} takes images, and this command compares models of text alone; "
+            "docs/howto/images_in_prompts.md says how models with images were compared"
+        )
+    kind = config.get("model_type")
+    kind = SAME_MODEL.get(kind, kind) if isinstance(kind, str) else kind
+    if not isinstance(kind, str):
+        raise ConfigError(f"{where}: model_type={kind!r} in config.json: expected a name, such as qwen3")
+    if kind not in CONFIG_MAPPING_NAMES:
+        close = get_close_matches(kind, list(CONFIG_MAPPING_NAMES), 1)
+        raise ConfigError(
+            f"{where}: model_type={kind} in config.json: transformers {transformers.__version__}, with which "
+            f"models are compared, has no such model{f'; did you mean {close[0]}?' if close else ''}"
+        )
+    built = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+    if built is None:
+        raise ConfigError(
+            f"{where}: model_type={kind} in config.json: transformers has no causal language model of it, "
+            "and this command compares no others"
+        )
+    if built != named:
+        raise ConfigError(
+            f"{where}: architectures={named} in config.json, but the causal language model of "
+            f"model_type={kind} is {built}"
+        )

@@ -1,0 +1,3 @@
+"""How the trainer's weights reach rollout servers:
+transports, receivers and the publisher that drives them.
+"""

@@ -12,10 +12,10 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
-from megatron_gvpo.config.schema import Config
-from megatron_gvpo.rollout.http import ServerGone, ServerRefused
-from megatron_gvpo.rollout.pool import ServerHandle
-from megatron_gvpo.rollout.server import Server
+from megatron_gvpo.servers.http import ServerGone, ServerRefused
+from megatron_gvpo.servers.pool import ServerHandle
+from megatron_gvpo.servers.server import Server
+from megatron_gvpo.settings.config import Config
 from megatron_gvpo.weights.bucket import Bucket, TensorSpec
 from megatron_gvpo.weights.group import Rendezvous, WeightGroup, group_address
 from megatron_gvpo.weights.transport import PushFailed, Transport, WeightReceiver, each, raise_failed

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron_gvpo.rollout.pool import ServerHandle
-from megatron_gvpo.rollout.server import Server
+from megatron_gvpo.servers.pool import ServerHandle
+from megatron_gvpo.servers.server import Server
 from megatron_gvpo.weights.broadcast import Broadcast, GroupReceiver
 from megatron_gvpo.weights.bucket import Bucket, TensorSpec
 from megatron_gvpo.weights.group import Rendezvous

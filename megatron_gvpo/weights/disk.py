@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import os
 import shutil
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -16,9 +14,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from megatron_gvpo.config.schema import Config
-from megatron_gvpo.rollout.pool import ServerHandle
-from megatron_gvpo.rollout.server import Server
+from megatron_gvpo.servers.pool import ServerHandle
+from megatron_gvpo.servers.server import Server
+from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.servers import run_directory
 from megatron_gvpo.weights.bucket import Bucket
 from megatron_gvpo.weights.transport import PushFailed, Transport, WeightReceiver, each
 
@@ -29,18 +28,6 @@ class DiskReceiver(WeightReceiver, Protocol):
     @abstractmethod
     async def load_directory(self, directory: Path, version: str, timeout: float) -> None:
         """Load the safetensors files of the directory, as a whole update with this version."""
-
-
-def run_directory(config: Config) -> Path:
-    """A directory of this run alone, because other runs may share `rollout.weights.directory`.
-
-    The path is absolute, because servers may have been started in another directory.
-    """
-    out, shared = Path(config.output_dir).absolute(), config.rollout.weights.directory
-    if shared is None:
-        return out / "weights"
-    digest = hashlib.blake2b(os.path.realpath(out).encode(), digest_size=4).hexdigest()
-    return Path(shared).absolute() / f"{out.name}-{digest}"
 
 
 class Disk(Transport):

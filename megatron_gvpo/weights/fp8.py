@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_gvpo.config.schema import ConfigError
-from megatron_gvpo.weights.stored_tensors import Stored
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.weights.bucket import Stored
 
 SCALE = "_scale_inv"  # suffix of a weight's name: the name of its scales
 MAX = 448.0  # the largest float8_e4m3fn

@@ -20,9 +20,10 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_gvpo.config.schema import Config, ConfigError
-from megatron_gvpo.runtime.environment import LOOPBACK
-from megatron_gvpo.runtime.store import host_store
+from megatron_gvpo.core.environment import LOOPBACK
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.core.store import host_store
+from megatron_gvpo.settings.config import Config
 
 _numbers = itertools.count()
 

@@ -14,7 +14,6 @@ import json
 import os
 import secrets
 import shutil
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,20 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_gvpo.core.store import shared_memory
 from megatron_gvpo.weights.transport import PushFailed
 
-SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "megatron_gvpo-"
 
 
 def new_name() -> str:
     """A name, unique to a run, for its directories in its nodes' shared memory."""
     return _PREFIX + secrets.token_hex(8)
-
-
-def shared_memory() -> Path:
-    """The directory of this machine in which runs have their directories of shared memory."""
-    return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
 
 
 _NAMES = _PREFIX + "[0-9a-f]" * 16  # a pattern of all such names

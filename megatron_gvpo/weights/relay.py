@@ -16,7 +16,7 @@ from typing import Any
 import msgpack
 from torch import distributed as dist
 
-from megatron_gvpo.rollout.leader import Done, Failed, Messages
+from megatron_gvpo.servers.leader import Done, Failed, Messages
 from megatron_gvpo.weights.bucket import Bucket
 from megatron_gvpo.weights.node import NodeMemory
 from megatron_gvpo.weights.transport import Follower, PushFailed

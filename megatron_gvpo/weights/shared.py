@@ -20,10 +20,10 @@ from typing import Any, NamedTuple, Protocol, Self
 import torch
 import torch.distributed as dist
 
-from megatron_gvpo.config.schema import Config
-from megatron_gvpo.rollout.pool import ServerHandle
-from megatron_gvpo.rollout.server import Server
-from megatron_gvpo.runtime.collectives import all_gather_msgpack, broadcast_msgpack
+from megatron_gvpo.core.collectives import all_gather_msgpack, broadcast_msgpack
+from megatron_gvpo.servers.pool import ServerHandle
+from megatron_gvpo.servers.server import Server
+from megatron_gvpo.settings.config import Config
 from megatron_gvpo.weights.bucket import Bucket, TensorSpec
 from megatron_gvpo.weights.node import NodeMemory, new_name, seen_by_all
 from megatron_gvpo.weights.relay import ORDERS, Look, Offer, Over, Relay, Relays, Stream

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import torch
 
-from megatron_gvpo.config.schema import Config
-from megatron_gvpo.rollout.http import ServerGone, ServerRefused
-from megatron_gvpo.rollout.pool import ServerHandle
-from megatron_gvpo.rollout.server import Server
+from megatron_gvpo.core.by_name import load_class
+from megatron_gvpo.servers.http import ServerGone, ServerRefused
+from megatron_gvpo.servers.pool import ServerHandle
+from megatron_gvpo.servers.server import Server
+from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.transports import TRANSPORTS
 from megatron_gvpo.weights.bucket import Bucket
 
 if TYPE_CHECKING:
@@ -136,3 +138,9 @@ class Transport(Protocol):
     async def close(self) -> None:
         """The run ends: release everything."""
         return None
+
+
+def transport_class(name: str) -> type[Transport]:
+    """The transport of this name, a key of TRANSPORTS. Imports its module, which loads torch."""
+    found: type[Transport] = load_class(TRANSPORTS[name].place)
+    return found

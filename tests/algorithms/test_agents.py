@@ -18,8 +18,8 @@ from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.algorithms.members.arise import Skill, Skills, counterfactual_utility
 from megatron_gvpo.algorithms.members.hill import LearnedHint, gives_away, hint_in, transfer_reward
 from megatron_gvpo.algorithms.members.masa import Foresight, foreseen, pass_rate_reward, prediction
+from megatron_gvpo.groups import Group, Prompt, Rollout
 from megatron_gvpo.turns import Turn
-from megatron_gvpo.types import Group, Prompt, Rollout
 
 
 class Scripted(Asked):

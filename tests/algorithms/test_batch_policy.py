@@ -9,7 +9,8 @@ import pytest
 from megatron_gvpo.algorithms.advantages.estimator import Estimator
 from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.algorithms.curriculum.batch_policy import Accumulate, KeepAll, is_valid
-from megatron_gvpo.types import Group, Prompt, Rollout, TrainBatch
+from megatron_gvpo.groups import Group, Prompt, Rollout
+from megatron_gvpo.types import TrainBatch
 
 
 def make_group(rewards: list[float], name: str = "p") -> Group:

@@ -20,8 +20,9 @@ from megatron_gvpo.algorithms.curriculum.prior import FunctionPrior
 from megatron_gvpo.algorithms.losses.ppo import PPO
 from megatron_gvpo.algorithms.members.osla import OneMore, expected_drop
 from megatron_gvpo.algorithms.shapers.consistency import InformationConsistency
+from megatron_gvpo.groups import Prompt, Rollout
 from megatron_gvpo.rewards.ranking import alignment, listed, ndcg
-from megatron_gvpo.types import BatchTotals, Prompt, Rollout
+from megatron_gvpo.types import BatchTotals
 
 
 def constrained(values: list[list[float]]):

@@ -12,7 +12,7 @@ import torch
 from megatron_gvpo.algorithms.advantages.m_grpo import RoleEstimator
 from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.groups import Group, Prompt, Rollout
-from megatron_gvpo.rewards.counted import count, environment_reward
+from megatron_gvpo.rewards.conversation_rewards import count, environment_reward
 from megatron_gvpo.turns import Turn
 from megatron_gvpo.types import TrainBatch
 

@@ -22,9 +22,10 @@ from megatron_gvpo.algorithms.members.early_exit import Exits, before
 from megatron_gvpo.algorithms.members.hinted import Hinted
 from megatron_gvpo.algorithms.members.replay import Replay
 from megatron_gvpo.algorithms.members.teacher_member import Teacher
-from megatron_gvpo.runtime.user_functions import load_function
-from megatron_gvpo.sampling.composed import _checked
-from megatron_gvpo.types import BatchTotals, Group, Prompt, Rollout, TrainBatch
+from megatron_gvpo.core.user_functions import load_function
+from megatron_gvpo.groups import Group, Prompt, Rollout
+from megatron_gvpo.sampling.batch_sampler import _checked
+from megatron_gvpo.types import BatchTotals, TrainBatch
 
 
 class Asked:

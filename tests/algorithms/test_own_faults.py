@@ -13,9 +13,9 @@ from megatron_gvpo.algorithms.curriculum.prior import FunctionPrior
 from megatron_gvpo.algorithms.custom import CustomEstimator, CustomLoss, CustomMember, CustomShaper
 from megatron_gvpo.algorithms.shapers.judged import WinRate
 from megatron_gvpo.cli.with_model import run_with_model
-from megatron_gvpo.rollout.request import RolloutError
-from megatron_gvpo.runtime.user_functions import UserFunctionError, described
-from megatron_gvpo.sampling import shaping
+from megatron_gvpo.core.errors import RolloutError
+from megatron_gvpo.core.user_functions import UserFunctionError, described
+from megatron_gvpo.sampling import batch_sampler
 from megatron_gvpo.types import BatchTotals, LossInputs
 
 
@@ -101,7 +101,7 @@ def test_a_shaper(tmp_path, body):
     with pytest.raises(
         RolloutError, match=r"^step 7: algorithm\.shapers: custom: .*expected a list of numbers"
     ):
-        shaping.shaped(shaper, [make_group([1, 0])], 7)
+        batch_sampler.shaped(shaper, [make_group([1, 0])], 7)
 
 
 def test_a_judge_without_a_finite_verdict(tmp_path):
@@ -109,7 +109,7 @@ def test_a_judge_without_a_finite_verdict(tmp_path):
     with pytest.raises(
         RolloutError, match=r"algorithm\.shapers: win_rate: .*expected a number, it returned nan"
     ):
-        shaping.shaped(judge, [make_group([1, 0])], 7)
+        batch_sampler.shaped(judge, [make_group([1, 0])], 7)
 
 
 def test_a_command_ends_with_the_line(capsys):

@@ -17,8 +17,8 @@ from inputs.rows import make_rows
 from megatron_gvpo.algorithms.advantages.gae import GAE
 from megatron_gvpo.algorithms.base import token_weights
 from megatron_gvpo.algorithms.losses.ppo import PPO
-from megatron_gvpo.config.schema import RewardConfig, RewardsConfig
 from megatron_gvpo.groups import Group, Prompt, Rollout, group_fields, group_of
+from megatron_gvpo.settings.rewards import RewardConfig, RewardsConfig
 from megatron_gvpo.turns import Turn
 from megatron_gvpo.types import BatchTotals, TrainBatch
 

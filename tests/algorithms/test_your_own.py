@@ -15,14 +15,14 @@ from megatron_gvpo.algorithms.base import Loss
 from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.algorithms.custom import CustomMember
 from megatron_gvpo.algorithms.registry import choice
-from megatron_gvpo.config.schema import load_config
+from megatron_gvpo.core.user_functions import load_function
 from megatron_gvpo.megatron import parallel
-from megatron_gvpo.runtime.user_functions import load_function
+from megatron_gvpo.settings.load import load_config
 from megatron_gvpo.types import BatchTotals, Rows, Totals, TrainBatch
 
 MINE = """
 import torch
-from megatron_gvpo.types import Group, LossInputs, Rows
+from megatron_gvpo.groups import Group; from megatron_gvpo.types import LossInputs, Rows
 
 def reward(prompt, rollout, low=0.25):
     return low + rollout.token_ids[0] % 2
@@ -102,7 +102,7 @@ def test_a_loss_gives_the_gradient(trained):
 @pytest.mark.parametrize("returned", ["None", "[1]", "[Group(g.prompt, []) for g in groups]"])
 def test_a_member_that_returns_no_groups_is_refused(tmp_path, returned):
     (tmp_path / "mine.py").write_text(
-        f"from megatron_gvpo.types import Group\ndef f(groups, sampling):\n    return {returned}\n"
+        f"from megatron_gvpo.groups import Group\ndef f(groups, sampling):\n    return {returned}\n"
     )
     member = CustomMember(function=f"{tmp_path}/mine.py:f")
     with pytest.raises(ValueError, match="expected a list of groups with one response or more each"):

@@ -20,9 +20,9 @@ from tiny_run import (
     weights,
 )
 
-from megatron_gvpo.callbacks import Callback
+from megatron_gvpo.core.errors import CheckpointError
 from megatron_gvpo.megatron.checkpoint import sharded as checkpoint
-from megatron_gvpo.megatron.checkpoint.sharded import CheckpointError
+from megatron_gvpo.training.callbacks import Callback
 
 pytestmark = pytest.mark.usefixtures("leave_the_process_group")
 

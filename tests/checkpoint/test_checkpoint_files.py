@@ -19,8 +19,8 @@ from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megatron_gvpo.megatron.checkpoint.all_ranks import CheckpointError, DamagedCheckpointError
-from megatron_gvpo.megatron.checkpoint.checksums import FILE as CHECKSUMS
+from megatron_gvpo.core.errors import CheckpointError, DamagedCheckpointError
+from megatron_gvpo.huggingface.checksums import FILE as CHECKSUMS
 from megatron_gvpo.megatron.checkpoint.loading import open_checkpoint
 from megatron_gvpo.megatron.checkpoint.storage import FilesWriter, SafeLoadPlanner
 

@@ -13,13 +13,14 @@ from inputs.good_config import GOOD
 from safetensors.torch import load_file
 from tiny_run import GVPO, StopAfter, configure, fit, records
 
-from megatron_gvpo.callbacks import Callback
 from megatron_gvpo.cli import main
-from megatron_gvpo.config.schema import ConfigError, build_config
-from megatron_gvpo.config.sections import BestConfig
-from megatron_gvpo.config.yaml import Loader
-from megatron_gvpo.runs.best import Best
-from megatron_gvpo.runs.earlier import exported_step
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.core.yaml_files import Loader
+from megatron_gvpo.runs.existing_run import exported_step
+from megatron_gvpo.runs.record import Best
+from megatron_gvpo.settings.load import build_config
+from megatron_gvpo.settings.sections import BestConfig
+from megatron_gvpo.training.callbacks import Callback
 
 LOWEST = "checkpoint.keep_best={metric: reward/mean, order: lowest}"
 HOW = (*GVPO, "data.eval=null", "checkpoint.every=1", "checkpoint.keep=1", "checkpoint.export_every=2")

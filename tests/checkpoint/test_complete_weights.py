@@ -17,11 +17,12 @@ from tiny_run import GVPO, SHORT, configure, fit
 from torch import Tensor
 
 from megatron_gvpo.cli import main
-from megatron_gvpo.config.schema import ConfigError, ModelConfig, ParallelConfig
-from megatron_gvpo.megatron.checkpoint import conversion
+from megatron_gvpo.core.errors import CheckpointError, ConfigError
+from megatron_gvpo.huggingface.complete_weights import check_files
 from megatron_gvpo.megatron.checkpoint import sharded as checkpoint
-from megatron_gvpo.megatron.checkpoint.sharded import CheckpointError
-from megatron_gvpo.megatron.model.complete_weights import check_files
+from megatron_gvpo.settings.parallel import ParallelConfig
+from megatron_gvpo.settings.sections import ModelConfig
+from megatron_gvpo.training import conversion
 
 Tensors = dict[str, Tensor]
 FIRST = "model.layers.1.mlp.up_proj.weight"
@@ -172,9 +173,9 @@ def test_heads_for_further_tokens_are_kept_and_exported(models, tmp_path, group,
 
 def test_an_export_that_cannot_be_written_takes_part_in_all_gathers(models, tmp_path, group, monkeypatch):
     """The other ranks would wait for rank 0 in the gather of the next tensor."""
+    from megatron_gvpo.huggingface.safetensors_writer import SafetensorsWriter
     from megatron_gvpo.megatron.model.build import build
     from megatron_gvpo.megatron.model.model import Model
-    from megatron_gvpo.megatron.model.safetensors_writer import SafetensorsWriter
 
     built = build(ModelConfig(path=str(models / "llama3"), dtype="float32"), ParallelConfig(), trained=False)
     gathered, whole = [], list(built.export())

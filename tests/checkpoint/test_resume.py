@@ -21,11 +21,10 @@ from tiny_run import (
     reward_options,
 )
 
-from megatron_gvpo.config.errors import ConfigError
+from megatron_gvpo.core.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from megatron_gvpo.megatron.checkpoint import sharded as checkpoint
-from megatron_gvpo.megatron.checkpoint.all_ranks import CheckpointError, DamagedCheckpointError
-from megatron_gvpo.megatron.checkpoint.record import read_record
-from megatron_gvpo.trainer import Trainer
+from megatron_gvpo.megatron.checkpoint.newest import read_record
+from megatron_gvpo.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("leave_the_process_group")
 

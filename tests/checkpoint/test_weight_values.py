@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_gvpo.cli import main
-from megatron_gvpo.megatron.model.checked_weights import HEADER
+from megatron_gvpo.huggingface.checked_weights import HEADER
 
 UP = "model.layers.1.mlp.up_proj.weight"
 
@@ -82,9 +82,11 @@ def test_what_is_exported_has_checksums(exported: Path, tmp_path: Path, capsys: 
 
 def build_two(directory: str) -> None:
     """On two ranks of a pipeline: the second holds the tensor that is not finite. Both raise."""
-    from megatron_gvpo.config.schema import ConfigError, ModelConfig, ParallelConfig
+    from megatron_gvpo.core.errors import ConfigError
     from megatron_gvpo.megatron import parallel
     from megatron_gvpo.megatron.model.build import build
+    from megatron_gvpo.settings.parallel import ParallelConfig
+    from megatron_gvpo.settings.sections import ModelConfig
 
     layout = ParallelConfig(pp=2)
     parallel.initialize(layout, seed=0)

@@ -162,7 +162,7 @@ def test_wrong_input_is_named_and_destroys_nothing(task, tmp_path, capfd, case):
 @pytest.mark.parametrize(("name", "said"), [("none.py", "there is no file"), ("broken.py", "SyntaxError")])
 def test_a_reward_is_looked_for_before_anything_is_loaded(task, tmp_path, capsys, monkeypatch, name, said):
     """Otherwise a large model would be loaded for minutes before the reward worker fails to import it."""
-    monkeypatch.setitem(sys.modules, "megatron_gvpo.trainer", None)
+    monkeypatch.setitem(sys.modules, "megatron_gvpo.training.trainer", None)
     (tmp_path / "broken.py").write_text("def mine(prompt, response:\n")
     reward = f'rewards.components=[{{"name": "mine", "function": "{tmp_path}/{name}:mine"}}]'
     assert main(["train", str(task / "run.yaml"), f"output_dir={tmp_path / 'run'}", reward]) == 2

@@ -17,8 +17,8 @@ from packaging.specifiers import SpecifierSet
 from paths import ROOT
 
 from megatron_gvpo.cluster import doctor
-from megatron_gvpo.rollout.launch.start import DIALECTS
-from megatron_gvpo.versions import COMPONENTS, PYTHON_REFERENCE, PYTHON_TESTED, REFERENCE
+from megatron_gvpo.core.versions import COMPONENTS, PYTHON_REFERENCE, PYTHON_TESTED, REFERENCE
+from megatron_gvpo.servers.launch.start import DIALECTS
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 

@@ -56,7 +56,7 @@ def test_a_wrong_configuration_is_refused_before_torch_is_loaded(task: Path, tmp
     for wrong in ("train.stepz=1", "parallel.tp=3", "data.eval.path=/dev/null/x", colocated):
         given = ["train", str(task / "run.yaml"), f"output_dir={tmp_path}/run", wrong, "--nproc=3"]
         program = (
-            "import sys; import megatron_gvpo.runtime.launch as launch; from megatron_gvpo.cli import main\n"
+            "import sys; import megatron_gvpo.core.launch as launch; from megatron_gvpo.cli import main\n"
             "launch.launch = lambda *_: 0\n"
             f"print(main({given!r}), 'torch' in sys.modules)"
         )

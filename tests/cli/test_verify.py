@@ -14,11 +14,10 @@ import pytest
 from cases.families import FAMILIES, Family
 from suite.real_parts import used
 
-from megatron_gvpo.config.errors import ConfigError
-from megatron_gvpo.verify.command import run
-from megatron_gvpo.verify.known import check_known
+from megatron_gvpo.cli.verify import run
+from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.verify.layout import layouts_for
-from megatron_gvpo.verify.shrink import shrink
+from megatron_gvpo.verify.shrink import check_known, shrink
 
 QWEN2 = {
     "architectures": ["Qwen2ForCausalLM"],

@@ -18,7 +18,7 @@ from suite.real_parts import used
 
 from megatron_gvpo.cli import main
 from megatron_gvpo.cluster.checkup import _rounds
-from megatron_gvpo.rollout.launch.supervise import is_healthy
+from megatron_gvpo.servers.launch.supervise import is_healthy
 
 FAULTS = {
     "none": [],

@@ -1,4 +1,4 @@
-"""A rank under `megatron_gvpo.cluster.rank`, and the summary that `megatron_gvpo.cluster.failures` prints."""
+"""A rank under `megatron_gvpo.cli.rank`, and the summary that `megatron_gvpo.cluster.failures` prints."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run_rank(place: Path, *given: str) -> int:
     logs = place / "logs"
     logs.mkdir()
     environment = {**os.environ, "RANK": "3", "MEGATRON_GVPO_LOGS": str(logs), "SLURMD_NODENAME": "node7"}
-    command = [sys.executable, "-m", "megatron_gvpo.cluster.rank", *given]
+    command = [sys.executable, "-m", "megatron_gvpo.cli.rank", *given]
     return subprocess.run(command, env=environment, timeout=120).returncode
 
 
@@ -49,7 +49,7 @@ def test_a_rank_that_ends_before_it_has_a_log_is_named(tmp_path: Path):
     environment = {**os.environ, "MEGATRON_GVPO_LOGS": str(tmp_path / "nowhere"), "TMPDIR": str(tmp_path)}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
     with (tmp_path / "node_0.log").open("w") as log:
-        command = [*torchrun, "-m", "megatron_gvpo.cluster.rank", "train", "run.yaml"]
+        command = [*torchrun, "-m", "megatron_gvpo.cli.rank", "train", "run.yaml"]
         assert subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=120).returncode == 1
     said = failures.describe(tmp_path)
     assert said is not None
@@ -82,7 +82,7 @@ def test_the_launcher_names_a_killed_rank_and_ends_the_others_at_once(tmp_path: 
         "    case '1': os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     program = (
-        "import sys; from megatron_gvpo.runtime import launch; launch.PATIENCE = 1000.0\n"
+        "import sys; from megatron_gvpo.core import launch; launch.PATIENCE = 1000.0\n"
         "sys.exit(launch.launch(2, ['--version']))"
     )
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}

@@ -11,9 +11,9 @@ import pytest
 from paths import ROOT
 
 from megatron_gvpo.cli import main
-from megatron_gvpo.config.schema import load_config
+from megatron_gvpo.settings.load import load_config
 
-KNOWN = json.loads(resources.files("megatron_gvpo.cluster.planner").joinpath("models.json").read_text())
+KNOWN = json.loads(resources.files("megatron_gvpo.planner").joinpath("models.json").read_text())
 ASKED = (
     "--gpus",
     "16",

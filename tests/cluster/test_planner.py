@@ -19,24 +19,25 @@ from distributed import launch
 from paths import ROOT
 from tiny_run import configure, fit
 
-from megatron_gvpo.cluster.planner import (
+from megatron_gvpo.checks.layout import check_layout
+from megatron_gvpo.megatron.critic import Critic
+from megatron_gvpo.megatron.policy import Policy
+from megatron_gvpo.planner import (
     architecture,
     command,
     method,
     search,
     sharing,
-    time,
+    step_time,
     workload,
 )
-from megatron_gvpo.cluster.planner import memory_model as memory
-from megatron_gvpo.cluster.planner.workload import Layout, Lengths, Workload
-from megatron_gvpo.config.checks.parallel_layout import check_layout
-from megatron_gvpo.config.schema import ParallelConfig, load_config
-from megatron_gvpo.megatron.critic import Critic
-from megatron_gvpo.megatron.policy import Policy
+from megatron_gvpo.planner import memory_model as memory
+from megatron_gvpo.planner.workload import Layout, Lengths, Workload
+from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.parallel import ParallelConfig
 from megatron_gvpo.types import TrainBatch
 
-KNOWN = json.loads(resources.files("megatron_gvpo.cluster.planner").joinpath("models.json").read_text())
+KNOWN = json.loads(resources.files("megatron_gvpo.planner").joinpath("models.json").read_text())
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -226,19 +227,19 @@ def test_more_passes_over_a_batch_cost_training_and_nothing_else(critic: bool):
     model, gpu = architecture.load("Qwen/Qwen2.5-7B"), workload.gpu("h800")
     lengths = Lengths(850, 2000, 4000)
     once, thrice = (Workload(1024, 4, 150, lengths, 4, 2.0, critic, passes) for passes in (1, 3))
-    took, longer = (time.seconds(model, gpu, Layout(8, tp=2), work, 8192) for work in (once, thrice))
+    took, longer = (step_time.seconds(model, gpu, Layout(8, tp=2), work, 8192) for work in (once, thrice))
     assert longer.training == pytest.approx(3 * took.training)
     assert longer.optimizer == pytest.approx(3 * took.optimizer)
     for same in ("rollout", "scoring", "sync", "waiting"):
         assert getattr(longer, same) == getattr(took, same)
-    assert time.model_flops(model, thrice) == pytest.approx(3 * time.model_flops(model, once))
+    assert step_time.model_flops(model, thrice) == pytest.approx(3 * step_time.model_flops(model, once))
 
 
 def test_a_critic_costs_as_much_training_as_the_policys_layers_and_no_rollout():
     model, gpu = architecture.load("Qwen/Qwen2.5-7B"), workload.gpu("h800")
     lengths = Lengths(850, 2000, 4000)
     alone, both = (Workload(1024, 4, 150, lengths, 4, 2.0, critic) for critic in (False, True))
-    took, longer = (time.seconds(model, gpu, Layout(8, tp=2), work, 8192) for work in (alone, both))
+    took, longer = (step_time.seconds(model, gpu, Layout(8, tp=2), work, 8192) for work in (alone, both))
     assert longer.rollout == took.rollout and longer.sync == took.sync
     share = (longer.training - took.training) / took.training
     assert share == pytest.approx(1 - model.embedding / (model.parameters - model.embedding), abs=0.02)
@@ -268,12 +269,12 @@ def test_rollout_time_is_that_of_every_single_step():
     model, gpu = architecture.load("Qwen/Qwen2.5-7B"), workload.gpu("h800")
     work = Workload(16, 4, 200, Lengths(60, 150, 200))
     lengths = [math.ceil(n) for n in work.lengths.sample(64)]
-    step = time.DecodeStep(model, gpu, 1)
-    slow = model.layer_flops(16 * 200, context=100) / (gpu.flops(fp8=False) * time.PREFILL_FRACTION)
+    step = step_time.DecodeStep(model, gpu, 1)
+    slow = model.layer_flops(16 * 200, context=100) / (gpu.flops(fp8=False) * step_time.PREFILL_FRACTION)
     for token in range(max(lengths)):
         running = [n for n in lengths if n > token]
         slow += step.seconds(len(running), len(running) * (200 + token + 0.5))
-    assert time.rollout_seconds(model, gpu, 1, 1, work) == pytest.approx(slow, rel=0.02)
+    assert step_time.rollout_seconds(model, gpu, 1, 1, work) == pytest.approx(slow, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -315,16 +316,16 @@ def test_a_plan_with_shared_prompts_trains_faster_and_keeps_groups_whole():
     model, gpu = architecture.load("Qwen/Qwen2.5-7B"), workload.gpu("h800")
     whole = Workload(256, 8, 4000, Lengths(1000, 1500, 2000))
     shared = dataclasses.replace(whole, share_prompts=True)
-    took, less = (time.seconds(model, gpu, Layout(8, tp=2), work, 16384) for work in (whole, shared))
+    took, less = (step_time.seconds(model, gpu, Layout(8, tp=2), work, 16384) for work in (whole, shared))
     assert less.training < 0.36 * took.training and less.scoring == took.scoring == 0
     assert less.rollout == took.rollout and less.optimizer == took.optimizer
     best = search.search(model, gpu, 16, shared).best
     assert all(c.layout.cp == 1 for c in best)
     assert min(c.micro_tokens for c in best) >= 4000 + 8 * 1000
     with_critic = dataclasses.replace(whole, critic=True)
-    of_critic = time.model_flops(model, with_critic) - time.model_flops(model, whole)
-    both = time.model_flops(model, dataclasses.replace(with_critic, share_prompts=True))
-    assert both == pytest.approx(time.model_flops(model, shared) + of_critic)  # which shares nothing
+    of_critic = step_time.model_flops(model, with_critic) - step_time.model_flops(model, whole)
+    both = step_time.model_flops(model, dataclasses.replace(with_critic, share_prompts=True))
+    assert both == pytest.approx(step_time.model_flops(model, shared) + of_critic)  # which shares nothing
 
 
 def test_a_model_that_cannot_share_prompts_is_told_so(tmp_path: Path):
@@ -337,4 +338,6 @@ def test_a_model_that_cannot_share_prompts_is_told_so(tmp_path: Path):
 def test_a_longer_tail_costs_time_at_the_same_mean():
     model, gpu = architecture.load("Qwen/Qwen2.5-7B"), workload.gpu("h800")
     short, long = (Workload(1024, 5, 150, Lengths(850, p95, 8192)) for p95 in (1200, 3000))
-    assert time.rollout_seconds(model, gpu, 8, 1, long) > 1.5 * time.rollout_seconds(model, gpu, 8, 1, short)
+    assert step_time.rollout_seconds(model, gpu, 8, 1, long) > 1.5 * step_time.rollout_seconds(
+        model, gpu, 8, 1, short
+    )

@@ -12,12 +12,12 @@ import torch
 from cases.families import FAMILIES
 
 from megatron_gvpo.cli import main
-from megatron_gvpo.cluster.planner import architecture, memory_model
-from megatron_gvpo.cluster.planner.workload import Layout
-from megatron_gvpo.config.checks.adapters import TARGETS
-from megatron_gvpo.config.schema import load_config
+from megatron_gvpo.planner import architecture, memory_model
+from megatron_gvpo.planner.workload import Layout
+from megatron_gvpo.settings.adapter import TARGETS
+from megatron_gvpo.settings.load import load_config
 
-KNOWN = json.loads(resources.files("megatron_gvpo.cluster.planner").joinpath("models.json").read_text())
+KNOWN = json.loads(resources.files("megatron_gvpo.planner").joinpath("models.json").read_text())
 RANK = 16
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from megatron_gvpo.cli import main
-from megatron_gvpo.cluster.planner import architecture, time, workload
-from megatron_gvpo.cluster.planner.workload import Lengths, Speculation, Workload, parse_speculation
-from megatron_gvpo.config.schema import ConfigError, load_config
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.planner import architecture, step_time, workload
+from megatron_gvpo.planner.workload import Lengths, Speculation, Workload, parse_speculation
+from megatron_gvpo.settings.load import load_config
 
 H100 = workload.gpu("h100")
 PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "planner.md"
@@ -23,7 +24,7 @@ def rollouts(
     """Predicted seconds of a step's rollouts, without speculation and with it."""
     sizes = architecture.load(model)
     both = (work, replace(work, speculation=speculation))
-    return tuple(time.rollout_seconds(sizes, H100, engines, tp, each) for each in both)
+    return tuple(step_time.rollout_seconds(sizes, H100, engines, tp, each) for each in both)
 
 
 def test_the_published_gains() -> None:
@@ -65,7 +66,7 @@ def test_a_rejected_draft_costs_and_an_accepted_one_gains() -> None:
 def test_a_large_batch_gains_less() -> None:
     """The verification of 4 times as many tokens takes longer once operations limit a step."""
     model = architecture.load("Qwen/Qwen3-8B")
-    step, chosen = time.DecodeStep(model, H100, 1), Speculation(3, 0.77)
+    step, chosen = step_time.DecodeStep(model, H100, 1), Speculation(3, 0.77)
     few, many = (
         step.seconds(n, n * 1000) * chosen.length / step.seconds(n, n * 1000, chosen) for n in (8, 1024)
     )

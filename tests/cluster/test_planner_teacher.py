@@ -12,17 +12,28 @@ import pytest
 from doc_blocks import blocks, commands
 from tiny_run import configure, fit
 
+from megatron_gvpo.checks.layout import check_layout
 from megatron_gvpo.cli import main
-from megatron_gvpo.cluster.planner import architecture, command, memory_model, method, search, time, workload
-from megatron_gvpo.cluster.planner.teacher import Teacher
-from megatron_gvpo.cluster.planner.workload import GIB, Layout, Lengths, Workload
-from megatron_gvpo.config.checks.parallel_layout import check_layout
-from megatron_gvpo.config.schema import ConfigError, ParallelConfig, load_config
+from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.kernels import linear_logprob
 from megatron_gvpo.megatron.policy import Policy
-from megatron_gvpo.megatron.teacher.model import Teacher as HeldTeacher
+from megatron_gvpo.megatron.teacher import Teacher as HeldTeacher
+from megatron_gvpo.planner import (
+    architecture,
+    command,
+    memory_model,
+    method,
+    search,
+    step_time,
+    workload,
+)
+from megatron_gvpo.planner.architecture import GIB
+from megatron_gvpo.planner.teacher import Teacher
+from megatron_gvpo.planner.workload import Layout, Lengths, Workload
+from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.parallel import ParallelConfig
 
-KNOWN = json.loads(resources.files("megatron_gvpo.cluster.planner").joinpath("models.json").read_text())
+KNOWN = json.loads(resources.files("megatron_gvpo.planner").joinpath("models.json").read_text())
 H100 = workload.gpu("h100")
 SMALL, LARGE = architecture.load("Qwen/Qwen2.5-7B"), architecture.load("Qwen/Qwen2.5-32B")
 LOGPROBS, FULL = Teacher(LARGE, passes=1), Teacher(LARGE, passes=0, divergence=True)
@@ -48,8 +59,8 @@ def test_the_numbers_by_hand_are_those_of_the_model_and_the_gpu():
     assert memory_model.TILE_BYTES == linear_logprob._CUDA_LOGITS
 
 
-def seconds(layout: Layout, teacher: Teacher | None, work: Workload = WORK) -> time.Seconds:
-    return time.seconds(SMALL, H100, layout, replace(work, teacher=teacher), 8192)
+def seconds(layout: Layout, teacher: Teacher | None, work: Workload = WORK) -> step_time.Seconds:
+    return step_time.seconds(SMALL, H100, layout, replace(work, teacher=teacher), 8192)
 
 
 def test_a_held_teachers_log_probs_cost_a_pass_and_its_way_to_the_gpu_for_every_mini_batch():
@@ -117,8 +128,8 @@ def test_the_host_keeps_a_teacher_of_every_rank():
 def test_servers_score_every_token_while_the_trainer_scores():
     served = replace(LOGPROBS, gpus=4)
     alone = (LAYERS + 2 * TABLE * COUNT * (PROMPT + RESPONSE)) / (4 * REACH * 1.1)
-    assert time.served_seconds(served, H100, WORK) == pytest.approx(alone, rel=1e-3)
-    assert time.served_seconds(served, H100, replace(WORK, share_prompts=True)) == pytest.approx(
+    assert step_time.served_seconds(served, H100, WORK) == pytest.approx(alone, rel=1e-3)
+    assert step_time.served_seconds(served, H100, replace(WORK, share_prompts=True)) == pytest.approx(
         alone, rel=1e-3
     )
     for scoring in (0.0, 1.0, 100.0):

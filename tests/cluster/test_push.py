@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from suite.doc_tables import Hold
 
-from megatron_gvpo.cluster.planner import architecture, push, workload
-from megatron_gvpo.cluster.planner.method import method
-from megatron_gvpo.cluster.planner.search import search
-from megatron_gvpo.cluster.planner.workload import Layout
-from megatron_gvpo.config.schema import ConfigError
-from megatron_gvpo.weights.shards.plan import Box, Table, plan_push
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.planner import architecture, push_time, workload
+from megatron_gvpo.planner.method import method
+from megatron_gvpo.planner.search import search
+from megatron_gvpo.planner.workload import Layout
+from megatron_gvpo.weights.shard_plan import Box, Table, plan_push
 
 PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "planner.md"
 MODELS = ("Qwen/Qwen2.5-7B", "Qwen/Qwen3-235B-A22B", "deepseek-ai/DeepSeek-V3")
@@ -33,10 +33,11 @@ def row(name: str, gpus: int) -> str:
         told = [reason for reason in reasons if "layouts: " not in reason]
         return f"{begin} none: {'; '.join(told)} | | | | | |"
     layout = best.layout
-    parts = push.sharded(model, gpu, layout)
+    parts = push_time.sharded(model, gpu, layout)
     shards = f"{parts.seconds:.2f} | {parts.busiest_trainer / 1e9:.2f} | {parts.server / 1e9:.1f}"
     return (
-        f"{begin} {layout.name} | {best.seconds.step:.0f} | {push.broadcast(model, gpu, layout).seconds:.1f} "
+        f"{begin} {layout.name} | {best.seconds.step:.0f} "
+        f"| {push_time.broadcast(model, gpu, layout).seconds:.1f} "
         f"| {shards if layout.rollout_gpus else '| | '} |"
     )
 
@@ -66,7 +67,7 @@ def test_the_predicted_bytes_are_those_of_a_plan():
     everything = [Box(0, tables[1].rows, 0, 1)]
     held = [{0: [Box(rank % 2, rank % 2 + 1, 0, half)], 1: everything} for rank in range(4)]
     plan = plan_push(tables, held, [held[:2], held[2:]], 2**28)
-    predicted = push.sharded(model, workload.gpu("h800"), layout)
+    predicted = push_time.sharded(model, workload.gpu("h800"), layout)
     sent, links = plan.sent_bytes(), plan.link_bytes()
     got = sum(size for (_, target), size in links.items() if target == 4)
     assert got == pytest.approx(predicted.server, rel=1e-3)
@@ -77,7 +78,7 @@ def test_the_predicted_bytes_are_those_of_a_plan():
 def test_a_sharded_push_needs_no_longer_for_more_servers():
     model, gpu = architecture.load("deepseek-ai/DeepSeek-V3"), workload.gpu("h800")
     times = {
-        servers: push.sharded(
+        servers: push_time.sharded(
             model, gpu, Layout(256, pp=16, ep=16, rollout_gpus=32 * servers, rollout_tp=32)
         ).seconds
         for servers in (2, 8, 24)

@@ -12,7 +12,7 @@ from paths import ROOT
 from suite.real_parts import used
 
 from megatron_gvpo import cli
-from megatron_gvpo.data.tokenizer import load_tokenizer
+from megatron_gvpo.huggingface.tokenizer import load_tokenizer
 from megatron_gvpo.observe import read_metrics
 
 EXAMPLE = ROOT / "examples" / "agent_program"

@@ -11,13 +11,14 @@ import pytest
 from suite.real_parts import used
 from test_template import END, ids, tokenizer
 
-from megatron_gvpo.config.sections import SamplingConfig
-from megatron_gvpo.conversations.beginnings import beginnings
-from megatron_gvpo.conversations.config import ConversationConfig
-from megatron_gvpo.conversations.held import Conversations
+from megatron_gvpo.conversations.conversations import Conversations
+from megatron_gvpo.core.errors import RolloutError
+from megatron_gvpo.data.converters import beginnings
 from megatron_gvpo.data.task import Task
 from megatron_gvpo.groups import Prompt, Rollout
-from megatron_gvpo.rollout.request import Request, RolloutError
+from megatron_gvpo.servers.request import Request
+from megatron_gvpo.settings.conversation import ConversationConfig
+from megatron_gvpo.settings.sections import SamplingConfig
 
 # It remembers what was said, and pays for the length of it; the third turn ends the conversation.
 ENVIRONMENT = """

@@ -15,8 +15,8 @@ from suite.real_parts import used
 
 from megatron_gvpo import cli
 from megatron_gvpo.conversations import Reply
-from megatron_gvpo.data.tokenizer import load_tokenizer
 from megatron_gvpo.groups import Prompt
+from megatron_gvpo.huggingface.tokenizer import load_tokenizer
 from megatron_gvpo.observe import read_metrics
 from megatron_gvpo.observe.rollouts.reader import read_rollouts
 

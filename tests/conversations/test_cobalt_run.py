@@ -11,9 +11,9 @@ import pytest
 from suite.real_parts import used
 from tiny_run import SHORT, KeepGroups, configure, fit, records
 
-from megatron_gvpo.conversations.beginnings import beginnings
-from megatron_gvpo.data.tokenizer import load_tokenizer
+from megatron_gvpo.data.converters import beginnings
 from megatron_gvpo.groups import Group
+from megatron_gvpo.huggingface.tokenizer import load_tokenizer
 
 # It pays for the digits of a turn, and counts the turns that it has heard.
 ENVIRONMENT = """

@@ -13,18 +13,19 @@ from servers.real_servers import SharedServer, logprobs, pool_of, served_config
 from suite.real_parts import used
 from tiny_run import GVPO, assert_same_run, configure, fit, records
 
-from megatron_gvpo.callbacks import Callback
-from megatron_gvpo.config.schema import ConfigError, SamplingConfig
-from megatron_gvpo.conversations.config import ConversationConfig
-from megatron_gvpo.conversations.held import Conversations
+from megatron_gvpo.conversations.conversations import Conversations
+from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.data.task import Task
-from megatron_gvpo.data.tokenizer import end_token_id, load_tokenizer
 from megatron_gvpo.groups import Prompt
+from megatron_gvpo.huggingface.tokenizer import end_token_id, load_tokenizer
 from megatron_gvpo.observe import read_metrics
-from megatron_gvpo.rollout.prefix_cache import METRIC
-from megatron_gvpo.rollout.request import Request
 from megatron_gvpo.sampling.served import Speakers
-from megatron_gvpo.trainer import Trainer
+from megatron_gvpo.servers.pool import METRIC
+from megatron_gvpo.servers.request import Request
+from megatron_gvpo.settings.conversation import ConversationConfig
+from megatron_gvpo.settings.sections import SamplingConfig
+from megatron_gvpo.training.callbacks import Callback
+from megatron_gvpo.training.trainer import Trainer
 from megatron_gvpo.turns import segments
 
 

@@ -8,13 +8,13 @@ import pytest
 from inputs.digits import TALK, talks
 from tiny_run import GVPO, SHORT, configure, fit
 
-from megatron_gvpo.config.schema import ConfigError, RewardConfig, RewardsConfig
-from megatron_gvpo.conversations.environment import NoAnswer, Reply, checked
+from megatron_gvpo.core.errors import ConfigError, RolloutError
 from megatron_gvpo.groups import Group, Prompt, Rollout
 from megatron_gvpo.rewards.pool import RewardPool
-from megatron_gvpo.rewards.registry import COUNT
-from megatron_gvpo.rollout.request import RolloutError
+from megatron_gvpo.settings.built_in_rewards import COUNT
+from megatron_gvpo.settings.rewards import RewardConfig, RewardsConfig
 from megatron_gvpo.turns import Turn
+from megatron_gvpo.workers.environment import NoAnswer, Reply, checked
 
 TOOLS, NONE = "rollout.conversation={tools: [tools.py:add]}", "rollout.conversation=null"
 PAID = "rewards.components=[{name: environment}]"

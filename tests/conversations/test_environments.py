@@ -13,18 +13,17 @@ import pytest
 from machine.processes import command_of
 from suite.real_parts import used
 
-from megatron_gvpo.config.errors import ConfigError
-from megatron_gvpo.config.sections import SamplingConfig
-from megatron_gvpo.conversations.config import ConversationConfig
-from megatron_gvpo.conversations.converse import LOST
-from megatron_gvpo.conversations.held import Conversations
-from megatron_gvpo.conversations.process import EnvironmentProcess, StepFailed
+from megatron_gvpo.conversations.conversations import Conversations
+from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.data.task import Task
-from megatron_gvpo.data.tokenizer import end_token_id, load_tokenizer
-from megatron_gvpo.groups import Prompt, Rollout
-from megatron_gvpo.rewards.printed import Printout
-from megatron_gvpo.rollout.request import Request, pack, unpack
+from megatron_gvpo.groups import LOST, Prompt, Rollout
+from megatron_gvpo.huggingface.tokenizer import end_token_id, load_tokenizer
+from megatron_gvpo.servers.request import Request, pack, unpack
+from megatron_gvpo.settings.conversation import ConversationConfig
+from megatron_gvpo.settings.sections import SamplingConfig
 from megatron_gvpo.turns import Turn, segments
+from megatron_gvpo.workers.environment_process import EnvironmentProcess, StepFailed
+from megatron_gvpo.workers.output import Printout
 
 # The record's "does" says, turn by turn, what the environment does.
 ENVIRONMENT = """

@@ -10,7 +10,7 @@ from inputs.digits import TALK, talks
 from suite.real_parts import used
 from tiny_run import GVPO, KeepGroups, configure, fit, records
 
-from megatron_gvpo.data.tokenizer import load_tokenizer
+from megatron_gvpo.huggingface.tokenizer import load_tokenizer
 from megatron_gvpo.turns import segments
 
 # Of an earlier turn of the policy, what stands before its last 3 is left out, as thoughts are by Qwen3's.

@@ -18,13 +18,12 @@ from machine.processes import command_of
 from suite.real_parts import used
 from test_environments import Held
 
-from megatron_gvpo.config.schema import build_config
-from megatron_gvpo.conversations.config import ConversationConfig, McpConfig
-from megatron_gvpo.conversations.converse import LOST
-from megatron_gvpo.conversations.tools import tool_schemas
 from megatron_gvpo.data.task import Task
-from megatron_gvpo.data.tokenizer import end_token_id, load_tokenizer
-from megatron_gvpo.groups import Prompt, Rollout
+from megatron_gvpo.groups import LOST, Prompt, Rollout
+from megatron_gvpo.huggingface.tokenizer import end_token_id, load_tokenizer
+from megatron_gvpo.settings.conversation import ConversationConfig, McpConfig
+from megatron_gvpo.settings.load import build_config
+from megatron_gvpo.workers.tools import tool_schemas
 
 SERVER = '''
 import os, pathlib, signal, sys, time
@@ -303,8 +302,8 @@ def test_wrong_servers_are_refused(server: dict[str, Any], problem: str) -> None
 def test_headers_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     from inputs.good_config import GOOD
 
-    from megatron_gvpo.config.secrets import as_written
-    from megatron_gvpo.config.yaml import Loader
+    from megatron_gvpo.core.secrets import as_written
+    from megatron_gvpo.core.yaml_files import Loader
 
     monkeypatch.setenv("MCP_AUTHORIZATION", "Bearer 123456789")
     values = yaml.load(GOOD, Loader)

@@ -14,7 +14,7 @@ from paths import ROOT
 from suite.real_parts import used
 
 from megatron_gvpo import cli
-from megatron_gvpo.conversations.parsers import PARSERS
+from megatron_gvpo.data.tool_calls import PARSERS
 from megatron_gvpo.groups import Prompt, Rollout
 from megatron_gvpo.observe import read_metrics
 

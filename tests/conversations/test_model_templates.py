@@ -13,10 +13,10 @@ import pytest
 from inputs.chat_tokenizer import ids, tokenizer
 from transformers import Qwen2Tokenizer
 
-from megatron_gvpo.conversations.template import Template
-from megatron_gvpo.conversations.tools import tool_message
-from megatron_gvpo.data.end_tokens import end_token_ids
-from megatron_gvpo.data.sources import DataError
+from megatron_gvpo.core.errors import DataError
+from megatron_gvpo.data.chat_template import Template
+from megatron_gvpo.huggingface.end_tokens import end_token_ids
+from megatron_gvpo.workers.tools import tool_message
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 

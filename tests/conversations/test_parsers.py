@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from megatron_gvpo.conversations.config import ConversationConfig
-from megatron_gvpo.conversations.parsers import PARSERS, Call, parser_of
-from megatron_gvpo.conversations.programs.chat import answer_of
-from megatron_gvpo.conversations.tools import Tools, tool_message
-from megatron_gvpo.runtime.user_functions import UserFunctionError
+from megatron_gvpo.conversations.chat import answer_of
+from megatron_gvpo.core.user_functions import UserFunctionError
+from megatron_gvpo.data.tool_calls import PARSERS, Call, parser_of
+from megatron_gvpo.settings.conversation import ConversationConfig
+from megatron_gvpo.workers.tools import Tools, tool_message
 
 
 @pytest.mark.parametrize(

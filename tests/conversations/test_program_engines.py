@@ -11,16 +11,16 @@ from servers.real_servers import SharedServer, logprobs, pool_of, served_config
 from suite.real_parts import used
 from tiny_run import GVPO, assert_same_run, configure, fit, records
 
-from megatron_gvpo.callbacks import Callback
-from megatron_gvpo.config.schema import SamplingConfig
-from megatron_gvpo.conversations.config import ConversationConfig
-from megatron_gvpo.conversations.programs.held import Programs
+from megatron_gvpo.conversations.programs import Programs
 from megatron_gvpo.data.task import Task
-from megatron_gvpo.data.tokenizer import end_token_id, load_tokenizer
 from megatron_gvpo.groups import Prompt
-from megatron_gvpo.rollout.request import Request
+from megatron_gvpo.huggingface.tokenizer import end_token_id, load_tokenizer
 from megatron_gvpo.sampling.served import Speakers
-from megatron_gvpo.trainer import Trainer
+from megatron_gvpo.servers.request import Request
+from megatron_gvpo.settings.conversation import ConversationConfig
+from megatron_gvpo.settings.sections import SamplingConfig
+from megatron_gvpo.training.callbacks import Callback
+from megatron_gvpo.training.trainer import Trainer
 from megatron_gvpo.turns import ends_of, segments
 from megatron_gvpo.types import TrainBatch
 

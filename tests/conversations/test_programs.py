@@ -18,17 +18,16 @@ from machine.processes import command_of
 from paths import HELPERS
 from suite.real_parts import used
 
-from megatron_gvpo.config.errors import ConfigError
-from megatron_gvpo.config.sections import SamplingConfig
-from megatron_gvpo.conversations.config import ConversationConfig
-from megatron_gvpo.conversations.converse import LOST
-from megatron_gvpo.conversations.programs.calls import Calls
-from megatron_gvpo.conversations.programs.chat import answer_of, read_message
-from megatron_gvpo.conversations.programs.held import Programs
+from megatron_gvpo.conversations.chat import answer_of, read_message
+from megatron_gvpo.conversations.dialogue import Calls
+from megatron_gvpo.conversations.programs import Programs
+from megatron_gvpo.core.collectives import all_gather_msgpack
+from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.data.task import Task
-from megatron_gvpo.groups import Prompt, Rollout
-from megatron_gvpo.rollout.request import Request, pack, unpack
-from megatron_gvpo.runtime.collectives import all_gather_msgpack
+from megatron_gvpo.groups import LOST, Prompt, Rollout
+from megatron_gvpo.servers.request import Request, pack, unpack
+from megatron_gvpo.settings.conversation import ConversationConfig
+from megatron_gvpo.settings.sections import SamplingConfig
 from megatron_gvpo.turns import segments
 
 PROGRAMS = HELPERS / "programs" / "agent_programs.py"

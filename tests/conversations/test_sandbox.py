@@ -21,15 +21,14 @@ from suite.real_parts import used
 from test_environments import Held
 from tiny_run import GVPO, SHORT, configure, fit, records
 
-from megatron_gvpo.config.errors import ConfigError
-from megatron_gvpo.config.preflight import preflight
-from megatron_gvpo.config.schema import load_config
-from megatron_gvpo.conversations.config import ConversationConfig
-from megatron_gvpo.conversations.converse import LOST
-from megatron_gvpo.conversations.sandbox.box import OUTPUT, Sandbox
+from megatron_gvpo.checks.preflight import preflight
+from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.data.task import Task
-from megatron_gvpo.data.tokenizer import end_token_id, load_tokenizer
-from megatron_gvpo.groups import Prompt
+from megatron_gvpo.groups import LOST, Prompt
+from megatron_gvpo.huggingface.tokenizer import end_token_id, load_tokenizer
+from megatron_gvpo.settings.conversation import ConversationConfig
+from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.workers.sandbox import OUTPUT, Sandbox
 
 SECONDS = 8.0  # a busy machine may need some for the simplest program
 HOSTILE = yaml.safe_load(Path(__file__).with_name("hostile_programs.yaml").read_text())
@@ -154,7 +153,7 @@ def test_bubblewrap_without_namespaces_is_refused() -> None:
     from paths import ROOT
 
     program = (
-        "from megatron_gvpo.conversations.sandbox.box import Sandbox\n"
+        "from megatron_gvpo.workers.sandbox import Sandbox\n"
         "try: Sandbox(4.0, 256).check()\nexcept ValueError as error: print(error)"
     )
     inside = ["--unshare-user", "--disable-userns", "--bind", "/", "/", "--dev-bind", "/dev", "/dev"]
@@ -212,7 +211,7 @@ def test_a_sandbox_that_does_not_start_loses_the_conversation(task: Path, tmp_pa
 ENVIRONMENT = f"""
 import json, pathlib
 from megatron_gvpo.conversations import Reply
-from megatron_gvpo.conversations.sandbox.box import Sandbox
+from megatron_gvpo.workers.sandbox import Sandbox
 
 PROGRAMS = json.loads(pathlib.Path("programs.json").read_text())
 

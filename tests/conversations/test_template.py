@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from inputs.chat_tokenizer import CHATML, END, ids, tokenizer
 
-from megatron_gvpo.conversations.converse import LOST, Limits, converse
-from megatron_gvpo.conversations.process import Answer
-from megatron_gvpo.conversations.template import Template
-from megatron_gvpo.conversations.tools import tool_schemas
-from megatron_gvpo.data.sources import DataError
-from megatron_gvpo.data.tokenizer import rendered
-from megatron_gvpo.groups import Prompt, Rollout
-from megatron_gvpo.rollout.request import Request
+from megatron_gvpo.conversations.converse import Limits, converse
+from megatron_gvpo.core.errors import DataError
+from megatron_gvpo.data.chat_template import Template
+from megatron_gvpo.groups import LOST, Prompt, Rollout
+from megatron_gvpo.huggingface.tokenizer import rendered
+from megatron_gvpo.servers.request import Request
 from megatron_gvpo.turns import segments
+from megatron_gvpo.workers.environment_process import Answer
+from megatron_gvpo.workers.tools import tool_schemas
 
 # As Qwen3 does it: what an earlier turn thought is left out, which a rendering of the whole chat would lose.
 FORGETS = CHATML.replace("{{ m.content }}<|im_end|>", "{{ m.content.split('</think>')[-1] }}<|im_end|>")

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 from test_environments import SECONDS, Held, Script
 
-from megatron_gvpo.conversations.config import ConversationConfig
-from megatron_gvpo.conversations.converse import LOST
 from megatron_gvpo.data.task import Task
-from megatron_gvpo.data.tokenizer import end_token_id, load_tokenizer
-from megatron_gvpo.groups import Prompt, Rollout
-from megatron_gvpo.rollout.request import Request
+from megatron_gvpo.groups import LOST, Prompt, Rollout
+from megatron_gvpo.huggingface.tokenizer import end_token_id, load_tokenizer
+from megatron_gvpo.servers.request import Request
+from megatron_gvpo.settings.conversation import ConversationConfig
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +149,7 @@ def test_only_the_answer_that_is_too_long_is_left_out(
 
 LEAVES = '''
 import gc, sys, time
-from megatron_gvpo.conversations.tools import Tools
+from megatron_gvpo.workers.tools import Tools
 
 def leaves() -> str:
     """Leaves."""

@@ -6,8 +6,8 @@ import random
 import tracemalloc
 from collections.abc import Sequence
 
-from megatron_gvpo.conversations.places import Ends, Place
-from megatron_gvpo.conversations.programs.calls import Calls
+from megatron_gvpo.conversations.converse import Ends, Place
+from megatron_gvpo.conversations.dialogue import Calls
 from megatron_gvpo.groups import Rollout
 
 

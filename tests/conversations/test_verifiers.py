@@ -14,12 +14,12 @@ from doc_blocks import blocks
 from inputs.chat_tokenizer import END, ids, tokenizer
 from suite.real_parts import used
 
-from megatron_gvpo.config.sections import SamplingConfig
-from megatron_gvpo.conversations.config import ConversationConfig
-from megatron_gvpo.conversations.programs.held import Programs
+from megatron_gvpo.conversations.programs import Programs
 from megatron_gvpo.data.task import Task
 from megatron_gvpo.groups import Prompt, Rollout
-from megatron_gvpo.rollout.request import Request
+from megatron_gvpo.servers.request import Request
+from megatron_gvpo.settings.conversation import ConversationConfig
+from megatron_gvpo.settings.sections import SamplingConfig
 from megatron_gvpo.turns import segments
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_gvpo.megatron.cpu.device import attention_flags_kept
-from megatron_gvpo.megatron.cpu.norm import LocalRMSNorm
+from megatron_gvpo.megatron.cpu.spec import LocalRMSNorm
 
 
 def alone(script: str, threads: int) -> None:

@@ -18,8 +18,8 @@ lengths_of_packs = st.lists(st.one_of(st.integers(1, 6), st.integers(1, 60)), mi
 
 @pytest.fixture(scope="module")
 def attention() -> Iterator[Any]:
-    from megatron_gvpo.config.schema import ParallelConfig
     from megatron_gvpo.megatron import parallel
+    from megatron_gvpo.settings.parallel import ParallelConfig
 
     parallel.initialize(ParallelConfig(), seed=0)
     from megatron.core.transformer.enums import AttnMaskType

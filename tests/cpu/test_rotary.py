@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_gvpo.config.schema import ParallelConfig
+from megatron_gvpo.settings.parallel import ParallelConfig
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -12,10 +12,10 @@ import pytest
 from jinja2.exceptions import TemplateError
 from transformers.utils import chat_template_utils
 
-from megatron_gvpo.data import bounded_templates
-from megatron_gvpo.data.bounded_templates import LONGEST, compiled
-from megatron_gvpo.data.sources import DataError
-from megatron_gvpo.data.tokenizer import load_tokenizer, rendered
+from megatron_gvpo.core.errors import DataError
+from megatron_gvpo.huggingface import bounded_templates
+from megatron_gvpo.huggingface.bounded_templates import LONGEST, compiled
+from megatron_gvpo.huggingface.tokenizer import load_tokenizer, rendered
 
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -90,7 +90,7 @@ HONEST = {
 PROGRAM = """
 import json, resource, sys
 from jinja2.exceptions import SecurityError
-from megatron_gvpo.data.bounded_templates import bound_templates
+from megatron_gvpo.huggingface.bounded_templates import bound_templates
 from transformers.utils import chat_template_utils
 bound_templates()
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()

@@ -17,13 +17,14 @@ from suite.package_log import own_records
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from megatron_gvpo.config.schema import DataConfig, DatasetConfig
+from megatron_gvpo.core import slow_work
+from megatron_gvpo.core.errors import DataError
 from megatron_gvpo.data import sources
 from megatron_gvpo.data.order import PromptOrder
-from megatron_gvpo.data.prompts import DataError, PromptWriter, load_prompts
-from megatron_gvpo.data.tokenizer import end_token_id, load_tokenizer
-from megatron_gvpo.runtime import slow_work
-from megatron_gvpo.types import Prompt
+from megatron_gvpo.data.prompts import PromptWriter, load_prompts
+from megatron_gvpo.groups import Prompt
+from megatron_gvpo.huggingface.tokenizer import end_token_id, load_tokenizer
+from megatron_gvpo.settings.sections import DataConfig, DatasetConfig
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}"

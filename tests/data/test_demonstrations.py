@@ -12,10 +12,10 @@ from inputs.chat_tokenizer import CHATML, END, ids, tokenizer
 from tiny_run import configure, fit, records
 from transformers import AutoModelForCausalLM
 
+from megatron_gvpo.core.errors import DataError
 from megatron_gvpo.data.demonstrations import DemonstrationReader
-from megatron_gvpo.data.sources import DataError
-from megatron_gvpo.data.tokenizer import load_tokenizer
 from megatron_gvpo.groups import Chat, Prompt, demonstrated, prompt_of
+from megatron_gvpo.huggingface.tokenizer import load_tokenizer
 from megatron_gvpo.turns import segments
 
 WITH_CALLS = CHATML.replace(

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from tiny_run import GVPO, SHORT, configure, fit, records
 
-from megatron_gvpo.config.errors import ConfigError
-from megatron_gvpo.config.preflight import preflight
+from megatron_gvpo.checks.preflight import preflight
+from megatron_gvpo.core.errors import ConfigError, DataError
 from megatron_gvpo.data import generated
-from megatron_gvpo.data.sources import DataError, read_records
+from megatron_gvpo.data.sources import read_records
 from megatron_gvpo.groups import Prompt, Rollout
-from megatron_gvpo.rewards.generated import score_generated
+from megatron_gvpo.rewards.math_answer import score_generated
 
 SUMS = "reasoning_gym:chain_sum?size=20&min_terms=2&max_terms=2&max_digits=1"
 

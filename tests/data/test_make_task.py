@@ -14,12 +14,12 @@ from types import ModuleType
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron_gvpo.config.schema import DataConfig, DatasetConfig
 from megatron_gvpo.data.prompts import load_prompts
-from megatron_gvpo.data.tokenizer import end_token_id, load_tokenizer
-from megatron_gvpo.rewards.boxed import verify_format
+from megatron_gvpo.groups import Prompt, Rollout
+from megatron_gvpo.huggingface.tokenizer import end_token_id, load_tokenizer
 from megatron_gvpo.rewards.math_answer import verify_math
-from megatron_gvpo.types import Prompt, Rollout
+from megatron_gvpo.rewards.math_format import verify_format
+from megatron_gvpo.settings.sections import DataConfig, DatasetConfig
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "quickstart" / "make_task.py"
 

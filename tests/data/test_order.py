@@ -10,9 +10,9 @@ from inputs.groups import make_group
 
 from megatron_gvpo.algorithms.curriculum.prompts import SuccessRate
 from megatron_gvpo.algorithms.curriculum.tracker import Tracker
-from megatron_gvpo.data.sources import DataError
-from megatron_gvpo.data.tracker import SuccessTracker, WeightedOrder
-from megatron_gvpo.types import Prompt
+from megatron_gvpo.core.errors import DataError
+from megatron_gvpo.data.order import SuccessTracker, WeightedOrder
+from megatron_gvpo.groups import Prompt
 
 PROMPTS = [Prompt(str(i), (1,), str(i), record={"rate": i / 3}) for i in range(4)]
 

@@ -17,15 +17,16 @@ from inputs.chat_tokenizer import tokenizer as chat_tokenizer
 from PIL import Image as Picture
 from transformers import PreTrainedTokenizerBase
 
-from megatron_gvpo.config.schema import DataConfig, DatasetConfig
+from megatron_gvpo.core.errors import DataError
+from megatron_gvpo.data.image_files import ImageError, data_url
+from megatron_gvpo.data.image_processor import ImageProcessor
 from megatron_gvpo.data.prompt_images import PromptImages
-from megatron_gvpo.data.prompts import DataError, PromptWriter, load_prompts
+from megatron_gvpo.data.prompts import PromptWriter, load_prompts
 from megatron_gvpo.data.sources import undecoded
 from megatron_gvpo.groups import Group, Prompt, Rollout, group_fields, group_of
-from megatron_gvpo.images.families import text_values
-from megatron_gvpo.images.processor import ImageProcessor
-from megatron_gvpo.images.source import ImageError, data_url
-from megatron_gvpo.rewards.wire import Job, prompt_bytes, rollout_bytes, unpack_job
+from megatron_gvpo.huggingface.image_families import text_values
+from megatron_gvpo.settings.sections import DataConfig, DatasetConfig
+from megatron_gvpo.workers.messages import Job, prompt_bytes, rollout_bytes, unpack_job
 
 # As Qwen's templates write images.
 TEMPLATE = (

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_gvpo.config.schema import ConfigError, load_config
-from megatron_gvpo.data.sources import DataError
-from megatron_gvpo.data.tokenizer import load_tokenizer
-from megatron_gvpo.rollout.launch.start import DIALECTS
+from megatron_gvpo.core.errors import ConfigError, DataError
+from megatron_gvpo.huggingface.tokenizer import load_tokenizer
 from megatron_gvpo.sampling.local_model import LocalModel
+from megatron_gvpo.servers.launch.start import DIALECTS
+from megatron_gvpo.settings.load import load_config
 
 CODE = """
 from pathlib import Path

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from megatron_gvpo.config.schema import DataConfig, DatasetConfig
+from megatron_gvpo.core.errors import DataError
 from megatron_gvpo.data.demonstrations import DemonstrationReader
-from megatron_gvpo.data.prompts import DataError, load_prompts
+from megatron_gvpo.data.prompts import load_prompts
 from megatron_gvpo.data.roles import check_roles, compared_texts
-from megatron_gvpo.data.tokenizer import load_tokenizer
+from megatron_gvpo.huggingface.tokenizer import load_tokenizer
+from megatron_gvpo.settings.sections import DataConfig, DatasetConfig
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' }}{% endfor %}"

@@ -11,10 +11,12 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from megatron_gvpo.config.schema import DataConfig, DatasetConfig, load_config
-from megatron_gvpo.data.prompts import DataError, PromptWriter, load_prompts
+from megatron_gvpo.core.errors import DataError
+from megatron_gvpo.data.prompts import PromptWriter, load_prompts
 from megatron_gvpo.data.task import load_task
-from megatron_gvpo.types import Prompt
+from megatron_gvpo.groups import Prompt
+from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.sections import DataConfig, DatasetConfig
 
 BEGIN, END = 0, 1
 CHAT_TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}:{% endif %}"

@@ -22,8 +22,8 @@ from doc_blocks import NEEDS, ROOT, Block, blocks, commands, outside_of_blocks, 
 from inputs.good_config import GOOD
 
 from megatron_gvpo import cli
-from megatron_gvpo.config.schema import build_config
-from megatron_gvpo.config.yaml import Loader
+from megatron_gvpo.core.yaml_files import Loader
+from megatron_gvpo.settings.load import build_config
 
 ALL = [block for page in pages() for block in blocks(page)]
 RUN = sorted({block.page for block in ALL if block.kind == "run"})
@@ -94,8 +94,8 @@ def test_json_is_json(block: Block):
 @pytest.fixture
 def quickstart(task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A directory like the repository after the quickstart, with the tiny task, and the current one."""
+    from megatron_gvpo.core.user_functions import load_function
     from megatron_gvpo.megatron import parallel
-    from megatron_gvpo.runtime.user_functions import load_function
 
     for name in ("examples", "benchmarks", "docs"):
         (tmp_path / name).symlink_to(ROOT / name)

@@ -1,4 +1,4 @@
-"""Every metric has an entry in observe/metric_names.py, and every entry a metric."""
+"""Every metric has an entry in core/metric_names.py, and every entry a metric."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_gvpo.core.metric_names import OF_EVERY_LOSS, SECTIONS, entry, own_names
 from megatron_gvpo.observe import read_metrics
-from megatron_gvpo.observe.metric_names import OF_EVERY_LOSS, SECTIONS, entry, own_names
 
 PACKAGE = Path(__file__).parents[2] / "megatron_gvpo"
 PREFIXES = (
@@ -74,7 +74,7 @@ def written_names() -> set[str]:
     found: set[str] = set()
     for file in sorted(PACKAGE.rglob("*.py")):
         where, tree = file.relative_to(PACKAGE).as_posix(), ast.parse(file.read_text())
-        if where == "observe/metric_names.py":
+        if where == "core/metric_names.py":
             continue
         for node in ast.walk(tree):
             text = constant(node) or ""
@@ -117,14 +117,14 @@ def test_no_entry_is_stale():
     """Every entry describes a name in the source; those that are put together there are listed here."""
     import pynvml
 
-    from megatron_gvpo.observe import gpus
+    from megatron_gvpo.core import gpus
 
     sensors = {f"device/gpu0/{name}" for name in gpus._sensors(pynvml)}
     parts = {f"memory/{p}_gib" for p in ("weights", "gradients", "optimizer", "activations", "head", "peak")}
     critic = {"train/value_grad_norm", "train/value_skipped"}
     source = "".join(file.read_text() for file in (PACKAGE / "megatron").glob("*.py"))
     assert all(f'"{name.split("/")[1].removesuffix("_gib")}"' in source for name in parts | critic)
-    served = "".join(file.read_text() for file in (PACKAGE / "rewards" / "served").glob("*.py"))
+    served = "".join(file.read_text() for file in (PACKAGE / "rewards").glob("*.py"))
     assert all(f'"{name}"' in served for name in SERVED)
     put_together = sensors | parts | critic | PUT_TOGETHER | {f"reward/a/{name}" for name in SERVED}
     users = {"reward/<component>", "train/<metric>", "env/<count>"}

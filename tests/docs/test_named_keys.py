@@ -15,7 +15,7 @@ import configuration
 
 from megatron_gvpo.algorithms.catalog import _blocks, _places
 from megatron_gvpo.algorithms.recipe import recipe_names
-from megatron_gvpo.observe.metric_names import entry
+from megatron_gvpo.core.metric_names import entry
 
 MIGRATION = outside_of_blocks("docs/howto/migrate.md")
 TROUBLE = outside_of_blocks("docs/howto/troubleshooting.md")

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from inputs.good_config import GOOD
 from inputs.mutate import mutated, spoiled
 
+from megatron_gvpo.checks.layout import check_layout
 from megatron_gvpo.cli.terminal import refuse
-from megatron_gvpo.config.checks.parallel_layout import check_layout
-from megatron_gvpo.config.schema import ConfigError, build_config, load_config
+from megatron_gvpo.core.errors import ConfigError, DataError
 from megatron_gvpo.data import task as task_module
-from megatron_gvpo.data.prompts import DataError
 from megatron_gvpo.data.task import load_task
-from megatron_gvpo.data.tokenizer import load_tokenizer
+from megatron_gvpo.huggingface.tokenizer import load_tokenizer
+from megatron_gvpo.settings.load import build_config, load_config
 
 FUZZ = settings(settings.get_profile("fuzz"))
 FULL = {

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import example, given, settings
 from inputs.mutate import mutated
 
-from megatron_gvpo.config.schema import ConfigError, SamplingConfig
-from megatron_gvpo.rollout.http import ServerRefused
-from megatron_gvpo.rollout.sglang import SGLang
-from megatron_gvpo.rollout.speculation import Drafts
-from megatron_gvpo.rollout.vllm import VLLM
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.servers.http import ServerRefused
+from megatron_gvpo.servers.server import Drafts
+from megatron_gvpo.servers.sglang import SGLang
+from megatron_gvpo.servers.vllm import VLLM
+from megatron_gvpo.settings.sections import SamplingConfig
 
 FUZZ = settings(settings.get_profile("fuzz"))
 SGLANG_ANSWERS = {

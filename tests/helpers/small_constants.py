@@ -50,8 +50,8 @@ CONSTANTS = [
         4000,
         "bytes of one tile of logits in the head",
     ),
-    Constant("megatron_gvpo.config.sections:MIB", MIB, 2, "unit of train.head_stash_mb: 2 KiB of stash"),
-    Constant("megatron_gvpo.config.servers:MIB", MIB, 2**13, "unit of rollout.weights.bucket_mb"),
+    Constant("megatron_gvpo.settings.sections:MIB", MIB, 2, "unit of train.head_stash_mb: 2 KiB of stash"),
+    Constant("megatron_gvpo.settings.servers:MIB", MIB, 2**13, "unit of rollout.weights.bucket_mb"),
     Constant(
         "megatron_gvpo.megatron.model.model:Model.save_hf(shard_bytes)",
         5 * 2**30,
@@ -65,14 +65,14 @@ CONSTANTS = [
         "bytes from which on a checkpoint's tensor is written and read without a copy",
     ),
     Constant(
-        "megatron_gvpo.megatron.model.complete_weights:_ROWS",
+        "megatron_gvpo.huggingface.complete_weights:_ROWS",
         4096,
         7,
         "rows of a stored output layer that are compared at a time with tied embeddings",
     ),
     Constant("megatron_gvpo.data.prompts:_AT_ONCE", 1024, 5, "records that are tokenised in one call"),
     Constant("megatron_gvpo.rewards.pool:_CHUNK", 32, 2, "rewards that are ordered from a worker at once"),
-    Constant("megatron_gvpo.rewards.wire:_SHORT", 2**16, 100, "bytes of an order that needs no file"),
+    Constant("megatron_gvpo.workers.messages:_SHORT", 2**16, 100, "bytes of an order that needs no file"),
 ]
 
 
@@ -97,7 +97,7 @@ SERVER_OPTIONS = {
         # How much of max_tokens a new request is thought to need: below it, requests are taken back.
         ServerOption("SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION", "4096", "4", "tokens set aside for a request"),
     ],
-    # Prompts in parts are off on CPUs, where they would end vLLM (rollout/vllm.py).
+    # Prompts in parts are off on CPUs, where they would end vLLM (servers/vllm.py).
     "vllm": [
         ServerOption("--block-size", "by GPU", "32", "tokens of a block of the cache"),
         ServerOption("--num-gpu-blocks-override", "by GPU memory", "10", "blocks of the cache"),

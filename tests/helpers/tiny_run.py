@@ -21,13 +21,14 @@ from safetensors.torch import load_file
 from suite.real_parts import used
 from torch import Tensor
 
-from megatron_gvpo.callbacks import Callback, Recorder
-from megatron_gvpo.config.schema import Config, load_config
+from megatron_gvpo.core.signals import Interrupted
 from megatron_gvpo.groups import Group
 from megatron_gvpo.observe import read_metrics
 from megatron_gvpo.observe.rollouts.table import Responses
-from megatron_gvpo.runtime.signals import Interrupted
-from megatron_gvpo.trainer import Trainer
+from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.training.callbacks import Callback, Recorder
+from megatron_gvpo.training.trainer import Trainer
 
 CONFIG = """
 model: {{path: {task}/model, dtype: float32}}

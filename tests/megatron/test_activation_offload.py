@@ -2,7 +2,7 @@
 
 There is no GPU: activations move from the CPU to the CPU, and the originals' memory is freed. Everything else
 of Megatron's machinery is real, including its plan from the first pass
-(megatron/model/activation_offload.py). The tests do not cover the tensors that Transformer Engine keeps
+(megatron/model/settings.py). The tests do not cover the tensors that Transformer Engine keeps
 itself.
 """
 

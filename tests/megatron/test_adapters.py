@@ -24,7 +24,7 @@ from workers.adapter_worker import Job
 from workers.gradient_worker import TEMPERATURE, UPDATE, Case, Layout
 
 from megatron_gvpo.megatron.checkpoint.loading import open_checkpoint
-from megatron_gvpo.verify.tiny_model import save_tiny
+from megatron_gvpo.verify.shrink import save_tiny
 
 RANK, ALPHA = 4, 8
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")

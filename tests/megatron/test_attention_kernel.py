@@ -13,16 +13,18 @@ import torch
 from packaging.version import Version
 from references.transformer_engine_source import CUDNN, loaded
 
-from megatron_gvpo.config.preflight import preflight
-from megatron_gvpo.config.schema import ConfigError, ModelConfig, ParallelConfig
+from megatron_gvpo.checks.preflight import preflight
+from megatron_gvpo.core import gpus
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.core.versions import REFERENCE
 from megatron_gvpo.megatron.model.attention_kernel import (
     Attention,
     check_attention,
     check_shared_prompts,
     kernel,
 )
-from megatron_gvpo.observe import gpus
-from megatron_gvpo.versions import REFERENCE
+from megatron_gvpo.settings.parallel import ParallelConfig
+from megatron_gvpo.settings.sections import ModelConfig
 
 CAPABILITIES = [(8, 0), (9, 0), (10, 0)]
 HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256)]
@@ -155,9 +157,9 @@ def test_the_first_second_of_a_run_asks_the_machines_gpus(
     from tiny_run import GVPO, configure
 
     h100 = gpus.Gpu(0, "H100", 80.0, (9, 0), 18)
-    monkeypatch.setattr("megatron_gvpo.config.preflight.list_gpus", lambda: [h100])
-    monkeypatch.setattr("megatron_gvpo.config.preflight.version", lambda _: "2.13.0")
-    monkeypatch.setattr("megatron_gvpo.config.preflight.check_gpu_packages", lambda: None)
+    monkeypatch.setattr("megatron_gvpo.checks.preflight.list_gpus", lambda: [h100])
+    monkeypatch.setattr("megatron_gvpo.checks.preflight.version", lambda _: "2.13.0")
+    monkeypatch.setattr("megatron_gvpo.checks.preflight.check_gpu_packages", lambda: None)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     config = configure(task, tmp_path / "out", *GVPO, "train.deterministic=true", "model.dtype=bfloat16")
     with pytest.raises(ConfigError, match=r"train\.deterministic=true on a GPU of compute capability 9\.0"):

@@ -17,12 +17,12 @@ import torch
 from cases.families import FAMILIES
 from distributed import launch
 
-from megatron_gvpo.config.checks.parallel_layout import check_division
-from megatron_gvpo.config.errors import ConfigError
-from megatron_gvpo.config.schema import ParallelConfig
+from megatron_gvpo.checks.layout import check_division
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.settings.parallel import ParallelConfig
 from megatron_gvpo.verify.layout import Layout
 from megatron_gvpo.verify.measures import Limits, compare
-from megatron_gvpo.verify.sides import read_result
+from megatron_gvpo.verify.run import read_result
 
 pytestmark = pytest.mark.proof
 TP, TP_SP = Layout(2, tp=2), Layout(2, tp=2, sequence_parallel=True)

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_gvpo.config.checks.parallel_layout import Padding
 from megatron_gvpo.megatron.batch import PackedBatch
-from megatron_gvpo.megatron.microbatch_plan import Plan, plan
+from megatron_gvpo.megatron.microbatch import Plan, plan
+from megatron_gvpo.settings.padding import Padding
 from megatron_gvpo.types import TrainBatch
 
 HIDDEN = 64

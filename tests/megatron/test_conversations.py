@@ -28,7 +28,7 @@ from workers.gradient_worker import TEMPERATURE, Case, Layout, Outcome
 
 from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.megatron.batch import PackedBatch
-from megatron_gvpo.megatron.pieces import Pieces
+from megatron_gvpo.megatron.microbatch import Pieces
 from megatron_gvpo.turns import Turn, ends_of, segments
 from megatron_gvpo.types import BatchTotals, LossInputs, TrainBatch
 

@@ -22,7 +22,7 @@ from workers.gradient_worker import Case, Layout
 from megatron_gvpo.algorithms.advantages.gae import GAE, Critic
 from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.algorithms.recipe import read_recipe
-from megatron_gvpo.megatron.pieces import Pieces
+from megatron_gvpo.megatron.microbatch import Pieces
 from megatron_gvpo.turns import Turn
 from megatron_gvpo.types import BatchTotals, TrainBatch
 

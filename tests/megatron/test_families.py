@@ -18,14 +18,13 @@ import transformers
 from cases.families import FAMILIES, Family
 from distributed import launch
 
-from megatron_gvpo.cluster.planner.architecture import from_config
-from megatron_gvpo.config.checks.supported_models import check_family
-from megatron_gvpo.config.model_types import add_model_types
-from megatron_gvpo.config.schema import ModelConfig
+from megatron_gvpo.huggingface.architectures import add_model_types, check_family
 from megatron_gvpo.megatron.model.megatron_bridge import open_bridge
+from megatron_gvpo.planner.architecture import from_config
+from megatron_gvpo.settings.sections import ModelConfig
 from megatron_gvpo.verify.layout import Layout
 from megatron_gvpo.verify.measures import Computed, Limits, compare
-from megatron_gvpo.verify.sides import read_result
+from megatron_gvpo.verify.run import read_result
 
 each_layout = pytest.mark.parametrize(
     ("family", "layout"),

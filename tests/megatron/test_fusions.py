@@ -8,10 +8,10 @@ import pytest
 import torch
 from references import gradient_reference as reference
 
-from megatron_gvpo.config.schema import ModelConfig, ParallelConfig
-from megatron_gvpo.megatron.model.fusions import fuse_weight_gradients, fusions
 from megatron_gvpo.megatron.model.megatron_bridge import open_bridge
-from megatron_gvpo.megatron.model.settings import model_settings
+from megatron_gvpo.megatron.model.settings import fuse_weight_gradients, fusions, model_settings
+from megatron_gvpo.settings.parallel import ParallelConfig
+from megatron_gvpo.settings.sections import ModelConfig
 
 LATENT = ("deepseek_v2", "deepseek_v3")
 

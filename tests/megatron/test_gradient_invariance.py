@@ -60,7 +60,7 @@ from references import gradient_reference as reference
 from safetensors.torch import load_file
 from workers.gradient_worker import TEMPERATURE, UPDATE, Case, Layout, Outcome, Probe
 
-from megatron_gvpo.megatron.microbatch_plan import plan
+from megatron_gvpo.megatron.microbatch import plan
 
 _QUICK_PROBES = {(layout, STEPS[name].model) for layout, name in QUICK}
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from references import gradient_reference as reference
 
-from megatron_gvpo.config.schema import ModelConfig
 from megatron_gvpo.megatron.model.megatron_bridge import LOCKS, open_bridge
+from megatron_gvpo.settings.sections import ModelConfig
 
 
 @pytest.mark.parametrize("place", ["nowhere", "the user's"])

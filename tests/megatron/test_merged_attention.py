@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from on_cpu import flash_on_cpu
 from torch import Tensor
 
-from megatron_gvpo.megatron.attention.flash import FlashAttention
+from megatron_gvpo.megatron.attention.core import FlashAttention
 from megatron_gvpo.megatron.attention.merged import PartialAttention, Sequences, merged_attention
 
 CPU, CHANNELS = torch.device("cpu"), 8
@@ -142,8 +142,8 @@ def test_in_bf16_merging_costs_less_than_rounding_does(kernel: PartialAttention)
 
 @pytest.fixture
 def core() -> Iterator[Any]:
-    from megatron_gvpo.config.schema import ParallelConfig
     from megatron_gvpo.megatron import parallel
+    from megatron_gvpo.settings.parallel import ParallelConfig
 
     parallel.initialize(ParallelConfig(), seed=0)
     from megatron.core.transformer.enums import AttnMaskType

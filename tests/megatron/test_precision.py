@@ -14,16 +14,13 @@ from cases.gradient_cases import STEPS, sampled_for
 from references import gradient_reference as reference
 from workers.gradient_worker import UPDATE, Case, Layout, config_of
 
-from megatron_gvpo.config.checks.parallel_layout import Padding
-from megatron_gvpo.config.schema import (
-    Config,
-    ConfigError,
-    FP8Config,
-    ModelConfig,
-    ParallelConfig,
-    build_config,
-)
+from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.megatron.checkpoint import sharded as checkpoint
+from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.load import build_config
+from megatron_gvpo.settings.padding import Padding
+from megatron_gvpo.settings.parallel import ParallelConfig
+from megatron_gvpo.settings.sections import FP8Config, ModelConfig
 
 
 @pytest.mark.parametrize(

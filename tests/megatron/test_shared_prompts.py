@@ -15,12 +15,14 @@ from hypothesis import strategies as st
 from references import gradient_reference as reference
 from workers.gradient_worker import Case, Layout
 
-from megatron_gvpo.config.checks.parallel_layout import Padding, check_layout
-from megatron_gvpo.config.schema import ConfigError, build_config
+from megatron_gvpo.checks.layout import check_layout
+from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.megatron.batch import PackedBatch
-from megatron_gvpo.megatron.microbatch_plan import plan
+from megatron_gvpo.megatron.microbatch import plan
+from megatron_gvpo.settings.load import build_config
+from megatron_gvpo.settings.padding import Padding
 from megatron_gvpo.types import TrainBatch
-from megatron_gvpo.verify.tiny_model import save_tiny
+from megatron_gvpo.verify.shrink import save_tiny
 
 BUDGETS = {"groups split": 24, "groups whole": 400}  # tokens a micro-batch
 RUNS = {

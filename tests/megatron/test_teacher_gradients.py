@@ -21,7 +21,7 @@ from workers.gradient_worker import TEMPERATURE, Case, Layout, Outcome
 from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.kernels.divergence import Divergence
 from megatron_gvpo.types import BatchTotals, LossInputs
-from megatron_gvpo.verify.tiny_model import scatter
+from megatron_gvpo.verify.shrink import scatter
 
 TOLERANCE = 2e-5  # of the largest entry of a parameter's gradient
 _SP = {"tp": 2, "sequence_parallel": True}

@@ -16,12 +16,14 @@ from inputs.rows import make_rows
 from references import gradient_reference as reference
 from suite.real_parts import used
 
-from megatron_gvpo.config.checks.parallel_layout import check_layout
-from megatron_gvpo.config.checks.supported_models import ARCHITECTURES
-from megatron_gvpo.config.schema import Config, ConfigError, load_config
+from megatron_gvpo.checks.layout import check_layout
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.huggingface.architectures import ARCHITECTURES
 from megatron_gvpo.megatron import parallel
 from megatron_gvpo.megatron.cpu.bridge import import_bridge
 from megatron_gvpo.megatron.scorer import Scorer
+from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.load import load_config
 
 SIZES = {
     "vocab_size": 64,

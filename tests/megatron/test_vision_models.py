@@ -27,8 +27,8 @@ from safetensors.torch import load_file
 from workers.gradient_worker import UPDATE, Layout
 from workers.vision_worker import Found
 
-from megatron_gvpo.images.families import name_in_file
-from megatron_gvpo.images.processor import ImageProcessor
+from megatron_gvpo.data.image_processor import ImageProcessor
+from megatron_gvpo.huggingface.image_families import name_in_file
 from megatron_gvpo.types import TrainBatch
 
 TOLERANCE = 1e-5

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from tiny_run import GVPO, SHORT, StopAfter, configure, fit
 
-from megatron_gvpo.callbacks import Callback
+from megatron_gvpo.core.metric_names import entry
 from megatron_gvpo.groups import Group, Prompt, Rollout
 from megatron_gvpo.observe import read_metrics
 from megatron_gvpo.observe.alerts import Alert, Finder, alerts_of
 from megatron_gvpo.observe.alerts.rules import RULES
-from megatron_gvpo.observe.metric_names import entry
 from megatron_gvpo.observe.rollout_metrics import rollout_statistics
-from megatron_gvpo.trainer import Trainer
+from megatron_gvpo.training.callbacks import Callback
+from megatron_gvpo.training.trainer import Trainer
 
 STEPS = 40
 HEALTHY = {

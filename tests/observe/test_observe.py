@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from megatron_gvpo.config.schema import LoggingConfig
 from megatron_gvpo.groups import Group, Prompt, Rollout
 from megatron_gvpo.observe import (
     MetricLogger,
@@ -34,6 +33,7 @@ from megatron_gvpo.observe.rollouts.table import Responses
 from megatron_gvpo.observe.samples import few_samples, one_line, worth_showing
 from megatron_gvpo.observe.status import Status, clock
 from megatron_gvpo.observe.summary import smooth
+from megatron_gvpo.settings.sections import LoggingConfig
 
 QUIET = LoggingConfig(tensorboard=False)
 

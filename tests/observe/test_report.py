@@ -16,9 +16,8 @@ from scipy.stats import binomtest
 
 from megatron_gvpo.cli import main
 from megatron_gvpo.observe.report import Reporter
-from megatron_gvpo.observe.report.intervals import interval
-from megatron_gvpo.observe.report.pieces import Pieces
-from megatron_gvpo.observe.report.samples import chosen, pass_intervals
+from megatron_gvpo.observe.report.samples import chosen, interval, pass_intervals
+from megatron_gvpo.observe.report.token_texts import Pieces
 
 
 @pytest.fixture(scope="module")

@@ -18,13 +18,13 @@ from distributed import launch
 from suite.package_log import own_records
 from tiny_run import GVPO, SHORT, StopAfter, configure, fit, records
 
-from megatron_gvpo.config.sections import RolloutFilesConfig
 from megatron_gvpo.groups import Group, Prompt, Rollout
 from megatron_gvpo.observe.rollouts.reader import read_rollouts, saved_steps
 from megatron_gvpo.observe.rollouts.schema import COLUMNS, file_name, schema
 from megatron_gvpo.observe.rollouts.table import Responses, table
 from megatron_gvpo.observe.rollouts.writer import RolloutWriter
 from megatron_gvpo.observe.samples import few_samples, one_line
+from megatron_gvpo.settings.sections import RolloutFilesConfig
 from megatron_gvpo.turns import Turn
 
 pytestmark = pytest.mark.usefixtures("leave_the_process_group")
@@ -163,7 +163,7 @@ KILLED = """
 import sys
 from itertools import count
 from pathlib import Path
-from megatron_gvpo.config.sections import RolloutFilesConfig
+from megatron_gvpo.settings.sections import RolloutFilesConfig
 from megatron_gvpo.groups import Group, Prompt, Rollout
 from megatron_gvpo.observe.rollouts.table import Responses
 from megatron_gvpo.observe.rollouts.writer import RolloutWriter

@@ -16,11 +16,11 @@ from paths import HELPERS, IMPORTS
 from suite.package_log import own_records
 from suite.real_parts import used
 
-from megatron_gvpo.config.schema import LoggingConfig
 from megatron_gvpo.observe.alerts import Alert
 from megatron_gvpo.observe.loggers.backend import Sample
 from megatron_gvpo.observe.loggers.logger import MetricLogger
 from megatron_gvpo.observe.loggers.services import SERVICES, ServiceError
+from megatron_gvpo.settings.sections import LoggingConfig
 
 
 @pytest.fixture(scope="session")

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from megatron_gvpo.images.source import read
-from megatron_gvpo.observe.report import thumbnails as module
-from megatron_gvpo.observe.report.thumbnails import thumbnails
+from megatron_gvpo.data.image_files import read
+from megatron_gvpo.observe.report import packing as module
+from megatron_gvpo.observe.report.packing import thumbnails
 
 
 def picture(file: Path, width: int, height: int) -> str:

@@ -11,10 +11,10 @@ import torch
 import torch.distributed  # registers its operators
 from distributed import launch
 
-from megatron_gvpo.cluster.planner import architecture
-from megatron_gvpo.cluster.planner.traffic import Pack, update_bytes
-from megatron_gvpo.cluster.planner.workload import Layout
 from megatron_gvpo.observe import traffic_counter as traffic
+from megatron_gvpo.planner import architecture
+from megatron_gvpo.planner.traffic import Pack, update_bytes
+from megatron_gvpo.planner.workload import Layout
 
 LENGTHS = [(5, 9), (5, 2), (3, 30), (3, 17), (7, 1), (7, 12), (4, 6), (4, 6)]
 TP2SP = {"tp": 2, "sequence_parallel": True}

@@ -19,10 +19,10 @@ import pytest
 from inputs.made_run import make_run
 from machine.chromium import Page, browser
 
-from megatron_gvpo.callbacks import Callback
 from megatron_gvpo.cli import main
 from megatron_gvpo.observe.report.watch import Watched, WatchServer
-from megatron_gvpo.trainer import Trainer
+from megatron_gvpo.training.callbacks import Callback
+from megatron_gvpo.training.trainer import Trainer
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from megatron_gvpo.rehearsal.world import FakeWorld
 
 world = FakeWorld(0, 2)
 import torch
-from megatron_gvpo.config.schema import load_config
+from megatron_gvpo.settings.load import load_config
 from megatron_gvpo.megatron import forward
 from megatron_gvpo.megatron.batch import PackedBatch
 from megatron_gvpo.rehearsal import made_model, stand_ins

@@ -10,9 +10,9 @@ import pytest
 from distributed import launch
 from on_null_cuda import MIXTURE, QWEN
 
-from megatron_gvpo.config.parallel import ParallelConfig
 from megatron_gvpo.rehearsal import made_model
 from megatron_gvpo.rehearsal.ranks import all_kinds
+from megatron_gvpo.settings.parallel import ParallelConfig
 
 LAYOUTS = {
     "tp2 ep2": (MIXTURE, 4, ["parallel.tp=2", "parallel.ep=2", "parallel.sequence_parallel=true"]),

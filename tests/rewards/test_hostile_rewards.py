@@ -17,9 +17,9 @@ import pytest
 from machine.processes import left_having
 from suite.real_parts import used
 
-from megatron_gvpo.config.schema import RewardConfig, RewardsConfig
+from megatron_gvpo.groups import Group, Prompt, Rollout
 from megatron_gvpo.rewards.pool import RewardPool
-from megatron_gvpo.types import Group, Prompt, Rollout
+from megatron_gvpo.settings.rewards import RewardConfig, RewardsConfig
 
 FUNCTIONS = '''
 import asyncio, ctypes, os, pathlib, resource, signal, subprocess, sys, threading, time

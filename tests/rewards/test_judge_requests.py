@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from megatron_gvpo.api_model import ApiModelError, prefers
+from megatron_gvpo.core import web
 from megatron_gvpo.groups import Prompt, Rollout
-from megatron_gvpo.runtime import web
 
 KEY = "k3y-of-the-judge"
 OK = b"HTTP/1.0 200 OK\r\n\r\n"

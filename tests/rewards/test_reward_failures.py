@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from suite.real_parts import used
 
-from megatron_gvpo.config.schema import ConfigError, RewardConfig, RewardsConfig
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.groups import Group, Prompt, Rollout
 from megatron_gvpo.rewards.pool import RewardPool
-from megatron_gvpo.types import Group, Prompt, Rollout
+from megatron_gvpo.settings.rewards import RewardConfig, RewardsConfig
 
 STRICT = """
 def strict(prompt, rollout):
@@ -80,7 +81,7 @@ def test_a_worker_that_is_replaced_has_the_functions_that_the_run_began_with(
 
 
 def test_a_function_that_is_never_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_gvpo.rewards.process._START", 0.1)
+    monkeypatch.setattr("megatron_gvpo.workers.reward_process._START", 0.1)
     said = (
         r"not ready after 0\.1 seconds: importing .*endless\.py:strict takes longer, or waits for something"
     )

@@ -14,9 +14,9 @@ from servers.reward_models import logits, make_judge, make_reward_model
 from servers.server_keys import assert_key_is_hidden, assert_key_is_wanted
 from suite.real_parts import used
 
-from megatron_gvpo.config.schema import load_config
 from megatron_gvpo.groups import Group, Prompt, Rollout
-from megatron_gvpo.rewards.served.scoring import ServedRewards
+from megatron_gvpo.rewards.served import ServedRewards
+from megatron_gvpo.settings.load import load_config
 
 VERDICT = {
     "type": "object",

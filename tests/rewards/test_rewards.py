@@ -17,11 +17,13 @@ import pytest
 from machine.processes import having, left_having
 from suite.real_parts import used
 
-from megatron_gvpo.config.schema import ConfigError, RewardConfig, RewardsConfig
-from megatron_gvpo.rewards.boxed import boxed, verify_format
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.data.boxed import boxed
+from megatron_gvpo.groups import Group, Prompt, Rollout
 from megatron_gvpo.rewards.math_answer import verify_math
+from megatron_gvpo.rewards.math_format import verify_format
 from megatron_gvpo.rewards.pool import RewardPool
-from megatron_gvpo.types import Group, Prompt, Rollout
+from megatron_gvpo.settings.rewards import RewardConfig, RewardsConfig
 
 
 def prompt(answer: str | None = "41", **record: Any) -> Prompt:
@@ -363,9 +365,9 @@ def test_nothing_outlives_its_run(functions: str, how: signal.Signals) -> None:
 
 SCRIPT = """
 import sys
-from megatron_gvpo.config.schema import RewardConfig, RewardsConfig
+from megatron_gvpo.settings.rewards import RewardConfig, RewardsConfig
 from megatron_gvpo.rewards.pool import RewardPool
-from megatron_gvpo.types import Group, Prompt, Rollout
+from megatron_gvpo.groups import Group, Prompt, Rollout
 
 component = RewardConfig(name="as_told", function=sys.argv[1] + ":as_told")
 with RewardPool(RewardsConfig(components=(component,), timeout=3600)) as pool:

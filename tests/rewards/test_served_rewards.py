@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 from servers.reward_models import Answer, make_reward_model, scores, standing_in
 
-from megatron_gvpo.config.schema import Config, ConfigError, load_config
-from megatron_gvpo.conversations.converse import LOST
-from megatron_gvpo.groups import Group, Prompt, Rollout
-from megatron_gvpo.rewards.served import servers
-from megatron_gvpo.rewards.served.checks import check_served
-from megatron_gvpo.rewards.served.dialogue import as_text, dialogue
-from megatron_gvpo.rewards.served.scoring import ServedRewards
-from megatron_gvpo.rollout.request import RolloutError
-from megatron_gvpo.sampling.outages import REWARDS, Outages
+from megatron_gvpo.checks.preflight import check_served
+from megatron_gvpo.core.errors import ConfigError, RolloutError
+from megatron_gvpo.groups import LOST, Group, Prompt, Rollout
+from megatron_gvpo.rewards.judge import as_text, dialogue
+from megatron_gvpo.rewards.served import ServedRewards
+from megatron_gvpo.sampling.samplers import REWARDS, Outages
+from megatron_gvpo.servers import model_requests
+from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.load import load_config
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servers, "PAUSE", 0.01)
+    monkeypatch.setattr(model_requests, "PAUSE", 0.01)
 
 
 @pytest.fixture(scope="module")

@@ -13,11 +13,10 @@ from safetensors.torch import load_file, save_file
 from tiny_run import SHORT, StopAfter, assert_same_run, configure, fit, records, weights
 from transformers import AutoModelForCausalLM
 
-from megatron_gvpo.config.errors import ConfigError
+from megatron_gvpo.core.errors import CheckpointError, ConfigError
 from megatron_gvpo.megatron.adapters.directory import read_adapter
-from megatron_gvpo.megatron.adapters.rounding import MergeRounding
-from megatron_gvpo.megatron.checkpoint.conversion import checkpoint_to_hugging_face
-from megatron_gvpo.megatron.checkpoint.sharded import CheckpointError
+from megatron_gvpo.megatron.adapters.tensors import MergeRounding
+from megatron_gvpo.training.conversion import checkpoint_to_hugging_face
 
 pytestmark = pytest.mark.usefixtures("leave_the_process_group")
 FIXED = ("algorithm=gvpo", "algorithm.loss.reference=fixed", "train.mini_batches=2")

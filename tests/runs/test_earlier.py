@@ -12,12 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_gvpo.callbacks import _refused
 from megatron_gvpo.cli import main, parse
-from megatron_gvpo.config.errors import ConfigError
-from megatron_gvpo.config.named_file import PAGE
-from megatron_gvpo.config.schema import load_config
-from megatron_gvpo.runs.earlier import (
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.core.named_file import PAGE
+from megatron_gvpo.runs.existing_run import (
     Earlier,
     check_earlier_run,
     earlier_of,
@@ -27,6 +25,8 @@ from megatron_gvpo.runs.earlier import (
 )
 from megatron_gvpo.runs.record import write_record
 from megatron_gvpo.runs.written import HEADER, keep_foreign
+from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.training.callbacks import _refused
 
 CHECKPOINT = "checkpoints/step_00000020/state.json"
 EVENTS = "tensorboard/events.out.tfevents.1795508682.host.9062.0"

@@ -17,16 +17,17 @@ import yaml
 from inputs.good_config import GOOD
 from servers.hub_server import TOKEN, Hub, running_hub
 
-from megatron_gvpo.config.schema import ConfigError, build_config
-from megatron_gvpo.config.secrets import as_written
-from megatron_gvpo.config.yaml import Loader
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.core.secrets import as_written
+from megatron_gvpo.core.yaml_files import Loader
+from megatron_gvpo.settings.load import build_config
 
 PROGRAM = """
 import json, sys
 from pathlib import Path
-from megatron_gvpo.config.sections import CheckpointConfig
-from megatron_gvpo.config.redaction import hide
-from megatron_gvpo.config.secrets import resolve
+from megatron_gvpo.settings.sections import CheckpointConfig
+from megatron_gvpo.core.redaction import hide
+from megatron_gvpo.core.secrets import resolve
 from megatron_gvpo.runs.hub import prepare_repository, upload
 
 settings = CheckpointConfig(**resolve({"push_to_hub": json.loads(sys.argv[1])})).push_to_hub

@@ -21,16 +21,15 @@ from safetensors.torch import load_file
 from tiny_run import StopAfter
 
 from megatron_gvpo import cli
-from megatron_gvpo.callbacks import Callback
-from megatron_gvpo.config.schema import load_config
-from megatron_gvpo.data.sources import DataError
-from megatron_gvpo.images.source import ImageError
+from megatron_gvpo.core.errors import DataError, RolloutError
+from megatron_gvpo.core.signals import Interrupted
+from megatron_gvpo.data.image_files import ImageError
 from megatron_gvpo.observe import read_metrics
 from megatron_gvpo.observe.report.packing import images_of
 from megatron_gvpo.observe.rollouts.reader import read_rollouts
-from megatron_gvpo.rollout.request import RolloutError
-from megatron_gvpo.runtime.signals import Interrupted
-from megatron_gvpo.trainer import Trainer
+from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.training.callbacks import Callback
+from megatron_gvpo.training.trainer import Trainer
 
 EXAMPLE = ROOT / "examples" / "images"
 FEW = ("train.prompts_per_step=4", "data.train.limit=16", "train.steps=2", "logging.progress=off")

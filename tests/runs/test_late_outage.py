@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 from tiny_run import GVPO, assert_same_run, configure, fit, records, reward_options, weights
 
-from megatron_gvpo.config.schema import Config
+from megatron_gvpo.core.errors import RolloutError
 from megatron_gvpo.groups import Group
 from megatron_gvpo.observe.rollouts.reader import read_rollouts
-from megatron_gvpo.rollout.request import RolloutError
 from megatron_gvpo.sampling.embedded import EmbeddedEngine
-from megatron_gvpo.sampling.engine import ENGINES, OnWait
+from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.engines import ENGINES
+from megatron_gvpo.types import OnWait
 
 pytestmark = pytest.mark.usefixtures("leave_the_process_group")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_gvpo.config.errors import ConfigError
+from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.runs.lock import FILE, RunLock, check_unlocked
 
 HOLD = """

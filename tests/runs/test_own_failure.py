@@ -8,8 +8,8 @@ import pytest
 from distributed import launch
 from tiny_run import assert_same_run, configure, fit
 
-from megatron_gvpo.runs.earlier import newest_step
-from megatron_gvpo.runtime.user_functions import UserFunctionError
+from megatron_gvpo.core.user_functions import UserFunctionError
+from megatron_gvpo.runs.existing_run import newest_step
 
 # With two updates a step, the calls of step 3 on one rank are the fifth and the sixth.
 LOSS = """

@@ -8,9 +8,9 @@ import pytest
 import torch.distributed as dist
 from tiny_run import configure
 
-from megatron_gvpo.config.errors import ConfigError
-from megatron_gvpo.megatron.checkpoint import conversion
-from megatron_gvpo.sampling.source import evaluate
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.training import conversion
+from megatron_gvpo.training.evaluate import evaluate
 
 
 @pytest.mark.parametrize(

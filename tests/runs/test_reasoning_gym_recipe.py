@@ -9,8 +9,8 @@ from paths import ROOT
 from servers.reward_models import make_judge
 from tiny_run import fit
 
-from megatron_gvpo.config.schema import load_config
 from megatron_gvpo.observe import read_metrics
+from megatron_gvpo.settings.load import load_config
 
 pytestmark = pytest.mark.usefixtures("leave_the_process_group")
 

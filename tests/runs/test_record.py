@@ -14,11 +14,13 @@ import pytest
 from pydantic import BaseModel
 
 from megatron_gvpo.algorithms.base import Block
-from megatron_gvpo.config.errors import ConfigError
-from megatron_gvpo.config.schema import Config, RewardsConfig, load_config
-from megatron_gvpo.config.section import EVERY_KEY, Section
-from megatron_gvpo.runs.changes import changes, listed
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.core.section import EVERY_KEY, Section
 from megatron_gvpo.runs.record import check_unchanged, fingerprints, write_record
+from megatron_gvpo.runs.settings_diff import changes, listed
+from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.rewards import RewardsConfig
 
 
 def sections(section: type[BaseModel], path: str = "") -> Iterator[tuple[str, type[BaseModel]]]:

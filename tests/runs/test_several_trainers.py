@@ -11,9 +11,10 @@ from distributed import launch
 from tiny_run import configure, records
 from workers.several_trainers_worker import STEPS
 
-from megatron_gvpo.callbacks import Callback
-from megatron_gvpo.config.schema import Config, ConfigError
-from megatron_gvpo.trainer import Trainer
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.settings.config import Config
+from megatron_gvpo.training.callbacks import Callback
+from megatron_gvpo.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("leave_the_process_group")
 

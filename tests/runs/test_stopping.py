@@ -18,7 +18,7 @@ import pytest
 from tiny_run import SHORT
 
 from megatron_gvpo.cli import main
-from megatron_gvpo.runs.earlier import newest_step
+from megatron_gvpo.runs.existing_run import newest_step
 
 STEPS = ("train.steps=100000", "algorithm=gvpo", *SHORT)
 SAVED = (

@@ -14,15 +14,14 @@ from servers.real_servers import logprobs
 from servers.teacher_servers import teaching
 from tiny_run import SHORT, configure, fit, make_task, records
 
-from megatron_gvpo.config.preflight import preflight
-from megatron_gvpo.config.schema import Config, ConfigError
+from megatron_gvpo.checks.preflight import preflight
+from megatron_gvpo.core.errors import CheckpointError, ConfigError, RolloutError
 from megatron_gvpo.groups import Group, Prompt, Rollout
 from megatron_gvpo.megatron import parallel
-from megatron_gvpo.megatron.checkpoint.sharded import CheckpointError
 from megatron_gvpo.megatron.model.build import build
-from megatron_gvpo.megatron.teacher.model import Teacher
-from megatron_gvpo.rewards.served import servers
-from megatron_gvpo.rollout.request import RolloutError
+from megatron_gvpo.megatron.teacher import Teacher
+from megatron_gvpo.servers import model_requests
+from megatron_gvpo.settings.config import Config
 from megatron_gvpo.types import TrainBatch
 
 pytestmark = pytest.mark.usefixtures("leave_the_process_group")
@@ -45,7 +44,7 @@ def taught(task: Path, out: Path, teacher: Path, url: str, *more: str) -> Config
 def test_a_run_asks_for_every_response_once_and_survives_an_outage(
     task: Path, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(servers, "PAUSE", 0.05)
+    monkeypatch.setattr(model_requests, "PAUSE", 0.05)
     few = ("train.steps=2", "optimizer.decay=constant", "train.max_tokens_per_micro_batch=128")
     few = (*few, "checkpoint.export_hf=true", "checkpoint.every=1")
     with teaching(teacher) as (url, served):

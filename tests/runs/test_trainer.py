@@ -22,15 +22,14 @@ from tiny_run import (
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron_gvpo.callbacks import Callback
-from megatron_gvpo.components import Components
-from megatron_gvpo.config.schema import ConfigError
+from megatron_gvpo.core.errors import ConfigError, RolloutError
 from megatron_gvpo.megatron import parallel
 from megatron_gvpo.megatron.checkpoint import sharded as checkpoint
 from megatron_gvpo.megatron.policy import Policy
-from megatron_gvpo.rollout.request import RolloutError
 from megatron_gvpo.sampling.samplers import EngineSampler
-from megatron_gvpo.trainer import Trainer
+from megatron_gvpo.training.callbacks import Callback
+from megatron_gvpo.training.components import Components
+from megatron_gvpo.training.trainer import Trainer
 from megatron_gvpo.types import TrainBatch
 
 pytestmark = pytest.mark.usefixtures("leave_the_process_group")

@@ -10,11 +10,11 @@ from cases.vision_cases import CONFIGS, decoded_log_probs, load, make_rows, save
 from inputs.chat_tokenizer import tokenizer
 from suite.real_parts import used
 
-from megatron_gvpo.config.schema import SamplingConfig
-from megatron_gvpo.images.families import name_in_file
-from megatron_gvpo.images.processor import ImageProcessor
-from megatron_gvpo.rollout.request import Request
+from megatron_gvpo.data.image_processor import ImageProcessor
+from megatron_gvpo.huggingface.image_families import name_in_file
 from megatron_gvpo.sampling.local_model import LocalModel
+from megatron_gvpo.servers.request import Request
+from megatron_gvpo.settings.sections import SamplingConfig
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl_tied"])

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from megatron_gvpo.algorithms.config import AlgorithmConfig
-from megatron_gvpo.config.schema import ConfigError, load_config
+from megatron_gvpo.core.errors import ConfigError, RolloutError
 from megatron_gvpo.groups import Group, Prompt, Rollout
-from megatron_gvpo.rollout.request import RolloutError
-from megatron_gvpo.sampling.empty_batches import EmptyBatches
+from megatron_gvpo.sampling.samplers import EmptyBatches
+from megatron_gvpo.settings.load import load_config
 from megatron_gvpo.turns import Turn
 from megatron_gvpo.types import TrainBatch
 

@@ -14,16 +14,16 @@ from suite.real_parts import used
 from tiny_run import GVPO, KeepGroups, configure, fit
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron_gvpo.config.errors import ConfigError
-from megatron_gvpo.config.schema import DataConfig, DatasetConfig, SamplingConfig
-from megatron_gvpo.conversations.template import Template
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.data.chat_template import Template
 from megatron_gvpo.data.demonstrations import DemonstrationReader
-from megatron_gvpo.data.end_tokens import end_token_ids, ended
 from megatron_gvpo.data.prompts import PromptWriter, load_prompts
 from megatron_gvpo.data.task import load_task
-from megatron_gvpo.rollout.request import Request
-from megatron_gvpo.sampling.composed import BatchContext
+from megatron_gvpo.huggingface.end_tokens import end_token_ids, ended
+from megatron_gvpo.sampling.batch_sampler import BatchContext
 from megatron_gvpo.sampling.local_model import LocalModel
+from megatron_gvpo.servers.request import Request
+from megatron_gvpo.settings.sections import DataConfig, DatasetConfig, SamplingConfig
 from megatron_gvpo.turns import segments
 
 OF = tokenizer()

@@ -4,8 +4,7 @@ import pytest
 import torch
 from transformers import DynamicCache, Gemma3TextConfig, Qwen2Config
 
-from megatron_gvpo.sampling.decoding.attention import grouped_sdpa
-from megatron_gvpo.sampling.decoding.kv_cache import KeyValueCache
+from megatron_gvpo.sampling.local_model import KeyValueCache, grouped_sdpa
 
 HEADS, DIM, MOST = 2, 4, 300
 CONFIGS = {

@@ -13,8 +13,9 @@ import torch
 from inputs.rows import make_logp, make_rows, sequence_weights
 
 from megatron_gvpo.algorithms.losses.gvpo import GVPO
+from megatron_gvpo.groups import Group, Prompt, Rollout
 from megatron_gvpo.observe.mismatch import THRESHOLDS, MismatchWatch, mismatch
-from megatron_gvpo.types import Group, Prompt, Rollout, TrainBatch
+from megatron_gvpo.types import TrainBatch
 
 REWARDS = [[1.0, 0.0, 0.0, 1.0], [0.5, 0.0, 0.5], [1.0, 0.0]]
 LENGTHS = [3, 40, 12, 7, 25, 2, 60, 5, 18]
@@ -156,7 +157,7 @@ def test_the_warning_says_what_how_much_and_why():
 
 
 def test_thresholds_are_of_the_models_dtypes():
-    from megatron_gvpo.config.schema import ModelConfig
+    from megatron_gvpo.settings.sections import ModelConfig
 
     assert set(THRESHOLDS) == set(ModelConfig.model_fields["dtype"].annotation.__args__)
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from tiny_run import GVPO, configure, fit, records, weights
 
-from megatron_gvpo.config.schema import ConfigError
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.groups import Group, Rollout
 from megatron_gvpo.megatron.checkpoint import sharded as checkpoint
-from megatron_gvpo.sampling.engine import ENGINES
-from megatron_gvpo.types import Group, Rollout
+from megatron_gvpo.settings.engines import ENGINES
 
 pytestmark = pytest.mark.usefixtures("leave_the_process_group")
 

@@ -13,12 +13,12 @@ from suite.real_parts import used
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from megatron_gvpo.config.schema import SamplingConfig
-from megatron_gvpo.rollout.request import Request, derived_seed
-from megatron_gvpo.runtime.collectives import all_gather_msgpack, broadcast_msgpack
+from megatron_gvpo.core.collectives import all_gather_msgpack, broadcast_msgpack
+from megatron_gvpo.groups import Prompt
 from megatron_gvpo.sampling.embedded import Ticket, generate_groups
 from megatron_gvpo.sampling.local_model import LocalModel, draw, running_sum_by_products
-from megatron_gvpo.types import Prompt
+from megatron_gvpo.servers.request import Request, derived_seed
+from megatron_gvpo.settings.sections import SamplingConfig
 
 END = 1
 CHARACTERS = "0123456789+-*=()x.,; "

@@ -21,9 +21,9 @@ from references.interfaces import Library, Uses
 from references.transformer_engine_source import CUDNN, source
 from servers.real_servers import engine_python
 
-from megatron_gvpo.config.schema import load_config
-from megatron_gvpo.rollout.launch.start import DIALECTS
-from megatron_gvpo.versions import REFERENCE
+from megatron_gvpo.core.versions import REFERENCE
+from megatron_gvpo.servers.launch.start import DIALECTS
+from megatron_gvpo.settings.load import load_config
 
 PACKAGE = ROOT / "megatron_gvpo"
 SITE = Path(megatron.core.__path__[0]).parents[1]
@@ -101,7 +101,7 @@ def test_a_missing_name_or_keyword_is_found(tmp_path: Path) -> None:
 def test_pynvml_has_what_the_monitor_reads() -> None:
     import pynvml
 
-    text = (PACKAGE / "observe" / "gpus.py").read_text()
+    text = (PACKAGE / "core" / "gpus.py").read_text()
     names = set(re.findall(r"\bnvml\.(\w+)", text)) | set(re.findall(r"\bpynvml\.(\w+)", text))
     names |= {f"nvmlClocksThrottleReason{r}" for r in re.findall(r'"((?:Sw|Hw)\w+)"', text)}
     assert len(names) > 25 and {name for name in names if not hasattr(pynvml, name)} == set()
@@ -168,7 +168,7 @@ def test_the_engines_have_the_options_of_our_command_lines(engine: str, good: Pa
 
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
 def test_the_engines_have_the_routes_that_we_ask(engine: str) -> None:
-    ours = [PACKAGE / "rollout" / f"{engine}.py", PACKAGE / "weights" / "receivers" / f"{engine}.py"]
+    ours = [PACKAGE / "servers" / f"{engine}.py", PACKAGE / "weights" / "receivers" / f"{engine}.py"]
     asked = {
         node.value
         for file in ours
@@ -187,7 +187,7 @@ def test_the_engines_have_the_routes_that_we_ask(engine: str) -> None:
 def test_sglangs_memory_tags() -> None:
     """The parts of a sleeping server's memory, of which CPU servers have none."""
     constants = (site_of("sglang") / "sglang" / "srt" / "constants.py").read_text()
-    ours = (PACKAGE / "rollout" / "sglang.py").read_text()
+    ours = (PACKAGE / "servers" / "sglang.py").read_text()
     for tag in ("weights", "kv_cache", "cuda_graph"):
         assert f'= "{tag}"' in constants and f'"{tag}"' in ours
     requests = (site_of("sglang") / "sglang" / "srt" / "managers" / "io_struct.py").read_text()
@@ -196,7 +196,7 @@ def test_sglangs_memory_tags() -> None:
 
 def test_vllms_names_that_only_gpus_use() -> None:
     site = site_of("vllm")
-    plugin = Uses(Library(site, "vllm"), PACKAGE / "rollout" / "plugins" / "megatron_gvpo_vllm.py")
+    plugin = Uses(Library(site, "vllm"), PACKAGE / "servers" / "plugins" / "megatron_gvpo_vllm.py")
     assert plugin.used > 5 and plugin.problems == []
     backends = (site / "vllm/model_executor/layers/fused_moe/oracle/unquantized.py").read_text()
     [enumeration] = re.findall(r"class UnquantizedMoeBackend\(.*?\):\n(.*?)\n\n", backends, re.DOTALL)

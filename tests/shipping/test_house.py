@@ -10,7 +10,7 @@ from pathlib import Path
 
 from paths import ROOT
 
-from megatron_gvpo.weights.transports import TRANSPORTS
+from megatron_gvpo.settings.transports import TRANSPORTS
 
 PACKAGE = ROOT / "megatron_gvpo"
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if "plugins" not in path.parts)

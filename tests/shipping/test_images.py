@@ -20,7 +20,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 from paths import ROOT
 
-from megatron_gvpo.versions import REFERENCE
+from megatron_gvpo.core.versions import REFERENCE
 
 FILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
 QUICKSTART = "/opt/megatron_gvpo/examples/quickstart/run.py"
@@ -109,9 +109,10 @@ def test_a_build_gets_the_versions_of_the_one_file(name: str):
 def imported_by_serve() -> set[str]:
     """The distributions that `serve` imports, with those of any transport that a configuration may name."""
     imports = (
-        "import sys; known = set(sys.modules); import megatron_gvpo.cli, megatron_gvpo.rollout.launch.serve; "
+        "import sys; known = set(sys.modules); import megatron_gvpo.cli, megatron_gvpo.servers.launch.serve; "
     )
-    imports += "from megatron_gvpo.weights.transports import TRANSPORTS, transport_class; "
+    imports += "from megatron_gvpo.settings.transports import TRANSPORTS; "
+    imports += "from megatron_gvpo.weights.transport import transport_class; "
     imports += "[transport_class(name) for name in TRANSPORTS]; "
     imports += "print(*{name.split('.')[0] for name in set(sys.modules) - known})"
     modules = subprocess.run(

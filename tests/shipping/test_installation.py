@@ -16,7 +16,7 @@ from packaging.version import Version
 from paths import ROOT
 
 from megatron_gvpo import __version__
-from megatron_gvpo.versions import REFERENCE
+from megatron_gvpo.core.versions import REFERENCE
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 

@@ -25,7 +25,7 @@ SETTINGS = "[pytest]\npythonpath = tests/helpers\naddopts = -q\nmarkers = proof\
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     """A checkout with the tool, rooms with a proof each, and a first commit."""
-    for room in ("weights", "rollout", "data"):
+    for room in ("weights", "servers", "data"):
         (tmp_path / "tests" / room).mkdir(parents=True)
         (tmp_path / "tests" / room / f"test_{room}.py").write_text(f"{PROOF}    pass\n")
     (tmp_path / "tests" / "cli").mkdir()
@@ -76,7 +76,7 @@ def proved(place: Path, commit: str, **seconds: float) -> None:
     file = place / "benchmarks" / "results" / "proof.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     times = {f"tests/{room}/test_{room}.py::test_proof[1]": s for room, s in seconds.items()}
-    failed = ["tests/rollout/test_rollout.py::test_proof[1]"] if seconds else []
+    failed = ["tests/servers/test_servers.py::test_proof[1]"] if seconds else []
     file.write_text(json.dumps({"commit": commit, "seconds": times, "failed": failed}))
 
 
@@ -85,10 +85,10 @@ def test_rooms_of_the_last_changes_come_first(repository: Path):
     commit(repository, "megatron_gvpo/data/sources.py", "docs/page.md")
     commit(repository, "megatron_gvpo/weights/disk.py")
     code, said = run(repository, "--list")
-    assert code == 0 and "rooms with proofs to run: weights rollout\n" in said, "of the last commit alone"
+    assert code == 0 and "rooms with proofs to run: weights servers\n" in said, "of the last commit alone"
     proved(repository, start)
     code, said = run(repository, "--list")
-    assert code == 0 and "rooms with proofs to run: weights rollout data\n" in said, "since the proofs ran"
+    assert code == 0 and "rooms with proofs to run: weights servers data\n" in said, "since the proofs ran"
     git(repository, "checkout", "--quiet", "-b", "mine")
     commit(repository, "docs/page.md")
     code, said = run(repository, "--list")
@@ -99,20 +99,20 @@ def test_a_clone_without_history_runs_every_room(repository: Path, tmp_path: Pat
     proved(repository, "0123456789" * 4)
     for arguments in ([], ["--since", "0123456"]):
         code, said = run(repository, "--list", *arguments)
-        assert code == 0 and "all files\nrooms with proofs to run: cli data rollout weights\n" in said
+        assert code == 0 and "all files\nrooms with proofs to run: cli data servers weights\n" in said
     shutil.rmtree(repository / ".git")
     code, said = run(repository, "--list")
-    assert code == 0 and "rooms with proofs to run: cli data rollout weights\n" in said
+    assert code == 0 and "rooms with proofs to run: cli data servers weights\n" in said
 
 
 def test_proofs_that_take_longer_than_there_is_time_are_named_and_fail_nothing(repository: Path):
-    proved(repository, git(repository, "rev-parse", "HEAD"), weights=10000.0, rollout=1.0)
+    proved(repository, git(repository, "rev-parse", "HEAD"), weights=10000.0, servers=1.0)
     commit(repository, "megatron_gvpo/weights/disk.py", "megatron_gvpo/cli/main.py")
     code, said = run(repository, "--seconds", "800")
     assert code == 0, said
     ran, left_out = said.split("did not run, for want of time: 2")
     assert "did not run, because they failed before: 1" in left_out
-    assert "PASSED tests/rollout/test_rollout.py::test_proof[0]" in ran and "test_no_proof" not in said
+    assert "PASSED tests/servers/test_servers.py::test_proof[0]" in ran and "test_no_proof" not in said
     names = [f"tests/weights/test_weights.py::test_proof[{n}]" for n in range(2)]
     assert all(name in left_out for name in names), "its longest test may be what its fixtures need"
 
@@ -120,10 +120,10 @@ def test_proofs_that_take_longer_than_there_is_time_are_named_and_fail_nothing(r
 @pytest.mark.proof
 def test_the_exit_status_is_that_of_the_proofs_that_ran(repository: Path):
     proved(repository, git(repository, "rev-parse", "HEAD"))
-    commit(repository, "megatron_gvpo/rollout/pool.py")
+    commit(repository, "megatron_gvpo/servers/pool.py")
     code, said = run(repository, "--seconds", "-5")
     assert code == 0 and "did not run, for want of time: 4" in said
-    (repository / "tests" / "rollout" / "test_rollout.py").write_text(f"{PROOF}    assert n == 0\n")
+    (repository / "tests" / "servers" / "test_servers.py").write_text(f"{PROOF}    assert n == 0\n")
     assert run(repository)[0] == 1
 
 
@@ -152,9 +152,9 @@ def test_what_does_not_end_is_cut_off_and_named(repository: Path):
 def test_a_run_that_was_stopped_goes_on_with_what_has_not_passed_at_the_same_commit(repository: Path):
     (repository / ".gitignore").write_text("runs/\n")
     fails_at_first = (
-        "from pathlib import Path\n\ndef test_rollout():\n    assert Path('runs/mended').exists()\n"
+        "from pathlib import Path\n\ndef test_servers():\n    assert Path('runs/mended').exists()\n"
     )
-    (repository / "tests" / "rollout" / "test_rollout.py").write_text(fails_at_first)
+    (repository / "tests" / "servers" / "test_servers.py").write_text(fails_at_first)
     (repository / "tests" / "cli" / "test_cli.py").unlink()
     commit(repository)
     (repository / "runs").mkdir()
@@ -170,7 +170,7 @@ def test_a_run_that_was_stopped_goes_on_with_what_has_not_passed_at_the_same_com
     assert found["outcomes"] == {"passed": 5} and found["failed"] == []
     assert found["commit"] == git(repository, "rev-parse", "HEAD")
 
-    (repository / "tests" / "rollout" / "test_rollout.py").write_text("def test_rollout():\n    pass\n")
+    (repository / "tests" / "servers" / "test_servers.py").write_text("def test_servers():\n    pass\n")
     code, said = pytest_in(repository, *options)
     assert code == 0 and "5 passed" in said, "what is not committed has no name"
     commit(repository)

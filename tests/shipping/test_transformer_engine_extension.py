@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch.utils.cpp_extension import include_paths
 
-from megatron_gvpo.versions import REFERENCE
+from megatron_gvpo.core.versions import REFERENCE
 
 pytestmark = [
     pytest.mark.proof,  # half a minute of a processor for a file

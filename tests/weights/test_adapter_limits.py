@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 from servers.real_servers import ENGINES
 from tiny_run import configure
 
-from megatron_gvpo.config.schema import Config, ConfigError
-from megatron_gvpo.rollout.launch.start import DIALECTS
-from megatron_gvpo.weights.adapters.layers import adapted_layers, adapter_shapes
-from megatron_gvpo.weights.adapters.limits import check_limits
-from megatron_gvpo.weights.stored_tensors import stored_tensors
-from megatron_gvpo.weights.transports import transport_class
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.huggingface.adapter_layers import adapted_layers, adapter_shapes, check_limits
+from megatron_gvpo.servers.launch.start import DIALECTS
+from megatron_gvpo.settings.config import Config
+from megatron_gvpo.weights.bucket import stored_tensors
+from megatron_gvpo.weights.transport import transport_class
 
 
 def configured(task: Path, tmp_path: Path, engine: str, adapter: str, *more: str) -> Config:

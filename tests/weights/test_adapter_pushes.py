@@ -19,12 +19,16 @@ from servers.faults import Fault, check, faulty_run, kill
 from servers.real_servers import ENGINES, PROMPTS, SGLANG_FIRST, Client, logprobs, running, served_config
 from tiny_run import fit, records
 
-from megatron_gvpo.config.schema import Config, ConfigError, SamplingConfig, ServersConfig, read_model_config
-from megatron_gvpo.rollout.checks import check_server
-from megatron_gvpo.rollout.http import ServerGone, ServerRefused
-from megatron_gvpo.rollout.launch.supervise import Supervisor
-from megatron_gvpo.rollout.pool import ServerPool
-from megatron_gvpo.rollout.request import Request
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.huggingface.config_json import read_model_config
+from megatron_gvpo.sampling.server_checks import check_server
+from megatron_gvpo.servers.http import ServerGone, ServerRefused
+from megatron_gvpo.servers.launch.supervise import Supervisor
+from megatron_gvpo.servers.pool import ServerPool
+from megatron_gvpo.servers.request import Request
+from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.sections import SamplingConfig
+from megatron_gvpo.settings.servers import ServersConfig
 
 # Updates so large that the adapter of the step before would give clearly other log-probs.
 STEPS = ("train.steps=3", "optimizer.lr=2.0e-2")

@@ -17,10 +17,9 @@ from safetensors.torch import load_file, save_file
 from servers.real_servers import ENGINES, PROMPTS, engine_python, engine_with, logprobs, running
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megatron_gvpo.config.schema import ConfigError
-from megatron_gvpo.weights.bucket import DoubleBuffer, buckets
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.weights.bucket import DoubleBuffer, Stored, buckets
 from megatron_gvpo.weights.fp8 import Fp8Layout, fp8_layout, quantise
-from megatron_gvpo.weights.stored_tensors import Stored
 
 SHAPES = [(128, 128), (1, 1), (127, 129), (256, 384), (300, 16), (3, 700)]
 

@@ -20,9 +20,9 @@ from torch import nn
 from torch.distributed import HashStore
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-from megatron_gvpo.rollout.http import ServerRefused
-from megatron_gvpo.rollout.pool import ServerHandle
-from megatron_gvpo.rollout.server import PLUGINS, ServerInfo
+from megatron_gvpo.servers.http import ServerRefused
+from megatron_gvpo.servers.pool import ServerHandle
+from megatron_gvpo.servers.server import PLUGINS, ServerInfo
 from megatron_gvpo.weights import node
 from megatron_gvpo.weights.bucket import Bucket, TensorSpec
 from megatron_gvpo.weights.node import FIELDS, plain, seen_by_all, shared_storage

@@ -12,18 +12,20 @@ import tiny_run
 import torch
 from servers.real_servers import ENGINES, PROMPTS, SGLANG_FIRST, SharedServer, logprobs, served_config
 
-from megatron_gvpo.config.checks.parallel_layout import check_layout
-from megatron_gvpo.config.schema import Config, ConfigError, load_config
-from megatron_gvpo.rollout.launch.start import DIALECTS
-from megatron_gvpo.rollout.pool import ServerHandle
-from megatron_gvpo.rollout.server import Server
+from megatron_gvpo.checks.layout import check_layout
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.servers.launch.start import DIALECTS
+from megatron_gvpo.servers.pool import ServerHandle
+from megatron_gvpo.servers.server import Server
+from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.transports import TRANSPORTS, Traits
 from megatron_gvpo.weights.bucket import Bucket, TensorSpec
 from megatron_gvpo.weights.node import NodeMemory, new_name
 from megatron_gvpo.weights.receivers import RECEIVERS, receiver_class
 from megatron_gvpo.weights.receivers.sglang import PluginReceiver
 from megatron_gvpo.weights.receivers.vllm import VLLMReceiver
 from megatron_gvpo.weights.transport import Transport, each
-from megatron_gvpo.weights.transports import TRANSPORTS, Traits
 
 CHOSEN = ["rollout.engine=sglang", "rollout.weights.transport=raw_files"]
 ADAPTER = "model.adapter={rank: 8}"

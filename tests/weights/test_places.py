@@ -11,8 +11,8 @@ import psutil
 import pytest
 import torch.distributed.rendezvous  # noqa: F401 - the plugin looks for it
 
-from megatron_gvpo.rollout.server import PLUGINS
-from megatron_gvpo.runtime.store import host_store
+from megatron_gvpo.core.store import host_store
+from megatron_gvpo.servers.server import PLUGINS
 from megatron_gvpo.weights.group import WeightGroup
 from megatron_gvpo.weights.node import new_name
 

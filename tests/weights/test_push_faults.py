@@ -9,17 +9,17 @@ import pytest
 import torch
 from servers.fake_servers import itself
 
-from megatron_gvpo.config.schema import Config, ServersConfig, load_config
-from megatron_gvpo.config.servers import WeightSyncConfig
-from megatron_gvpo.rollout.background_loop import BackgroundLoop
-from megatron_gvpo.rollout.http import ServerRefused
-from megatron_gvpo.rollout.leader import Failed, Push
-from megatron_gvpo.rollout.pool import ServerPool
-from megatron_gvpo.rollout.server import ServerInfo
-from megatron_gvpo.weights import push
+from megatron_gvpo.servers.http import ServerRefused
+from megatron_gvpo.servers.leader import BackgroundLoop, Failed, Push
+from megatron_gvpo.servers.pool import ServerPool
+from megatron_gvpo.servers.server import ServerInfo
+from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.servers import ServersConfig, WeightSyncConfig, run_directory
+from megatron_gvpo.weights import publisher
 from megatron_gvpo.weights.bucket import Bucket, TensorSpec
-from megatron_gvpo.weights.disk import Disk, run_directory
-from megatron_gvpo.weights.push import Publisher
+from megatron_gvpo.weights.disk import Disk
+from megatron_gvpo.weights.publisher import Publisher
 
 
 class Refusing:
@@ -53,11 +53,11 @@ def test_a_server_that_was_started_anew_has_all_its_attempts_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """One more failure does not cost a third start: starts take minutes, and their number is limited."""
-    monkeypatch.setattr(push, "RETRY_AFTER", 0.0)
+    monkeypatch.setattr(publisher, "RETRY_AFTER", 0.0)
     loop, supervisor = BackgroundLoop("test"), Replaced()
     pool = ServerPool([Refusing()], ServersConfig(), [], print, supervisor)  # type: ignore[list-item, arg-type]
     settings = WeightSyncConfig(attempts=2, transport="disk")
-    publisher = Publisher(
+    pushes = Publisher(
         pool,
         loop,
         Disk(itself, tmp_path / "weights", 5.0),
@@ -77,14 +77,14 @@ def test_a_server_that_was_started_anew_has_all_its_attempts_again(
     replaced = []
     while True:
         loop.run(back())
-        if (command := publisher.next_command(1)) != Push():
+        if (command := pushes.next_command(1)) != Push():
             break
-        publisher.attempt(iter(()), 1)
+        pushes.attempt(iter(()), 1)
         replaced.append(len(supervisor.urls))
     assert replaced == [0, 1, 1, 2]
     assert isinstance(command, Failed)
     assert str(command.error) == "4 weight pushes in a row failed, at last: http://server: no"
-    publisher.close()
+    pushes.close()
     loop.close()
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_gvpo.config.schema import FP8Config, ModelConfig
-from megatron_gvpo.weights.sync import TOLERANCE, lowest_precision
+from megatron_gvpo.settings.sections import FP8Config, ModelConfig
+from megatron_gvpo.weights.publisher import TOLERANCE, lowest_precision
 
 
 @pytest.mark.parametrize(

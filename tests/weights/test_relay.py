@@ -14,16 +14,14 @@ import torch
 from servers.fake_servers import itself
 from torch.distributed import HashStore
 
-from megatron_gvpo.config.schema import ServersConfig
-from megatron_gvpo.config.servers import WeightSyncConfig
-from megatron_gvpo.rollout.background_loop import BackgroundLoop
-from megatron_gvpo.rollout.leader import Push
-from megatron_gvpo.rollout.pool import ServerHandle, ServerPool
-from megatron_gvpo.rollout.server import ServerInfo
+from megatron_gvpo.servers.leader import BackgroundLoop, Push
+from megatron_gvpo.servers.pool import ServerHandle, ServerPool
+from megatron_gvpo.servers.server import ServerInfo
+from megatron_gvpo.settings.servers import ServersConfig, WeightSyncConfig
 from megatron_gvpo.weights import node, sharded
 from megatron_gvpo.weights.bucket import Bucket, TensorSpec
 from megatron_gvpo.weights.node import NodeMemory
-from megatron_gvpo.weights.push import Publisher
+from megatron_gvpo.weights.publisher import Publisher
 from megatron_gvpo.weights.relay import ORDERS, Look, Offer, Over, Relay, Relays, Stream
 from megatron_gvpo.weights.sharded import Send
 from megatron_gvpo.weights.shared import Shared, SharedPlace

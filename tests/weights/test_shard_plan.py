@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_gvpo.weights.shards.plan import Box, Layout, Plan, Table, fair_shares, plan_push
+from megatron_gvpo.weights.shard_plan import Box, Layout, Plan, Table, fair_shares, plan_push
 
 
 def whole(table: Table) -> Box:

@@ -18,10 +18,10 @@ from inputs import family_task, moe_task
 from torch import Tensor
 
 from megatron_gvpo.megatron.model.own_weights import OwnPart, OwnWeights
-from megatron_gvpo.rollout.server import PLUGINS
+from megatron_gvpo.servers.server import PLUGINS
 from megatron_gvpo.weights.group import Membership
-from megatron_gvpo.weights.shards.plan import Box, Table, plan_push
-from megatron_gvpo.weights.shards.sender import Sender
+from megatron_gvpo.weights.shard_plan import Box, Table, plan_push
+from megatron_gvpo.weights.sharded import Sender
 
 sys.path.insert(0, str(PLUGINS))
 

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from servers.fake_servers import itself
 
-from megatron_gvpo.rollout.http import ServerRefused
-from megatron_gvpo.rollout.pool import ServerHandle
-from megatron_gvpo.rollout.server import ServerInfo
+from megatron_gvpo.servers.http import ServerRefused
+from megatron_gvpo.servers.pool import ServerHandle
+from megatron_gvpo.servers.server import ServerInfo
 from megatron_gvpo.weights.broadcast import Broadcast
 from megatron_gvpo.weights.bucket import Bucket, TensorSpec
 from megatron_gvpo.weights.group import Rendezvous

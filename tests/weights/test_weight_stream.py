@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from servers.fake_servers import itself
 
 from megatron_gvpo.megatron.model.own_weights import OwnPart, OwnWeights
-from megatron_gvpo.rollout.pool import ServerHandle
-from megatron_gvpo.rollout.server import PLUGINS
+from megatron_gvpo.servers.pool import ServerHandle
+from megatron_gvpo.servers.server import PLUGINS
 from megatron_gvpo.weights.bucket import Bucket, DoubleBuffer, TensorSpec, buckets
 from megatron_gvpo.weights.delta import Delta
-from megatron_gvpo.weights.shards.plan import Box, Cell, Message
-from megatron_gvpo.weights.shards.sender import Sender
-from megatron_gvpo.weights.sync import not_pushed
+from megatron_gvpo.weights.publisher import not_pushed
+from megatron_gvpo.weights.shard_plan import Box, Cell, Message
+from megatron_gvpo.weights.sharded import Sender
 
 sys.path.insert(0, str(PLUGINS))
 

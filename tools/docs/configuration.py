@@ -19,7 +19,7 @@ from pydantic_core import PydanticUndefined
 
 from megatron_gvpo.algorithms.base import Block
 from megatron_gvpo.algorithms.field_comments import field_comments
-from megatron_gvpo.config.schema import Config
+from megatron_gvpo.settings.config import Config
 
 _LIMITS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 

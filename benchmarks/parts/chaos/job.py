@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_gvpo.observe.jsonl import read_metrics
+from megatron_gvpo.core.jsonl import read_metrics
 from parts.chaos.schedules import ENDS, Fault
 from parts.chaos.strikes import NotYet, Scene
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron_gvpo.types import Group
+    from megatron_gvpo.groups import Group
 
 PATIENCE = 10.0  # seconds that the trainer waits for an answer
 

@@ -21,8 +21,8 @@ import psutil
 from servers.proxy import Proxy
 from servers.real_servers import another_node, engine_python
 
-from megatron_gvpo.rollout.launch.supervise import is_healthy
-from megatron_gvpo.runtime.launch import free_ports
+from megatron_gvpo.core.launch import free_ports
+from megatron_gvpo.servers.launch.supervise import is_healthy
 from parts.chaos.strikes import Server
 
 ROOT = Path(__file__).parents[3]

@@ -194,10 +194,10 @@ def _import() -> None:
     """Import what a rank imports; no thread may be started, because forks follow."""
     for module in (
         "megatron_gvpo.cli",
-        "megatron_gvpo.config.preflight",
-        "megatron_gvpo.runtime.launch",
-        "megatron_gvpo.trainer",
-        "megatron_gvpo.callbacks",
+        "megatron_gvpo.checks.preflight",
+        "megatron_gvpo.core.launch",
+        "megatron_gvpo.training.trainer",
+        "megatron_gvpo.training.callbacks",
     ):
         importlib.import_module(module)
     importlib.import_module("megatron_gvpo.megatron.cpu.bridge").import_bridge()

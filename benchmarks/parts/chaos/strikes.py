@@ -17,7 +17,7 @@ import psutil
 from servers.faults import signal_for_a_while
 from servers.proxy import Mode, Proxy
 
-from megatron_gvpo.runtime.launch import free_ports
+from megatron_gvpo.core.launch import free_ports
 from parts.chaos.clock import Clock
 from parts.chaos.schedules import Fault
 from parts.chaos.starter import kill_session
@@ -113,7 +113,7 @@ class Scene:
     def _hit_reward_worker(self, fault: Fault) -> None:
         """Hit the worker: the child of the guard, which is the trainer's child."""
         for guard in self._rank(fault.victim).children():
-            if "megatron_gvpo.rewards.guard" in guard.cmdline() and (workers := guard.children()):
+            if "megatron_gvpo.workers.guard" in guard.cmdline() and (workers := guard.children()):
                 return self._signal(workers[0].pid, fault, group=True)
         raise NotYet
 

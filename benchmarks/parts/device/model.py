@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from megatron_gvpo.config.schema import build_config
 from megatron_gvpo.megatron import parallel
 from megatron_gvpo.megatron.policy import Policy
+from megatron_gvpo.settings.load import build_config
 from megatron_gvpo.types import TrainBatch
 
 QWEN = {

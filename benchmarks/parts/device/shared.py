@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from megatron_gvpo.cluster.planner.architecture import from_config
-from megatron_gvpo.cluster.planner.sharing import sharing
-from megatron_gvpo.cluster.planner.workload import Lengths, Workload
+from megatron_gvpo.planner.architecture import from_config
+from megatron_gvpo.planner.sharing import sharing
+from megatron_gvpo.planner.workload import Lengths, Workload
 from parts.device.model import SHAPES, TINY, clean_up, clock, made_rows, policy_of, save_model
 
 

@@ -22,17 +22,17 @@ import torch
 import torch.distributed as dist
 
 from megatron_gvpo import Trainer, load_config
-from megatron_gvpo import components as parts
-from megatron_gvpo.callbacks import Callback
-from megatron_gvpo.cluster.planner import architecture, workload
-from megatron_gvpo.cluster.planner.traffic import Pack, on_the_wire, update_bytes
-from megatron_gvpo.cluster.planner.workload import Layout
-from megatron_gvpo.config.schema import Config
 from megatron_gvpo.megatron import parallel
 from megatron_gvpo.megatron.batch import PackedBatch
 from megatron_gvpo.megatron.microbatch import my_share
 from megatron_gvpo.observe.timer import PhaseTimer
 from megatron_gvpo.observe.traffic_counter import Traffic
+from megatron_gvpo.planner import architecture, workload
+from megatron_gvpo.planner.traffic import Pack, on_the_wire, update_bytes
+from megatron_gvpo.planner.workload import Layout
+from megatron_gvpo.settings.config import Config
+from megatron_gvpo.training import components as parts
+from megatron_gvpo.training.callbacks import Callback
 
 BOOKKEEPING = (
     "world",

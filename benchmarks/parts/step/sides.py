@@ -130,11 +130,11 @@ def run_ours(args: argparse.Namespace) -> None:
     turns = Turns()
     import torch
 
-    from megatron_gvpo.callbacks import Callback
-    from megatron_gvpo.config.schema import build_config
-    from megatron_gvpo.sampling.batch_queue import BatchQueue
-    from megatron_gvpo.trainer import Trainer
-    from megatron_gvpo.types import Group, Rollout
+    from megatron_gvpo.groups import Group, Rollout
+    from megatron_gvpo.sampling.batch_sampler import BatchQueue
+    from megatron_gvpo.settings.load import build_config
+    from megatron_gvpo.training.callbacks import Callback
+    from megatron_gvpo.training.trainer import Trainer
 
     class InTurn(Callback):
         def __init__(self) -> None:

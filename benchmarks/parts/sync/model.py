@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "quickstart"))
 
 import make_task
 
-from megatron_gvpo.config.checks.adapters import possible_targets
-from megatron_gvpo.weights.adapters.layers import adapter_shapes
+from megatron_gvpo.huggingface.adapter_layers import adapter_shapes
+from megatron_gvpo.settings.adapter import possible_targets
 
 WIDTHS = {50: 256, 500: 1024, 1 << 40: 2048}  # most megabytes of a model: its hidden size
 

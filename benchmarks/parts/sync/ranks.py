@@ -32,10 +32,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from megatron_gvpo.megatron.model.own_weights import OwnPart, OwnWeights
-from megatron_gvpo.rollout.server import PLUGINS
+from megatron_gvpo.servers.server import PLUGINS
 from megatron_gvpo.weights.group import Membership
-from megatron_gvpo.weights.shards.plan import Box, Table, plan_push
-from megatron_gvpo.weights.shards.sender import Sender
+from megatron_gvpo.weights.shard_plan import Box, Table, plan_push
+from megatron_gvpo.weights.sharded import Sender
 
 SERVERS, SERVER_RANKS = 2, 2
 ROWS, COLUMNS = 4096, 2048  # of each tensor: 16 MiB in bf16

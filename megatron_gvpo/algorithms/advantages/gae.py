@@ -7,8 +7,16 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt
 
-from megatron_gvpo.algorithms.base import STEP_START, Advantage, Block, Metrics, Reference, References, unless
-from megatron_gvpo.runtime.lazy_torch import torch
+from megatron_gvpo.algorithms.base import (
+    STEP_START,
+    Advantage,
+    Block,
+    Metrics,
+    Reference,
+    References,
+    unless,
+)
+from megatron_gvpo.core.lazy_torch import torch
 from megatron_gvpo.types import BatchTotals, TrainBatch
 
 if TYPE_CHECKING:

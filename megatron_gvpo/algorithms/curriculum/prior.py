@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from megatron_gvpo.algorithms.base import Block
-from megatron_gvpo.runtime.user_functions import call_function, check_call, load_function, refused
-from megatron_gvpo.types import Prompt
+from megatron_gvpo.core.user_functions import call_function, check_call, load_function, refused
+from megatron_gvpo.groups import Prompt
 
 
 class Prior(Block):

@@ -11,7 +11,7 @@ from megatron_gvpo.algorithms.base import STEP_START, Loss, Metrics, Reference, 
 from megatron_gvpo.algorithms.importance.base import effective_share
 from megatron_gvpo.algorithms.losses.aggregation import Aggregation
 from megatron_gvpo.algorithms.losses.correction import AnyImportance
-from megatron_gvpo.runtime.lazy_torch import torch
+from megatron_gvpo.core.lazy_torch import torch
 from megatron_gvpo.types import LossInputs, TrainBatch
 
 if TYPE_CHECKING:

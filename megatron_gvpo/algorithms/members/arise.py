@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from megatron_gvpo.algorithms.members.base import Member, MemberContext
-from megatron_gvpo.types import Group, Prompt, Rollout
+from megatron_gvpo.groups import Group, Prompt, Rollout
 
 
 class Skill(NamedTuple):

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, Literal, Protocol
 
 from megatron_gvpo.algorithms.base import Block
-from megatron_gvpo.types import Group, Prompt, Rollout
+from megatron_gvpo.groups import Group, Prompt, Rollout
 
 
 class MemberContext(Protocol):

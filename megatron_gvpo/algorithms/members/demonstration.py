@@ -11,8 +11,7 @@ from pydantic import PositiveInt
 
 from megatron_gvpo.algorithms.base import unless
 from megatron_gvpo.algorithms.members.base import Member, MemberContext
-from megatron_gvpo.groups import demonstrated
-from megatron_gvpo.types import Group, Rollout
+from megatron_gvpo.groups import Group, Rollout, demonstrated
 
 
 class Demonstration(Member):

@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import Field, PositiveInt
 
 from megatron_gvpo.algorithms.members.base import Member, MemberContext
-from megatron_gvpo.types import Group, Prompt, Rollout
+from megatron_gvpo.groups import Group, Prompt, Rollout
 
 
 class Exits(Member):

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 from pydantic import PositiveInt, model_validator
 
 from megatron_gvpo.algorithms.members.base import Member, MemberContext, taught
-from megatron_gvpo.runtime.template import filled
-from megatron_gvpo.types import Group, Prompt
+from megatron_gvpo.core.template import filled
+from megatron_gvpo.groups import Group, Prompt
 
 
 class Exemplars(Member):

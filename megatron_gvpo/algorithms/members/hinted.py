@@ -10,7 +10,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from megatron_gvpo.algorithms.base import unless
 from megatron_gvpo.algorithms.members.base import Member, MemberContext, taught
-from megatron_gvpo.types import Group, Prompt
+from megatron_gvpo.groups import Group, Prompt
 
 
 class Hinted(Member):

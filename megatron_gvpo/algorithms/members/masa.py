@@ -12,8 +12,8 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, PositiveInt
 
 from megatron_gvpo.algorithms.members.base import Member, MemberContext
-from megatron_gvpo.real_number import finite_number
-from megatron_gvpo.types import Group, Rollout
+from megatron_gvpo.core.real_number import finite_number
+from megatron_gvpo.groups import Group, Rollout
 
 
 class Foresight(Member):

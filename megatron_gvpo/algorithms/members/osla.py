@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, PositiveInt, model_validator
 
 from megatron_gvpo.algorithms.members.base import Member, MemberContext
-from megatron_gvpo.types import Group
+from megatron_gvpo.groups import Group
 
 
 class OneMore(Member):

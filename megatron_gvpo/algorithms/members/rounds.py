@@ -13,7 +13,7 @@ from typing import Literal
 from pydantic import Field, PositiveInt
 
 from megatron_gvpo.algorithms.members.base import Member, MemberContext
-from megatron_gvpo.types import Group
+from megatron_gvpo.groups import Group
 
 
 class Rounds(Member):

@@ -11,8 +11,8 @@ from pydantic import Field, PositiveInt, model_validator
 
 from megatron_gvpo.algorithms.base import unless
 from megatron_gvpo.algorithms.members.base import Member, MemberContext
-from megatron_gvpo.runtime.user_functions import check_call, load_function
-from megatron_gvpo.types import Group, Rollout
+from megatron_gvpo.core.user_functions import check_call, load_function
+from megatron_gvpo.groups import Group, Rollout
 
 
 class Teacher(Member):

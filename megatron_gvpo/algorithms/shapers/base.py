@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 from megatron_gvpo.algorithms.base import Block, Component
-from megatron_gvpo.types import Group, Rollout
+from megatron_gvpo.groups import Group, Rollout
 
 
 class Shaper(Block):

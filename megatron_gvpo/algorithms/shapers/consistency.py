@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from megatron_gvpo.algorithms.shapers.base import Shaper, rewarded
-from megatron_gvpo.types import Group, Rollout
+from megatron_gvpo.groups import Group, Rollout
 
 
 class InformationConsistency(Shaper):

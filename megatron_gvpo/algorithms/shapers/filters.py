@@ -11,7 +11,7 @@ from pydantic import Field, PositiveInt
 
 from megatron_gvpo.algorithms.base import Component, unless
 from megatron_gvpo.algorithms.shapers.base import Shaper, value_of
-from megatron_gvpo.types import Group, Rollout
+from megatron_gvpo.groups import Group, Rollout
 
 
 class Keep(Shaper):

@@ -11,7 +11,7 @@ from pydantic import Field, PositiveInt
 
 from megatron_gvpo.algorithms.base import Component
 from megatron_gvpo.algorithms.shapers.base import Shaper, SizedShaper, each, rewarded, value_of
-from megatron_gvpo.types import Group, Rollout
+from megatron_gvpo.groups import Group, Rollout
 
 
 class Overlong(SizedShaper):

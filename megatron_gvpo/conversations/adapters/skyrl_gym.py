@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_gvpo.conversations.environment import TAKEN, Reply
 from megatron_gvpo.groups import Prompt
+from megatron_gvpo.workers.environment import TAKEN, Reply
 
 try:
     import skyrl_gym

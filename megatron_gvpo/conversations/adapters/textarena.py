@@ -17,10 +17,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron_gvpo.config.errors import ConfigError
-from megatron_gvpo.config.named_file import check_named_file, write_named_file
-from megatron_gvpo.conversations.environment import Reply
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.core.named_file import check_named_file, write_named_file
 from megatron_gvpo.groups import Prompt
+from megatron_gvpo.workers.environment import Reply
 
 try:
     import textarena

@@ -18,26 +18,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_gvpo.config.adapter import FUSED_NAMES, MEGATRON_NAMES, AdapterConfig
-from megatron_gvpo.config.checks.adapters import TARGETS
-from megatron_gvpo.config.errors import ConfigError
-from megatron_gvpo.config.schema import ModelConfig
+from megatron_gvpo.core.collectives import first_problem
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.huggingface.fingerprint import fingerprint
 from megatron_gvpo.megatron.adapters.directory import (
     adapter_config,
     compare_names,
     read_adapter,
     write_adapter,
 )
-from megatron_gvpo.megatron.adapters.rounding import MergeRounding
 from megatron_gvpo.megatron.adapters.tensors import (
     MARK,
+    MergeRounding,
     export_tensors,
     is_adapter,
     layer_of,
     place_tensors,
 )
-from megatron_gvpo.runs.fingerprint import fingerprint
-from megatron_gvpo.runtime.collectives import first_problem
+from megatron_gvpo.settings.adapter import FUSED_NAMES, MEGATRON_NAMES, TARGETS, AdapterConfig
+from megatron_gvpo.settings.sections import ModelConfig
 
 _PREFIX = "base_model.model."  # of names in the files of Hugging Face PEFT
 

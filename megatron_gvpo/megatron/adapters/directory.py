@@ -11,13 +11,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_gvpo.config.adapter import AdapterConfig
-from megatron_gvpo.config.errors import ConfigError
-from megatron_gvpo.config.schema import read_json_object
-from megatron_gvpo.megatron.checkpoint.checksums import checksum
-from megatron_gvpo.megatron.model.checked_weights import HEADER
-from megatron_gvpo.megatron.model.complete_weights import shown_names
-from megatron_gvpo.megatron.model.safetensors_writer import sort_metadata
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.huggingface.checked_weights import HEADER
+from megatron_gvpo.huggingface.checksums import checksum
+from megatron_gvpo.huggingface.complete_weights import shown_names
+from megatron_gvpo.huggingface.config_json import read_json_object
+from megatron_gvpo.huggingface.safetensors_writer import sort_metadata
+from megatron_gvpo.settings.adapter import AdapterConfig
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Options of Hugging Face PEFT (0.21.2) that say nothing about the function that an adapter computes. Any

@@ -12,19 +12,22 @@ rotation from the model's own path.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from torch import Tensor
 
-from megatron_gvpo.megatron.attention.flash import FlashAttention
 from megatron_gvpo.megatron.attention.merged import Sequences, merged_attention
+
+if TYPE_CHECKING:
+    from megatron_gvpo.megatron.attention.merged import Spans
 
 
 @dataclass
@@ -106,3 +109,70 @@ def attend_to_shared_prompts(spec_of: Callable[..., Any]) -> Callable[..., Any]:
         return spec
 
     return changed
+
+
+# Corrects the norms inside latent attention (DeepSeek's MLA).
+
+# transformers (5.19) gives these norms its default in DeepSeek-V2, DeepSeek-V3 and GLM-4.7-Flash, whatever
+# rms_norm_eps of config.json is.
+_EPSILON = 1e-6
+# With Transformer Engine the norm is part of the linear layer behind it.
+_PLACES = ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj")
+
+
+def correct_latent_norms(chunks: Iterable[Any]) -> None:
+    """Give these norms the epsilon of transformers; megatron-core (0.19.2) gives them rms_norm_eps."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, MultiLatentAttention):
+                for part in (getattr(module, place, None) for place in _PLACES):
+                    if part is not None and hasattr(part, "eps"):
+                        part.eps = _EPSILON
+
+
+# FlashAttention-2 as a partial attention, by the kernels that PyTorch brings for GPUs.
+#
+# PyTorch's own context parallelism passes merged outputs and statistics to the same backward kernel. So
+# this needs no package beside PyTorch. The kernels take bf16 and fp16 and head dimensions that are
+# multiples of 8 up to 256. `torch.use_deterministic_algorithms` makes the backward kernel deterministic.
+
+_forward = torch.ops.aten._flash_attention_forward
+_backward = torch.ops.aten._flash_attention_backward
+
+
+class FlashAttention:
+    """See `PartialAttention`."""
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rows: Spans,
+        columns: Spans,
+        causal: bool,
+        scale: float | None,
+    ) -> tuple[Tensor, Tensor]:
+        spans = (rows.ends, columns.ends, rows.longest, columns.longest)
+        out, lse, *_ = _forward(query, key, value, *spans, 0.0, causal, False, scale=scale)
+        return out, lse
+
+    def backward(
+        self,
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        rows: Spans,
+        columns: Spans,
+        causal: bool,
+        scale: float | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        spans = (rows.ends, columns.ends, rows.longest, columns.longest)
+        seed = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of the dropout that there is not
+        # The kernel reads `lse` without its strides.
+        results = (grad, query, key, value, out, lse.contiguous())
+        dq, dk, dv = _backward(*results, *spans, 0.0, causal, seed, seed, scale=scale)
+        return dq, dk, dv

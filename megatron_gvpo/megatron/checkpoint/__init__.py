@@ -1,0 +1,1 @@
+"""Sharded checkpoints: saved, found and loaded."""

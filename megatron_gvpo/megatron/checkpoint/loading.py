@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +20,18 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
-from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
+from megatron.core.dist_checkpointing.validation import (
+    determine_global_metadata,
+    validate_sharding_integrity,
+)
 from torch.distributed import checkpoint as torch_checkpoint
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from megatron_gvpo.megatron.checkpoint.all_ranks import (
-    CheckpointError,
-    DamagedCheckpointError,
-    run_on_all_ranks,
-    run_on_rank_0,
-)
+from megatron_gvpo.core.collectives import all_gather_msgpack, first_problem
+from megatron_gvpo.core.errors import CheckpointError, DamagedCheckpointError
+from megatron_gvpo.huggingface.complete_weights import shown_names
 from megatron_gvpo.megatron.checkpoint.storage import FilesReader, SafeLoadPlanner, plain_values
-from megatron_gvpo.megatron.checkpoint.tensor_names import check_names
 
 log = logging.getLogger(__name__)
 
@@ -120,3 +120,94 @@ def read_state(wanted: dict[str, Any], reader: FilesReader) -> dict[str, Any]:
     _restore_dict_types(loaded, sharded)
     merge(state, loaded)
     return dict(apply_factory_merges(state, factories))
+
+
+# Compares the names of a Megatron checkpoint's tensors with those that a model needs.
+#
+# dist_checkpointing ignores tensors that nobody asks for. Here, a tensor that is missing or unexpected is an
+# error that names it, before any tensor is read.
+
+
+def check_names(wanted: Collection[str], stored: Collection[str]) -> str | None:
+    """Compare the keys that all ranks want with those of a Megatron checkpoint; returns the problem or None.
+
+    If the optimizer is not wanted, the checkpoint may have one.
+    """
+    weights_only = not any(name.startswith("optimizer.") for name in wanted)
+
+    def compared(names: Collection[str]) -> set[str]:
+        return {
+            name
+            for name in names
+            # Left out: FP8 scales, which a layer on a CPU lacks; values that are not tensors; random states,
+            # which only the same layout asks for.
+            if not name.endswith("_extra_state")
+            and name not in ("common_state", "random")
+            and not (weights_only and name.startswith("optimizer."))
+        }
+
+    ours, theirs = compared(wanted), compared(stored)
+    missing, unexpected = ours - theirs, theirs - ours
+    if not missing and not unexpected:
+        return None
+    if weights := {name for name in missing | unexpected if not name.startswith("optimizer.")}:
+        missing, unexpected = missing & weights, unexpected & weights  # the cause of the optimizer's, too
+    said = []
+    if missing:
+        said.append(f"it lacks {shown_names(missing)} of the model")
+    if unexpected:
+        said.append(f"it has {shown_names(unexpected)} that the model does not take")
+    return f"{', and '.join(said)}: {_cause(missing, unexpected)}"
+
+
+def _cause(missing: set[str], unexpected: set[str]) -> str:
+    def output_layer(names: set[str]) -> bool:
+        return any("output_layer." in name for name in names)
+
+    if output_layer(missing) != output_layer(unexpected):
+        checkpoint, model = ("true", "false") if output_layer(missing) else ("false", "true")
+        return (
+            f"the checkpoint is of a model with tie_word_embeddings={checkpoint}, and this one's config.json "
+            f"says {model}"
+        )
+    if all(name.startswith("optimizer.") for name in missing | unexpected):
+        return "model.dtype and the optimizer must be those of the run that wrote it"
+    return "the model's config.json must be that of the run that wrote it"
+
+
+# Runs an action on every rank; if it fails on one, raises on all, so that none waits until the timeout.
+
+
+def run_on_all_ranks(what: str, action: Callable[[], Any], group: dist.ProcessGroup | None = None) -> None:
+    """Run `action` on every rank; if it fails on any, raise CheckpointError on all, with that error.
+
+    All ranks raise DamagedCheckpointError if only damage was found.
+
+    `action` must not wait for other ranks after a point where one rank alone may fail. `what` begins the
+    message, as in "cannot write FILE"; leave it empty if the error says that itself.
+    """
+    failed: BaseException | None = None
+    try:
+        action()
+    except CheckpointException as error:  # PyTorch wraps the error of a rank in it
+        failed = next(cause for cause, _ in error.failures.values())
+    except Exception as error:  # the other ranks must learn of any error
+        failed = error
+    said = first_problem(None if failed is None else _described(failed), group)
+    if said is not None:
+        damaged = all(all_gather_msgpack(failed is None or isinstance(failed, DamagedCheckpointError), group))
+        raise (DamagedCheckpointError if damaged else CheckpointError)(f"{what}: {said}" if what else said)
+
+
+def run_on_rank_0(what: str, action: Callable[[], Any], group: dist.ProcessGroup | None = None) -> None:
+    """Like `run_on_all_ranks`, but only rank 0 runs `action`; all ranks raise its error."""
+    run_on_all_ranks(what, action if dist.get_rank() == 0 else lambda: None, group)
+
+
+def _described(error: BaseException) -> str:
+    """Describe the error's first cause: PyTorch's writer hides a full disk behind an error of its own."""
+    if isinstance(error, CheckpointError):
+        return str(error)
+    while error.__context__ is not None:
+        error = error.__context__
+    return f"{type(error).__name__}: {error}"

@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing.validation import (
 )
 from torch.distributed import checkpoint as torch_checkpoint
 
-from megatron_gvpo.megatron.checkpoint.all_ranks import run_on_all_ranks, run_on_rank_0
+from megatron_gvpo.megatron.checkpoint.loading import run_on_all_ranks, run_on_rank_0
 from megatron_gvpo.megatron.checkpoint.storage import FilesWriter
 
 

@@ -20,18 +20,13 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
+from megatron_gvpo.core.errors import CheckpointError as CheckpointError
 from megatron_gvpo.megatron.adapters.tensors import is_adapter
-from megatron_gvpo.megatron.checkpoint.all_ranks import CheckpointError as CheckpointError
-from megatron_gvpo.megatron.checkpoint.all_ranks import (
-    run_on_all_ranks,
-    run_on_rank_0,
-)
-from megatron_gvpo.megatron.checkpoint.loading import load_shards
-from megatron_gvpo.megatron.checkpoint.newest import PARTIAL, REPLACED, complete
+from megatron_gvpo.megatron.checkpoint.loading import load_shards, run_on_all_ranks, run_on_rank_0
+from megatron_gvpo.megatron.checkpoint.newest import PARTIAL, REPLACED, complete, read_record, record_text
 from megatron_gvpo.megatron.checkpoint.newest import load_newest as load_newest
 from megatron_gvpo.megatron.checkpoint.newest import newest as newest
 from megatron_gvpo.megatron.checkpoint.optimizer_checkpoint import optimizer_shards
-from megatron_gvpo.megatron.checkpoint.record import read_record, record_text
 from megatron_gvpo.megatron.checkpoint.saving import BackgroundThread, Writer, save_shards
 from megatron_gvpo.megatron.model.model import Model
 from megatron_gvpo.megatron.optimizer import Optimizer

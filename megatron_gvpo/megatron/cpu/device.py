@@ -9,23 +9,23 @@ every torch call, so only code that runs Megatron enters it.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
-import torch._dynamo
-from torch.distributed import distributed_c10d
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import HashStore, ProcessGroupGloo, distributed_c10d
 from torch.overrides import TorchFunctionMode
 
 from megatron_gvpo.kernels import onednn
-from megatron_gvpo.megatron.cpu import heap, uneven_collectives
-from megatron_gvpo.megatron.cpu.process_groups import OneDeviceGroup
 
 _CPU = torch.device("cpu")
 _ATTENTION_FLAGS = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 _installed = False
-_replacements = dict(uneven_collectives.REPLACEMENTS)
 
 
 class _CudaMeansCpu(TorchFunctionMode):
@@ -126,8 +126,8 @@ def install() -> None:
         setattr(cuda, name, _nothing())
     if onednn.is_faster():
         _replacements.update(onednn.REPLACEMENTS)
-    heap.keep_freed()
-    cuda.empty_cache = lambda: heap.trim()
+    keep_freed()
+    cuda.empty_cache = lambda: trim()
     cuda._lazy_call = lambda call, **kwargs: call()
     cuda.manual_seed = lambda seed: torch.manual_seed(seed)
     cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
@@ -163,3 +163,109 @@ def _patch_megatron() -> None:
 
 def _nothing() -> Callable[..., None]:
     return lambda *args, **kwargs: None
+
+
+# Keeps memory that PyTorch frees on the CPU in the process for reuse, like PyTorch's CUDA allocator.
+#
+# By default glibc returns a micro-batch's activations to the system. For the next micro-batch the system
+# maps and zeroes every page again, tens of thousands a step: a tenth of the time of a small model's step.
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # constants of malloc.h
+_KEPT_BYTES = 2**30  # free bytes to keep at the heap's end; glibc returns the rest at once
+_MAPPED_BYTES = 2**25  # a block of this size or more is a mapping of its own; glibc allows no more
+
+_libc = ctypes.CDLL(None)
+_is_glibc = hasattr(_libc, "mallopt") and hasattr(_libc, "malloc_trim")  # other libraries keep freed memory
+
+
+def keep_freed() -> None:
+    """Let glibc keep freed memory in this process."""
+    if _is_glibc:
+        _libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+        _libc.mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
+
+
+def trim() -> None:
+    """Return all free memory to the system: torch.cuda.empty_cache for a CPU."""
+    if _is_glibc:
+        _libc.malloc_trim(0)
+
+
+# Gloo process groups that leave the cores to the threads that compute.
+#
+# megatron-core creates some two dozen groups a process. Each would have a gloo device of its own, whose
+# thread wakes a hundred times a second: together 3% of a core for nothing. Here all groups share one
+# device.
+#
+# A group's worker thread copies gathered data with PyTorch, which would start an OpenMP team for it. If a
+# process has more OpenMP threads than cores, libgomp puts every idle thread to sleep at once, the computing
+# ones included, thousands of times a step. So the worker threads copy without a team.
+
+_PARALLEL = 2**15  # elements from which on PyTorch shares an operation between threads
+
+_devices: list[Any] = []  # the devices of a first group, which gloo chose by the environment
+os.register_at_fork(after_in_child=_devices.clear)  # a forked child does not have their threads
+
+
+class OneDeviceGroup(ProcessGroupGloo):
+    """A gloo group with one worker thread, on the devices that all groups of the process share."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        gloo: Any = ProcessGroupGloo
+        if not _devices:
+            _devices.extend(gloo(HashStore(), 0, 1, timeout).options._devices)
+        options = gloo._Options()
+        options._timeout, options._devices, options._threads = timeout, _devices, 1
+        super().__init__(store, rank, size, options)
+        self._limit_worker_threads()
+
+    def _limit_worker_threads(self) -> None:
+        """Run one operation large enough for a team, with PyTorch limited to one thread.
+
+        The worker thread takes over PyTorch's number of threads at its first such operation, and keeps it.
+        """
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            mine = torch.zeros(_PARALLEL)
+            group: Any = self
+            group.allgather([[torch.empty_like(mine) for _ in range(self.size())]], [mine]).wait()
+        finally:
+            torch.set_num_threads(threads)
+
+
+# Collectives of pieces of unequal size for gloo, which lacks them; tensor-parallel experts need them.
+
+
+def all_gather(pieces: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+    """Like dist.all_gather, but `pieces` may differ in size."""
+    if len({piece.shape for piece in pieces}) == 1:
+        return dist.all_gather(pieces, tensor, group, async_op)
+    ranks = dist.get_process_group_ranks(group)
+    pieces[dist.get_rank(group)].copy_(tensor)
+    for source, piece in zip(ranks, pieces, strict=True):
+        dist.broadcast(piece, source, group)
+
+
+def reduce_scatter(
+    output: Tensor,
+    pieces: list[Tensor],
+    op: Any = dist.ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    """Like dist.reduce_scatter, but `pieces` may differ in size."""
+    if len({piece.shape for piece in pieces}) == 1:
+        return dist.reduce_scatter(output, pieces, op, group, async_op)
+    for number, piece in enumerate(pieces):
+        total = piece.contiguous().clone()
+        dist.all_reduce(total, op, group)
+        if number == dist.get_rank(group):
+            output.copy_(total)
+
+
+REPLACEMENTS: dict[Callable[..., Any], Callable[..., Any]] = {
+    dist.all_gather: all_gather,
+    dist.reduce_scatter: reduce_scatter,
+}
+_replacements = dict(REPLACEMENTS)

@@ -6,7 +6,10 @@ from collections.abc import Callable
 from copy import copy, deepcopy
 from typing import Any
 
-from megatron.core.models.gpt.experimental_attention_variant_module_specs import get_linear_attention_pattern
+import torch
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+    get_linear_attention_pattern,
+)
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -15,10 +18,11 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
 
 from megatron_gvpo.megatron.cpu import gated_delta
-from megatron_gvpo.megatron.cpu.linear import LocalRowParallelLinear, LocalRowParallelLinearLayerNorm
-from megatron_gvpo.megatron.cpu.norm import LocalRMSNorm
 from megatron_gvpo.megatron.cpu.packed_attention import InterleavedAttention, LocalAttention
 
 
@@ -138,3 +142,95 @@ _CHANGES: dict[str, Callable[[Any], Any]] = {
     "minimax_m2_layer_spec": _minimax_m2,
     "olmoe_layer_spec": _olmoe,
 }
+
+
+# Row-parallel linear layers that megatron-core has only with Transformer Engine.
+
+
+class LocalRowParallelLinear(RowParallelLinear):
+    """Returns a tensor of its own, because megatron-core's experts add their bias to it in place."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        out, bias = super().forward(x)
+        return out.clone(), bias
+
+
+class LocalRowParallelLinearLayerNorm(RowParallelLinear):
+    """Has a norm behind it, as Megatron-Bridge's TERowParallelLinearLayerNorm."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **named: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **named)
+        self.post_layernorm = LocalRMSNorm(config, output_size, config.layernorm_epsilon)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        out, _ = super().forward(x)
+        return self.post_layernorm(out), None
+
+
+# RMSNorm for layer specs without Transformer Engine, with sequence parallelism.
+
+
+class LocalRMSNorm(torch.nn.Module):
+    """RMSNorm computed in fp32, with the interface of megatron-core's norm modules.
+
+    megatron-core's own torch norm refuses sequence parallelism. This one marks its weight, so that
+    `finalize_model_grads` sums the weight's gradient over the tensor-parallel group. With
+    `layernorm_zero_centered_gamma` the factor is 1 + weight.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__()
+        self.eps, self.offset = eps, float(config.layernorm_zero_centered_gamma)
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype) - self.offset)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor_h = self.weight.float() + self.offset if self.offset else self.weight.float()
+        normed: Tensor = _RMSNorm.apply(x.float(), factor_h, self.eps)
+        return normed.to(x.dtype)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """x [..., h], weight [h], both fp32 -> x / rms(x) * weight, with half of autograd's memory traffic."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_h: Tensor, eps: float) -> Tensor:
+        mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1])
+        scale = mean_square.add_(eps).rsqrt_()
+        unit = x * scale
+        ctx.save_for_backward(unit, scale, weight_h)
+        return unit * weight_h
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        unit, scale, weight_h = ctx.saved_tensors
+        product = grad * unit
+        along_unit = (product @ weight_h).unsqueeze(-1).div_(-weight_h.shape[0])
+        grad_x = (grad * weight_h).addcmul_(unit, along_unit).mul_(scale)
+        return grad_x, product.flatten(0, -2).sum(0), None
+
+
+# Lets Megatron's host-and-device optimizer (HybridDeviceOptimizer) run where both are the same memory.
+#
+# The optimizer asks every weight if it is on the GPU, and copies the weights that it updates on the host by
+# `Tensor.cpu()`. Here every tensor claims to be on the GPU, except those copies and tensors made from them.
+
+_IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
+
+
+class HostCopies(TorchFunctionMode):
+    """Enter this context to build the optimizer, inside `cuda_means_cpu`."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        on_host = bool(args) and getattr(args[0], "_on_host", False)  # only the copies made below have it
+        if func == _IS_CUDA:
+            return not on_host
+        if func is torch.Tensor.pin_memory:
+            return args[0]
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and (on_host or func is torch.Tensor.cpu):
+            out._on_host = True  # type: ignore[attr-defined]
+        return out

@@ -1,0 +1,1 @@
+"""Builds a Megatron model, loads its weights and exports them."""

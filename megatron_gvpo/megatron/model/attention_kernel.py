@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
-from megatron_gvpo.config.errors import ConfigError
-from megatron_gvpo.config.schema import ModelConfig, ParallelConfig
-from megatron_gvpo.versions import REFERENCE
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.core.versions import REFERENCE
+from megatron_gvpo.settings.parallel import ParallelConfig
+from megatron_gvpo.settings.sections import ModelConfig
 
 Kernel = Literal["cuDNN", "FlashAttention", "unfused", "none"]
 Capability = tuple[int, int]  # of a GPU: (8, 0) A100, (9, 0) H100, (10, 0) B200
@@ -98,7 +99,7 @@ def check_attention(attention: Attention, capability: Capability, flash_attentio
 
 
 def check_shared_prompts(attention: Attention, capability: Capability) -> None:
-    """Raises ConfigError if the kernels of `megatron/attention/flash.py` cannot compute shared prompts."""
+    """Raises ConfigError if the kernels of `megatron/attention/core.py` cannot compute shared prompts."""
     qk, v = attention.head_dim_qk, attention.head_dim_v
     if attention.dtype != "bfloat16":
         reason = f"it takes bfloat16, and this is model.dtype={attention.dtype}"

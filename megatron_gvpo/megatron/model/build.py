@@ -15,29 +15,35 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 
-from megatron_gvpo.config.checks.parallel_layout import Padding
-from megatron_gvpo.config.schema import ConfigError, ModelConfig, ParallelConfig
-from megatron_gvpo.images.processor import ImageProcessor
-from megatron_gvpo.images.source import ImageError
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.data.image_files import ImageError
+from megatron_gvpo.data.image_processor import ImageProcessor
+from megatron_gvpo.huggingface.checked_weights import CheckedWeights
+from megatron_gvpo.huggingface.complete_weights import check_weights
 from megatron_gvpo.megatron.adapters.adapters import make_adapters
 from megatron_gvpo.megatron.attention.core import (
     attend_to_shared_prompts,
     attends_to_all_before,
+    correct_latent_norms,
     defer_rotary,
     has_plain_rotary,
 )
-from megatron_gvpo.megatron.attention.latent_norms import correct_latent_norms
-from megatron_gvpo.megatron.images.vision import VisionInputs, has_vision, local_vision, vision_settings
-from megatron_gvpo.megatron.model.checked_weights import CheckedWeights
-from megatron_gvpo.megatron.model.complete_weights import check_weights
-from megatron_gvpo.megatron.model.fusions import fuse_weight_gradients, fusions
 from megatron_gvpo.megatron.model.group_limited_router import limit_groups, routing_settings
 from megatron_gvpo.megatron.model.megatron_bridge import open_bridge
 from megatron_gvpo.megatron.model.model import Model
-from megatron_gvpo.megatron.model.parameter_marks import correct_marks
 from megatron_gvpo.megatron.model.router_replay import Replay
-from megatron_gvpo.megatron.model.settings import ddp_settings, model_settings
+from megatron_gvpo.megatron.model.settings import (
+    correct_marks,
+    ddp_settings,
+    fuse_weight_gradients,
+    fusions,
+    model_settings,
+)
 from megatron_gvpo.megatron.parallel import megatron_device
+from megatron_gvpo.megatron.vision import VisionInputs, has_vision, local_vision, vision_settings
+from megatron_gvpo.settings.padding import Padding
+from megatron_gvpo.settings.parallel import ParallelConfig
+from megatron_gvpo.settings.sections import ModelConfig
 
 log = logging.getLogger(__name__)
 

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
-from megatron_gvpo.config.model_types import add_model_types
-from megatron_gvpo.config.schema import ConfigError, ModelConfig
+from megatron_gvpo.core.by_name import heavy_imports
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.core.versions import REFERENCE
+from megatron_gvpo.huggingface.architectures import add_model_types
 from megatron_gvpo.megatron.model.settings import DTYPES
-from megatron_gvpo.runtime.heavy_imports import heavy_imports
-from megatron_gvpo.versions import REFERENCE
+from megatron_gvpo.settings.sections import ModelConfig
 
 LOCKS = "MEGATRON_CONFIG_LOCK_DIR"  # Megatron-Bridge's variable
 

@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_gvpo.config.checks.parallel_layout import Padding
+from megatron_gvpo.huggingface.mtp_heads import FurtherHeads
+from megatron_gvpo.huggingface.safetensors_writer import SafetensorsWriter
 from megatron_gvpo.megatron.adapters.adapters import Adapters
-from megatron_gvpo.megatron.images.vision import VisionInputs
-from megatron_gvpo.megatron.model.further_heads import FurtherHeads
 from megatron_gvpo.megatron.model.own_weights import OwnWeights, find_own_weights
 from megatron_gvpo.megatron.model.router_replay import Replay
-from megatron_gvpo.megatron.model.safetensors_writer import SafetensorsWriter
 from megatron_gvpo.megatron.parallel import megatron_device
+from megatron_gvpo.megatron.vision import VisionInputs
+from megatron_gvpo.settings.padding import Padding
 from megatron_gvpo.types import TrainBatch
 
 

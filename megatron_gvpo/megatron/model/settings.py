@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
+    FineGrainedActivationOffloadingInterface as Offloading,
+)
+from megatron.core.utils import get_model_config
 
-from megatron_gvpo.config.schema import FP8Config, ModelConfig, ParallelConfig
+from megatron_gvpo.settings.parallel import ParallelConfig
+from megatron_gvpo.settings.sections import FP8Config, ModelConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -126,3 +135,83 @@ def ddp_settings(model: ModelConfig, parallel: ParallelConfig) -> DistributedDat
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
     )
+
+
+# Turns on fused GPU kernels that Megatron-Bridge leaves off for most model families.
+
+
+def fusions(architecture: Any) -> dict[str, Any]:
+    """Return fields to set on the TransformerConfig; `architecture` is Megatron-Bridge's provider."""
+    settings: dict[str, Any] = {}
+    # Without it megatron-core (0.19.2) rotates a pack sequence by sequence, and waits for the GPU to return
+    # the lengths twice in every layer, for queries and for keys. Latent attention has its own rotation.
+    if architecture.position_embedding_type == "rope" and not architecture.multi_latent_attention:
+        settings["apply_rope_fusion"] = True
+    if architecture.gated_linear_unit and architecture.activation_func is F.silu:
+        settings["bias_activation_fusion"] = True  # also keeps only the activation's input for the backward
+    return settings
+
+
+def fuse_weight_gradients(chunks: Iterable[Any]) -> None:
+    """Let Transformer Engine's linear layers add their weights' gradients to Megatron's fp32 buffers.
+
+    The matrix product then adds the gradient itself. Otherwise every micro-batch's gradient is rounded to
+    bf16, written, and added by another kernel. megatron-core's own switch, gradient_accumulation_fusion, also
+    applies to its own linear layers. With it, megatron-core (0.19.2) refuses to build the output layer
+    without an extension of Apex, although the fused head computes that layer's gradient.
+    """
+    for chunk in chunks:
+        for module in chunk.modules():
+            trained = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+            # Only Transformer Engine's linear layers have it; weights under adapters have no such buffers.
+            if trained and hasattr(module, "fuse_wgrad_accumulation"):
+                module.fuse_wgrad_accumulation = True
+
+
+# Corrects marks on parameters by which Megatron sums their gradients over ranks (GPT-OSS has both kinds).
+
+
+def correct_marks(chunks: Iterable[Any]) -> None:
+    """Correct the marks of megatron-core (0.19.2) before it wraps the chunks.
+
+    Attention sinks are those of a tensor-parallel rank's heads, and are not marked so: the norm that clips
+    the gradient would count the first rank's sinks only (Megatron-LM issue 7452, finding 8).
+
+    Biases of experts are marked as those behind sequence-parallel layers, whose gradients are summed over the
+    tensor-parallel ranks. But experts have data-parallel groups of their own, which sum them already.
+    """
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if name.endswith(".softmax_offset"):
+                parameter.tensor_model_parallel = True
+                parameter.partition_dim = 0
+                parameter.partition_stride = 1
+            of_experts = not getattr(parameter, "allreduce", True)  # only linear layers have the mark
+            if of_experts and getattr(parameter, "sequence_parallel", False):
+                parameter.sequence_parallel = False
+
+
+# Offloads the activations of chosen modules to host memory until the backward pass.
+
+
+@contextlib.contextmanager
+def offloaded_activations(chunks: list[Any], forward_only: bool) -> Iterator[None]:
+    """Context for one pass through the schedule; does nothing if `parallel.offload_modules` is empty.
+
+    Megatron (0.19.2) makes a plan in the first pass, for its number of micro-batches and the order of their
+    backward passes, and keeps a pinned buffer for every shape. Here, micro-batches differ from update to
+    update, and scoring has no backward pass. So every training pass starts a new plan, and leaves nothing but
+    pinned memory that PyTorch's allocator reuses.
+    """
+    configs = [get_model_config(chunk) for chunk in chunks]
+    if not configs[0].offload_modules:
+        yield
+        return
+    for config in configs:
+        config.fine_grained_activation_offloading = not forward_only
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # Megatron prints a table after a first pass
+            yield
+    finally:
+        if not forward_only:
+            Offloading.reset_instance()

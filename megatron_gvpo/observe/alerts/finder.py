@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from megatron_gvpo.core.metric_names import own_names
+from megatron_gvpo.core.real_number import finite_number
 from megatron_gvpo.observe.alerts.rules import RULES, Condition, Rule
-from megatron_gvpo.observe.metric_names import own_names
-from megatron_gvpo.real_number import finite_number
 
 
 class Alert(NamedTuple):

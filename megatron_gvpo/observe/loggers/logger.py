@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_gvpo.core.jsonl import JsonlWriter, read_metrics
 from megatron_gvpo.observe.alerts import Alert
-from megatron_gvpo.observe.jsonl import JsonlWriter, read_metrics
 from megatron_gvpo.observe.loggers.backend import Backend, RunInfo, Sample
 from megatron_gvpo.observe.loggers.services import open_services
 from megatron_gvpo.observe.loggers.tensorboard import TensorBoardWriter
 
 if TYPE_CHECKING:
-    from megatron_gvpo.config.schema import LoggingConfig
+    from megatron_gvpo.settings.sections import LoggingConfig
 
 
 class MetricLogger:

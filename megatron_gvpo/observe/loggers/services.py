@@ -18,7 +18,7 @@ from megatron_gvpo.observe.alerts import Alert
 from megatron_gvpo.observe.loggers.backend import Backend, RunInfo, Sample
 
 if TYPE_CHECKING:
-    from megatron_gvpo.config.schema import LoggingConfig
+    from megatron_gvpo.settings.sections import LoggingConfig
 
 log = logging.getLogger(__name__)
 

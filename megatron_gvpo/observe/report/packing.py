@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image as Picture
 
-from megatron_gvpo.config.errors import ConfigError
-from megatron_gvpo.observe.report.pieces import Pieces
-from megatron_gvpo.observe.report.thumbnails import thumbnails
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.data.image_files import ImageError, data_url
+from megatron_gvpo.data.image_files import read as read_image
+from megatron_gvpo.observe.report.token_texts import Pieces
 from megatron_gvpo.observe.rollouts.reader import read_rollouts
 from megatron_gvpo.observe.rollouts.schema import Kind, schema
 from megatron_gvpo.sampling.evaluation import is_correct
@@ -205,3 +208,38 @@ def correct_samples(table: Any, right_at: float) -> list[tuple[int, int]]:
 
 def _compressed(values: dict[str, Any]) -> bytes:
     return gzip.compress(json.dumps(values, separators=(",", ":")).encode(), compresslevel=6, mtime=0)
+
+
+# Small pictures of prompts' images: the page holds them, because it loads nothing from elsewhere.
+
+SIDE = 192  # pixels at most
+MOST_BYTES = 1 << 20  # of a step's pictures together
+
+
+def thumbnails(images: Mapping[int, Sequence[str]]) -> dict[int, list[str | None]]:
+    """data: URLs for the images of each group, by their names.
+
+    None for an image whose file is gone or none, and for all that come after a step's first MiB.
+    """
+    made: dict[str, str | None] = {}
+    room = MOST_BYTES
+    for names in images.values():
+        for name in names:
+            if name not in made:
+                url = _thumbnail(name)
+                room -= len(url or "")
+                made[name] = url if room >= 0 else None
+    return {group: [made[name] for name in names] for group, names in images.items()}
+
+
+def _thumbnail(name: str) -> str | None:
+    try:
+        stored = Picture.open(io.BytesIO(read_image(name)))
+        stored.draft("RGB", (SIDE, SIDE))  # a large JPEG is decoded at a fraction of its size
+        picture = stored.convert("RGB")
+    except (ImageError, OSError, ValueError, SyntaxError, Picture.DecompressionBombError):
+        return None
+    picture.thumbnail((SIDE, SIDE))
+    file = io.BytesIO()
+    picture.save(file, "jpeg", quality=80)
+    return data_url(file.getvalue())

@@ -21,13 +21,12 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from megatron_gvpo.core.metric_names import SECTIONS, entry
+from megatron_gvpo.core.real_number import finite_number
 from megatron_gvpo.observe.alerts import alerts_of
-from megatron_gvpo.observe.metric_names import SECTIONS, entry
-from megatron_gvpo.observe.report.layout import QUESTIONS
-from megatron_gvpo.observe.report.pieces import Pieces
 from megatron_gvpo.observe.report.run import Run, columns, read_run, short_names
 from megatron_gvpo.observe.report.samples import Packer, pass_intervals
-from megatron_gvpo.real_number import finite_number
+from megatron_gvpo.observe.report.token_texts import Pieces
 
 ASSETS = resources.files("megatron_gvpo.observe.report") / "assets"
 STYLES = ("uplot/uPlot.min.css", "style.css")
@@ -133,3 +132,20 @@ def _asset(name: str) -> str:
 
 def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+# The charts that the page shows at once, under questions; every other metric follows by its section.
+
+# A name that ends with * stands for all metrics that begin so, each with a chart of its own.
+QUESTIONS: dict[str, tuple[str, ...]] = {
+    "Is it learning?": (
+        *("reward/mean", "eval/pass@*", "reward/groups_with_signal"),
+        *("response/length", "response/truncated", "train/loss"),
+    ),
+    "Is it stable?": (
+        *("response/entropy", "train/entropy", "train/kl", "train/kl_ref"),
+        *("mismatch/kl", "mismatch/abs_max", "train/grad_norm"),
+    ),
+    "What do the conversations do?": ("env/*",),
+    "How fast is it?": ("time/step", "throughput/tokens_per_s", "response/staleness_max"),
+}

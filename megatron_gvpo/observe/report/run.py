@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from megatron_gvpo.config.errors import ConfigError
-from megatron_gvpo.observe.jsonl import read_metrics
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.core.jsonl import read_metrics
 
 
 @dataclass(frozen=True, slots=True)

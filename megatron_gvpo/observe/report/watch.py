@@ -15,7 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from megatron_gvpo.config.errors import ConfigError
+from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.observe.report.page import Reporter, compressed, html
 
 HOSTS = ("localhost", "127.0.0.1", "::1")

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from megatron_gvpo.config.redaction import hide_credentials, hide_in
+from megatron_gvpo.core.redaction import hide_credentials, hide_in
+from megatron_gvpo.data.image_files import shown
 from megatron_gvpo.groups import Group, Prompt, Rollout, utf8
-from megatron_gvpo.images.source import shown
 from megatron_gvpo.observe.rollouts import conversation
 from megatron_gvpo.observe.rollouts.schema import Kind, schema
 

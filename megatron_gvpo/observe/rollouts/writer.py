@@ -17,7 +17,7 @@ from megatron_gvpo.observe.rollouts.schema import file_name, step_of
 from megatron_gvpo.observe.rollouts.table import Responses, table
 
 if TYPE_CHECKING:
-    from megatron_gvpo.config.sections import RolloutFilesConfig
+    from megatron_gvpo.settings.sections import RolloutFilesConfig
 
 log = logging.getLogger(__name__)
 

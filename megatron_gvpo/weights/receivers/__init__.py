@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_gvpo.config.schema import ConfigError
+from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.weights.receivers import sglang, vllm
 from megatron_gvpo.weights.transport import WeightReceiver
 

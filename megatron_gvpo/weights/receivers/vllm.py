@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from megatron_gvpo.rollout.server import answer_of
+from megatron_gvpo.servers.server import answer_of
 from megatron_gvpo.weights.broadcast import BroadcastReceiver
 from megatron_gvpo.weights.bucket import TensorSpec
 from megatron_gvpo.weights.delta import DeltaReceiver, Patch
 from megatron_gvpo.weights.disk import DiskReceiver
 from megatron_gvpo.weights.group import Rendezvous
-from megatron_gvpo.weights.receivers.base import HttpAdapterReceiver, HttpReceiver
+from megatron_gvpo.weights.receivers.sglang import HttpAdapterReceiver, HttpReceiver
 from megatron_gvpo.weights.sharded import ShardedReceiver
 from megatron_gvpo.weights.shared import SharedPlace, SharedReceiver
 from megatron_gvpo.weights.transport import WeightReceiver

@@ -9,7 +9,8 @@ import torch
 from references import gradient_reference as reference
 from torch import Tensor
 
-from megatron_gvpo.types import Routing, TrainBatch
+from megatron_gvpo.groups import Routing
+from megatron_gvpo.types import TrainBatch
 
 Groups = list[tuple[int, list[tuple[int, float]]]]  # (prompt tokens, (response tokens, reward) of every row)
 

@@ -15,8 +15,8 @@ from PIL import Image as Picture
 from torch import Tensor
 from workers.gradient_worker import Layout
 
-from megatron_gvpo.images.image import Image
-from megatron_gvpo.images.processor import ImageProcessor
+from megatron_gvpo.core.image import Image
+from megatron_gvpo.data.image_processor import ImageProcessor
 from megatron_gvpo.types import TrainBatch
 
 IMAGE, VIDEO, START, END = 120, 121, 122, 123

@@ -10,7 +10,7 @@ from typing import Any
 from cases.families import FAMILIES
 from references import gradient_reference as reference
 
-from megatron_gvpo.verify.tiny_model import save_tiny
+from megatron_gvpo.verify.shrink import save_tiny
 
 _SIZES = {
     "hidden_size": 64,

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_gvpo.config.schema import ConfigError, load_config
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.settings.load import load_config
 
 GOOD = """
 output_dir: runs/x

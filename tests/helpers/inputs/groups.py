@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_gvpo.types import Group, Prompt, Rollout
+from megatron_gvpo.groups import Group, Prompt, Rollout
 
 
 def make_group(

@@ -19,7 +19,7 @@ from pathlib import Path
 from suite.real_parts import used
 
 from machine.debian import install
-from megatron_gvpo.runtime.launch import free_ports
+from megatron_gvpo.core.launch import free_ports
 
 NODES = ("gvpo-node1", "gvpo-node2", "gvpo-node3")
 PROGRAMS = ("slurmctld", "slurmd", "srun", "munged")

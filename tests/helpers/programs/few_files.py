@@ -10,9 +10,10 @@ import sys
 
 from servers.real_servers import Client, admit
 
-from megatron_gvpo.config.schema import SamplingConfig, ServersConfig
-from megatron_gvpo.rollout.pool import ServerPool
-from megatron_gvpo.rollout.request import Request
+from megatron_gvpo.servers.pool import ServerPool
+from megatron_gvpo.servers.request import Request
+from megatron_gvpo.settings.sections import SamplingConfig
+from megatron_gvpo.settings.servers import ServersConfig
 
 FILES = 200  # the hard limit: no process may raise it
 

@@ -17,7 +17,7 @@ from typing import Any
 SECONDS = 600.0  # for one command, and before the first one for the imports
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(
-    ["forked_command", "torch", "transformers", "megatron_gvpo.cli", "megatron_gvpo.config.preflight"]
+    ["forked_command", "torch", "transformers", "megatron_gvpo.cli", "megatron_gvpo.checks.preflight"]
 )
 
 

@@ -9,10 +9,10 @@ import signal
 import sys
 from pathlib import Path
 
-from megatron_gvpo.config.schema import LoggingConfig
 from megatron_gvpo.observe.alerts import Alert
 from megatron_gvpo.observe.loggers.backend import Sample
 from megatron_gvpo.observe.loggers.logger import MetricLogger
+from megatron_gvpo.settings.sections import LoggingConfig
 
 KEYS = {"trackio": "trackio_project", "mlflow": "mlflow_experiment", "swanlab": "swanlab_project"}
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from inputs.chat_tokenizer import END, tokenizer
 
-from megatron_gvpo.config.schema import load_config
 from megatron_gvpo.data.prompts import load_prompts
+from megatron_gvpo.settings.load import load_config
 
 RECIPES = Path(__file__).parents[3] / "examples" / "recipes"
 tokens, found = tokenizer(), {}

@@ -12,15 +12,14 @@ from safetensors.torch import load_file
 from servers.real_servers import receiver
 from transformers import AutoModelForCausalLM
 
-from megatron_gvpo.config.schema import Config
-from megatron_gvpo.config.servers import WeightSyncConfig
-from megatron_gvpo.rollout.background_loop import BackgroundLoop
-from megatron_gvpo.rollout.leader import Push, Wait
-from megatron_gvpo.rollout.pool import ServerPool
-from megatron_gvpo.weights.adapters.layers import adapted_layers, adapter_shapes
-from megatron_gvpo.weights.adapters.transport import Adapter
-from megatron_gvpo.weights.push import Publisher
-from megatron_gvpo.weights.stored_tensors import stored_tensors
+from megatron_gvpo.huggingface.adapter_layers import adapted_layers, adapter_shapes
+from megatron_gvpo.servers.leader import BackgroundLoop, Push, Wait
+from megatron_gvpo.servers.pool import ServerPool
+from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.servers import WeightSyncConfig
+from megatron_gvpo.weights.adapter import Adapter
+from megatron_gvpo.weights.bucket import stored_tensors
+from megatron_gvpo.weights.publisher import Publisher
 
 RANK, ALPHA = 4, 6
 ADAPTERS = (f"model.adapter={{rank: {RANK}, alpha: {ALPHA}}}", "rollout.weights.transport=adapter")

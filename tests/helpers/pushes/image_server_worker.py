@@ -13,11 +13,13 @@ import transformers
 from paths import ROOT
 from servers.real_servers import engine_python
 
-from megatron_gvpo.config.schema import Config, SamplingConfig, build_config
+from megatron_gvpo.core.errors import RolloutError
 from megatron_gvpo.data.task import load_task
 from megatron_gvpo.megatron.policy import Policy
-from megatron_gvpo.rollout.request import RolloutError
 from megatron_gvpo.sampling.served import ServedEngine
+from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.load import build_config
+from megatron_gvpo.settings.sections import SamplingConfig
 from megatron_gvpo.types import TrainBatch
 
 SAMPLING = SamplingConfig(max_tokens=6)

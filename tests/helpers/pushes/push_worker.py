@@ -14,16 +14,17 @@ from inputs.rows import make_rows
 from servers.real_servers import PROMPTS, checksum, receiver
 from tiny_run import configure
 
-from megatron_gvpo.config.schema import Config, SamplingConfig
+from megatron_gvpo.core.errors import RolloutError
 from megatron_gvpo.data.task import Task
-from megatron_gvpo.data.tokenizer import load_tokenizer
+from megatron_gvpo.groups import Prompt
+from megatron_gvpo.huggingface.tokenizer import load_tokenizer
 from megatron_gvpo.megatron.policy import Policy
-from megatron_gvpo.rollout import leader
-from megatron_gvpo.rollout.pool import ServerHandle
-from megatron_gvpo.rollout.request import RolloutError
-from megatron_gvpo.rollout.session import ServerSession
 from megatron_gvpo.sampling.served import ServedEngine
-from megatron_gvpo.types import Prompt
+from megatron_gvpo.servers import leader
+from megatron_gvpo.servers.pool import ServerHandle
+from megatron_gvpo.servers.session import ServerSession
+from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.sections import SamplingConfig
 
 PUSHES = ("broadcast", "broadcast", "disk", "delta", "delta", "shared")  # the transport of each push
 LAYOUTS = {"single": (), "tp2": ("parallel.tp=2",), "pp2": ("parallel.pp=2",), "dp2": ()}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from servers.real_servers import PROMPTS, logprobs, reference
 
-from megatron_gvpo.config.model_types import add_model_types
+from megatron_gvpo.huggingface.architectures import add_model_types
 from pushes.push_worker import PUSHES
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}  # of one log-prob, nats

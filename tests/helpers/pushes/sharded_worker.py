@@ -12,11 +12,11 @@ import torch.distributed as dist
 from inputs.rows import make_rows
 from tiny_run import configure
 
-from megatron_gvpo.config.schema import Config
 from megatron_gvpo.megatron.policy import Policy
 from megatron_gvpo.sampling.served import ServedEngine
+from megatron_gvpo.settings.config import Config
+from megatron_gvpo.weights.shard_plan import fair_shares
 from megatron_gvpo.weights.sharded import Sharded
-from megatron_gvpo.weights.shards.plan import fair_shares
 from pushes.push_worker import _compare, served_engine
 
 LAYOUTS = {

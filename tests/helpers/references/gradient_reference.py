@@ -16,9 +16,10 @@ import torch
 import transformers
 from torch import Tensor
 
-from megatron_gvpo.types import Routing, TrainBatch
+from megatron_gvpo.groups import Routing
+from megatron_gvpo.types import TrainBatch
 from megatron_gvpo.verify.reference import load, response_log_probs
-from megatron_gvpo.verify.tiny_model import scatter
+from megatron_gvpo.verify.shrink import scatter
 
 __all__ = ["load"]  # for the tests that use this module as the reference
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megatron_gvpo.versions import REFERENCE
+from megatron_gvpo.core.versions import REFERENCE
 
 CUDNN = (9, 20, 0)  # torch's, of which tests expect the attention kernels
 PACKAGES = ("transformer_engine", "transformer_engine_torch")

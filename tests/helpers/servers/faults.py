@@ -16,11 +16,11 @@ from typing import Any, Literal
 
 from tiny_run import fit
 
-from megatron_gvpo.callbacks import Callback
-from megatron_gvpo.rollout.launch.supervise import ServerProcess
-from megatron_gvpo.rollout.pool import ServerPool
-from megatron_gvpo.trainer import Trainer
-from megatron_gvpo.types import Group
+from megatron_gvpo.groups import Group
+from megatron_gvpo.servers.launch.supervise import ServerProcess
+from megatron_gvpo.servers.pool import ServerPool
+from megatron_gvpo.training.callbacks import Callback
+from megatron_gvpo.training.trainer import Trainer
 from servers.real_servers import served_config
 
 Moment = Literal["generating", "pushing", "between"]

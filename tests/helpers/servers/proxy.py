@@ -8,7 +8,7 @@ from typing import Literal
 import aiohttp
 from aiohttp import web
 
-from megatron_gvpo.rollout.background_loop import BackgroundLoop
+from megatron_gvpo.servers.leader import BackgroundLoop
 
 Mode = Literal["forward", "error", "refuse", "slow", "cut"]
 DELAY = 1.5  # seconds that a slow proxy waits before it forwards

@@ -24,13 +24,14 @@ from suite.real_parts import used
 from tiny_run import configure
 from transformers import AutoModelForCausalLM
 
-from megatron_gvpo.config.schema import Config, ServersConfig
-from megatron_gvpo.rollout.background_loop import BackgroundLoop
-from megatron_gvpo.rollout.http import Http, open_session
-from megatron_gvpo.rollout.launch.start import DIALECTS, start_servers
-from megatron_gvpo.rollout.launch.supervise import Supervisor, is_healthy
-from megatron_gvpo.rollout.pool import ServerPool
-from megatron_gvpo.rollout.server import Server
+from megatron_gvpo.servers.http import Http, open_session
+from megatron_gvpo.servers.launch.start import DIALECTS, start_servers
+from megatron_gvpo.servers.launch.supervise import Supervisor, is_healthy
+from megatron_gvpo.servers.leader import BackgroundLoop
+from megatron_gvpo.servers.pool import ServerPool
+from megatron_gvpo.servers.server import Server
+from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.servers import ServersConfig
 from megatron_gvpo.weights.receivers import receiver_class
 
 ENGINES = ("sglang", "vllm")

@@ -13,7 +13,7 @@ from socket import SOCK_DGRAM
 import psutil
 import pytest
 
-from megatron_gvpo.rollout.launch.supervise import ServerProcess
+from megatron_gvpo.servers.launch.supervise import ServerProcess
 
 PATHS = ("/v1/models", "/server_info", "/update_weights", "/collective_rpc", "/pause", "/nowhere")
 

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 
 SHARED_SERVERS = (
-    *("rollout/test_engines", "rollout/test_waits", "rollout/test_push_watch"),
+    *("servers/test_engines", "servers/test_waits", "servers/test_push_watch"),
     *("conversations/test_conversation_engines", "conversations/test_program_engines"),
-    *("teachers/test_teacher_engines", "weights/test_new_transport"),
+    *("rewards/test_teacher_engines", "weights/test_new_transport"),
 )
 # By how long they take. Tests of servers come after some that need only a CPU: on a new machine the engines'
 # environments are built meanwhile.
 LONGEST = (
     "megatron/test_gradient_invariance",
     "shipping/test_images",
-    "rollout/test_long_runs",
+    "servers/test_long_runs",
     "docs/test_commands",
     "cluster/test_slurm",
     "vllm",
@@ -31,16 +31,16 @@ LONGEST = (
     "megatron/test_adapters",
     "cluster/test_scaling",
     "runs/test_recipe_runs",
-    "rollout/test_faults",
+    "servers/test_faults",
     "runs/test_stopping",
     "checkpoint/test_resharding",
     "checkpoint/test_resume",
-    "rollout/test_router_replay",
+    "servers/test_router_replay",
     "rewards/test_reward_servers",
-    "rollout/test_colocated",
+    "servers/test_colocated",
     "weights/test_adapter_pushes",
-    "rollout/test_speculation",
-    "rollout/test_partial_rollouts",
+    "servers/test_speculation",
+    "servers/test_partial_rollouts",
     "cluster/test_checkup",
     "conversations/test_mcp",
     "cli/test_private_run",

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from distributed import run_number
 from torch import Tensor
 
-from megatron_gvpo.config.schema import AdapterConfig, Config
+from megatron_gvpo.settings.adapter import AdapterConfig
+from megatron_gvpo.settings.config import Config
 from workers.gradient_worker import Case, Layout, config_of, sizes_of
 
 

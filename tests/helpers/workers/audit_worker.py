@@ -17,7 +17,7 @@ from distributed import forget_layout, run_number
 def marks_stay(part: str, end: str) -> Iterator[None]:
     """Context in which parameters with these parts of a name keep megatron-core's own marks."""
     from megatron_gvpo.megatron.model import build
-    from megatron_gvpo.megatron.model.parameter_marks import correct_marks
+    from megatron_gvpo.megatron.model.settings import correct_marks
 
     class Rest:
         def __init__(self, chunk: Any) -> None:
@@ -96,7 +96,7 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
 
 
 def run(directory: str) -> None:
-    from megatron_gvpo.verify.sides import candidate_side, reference_side
+    from megatron_gvpo.verify.run import candidate_side, reference_side
 
     place, layout, fault = torch.load(Path(directory) / "jobs.pt", weights_only=False)[run_number()]
     if layout is None:

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_gvpo.cluster import checkup
-from megatron_gvpo.cluster.planner import workload
+from megatron_gvpo.planner import workload
 
 ODD = 2
 

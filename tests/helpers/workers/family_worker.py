@@ -14,7 +14,7 @@ from megatron_gvpo.verify.layout import Layout
 
 
 def run(directory: str) -> None:
-    from megatron_gvpo.verify.sides import candidate_side, reference_side
+    from megatron_gvpo.verify.run import candidate_side, reference_side
 
     family, layout = torch.load(Path(directory) / "jobs.pt", weights_only=False)[run_number()]
     place = Path(directory) / family
@@ -38,8 +38,8 @@ def _score_around_an_export(layout: Layout, place: Path, late: set[int]) -> None
     An export waits for all weights of the update. A score does not, and must read none that have not arrived.
     """
     from megatron_gvpo.megatron.policy import Policy
-    from megatron_gvpo.verify.candidate import config_of
     from megatron_gvpo.verify.measures import make_rows
+    from megatron_gvpo.verify.run import config_of
     from megatron_gvpo.verify.shrink import VOCABULARY
 
     policy, rows = Policy(config_of(place / "model", layout)), make_rows(VOCABULARY)

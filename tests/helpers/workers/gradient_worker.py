@@ -14,8 +14,9 @@ from distributed import run_number
 from small_constants import late_gathers, small_constants
 from torch import Tensor
 
-from megatron_gvpo.config.schema import Config, build_config
 from megatron_gvpo.observe.mismatch import MismatchWatch
+from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.load import build_config
 from megatron_gvpo.types import TrainBatch
 from megatron_gvpo.verify.layout import Layout
 from megatron_gvpo.verify.measures import UPDATE

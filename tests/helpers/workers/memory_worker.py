@@ -8,11 +8,12 @@ from pathlib import Path
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_gvpo.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_gvpo.megatron import parallel
 from megatron_gvpo.megatron.critic import without_output_layer
 from megatron_gvpo.megatron.model import build as model
 from megatron_gvpo.megatron.optimizer import Optimizer
+from megatron_gvpo.settings.parallel import ParallelConfig
+from megatron_gvpo.settings.sections import ModelConfig, OptimizerConfig
 
 # (tp, pp, share of the optimizer's states in host memory)
 LAYOUTS: dict[int, list[tuple[int, int, float]]] = {

@@ -16,9 +16,9 @@ import pytest
 import torch.distributed as dist
 from tiny_run import GVPO, SHORT, configure
 
-from megatron_gvpo.callbacks import Callback, Recorder
-from megatron_gvpo.config.schema import ConfigError
-from megatron_gvpo.trainer import Trainer
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.training.callbacks import Callback, Recorder
+from megatron_gvpo.training.trainer import Trainer
 
 STEPS = (*GVPO, *SHORT, "train.steps=2")
 

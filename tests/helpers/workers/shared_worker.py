@@ -55,11 +55,11 @@ def run(directory: str) -> None:
 
 def refused(directory: str) -> None:
     """Build the model in the directory with shared prompts; what the error says goes to `refused` in it."""
-    from megatron_gvpo.config.errors import ConfigError
-    from megatron_gvpo.config.parallel import ParallelConfig
-    from megatron_gvpo.config.schema import ModelConfig
+    from megatron_gvpo.core.errors import ConfigError
     from megatron_gvpo.megatron.model.build import build
     from megatron_gvpo.megatron.parallel import initialize
+    from megatron_gvpo.settings.parallel import ParallelConfig
+    from megatron_gvpo.settings.sections import ModelConfig
 
     place = Path(directory)
     initialize(ParallelConfig(), seed=0)

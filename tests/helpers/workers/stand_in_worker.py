@@ -12,12 +12,12 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher as Dispatcher
 
-from megatron_gvpo.config.schema import load_config
 from megatron_gvpo.megatron.parallel import megatron_device
 from megatron_gvpo.megatron.policy import Policy
 from megatron_gvpo.rehearsal import stand_ins
 from megatron_gvpo.rehearsal.rank import hidden_shape
 from megatron_gvpo.rehearsal.rows import make_rows, size_of
+from megatron_gvpo.settings.load import load_config
 
 
 def run(file: str, out: str, *overrides: str) -> None:

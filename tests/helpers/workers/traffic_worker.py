@@ -11,12 +11,12 @@ import torch.distributed as dist
 from distributed import run_number
 from megatron.core import parallel_state
 
-from megatron_gvpo.config.schema import build_config
 from megatron_gvpo.megatron import parallel
 from megatron_gvpo.megatron.batch import PackedBatch
 from megatron_gvpo.megatron.microbatch import my_share
 from megatron_gvpo.megatron.policy import Policy
 from megatron_gvpo.observe.traffic_counter import Traffic
+from megatron_gvpo.settings.load import build_config
 from megatron_gvpo.types import TrainBatch
 
 

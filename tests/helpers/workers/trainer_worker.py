@@ -12,9 +12,9 @@ import torch.distributed as dist
 from small_constants import small_constants
 from tiny_run import StopAfter, configure, fit, reward_options
 
-from megatron_gvpo.config.schema import ConfigError
-from megatron_gvpo.runtime.collectives import all_have_failed
-from megatron_gvpo.runtime.user_functions import UserFunctionError
+from megatron_gvpo.core.collectives import all_have_failed
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.core.user_functions import UserFunctionError
 
 
 def whole(task: str, out: str, *overrides: str) -> None:

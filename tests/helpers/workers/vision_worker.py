@@ -12,7 +12,8 @@ from cases.vision_cases import VisionCase, with_placeholders
 from distributed import forget_layout, run_number
 from torch import Tensor
 
-from megatron_gvpo.config.schema import Config, build_config
+from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.load import build_config
 from workers.gradient_worker import UPDATE, _copy, sizes_of
 
 
@@ -51,7 +52,7 @@ def config_of(case: VisionCase, directory: Path) -> Config:
 
 
 def run(directory: str) -> None:
-    from megatron_gvpo.config.checks.parallel_layout import check_layout
+    from megatron_gvpo.checks.layout import check_layout
     from megatron_gvpo.megatron.policy import Policy
 
     place = Path(directory)

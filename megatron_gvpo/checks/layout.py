@@ -1,0 +1,283 @@
+"""Checks a parallel layout against the config and the model's config.json alone.
+
+This module loads nothing heavy, so a layout that cannot run is refused in the first second. The error names
+the reason and values that would run. docs/reference/layouts.md lists the layouts that tests prove.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from megatron_gvpo.checks.adapters import check_adapter
+from megatron_gvpo.checks.images import check_images
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.huggingface.architectures import experts
+from megatron_gvpo.huggingface.config_json import read_model_config
+from megatron_gvpo.huggingface.trainable_models import check_trainable
+from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.lengths import check_lengths
+from megatron_gvpo.settings.parallel import ParallelConfig
+
+
+def check_layout(config: Config, world_size: int) -> None:
+    """Raises ConfigError if the model or the layout does not fit config.json or the number of processes."""
+    model = read_model_config(config.model.path)
+    architecture = check_trainable(model, f"model.path={config.model.path}")
+    _check_processes(config.parallel, world_size)
+    check_division(config.parallel, model)
+    if config.rollout.router_replay and not experts(model):
+        raise ConfigError(
+            f"rollout.router_replay=true: model.path={config.model.path} has no experts to choose "
+            "from; leave it out"
+        )
+    check_images(config, model)
+    check_lengths(config, model)
+    _check_stop_tokens(config, model)
+    _check_top_k(config, model)
+    _check_shared_prompts(config, model)
+    if (critic := config.algorithm.critic) is not None and critic.path is not None:
+        theirs = read_model_config(critic.path, "algorithm.critic.path")
+        check_trainable(theirs, f"algorithm.critic.path={critic.path}")
+        _check_widths(config.parallel, theirs)
+        _check_depth(config.parallel, theirs)
+        _check_experts(config.parallel, theirs)
+        if theirs.get("vocab_size") != model.get("vocab_size"):
+            raise ConfigError(
+                f"algorithm.critic.path={critic.path}: vocab_size={theirs.get('vocab_size')}, and "
+                f"the policy's is {model.get('vocab_size')}: a critic reads the policy's tokens"
+            )
+    if (teacher := config.teacher) is not None and teacher.server is None:
+        theirs, key = read_model_config(teacher.path, "teacher.path"), f"teacher.path={teacher.path}"
+        check_trainable(theirs, key)
+        try:
+            for check in (_check_window, _check_widths, _check_depth, _check_experts):
+                check(config.parallel, theirs)
+            _check_shared_prompts(config, theirs)
+        except ConfigError as error:
+            raise ConfigError(f"{key} is held in the policy's layout: {error}") from None
+    _check_fp8(config, model)
+    check_adapter(config, model, architecture, experts(model))
+
+
+def check_division(parallel: ParallelConfig, model: dict[str, Any]) -> None:
+    """Raises ConfigError if the layout does not fit a model's config.json."""
+    _check_window(parallel, model)
+    _check_widths(parallel, model)
+    _check_depth(parallel, model)
+    _check_recompute(parallel, model)
+    _check_experts(parallel, model)
+
+
+def _check_fp8(config: Config, model: dict[str, Any]) -> None:
+    """Raises ConfigError if a matrix size on a rank is not a multiple of 16 (MXFP8: 32, its block size)."""
+    fp8, parallel = config.model.fp8, config.parallel
+    if fp8 is None:
+        return
+    if 2 * fp8.bf16_layers >= model.get("num_hidden_layers", math.inf):
+        raise ConfigError(
+            f"model.fp8.bf16_layers={fp8.bf16_layers} at both ends leave none of the model's "
+            f"num_hidden_layers={model['num_hidden_layers']} in FP8"
+        )
+    block = 32 if fp8.recipe == "mxfp8" else 16
+    cut = {"hidden_size": ("", 1), "intermediate_size": ("tp", parallel.tp)}
+    cut["moe_intermediate_size"] = ("etp", parallel.etp)
+    for name, (by, ranks) in cut.items():
+        if model.get(name) and model[name] // ranks % block:
+            of_a_rank = f" with parallel.{by}={ranks}" if ranks > 1 else ""
+            raise ConfigError(
+                f"model.fp8.recipe={fp8.recipe} takes multiples of {block} on a rank, and the model's "
+                f"{name}={model[name]}{of_a_rank} is {model[name] // ranks}"
+            )
+
+
+def _check_window(parallel: ParallelConfig, model: dict[str, Any]) -> None:
+    window = model.get("sliding_window") if model.get("use_sliding_window", True) else None
+    if window and parallel.cp > 1 and parallel.cp_exchange == "p2p":
+        raise ConfigError(
+            f"parallel.cp={parallel.cp}: a ring cannot follow the model's sliding_window={window}; "
+            "use parallel.cp_exchange=a2a"
+        )
+
+
+def _check_processes(parallel: ParallelConfig, world_size: int) -> None:
+    tp, pp, cp, ep, etp = parallel.tp, parallel.pp, parallel.cp, parallel.ep, parallel.etp
+    ranks = f"parallel.tp={tp} x parallel.pp={pp}" + (f" x parallel.cp={cp}" if cp > 1 else "")
+    if world_size % (tp * pp * cp):
+        raise ConfigError(
+            f"{world_size} process(es) cannot hold {ranks}: "
+            f"start a multiple of {tp * pp * cp} (--nproc {tp * pp * cp})"
+        )
+    if (world_size // pp) % (ep * etp):
+        raise ConfigError(
+            f"{world_size // pp} process(es) of a pipeline stage cannot hold parallel.ep={ep} x "
+            f"parallel.etp={etp}: start a multiple of {math.lcm(ep * etp, tp * cp) * pp}"
+        )
+
+
+def _check_widths(parallel: ParallelConfig, model: dict[str, Any]) -> None:
+    heads = ["num_attention_heads"]
+    if not model.get("kv_lora_rank"):  # MLA's latent keys are not divided into heads
+        heads.append("num_key_value_heads")
+    sizes = {name: model[name] for name in [*heads, "intermediate_size"] if model.get(name)}
+    for name, size in sizes.items():
+        if size % parallel.tp:
+            raise ConfigError(
+                f"parallel.tp={parallel.tp} does not divide the model's {name}={size}; "
+                f"possible: {_divisors(math.gcd(*sizes.values()))}"
+            )
+    for name in ("linear_num_key_heads", "linear_num_value_heads"):  # gated delta net, cut into whole heads
+        if model.get(name) and model[name] % (parallel.tp * parallel.cp):
+            raise ConfigError(
+                f"parallel.tp={parallel.tp} x parallel.cp={parallel.cp} do not divide the model's "
+                f"{name}={model[name]}; possible products: {_divisors(model[name])}"
+            )
+    if model.get("linear_num_value_heads") and parallel.tp > 1 and not parallel.sequence_parallel:
+        raise ConfigError(
+            f"parallel.tp={parallel.tp} with gated delta nets (linear_num_value_heads) needs "
+            "parallel.sequence_parallel=true: otherwise megatron-core leaves the other ranks' heads out of "
+            "the gradient of the norm behind them"
+        )
+    if model.get("kv_lora_rank") and parallel.tp > 1 and not parallel.sequence_parallel:
+        raise ConfigError(
+            f"parallel.tp={parallel.tp} with latent attention (kv_lora_rank) needs "
+            "parallel.sequence_parallel=true: otherwise megatron-core leaves the other ranks' heads out of "
+            "the gradient of the rotary key that all heads share"
+        )
+    if parallel.cp > 1 and parallel.cp_exchange == "a2a":
+        for name in [name for name in heads if name in sizes]:
+            here = sizes[name] // parallel.tp
+            if here % parallel.cp:
+                raise ConfigError(
+                    f"parallel.cp={parallel.cp} with cp_exchange=a2a gives every rank whole heads, and "
+                    f"{name}={sizes[name]} with parallel.tp={parallel.tp} leaves {here}; use cp_exchange=p2p"
+                )
+
+
+def _check_recompute(parallel: ParallelConfig, model: dict[str, Any]) -> None:
+    layers, modules = model.get("num_hidden_layers", math.inf), set(parallel.recompute_modules)
+    if parallel.offload_layers >= layers:
+        raise ConfigError(
+            f"parallel.offload_layers={parallel.offload_layers}: one of the model's "
+            f"num_hidden_layers={layers} at least has to stay"
+        )
+    offloaded = set(parallel.offload_modules)
+    if (inside := {"expert_fc1", "moe_act"} & offloaded) and not experts(model):
+        raise ConfigError(f"parallel.offload_modules={sorted(inside)}: the model has no experts")
+    fused = {"attn_norm": model.get("kv_lora_rank"), "mlp_norm": experts(model)}
+    if inside := {name for name, apart in fused.items() if not apart} & offloaded:
+        raise ConfigError(
+            f"parallel.offload_modules={sorted(inside)}: Transformer Engine has this model's norm inside the "
+            "linear layer after it"
+        )
+    if parallel.recompute_layers is not None:
+        held = max(parallel.stage_layers or [layers // (parallel.pp * parallel.vpp)])
+        if parallel.recompute_layers > held:
+            raise ConfigError(
+                f"parallel.recompute_layers={parallel.recompute_layers}: no stage has more than {held} layers"
+            )
+    if parallel.recompute == "selective":
+        if wrong := modules & {"moe", "moe_act", "shared_experts"} if not experts(model) else set():
+            raise ConfigError(f"parallel.recompute_modules={sorted(wrong)}: the model has no experts")
+        if "mla_up_proj" in modules and not model.get("kv_lora_rank"):
+            raise ConfigError(
+                "parallel.recompute_modules=['mla_up_proj']: the model has no latent attention (kv_lora_rank)"
+            )
+
+
+def _check_depth(parallel: ParallelConfig, model: dict[str, Any]) -> None:
+    layers = model.get("num_hidden_layers", 0)
+    pp, vpp, given = parallel.pp, parallel.vpp, parallel.stage_layers
+    if given is not None and layers and sum(given) != layers:
+        raise ConfigError(
+            f"parallel.stage_layers={list(given)} are {sum(given)} layers, and the model has "
+            f"num_hidden_layers={layers}"
+        )
+    if given is None and layers and layers % pp:
+        raise ConfigError(
+            f"parallel.pp={pp} does not divide the model's num_hidden_layers={layers}; "
+            f"possible: {_divisors(layers)}, or name the layers of each stage: parallel.stage_layers"
+        )
+    if given is None and layers and layers % (pp * vpp):
+        raise ConfigError(
+            f"parallel.vpp={vpp} does not divide the {layers // pp} layers of a pipeline rank; "
+            f"possible: {_divisors(layers // pp)}, or name the layers of each stage: parallel.stage_layers"
+        )
+
+
+def _check_experts(parallel: ParallelConfig, model: dict[str, Any]) -> None:
+    count = experts(model)
+    if not count:
+        for name, size in (("ep", parallel.ep), ("etp", parallel.etp)):
+            if size > 1:
+                raise ConfigError(f"parallel.{name}={size}: the model has no experts")
+        return
+    if count % parallel.ep:
+        raise ConfigError(
+            f"parallel.ep={parallel.ep} does not divide the model's {count} experts; "
+            f"possible: {_divisors(count)}"
+        )
+    if (width := model.get("moe_intermediate_size", parallel.etp)) % parallel.etp:
+        raise ConfigError(
+            f"parallel.etp={parallel.etp} does not divide the model's moe_intermediate_size={width}; "
+            f"possible: {_divisors(width)}"
+        )
+    architectures = model.get("architectures") or []
+    if parallel.etp > 1 and "GptOssForCausalLM" in architectures:
+        raise ConfigError(
+            f"parallel.etp={parallel.etp}: GPT-OSS's experts have biases, and megatron-core would add them "
+            "on every rank that shares an expert; use parallel.etp=1"
+        )
+    if parallel.tp > 1 and {"OlmoeForCausalLM", "MiniMaxM2ForCausalLM"} & set(architectures):
+        raise ConfigError(
+            f"parallel.tp={parallel.tp}: {architectures[0]} normalizes queries and keys over all heads, and "
+            "Megatron-Bridge has this, with its gradient, for one tensor-parallel rank only; use parallel.ep "
+            "or parallel.pp"
+        )
+    if parallel.tp > 1 and not parallel.sequence_parallel:
+        raise ConfigError(
+            f"parallel.tp={parallel.tp} with experts needs parallel.sequence_parallel=true: otherwise every "
+            "rank of a tensor-parallel group would send the same tokens to the experts"
+        )
+
+
+def _check_shared_prompts(config: Config, model: dict[str, Any]) -> None:
+    if not config.train.share_prompts:
+        return
+    reason = None
+    if config.parallel.cp > 1:
+        reason = f"parallel.cp={config.parallel.cp} cuts every sequence by itself"
+    elif model.get("kv_lora_rank"):
+        reason = "megatron-core rotates the latent attention's keys by their place in a sequence"
+    elif model.get("sliding_window") and model.get("use_sliding_window", True):
+        reason = f"the model's sliding_window={model['sliding_window']} does not end where the prompt does"
+    elif "core_attn" in config.parallel.offload_modules:
+        reason = (
+            f"parallel.offload_modules={list(config.parallel.offload_modules)} frees the attention's inputs, "
+            "which shared prompts rotate inside it"
+        )
+    if reason:
+        raise ConfigError(f"train.share_prompts=true is not possible here: {reason}; leave it out")
+
+
+def _check_top_k(config: Config, model: dict[str, Any]) -> None:
+    divergence, vocabulary = config.algorithm.loss.divergence, model.get("vocab_size", math.inf)
+    if divergence is not None and divergence.top_k is not None and divergence.top_k > vocabulary:
+        raise ConfigError(
+            f"algorithm.loss.divergence.top_k={divergence.top_k}: the model's vocab_size={vocabulary} has "
+            "fewer tokens; leave it out for all of them"
+        )
+
+
+def _check_stop_tokens(config: Config, model: dict[str, Any]) -> None:
+    vocabulary = model.get("vocab_size", math.inf)
+    for key, sampling in (("rollout", config.rollout), ("eval.sampling", config.eval.sampling)):
+        if beyond := [token for token in sampling.stop_token_ids if token >= vocabulary]:
+            raise ConfigError(
+                f"{key}.stop_token_ids={list(sampling.stop_token_ids)}: the model's vocab_size={vocabulary} "
+                f"has no token {beyond[0]}"
+            )
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]

@@ -1,0 +1,217 @@
+"""The checks before anything heavy is loaded: of the configuration, the model's config.json and the disk."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from megatron_gvpo.checks.layout import check_layout
+from megatron_gvpo.checks.output_dir import check_output_dir
+from megatron_gvpo.checks.teacher import check_teacher
+from megatron_gvpo.checks.user_source import check_source
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.core.gpu_packages import check_gpu_packages, check_no_null_cuda
+from megatron_gvpo.core.gpus import Gpu, list_gpus
+from megatron_gvpo.huggingface.config_json import read_model_config
+from megatron_gvpo.megatron.model.attention_kernel import (
+    Attention,
+    check_attention,
+    check_shared_prompts,
+    has_flash_attention,
+)
+from megatron_gvpo.observe.loggers.services import SERVICES
+from megatron_gvpo.runs.existing_run import Earlier, check_earlier_run, newest_step
+from megatron_gvpo.runs.lock import check_unlocked
+from megatron_gvpo.runs.record import check_unchanged
+from megatron_gvpo.servers.cpu_engines import check_rollout_model
+from megatron_gvpo.settings.built_in_rewards import BUILT_IN
+from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.conversation import PYTHON
+from megatron_gvpo.settings.reward_servers import JudgeConfig, key_of
+from megatron_gvpo.workers.environment import check_environment
+from megatron_gvpo.workers.program_worker import check_program
+from megatron_gvpo.workers.reward_functions import check_reward
+from megatron_gvpo.workers.sandbox import Sandbox
+
+if TYPE_CHECKING:
+    from megatron_gvpo.settings.reward_servers import RewardModelConfig
+
+
+Command = Literal["train", "eval", "export", "slurm"]
+
+
+def preflight(
+    config: Config,
+    command: Command,
+    world_size: int,
+    *,
+    earlier: Earlier | None = None,
+    allowed: Sequence[str] = (),
+) -> None:
+    """Raise ConfigError if `command` cannot run with this configuration in `world_size` processes.
+
+    The command line calls it before it loads torch; `Trainer`, `evaluate`, `checkpoint_to_hugging_face` call
+    it for Python users, and `slurm` before the job waits in a queue. `slurm` asks for a job that trains, on
+    `world_size` ranks of other machines.
+
+    `earlier`: how `train` or `slurm` treats an earlier run in the output directory; None does not look.
+    `allowed`: the keys that change the mathematics and may differ from those of the run that is resumed.
+    """
+    trains = command in ("train", "slurm")
+    check_no_null_cuda()
+    check_layout(config, world_size)
+    if command != "slurm" and _gpus():  # a job's nodes have others
+        check_gpu_packages()
+    if command in ("train", "eval"):
+        _check_attention(config)
+    if trains:
+        check_teacher(config)
+        check_output_dir(config)
+        if command == "train":  # a job may wait in the queue for the end of the run before it
+            check_unlocked(config.output_dir)
+        if earlier is not None:
+            check_earlier_run(config, earlier)
+            if allowed and earlier in ("refuse", "overwrite"):
+                raise ConfigError(f"--allow-change {allowed[0]}: nothing is compared without --resume")
+            if earlier in ("resume", "auto") and newest_step(Path(config.output_dir)) is not None:
+                check_unchanged(config, allowed)
+    if command == "train":  # a job's nodes, or its container, may have what this machine lacks
+        _check_loggers(config)
+    if command != "export":
+        _check_converters(config)
+    if command == "eval" and config.data.eval is None:
+        raise ConfigError("data.eval is missing: it names the held-out prompts")
+    if command == "eval" or (trains and config.samples_responses):
+        _check_rewards(config)
+    if command == "eval" or (command == "train" and config.samples_responses):
+        _check_tools(config)
+        if not _gpus():
+            check_rollout_model(config)
+
+
+def _gpus() -> list[Gpu]:
+    """This machine's GPUs, if torch will use them."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or version("torch").endswith("+cpu"):
+        return []
+    return list_gpus()
+
+
+def _check_attention(config: Config) -> None:
+    """The GPUs of this machine, where torch will use them, must have an attention kernel for packs."""
+    shape = read_model_config(config.model.path)
+    for capability in {gpu.compute_capability for gpu in _gpus()}:
+        if capability is None:
+            continue
+        attention = Attention.of(config.model, config.parallel, config.train.deterministic, shape)
+        check_attention(attention, capability, has_flash_attention())
+        if config.train.share_prompts:
+            check_shared_prompts(attention, capability)
+
+
+def _check_converters(config: Config) -> None:
+    """Files of functions that convert records must exist and be Python."""
+    for part, dataset in (("train", config.data.train), ("eval", config.data.eval)):
+        if dataset is None or dataset.convert is None:
+            continue
+        _check_source(f"data.{part}.convert", dataset.convert)
+
+
+def _check_loggers(config: Config) -> None:
+    for service in SERVICES:
+        project = getattr(config.logging, service.key)
+        if project is not None and find_spec(service.package) is None:
+            raise ConfigError(
+                f"logging.{service.key}={project}: {service.title} is not installed: "
+                f"pip install {service.install}, or leave it out"
+            )
+    if config.logging.opentelemetry and find_spec("opentelemetry.exporter.otlp.proto.http") is None:
+        raise ConfigError(
+            "logging.opentelemetry=true: its packages are not installed: "
+            "pip install 'megatron-gvpo[opentelemetry]', or leave it out"
+        )
+    if config.logging.profiler == "nsys" and config.logging.profile_steps and not list_gpus():
+        raise ConfigError(
+            "logging.profiler=nsys: it records the NVIDIA GPUs of this machine, which has none; "
+            "logging.profiler=torch profiles CPUs, too"
+        )
+
+
+def _check_rewards(config: Config) -> None:
+    """Files of rewards, environments and programs must have what is named. Workers import them later."""
+    for i, component in enumerate(config.rewards.components):
+        try:
+            if component.built_in:
+                BUILT_IN[component.name].check()
+        except ValueError as error:
+            raise ConfigError(f"rewards.components.{i}.name={component.name}: {error}") from None
+        if component.served is not None:
+            check_served(component.served, key_of(i, component.served))
+        if component.function is not None:
+            check = partial(check_reward, options=component.options)
+            _check_source(f"rewards.components.{i}.function", component.function, check)
+    talks = config.rollout.conversation
+    if talks is None:
+        return
+    for tool in talks.tools:
+        if tool != PYTHON:
+            _check_source("rollout.conversation.tools", tool)
+    if ":" in talks.parser:
+        _check_source("rollout.conversation.parser", talks.parser)
+    if talks.environment is not None:
+        check = partial(check_environment, options=talks.options)
+        _check_source("rollout.conversation.environment", talks.environment, check)
+    if talks.program is not None:
+        check = partial(check_program, options=talks.options)
+        _check_source("rollout.conversation.program", talks.program, check)
+
+
+def _check_source(key: str, spec: str, check: Callable[[Any], None] | None = None) -> None:
+    """Raises ConfigError if the user's file lacks what `spec` names, or `check` refuses that."""
+    try:
+        stub = check_source(spec)
+        if stub is not None and check is not None:
+            check(stub)
+    except ValueError as error:
+        raise ConfigError(f"{key}={spec}: {error}") from None
+
+
+def _check_tools(config: Config) -> None:
+    """The tool `python` needs a sandbox, and MCP servers their package, on every machine that samples."""
+    talks = config.rollout.conversation
+    if talks is not None and talks.mcp and find_spec("mcp") is None:
+        raise ConfigError(
+            "rollout.conversation.mcp: the package mcp is not installed: pip install 'megatron-gvpo[mcp]'"
+        )
+    if talks is None or PYTHON not in talks.tools:
+        return
+    try:
+        Sandbox(**talks.sandbox.model_dump()).check()
+    except ValueError as error:
+        raise ConfigError(f"rollout.conversation.tools: {PYTHON}: {error}") from None
+
+
+# The checks of reward models and judges before anything heavy is loaded.
+
+
+def check_served(served: RewardModelConfig | JudgeConfig, key: str) -> None:
+    """Raises ConfigError for a missing checkpoint, or one that is not a classifier with one label."""
+    if served.path is None:
+        return
+    where = f"{key}.path"
+    config = read_model_config(served.path, where)
+    if isinstance(served, JudgeConfig):
+        return
+    architecture = str((config.get("architectures") or ["(not named)"])[0])
+    if not architecture.endswith("ForSequenceClassification"):
+        raise ConfigError(
+            f"{where}={served.path}: its architecture is {architecture}, and a reward model is a "
+            "...ForSequenceClassification with one label"
+        )
+    labels = config.get("num_labels", len(config.get("id2label") or {}) or 2)  # transformers' default is 2
+    if labels != 1:
+        raise ConfigError(f"{where}={served.path}: it has {labels} labels, and a reward model has one")

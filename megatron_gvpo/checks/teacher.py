@@ -1,0 +1,76 @@
+"""The checks of a teacher's checkpoint before anything heavy is loaded."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.huggingface.config_json import read_model_config
+from megatron_gvpo.huggingface.vocabulary import vocabulary
+from megatron_gvpo.settings.config import Config
+
+# Files that have a vocabulary where there is no tokenizer.json.
+_VOCABULARIES = ("tekken.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken")
+
+
+def check_teacher(config: Config) -> None:
+    """Raises ConfigError for a teacher without a checkpoint, another tokenizer, or too few positions."""
+    teacher = config.teacher
+    if teacher is None:
+        return
+    own = read_model_config(teacher.path, "teacher.path")
+    if (said := _difference(Path(config.model.path), Path(teacher.path))) is not None:
+        raise ConfigError(
+            f"teacher.path={teacher.path}: {said}: a teacher reads the tokens that the policy samples, so it "
+            "needs the tokenizer of model.path"
+        )
+    _check_lengths(config, own)
+
+
+def _check_lengths(config: Config, own: dict[str, Any]) -> None:
+    """Raises ConfigError if the longest prompt and response, as far as they are known, are too long."""
+    assert config.teacher is not None, "called for a teacher"
+    servers, room, key = config.teacher.server, own.get("max_position_embeddings"), "max_position_embeddings"
+    if servers is not None and servers.context_length is not None:
+        room, key = servers.context_length, "teacher.server.context_length"
+    if room is None or not config.algorithm.samples_from_policy:
+        return
+    prompt, response = config.data.max_prompt_tokens or 1, config.rollout.max_tokens
+    # Servers keep a place for a new token, and SGLang gets one more (servers/sglang.py).
+    kept = 0 if servers is None else 2 if servers.engine == "sglang" else 1
+    wanted = prompt + response + kept
+    if wanted > room:
+        given = "" if config.data.max_prompt_tokens is None else f"data.max_prompt_tokens={prompt} and "
+        raise ConfigError(
+            f"teacher.path={config.teacher.path}: {given}rollout.max_tokens={response} need {wanted} "
+            f"positions of the teacher, and it has {key}={room}"
+        )
+
+
+def _difference(policy: Path, teacher: Path) -> str | None:
+    """The difference between two tokenizers that a response's tokens could show; None if there is none."""
+    ours, theirs = vocabulary(policy), vocabulary(teacher)
+    if ours and theirs:
+        for token, number in ours.items():
+            if theirs.get(token) != number:
+                found = "none" if token not in theirs else f"the id {theirs[token]}"
+                return f"its tokenizer gives the token {token!r}, {number} in model.path, {found}"
+        if more := theirs.keys() - ours.keys():
+            return (
+                f"its tokenizer has the token {min(more, key=theirs.__getitem__)!r}, which model.path has not"
+            )
+        return None
+    own, other = ({f.name: _hash(f) for f in _vocabularies(directory)} for directory in (policy, teacher))
+    if not other:
+        return "it has no tokenizer"
+    return None if own == other else "its tokenizer's files are not those of model.path"
+
+
+def _vocabularies(directory: Path) -> list[Path]:
+    return sorted(file for pattern in _VOCABULARIES for file in directory.glob(pattern) if file.is_file())
+
+
+def _hash(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()

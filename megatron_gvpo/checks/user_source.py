@@ -1,0 +1,94 @@
+"""The functions and classes of a user's file, by its source alone.
+
+Rewards, environments and programs are imported by workers, which start after the models are loaded. Their
+files are checked here before that, and nothing of them runs: of a function or a class there is a stub with
+the same arguments and an empty body.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+from megatron_gvpo.core.user_functions import spec_parts
+
+# Where a file uses one of these, only running it shows which names it has.
+_DYNAMIC = {"globals", "exec", "setattr"}
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def check_source(spec: str) -> Any:
+    """A stub of the function or class that `spec` names; None where only running the file can tell.
+
+    Raises ValueError for a file that is missing, is no Python, or lacks the name.
+    """
+    source, name = spec_parts(spec)
+    if not source.endswith(".py"):
+        return None
+    try:
+        tree = ast.parse(Path(source).read_bytes(), source)
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"importing {source} failed: {type(error).__name__}: {error}") from None
+    names = _names(tree)
+    if names is None:
+        return None
+    if name not in names:
+        there = [key for key, node in names.items() if isinstance(node, _Function | ast.ClassDef)]
+        raise ValueError(f"{source} has no function {name!r}; it has: {', '.join(there) or 'none'}")
+    stub = _stub(names[name])
+    if stub is None:
+        return None
+    made: dict[str, Any] = {}
+    module = ast.fix_missing_locations(ast.Module([stub], []))
+    exec(compile(module, source, "exec"), {"__name__": source, "object": object}, made)
+    return made[name]
+
+
+def _names(tree: ast.Module) -> dict[str, ast.AST] | None:
+    """The names that the module's own statements bind; None where they cannot be seen."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global) or (isinstance(node, ast.Name) and node.id in _DYNAMIC):
+            return None
+    found: dict[str, ast.AST] = {}
+    waiting: list[ast.AST] = list(reversed(tree.body))
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, _Function | ast.ClassDef):
+            found[node.name] = node
+            continue  # its names are its own
+        if isinstance(node, ast.alias):
+            found[(node.asname or node.name).partition(".")[0]] = node
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found[node.id] = node
+        waiting += reversed(list(ast.iter_child_nodes(node)))
+    return None if found.keys() & {"*", "__getattr__"} else found
+
+
+def _stub(node: ast.AST) -> ast.stmt | None:
+    """The definition without its body; None where decorators or base classes may change its arguments."""
+    if isinstance(node, _Function):
+        return None if node.decorator_list else _empty(node)
+    if not isinstance(node, ast.ClassDef) or node.decorator_list or node.bases or node.keywords:
+        return None
+    body: list[ast.stmt] = []
+    for statement in node.body:
+        if isinstance(statement, _Function) and not statement.decorator_list:
+            body.append(_empty(statement))
+        elif not isinstance(statement, ast.Expr | ast.AnnAssign | ast.Pass):
+            return None  # such as a method that is assigned
+    return ast.ClassDef(node.name, [], [], body or [ast.Pass()], [], type_params=[])
+
+
+def _empty(node: _Function) -> ast.stmt:
+    given = node.args
+    arguments = ast.arguments(
+        posonlyargs=[ast.arg(a.arg) for a in given.posonlyargs],
+        args=[ast.arg(a.arg) for a in given.args],
+        vararg=ast.arg(given.vararg.arg) if given.vararg else None,
+        kwonlyargs=[ast.arg(a.arg) for a in given.kwonlyargs],
+        kw_defaults=[None if default is None else ast.Constant(None) for default in given.kw_defaults],
+        kwarg=ast.arg(given.kwarg.arg) if given.kwarg else None,
+        defaults=[ast.Constant(None) for _ in given.defaults],
+    )
+    return type(node)(node.name, arguments, [ast.Pass()], [], type_params=[])

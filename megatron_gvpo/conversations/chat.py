@@ -1,0 +1,194 @@
+"""Chat completions as OpenAI's interface has them: requests read, messages compared, answers written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from megatron_gvpo.data.tool_calls import behind_thoughts, parser_of
+from megatron_gvpo.groups import Rollout, utf8
+from megatron_gvpo.settings.sections import SamplingConfig
+
+Message = dict[str, Any]
+
+# Parameters that change what the policy would say, and the values that change nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "seed": (None,),
+    "stop": (None, []),
+    "logit_bias": (None, {}),
+    "frequency_penalty": (None, 0),
+    "presence_penalty": (None, 0),
+    "repetition_penalty": (None, 1),
+    "top_k": (None, -1, 0),
+    "min_p": (None, 0),
+    "response_format": (None, {"type": "text"}),
+    "tool_choice": (None, "auto", "none"),
+}
+_DEEPEST = 100  # levels of a call's arguments that are kept as values, and not as text
+_CALL_BEGINS = {"hermes": "<tool_call>", "xml": "<function="}
+
+
+class Refused(Exception):  # noqa: N818 - an answer to a program
+    """A call that is answered with an error of HTTP's `status` and OpenAI's `code`."""
+
+    def __init__(self, message: str, code: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.code, self.status = code, status
+
+    def body(self) -> dict[str, Any]:
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
+
+
+class ChatRequest(BaseModel):
+    """The body of a request; the sampling parameters are in `extra`."""
+
+    model_config = ConfigDict(extra="allow")
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    model: str = "policy"
+    tools: list[dict[str, Any]] | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    max_tokens: int | None = Field(None, gt=0)
+    max_completion_tokens: int | None = Field(None, gt=0)
+    logprobs: bool | None = None
+    user: str | None = None
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        return self.__pydantic_extra__ or {}
+
+    @property
+    def most(self) -> int | None:
+        """The largest number of tokens of the answer."""
+        limits = [n for n in (self.max_tokens, self.max_completion_tokens) if n is not None]
+        return min(limits, default=None)
+
+    @property
+    def shown_tools(self) -> list[dict[str, Any]]:
+        return self.tools or []
+
+
+def overrides(asked: Mapping[str, Any], sampling: SamplingConfig) -> bool:
+    """True where a caller asks for another distribution than the run's, which it does not get."""
+    run = {"temperature": sampling.temperature, "top_p": sampling.top_p}
+    return any(asked.get(name) not in (None, value) for name, value in run.items()) or any(
+        name in asked and asked[name] not in same for name, same in _NEUTRAL.items()
+    )
+
+
+def read_message(message: Mapping[str, Any]) -> Message:
+    """A message with its content as text and its calls' arguments as values. Raises Refused."""
+    role, content = message.get("role"), message.get("content")
+    if isinstance(content, list):
+        if not all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
+            raise Refused("a message has content that is no text, which the policy cannot read", "no_text")
+        content = "".join(str(part.get("text", "")) for part in content)
+    if not isinstance(role, str) or not isinstance(content, str | None):
+        raise Refused("a message needs a role, and a text as its content", "invalid_messages")
+    read: Message = {"role": "system" if role == "developer" else role, "content": content or ""}
+    if calls := message.get("tool_calls"):
+        read["tool_calls"] = [_read_call(call) for call in calls]
+    named = ("name", "tool_call_id")
+    return read | {name: str(message[name]) for name in named if message.get(name) is not None}
+
+
+def _read_call(call: Any) -> dict[str, Any]:
+    try:
+        function = call["function"]
+        name, arguments = function["name"], function["arguments"]
+    except (TypeError, KeyError):
+        raise Refused("a tool call needs a function with name and arguments", "invalid_messages") from None
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):  # else the template writes the text
+            values = json.loads(arguments)
+            json.dumps(values, ensure_ascii=False).encode()  # refuses half a surrogate pair, which is no text
+            arguments = arguments if _is_deep(values, _DEEPEST) else values
+    return {
+        "id": str(call.get("id", "")),
+        "type": "function",
+        "function": {"name": str(name), "arguments": arguments},
+    }
+
+
+def _is_deep(values: Any, deepest: int) -> bool:
+    """True if lists and objects are in each other more often than `deepest`: no message carries them."""
+    inner = values.values() if isinstance(values, dict) else values if isinstance(values, list) else ()
+    return deepest < 0 or any(_is_deep(value, deepest - 1) for value in inner)
+
+
+def begins(chat: Sequence[Message], said: Sequence[Message]) -> bool:
+    """True where a chat begins with what was said, apart from calls' numbers and white space around texts."""
+    return len(said) <= len(chat) and all(
+        _compared(read_message(a)) == _compared(b) for a, b in zip(said, chat, strict=False)
+    )
+
+
+def _compared(message: Message) -> tuple[Any, ...]:
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    return message["role"], message["content"].strip(), calls
+
+
+def answer_of(text: str, parser: str, tools: bool, number: int) -> tuple[Message, str]:
+    """(the policy's message, "tool_calls" or "stop"). A call that cannot be read stays in the text.
+
+    `number` makes the ids of the calls, in nine digits as Mistral's templates want them.
+    """
+    calls = parser_of(parser)(text) if tools else []
+    if not calls or any(call.problem or utf8(call.name) != call.name for call in calls):
+        return {"role": "assistant", "content": text}, "stop"
+    said = behind_thoughts(text)
+    before = said.partition(_CALL_BEGINS[parser])[0] if parser in _CALL_BEGINS else ""
+    content = f"{text.removesuffix(said)}{before}".strip()
+    written = [
+        {
+            "id": f"{(number + i) % 16**9:09x}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+        }
+        for i, call in enumerate(calls)
+    ]
+    return {"role": "assistant", "content": content or None, "tool_calls": written}, "tool_calls"
+
+
+def completion(
+    asked: ChatRequest, number: int, context: int, said: Rollout, message: Message, reason: str
+) -> dict[str, Any]:
+    """The body of a chat completion."""
+    choice: dict[str, Any] = {"index": 0, "message": message, "finish_reason": reason, "logprobs": None}
+    if asked.logprobs:
+        choice["logprobs"] = token_logprobs(said)
+    count = len(said.token_ids)
+    usage = {"prompt_tokens": context, "completion_tokens": count, "total_tokens": context + count}
+    head = {"id": f"chatcmpl-{number}", "object": "chat.completion", "created": 0, "model": asked.model}
+    return {**head, "choices": [choice], "usage": usage}
+
+
+def token_logprobs(said: Rollout) -> dict[str, Any]:
+    """The log-probs of an answer's tokens, which are named by number."""
+    pairs = zip(said.token_ids, said.logprobs, strict=True)
+    return {
+        "content": [
+            {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
+            for token, logprob in pairs
+        ]
+    }
+
+
+def chunks(body: dict[str, Any], with_usage: bool) -> Iterator[dict[str, Any]]:
+    """A completion as the parts of a stream: the message, the reason of its end, the usage."""
+    [choice] = body["choices"]
+    calls = [{"index": i, **call} for i, call in enumerate(choice["message"].get("tool_calls", ()))]
+    delta = {**choice["message"], **({"tool_calls": calls} if calls else {})}
+    head = {name: body[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+    part = {"index": 0, "delta": delta, "logprobs": choice["logprobs"], "finish_reason": None}
+    yield {**head, "choices": [part]}
+    yield {**head, "choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]}
+    if with_usage:
+        yield {**head, "choices": [], "usage": body["usage"]}

@@ -1,1 +1,0 @@
-"""The tool `python`: programs of the policy, run by bubblewrap without network, files or secrets."""

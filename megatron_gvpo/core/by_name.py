@@ -1,0 +1,42 @@
+"""Tables by name of classes, each as "module:class", so that a configuration may ask them without torch."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+
+def load_class(place: str) -> Any:
+    """The class at `place`, "module:class". Imports its module, which may load torch."""
+    module, _, attribute = place.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def known(table: Mapping[str, object], name: str) -> str:
+    """Returns a known name, a key of `table`. Raises ValueError, which lists the keys, for any other."""
+    if name not in table:
+        *others, last = map(repr, table)
+        raise ValueError(f"Input should be {', '.join(others)} or {last}")  # as pydantic's for a Literal
+    return name
+
+
+# Imports of large libraries, faster by a fifth.
+
+
+@contextmanager
+def heavy_imports() -> Iterator[None]:
+    """Run a block of imports without garbage collection.
+
+    Torch, Megatron and transformers make about a million objects, nearly all of which live until the process
+    ends. The collector would look through all of them several times while they are being made.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

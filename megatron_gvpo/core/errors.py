@@ -1,0 +1,23 @@
+"""The error that every wrong configuration raises; it imports nothing."""
+
+from __future__ import annotations
+
+
+class ConfigError(ValueError):
+    """The configuration cannot run. The message names the key, its value and what would be right."""
+
+
+class RolloutError(RuntimeError):
+    """No responses can be had; the message says from whom and why."""
+
+
+class DataError(ValueError):
+    """Data that cannot be trained on; the message names the file, line and field."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read; earlier checkpoints are untouched."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A file of a checkpoint is missing or is not what was saved; an older checkpoint may be whole."""

@@ -1,0 +1,159 @@
+"""Users' own functions, named as "module:function" or "path/file.py:function"."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import sysconfig
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+# Modules whose functions a configuration may name, by their former names, which work for one more release.
+MOVED = {
+    "megatron_gvpo.algorithms.judged": "megatron_gvpo.algorithms.shapers.judged",
+    "megatron_gvpo.teacher": "megatron_gvpo.api_model",
+    "megatron_gvpo.rewards.counted": "megatron_gvpo.rewards.conversation_rewards",
+}
+
+
+MESSAGE = 500  # characters of an error's text
+# Beginnings of the paths of modules that are not the user's: the library's, packages' and this one's.
+_INSTALLED = (
+    *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")),
+    str(Path(__file__).parents[1]) + os.sep,
+    "<frozen ",
+)
+
+
+_held: dict[str, bytes] = {}  # files whose content is known, whatever is on the disk now
+
+
+def named_files(values: Any, at: str = "") -> Iterator[tuple[str, str]]:
+    """The files of functions that nested values name ("path/file.py:function"), by their dotted keys."""
+    if isinstance(values, str):
+        if (source := values.rpartition(":")[0]).endswith(".py"):
+            yield at, source
+    elif isinstance(values, Mapping | list | tuple):
+        for key, value in values.items() if isinstance(values, Mapping) else enumerate(values):
+            yield from named_files(value, f"{at}.{key}" if at else str(key))
+
+
+def contents(values: Any) -> dict[str, bytes]:
+    """The content of these files, for workers; without those that cannot be read: loading names them."""
+    found = {}
+    for _, source in named_files(values):
+        with suppress(OSError):
+            found[source] = Path(source).read_bytes()
+    return found
+
+
+def hold(files: Mapping[str, bytes]) -> None:
+    """Load these files with this content, which a run began with: another worker may have them loaded."""
+    _held.update(files)
+
+
+def _is_named(value: Any) -> bool:
+    """True for what a configuration may name: a function or a class."""
+    return inspect.isfunction(value) or inspect.isclass(value)
+
+
+@cache
+def load_function(spec: str) -> Callable[..., Any]:
+    """The function that `spec` names. Raises ValueError that says what is missing."""
+    source, name = spec_parts(spec)
+    if source in MOVED:
+        now = f"{MOVED[source]}:{name}"
+        warnings.warn(f"{spec} is now {now}: the old name goes away soon", FutureWarning, stacklevel=2)
+        return load_function(now)
+    try:
+        module = _load_file(source) if source.endswith(".py") else importlib.import_module(source)
+    except Exception as error:
+        raise ValueError(f"importing {source} failed: {type(error).__name__}: {error}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        there = [key for key, f in inspect.getmembers(module, _is_named) if f.__module__ == module.__name__]
+        raise ValueError(f"{source} has no function {name!r}; it has: {', '.join(there) or 'none'}")
+    checked: Callable[..., Any] = function
+    return checked
+
+
+def spec_parts(spec: str) -> tuple[str, str]:
+    """Module or file, and function. Raises ValueError for a spec without both, and for a missing file."""
+    source, _, name = spec.rpartition(":")
+    if not source or not name:
+        raise ValueError("expected module:function or path/file.py:function")
+    if source.endswith(".py") and source not in _held and not Path(source).is_file():
+        where = "" if Path(source).is_absolute() else f" in {Path.cwd()}"
+        raise ValueError(f"there is no file {source}{where}")
+    return source, name
+
+
+def check_call(function: Callable[..., Any], shown: str, arguments: int, options: dict[str, Any]) -> None:
+    """Raises ValueError if `function` cannot be called with so many arguments and these options."""
+    try:
+        inspect.signature(function).bind(*range(arguments), **options)
+    except TypeError as error:
+        raise ValueError(f"it is called as {shown} with options {options}: {error}") from None
+
+
+class UserFunctionError(ValueError):
+    """A user's function raised, or returned what cannot be used; one line says which and where.
+
+    Errors of this package that pass through such a function, as from the engine that it asks, are not these.
+    """
+
+
+def call_function(where: str, spec: str, *arguments: Any, **options: Any) -> Any:
+    """The value that the function returns. `where` is the configuration's key. Raises UserFunctionError."""
+    try:
+        return load_function(spec)(*arguments, **options)
+    except Exception as error:
+        if type(error).__module__.startswith(__package__.partition(".")[0] + "."):
+            raise
+        raise UserFunctionError(f"{where}={spec}: {described(error)}") from error
+
+
+def refused(where: str, spec: str, problem: str) -> UserFunctionError:
+    """The error that says why what the function returned cannot be used, and where the function is."""
+    code = getattr(inspect.unwrap(load_function(spec)), "__code__", None)
+    place = "" if code is None else f" ({os.path.basename(code.co_filename)}, line {code.co_firstlineno})"
+    return UserFunctionError(f"{where}={spec}: {problem}{place}")
+
+
+def described(error: BaseException) -> str:
+    """The error that a function raised and its line, for readers who see only the message: one line.
+
+    The line is the last one outside installed packages, which is the user's where there is one.
+    """
+    try:
+        said = " ".join(str(error).split())
+    except Exception:  # of an error type of the user's
+        said = "(its message cannot be shown)"
+    text = f"{type(error).__name__}: {said[:MESSAGE]}{' ...' if len(said) > MESSAGE else ''}"
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return text
+    own = [frame for frame in frames if not frame.filename.startswith(_INSTALLED)]
+    frame = (own or frames)[-1]
+    return f"{text} ({os.path.basename(frame.filename)}, line {frame.lineno})"
+
+
+def _load_file(source: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"user_{Path(source).stem}", source)
+    assert spec is not None and spec.loader is not None  # always so for a name that ends with .py
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses, among others, look up their module
+    if source in _held:
+        exec(compile(_held[source], source, "exec", dont_inherit=True), vars(module))
+    else:
+        spec.loader.exec_module(module)
+    return module

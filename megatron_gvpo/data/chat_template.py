@@ -1,0 +1,264 @@
+"""The context of the policy's next turn: what the environment said, as the chat template writes it.
+
+By default that is the part which the template adds to made-up messages: nothing that was sampled is rendered
+or tokenised again. With `again`, the whole conversation is rendered for every turn, as an application does
+that keeps messages; then a template may leave out what an earlier turn thought. Either way the tokens that
+the engine got are the tokens that are trained.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from megatron_gvpo.core.errors import DataError
+from megatron_gvpo.data.roles import check_role, check_roles
+from megatron_gvpo.huggingface.tokenizer import opened, rendered
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from megatron_gvpo.groups import Prompt
+
+_SAID, _HEARD = "\u2042said\u2042", "(heard)"  # made-up messages: the policy's, and the answer
+_HISTORIES: tuple[list[dict[str, str]], ...] = (
+    [{"role": "user", "content": "a"}],
+    [
+        {"role": "user", "content": "b"},
+        {"role": "assistant", "content": "c"},
+        {"role": "user", "content": "d"},
+    ],
+)
+
+
+class Template:
+    """Writes what comes between two turns of the policy, as tokens.
+
+    `end_token_ids`: those that end a turn of the policy. `chat`: prompts are rendered by the tokenizer's chat
+    template; otherwise texts follow each other as they are. `again`: the conversation is rendered again for
+    every turn. Raises DataError if the template does not write a conversation message after message, as far
+    as that is needed.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        end_token_ids: Sequence[int],
+        chat: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
+        again: bool = False,
+    ) -> None:
+        self._tokenizer, self._ends, self._tools = tokenizer, tuple(end_token_ids), list(tools) or None
+        self._chat, self.again = chat, again
+        self._end_before = dict[str, int]()  # the token that ends a turn, by the role that speaks next
+        self._checked = set[str]()  # roles whose messages were checked
+        self._rendered: dict[int, tuple[str, str]] = {}  # histories, as `_renderings` returns them
+        added = [str(t.content) for t in tokenizer.added_tokens_decoder.values() if t.special]
+        self._special = re.compile(
+            "|".join(map(re.escape, {*added, *tokenizer.all_special_tokens} - {""})) or "(?!)"
+        )
+        if tools and not chat:
+            raise DataError("rollout.conversation.tools need a chat template, which tells the policy of them")
+        if again and not chat:
+            raise DataError("rollout.conversation.history=template needs a chat template")
+        if chat:
+            self._check("tool" if tools else "user")
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """A turn of the policy as text, without special tokens."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def length(self, last: int, messages: Sequence[Mapping[str, Any]]) -> int:
+        """The tokens that an answer has. Raises DataError."""
+        if not self.again:
+            return len(self.given(last, messages))
+        return len(self._tokens("".join(message["content"] for message in self._plain(messages))))
+
+    def followed(
+        self,
+        prompt: tuple[int, ...],
+        ended: tuple[int, ...],
+        before: Sequence[Mapping[str, Any]],
+        answer: Sequence[Mapping[str, Any]],
+    ) -> tuple[int, ...]:
+        """The tokens with which the policy is asked for its next turn. Raises DataError.
+
+        `ended`: those of the last turn and its context; `before`: the messages after the prompt up to it.
+        """
+        if not self.again:
+            return (*ended, *self.given(ended[-1], answer))
+        for message in answer:
+            self._check(message["role"])
+        opening, text = self._written_again([*self._plain(before), *self._plain(answer)])
+        begin = len(prompt) - len(opening)
+        if prompt[begin:] != opening:
+            raise DataError("the prompt does not end with the opening of the policy's turn")
+        return (*prompt[:begin], *self._tokens(text))
+
+    def _written_again(self, messages: Sequence[Mapping[str, Any]]) -> tuple[tuple[int, ...], str]:
+        """(the tokens with which a prompt opens the policy's turn, the text of what follows a prompt).
+
+        Raises DataError.
+        """
+        (plain, opened), text = self._renderings(0, messages)
+        if not (opened.startswith(plain) and text.startswith(plain)):
+            raise DataError(
+                "the chat template writes a prompt differently when messages follow it: use another "
+                "template, or leave rollout.conversation.history=template out"
+            )
+        return self._tokens(opened[len(plain) :]), text[len(plain) :]
+
+    def given(self, last: int, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+        """The tokens from a turn's `last` token to the next turn's first. Raises DataError.
+
+        A special token that a message spells is text there (see `_plain`).
+        """
+        messages = self._plain(messages)
+        if not self._chat:
+            return self._tokens("".join(message["content"] for message in messages))
+        for message in messages:
+            self._check(message["role"])
+        tokens = self._tokens(self._suffix(0, messages))
+        return tokens[1:] if tokens[0] == last else tokens
+
+    def end_before(self, role: str) -> int:
+        """The token with which the chat template ends a turn before a message of this role.
+
+        Raises DataError.
+        """
+        self._check(role)
+        return self._end_before[role]
+
+    def written(self, message: Mapping[str, Any]) -> str:
+        """A message of the policy as the policy writes it: its text, and its `tool_calls` by the template.
+
+        Raises DataError if the template does not write it after the opening of the policy's turn.
+        """
+        if not message.get("tool_calls"):
+            return str(message["content"])
+        (_, opening), text = self._renderings(0, [message], generate=False)
+        said = text[len(opening) :]
+        ends = [token for token in self._tokenizer.convert_ids_to_tokens(self._ends) if token]
+        place = max(map(said.rfind, ends))
+        if not self._chat or not text.startswith(opening) or place < 0:
+            raise DataError(
+                "the chat template writes tool calls in another place than the policy's turn: give the text "
+                "of the calls as the content"
+            )
+        return said[:place]
+
+    def opening(self, messages: Sequence[Mapping[str, Any]], prompt: Prompt) -> tuple[int, ...]:
+        """The tokens of a whole chat up to the policy's next turn. Raises DataError.
+
+        Without a chat template, a chat that begins with the prompt's text begins with the prompt's tokens.
+        """
+        if self._chat:
+            check_roles(messages, self._tokenizer)
+            try:
+                return self._tokens(self._render(self._plain(messages), True))
+            except Exception as error:  # a template is a program, and may fail in any way
+                raise DataError(f"the chat template refuses a conversation: {error}") from None
+        text = "".join(message["content"] for message in messages)
+        if text.startswith(prompt.text):
+            return prompt.token_ids + self._tokens(text[len(prompt.text) :])
+        return tuple(opened(self._tokenizer, [text])[0])
+
+    def _plain(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The messages with a space in every special token that they spell, in names and calls, too.
+
+        Otherwise a web page that a tool fetched, or the name of a tool that the policy made up, could end its
+        message and begin another one in any role.
+        """
+
+        def plain(value: Any) -> Any:
+            if isinstance(value, str):
+                return self._special.sub(lambda found: f"{found[0][0]} {found[0][1:]}", value)
+            if isinstance(value, Mapping):
+                return {plain(key): plain(inner) for key, inner in value.items()}
+            return [plain(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+        return [plain(message) for message in messages]
+
+    def _tokens(self, text: str) -> tuple[int, ...]:
+        try:
+            return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        except Exception as error:  # tokenizers raises no narrower one, such as for half a surrogate pair
+            raise DataError(f"the tokenizer cannot write {text[:60]!r}: {error}") from None
+
+    def _suffix(self, history: int, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The text after a turn of the policy: its end token, the messages, its next turn's opening.
+
+        `history`: its place in _HISTORIES. Raises DataError.
+        """
+        said = {"role": "assistant", "content": _SAID}
+        before, text = self._renderings(history, [said, *messages])
+        place = text.rfind(_SAID)
+        if place < 0 or not any(map(text.startswith, before)):
+            raise DataError(
+                "the chat template changes earlier messages when later ones come, so a conversation cannot "
+                "be continued token by token: use another template, or data.chat_template=false"
+            )
+        return text[place + len(_SAID) :]
+
+    def _renderings(
+        self, history: int, messages: Sequence[Mapping[str, Any]], generate: bool = True
+    ) -> tuple[tuple[str, str], str]:
+        """(a history without and with the opening of the policy's turn, the same history and the messages).
+
+        Raises DataError.
+        """
+        before = _HISTORIES[history]
+        try:
+            if history not in self._rendered:
+                self._rendered[history] = self._render(before, False), self._render(before, True)
+            return self._rendered[history], self._render([*before, *messages], generate)
+        except Exception as error:  # a template is a program, and may fail in any way
+            raise DataError(f"the chat template refuses a conversation: {error}") from None
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], generate: bool) -> str:
+        return rendered(self._tokenizer, messages, tools=self._tools, add_generation_prompt=generate)
+
+    def _check(self, role: str) -> None:
+        """Check how the template answers the policy in this role, once.
+
+        Raises DataError if it leaves the answer out, or where the suffix depends on what was said before
+        or lacks the end token.
+        """
+        if role in self._checked:
+            return
+        check_role(role, self._tokenizer, "a message of the conversation has")
+        message = {"role": role, "name": "x", "tool_call_id": "000000000", "content": _HEARD}
+        if self.again:
+            _, text = self._written_again([{"role": "assistant", "content": _SAID}, message])
+            if _SAID not in text or _HEARD not in text:
+                raise DataError(f"the chat template leaves out a message before or of role {role}")
+            self._checked.add(role)
+            return
+        suffixes = {self._suffix(history, [message]) for history in range(len(_HISTORIES))}
+        if len(suffixes) > 1:
+            raise DataError(
+                f"the chat template writes a message of role {role} differently after different histories: "
+                "use another template, or data.chat_template=false"
+            )
+        [suffix] = suffixes
+        if _HEARD not in suffix:
+            raise DataError(
+                f"the chat template leaves out a message of role {role} after a turn of the policy, which is "
+                "a text: use another template" + (", or data.chat_template=false" if role != "tool" else "")
+            )
+        tokens = self._tokens(suffix)
+        if not tokens:
+            raise DataError(
+                f"the tokenizer knows nothing of {suffix[:20]!r}, as the chat template ends a turn"
+            )
+        end = tokens[0]
+        if end not in self._ends:
+            ends = self._tokenizer.convert_ids_to_tokens(self._ends)
+            raise DataError(
+                f"the chat template ends a turn with {suffix[:20]!r}, and the policy's turns end with "
+                f"{' or '.join(map(repr, ends))}: name the former's token, {end}, in eos_token_id of "
+                "generation_config.json or in rollout.stop_token_ids"
+            )
+        self._end_before[role] = end
+        self._checked.add(role)

@@ -1,0 +1,142 @@
+"""The image processor of a model's directory: how many tokens an image takes, and its pixels."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image as Picture
+from torch import Tensor
+
+from megatron_gvpo.core.image import Image
+from megatron_gvpo.data.image_files import ImageError, read, shown
+
+CONFIG = "preprocessor_config.json"
+_KEPT_BYTES = 1 << 30  # of pixels in memory
+_SETTINGS = (
+    *("patch_size", "temporal_patch_size", "merge_size", "do_resize", "resample"),
+    *("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std"),
+)
+
+
+class ImageProcessor:
+    """transformers' image processor of a model's directory, in its form without torchvision.
+
+    The latest pixels are kept, up to 1 GiB, under the content's digest: the rows of a group share them.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Raises ImageError if the directory has none, or one that transformers cannot read."""
+        from transformers import AutoImageProcessor
+
+        if not (Path(path) / CONFIG).is_file():
+            raise ImageError(f"model.path={path}: no {CONFIG} there, which says how images are resized")
+        try:
+            self._processor: Any = AutoImageProcessor.from_pretrained(
+                path, local_files_only=True, backend="pil"
+            )
+        except Exception as error:  # damaged files raise errors of many types
+            said = " ".join(str(error).split())[:300]
+            raise ImageError(f"model.path={path}: {CONFIG} cannot be read: {said}") from None
+        self._kept: OrderedDict[str, Tensor] = OrderedDict()
+        self._bytes = 0
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings that decide an image's tokens and pixels."""
+        size = self._processor.size
+        limits = {key: size[key] for key in ("shortest_edge", "longest_edge")}
+        return {key: getattr(self._processor, key) for key in _SETTINGS} | limits
+
+    def image(self, source: str) -> Image:
+        """Reads and decodes an image. Raises ImageError."""
+        content = read(source)
+        width, height = _decoded(source, content).size
+        try:
+            patches = int(self._processor.get_number_of_image_patches(height, width))
+            grid = self._grid(height, width)
+        except ValueError as error:  # such as an extreme ratio of the sides
+            raise ImageError(f"image {shown(source)}: {error}") from None
+        assert grid[1] * grid[2] == patches
+        return Image(source, _digest(content), grid, patches // self._processor.merge_size**2)
+
+    def pixels(self, image: Image) -> Tensor:
+        """Returns the image's patches, fp32 [patches, channels * time * height * width of a patch].
+
+        Raises ImageError if the file is gone, or no longer the one that the run began with.
+        """
+        kept = self._kept.get(image.digest)
+        if kept is not None:
+            self._kept.move_to_end(image.digest)
+            return kept
+        made = self._processor(images=[self._picture(image)], return_tensors="pt")
+        grid = tuple(made["image_grid_thw"][0].tolist())
+        if grid != image.grid:
+            raise ImageError(f"image {shown(image.source)}: {grid} patches, and {image.grid} were expected")
+        pixels: Tensor = made["pixel_values"].to(torch.float32)
+        self._kept[image.digest] = pixels
+        self._bytes += pixels.nbytes
+        while self._bytes > _KEPT_BYTES and len(self._kept) > 1:
+            self._bytes -= self._kept.popitem(last=False)[1].nbytes
+        return pixels
+
+    def png(self, image: Image) -> bytes:
+        """Returns the image as a PNG file of the size that the processor gives it, which it then leaves.
+
+        Where the least and the most pixels are so close that the processor would change that size again, the
+        image keeps its own. Raises ImageError as `pixels` does.
+        """
+        picture, patch = self._picture(image), self._processor.patch_size
+        _, high, wide = image.grid
+        size = wide * patch, high * patch
+        if picture.size != size and self._grid(size[1], size[0]) == image.grid:
+            picture = picture.resize(size, self._processor.resample)
+        file = io.BytesIO()
+        picture.save(file, "png")
+        return file.getvalue()
+
+    def check(self, image: Image) -> None:
+        """Raises ImageError as `pixels` would, at the cost of reading the file; of kept pixels, never."""
+        if image.digest not in self._kept:
+            _content(image)
+
+    def _picture(self, image: Image) -> Picture.Image:
+        return _decoded(image.source, _content(image))
+
+    def _grid(self, height: int, width: int) -> tuple[int, int, int]:
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+        processor = self._processor
+        high, wide = smart_resize(
+            *(height, width, processor.patch_size * processor.merge_size),
+            min_pixels=processor.size["shortest_edge"],
+            max_pixels=processor.size["longest_edge"],
+        )
+        return 1, high // processor.patch_size, wide // processor.patch_size
+
+
+def _content(image: Image) -> bytes:
+    content = read(image.source)
+    if _digest(content) != image.digest:
+        raise ImageError(f"image {shown(image.source)}: the file has changed since the run read its data")
+    return content
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def _decoded(source: str, content: bytes) -> Picture.Image:
+    if not content:
+        raise ImageError(f"image {shown(source)}: it is empty (0 bytes)")
+    try:
+        picture = Picture.open(io.BytesIO(content))
+        picture.load()
+    except (OSError, ValueError, SyntaxError, Picture.DecompressionBombError) as error:
+        said = "no image that Pillow knows" if isinstance(error, Picture.UnidentifiedImageError) else error
+        raise ImageError(f"image {shown(source)}: {said}") from None
+    return picture.convert("RGB")

@@ -1,0 +1,157 @@
+r"""How a policy writes tool calls in a turn, by the name of the format.
+
+    hermes  <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>, as often as wanted
+    json    the whole turn, or one ```json block in it: {"name": ..., "arguments": {...}}, or a list of these
+    xml     <function=add><parameter=a>1</parameter></function>, values as JSON or else as text
+
+or by a user's function, which takes the text and returns the calls as (name, arguments), [] for none.
+Parsers read the decoded text of a turn; tokens are never made from it. The three formats are read behind
+the turn's thoughts, as inference servers do: a call that was only thought of is not made.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+from megatron_gvpo.core.user_functions import UserFunctionError, load_function, refused
+
+_TOOL_CALL = re.compile(r"<tool_call>")
+_FENCE = re.compile(r"```json\s*(.*?)```", re.DOTALL)
+_FUNCTION = re.compile(r"<function=([^<>\s]+)>")
+_PARAMETER = re.compile(r"<parameter=([^<>\s]+)>")
+_ID = re.compile(r"[0-9A-Za-z]{9}")  # as Mistral's models write it, and its templates want it
+
+
+Parser = Callable[[str], "list[Call]"]
+
+
+class Call(NamedTuple):
+    """A call of a tool; `problem` says why it cannot be understood, `id` is what the policy calls it."""
+
+    name: str
+    arguments: dict[str, Any]
+    problem: str | None = None
+    id: str | None = None
+
+
+def behind_thoughts(text: str) -> str:
+    """The text after the turn's thoughts, which end with </think>; all of it where there are none."""
+    thoughts, end, said = text.partition("</think>")
+    return said if end else thoughts
+
+
+def hermes(text: str) -> list[Call]:
+    """The calls in <tool_call> tags."""
+    text = behind_thoughts(text)
+    calls = [_call(body) for _, body in _between(_TOOL_CALL, "</tool_call>", text)]
+    if not calls and "<tool_call>" in text:
+        return [Call("", {}, "a <tool_call> has no </tool_call>")]
+    return calls
+
+
+def json_calls(text: str) -> list[Call]:
+    """The call, or the list of calls, that is the whole text or a block of it."""
+    text = behind_thoughts(text)
+    fenced = _FENCE.search(text)
+    body = (fenced[1] if fenced else text).strip()
+    if not body.startswith(("{", "[")):
+        return []
+    try:
+        values = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        return [Call("", {}, f"the call is no JSON: {error}")]
+    return [_call_of(value) for value in (values if isinstance(values, list) else [values])]
+
+
+def xml(text: str) -> list[Call]:
+    """The calls in <function=...> tags."""
+    text = behind_thoughts(text)
+    calls = [
+        Call(
+            begin[1],
+            {key[1]: _value(value) for key, value in _between(_PARAMETER, "</parameter>", body)},
+        )
+        for begin, body in _between(_FUNCTION, "</function>", text)
+    ]
+    if not calls and "<function=" in text:
+        return [Call("", {}, "a <function=...> has no </function>")]
+    return calls
+
+
+PARSERS: dict[str, Parser] = {"hermes": hermes, "json": json_calls, "xml": xml}
+
+
+def parser_of(spec: str) -> Parser:
+    """The parser of this name, or the user's function. Raises ValueError that says what is missing."""
+    if spec in PARSERS:
+        return PARSERS[spec]
+    load_function(spec)
+    return partial(_own, spec)
+
+
+def _own(spec: str, text: str) -> list[Call]:
+    """The calls that the user's function finds; what it raises is said of the policy's text.
+
+    Raises UserFunctionError for anything but a list of calls.
+    """
+    try:
+        found = load_function(spec)(text)
+    except UserFunctionError:
+        raise
+    except Exception as error:
+        return [Call("", {}, f"the call cannot be read: {type(error).__name__}: {str(error)[:200]}")]
+    if not isinstance(found, list | tuple) or not all(map(_is_call, found)):
+        raise refused(
+            "rollout.conversation.parser",
+            spec,
+            f"it returned {str(found)[:60]}: want a list of (name, arguments), [] for a turn without a call",
+        )
+    return [Call(name, dict(arguments)) for name, arguments in found]
+
+
+def _is_call(value: Any) -> bool:
+    return (
+        isinstance(value, tuple | list)
+        and len(value) == 2
+        and isinstance(value[0], str)
+        and isinstance(value[1], dict)
+    )
+
+
+def _call(body: str) -> Call:
+    try:
+        return _call_of(json.loads(body))
+    except (ValueError, RecursionError) as error:
+        return Call("", {}, f"the call is no JSON: {error}")
+
+
+def _call_of(value: Any) -> Call:
+    name = value.get("name") if isinstance(value, dict) else None
+    arguments = value.get("arguments", {}) if isinstance(value, dict) else None
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        return Call("", {}, 'a call is {"name": "...", "arguments": {...}}')
+    number = value.get("id")
+    return Call(name, arguments, id=number if isinstance(number, str) and _ID.fullmatch(number) else None)
+
+
+def _between(begin: re.Pattern[str], end: str, text: str) -> Iterator[tuple[re.Match[str], str]]:
+    """Where `begin` matches, and the text from there to the next `end`, one after the other.
+
+    A policy may write thousands of beginnings; one expression for both would look from each to the end.
+    """
+    place = 0
+    while (found := begin.search(text, place)) and (close := text.find(end, found.end())) >= 0:
+        yield found, text[found.end() : close]
+        place = close + len(end)
+
+
+def _value(text: str) -> Any:
+    text = text.strip("\n")
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text

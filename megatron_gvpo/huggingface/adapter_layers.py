@@ -1,0 +1,89 @@
+"""The layers of the model that have adapters, and what an adapter of theirs looks like."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.huggingface.config_json import read_model_config
+from megatron_gvpo.settings.adapter import AdapterConfig, possible_targets
+from megatron_gvpo.settings.config import Config
+
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values that its --max-lora-rank takes (0.32.0)
+_PREFIX = "base_model.model."  # of all names in an adapter of Hugging Face PEFT
+
+
+def adapter_of(config: Config) -> AdapterConfig:
+    """`model.adapter`, which the checks of the configuration want for this transport."""
+    assert config.model.adapter is not None
+    return config.model.adapter
+
+
+def adapted_layers(config: Config) -> tuple[str, ...]:
+    """Hugging Face's names of the layers with adapters, such as q_proj, sorted."""
+    [architecture] = read_model_config(config.model.path)["architectures"]
+    return adapter_of(config).selected(possible_targets(architecture))
+
+
+def served_rank(config: Config) -> int:
+    """The rank that vLLM makes room for. Raises ConfigError for one that is beyond the largest."""
+    rank = adapter_of(config).rank
+    if rank > VLLM_RANKS[-1]:
+        raise ConfigError(
+            f"model.adapter.rank={rank}: vLLM serves adapters of rank {VLLM_RANKS[-1]} at most: use a "
+            "smaller one, rollout.engine=sglang, or rollout.weights.transport=broadcast, which sends merged "
+            "weights"
+        )
+    return next(served for served in VLLM_RANKS if served >= rank)
+
+
+def adapter_shapes(
+    stored: Mapping[str, tuple[int, ...]], layers: Sequence[str], rank: int
+) -> tuple[dict[str, tuple[int, ...]], frozenset[str]]:
+    """Shapes of the adapter's tensors by Hugging Face PEFT's names, and those that the trainer may lack.
+
+    `stored`: shapes of the model's tensors. An expert may have no adapter.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, shape in stored.items():
+        layer, _, kind = name.rpartition(".")
+        if kind == "weight" and layer.rpartition(".")[2] in layers:
+            rows, columns = shape
+            shapes[f"{_PREFIX}{layer}.lora_A.weight"] = (rank, columns)
+            shapes[f"{_PREFIX}{layer}.lora_B.weight"] = (rows, rank)
+    return shapes, frozenset(name for name in shapes if ".experts." in name)
+
+
+# Adapters that a rollout engine would not serve as they are; refused before a server starts.
+
+# SGLang (0.5.23) makes one layer of each of these. It wants an adapter for the first layers wherever it has
+# one for any of the others, and otherwise leaves those out.
+_TOGETHER = ((("q_proj", "v_proj"), ("k_proj",)), (("gate_proj",), ("up_proj",)))
+
+
+def check_limits(config: Config) -> None:
+    """Raise ConfigError for adapters that servers of `rollout.engine` cannot serve."""
+    layers, engine = adapted_layers(config), config.rollout.engine
+    servers = config.rollout.servers
+    if servers.model_path and servers.model_path != config.model.path:
+        raise ConfigError(
+            f"rollout.servers.model_path={servers.model_path}: with rollout.weights.transport=adapter "
+            f"servers keep the weights that they start with, and an adapter fits those of "
+            f"model.path={config.model.path}: leave it out, or use broadcast, which sends merged weights"
+        )
+    if engine == "vllm":
+        served_rank(config)
+        if "kv_b_proj" in layers:  # vLLM (0.32.0) decodes with products of the base's, made at its start
+            raise ConfigError(
+                "model.adapter.targets: vLLM applies an adapter of kv_b_proj to prompts, and not when it "
+                "decodes: leave it out, or use rollout.engine=sglang, or "
+                "rollout.weights.transport=broadcast, which sends merged weights"
+            )
+    for needed, others in _TOGETHER if engine == "sglang" else ():
+        present = sorted({*needed, *others} & set(layers))
+        absent = [name for name in needed if name not in layers]
+        if present and absent:
+            raise ConfigError(
+                f"model.adapter.targets: SGLang serves no adapter of {present[0]} without one of "
+                f"{absent[0]}: add it, or use rollout.weights.transport=broadcast, which sends merged weights"
+            )

@@ -1,0 +1,248 @@
+"""Checks that the weights of a Hugging Face directory are exactly those of the model.
+
+If a directory lacks a weight, Megatron-Bridge leaves that weight at its random initial values. It ignores a
+weight that it does not know. Here, both are errors that name the tensors, on every rank, before any weight
+is read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatron_gvpo.core.collectives import first_problem
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.huggingface.config_json import read_json_object
+from megatron_gvpo.huggingface.image_families import name_in_file, takes_images
+from megatron_gvpo.huggingface.mtp_heads import FurtherHeads, head_pattern
+
+_SHOWN = 3  # names in an error
+_INDEX = "model.safetensors.index.json"
+_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
+_ROWS = 4096  # rows of the vocabulary to compare at a time
+
+# Tensors (patterns of whole names) that no model needs, and why.
+_NEEDLESS = {
+    r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq": "config.json gives RoPE's frequencies",
+}
+# Tensors (patterns of parts of names) that are refused, and what would be right.
+_REFUSED = {
+    r"_scale(_inv|_2)?$|\.(q?scales|q(weight|zeros)|g_idx|weight_packed|absmax|SCB)$|\.quant_(map|state)": (
+        "the model is quantised, and training needs its weights in bfloat16 or float32"
+    ),
+    r"\.lora_|\.base_layer\.": "merge the adapter into the weights",
+}
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl")
+_DTYPES = ("F64", "F32", "F16", "BF16")
+
+
+@dataclass(frozen=True)
+class _Stored:
+    file: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def check_weights(directory: Path, key: str, hf_config: Any, tied: bool) -> FurtherHeads:
+    """Compare the safetensors of a directory with the model of `hf_config`. A collective.
+
+    Every rank reads headers. If there is an output layer beside tied embeddings, rank 0 also reads its
+    values.
+
+    `key`: the user's key or option for the directory; `tied`: the model has no output layer of its own.
+    Returns the heads for further tokens that the directory has beside the model. Raises ConfigError, on every
+    rank, unless the directory has exactly the model's tensors, all complete.
+    """
+    problem, found = None, dict[str, _Stored]()
+    try:
+        found, listed = _headers(directory)
+        _compare(_expected(hf_config, tied), found, listed, hf_config, tied)
+        if tied and _HEAD in found and _rank() == 0:
+            _check_head(directory, found)
+    except (OSError, SafetensorError, ConfigError) as error:
+        problem = f"{key}={directory}: {error}"
+    if (said := first_problem(problem)) is not None:
+        raise ConfigError(said)
+    heads = head_pattern(hf_config.to_dict())
+    return FurtherHeads(directory, {n: found[n].file for n in found if heads.fullmatch(n)})
+
+
+def has_heads(directory: Path, model: dict[str, Any]) -> bool:
+    """True if the directory has heads for further tokens; `model`: its config.json. Raises ConfigError."""
+    pattern = head_pattern(model)
+    return any(pattern.fullmatch(name) for name in _headers(directory)[0])
+
+
+def check_files(directory: Path, key: str) -> None:
+    """Raise ConfigError unless a directory has safetensors that are whole, each tensor in one of them.
+
+    Rollout servers load from such a directory; they would also unpickle `*.bin` files.
+    """
+    try:
+        _headers(directory)
+    except (OSError, SafetensorError, ConfigError) as error:
+        raise ConfigError(f"{key}={directory}: {error}") from None
+
+
+def _expected(hf_config: Any, tied: bool) -> dict[str, tuple[int, ...]]:
+    """Return {name in files: shape} of the model's tensors. Raises ConfigError."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.core_model_loading import revert_weight_conversion
+    from transformers.initialization import no_init_weights
+
+    try:
+        with torch.device("meta"), no_init_weights():
+            images = takes_images(hf_config.to_dict())
+            kind = AutoModelForImageTextToText if images else AutoModelForCausalLM
+            model = kind.from_config(deepcopy(hf_config), trust_remote_code=False)
+            named: dict[str, Tensor] = model.state_dict()
+            if not images:  # in memory some weights have another form, such as all experts in one tensor
+                named = revert_weight_conversion(model, named)
+    except Exception as error:  # sizes that contradict each other cause errors of any type
+        first = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"transformers builds no model of config.json: {type(error).__name__}: {first}"
+        ) from None
+    architecture = (hf_config.architectures or [""])[0]
+    expected = {name_in_file(name, architecture): tuple(tensor.shape) for name, tensor in named.items()}
+    if tied:
+        expected.pop(_HEAD, None)
+    return expected
+
+
+def _headers(directory: Path) -> tuple[dict[str, _Stored], set[str]]:
+    """Return (all tensors in the directory's safetensors, the names that a reader of the index would find).
+
+    Raises ConfigError, OSError, SafetensorError.
+    """
+    index, listed = directory / _INDEX, None
+    if index.is_file():
+        listed = read_json_object(index).get("weight_map")
+        if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
+            raise ConfigError(f"{_INDEX}: its weight_map must give a file's name for every tensor's")
+        files = [directory / name for name in sorted(set(listed.values()))]
+    else:
+        files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        others = sorted(file.name for kind in _PICKLES for file in directory.glob(kind))
+        raise ConfigError(
+            "no weights there (*.safetensors)"
+            + (f"; {others[0]} is a pickle, which is not read" if others else "")
+        )
+    if absent := [file.name for file in files if not file.is_file()]:
+        raise ConfigError(f"{absent[0]} is missing there, and {_INDEX} names it")
+    found: dict[str, _Stored] = {}
+    copies: list[tuple[str, Path]] = []  # tensors in a file to which the index does not give them
+    for file in files:
+        try:
+            with safe_open(file, "pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 - `opened` is not a mapping
+                    if listed is not None and listed.get(name, file.name) != file.name:
+                        copies.append((name, file))
+                        continue
+                    if name in found:
+                        raise ConfigError(f"{name} is in {found[name].file} and in {file.name}: remove one")
+                    header = opened.get_slice(name)
+                    found[name] = _Stored(file.name, tuple(header.get_shape()), header.get_dtype())
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{file.name} is not whole: {error}") from None
+    for name, file in copies:
+        if name in found and not _same(name, directory / found[name].file, name, file):
+            raise ConfigError(
+                f"{name} is in {found[name].file} and, with other values, in {file.name}: remove one"
+            )
+    return found, set(found) if listed is None else found.keys() & listed.keys()
+
+
+def _compare(
+    expected: dict[str, tuple[int, ...]],
+    found: dict[str, _Stored],
+    listed: set[str],
+    hf_config: Any,
+    tied: bool,
+) -> None:
+    """Raise ConfigError if a tensor of the model is missing or unfit, or if a tensor is not the model's."""
+    ignored = _ignored(hf_config)
+    hf_config = hf_config.get_text_config()
+    extra = {name for name in found.keys() - expected.keys() if not ignored(name)}
+    for pattern, remedy in _REFUSED.items():
+        if refused := {name for name in extra if re.search(pattern, name)}:
+            raise ConfigError(f"it has {shown_names(refused, found)} that cannot be trained: {remedy}")
+    layers = f"num_hidden_layers={hf_config.num_hidden_layers}"
+    if missing := expected.keys() - listed:
+        where = f", or {_INDEX} does not name them" if missing & found.keys() else ""
+        raise ConfigError(
+            f"it lacks {shown_names(missing)}{where}: all {len(expected)} of config.json ({layers}, "
+            f"tie_word_embeddings={str(tied).lower()}) must be there"
+        )
+    if extra := extra - ({_HEAD} if tied else set()):
+        raise ConfigError(
+            f"it has {shown_names(extra, found)} that the model of config.json ({layers}) does not take: "
+            "remove what is not the model's, or correct config.json"
+        )
+    for name, shape in expected.items():
+        stored = found[name]
+        if stored.shape != shape:
+            raise ConfigError(
+                f"{name} in {stored.file} has shape {list(stored.shape)}, and config.json says {list(shape)}"
+            )
+        if stored.dtype not in _DTYPES:
+            raise ConfigError(
+                f"{name} in {stored.file} has dtype {stored.dtype}: training needs {', '.join(_DTYPES)}"
+            )
+
+
+def _ignored(hf_config: Any) -> Callable[[str], bool]:
+    """Return a test for names of tensors that the model does not need."""
+    needless, heads = re.compile("|".join(_NEEDLESS)), head_pattern(hf_config.to_dict())
+    return lambda name: any(pattern.fullmatch(name) for pattern in (needless, heads))
+
+
+def _check_head(directory: Path, found: dict[str, _Stored]) -> None:
+    """Raise ConfigError if the output layer differs from the embedding, because tying would drop it."""
+    embedded = next(name for name in found if name.endswith(_EMBEDDING))
+    head, embedding = found[_HEAD], found[embedded]
+    if not _same(_HEAD, directory / head.file, embedded, directory / embedding.file):
+        raise ConfigError(
+            f"{_HEAD} in {head.file} is not {embedded}, and tie_word_embeddings=true in config.json: set "
+            "it to false, or remove the tensor"
+        )
+
+
+def _same(name: str, file: Path, other_name: str, other_file: Path) -> bool:
+    """True if two stored tensors have the same shape and values. It reads a few rows at a time."""
+    with safe_open(file, "pt") as one, safe_open(other_file, "pt") as other:
+        ours, theirs = one.get_slice(name), other.get_slice(other_name)
+        if (shape := ours.get_shape()) != theirs.get_shape():
+            return False
+        if not shape:
+            return torch.equal(one.get_tensor(name).float(), other.get_tensor(other_name).float())
+        rows = range(0, shape[0], _ROWS)
+        return all(
+            torch.equal(ours[row : row + _ROWS].float(), theirs[row : row + _ROWS].float()) for row in rows
+        )
+
+
+def shown_names(names: Collection[str], found: dict[str, _Stored] | None = None) -> str:
+    """Return the number of names and the first few, for an error message."""
+    first = sorted(names, key=_by_number)[:_SHOWN]
+    shown = [name if found is None else f"{name} (in {found[name].file})" for name in first]
+    count = f"{len(names)} tensor{'s' * (len(names) > 1)}"
+    return f"{count} ({', '.join(shown)}{', ...' * (len(names) > _SHOWN)})"
+
+
+def _by_number(name: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0

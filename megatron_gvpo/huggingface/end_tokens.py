@@ -1,0 +1,116 @@
+"""Where a response of the policy ends: the same tokens for every engine, and for texts given as responses.
+
+Engines differ in the files they read. vLLM 0.32 stops at the tokenizer's end token and those of
+generation_config.json, or of config.json where that file is missing; SGLang 0.5.23 at all of them and at
+`_ALWAYS`. The policy's end tokens are the union. Every request names them, and the embedded engine has them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.huggingface.config_json import read_json_object
+from megatron_gvpo.huggingface.tokenizer import end_token_id
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from megatron_gvpo.settings.config import Config
+
+
+_SAID = "\u2042said\u2042"  # a made-up message
+# SGLang stops at these added tokens, whatever the files say (`attach_additional_stop_token_ids`).
+_ALWAYS = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|im_end|>")
+
+
+def end_token_ids(
+    path: str, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int] = (), chat: bool = False
+) -> tuple[int, ...]:
+    """All tokens at which responses of the model in `path` end; the first ends a text that is given as one.
+
+    With a `chat` template that is the one which the template writes after a message of the policy, if
+    sampling stops there; else the tokenizer's own. `stop_token_ids`: further ones of the configuration.
+    Raises DataError for a tokenizer without an end token; ConfigError, which names the file, for values that
+    are no tokens of the model.
+    """
+    own = end_token_id(tokenizer)
+    added = tokenizer.get_added_vocab()
+    always = [added[token] for token in _ALWAYS if token in added]
+    found = (own, *ids_in_files(Path(path)), *always, *stop_token_ids)
+    first = _written(tokenizer, found) if chat else None
+    return tuple(dict.fromkeys(found if first is None else (first, *found)))
+
+
+def ids_in_files(directory: Path) -> list[int]:
+    """The tokens in `eos_token_id` of generation_config.json and config.json in a model's directory.
+
+    Raises ConfigError, which names the file, for values that are no tokens of the model.
+    """
+    config = directory / "config.json"
+    model = read_json_object(config)
+    text = model.get("text_config")
+    parts = [model, text] if isinstance(text, dict) else [model]
+    vocabulary = next((part["vocab_size"] for part in parts if "vocab_size" in part), math.inf)
+    found = [number for part in parts for number in _ids(config, part, vocabulary)]
+    recommended = directory / "generation_config.json"
+    if recommended.is_file():
+        found = [*_ids(recommended, read_json_object(recommended), vocabulary), *found]
+    return list(dict.fromkeys(found))
+
+
+def ended(ids: Sequence[int], end_token_ids: Sequence[int]) -> tuple[int, ...]:
+    """The tokens of a text that is given as a response, with the first end token unless they have one."""
+    return tuple(ids) if ids and ids[-1] in end_token_ids else (*ids, end_token_ids[0])
+
+
+def _ids(file: Path, content: dict[str, Any], vocabulary: float) -> list[int]:
+    value = content.get("eos_token_id")
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    for number in ids:
+        if type(number) is not int or not 0 <= number < vocabulary:
+            raise ConfigError(
+                f"{file}: eos_token_id={value}: {number!r} is no token of the model, whose config.json has "
+                f"vocab_size={vocabulary}: name the tokens at which a response ends, or leave the key out"
+            )
+    return ids
+
+
+def _written(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> int | None:
+    """The token among `ids` that the chat template writes right after a message of the policy."""
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _SAID}]
+    # Some templates end a turn by beginning the next one (GLM 4.5), and some the last turn alone (gpt-oss).
+    for messages in ([*chat, {"role": "user", "content": "b"}], chat):
+        try:
+            text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+        except Exception:  # a template is a program, and may fail in any way; this one takes no such chat
+            continue
+        after = text.rpartition(_SAID)[2] if _SAID in text else ""
+        first: list[int] = tokenizer(after, add_special_tokens=False)["input_ids"][:1]
+        if first and first[0] in ids:
+            return first[0]
+    return None
+
+
+# A warning about a teacher whose responses end elsewhere than the policy's.
+
+
+def other_end(config: Config, end_token_ids: Sequence[int]) -> str | None:
+    """A warning where no token that ends the teacher's responses ends the policy's, else None.
+
+    The policy would learn to write that token, and what comes behind it. A base model and a chat model often
+    differ so.
+    """
+    if config.teacher is None:
+        return None
+    theirs = ids_in_files(Path(config.teacher.path))
+    if not theirs or set(theirs) & set(end_token_ids):
+        return None
+    return (
+        f"teacher.path={config.teacher.path}: its responses end at token {theirs[0]}, and the policy's at "
+        f"{', '.join(map(str, end_token_ids))}: it will learn to write {theirs[0]} and to go on. Name it in "
+        "rollout.stop_token_ids"
+    )

@@ -1,0 +1,88 @@
+"""The checkpoint's tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from megatron_gvpo.core.errors import DataError
+from megatron_gvpo.huggingface.bounded_templates import bound_templates
+
+_date = datetime.now()  # what chat templates take for the present
+# Files that may hold a vocabulary. Without any, transformers (5.19) makes up an empty tokenizer.
+_VOCABULARIES = ("tokenizer.json", "tekken.json", "vocab.*", "*.model", "*.tiktoken")
+_FURTHER = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.*")
+
+
+def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a local Hugging Face directory. Raises DataError if it is missing or damaged.
+
+    `trust_remote_code`: run Python files of the directory if the tokenizer is defined there.
+    """
+    for file in (file for pattern in (*_VOCABULARIES, *_FURTHER) for file in Path(path).glob(pattern)):
+        if not file.is_file():  # such as a FIFO, which transformers passes over or waits for
+            raise DataError(f"model.path={path}: {file.name} there is not a regular file")
+    if not any(file for pattern in _VOCABULARIES for file in Path(path).glob(pattern)):
+        raise DataError(f"model.path={path}: no tokenizer there (tokenizer.json and tokenizer_config.json)")
+    bound_templates()
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            path, local_files_only=True, trust_remote_code=trust_remote_code
+        )
+    except Exception as error:  # a damaged file raises errors of many types
+        if not trust_remote_code and "trust_remote_code" in str(error):
+            raise DataError(
+                f"model.path={path}: the tokenizer there is a Python file, which runs only with "
+                "model.trust_remote_code=true: read it first"
+            ) from None
+        raise DataError(
+            f"model.path={path}: the tokenizer there, or its config.json, cannot be read: "
+            f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+        ) from error
+    return tokenizer
+
+
+def set_date(date: datetime | None) -> None:
+    """Let chat templates take this for the present, such as the first start of a resumed run; None: now."""
+    global _date
+    _date = date or datetime.now()
+
+
+def end_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The token that ends a response. Raises DataError if the tokenizer names none."""
+    if tokenizer.eos_token_id is None:
+        raise DataError(
+            f"model.path={tokenizer.name_or_path}: the tokenizer has no end token; "
+            "name it as eos_token in tokenizer_config.json"
+        )
+    return int(tokenizer.eos_token_id)
+
+
+def rendered(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], **options: Any
+) -> str:
+    """The chat as the chat template writes it. Raises whatever the template does: it is a program.
+
+    A template that writes the date (Llama 3.2, gpt-oss) gets that of this process's start, or of `set_date`:
+    at midnight, chats that go on would otherwise not begin any more like their prompts.
+    """
+    if "strftime_now" in str(tokenizer.chat_template):
+        options["strftime_now"] = _date.strftime
+    chat = [dict(message) for message in messages]
+    return str(tokenizer.apply_chat_template(chat, tokenize=False, **options))
+
+
+def opened(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """The token ids of texts that a response goes on from, special tokens before them included.
+
+    Those that some tokenizers write behind a text, such as their end token, would end it before the response.
+    """
+    encoded = tokenizer(list(texts), return_special_tokens_mask=True)
+    pairs = zip(encoded["input_ids"], encoded["special_tokens_mask"], strict=True)
+    return [
+        ids[: max((i + 1 for i, added in enumerate(mask) if not added), default=0)] for ids, mask in pairs
+    ]

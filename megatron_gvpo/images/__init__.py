@@ -1,1 +1,0 @@
-"""Images of prompts: where they come from, how many tokens they take, and their pixels for the model."""

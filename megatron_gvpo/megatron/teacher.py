@@ -1,0 +1,125 @@
+"""A teacher that the trainer holds: a second Megatron model, of any size, in the policy's parallel layout.
+
+It has no gradient buffers and no optimizer. On a GPU its weights are on the host between its passes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megatron_gvpo.megatron import forward
+from megatron_gvpo.megatron.device_memory import DeviceMemory
+from megatron_gvpo.megatron.model.build import build
+from megatron_gvpo.megatron.scorer import score
+from megatron_gvpo.megatron.teacher_head import OutputWeight
+from megatron_gvpo.settings.config import Config
+from megatron_gvpo.types import TrainBatch
+
+if TYPE_CHECKING:
+    from megatron_gvpo.megatron.batch import PackedBatch
+    from megatron_gvpo.megatron.model.model import Model
+
+
+class Teacher:
+    """Scores rows, and gives hidden states of the policy's micro-batches. Every rank calls every method."""
+
+    def __init__(self, config: Config) -> None:
+        assert config.teacher is not None, "the run has no teacher"
+        given = {"path": config.teacher.path, "trust_remote_code": config.teacher.trust_remote_code}
+        # Not in FP8, which would round its log-probs, and for which its sizes are not checked.
+        own = config.model.model_copy(update={**given, "adapter": None, "fp8": None})
+        train = config.train
+        self._model = build(
+            own,
+            config.parallel,
+            train.deterministic,
+            trained=False,
+            share_prompts=train.share_prompts,
+            key="teacher.path",
+        )
+        self._memory = DeviceMemory((self._model, None))
+        self._budget = train.max_tokens_per_micro_batch * config.parallel.cp
+        self._temperature = config.rollout.temperature if config.algorithm.samples_from_policy else 1.0
+        self._put_aside()
+
+    def score(self, rows: TrainBatch) -> Tensor:
+        """Return its log-probs of the response tokens, fp32 [r] on the CPU of every rank."""
+        with self._on_device():
+            return score(self._model, rows.with_columns(routing=None), self._budget, self._temperature)
+
+    def states(self, packs: Sequence[TrainBatch]) -> TeacherStates:
+        """Return its hidden states of the policy's micro-batches, and its output weight."""
+        with self._on_device():
+            return teacher_states(self._model, packs)
+
+    @contextlib.contextmanager
+    def _on_device(self) -> Iterator[None]:
+        self._memory.restore("weights")
+        try:
+            yield
+        finally:
+            self._put_aside()
+
+    def _put_aside(self) -> None:
+        if torch.cuda.is_available():
+            self._memory.release("weights")
+
+
+# A model's last hidden states at the response tokens of micro-batches, for the policy's head.
+#
+# They are computed for all micro-batches of an update before the policy's own pass, and kept on the host: a
+# token takes h numbers of the model's dtype, and logits of it would take v.
+
+
+@dataclass(frozen=True)
+class TeacherStates:
+    """A teacher's part in the head; both are None, or empty, except on the last pipeline stage."""
+
+    hidden: list[
+        Tensor
+    ]  # [r, h] for every micro-batch, on the host: the tokens of this context-parallel rank
+    output: OutputWeight | None
+
+    def beside(self, packs: Sequence[TrainBatch]) -> list[TrainBatch]:
+        """Return the micro-batches with the hidden states of each."""
+        if self.output is None:
+            return list(packs)
+        return [p.with_columns(teacher_rh=h) for p, h in zip(packs, self.hidden, strict=True)]
+
+
+def teacher_states(model: Model, packs: Sequence[TrainBatch]) -> TeacherStates:
+    """Run the model over the policy's micro-batches, without gradient."""
+    head = _KeepStates(model.vocab_size)
+    forward.run(model, packs, _no_loss, head=head, forward_only=True)
+    return TeacherStates(head.hidden, head.output)
+
+
+class _KeepStates:
+    """A head that keeps hidden states, and the output weight as it is in the first micro-batch.
+
+    It returns neither: Megatron's wrapper would convert them to fp32.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self.hidden: list[Tensor] = []
+        self.output: OutputWeight | None = None
+        self._vocab_size = vocab_size
+
+    def __call__(
+        self, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, batch: PackedBatch
+    ) -> Tensor:
+        self.hidden.append(forward.response_states(hidden_states, output_layer, batch).cpu())
+        if self.output is None:
+            weight_vh = output_layer.weight if output_weight is None else output_weight
+            self.output = OutputWeight(weight_vh, self._vocab_size)
+        return hidden_states.new_zeros(())
+
+
+def _no_loss(_: TrainBatch, zero: Tensor) -> tuple[Tensor, None]:
+    return zero, None

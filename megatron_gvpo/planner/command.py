@@ -1,0 +1,326 @@
+"""`megatron-gvpo plan`: finds the best layout and outputs it as a table, JSON or a config file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.core.named_file import check_named_file, write_named_file
+from megatron_gvpo.planner import architecture, push_time, teacher, workload
+from megatron_gvpo.planner.method import method
+from megatron_gvpo.planner.search import Candidate, Plan, search
+from megatron_gvpo.planner.sharing import Sharing, sharing
+from megatron_gvpo.planner.step_time import NODE, rollout_seconds, served_seconds
+from megatron_gvpo.planner.workload import Layout
+
+PREDICTED = "# Predicted, not measured:"  # every config file written by --write begins with this
+
+LARGEST = 10**7  # of any count on the command line
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the command; returns exit code 0. Raises ConfigError for a wrong option or if nothing can run."""
+    for name in ("gpus", "prompts", "k", "prompt_tokens", "mini_batches", "batch_epochs", "top"):
+        if getattr(options, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be at least 1")
+        if getattr(options, name) > LARGEST:
+            raise ConfigError(f"--{name.replace('_', '-')}: must be at most {LARGEST}")
+    if options.async_steps < 0:
+        raise ConfigError(f"--async-steps {options.async_steps}: must be at least 0")
+    if options.async_steps > 100:
+        raise ConfigError("--async-steps: must be at most 100, as rollout.async_steps")
+    if not 0 <= options.offload <= 1:
+        raise ConfigError(f"--offload {options.offload}: must be a fraction from 0 to 1")
+    if options.prompts % options.mini_batches:
+        raise ConfigError(
+            f"--mini-batches {options.mini_batches} does not divide --prompts {options.prompts}"
+        )
+    gpus = options.gpus - _server_gpus(options)
+    if gpus > NODE and gpus % NODE:
+        raise ConfigError(
+            f"--gpus {options.gpus}: more than one node of {NODE} GPUs; give a multiple of {NODE}"
+        )
+    target = (Path(options.write or ""), f"--write {options.write}", "a plan", PREDICTED)
+    if options.write:
+        check_named_file(*target)
+    model, gpu = architecture.load(options.model), workload.gpu(options.gpu)
+    if not 0 <= options.adapter_rank <= 4096:
+        raise ConfigError(f"--adapter-rank {options.adapter_rank}: must be from 1 to 4096, or 0 for none")
+    if options.adapter_rank and options.fp8:
+        raise ConfigError("--adapter-rank with --fp8: adapters on FP8 layers have not been proven")
+    if options.adapter_rank and not model.adapted:
+        raise ConfigError(f"--adapter-rank with --model {options.model}: adapters on it have not been proven")
+    model = replace(model, adapter_rank=options.adapter_rank)
+    _check_images(options, model)
+    lengths = workload.parse_lengths(options.response_length)
+    asks = method(options.recipe, options.mini_batches)
+    if asks.compares and options.k < 2:
+        raise ConfigError(
+            f"--k {options.k}: must be at least 2; --recipe {options.recipe} compares the responses to a "
+            "prompt"
+        )
+    work = workload.Workload(
+        options.prompts,
+        options.k,
+        options.prompt_tokens,
+        lengths,
+        options.mini_batches,
+        asks.scoring,
+        asks.critic,
+        options.batch_epochs,
+        options.share_prompts,
+        workload.parse_speculation(options.speculate) if options.speculate else None,
+        options.image_tokens,
+        teacher.teacher(options, asks, gpu, options.prompt_tokens + lengths.maximum),
+    )
+    saved = sharing(model, work)
+    if options.share_prompts and saved is None:
+        what = "latent attention" if model.latent else "a sliding window"
+        raise ConfigError(f"--share-prompts: a model with {what} cannot share prompts; leave it out")
+    plan = search(model, gpu, gpus, work, ahead=options.async_steps, fp8=options.fp8, offload=options.offload)
+    if options.write:
+        write_named_file(*target, overlay(plan.best[0], model.layers, work, options))
+    if options.json:
+        print(
+            json.dumps(to_dict(plan, options, model, saved) | {"server_gpus": options.gpus - gpus}, indent=2)
+        )
+    else:
+        _print(plan, options, model, work, saved)
+    return 0
+
+
+def _server_gpus(options: argparse.Namespace) -> int:
+    """Returns the GPUs that servers of reward models, judges and a teacher take from the others.
+
+    A run starts them on the GPUs behind its own, on one machine; on several they have nodes of their own.
+    Raises ConfigError if they leave none.
+    """
+    asked = {"--reward-gpus": options.reward_gpus, "--teacher-gpus": options.teacher_gpus}
+    for name, count in asked.items():
+        if count < 0:
+            raise ConfigError(f"{name} {count}: must be at least 0")
+    wanted = sum(asked.values())
+    taken: int = wanted if options.gpus <= NODE else math.ceil(wanted / NODE) * NODE
+    if taken >= options.gpus:
+        given = " and ".join(f"{name} {count}" for name, count in asked.items() if count)
+        whole = f", which are {taken} in whole nodes" if taken > wanted else ""
+        raise ConfigError(f"{given}{whole}: --gpus {options.gpus} leaves none to train on")
+    return taken
+
+
+def _check_images(options: argparse.Namespace, model: architecture.Architecture) -> None:
+    """Raises ConfigError for images of a model that takes none, and for what is refused with images."""
+    count = options.image_tokens
+    if not 0 <= count <= options.prompt_tokens:
+        raise ConfigError(
+            f"--image-tokens {count}: must be from 0 to --prompt-tokens {options.prompt_tokens}"
+        )
+    if model.vision is None:
+        if count:
+            raise ConfigError(f"--image-tokens {count}: --model {options.model} takes no images")
+        return
+    given = {
+        "--adapter-rank": options.adapter_rank,
+        "--fp8": options.fp8,
+        "--share-prompts": options.share_prompts,
+        "--teacher": options.teacher is not None,
+        f"--recipe {options.recipe}": method(options.recipe, options.mini_batches).critic,
+    }
+    if found := [name for name, value in given.items() if value]:
+        raise ConfigError(f"{found[0]}: not supported with a model that takes images; leave it out")
+
+
+def overlay(chosen: Candidate, layers: int, work: workload.Workload, options: argparse.Namespace) -> str:
+    """Returns the layout as the YAML text of a config file. `layers`: layers of the model."""
+    layout = chosen.layout
+    own = layout.rollout_gpus or layout.gpus
+    rollout: dict[str, Any] = {"engine": "sglang", "n": work.k, "max_tokens": work.lengths.maximum}
+    rollout["servers"] = {"tp": layout.rollout_tp, "count": max(1, min(NODE, own) // layout.rollout_tp)}
+    if layout.rollout_tp > NODE:
+        rollout["servers"]["nodes"] = layout.rollout_tp // NODE
+    # Colocated servers take turns with the trainer, so they cannot share a process group with it.
+    if not layout.rollout_gpus:
+        rollout["servers"]["colocated"] = True
+        rollout["weights"] = {"transport": "shared"}
+    elif layout.transport != Layout.transport:
+        rollout["weights"] = {"transport": layout.transport}
+    if work.speculation is not None:
+        method = "ngram" if work.speculation.from_text else "mtp"
+        rollout["speculation"] = {"method": method, "tokens": work.speculation.tokens}
+    if layout.async_steps:
+        rollout["async_steps"] = layout.async_steps
+    train = {"prompts_per_step": work.prompts, "mini_batches": work.mini_batches}
+    train |= {"batch_epochs": work.batch_epochs} if work.batch_epochs > 1 else {}
+    train |= {"share_prompts": True} if work.share_prompts else {}
+    train["max_tokens_per_micro_batch"] = chosen.micro_tokens
+    values: dict[str, Any] = {"parallel": parallel(layout, layers), "rollout": rollout, "train": train}
+    if layout.fp8:
+        values["model"] = {"fp8": {"recipe": "mxfp8" if options.gpu.lower().startswith("b") else "blockwise"}}
+    if options.adapter_rank:
+        values.setdefault("model", {})["adapter"] = {
+            "rank": options.adapter_rank,
+            "alpha": options.adapter_rank,
+        }
+    if layout.offload:
+        values["optimizer"] = {"offload_fraction": layout.offload}
+    if (taught := work.teacher) is not None:
+        server = None if taught.held else {"tp": taught.tp, "count": taught.gpus // taught.tp}
+        # On several machines the trainer fills the one on which the run would start servers.
+        if taught.held or options.gpus <= NODE:
+            values["teacher"] = {"server": server}
+    text = yaml.safe_dump(values, sort_keys=False)
+    nodes = math.ceil(layout.gpus / NODE)
+    launch = f"--nodes {nodes}"
+    if layout.rollout_gpus:
+        launch += f" --rollout-nodes {math.ceil(layout.rollout_gpus / NODE)}"
+    command = f"slurm CONFIG.yaml THIS.yaml {launch}"
+    if layout.gpus < options.gpus <= NODE:  # the run starts its servers behind its ranks
+        command = f"train CONFIG.yaml THIS.yaml --nproc {layout.gpus}"
+    return (
+        f"{PREDICTED} {chosen.seconds.step:.0f} s a step on {options.gpus} x {options.gpu} "
+        f"for {options.model}.\n# megatron-gvpo {command}\n{text}"
+    )
+
+
+def parallel(layout: Layout, layers: int) -> dict[str, Any]:
+    """Returns the `parallel` section of a config file. `layers`: layers of the model."""
+    keys: dict[str, Any] = {"tp": layout.tp, "pp": layout.pp, "sequence_parallel": layout.tp > 1}
+    keys |= {key: size for key in ("vpp", "cp", "ep") if (size := getattr(layout, key)) > 1}
+    if len(set(stages := layout.stage_layers(layers))) > 1:
+        keys["stage_layers"] = list(stages)
+    return keys | {"recompute": "full" if layout.recompute else "none"}
+
+
+def to_dict(
+    plan: Plan, options: argparse.Namespace, model: architecture.Architecture, saved: Sharing | None
+) -> dict[str, Any]:
+    """Returns the plan in plain types, for --json."""
+    return {
+        "predicted": True,
+        "model": options.model,
+        "parameters": model.parameters,
+        "adapter_parameters": model.adapters,
+        "teacher": options.teacher,
+        "gpus": options.gpus,
+        "gpu": options.gpu,
+        "recipe": options.recipe,
+        "considered": plan.considered,
+        "best": [candidate.to_dict() for candidate in plan.best[: options.top]],
+        "losers": plan.losers,
+        "impossible": plan.impossible,
+        "shared_prompts": None if saved is None else saved.to_dict(),
+    }
+
+
+def _print(
+    plan: Plan,
+    options: argparse.Namespace,
+    model: architecture.Architecture,
+    work: workload.Workload,
+    saved: Sharing | None,
+) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, markup=False, width=None if Console().is_terminal else 180)
+    console.print(
+        f"{options.model}: {model.parameters:,} parameters. {options.gpus} x {options.gpu}, "
+        f"{work.responses} responses a step of {work.lengths.mean:g} tokens "
+        f"(95 % under {work.lengths.p95:g}, at most {work.lengths.maximum}), {work.updates} update(s) a step."
+    )
+    if taken := _server_gpus(options):
+        where = "behind the trainer's" if options.gpus <= NODE else "of nodes of their own (servers.urls)"
+        console.print(
+            f"{taken} of the GPUs, {where}, are for the servers of reward models, judges or the teacher: "
+            f"{options.gpus - taken} train and generate."
+        )
+    if model.adapter_rank:
+        console.print(
+            f"Adapters of rank {model.adapter_rank} train: {model.adapters:,} parameters. A push sends "
+            f"{2 * model.parameters / architecture.GIB:.3g} GiB merged, "
+            f"or {2 * model.adapters / 2**20:.3g} MiB of adapters alone."
+        )
+    console.print(f"All numbers are predicted. {plan.considered} layouts considered; the best:\n")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    taught = ("teacher",) if work.teacher is not None else ()
+    phases = ("step", "rollout", "scoring", *taught, "training", "optimizer", "sync", "waiting")
+    for column in ("predicted layout", *(f"{phase} s" for phase in phases), "GiB", "MFU", "micro-batch"):
+        table.add_column(column, justify="left" if column == "predicted layout" else "right")
+    for candidate in plan.best[: options.top]:
+        took, used = candidate.seconds.by_phase(), candidate.memory.in_gib()
+        cells = [f"{took[phase]:.1f}" for phase in phases]
+        table.add_row(
+            candidate.layout.name,
+            *cells,
+            f"{used['total']:.0f}",
+            f"{candidate.mfu:.0%}",
+            f"{candidate.micro_tokens} tokens",
+        )
+    console.print(table)
+    best = plan.best[0]
+    parts = ", ".join(
+        f"{name} {value:.1f}" for name, value in best.memory.in_gib().items() if value and name != "total"
+    )
+    console.print(f"\npredicted memory of the first, in GiB on its fullest GPU: {parts}")
+    if best.layout.offload:
+        console.print(f"and in host memory, for the optimizer: {best.host_gib:.0f} GiB a node")
+    if work.teacher is not None:
+        console.print(_of_teacher(work.teacher, best, options, work))
+    if saved is not None:
+        console.print(f"\n{saved.text(work.share_prompts)}")
+    if work.speculation is not None:
+        plain = rollout_seconds(
+            model,
+            workload.gpu(options.gpu),
+            best.layout.engines,
+            best.layout.rollout_tp,
+            replace(work, speculation=None),
+        )
+        console.print(
+            f"\nspeculative rollouts: {best.seconds.rollout:.1f} s in place of {plain:.1f} s, with "
+            f"{work.speculation.length:.2f} tokens a verification (predicted)"
+        )
+    if best.layout.rollout_gpus:
+        gpu = workload.gpu(options.gpu)
+        took = {name: kind(model, gpu, best.layout).seconds for name, kind in push_time.TRANSPORTS.items()}
+        chosen, slower = (
+            took.pop(best.layout.transport),
+            ", ".join(f"{s:.1f} s with {n}" for n, s in took.items()),
+        )
+        console.print(
+            f"predicted for a weight push: {chosen:.1f} s with "
+            f"rollout.weights.transport={best.layout.transport}, which is counted above, and {slower}"
+        )
+    else:
+        console.print("colocated: assumes that trainer and servers use the GPU's memory in turn")
+    for title, lines in (("why not otherwise", plan.losers), ("what cannot run", plan.impossible)):
+        if lines:
+            console.print(f"\n{title} (predicted)")
+        for line in lines:
+            console.print(f"  {line}")
+
+
+def _of_teacher(
+    taught: teacher.Teacher, best: Candidate, options: argparse.Namespace, work: workload.Workload
+) -> str:
+    """Returns the line that says where the teacher is, and what it takes there."""
+    name = f"teacher {options.teacher}, {taught.model.parameters:,} parameters: "
+    if taught.held:
+        return (
+            f"{name}held by the trainer; {best.teacher_host_gib:.0f} GiB of host memory a node between passes"
+        )
+    took = served_seconds(taught, workload.gpu(options.gpu), work)
+    said = (
+        f"{name}{taught.gpus // taught.tp} server(s) of {taught.tp} GPU(s) score the responses in "
+        f"{took:.1f} s; the trainer scores its own meanwhile"
+    )
+    if options.gpus > NODE:
+        said += "; the run starts none beside a whole machine of ranks, so give their teacher.server.urls"
+    return said

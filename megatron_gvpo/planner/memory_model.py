@@ -1,0 +1,219 @@
+"""Predicts the memory of a layout's fullest GPU, part by part, in bytes.
+
+Parameters and optimizer state follow Megatron's distributed optimizer (its guide "dist_optimizer"). Each bf16
+weight takes 2 bytes, its gradient 4, and its fp32 copy and Adam's two moments take 12 / dp. Weights under
+adapters take 2 bytes, and the adapters the rest. Optimizer state
+on the host takes 16 / dp there, because an update also copies the gradients. Activations are those that the
+layers keep for the backward pass with flash attention, counted as in arXiv 2205.05198, section 4, for a gated
+MLP and grouped-query attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING
+
+from megatron_gvpo.planner.architecture import GIB, RUNTIME_BYTES, Architecture
+from megatron_gvpo.planner.workload import Layout
+
+if TYPE_CHECKING:
+    from megatron_gvpo.planner.teacher import Teacher
+
+
+HEAD_BYTES = 800e6  # working memory of the fused head's tiles (kernels/linear_logprob.py)
+STASH_BYTES = 1024 * 2**20  # default of train.head_stash_mb
+TILE_BYTES = 512 * 2**20  # a tile of logits; a divergence has one of the teacher's beside the policy's
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Number of parameters on one rank of a pipeline stage."""
+
+    dense: float  # their gradients are reduced over dp x cp ranks
+    experts: float = 0.0  # their gradients are reduced over the ranks that hold the same experts
+
+    @property
+    def total(self) -> float:
+        return self.dense + self.experts
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one GPU, by part."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    critic: float  # parameters, gradients and optimizer state of the critic
+    activations: float
+    head: float
+    teacher: float  # that the trainer holds: weights and a layer in its pass, or its part in the head
+    runtime: float
+
+    @property
+    def total(self) -> float:
+        return sum(asdict(self).values())
+
+    def in_gib(self) -> dict[str, float]:
+        return {name: round(value / GIB, 2) for name, value in (asdict(self) | {"total": self.total}).items()}
+
+
+def shard(model: Architecture, layout: Layout, stage: int, critic: bool = False) -> Shard:
+    """Counts the parameters that a rank of pipeline stage `stage` holds.
+
+    Mixture-of-experts layers are assumed to come last, as they do in all models known here. `critic`: count
+    the same model with an output layer of one number per token, which is not split among ranks.
+    """
+    sizes = layout.stage_layers(model.layers)
+    before, here = sum(sizes[:stage]), sizes[stage]
+    mixtures = min(here, max(0, before + here - (model.layers - model.moe_layers)))
+    dense = (
+        here * (model.attention / layout.tp + model.replicated)
+        + (here - mixtures) * model.mlp / layout.tp
+        + mixtures * (model.shared / layout.tp + model.router)
+    )
+    first, last = stage == 0, stage == layout.pp - 1
+    tables = first + (last and not critic and not (model.tied and first))
+    dense += tables * model.embedding / layout.tp + last * model.hidden
+    dense += last * critic * (model.hidden + 1)
+    dense += first * _tower(model, layout)
+    return Shard(dense, mixtures * model.experts * model.expert / layout.ep)
+
+
+def _tower(model: Architecture, layout: Layout) -> float:
+    """Parameters of the vision tower on a rank of the first stage; its weights stay as they are."""
+    tower = model.vision
+    return 0.0 if tower is None else tower.parameters / (layout.tp if tower.split else 1)
+
+
+def trained_shard(model: Architecture, layout: Layout, stage: int, critic: bool = False) -> Shard:
+    """Counts the parameters on a rank that train: all but a vision tower's, or the adapters'."""
+    if not model.adapter_rank or critic:
+        held = shard(model, layout, stage, critic)
+        return replace(held, dense=held.dense - (stage == 0) * _tower(model, layout))
+    sizes = layout.stage_layers(model.layers)
+    before, here = sum(sizes[:stage]), sizes[stage]
+    mixtures = min(here, max(0, before + here - (model.layers - model.moe_layers)))
+    dense = here * model.attention_adapters + (here - mixtures) * model.mlp_adapters(model.ffn)
+    routed = mixtures * model.experts * model.mlp_adapters(model.expert_ffn)
+    return Shard(dense / layout.tp, routed / layout.ep)
+
+
+def state(
+    model: Architecture, layout: Layout, stage: int, bytes_each: int = 2, critic: bool = False
+) -> tuple[float, float, float]:
+    """Returns the bytes of parameters, gradients and optimizer state on the GPU.
+
+    `bytes_each`: bytes of a weight, 2 in bf16 and 4 in fp32. In fp32 the optimizer needs no copy of the
+    weights.
+    """
+    held, trained = shard(model, layout, stage, critic), trained_shard(model, layout, stage, critic)
+    copies = layout.dp * layout.cp
+    expert_copies = layout.gpus // (layout.pp * layout.ep)
+    own = 12 if bytes_each == 2 else 8
+    added = trained.total if model.adapter_rank and not critic else 0.0
+    return (
+        bytes_each * (held.total + added),
+        4 * trained.total,
+        (1 - layout.offload) * own * (trained.dense / copies + trained.experts / expert_copies),
+    )
+
+
+def host_state(model: Architecture, layout: Layout, stage: int, critic: bool = False) -> float:
+    """Returns the bytes of host memory for one rank's optimizer.
+
+    Each offloaded parameter takes an fp32 master weight, two moments and a gradient: 16 bytes.
+    """
+    held = trained_shard(model, layout, stage, critic)
+    updated = held.dense / (layout.dp * layout.cp) + held.experts / (layout.gpus // (layout.pp * layout.ep))
+    return 16 * layout.offload * updated
+
+
+def activation_bytes(model: Architecture, layout: Layout, tokens: float) -> float:
+    """Returns the bytes that one layer keeps for the backward pass of `tokens` tokens.
+
+    Activations are in bf16. With tp > 1 sequence parallelism is assumed.
+    """
+    if layout.recompute:
+        return 2 * model.hidden * tokens / (layout.cp * layout.tp)
+    if (m := model.latent) is not None:
+        attention = model.heads * (3 * (m.nope_dim + m.rope_dim) + 2 * m.v_dim) + m.q_rank + m.kv_rank
+    else:
+        attention = model.head_dim * (2 * model.heads + 2 * model.kv_heads)
+    if model.moe_layers:
+        ffn = 3 * (model.experts_per_token * model.expert_ffn + model.shared_ffn)
+        ffn += 2 * model.experts_per_token * model.hidden  # dispatched and returned tokens
+    else:
+        ffn = 3 * model.ffn
+    return 2 * (4 * model.hidden + attention + ffn) * tokens / (layout.cp * layout.tp)
+
+
+def in_flight(layout: Layout, stage: int, micro_batches: int) -> float:
+    """Counts the micro-batches whose activations a stage keeps at once under 1F1B (arXiv 2104.04473)."""
+    held = min(layout.pp - stage, micro_batches)
+    if layout.vpp > 1 and micro_batches >= layout.pp:
+        return held * (1 + (layout.pp - 1) / (layout.pp * layout.vpp))
+    return held
+
+
+def teacher_pass(teacher: Teacher, layout: Layout, stage: int, tokens: float) -> float:
+    """Returns the bytes of a held teacher in its pass over a micro-batch, which keeps no activations.
+
+    They are its weights, the layer that is being computed, and on the last stage the head's tile or a copy
+    of the output weight.
+    """
+    model, plain = teacher.model, replace(layout, recompute=False)
+    held = 2 * shard(model, layout, stage).total + activation_bytes(model, plain, tokens)
+    if stage < layout.pp - 1:
+        return held
+    return held + max(
+        HEAD_BYTES if teacher.passes else 0.0,
+        2 * model.embedding / layout.tp if teacher.divergence else 0.0,
+    )
+
+
+def teacher_in_head(teacher: Teacher, layout: Layout, tokens: float) -> float:
+    """Returns the bytes of a divergence on the last stage, beside the head's own, in the policy's update.
+
+    They are the teacher's output weight, its hidden states of a micro-batch and a tile of its logits.
+    """
+    model = teacher.model
+    return 2 * model.embedding / layout.tp + 2 * model.hidden * tokens / layout.cp + TILE_BYTES
+
+
+def memory(
+    model: Architecture,
+    layout: Layout,
+    tokens: float,
+    micro_batches: int,
+    critic: bool = False,
+    teacher: Teacher | None = None,
+) -> Memory:
+    """Predicts the memory of a GPU of the fullest pipeline stage, with `tokens` tokens per micro-batch.
+
+    A critic is trained after the policy, so its activations take no more than the policy's and are not added.
+    The pass of a teacher that the trainer holds comes before the policy's: the fuller of both moments counts.
+    """
+    if teacher is not None and not teacher.held:
+        teacher = None
+    stages, sizes = [], layout.stage_layers(model.layers)
+    for stage in sorted({0, sizes.index(max(sizes)), layout.pp - 1}):
+        parameters, gradients, optimizer = state(model, layout, stage)
+        kept = activation_bytes(model, layout, tokens) * sizes[stage]
+        kept *= in_flight(layout, stage, micro_batches)
+        if layout.recompute:  # the layer that is being recomputed holds all its activations
+            plain = Layout(layout.gpus, layout.tp, layout.pp, cp=layout.cp, ep=layout.ep)
+            kept += activation_bytes(model, plain, tokens)
+        head = HEAD_BYTES + 4 * model.hidden * tokens / (layout.cp * layout.tp)
+        head += min(STASH_BYTES, 2 * model.vocab * tokens / (layout.cp * layout.tp))
+        last = head if stage == layout.pp - 1 else 0.0
+        second = sum(state(model, layout, stage, critic=True)) if critic else 0.0
+        state_here = (parameters, gradients, optimizer, second)
+        beside = 0.0
+        if teacher is not None:
+            own = teacher_pass(teacher, layout, stage, tokens)
+            stages.append(Memory(*state_here, 0.0, 0.0, own, RUNTIME_BYTES))
+            if teacher.divergence and stage == layout.pp - 1:
+                beside = teacher_in_head(teacher, layout, tokens)
+        stages.append(Memory(*state_here, kept, last, beside, RUNTIME_BYTES))
+    return max(stages, key=lambda m: m.total)

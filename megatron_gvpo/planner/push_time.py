@@ -1,0 +1,72 @@
+"""Predicts the seconds of a weight push to servers on GPUs of their own, by transport, and what limits it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+from megatron_gvpo.planner.architecture import Architecture, Gpu
+from megatron_gvpo.planner.memory_model import shard
+from megatron_gvpo.planner.workload import Layout
+from megatron_gvpo.weights.shard_plan import LEAST, ROUNDS
+
+# The share of the network that a push reaches, with gathering, copies and loading. With it DeepSeek-V3 to
+# servers of 32 GPUs is predicted at 2.5 s; NeMo-RL's resharding took 2.4 to 2.8 s (its
+# docs/design-docs/nccl-reshard-refit.md).
+PUSH_FRACTION = 0.4
+ELEMENT = 2  # bytes of a weight in bf16
+
+
+@dataclass(frozen=True)
+class Push:
+    """One push. `busiest_trainer` and `server` are the bytes that such a rank sends or receives."""
+
+    seconds: float
+    busiest_trainer: float
+    server: float
+
+
+def predicted(model: Architecture, gpu: Gpu, layout: Layout) -> Push:
+    """A push over the layout's transport. To colocated servers it takes as long as a broadcast."""
+    return TRANSPORTS[layout.transport](model, gpu, layout)
+
+
+def fastest(model: Architecture, gpu: Gpu, layout: Layout) -> str:
+    """The faster of the transports that the layout can have: merged adapters are sent whole."""
+    if not layout.rollout_gpus or model.adapter_rank:
+        return "broadcast"
+    return min(TRANSPORTS, key=lambda name: TRANSPORTS[name](model, gpu, layout).seconds)
+
+
+def broadcast(model: Architecture, gpu: Gpu, layout: Layout) -> Push:
+    """All weights are gathered by the trainer's first rank, then pass through it to every server rank."""
+    size = float(ELEMENT * model.parameters)
+    link = gpu.network_gb_per_s if layout.rollout_gpus else min(gpu.nvlink_gb_per_s, gpu.network_gb_per_s)
+    return Push(2 * size / (link * PUSH_FRACTION * 1e9), size, size)
+
+
+@cache
+def sharded(model: Architecture, gpu: Gpu, layout: Layout) -> Push:
+    """Every trainer rank sends its share once, and the servers pass it on along a chain.
+
+    The trainer rank with the largest share or a server rank with its part sets the pace. The chain takes a
+    round for each link on the way to the last rank to fill.
+    """
+    copies = layout.dp * layout.cp
+    expert_copies = layout.gpus // (layout.pp * layout.ep)
+    stages = [shard(model, layout, stage) for stage in range(layout.pp)]
+    # Ranks of a stage hold the same dense weights tp by tp, so each sends as much of them.
+    share = max(held.dense / copies + held.experts / expert_copies for held in stages) * ELEMENT
+    one_server = Layout(layout.rollout_tp, tp=layout.rollout_tp, ep=layout.rollout_tp)
+    part = shard(model, one_server, 0).total * ELEMENT
+    pace = max(share, part) / (gpu.network_gb_per_s * PUSH_FRACTION * 1e9)
+    way = layout.engines + layout.rollout_tp  # links from the trainer to the last rank
+    rounds = min(ROUNDS * way, max(share, part) / LEAST)
+    return Push(pace * (1 + way / rounds), share, part)
+
+
+TRANSPORTS: dict[str, Callable[[Architecture, Gpu, Layout], Push]] = {
+    "broadcast": broadcast,
+    "sharded": sharded,
+}

@@ -1,0 +1,296 @@
+"""Enumerates every legal layout, predicts its cost, and explains why the others are slower or cannot run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.planner import push_time
+from megatron_gvpo.planner.architecture import Architecture, Gpu
+from megatron_gvpo.planner.memory_model import Memory, host_state, memory, shard
+from megatron_gvpo.planner.step_time import NODE, Seconds, model_flops, rollout_seconds, seconds
+from megatron_gvpo.planner.teacher import Teacher
+from megatron_gvpo.planner.workload import Layout, Workload
+
+SIZES = (1, 2, 4, 8, 16, 32, 64)
+USABLE = 0.94  # fraction of a GPU's memory that a layout may fill
+SHOWN = 4  # alternative values shown for each size of the best layout
+MICRO_TOKENS = (65536, 32768, 16384, 8192, 4096, 2048)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout that can run. All numbers are predicted."""
+
+    layout: Layout
+    micro_tokens: int  # train.max_tokens_per_micro_batch: of one rank
+    memory: Memory
+    seconds: Seconds
+    mfu: float  # model operations over the bf16 peak of the trainer's GPUs, while they train
+    host_gib: float = 0.0  # host memory per node for the optimizer's states
+    teacher_host_gib: float = 0.0  # host memory per node for a teacher that the trainer holds
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "layout": self.layout.name,
+            "micro_tokens": self.micro_tokens,
+            "predicted_seconds": self.seconds.by_phase(),
+            "predicted_gib": self.memory.in_gib(),
+            "predicted_training_mfu": round(self.mfu, 3),
+            **({"predicted_host_gib_of_a_node": round(self.host_gib, 1)} if self.layout.offload else {}),
+            **(
+                {"predicted_host_gib_of_a_node_for_the_teacher": round(self.teacher_host_gib, 1)}
+                if self.teacher_host_gib
+                else {}
+            ),
+        }
+
+
+@dataclass
+class Plan:
+    """Result of a search."""
+
+    best: list[Candidate]  # fastest first
+    losers: list[str] = field(default_factory=list)  # cost of the alternatives to the best, one line each
+    impossible: list[str] = field(default_factory=list)  # reasons why layouts cannot run, one line each
+    considered: int = 0  # number of layouts
+
+
+def search(
+    model: Architecture,
+    gpu: Gpu,
+    gpus: int,
+    work: Workload,
+    *,
+    ahead: int = 1,
+    fp8: bool = False,
+    offload: float = 0.0,
+) -> Plan:
+    """Searches all layouts of `gpus` GPUs, which are not a teacher's, for the fastest step.
+
+    `ahead`: the largest async depth to consider. `offload`: the fraction of the optimizer's states in host
+    memory. Raises ConfigError with the reasons if no layout can run.
+    """
+    if fp8 and gpu.fp8_tflops is None:
+        raise ConfigError(f"--fp8: the GPU {gpu.name} does not support FP8")
+    if model.positions and work.longest > model.positions:
+        raise ConfigError(
+            f"--prompt-tokens plus the longest response are {work.longest} tokens, more than the "
+            f"model's max_position_embeddings={model.positions}: a prompt has {work.prompt_tokens} "
+            f"(--prompt-tokens), the longest response {work.lengths.maximum} (--response-length MEAN,max=N; "
+            "without max, 5 times the mean)"
+        )
+    found: list[Candidate] = []
+    reasons: Counter[str] = Counter()
+    smallest: float | None = None
+    with_host = False  # a layout that does not fit would fit with all optimizer states in host memory
+    for where in _places(model, gpu, gpus, work, ahead):
+        divided = replace(where, offload=offload)
+        for layout in _layouts(model, divided, fp8, reasons, work.share_prompts, work.teacher):
+            if work.responses / work.mini_batches < layout.dp:
+                reasons["more data-parallel ranks than responses in a mini-batch"] += 1
+                continue
+            candidate, least = _fit(model, gpu, layout, work)
+            if candidate is None:
+                reasons[f"needs more than {USABLE:.0%} of the {gpu.memory_gib:g} GiB"] += 1
+                smallest = least if smallest is None else min(smallest, least)
+                if not (found or with_host) and offload < 1:
+                    with_host = _fit(model, gpu, replace(layout, offload=1.0), work)[0] is not None
+            else:
+                found.append(candidate)
+    impossible = [f"{count} layouts: {reason}" for reason, count in reasons.most_common()]
+    if smallest is not None:
+        impossible.append(f"the smallest layout that does not fit needs {smallest:.0f} GiB a GPU")
+    if not found:
+        if with_host:
+            impossible.append("some layouts fit with the optimizer's states in host memory: try --offload 1")
+        raise ConfigError("no layout can run: " + "; ".join(impossible or [_no_server(model, gpu, work)]))
+    found.sort(key=_order)
+    # Predictions are not accurate to 1%. Among layouts within 1% of the fastest, prefer the simplest.
+    as_fast = [candidate for candidate in found if candidate.seconds.step <= 1.01 * found[0].seconds.step]
+    found.insert(0, found.pop(found.index(min(as_fast, key=_divisions))))
+    return Plan(found, list(_losers(found)), impossible, len(found) + reasons.total())
+
+
+def _places(model: Architecture, gpu: Gpu, gpus: int, work: Workload, ahead: int) -> Iterator[Layout]:
+    """Yields each placement of the rollout servers: on the trainer's GPUs, or on nodes of their own."""
+    yield from _with_engines(model, gpu, Layout(gpus), work)
+    nodes = gpus // NODE
+    for own in sorted({round(nodes * share) for share in (0.25, 0.375, 0.5, 0.625, 0.75)} - {0, nodes}):
+        for depth in range(ahead + 1):
+            split = Layout((nodes - own) * NODE, rollout_gpus=own * NODE, async_steps=depth)
+            yield from _with_engines(model, gpu, split, work)
+
+
+def _with_engines(model: Architecture, gpu: Gpu, layout: Layout, work: Workload) -> Iterator[Layout]:
+    """Yields the layout with its fastest size of rollout engine, or nothing if no size fits.
+
+    A server has GPUs of one node, or whole nodes of its own (`rollout.servers.nodes`).
+    """
+    own = layout.rollout_gpus or layout.gpus
+    timed = [
+        (rollout_seconds(model, gpu, own // tp, tp, work), tp)
+        for tp in _engine_sizes(model)
+        if own % tp == 0 and (tp <= NODE or layout.rollout_gpus)
+    ]
+    if timed and min(timed)[0] < float("inf"):
+        yield replace(layout, rollout_tp=min(timed)[1])
+
+
+def _engine_sizes(model: Architecture) -> list[int]:
+    """Returns the numbers of GPUs over which an engine can divide the model's heads and experts."""
+    return [tp for tp in SIZES if model.heads % tp == 0 and model.expert_ffn % tp == 0]
+
+
+def _no_server(model: Architecture, gpu: Gpu, work: Workload) -> str:
+    """Says that no rollout server fits on the GPUs, and which would."""
+    fits = [tp for tp in _engine_sizes(model) if rollout_seconds(model, gpu, 1, tp, work) < float("inf")]
+    weights = f"the {2 * model.parameters / 2**30:.0f} GiB of bf16 weights and the longest response's cache"
+    if not fits:
+        return f"no rollout server of at most {max(SIZES)} of these GPUs can hold {weights}"
+    where = f", on {fits[0] // NODE} nodes that do not train" if fits[0] > NODE else ""
+    return f"a rollout server needs {fits[0]} GPUs{where}, to hold {weights}"
+
+
+def _layouts(
+    model: Architecture,
+    where: Layout,
+    fp8: bool,
+    reasons: Counter[str],
+    share_prompts: bool = False,
+    teacher: Teacher | None = None,
+) -> Iterator[Layout]:
+    """Yields every division of the trainer's GPUs that Megatron supports for this model, and its teacher."""
+    held = teacher if teacher is not None and teacher.held else None
+    # Sequences that context parallelism cannot cut.
+    whole = model.window or share_prompts or model.vision is not None
+    gpus = where.gpus
+    for tp in (size for size in SIZES if size <= min(NODE, gpus)):
+        if not model.divisible(tp):
+            reasons[f"tp={tp} does not divide the attention heads or the MLP"] += 1
+            continue
+        if model.adapter_rank % tp:
+            reasons[f"tp={tp} does not divide the adapters' rank"] += 1
+            continue
+        if model.vision is not None and model.vocab % tp:
+            reasons[
+                f"tp={tp} does not divide the vocabulary, which is not padded for a model with images"
+            ] += 1
+            continue
+        for pp in (size for size in range(1, gpus + 1) if gpus % (tp * size) == 0 and size <= model.layers):
+            if model.vision is not None and model.vision.deep > model.layers // pp:
+                reasons[f"pp={pp} leaves the first stage fewer layers than the vision tower feeds"] += 1
+                continue
+            for cp in (size for size in SIZES[: 1 if whole else 4] if gpus % (tp * pp * size) == 0):
+                for ep in SIZES if model.experts else (1,):
+                    if model.experts % ep or gpus % (pp * ep):
+                        continue
+                    for vpp in (1, 2, 4):
+                        if vpp > 1 and (pp == 1 or model.layers % (pp * vpp) or model.vision is not None):
+                            continue
+                        if held is not None and (why := held.misfit(model, tp, pp, vpp, cp, ep)):
+                            reasons[why] += 1
+                            continue
+                        for recompute in (False, True):
+                            yield replace(
+                                where, tp=tp, pp=pp, cp=cp, ep=ep, vpp=vpp, recompute=recompute, fp8=fp8
+                            )
+
+
+def _fit(model: Architecture, gpu: Gpu, layout: Layout, work: Workload) -> tuple[Candidate | None, float]:
+    """Returns the layout with its fastest micro-batch that fits (or None), and its least memory in GiB."""
+    best: Candidate | None = None
+    least = float("inf")
+    share = work.tokens / work.mini_batches / layout.dp
+    for of_rank in MICRO_TOKENS:
+        tokens = of_rank * layout.cp  # context-parallel ranks share a micro-batch
+        # A prompt is shared by the responses in a micro-batch: it has room for a whole group.
+        least_tokens = max(work.longest, work.group_tokens) if work.share_prompts else work.longest
+        if tokens < least_tokens and of_rank != max(MICRO_TOKENS):
+            break
+        batches = max(1, int(share // tokens))
+        used = memory(model, layout, min(tokens, share), batches, work.critic, work.teacher)
+        least = min(least, used.total / 2**30)
+        if used.total / 2**30 > USABLE * gpu.memory_gib:
+            continue
+        if best is None:
+            layout = replace(layout, transport=push_time.fastest(model, gpu, layout))
+        took = seconds(model, gpu, layout, work, min(tokens, share))
+        if best is None or took.step < best.seconds.step:
+            peak = took.training * layout.gpus * gpu.bf16_tflops * 1e12
+            mfu = model_flops(model, work) / peak
+            on_host = _host_gib(model, layout, work.critic), _teacher_host_gib(work.teacher, layout)
+            best = Candidate(layout, of_rank, used, took, mfu, *on_host)
+    return best, least
+
+
+def _host_gib(model: Architecture, layout: Layout, critic: bool) -> float:
+    """Returns the GiB of host memory for optimizer states on a node."""
+    if not layout.offload:
+        return 0.0
+    return _fuller_node(
+        layout,
+        lambda at: host_state(model, layout, at) + critic * host_state(model, layout, at, critic=True),
+    )
+
+
+def _teacher_host_gib(teacher: Teacher | None, layout: Layout) -> float:
+    """Returns the GiB of host memory for the weights of a teacher that the trainer holds, on a node."""
+    if teacher is None or not teacher.held:
+        return 0.0
+    return _fuller_node(layout, lambda stage: 2 * shard(teacher.model, layout, stage).total)
+
+
+def _fuller_node(layout: Layout, of_stage: Callable[[int], float]) -> float:
+    """Returns the GiB on the fuller of the first and the last node, given a rank's bytes by its stage.
+
+    The ranks of these two nodes hold the ends of the pipeline.
+    """
+    ranks, last = layout.gpus // layout.pp, max(0, layout.gpus - NODE)
+    nodes = (range(first, min(first + NODE, layout.gpus)) for first in (0, last))
+    return max(sum(of_stage(rank // ranks) for rank in node) for node in nodes) / 2**30
+
+
+def _order(candidate: Candidate) -> tuple[float, float, float]:
+    """Sort key: step time, then training time, then memory.
+
+    If the rollouts limit the step, the layout that trains fastest beside them comes first.
+    """
+    took = candidate.seconds
+    trains = took.scoring + took.teacher + took.training + took.optimizer
+    return round(took.step, 2), trains, candidate.memory.total
+
+
+def _divisions(candidate: Candidate) -> int:
+    """Counts the ways in which the model or its work is divided, beside data parallelism."""
+    at = candidate.layout
+    return sum(size > 1 for size in (at.tp, at.pp, at.vpp, at.cp, at.ep, at.async_steps)) + at.recompute
+
+
+def _losers(found: list[Candidate]) -> Iterator[str]:
+    """Yields, for other values of each size, the best layout's cost and the phase that it slows most."""
+    best = found[0]
+    ways = {
+        "tp": lambda c: c.layout.tp,
+        "pp": lambda c: c.layout.pp,
+        "cp": lambda c: c.layout.cp,
+        "ep": lambda c: c.layout.ep,
+        "recompute": lambda c: c.layout.recompute,
+        "rollout GPUs": lambda c: c.layout.rollout_gpus,
+        "async steps": lambda c: c.layout.async_steps,
+    }
+    for name, way in ways.items():
+        others: dict[Any, Candidate] = {}  # best candidate of each value: `found` is sorted, so the first
+        for candidate in found:
+            if way(candidate) != way(best):
+                others.setdefault(way(candidate), candidate)
+        for value in sorted(list(others)[:SHOWN]):
+            other = others[value]
+            mine, theirs = best.seconds.by_phase(), other.seconds.by_phase()
+            phase = max((p for p in mine if p not in ("step", "waiting")), key=lambda p: theirs[p] - mine[p])
+            slower = theirs["step"] - mine["step"]
+            cost = f"{slower:+.1f} s a step" if slower >= 0.05 else "no slower a step"
+            yield f"{name}={value}: {cost}; {phase} {theirs[phase] - mine[phase]:+.1f} s"

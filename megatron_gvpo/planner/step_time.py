@@ -1,0 +1,317 @@
+"""Predicts the seconds of a step, phase by phase.
+
+Training time is the operations over the GPU's reachable rate, plus the communication that Megatron does not
+hide, plus the pipeline bubble. Rollout time comes from a simulation of continuous batching over the
+response-length distribution, one decoding step after another. The simulation includes the end of a rollout,
+when only a few long responses still run.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING
+
+from megatron_gvpo.planner import push_time
+from megatron_gvpo.planner.architecture import Architecture, Gpu, engine_room
+from megatron_gvpo.planner.memory_model import shard, trained_shard
+from megatron_gvpo.planner.traffic import layer_backward, layer_forward, on_the_wire, optimizer_bytes
+from megatron_gvpo.planner.workload import Layout, Speculation, Workload
+
+if TYPE_CHECKING:
+    from megatron_gvpo.planner.teacher import Teacher
+
+NODE = 8  # GPUs that NVLink connects
+DECODE_OVERHEAD = 3e-3  # seconds per decoding step for scheduling and sampling
+# Seconds per proposed token, for its sampling and the draft's bookkeeping: chosen so that Qwen3.5-9B's
+# rollouts gain what SkyRL's docs/examples/spec_decode reports, 2.03 times with 3 tokens and 77 % accepted.
+DRAFT_OVERHEAD = 1.7e-3
+# Seconds for kernel starts in a CUDA graph, per attention or MLP of a decoding step. Tensor parallelism
+# doubles it.
+LAYER_OVERHEAD = 8e-6
+# Seconds that an all-reduce of a decoding step takes longer for every doubling of the engine's nodes.
+# DeepSeek-R1 in FP8 on 2 x 8 H100s takes 23.1 ms a token for one response (SGLang over InfiniBand:
+# tt-inference-server issue 356). The rest of this model accounts for 6.2 ms; the remainder is divided by
+# 2 x 61 all-reduces. The latency grows as in NCCL's trees (its src/graph/tuning.cc).
+NODE_LATENCY = 0.14e-3
+# Prefill over training, as fractions of the peak: prefill has no backward pass and large batches.
+PREFILL_FRACTION = 1.1
+# Mixture-of-experts over dense layers, likewise: their GEMMs are small and unequal, and tokens are permuted.
+MIXTURE_FRACTION = 0.6
+STEP_OVERHEAD = 2.0  # seconds per step for bookkeeping and for the first and last micro-batches
+WAKE_SECONDS = 4.0  # colocated: seconds to move weights and caches to and from host memory
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Seconds of each phase of a step."""
+
+    rollout: float
+    scoring: float
+    training: float
+    optimizer: float
+    sync: float
+    waiting: float  # overlapped: the trainer waits for rollouts; else: step overhead and moving GPU memory
+    overlapped: bool  # servers generate rollouts while the trainer trains
+    teacher: float = 0.0  # passes of a teacher that the trainer holds, or the wait for one on servers
+
+    @property
+    def step(self) -> float:
+        train = self.scoring + self.teacher + self.training + self.optimizer
+        if self.overlapped:
+            return max(self.rollout, train) + self.sync
+        return self.rollout + train + self.sync + self.waiting
+
+    def by_phase(self) -> dict[str, float]:
+        phases = {name: value for name, value in asdict(self).items() if name != "overlapped"}
+        return {name: round(value, 2) for name, value in (phases | {"step": self.step}).items()}
+
+
+def seconds(model: Architecture, gpu: Gpu, layout: Layout, work: Workload, micro_tokens: float) -> Seconds:
+    """Predicts the seconds of each phase of a step. `micro_tokens`: tokens of a micro-batch."""
+    forward, backward = _passes(model, gpu, layout, work)
+    epochs, updates = work.batch_epochs, work.updates
+    micro_batches = max(1.0, work.tokens / (layout.dp * micro_tokens * work.mini_batches))
+    bubble = _bubble(model, layout, micro_batches)
+    rollout = rollout_seconds(model, gpu, layout.engines, layout.rollout_tp, work)
+    training = epochs * (forward * (1 + layout.recompute) + backward) * bubble
+    scoring = forward * work.scoring * bubble
+    optimizer = updates * _optimizer(model, gpu, layout)
+    if work.critic:  # the critic computes values before the updates, then is updated itself
+        work = replace(work, share_prompts=False)
+        forward, backward = _passes(model, gpu, layout, work, critic=True)
+        training += epochs * (forward * (1 + layout.recompute) + backward) * bubble
+        scoring += forward * bubble
+        optimizer += updates * _optimizer(model, gpu, layout, critic=True)
+    sync = push_time.predicted(model, gpu, layout).seconds
+    taught = 0.0
+    if (teacher := work.teacher) is not None:
+        if teacher.held:
+            taught = _held_teacher(teacher, model, gpu, layout, work, micro_batches)
+        else:  # it answers while the trainer scores
+            taught = max(0.0, served_seconds(teacher, gpu, work) - scoring)
+    overlapped = layout.rollout_gpus > 0 and layout.async_steps > 0
+    if overlapped:
+        waiting = max(0.0, rollout - training - scoring - taught - optimizer)
+    else:
+        waiting = STEP_OVERHEAD + (0.0 if layout.rollout_gpus else WAKE_SECONDS)
+    return Seconds(rollout, scoring, training, optimizer, sync, waiting, overlapped, taught)
+
+
+def _held_teacher(
+    teacher: Teacher, policy: Architecture, gpu: Gpu, layout: Layout, work: Workload, micro_batches: float
+) -> float:
+    """Returns the seconds of a teacher that the trainer holds.
+
+    It computes log-probs once a step, and hidden states before every update whose head compares
+    distributions. That head computes the teacher's logits, and the policy's log-probs once more, forward and
+    backward, where the loss has other terms. Every mini-batch's pass moves the weights to the GPU and back.
+    """
+    forward, _ = _passes(teacher.model, gpu, layout, work)
+    took = teacher.passes * forward * _bubble(teacher.model, layout, micro_batches)
+    moves = teacher.passes * work.mini_batches
+    if teacher.divergence:
+        # A pass for hidden states has no head, and the update's head the same product.
+        took += work.batch_epochs * forward * _bubble(teacher.model, layout, micro_batches)
+        moves += work.updates
+        if teacher.beside:
+            again = 3 * policy.head_flops(work.responses * work.lengths.mean)
+            took += work.batch_epochs * again / (layout.gpus * gpu.flops(layout.fp8))
+    held = max(shard(teacher.model, layout, stage).total for stage in range(layout.pp))
+    return took + moves * 2 * 2 * held / (gpu.pcie_gb_per_s * gpu.network_fraction * 1e9)
+
+
+def served_seconds(teacher: Teacher, gpu: Gpu, work: Workload) -> float:
+    """Returns the seconds until a teacher's servers have scored a step's responses, each with its prompt.
+
+    Nothing decodes: every token passes the layers and the head once.
+    """
+    model, whole = teacher.model, replace(work, share_prompts=False, teacher=None)
+    flops = model.layer_flops(whole.tokens, whole.pairs / whole.tokens) + model.head_flops(whole.tokens)
+    fraction = PREFILL_FRACTION * (MIXTURE_FRACTION if model.moe_layers else 1.0)
+    return flops / (teacher.gpus * gpu.flops(False) * fraction)
+
+
+def _bubble(model: Architecture, layout: Layout, micro_batches: float) -> float:
+    """Returns a pass's seconds over those of its work: the pipeline's bubble and its fullest stage."""
+    stage = max(layout.stage_layers(model.layers)) * layout.pp / model.layers  # fullest stage over mean stage
+    return stage * (1 + (layout.pp - 1) / (layout.vpp * micro_batches))
+
+
+def model_flops(model: Architecture, work: Workload) -> float:
+    """Counts the operations of training one step without recomputation, as MFU is defined."""
+    passes = (1 + _backward_work(model, critic=False)) * forward_flops(model, work)
+    passes += image_flops(model, work, work.responses)
+    if work.critic:
+        passes += 3 * forward_flops(model, replace(work, share_prompts=False), critic=True)
+    return work.batch_epochs * passes
+
+
+def forward_flops(model: Architecture, work: Workload, critic: bool = False) -> float:
+    """Counts the operations of the forward pass over a step's tokens."""
+    head = 0.0 if critic else model.head_flops(work.responses * work.lengths.mean)
+    return model.layer_flops(work.tokens, work.pairs / work.tokens) + head
+
+
+def image_flops(model: Architecture, work: Workload, prompts: float) -> float:
+    """Counts the operations of encoding the images of so many prompts, each with one of its image tokens."""
+    if model.vision is None:
+        return 0.0
+    patches = work.image_tokens * model.vision.merge
+    return model.vision.flops(prompts * work.image_tokens, patches)
+
+
+def _passes(
+    model: Architecture, gpu: Gpu, layout: Layout, work: Workload, critic: bool = False
+) -> tuple[float, float]:
+    """Returns the seconds of the forward and of the backward pass over a step's tokens.
+
+    Both include the communication that they cannot hide. `traffic` gives the bytes of tensor parallelism;
+    tests compare them with counts in real runs.
+    """
+    fraction = MIXTURE_FRACTION if model.moe_layers else 1.0
+    reach = gpu.flops(layout.fp8) * fraction
+    compute = forward_flops(model, work, critic) / (layout.gpus * reach)
+    # The first stage alone encodes images, and the others wait for it. A frozen tower has no backward pass.
+    ranks = layout.gpus / layout.pp / (1 if model.vision is None or model.vision.split else layout.tp)
+    encoding = image_flops(model, work, work.responses) / (ranks * reach)
+    state = round(2 * model.hidden * work.tokens / (layout.dp * layout.cp))  # bytes of hidden states, bf16
+    network = gpu.network_gb_per_s * gpu.network_fraction * 1e9
+    nvlink = gpu.nvlink_gb_per_s * gpu.network_fraction * 1e9
+    link = nvlink if layout.tp <= NODE else network
+    split = []
+    for sent in (layer_forward(layout.tp, state, True), layer_backward(layout.tp, state, True)):
+        wire = sum(on_the_wire(operation, size, layout.tp) for (operation, _), size in sent.items())
+        split.append(model.layers / layout.pp * wire / link)
+    # Expert parallelism sends every token to its experts and back, in the forward and in the backward pass.
+    # NVLink and the network work at the same time, so the slower of the two counts.
+    routed = 0.0
+    if model.moe_layers and layout.ep > 1:
+        exchanged = 2 * model.moe_layers / layout.pp * model.experts_per_token * state / layout.tp / layout.ep
+        here = min(layout.ep, NODE)  # ranks of the expert group on one node: tp does not split experts
+        routed = max(exchanged * (here - 1) / nvlink, exchanged * (layout.ep - here) / network)
+    return encoding + compute + split[0] + routed, _backward_work(model, critic) * compute + split[1] + routed
+
+
+def _backward_work(model: Architecture, critic: bool) -> int:
+    """Returns the operations of the backward pass over those of the forward pass.
+
+    Weights under adapters need no gradients of their own, only those of what enters them.
+    """
+    return 1 if model.adapter_rank and not critic else 2
+
+
+def _optimizer(model: Architecture, gpu: Gpu, layout: Layout, critic: bool = False) -> float:
+    """Returns the seconds of one optimizer update.
+
+    Data-parallel ranks reduce gradients in fp32 and gather weights in bf16; neither is overlapped. Adam reads
+    and writes its states: 30 bytes of GPU memory an element. An element on the host takes 40 bytes of host
+    memory traffic, and 6 bytes over the link at the same time for its gradient and weight.
+    """
+    held = trained_shard(model, layout, 0, critic)
+    copies = layout.dp * layout.cp
+    span = layout.tp * copies
+    link = gpu.nvlink_gb_per_s if span <= NODE else gpu.network_gb_per_s
+    sent = optimizer_bytes([round(held.total)], copies, 2)
+    wire = sum(on_the_wire(operation, size, copies) for (operation, _), size in sent.items())
+    moved = wire / (link * gpu.network_fraction * 1e9)
+    on_host = layout.offload * held.total / copies
+    on_gpu = held.total / copies - on_host
+    device = 30 * on_gpu / (gpu.memory_gb_per_s * gpu.memory_fraction * 1e9)
+    link = gpu.pcie_gb_per_s * gpu.network_fraction * 1e9
+    return moved + max(
+        device, 40 * on_host / (gpu.host_gb_per_s * gpu.memory_fraction * 1e9), 6 * on_host / link
+    )
+
+
+@cache
+def rollout_seconds(model: Architecture, gpu: Gpu, engines: int, tp: int, work: Workload) -> float:
+    """Returns the seconds until the step's last response ends; infinite if the longest response does not fit.
+
+    `engines` engines of `tp` GPUs each share the prompts.
+    """
+    room = engine_room(model, tp, gpu.memory_gib)
+    per_token = 2.0 * model.cache_per_token
+    if room < per_token * work.longest:
+        return math.inf
+    here = math.ceil(work.responses / engines)
+    lengths = work.lengths.sample(here)
+    random.Random(0).shuffle(lengths)
+    reach = tp * gpu.flops(False) * (MIXTURE_FRACTION if model.moe_layers else 1.0)
+    prefill = model.layer_flops(here / work.k * work.prompt_tokens, work.prompt_tokens / 2)
+    prefill += image_flops(model, work, here / work.k)
+    step = DecodeStep(model, gpu, tp)
+    elapsed = prefill / (reach * PREFILL_FRACTION)
+    # The simulation steps from the end of one response to the end of the next. `clock` counts tokens: a step
+    # gives every running response `given` of them. `held` counts the tokens in the cache now, `reserved`
+    # those that the running responses will have there at their ends.
+    given = 1.0 if work.speculation is None else work.speculation.length
+    clock = reserved = held = 0.0
+    ends: list[tuple[float, float]] = []  # heap over running responses: (clock at the end, length in tokens)
+    waiting = lengths
+    while waiting or ends:
+        while waiting and (reserved + work.prompt_tokens + waiting[-1]) * per_token <= room:
+            length = waiting.pop()
+            heapq.heappush(ends, (clock + length, length))
+            reserved += work.prompt_tokens + length
+            held += work.prompt_tokens
+        stride = ends[0][0] - clock
+        took = step.seconds(len(ends), held + stride / 2 * len(ends), work.speculation)
+        elapsed += stride / given * took
+        held += stride * len(ends)
+        clock = ends[0][0]
+        while ends and ends[0][0] <= clock:
+            _, length = heapq.heappop(ends)
+            reserved -= work.prompt_tokens + length
+            held -= work.prompt_tokens + length
+    return elapsed
+
+
+class DecodeStep:
+    """Cost of one decoding step, which gives tokens to each response of a batch.
+
+    The larger of memory traffic and operations limits a pass; communication and overhead are added.
+    """
+
+    def __init__(self, model: Architecture, gpu: Gpu, tp: int) -> None:
+        self._model, self._tp = model, tp
+        self._bandwidth = gpu.memory_gb_per_s * gpu.memory_fraction * 1e9 * tp
+        self._reach = gpu.flops(False) * tp
+        link = gpu.nvlink_gb_per_s if self._tp <= NODE else gpu.network_gb_per_s
+        self._link = link * gpu.network_fraction * 1e9
+        hops = 2 if self._tp > 1 else 1
+        doublings = math.log2(max(1.0, self._tp / NODE))
+        self._layer_overhead = 2 * (LAYER_OVERHEAD * hops + NODE_LATENCY * doublings)
+
+    def seconds(self, batch: int, context: float, speculation: Speculation | None = None) -> float:
+        """Returns the seconds of a step. `context`: tokens in the caches of the whole batch.
+
+        With speculation a step proposes tokens, one after the other, and verifies them in one pass, which
+        computes each response's last token and the proposed ones.
+        """
+        if speculation is None:
+            return DECODE_OVERHEAD + self._pass(1.0, batch, context)
+        drafting = speculation.tokens * DRAFT_OVERHEAD
+        if not speculation.from_text:
+            drafting += speculation.tokens * self._pass(1 / self._model.layers, batch, context)
+        verifying = self._pass(1.0, batch * (1 + speculation.tokens), context)
+        return DECODE_OVERHEAD + drafting + verifying
+
+    def _pass(self, layers: float, tokens: int, context: float) -> float:
+        """Returns the seconds of a forward pass of `tokens` tokens through a fraction of the layers."""
+        model = self._model
+        weights = model.layers * (model.attention + model.replicated)
+        weights += (model.layers - model.moe_layers) * model.mlp
+        if model.moe_layers:  # the step reads the experts that at least one token of the batch has chosen
+            touched = 1 - (1 - model.experts_per_token / model.experts) ** tokens
+            weights += model.moe_layers * (model.shared + touched * model.experts * model.expert)
+        moved = 2.0 * (layers * (weights + model.cache_per_token * context) + model.embedding)
+        read = moved / self._bandwidth
+        compute = (layers * model.layer_flops(tokens, 0) + model.head_flops(tokens)) / self._reach
+        exchanged = 0.0
+        if self._tp > 1:
+            exchanged = layers * 4 * model.layers * 2 * model.hidden * tokens / self._link
+        return max(read, compute) + exchanged + layers * model.layers * self._layer_overhead

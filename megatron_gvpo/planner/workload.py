@@ -1,0 +1,216 @@
+"""Inputs of a plan: the GPU, the prompts and responses of a step, and the layout of the GPUs."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import resources
+from statistics import NormalDist
+from typing import TYPE_CHECKING, Any
+
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.planner.architecture import Gpu
+
+if TYPE_CHECKING:
+    from megatron_gvpo.planner.teacher import Teacher
+
+
+def gpu(name: str) -> Gpu:
+    """Returns the description of a GPU. Raises ConfigError, which lists the known GPUs, for another name."""
+    known: dict[str, Any] = json.loads(resources.files(__package__).joinpath("gpus.json").read_text())
+    del known["sources"]
+    if name.lower() not in known:
+        raise ConfigError(f"--gpu {name}: unknown; planner/gpus.json describes {', '.join(known)}")
+    values = known[name.lower()]
+    return Gpu(name.lower(), **{key: value for key, value in values.items() if key != "sources"})
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Distribution of response lengths in tokens.
+
+    It is log-normal with this mean and 95th percentile, and cut at `maximum`. Raises ConfigError unless
+    0 < mean < p95 <= maximum.
+    """
+
+    mean: float
+    p95: float
+    maximum: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.mean < self.maximum or not self.mean < self.p95 <= self.maximum:
+            raise ConfigError(
+                f"--response-length {self.mean:g},p95={self.p95:g},max={self.maximum}: expected "
+                "0 < mean < p95 <= max"
+            )
+
+    @cached_property
+    def _log(self) -> NormalDist:
+        """The normal distribution of ln length, with mean mu and standard deviation sigma.
+
+        ln p95 = mu + 1.645 sigma and ln mean = mu + sigma^2 / 2 give a quadratic in sigma. Its smaller root
+        is used; if it has none, sigma = 1.645.
+        """
+        z = NormalDist().inv_cdf(0.95)
+        root = z * z - 2 * math.log(self.p95 / self.mean)
+        sigma = z - math.sqrt(max(0.0, root))
+        return NormalDist(math.log(self.mean) - sigma * sigma / 2, sigma)
+
+    def quantile(self, share: float) -> float:
+        return min(float(self.maximum), max(1.0, math.exp(self._log.inv_cdf(share))))
+
+    def sample(self, count: int) -> list[float]:
+        """Returns `count` lengths at equal steps of probability, shortest first."""
+        return [self.quantile((i + 0.5) / count) for i in range(count)]
+
+
+def parse_lengths(text: str) -> Lengths:
+    """Parses `850`, `850,p95=3000` or `850,p95=3000,max=8192`. Raises ConfigError for other text."""
+    first, *others = text.split(",")
+    try:
+        named = dict(other.split("=") for other in others)
+        mean = float(first)
+        p95 = float(named.pop("p95", 2.5 * mean))
+        maximum = int(named.pop("max", math.ceil(2 * p95)))
+    except (ValueError, OverflowError):
+        named = {"": ""}
+    if named:
+        raise ConfigError(f"--response-length {text}: expected MEAN[,p95=TOKENS][,max=TOKENS]")
+    return Lengths(mean, p95, maximum)
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """Speculative decoding of the rollouts (`rollout.speculation`)."""
+
+    tokens: int  # proposed at a time
+    acceptance: float  # share of the proposed tokens that the policy accepts
+    from_text: bool = (
+        False  # the text proposes, at no cost; else a layer with the model's sizes, and its head
+    )
+
+    @property
+    def length(self) -> float:
+        """Mean number of tokens that a verification gives."""
+        return 1 + self.tokens * self.acceptance
+
+
+def parse_speculation(text: str) -> Speculation:
+    """Parses `3,acceptance=0.77` or `3,acceptance=0.3,draft=text`. Raises ConfigError for other text."""
+    first, *others = text.split(",")
+    try:
+        named = dict(other.split("=") for other in others)
+        draft = {"head": False, "text": True}[named.pop("draft", "head")]
+        found = Speculation(int(first), float(named.pop("acceptance")), draft)
+    except (ValueError, KeyError):
+        named = {"": ""}
+    if named or not 1 <= found.tokens <= 64 or not 0 <= found.acceptance <= 1:
+        raise ConfigError(
+            f"--speculate {text}: expected TOKENS,acceptance=SHARE[,draft=text], with 1 to 64 tokens and a "
+            "share from 0 to 1"
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One training step."""
+
+    prompts: int
+    k: int  # responses per prompt
+    prompt_tokens: int  # mean length of a prompt
+    lengths: Lengths
+    mini_batches: int = 1
+    scoring: float = 0.0  # forward passes of the policy before the first update
+    critic: bool = False
+    batch_epochs: int = 1  # passes of updates over the mini-batches
+    share_prompts: bool = False  # a group's prompt is computed once (train.share_prompts)
+    speculation: Speculation | None = None
+    image_tokens: int = 0  # of `prompt_tokens`, those that stand for the prompt's images
+    teacher: Teacher | None = None
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates per step."""
+        return self.mini_batches * self.batch_epochs
+
+    @property
+    def responses(self) -> int:
+        return self.prompts * self.k
+
+    @property
+    def tokens(self) -> float:
+        """Mean number of tokens, of prompts and responses, in one pass over the step's batch."""
+        return self.prompts * self.group_tokens
+
+    @property
+    def group_tokens(self) -> float:
+        """Mean number of tokens of a prompt's responses, with the prompt once or before each of them."""
+        return self._copies * self.prompt_tokens + self.k * self.lengths.mean
+
+    @property
+    def pairs(self) -> float:
+        """Mean number of pairs of tokens that attend to each other in one pass over the step's batch."""
+        prompt, lengths = self.prompt_tokens, self.lengths.sample(200)
+        response = sum(prompt * n + n * n / 2 for n in lengths) / len(lengths)
+        return self.prompts * (self._copies * prompt**2 / 2 + self.k * response)
+
+    @property
+    def _copies(self) -> int:
+        return 1 if self.share_prompts else self.k
+
+    @property
+    def longest(self) -> int:
+        return self.prompt_tokens + self.lengths.maximum
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Division of the trainer's GPUs, and placement of the rollout servers."""
+
+    gpus: int  # the trainer's GPUs
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1  # chunks of layers on every pipeline stage
+    cp: int = 1
+    ep: int = 1
+    recompute: bool = False  # recompute all activations
+    fp8: bool = False
+    offload: float = 0.0  # fraction of the optimizer's states in host memory
+    rollout_gpus: int = 0  # the servers' own GPUs; 0: colocated with the trainer
+    rollout_tp: int = 1
+    async_steps: int = 0
+    transport: str = "broadcast"  # of weights to servers on GPUs of their own
+
+    @property
+    def dp(self) -> int:
+        return self.gpus // (self.tp * self.pp * self.cp)
+
+    def stage_layers(self, layers: int) -> tuple[int, ...]:
+        """Returns the number of layers of every pipeline stage.
+
+        If the stages cannot be equal, the first and last have fewer: they also hold the embedding and head.
+        """
+        each, more = divmod(layers, self.pp)
+        fewer = [self.pp - 1, 0, *range(self.pp - 2, 0, -1)][: self.pp - more]
+        return tuple(each + (stage not in fewer) for stage in range(self.pp))
+
+    @property
+    def engines(self) -> int:
+        return (self.rollout_gpus or self.gpus) // self.rollout_tp
+
+    @property
+    def name(self) -> str:
+        parts = [
+            f"{key}{getattr(self, key)}" for key in ("tp", "pp", "vpp", "cp", "ep") if getattr(self, key) > 1
+        ]
+        parts += [f"dp{self.dp}"] + ["recompute"] * self.recompute + ["fp8"] * self.fp8
+        parts += [f"offload{self.offload:g}"] if self.offload else []
+        if self.rollout_gpus:
+            where = f"split {self.gpus}+{self.rollout_gpus}, {self.async_steps} ahead"
+        else:
+            where = "colocated"
+        sent = f", {self.transport}" if self.transport != Layout.transport else ""
+        return f"{' '.join(parts)}, {where}, rollout tp{self.rollout_tp}{sent}"

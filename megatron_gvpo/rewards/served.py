@@ -1,0 +1,211 @@
+"""The reward components on servers, for a run: rank 0 asks, and all ranks get the verdicts."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import torch.distributed as dist
+
+from megatron_gvpo.core.errors import ConfigError, DataError
+from megatron_gvpo.groups import LOST, Group, Prompt, Rollout
+from megatron_gvpo.huggingface.fingerprint import fingerprint
+from megatron_gvpo.huggingface.tokenizer import load_tokenizer
+from megatron_gvpo.rewards.judge import Judge, as_text, dialogue, prompt_messages
+from megatron_gvpo.rewards.reward_model import RewardModel
+from megatron_gvpo.servers.http import open_session
+from megatron_gvpo.servers.launch.start import report
+from megatron_gvpo.servers.leader import BackgroundLoop, Command, Failed, follow, result_of
+from megatron_gvpo.servers.model_requests import Servers, Verdict
+from megatron_gvpo.servers.model_servers import Checkpoint, open_servers
+from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.reward_servers import JudgeConfig, RewardModelConfig, key_of
+from megatron_gvpo.types import OnWait
+
+
+class _Scorer(NamedTuple):
+    """One component, on rank 0."""
+
+    name: str
+    model: RewardModel | Judge
+    servers: Servers
+    facts: dict[str, float]  # metrics that stay
+
+
+class ServedRewards:
+    """Scores responses with the components on servers. A context manager: servers it started end with it.
+
+    Every rank calls every method. Without such components it does nothing.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._components = config.rewards.components if config.rewards.is_served else ()
+        held_out = config.data.eval
+        self._keys = [config.data.train.prompt_key, *([held_out.prompt_key] if held_out else [])]
+        self._opened = ExitStack()
+        self._loop: BackgroundLoop | None = None  # on rank 0
+        self._scorers: list[_Scorer] = []
+        self.metrics: dict[str, float] = {}  # of the last batch, on rank 0
+
+    def __enter__(self) -> Self:
+        """Start the servers. Raises ConfigError, RolloutError."""
+        if self._components:
+            try:
+                follow(self._open if not dist.is_initialized() or dist.get_rank() == 0 else None)
+            except BaseException:  # Python does not call __exit__ then
+                self._opened.close()
+                raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._opened.close()
+
+    def score(self, groups: Sequence[Group], others: Callable[[], None], on_wait: OnWait = None) -> None:
+        """Add the components' scores to the rewards that `others()` fills in meanwhile.
+
+        A response that a component could not score is lost: it has the finish reason "lost", and the cause as
+        its text. Raises RolloutError.
+        """
+        if not self._components:
+            others()
+            return
+        began = time.perf_counter()
+        task = None
+        if self._loop is not None:
+            task = self._loop.submit(self._ask_all(groups))
+        try:
+            others()
+            rows = follow(None if task is None else partial(result_of, task), on_wait)
+        finally:
+            if task is not None:
+                task.cancel()  # has an effect only where something was raised
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        for rollout, verdicts in zip(rollouts, rows, strict=True):
+            self._record(rollout, {name: Verdict(*verdict) for name, verdict in verdicts.items()})
+        if self._loop is not None:
+            self._count(time.perf_counter() - began)
+
+    def _record(self, rollout: Rollout, verdicts: dict[str, Verdict]) -> None:
+        scored = dict(rollout.rewards)
+        for name, verdict in verdicts.items():
+            if verdict.score is None:
+                rollout.finish_reason, rollout.text = LOST, f"reward {name}: {verdict.said}"
+                return
+            scored[name] = verdict.score
+            if verdict.said:
+                rollout.explanations[name] = verdict.said
+        rollout.rewards = {c.name: scored[c.name] for c in self._components}  # in their order
+        rollout.reward = sum((c.weight * scored[c.name] for c in self._components), 0.0)
+
+    def _count(self, seconds: float) -> None:
+        self.metrics = {"reward/served_s": seconds}
+        for name, model, servers, facts in self._scorers:
+            found = {
+                "requests": servers.requests,
+                "failed_requests": servers.failures,
+                **model.metrics,
+                **facts,
+            }
+            self.metrics |= {f"reward/{name}/{key}": float(value) for key, value in found.items()}
+
+    async def _ask_all(self, groups: Sequence[Group]) -> list[dict[str, Verdict]]:
+        """The verdicts of each response, by component."""
+        pairs = [(group.prompt, rollout) for group in groups for rollout in group.rollouts]
+        found = await asyncio.gather(*(self._ask(scorer, pairs) for scorer in self._scorers))
+        names = [scorer.name for scorer in self._scorers]
+        return [dict(zip(names, verdicts, strict=True)) for verdicts in zip(*found, strict=True)]
+
+    async def _ask(self, scorer: _Scorer, pairs: Sequence[tuple[Prompt, Rollout]]) -> list[Verdict]:
+        """One component's verdicts; equal responses to a prompt are scored once."""
+        same: dict[tuple[str, str], int] = {}
+        asked: list[Any] = []
+        places = []
+        for prompt, rollout in pairs:
+            messages = dialogue(prompt, rollout, self._keys)
+            key = (prompt.id, repr(messages))
+            if key not in same:
+                same[key] = len(asked)
+                judges = isinstance(scorer.model, Judge)
+                asked.append(self._fields(prompt, rollout) if judges else (prompt.id, messages))
+            places.append(same[key])
+        verdicts = await scorer.model.verdicts(scorer.servers, asked)
+        return [verdicts[place] for place in places]
+
+    def _fields(self, prompt: Prompt, rollout: Rollout) -> dict[str, str]:
+        """The fields that a judge's template may name."""
+        said = rollout.messages or [{"role": "assistant", "content": rollout.text}]
+        return {
+            **{key: str(value) for key, value in prompt.record.items()},
+            "prompt": as_text(prompt_messages(prompt, self._keys)),
+            "response": as_text(said),
+            "answer": prompt.answer or "",
+        }
+
+    def _open(self) -> Command:
+        """Rank 0: open what is not open yet; wait for the servers."""
+        try:
+            if self._loop is None:
+                self._start()
+            return result_of(self._ready)
+        except (ConfigError, DataError) as error:
+            return Failed(str(error), misconfigured=True)
+
+    def _start(self) -> None:
+        loop = BackgroundLoop("reward client")
+        self._opened.callback(loop.close)
+        session = loop.run(open_session())
+        self._opened.callback(lambda: loop.run(session.close()))
+        for i, component in enumerate(self._components):
+            if component.served is None:
+                continue
+            key = key_of(i, component.served)
+            model = (
+                RewardModel(component.served, key, _tokenizer(component.served, key))
+                if isinstance(component.served, RewardModelConfig)
+                else Judge(component.served, key)
+            )
+            place = open_servers(
+                *(self._config, f"{key}.servers", component.served.servers, _checkpoint(component.served)),
+                report,
+                "reward server",
+            )
+            if place.supervisor is not None:
+                self._opened.callback(place.supervisor.close)
+            settings = component.served.servers
+            check = partial(model.check, timeout=settings.request_timeout)
+            servers = Servers(place, settings, session, check)
+            self._scorers.append(_Scorer(component.name, model, servers, _hash(component.served.path)))
+        self._opened.callback(loop.cancel_all)
+        self._loop = loop
+        self._ready = loop.submit(self._check_all())
+
+    async def _check_all(self) -> None:
+        await asyncio.gather(*(scorer.servers.check_all() for scorer in self._scorers))
+
+
+def _hash(path: str | None) -> dict[str, float]:
+    found = None if path is None else fingerprint(Path(path))
+    return {} if found is None else {"model_hash": float(int(found["sha256"][:8], 16))}
+
+
+def _checkpoint(served: RewardModelConfig | JudgeConfig) -> Checkpoint | None:
+    if served.path is None:
+        return None
+    generates = not isinstance(served, RewardModelConfig)
+    return Checkpoint(served.path, served.dtype, served.trust_remote_code, generates)
+
+
+def _tokenizer(served: RewardModelConfig, key: str) -> Any:
+    try:
+        return load_tokenizer(served.path, served.trust_remote_code)
+    except DataError as error:
+        raise ConfigError(str(error).replace("model.path=", f"{key}.path=", 1)) from None

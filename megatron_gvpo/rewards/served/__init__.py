@@ -1,1 +1,0 @@
-"""Rewards by models on servers: reward models, and judges that write their verdicts."""

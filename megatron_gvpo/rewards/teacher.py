@@ -1,0 +1,191 @@
+"""A teacher on servers: rank 0 sends the tokens of responses, and all ranks get their log-probs."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import time
+from array import array
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from types import TracebackType
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.rewards.reward_model import TOLERANCE
+from megatron_gvpo.servers.http import Http, ServerRefused, open_session
+from megatron_gvpo.servers.launch.start import DIALECTS, report
+from megatron_gvpo.servers.leader import BackgroundLoop, Command, Failed, follow, result_of
+from megatron_gvpo.servers.model_requests import Misfit, Servers, check_model
+from megatron_gvpo.servers.model_servers import Checkpoint, open_servers
+from megatron_gvpo.settings.config import Config
+from megatron_gvpo.types import OnWait, TrainBatch
+
+SECTION = "teacher.server"
+PROBE = list(range(8))  # token ids whose log-probs tell one model from another
+Asked = tuple[tuple[int, ...], int]  # token ids, and the place of the first one whose log-prob is wanted
+
+
+class ServedTeacher:
+    """Log-probs of responses at temperature 1, by servers of the dialects of rollouts.
+
+    A context manager: servers that it started end with it. Every rank calls every method with the same rows.
+    Token ids are sent as they were sampled. A segment of a conversation is a request of its own, and equal
+    requests of a step are sent once.
+    """
+
+    def __init__(self, config: Config) -> None:
+        teacher = config.teacher
+        assert teacher is not None and teacher.server is not None, "the run has no teacher on servers"
+        self._config, self._teacher, self._settings = config, teacher, teacher.server
+        self._opened = ExitStack()
+        self._loop: BackgroundLoop | None = None  # on rank 0, like all that follows
+        self._servers: Servers | None = None
+        self._probe: list[float] | None = None  # log-probs of PROBE by the first server
+        self._answers: dict[Asked, concurrent.futures.Future[list[float]]] = {}  # of the present step
+        self._sent = self._waited = 0.0
+
+    def __enter__(self) -> Self:
+        """Start the servers. Raises ConfigError, RolloutError."""
+        try:
+            follow(self._open if _leads() else None)
+        except BaseException:  # Python does not call __exit__ then
+            self._opened.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._opened.close()
+
+    def ask(self, mini_batches: Sequence[TrainBatch]) -> None:
+        """Send the responses of a step, which `score` will want; does not wait for the answers."""
+        earlier, self._answers, self._waited = self._answers, {}, 0.0
+        self._sent = 0.0
+        if self._loop is None:
+            return
+        for asked in {asked: None for rows in mini_batches for asked, _ in _asked(rows)}:
+            known = earlier.pop(asked, None)
+            self._answers[asked] = self._send(asked) if known is None else known
+        for task in earlier.values():
+            task.cancel()
+
+    def score(self, rows: TrainBatch, on_wait: OnWait = None) -> Tensor:
+        """Return the response tokens' log-probs, fp32 [r] on the CPU of every rank.
+
+        `on_wait` is called now and then while ranks wait. Raises RolloutError if a server refuses a
+        request, or none answers within `teacher.server.start_timeout`.
+        """
+        began = time.perf_counter()
+        task = None if self._loop is None else self._loop.submit(self._column(rows))
+        try:
+            data = follow(None if task is None else partial(result_of, task), on_wait)
+        finally:
+            if task is not None:
+                task.cancel()  # has an effect only where something was raised
+        self._waited += time.perf_counter() - began
+        return torch.frombuffer(bytearray(data), dtype=torch.float32) if data else torch.zeros(0)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the present step, on rank 0."""
+        if self._servers is None:
+            return {}
+        return {
+            "teacher/wait_s": self._waited,
+            "teacher/tokens": self._sent,
+            "teacher/requests": float(self._servers.requests),
+            "teacher/failed_requests": float(self._servers.failures),
+        }
+
+    def _send(self, asked: Asked) -> concurrent.futures.Future[list[float]]:
+        assert self._loop is not None and self._servers is not None, "only rank 0 sends"
+        ids, first = asked
+        self._sent += len(ids)
+        timeout = self._servers.timeout
+        return self._loop.submit(self._servers.ask(lambda http: self._logps(http, ids, first, timeout)))
+
+    async def _column(self, rows: TrainBatch) -> bytes:
+        """The log-probs of the rows' response tokens, as fp32 in memory."""
+        column = array("f", bytes(4 * rows.offsets[-1]))
+        for asked, places in _asked(rows):
+            if asked not in self._answers:
+                self._answers[asked] = self._send(asked)
+            logps = await asyncio.wrap_future(self._answers[asked])
+            for place, begin, count in places:
+                start = place - asked[1]
+                column[begin : begin + count] = array("f", logps[start : start + count])
+        return column.tobytes()
+
+    async def _logps(self, http: Http, ids: Sequence[int], first: int, timeout: float) -> list[float]:
+        """The log-probs of the tokens from `first` on. Raises ServerGone, ServerRefused."""
+        dialect = DIALECTS[self._settings.engine](http)
+        found = await dialect.score(ids, timeout, first)
+        if len(found) != len(ids) - first:
+            raise ServerRefused(f"{http.url}: {len(found)} log-probs of {len(ids) - first} tokens", 502)
+        return found
+
+    async def _check(self, http: Http) -> None:
+        """Compare its files with `teacher.path`, and its probe with the first server's. Raises Misfit."""
+        timeout, engine = self._settings.request_timeout, self._settings.engine
+        await http.get("/health", timeout=timeout)
+        await check_model(http, engine, self._teacher.path, "teacher.path", timeout)
+        try:
+            logps = await self._logps(http, PROBE, 1, timeout)
+        except ServerRefused as error:
+            if not error.is_request:
+                raise
+            raise Misfit(f"{SECTION}: it does not speak as engine={engine} does: {error}") from None
+        if self._probe is None:
+            self._probe = logps
+        apart = max(abs(a - b) for a, b in zip(logps, self._probe, strict=True))
+        if apart > (limit := 10 * TOLERANCE[self._config.model.dtype]):
+            raise Misfit(
+                f"{SECTION}: {http.url} gives fixed tokens log-probs up to {apart:.3g} nats from those of "
+                f"the first server, more than {limit:g}: it serves another model"
+            )
+
+    def _open(self) -> Command:
+        """Rank 0: open what is not open yet; wait for the servers."""
+        try:
+            if self._loop is None:
+                self._start()
+            return result_of(self._ready)
+        except ConfigError as error:
+            return Failed.by(error)
+
+    def _start(self) -> None:
+        loop = BackgroundLoop("teacher client")
+        self._opened.callback(loop.close)
+        session = loop.run(open_session())
+        self._opened.callback(lambda: loop.run(session.close()))
+        teacher = self._teacher
+        checkpoint = Checkpoint(teacher.path, self._config.model.dtype, teacher.trust_remote_code)
+        place = open_servers(*(self._config, SECTION, self._settings, checkpoint), report, "teacher's server")
+        if place.supervisor is not None:
+            self._opened.callback(place.supervisor.close)
+        self._servers = Servers(place, self._settings, session, self._check)
+        self._opened.callback(loop.cancel_all)
+        self._loop = loop
+        self._ready = loop.submit(self._servers.check_all())
+
+
+def _leads() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _asked(rows: TrainBatch) -> list[tuple[Asked, list[tuple[int, int, int]]]]:
+    """The requests of the rows, each with its own tokens: (place in the request, place in [r], how many)."""
+    found = []
+    for i in range(len(rows)):
+        for segment in rows.segments(i):
+            own = [(place, rows.offsets[i] + begin, count) for place, begin, count in segment.own if count]
+            if own:
+                found.append(((tuple(segment.ids), own[0][0]), own))
+    return found

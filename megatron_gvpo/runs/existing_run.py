@@ -1,0 +1,264 @@
+"""The earlier run in an output directory: continued, refused or replaced, and never mixed with another."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.core.jsonl import read_metrics
+from megatron_gvpo.runs.written import (
+    CONFIG,
+    EXPORT,
+    foreign_files,
+    json_object,
+    names,
+    present,
+    recorded_names,
+    remove_written,
+)
+
+if TYPE_CHECKING:
+    from megatron_gvpo.settings.config import Config
+
+
+# Files that a run writes after its last checkpoint only.
+_LAST = ("hf", "summary.json", "curve.png")
+
+# How a run treats an earlier one: `refuse` refuses to start; `resume` continues it and refuses to start where
+# there is no checkpoint; `auto` continues it, and starts if there is none; `overwrite` replaces it.
+Earlier = Literal["refuse", "resume", "auto", "overwrite"]
+_SHOWN = 8  # ranges of steps in a warning
+_SAFE = "nothing was changed; move these files elsewhere, or give another output_dir"
+
+
+def earlier_of(resume: bool | Literal["auto"], overwrite: bool) -> Earlier:
+    """The treatment that the arguments of `Trainer`, or the options of `train`, ask for."""
+    if overwrite:
+        return "overwrite"
+    return "auto" if resume == "auto" else "resume" if resume else "refuse"
+
+
+def check_earlier_run(config: Config, earlier: Earlier) -> None:
+    """Raises ConfigError if a run may not start, or has nothing to continue. It changes nothing."""
+    directory = Path(config.output_dir)
+    try:
+        if earlier in ("resume", "auto") and newest_step(directory) is not None:
+            _check_continued(config, directory)
+        else:
+            _check_new(config, directory, earlier)
+    except OSError as error:
+        raise ConfigError(f"output_dir={directory}: {error.filename or ''}: {error.strerror}") from None
+
+
+def _check_continued(config: Config, directory: Path) -> None:
+    """Raises ConfigError for damaged metrics, and for files in the way of what the run writes from now on."""
+    _check_name(directory)
+    _check_metrics(directory / "metrics.jsonl")
+    if not (recorded := recorded_names(directory) - {CONFIG}):
+        return  # a run without a record, from an earlier version
+    if foreign := foreign_files(directory, names(config) - recorded):
+        raise ConfigError(
+            f"output_dir={directory}: with these settings the run would also write to what it has not "
+            f"written so far ({foreign}): {_SAFE}"
+        )
+
+
+def _check_new(config: Config, directory: Path, earlier: Earlier) -> None:
+    """Raises ConfigError if a run may not start, or would remove what no run has written."""
+    there, foreign = present(directory), foreign_files(directory)
+    listed = ", ".join(there)
+    if earlier == "refuse" and there:
+        if not foreign:
+            raise ConfigError(
+                f"output_dir={directory} holds an earlier run: continue it with --resume, replace it with "
+                f"--overwrite, or give another output_dir (there is {listed})"
+            )
+        if newest_step(directory) is not None:
+            raise ConfigError(
+                f"output_dir={directory} holds an earlier run, and files that are not recorded as its own "
+                f"({foreign}): continue it with --resume, or give another output_dir"
+            )
+    if foreign and earlier != "resume":
+        raise ConfigError(_would_lose(directory, foreign))
+    if earlier in ("resume", "auto") and _has_lost_checkpoints(config, there):
+        replace = "" if foreign else "replace the run with --overwrite, "
+        raise ConfigError(
+            f"output_dir={directory} holds an earlier run whose checkpoints are gone: there is none in "
+            f"{directory / 'checkpoints'}. Put them back, {replace}or give another output_dir (there is "
+            f"{listed})"
+        )
+    if earlier == "resume":
+        raise ConfigError(
+            f"output_dir={directory}: there is no checkpoint in {directory / 'checkpoints'} to continue "
+            "from: start a run without --resume, or give --resume=auto, which continues a run where there "
+            "is one"
+        )
+
+
+def _would_lose(directory: Path, foreign: str) -> str:
+    return (
+        f"output_dir={directory} holds files that a run would replace, and no run there has recorded them as "
+        f"its own ({foreign}): {_SAFE}"
+    )
+
+
+def metrics_problems(file: Path, step: int) -> list[str]:
+    """Warnings where the metrics of a run that is resumed have not every step up to `step` once.
+
+    Raises OSError, and ValueError for damaged metrics.
+    """
+    counts = Counter(record["step"] for record in (read_metrics(file) if file.exists() else ()))
+    missing = [each for each in range(step + 1) if each not in counts]
+    repeated = [each for each in sorted(counts) if counts[each] > 1 and each <= step]
+    problems = []
+    if missing:
+        problems.append(
+            f"{file} has no record of {_ranges(missing)}: curves, the report and the summary will lack "
+            "them, as nothing computes them again. If you have a copy of the file, stop now, put it back "
+            "and resume again"
+        )
+    if repeated:
+        problems.append(f"{file} had several records of {_ranges(repeated)}: the last of each stays")
+    return problems
+
+
+def _ranges(steps: list[int]) -> str:
+    """Rising steps as a text, such as `steps 0-3, 7`."""
+    runs: list[list[int]] = []
+    for step in steps:
+        if runs and step == runs[-1][-1] + 1:
+            runs[-1].append(step)
+        else:
+            runs.append([step])
+    shown = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs[:_SHOWN]]
+    name = "step" if len(steps) == 1 else "steps"
+    return f"{name} {', '.join(shown)}{', ...' if len(runs) > _SHOWN else ''}"
+
+
+def _check_name(directory: Path) -> None:
+    """Raises ConfigError if the newest checkpoint is a copy, or was renamed: its state.json has another step.
+
+    A state.json that cannot be read is damage, for which an older checkpoint is loaded.
+    """
+    name = f"step_{newest_step(directory):08d}"
+    for place in (directory / "checkpoints" / name, directory / "checkpoints" / f"{name}.replaced"):
+        step = json_object(place / "state.json").get("step")
+        if type(step) is int and place.stem != f"step_{step:08d}":
+            raise ConfigError(
+                f"{place} is not the checkpoint of the step in its name: its state.json is of step {step}; "
+                f"rename it to step_{step:08d}, or move it elsewhere if it is a copy"
+            )
+
+
+def checkpoint_steps(directory: Path) -> list[int]:
+    """The steps of the complete checkpoints of the run in `directory`, damaged or not, in rising order."""
+    found = [
+        path.stem.removeprefix("step_")
+        for path in (directory / "checkpoints").glob("step_*")
+        if path.suffix in ("", ".replaced") and (path / "state.json").is_file()
+    ]
+    return sorted({int(step) for step in found if step.isdecimal()})
+
+
+def newest_step(directory: Path) -> int | None:
+    """The step of the newest complete checkpoint of the run in `directory`, damaged or not; else None."""
+    return max(checkpoint_steps(directory), default=None)
+
+
+def exported_step(directory: Path) -> int | None:
+    """The step of a run's weights in a Hugging Face directory that it has written; None for any other."""
+    step = json_object(directory / EXPORT).get("step")
+    return step if type(step) is int else None
+
+
+def _is_unreported(directory: Path, step: int) -> bool:
+    """True if the engine failed after the step's updates: its evaluation and its record are missing."""
+    return "unreported" in json_object(directory / "checkpoints" / f"step_{step:08d}" / "state.json")
+
+
+def check_step(output_dir: str, step: int) -> None:
+    """Raises ConfigError, which lists the steps, for a --step of which there is no checkpoint."""
+    there = checkpoint_steps(Path(output_dir))
+    if step not in there:
+        raise ConfigError(
+            f"--step {step}: {Path(output_dir) / 'checkpoints'} has no complete checkpoint of this step (it "
+            f"has: {', '.join(map(str, there)) or 'none'})"
+        )
+
+
+def finished(config: Config) -> str | None:
+    """A sentence for the user if the run in the output directory is finished, else None."""
+    directory, steps = Path(config.output_dir), config.train.steps
+    newest = newest_step(directory)
+    if newest is None or newest < steps:
+        return None
+    if config.checkpoint.export_hf and exported_step(directory / "hf") != newest:
+        return None  # none, or one of fewer steps: the run was ended before it
+    if _is_unreported(directory, newest):
+        return None
+    return (
+        f"output_dir={directory}: this run is finished, nothing is left to do: its newest checkpoint is of "
+        f"step {newest}, and train.steps={steps}. To train on, give more steps, such as "
+        f"train.steps={2 * newest}"
+    )
+
+
+def remove_earlier_run(output_dir: str) -> None:
+    """Removes the files of an earlier run, and nothing else.
+
+    Raises ConfigError, and removes nothing, if files that no run has recorded as its own are in the way.
+    """
+    directory = Path(output_dir)
+    if foreign := foreign_files(directory):
+        raise ConfigError(_would_lose(directory, foreign))
+    remove_written(directory)
+
+
+def _check_metrics(file: Path) -> None:
+    """Raises ConfigError for metrics that cannot be continued. A last line that was cut off is normal."""
+    try:
+        if file.exists():
+            read_metrics(file)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{error}: the metrics of the run are damaged; mend the line, or move the file away to go on "
+            "without the records so far"
+        ) from None
+
+
+def _has_lost_checkpoints(config: Config, there: list[str]) -> bool:
+    """True if a run without checkpoints has had some: it cannot be started again without losing something.
+
+    A run makes the directory `checkpoints` before it writes anything else.
+    """
+    if not there:
+        return False
+    if "checkpoints" not in there or set(there) & {*_LAST}:
+        return True
+    every, metrics = config.checkpoint.every, Path(config.output_dir) / "metrics.jsonl"
+    if not every or not metrics.is_file():
+        return False
+    with metrics.open(
+        "rb"
+    ) as lines:  # one line for step 0, of an evaluation or empty, and one for every step
+        return sum(1 for _ in lines) > every + 1
+
+
+def check_empty(directory: Path, name: str) -> None:
+    """Raises ConfigError, which begins with `name`, if `directory` is not empty, or cannot be written."""
+    there = next(path for path in (directory, *directory.absolute().parents) if os.path.lexists(path))
+    if not os.path.isdir(there):
+        raise ConfigError(f"{name}: {there} is no directory")
+    try:
+        with suppress(FileNotFoundError):
+            os.lstat(directory)  # raises for a name that is too long
+        if there == directory and any(directory.iterdir()):
+            raise ConfigError(f"{name}: this directory is not empty")
+    except OSError as error:
+        raise ConfigError(f"{name}: {error.strerror}") from None
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"{name}: nothing can be written in {there}: permission denied, or read-only")

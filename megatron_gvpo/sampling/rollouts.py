@@ -1,0 +1,124 @@
+"""The engine and the reward workers of a run, opened and closed together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Self
+
+from megatron_gvpo.core.collectives import first_problem
+from megatron_gvpo.core.errors import ConfigError, RolloutError
+from megatron_gvpo.data.task import Task
+from megatron_gvpo.groups import Group
+from megatron_gvpo.megatron.scorer import Scorer
+from megatron_gvpo.observe import PhaseTimer
+from megatron_gvpo.rewards.pool import RewardPool
+from megatron_gvpo.rewards.served import ServedRewards
+from megatron_gvpo.sampling.engine import NoEngine, RolloutEngine, engine_class
+from megatron_gvpo.sampling.evaluation import summarise
+from megatron_gvpo.sampling.samplers import REWARDS, EngineSampler, Outages
+from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.sections import SamplingConfig
+from megatron_gvpo.types import OnWait
+
+
+class RolloutSource:
+    """Samples responses from the policy and scores them. A context manager: engine and workers end with it.
+
+    A run that samples nothing (another sampler than the engine, no held-out prompts) has `NoEngine` and no
+    workers.
+    """
+
+    def __init__(self, config: Config, task: Task, policy: Scorer, timer: PhaseTimer) -> None:
+        self._config, self._task, self._timer = config, task, timer
+        self._samples = config.samples_responses
+        talks = config.rollout.conversation
+        self._rewards = RewardPool(config.rewards, () if talks is None else talks.counts)
+        self._most_lost = None if talks is None else talks.max_lost
+        self._outages = None if talks is None else Outages(talks.max_lost)
+        self._served = ServedRewards(config) if config.rewards.is_served else None
+        self._unscored = self._unscored_now()
+        self.engine: RolloutEngine = (
+            engine_class(config.rollout.engine)(config, task, policy) if self._samples else NoEngine()
+        )
+
+    def sampler(
+        self,
+        n: int,
+        sampling: SamplingConfig | None = None,
+        shares: Callable[..., list[int]] | None = None,
+        counted: bool = False,
+    ) -> EngineSampler:
+        """A sampler of `n` scored responses to a prompt; `sampling` is `rollout` unless given.
+
+        `counted`: what it loses to outages is in `metrics`.
+        """
+        others = None if self._most_lost is None else Outages(self._most_lost)
+        return EngineSampler(
+            *(self.engine, self._rewards, self._timer, n, sampling or self._config.rollout),
+            shares=shares,
+            outages=self._outages if counted else others,
+            served=self._served,
+            unscored=self._unscored if counted else self._unscored_now(),
+        )
+
+    def _unscored_now(self) -> Outages | None:
+        return Outages(self._config.rewards.max_lost, REWARDS) if self._served is not None else None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the engine's last sync, of reward models, and of what the last batch lost to outages."""
+        parts = (self._served, self._outages, self._unscored)
+        found = dict(self.engine.metrics)
+        for part in parts:
+            found |= {} if part is None else part.metrics
+        return found
+
+    def sync(self, version: int) -> None:
+        """Give the engine the policy's weights, unless it has this version. A collective."""
+        if self.engine.version != version:
+            with self._timer.phase("sync"):
+                self.engine.sync(version)
+
+    def evaluate(self, version: int, on_wait: OnWait = None) -> tuple[list[Group], dict[str, float]]:
+        """Responses of the present policy to the held-out prompts, and metrics; empty without prompts.
+
+        A collective. The engine calls `on_wait` while it waits.
+        """
+        if not self._task.eval_prompts:
+            return [], {}
+        self.sync(version)
+        options = self._config.eval
+        sampler = self.sampler(options.n, options.sampling)
+        groups = sampler.collect(sampler.submit(self._task.eval_prompts, options.seed), on_wait)
+        self._timer.take()
+        whole = [group for group in groups if len(group.rollouts) >= max(options.k, default=1)]
+        if not whole:
+            raise RolloutError("evaluation: every held-out prompt lost responses to outages")
+        metrics = summarise(whole, options.k, options.right_at)
+        if self._served is not None or self._most_lost is not None:
+            asked = options.n * len(self._task.eval_prompts)
+            metrics["eval/lost"] = 1 - sum(len(group.rollouts) for group in whole) / asked
+        return groups, metrics
+
+    def __enter__(self) -> Self:
+        with ExitStack() as opened:  # closes what is open where the next part cannot be opened
+            if self._samples:
+                problem = None
+                try:
+                    opened.enter_context(self._rewards)
+                except ConfigError as error:  # perhaps on this node alone, where a file is missing
+                    problem = str(error)
+                if (said := first_problem(problem)) is not None:
+                    raise ConfigError(said)
+                if self._served is not None:
+                    opened.enter_context(self._served)
+            opened.enter_context(self.engine)
+            self._opened = opened.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._opened.__exit__(kind, error, trace)

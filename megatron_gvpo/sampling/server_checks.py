@@ -1,0 +1,179 @@
+"""Checks before the first step that a rollout server fits the run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.data.image_files import ImageError
+from megatron_gvpo.data.image_processor import ImageProcessor
+from megatron_gvpo.huggingface.adapter_layers import adapted_layers, adapter_of
+from megatron_gvpo.huggingface.config_json import read_model_config
+from megatron_gvpo.huggingface.end_tokens import ids_in_files
+from megatron_gvpo.huggingface.image_families import takes_images, text_values
+from megatron_gvpo.huggingface.vocabulary import vocabulary
+from megatron_gvpo.servers.http import ServerRefused
+from megatron_gvpo.servers.routed_experts import Routers
+from megatron_gvpo.servers.sent_images import ImageSender
+from megatron_gvpo.servers.server import Server
+from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.lengths import longest_prompt
+from megatron_gvpo.weights.receivers import receiver_class
+
+TIMEOUT = 60.0  # seconds for one answer
+# Keys of config.json; models that differ in one of them are different models.
+SHAPE = (
+    "architectures",
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "tie_word_embeddings",
+    "eos_token_id",
+)
+
+
+async def check_server(
+    server: Server, config: Config, model: dict[str, Any], end_token_ids: Sequence[int]
+) -> None:
+    """Compare the server's release, model and tokenizer with the run's. Raises ConfigError if they differ.
+
+    `end_token_ids`: those at which the run's responses end; the server must have no others.
+    """
+    where = f"rollout server {server.url}"
+    try:
+        info = await server.info(TIMEOUT)
+    except ServerRefused as error:
+        raise ConfigError(
+            f"{where} does not speak as rollout.engine={config.rollout.engine} does: {error}. Is it another "
+            "engine, or does it want another key (rollout.servers.api_key_env)?"
+        ) from None
+    if info.version not in server.tested and not config.rollout.servers.allow_untested_version:
+        raise ConfigError(
+            f"{where} runs {config.rollout.engine} {info.version}; tested: {', '.join(server.tested)}. "
+            "The interface changes between releases: use a tested one, or set "
+            "rollout.servers.allow_untested_version=true and watch the mismatch metrics"
+        )
+    if info.http_processes > 1:
+        raise ConfigError(
+            f"{where} has {info.http_processes} HTTP processes (--tokenizer-worker-num), each of which sees "
+            "a part of a weight push and asks for no key: start it with one"
+        )
+    prompt = longest_prompt(config, model)
+    needed = prompt + config.rollout.max_tokens
+    if 0 < info.context_length < needed:
+        raise ConfigError(
+            f"{where} has room for {info.context_length} tokens of prompt and response (by its context "
+            "length, or by SGLang's --mem-fraction-static and GPU memory if its log says that the KV pool "
+            "holds fewer); data.max_prompt_tokens="
+            f"{prompt} plus rollout.max_tokens={config.rollout.max_tokens} need {needed}"
+        )
+    await _check_speculation(server, config)
+    if config.rollout.router_replay:
+        await _check_routing(server, config, model)
+    if config.rollout.weights.traits.sends_adapter:
+        await _check_adapters(server, config)
+    if takes_images(model):
+        await _check_image(server, config, model)
+    served = Path(info.model_path)
+    if not (served / "config.json").is_file():  # on another machine; the first push compares log-probs
+        return
+    theirs = text_values(json.loads((served / "config.json").read_text()))
+    for key in SHAPE:
+        if theirs.get(key) != model.get(key):
+            raise ConfigError(
+                f"{where} serves {info.model_path} with {key}={theirs.get(key)!r}, but "
+                f"model.path={config.model.path} has {key}={model.get(key)!r}: start it with the "
+                "trainer's model"
+            )
+    if further := [number for number in ids_in_files(served) if number not in end_token_ids]:
+        raise ConfigError(
+            f"{where} serves {info.model_path}, whose eos_token_id in config.json or generation_config.json "
+            f"has {further[0]}, at which responses of model.path={config.model.path} do not end: make the "
+            "files alike, or name the token in rollout.stop_token_ids"
+        )
+    expected = read_model_config(config.served_path).get("quantization_config")
+    if theirs.get("quantization_config") != expected:
+        raise ConfigError(
+            f"{where} serves {info.model_path} with quantization_config="
+            f"{theirs.get('quantization_config')}, but {config.served_path} has {expected}: set "
+            "rollout.servers.model_path to the model that the server serves"
+        )
+    if takes_images(model):
+        _check_processor(where, served, config.model.path)
+    ours, other = vocabulary(Path(config.model.path)), vocabulary(served)
+    if ours and other and ours != other:
+        differing = sorted(token for token, _ in ours.items() ^ other.items())[:5]
+        raise ConfigError(
+            f"{where} serves {info.model_path} with another tokenizer than model.path={config.model.path}: "
+            f"they differ in {', '.join(map(repr, differing))}"
+        )
+
+
+async def _check_speculation(server: Server, config: Config) -> None:
+    wanted = config.rollout.speculation is not None
+    try:
+        found = await server.speculates(TIMEOUT)
+    except ServerRefused as error:
+        raise ConfigError(f"rollout server {server.url} does not tell if it speculates: {error}") from None
+    if found != wanted:
+        has = "speculates" if found else "does not speculate"
+        set_to = "set" if wanted else "not set"
+        raise ConfigError(
+            f"rollout server {server.url} {has}, and rollout.speculation is {set_to}: start it with "
+            "`megatron-gvpo serve` and this configuration"
+        )
+
+
+async def _check_routing(server: Server, config: Config, model: dict[str, Any]) -> None:
+    """Sample one token, and check that the server returns the experts it was routed to."""
+    try:
+        sample = await server.sample([0], 1, 0, config.rollout, (), TIMEOUT)
+        if sample.experts is None:
+            raise ValueError("no experts: start it with --enable-return-routed-experts")
+        Routers.of(model).pack(sample.experts, 1 + len(sample.token_ids))
+    except (ServerRefused, ValueError) as error:
+        raise ConfigError(
+            f"rollout.router_replay=true: rollout server {server.url} answered with {error}"
+        ) from None
+
+
+async def _check_image(server: Server, config: Config, model: dict[str, Any]) -> None:
+    """Sample one token for a prompt with an image, which the server must cut into the trainer's tokens."""
+    sender = ImageSender(config.model.path, model)
+    images = sender.sent([sender.picture()])
+    prompt = [model["vision_start_token_id"], *[sender.placeholder] * images[0].tokens]
+    prompt.append(model.get("vision_end_token_id") or model["vision_start_token_id"])
+    try:
+        await server.sample(prompt, 1, 0, config.rollout, (), config.rollout.servers.request_timeout, images)
+    except ServerRefused as error:
+        raise ConfigError(f"rollout server {server.url} does not take an image: {error}") from None
+
+
+def _check_processor(where: str, served: Path, path: str) -> None:
+    try:
+        theirs = ImageProcessor(str(served)).settings
+    except ImageError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    for key, ours in ImageProcessor(path).settings.items():
+        if theirs[key] != ours:
+            raise ConfigError(
+                f"{where} serves {served} with {key}={theirs[key]} in preprocessor_config.json, but "
+                f"model.path={path} has {ours}: start it with the trainer's model"
+            )
+
+
+async def _check_adapters(server: Server, config: Config) -> None:
+    transport = config.rollout.weights.transport
+    receiver: Any = receiver_class(config.rollout.engine, transport)(server)
+    refusal = await receiver.refusal(adapter_of(config).rank, adapted_layers(config), TIMEOUT)
+    if refusal is not None:
+        raise ConfigError(
+            f"rollout.weights.transport={transport}: rollout server {server.url} takes no such adapters: "
+            f"{refusal}. Start it with `megatron-gvpo serve` and this configuration"
+        )

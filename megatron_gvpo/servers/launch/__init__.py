@@ -1,0 +1,1 @@
+"""Starts rollout servers, watches over them and starts them again."""

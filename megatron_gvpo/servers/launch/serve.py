@@ -1,0 +1,68 @@
+"""`megatron-gvpo serve`: the rollout servers of one machine, kept running until it is told to stop.
+
+On a cluster it runs on every rollout node (`srun megatron-gvpo serve CONFIG.yaml rollout.servers.host=...`),
+and the trainer gets their addresses as `rollout.servers.urls`. A server that is started again here has old
+weights: the trainer sees that, and gives it the current ones before the first request. A server on several
+machines has a `serve` on each (`rollout.servers.nodes`).
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.servers.launch.start import given_key, report, start_servers
+from megatron_gvpo.servers.launch.supervise import is_loopback
+from megatron_gvpo.settings.config import Config
+
+
+def serve(config: Config) -> int:
+    """Start the servers, say when they are healthy, end them on SIGTERM or SIGINT; returns the exit code.
+
+    0: told to stop; 1: a server could not be kept running. Once all were healthy, the others serve until they
+    are told to stop, or none is healthy. Raises ConfigError for settings that cannot be.
+    """
+    settings = config.rollout.servers
+    if not config.rollout.uses_servers:
+        raise ConfigError(
+            f"rollout.engine={config.rollout.engine} has no servers: "
+            "serve needs rollout.engine=sglang or vllm"
+        )
+    key = given_key(settings)
+    if key is None and not is_loopback(settings.host):
+        raise ConfigError(
+            f"rollout.servers.host={settings.host}: without a key everyone on its network could use the "
+            "servers and load weights into them: export ROLLOUT_KEY=$(openssl rand -hex 16), here and for "
+            "the trainer, and give both rollout.servers.api_key_env=ROLLOUT_KEY"
+        )
+    if key is None:
+        report(
+            "note: without rollout.servers.api_key_env every user of this machine can use the servers and "
+            "load weights into them"
+        )
+    told = threading.Event()
+    previous = {n: signal.signal(n, lambda *_: told.set()) for n in (signal.SIGTERM, signal.SIGINT)}
+    supervisor = start_servers(config, key, report)
+    try:
+        waiting = list(supervisor.processes)
+        deadline = time.monotonic() + settings.start_timeout
+        while not told.wait(1.0):
+            if supervisor.failed and (waiting or not any(p.is_healthy(5.0) for p in supervisor.processes)):
+                break
+            if waiting and not (waiting := [p for p in waiting if not p.is_healthy(5.0)]):
+                urls = ",".join(process.url for process in supervisor.processes)
+                said = f"started: {urls}" if settings.node else f"ready: rollout.servers.urls=[{urls}]"
+                print(said, flush=True)
+            if waiting and time.monotonic() > deadline:
+                report(
+                    f"{waiting[0].url} was not healthy after {settings.start_timeout:g} s; see "
+                    f"{waiting[0].log}"
+                )
+                return 1
+        return 0 if supervisor.failed is None else 1
+    finally:
+        supervisor.close()
+        for number, handler in previous.items():
+            signal.signal(number, handler)

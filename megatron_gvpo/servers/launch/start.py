@@ -1,0 +1,215 @@
+"""Starts the rollout servers of one machine: their command lines, GPUs, ports and logs."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from megatron_gvpo.core.environment import ON_LOOPBACK
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.core.launch import free_ports
+from megatron_gvpo.core.redaction import hide
+from megatron_gvpo.core.secrets import read_variable, remember
+from megatron_gvpo.core.store import shared_memory
+from megatron_gvpo.huggingface.architectures import check_family
+from megatron_gvpo.huggingface.complete_weights import check_files
+from megatron_gvpo.huggingface.config_json import read_model_config
+from megatron_gvpo.servers.cpu_engines import check_rollout_model
+from megatron_gvpo.servers.launch.server_guard import PART
+from megatron_gvpo.servers.launch.supervise import (
+    RanksProcess,
+    ServerProcess,
+    Supervisor,
+    check_free,
+    is_loopback,
+)
+from megatron_gvpo.servers.server import Server
+from megatron_gvpo.servers.sglang import SGLang
+from megatron_gvpo.servers.speculation import check_draft
+from megatron_gvpo.servers.vllm import VLLM
+from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.servers import AFTER_PORT, EngineServers, ServersConfig, run_directory
+from megatron_gvpo.settings.transports import TRANSPORTS
+
+DIALECTS: dict[str, type[Server]] = {"sglang": SGLang, "vllm": VLLM}
+
+
+def start_servers(config: Config, key: str | None, report: Callable[[str], None]) -> Supervisor:
+    """Start `rollout.servers.count` servers on this machine, under a supervisor. Raises ConfigError."""
+    servers = config.rollout.servers
+    dialect = DIALECTS[config.rollout.engine]
+    if any(hide(word) != word for word in servers.args):
+        raise ConfigError(
+            "rollout.servers.args: one has a secret, and all users of a machine can read command lines: name "
+            "a key's environment variable in rollout.servers.api_key_env"
+        )
+    if key is not None:
+        remember(key)
+    ports = free_ports_of(servers, "rollout.servers")
+    key_of_path = "rollout.servers.model_path" if servers.model_path else "model.path"
+    model = read_model_config(config.served_path, key_of_path)
+    check_family(model, f"{key_of_path}={config.served_path}")
+    check_files(Path(config.served_path), key_of_path)
+    check_draft(config)
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        check_nccl(config, ".".join(map(str, torch.cuda.nccl.version())))
+    else:
+        check_rollout_model(config)
+    gpus = server_gpus(servers, torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "0")))
+    logs = Path(config.output_dir) / "servers"
+    # All that servers may map and read (megatron_gvpo_places). A user may name another directory of weights.
+    weights = os.environ.get("MEGATRON_GVPO_WEIGHTS", str(run_directory(config)))
+    places = {"MEGATRON_GVPO_MEMORY": str(shared_memory()), "MEGATRON_GVPO_WEIGHTS": weights}
+    processes: list[ServerProcess] = []
+    for i, port in enumerate(ports):
+        # Only the server's HTTP interface asks for the key.
+        launch = dialect.launch(config, port, None if servers.node else key, on_gpu)
+        launch.environment.update(places)
+        if servers.nodes > 1:
+            launch.environment[PART] = _part(servers, key)
+        if is_loopback(servers.host):
+            launch.environment.update({n: os.environ.get(n, lo) for n, lo in ON_LOOPBACK.items()})
+        if on_gpu:
+            launch.environment["CUDA_VISIBLE_DEVICES"] = visible(gpus[i])
+            # Newer releases of torch have a second NCCL backend, whose ranks meet in another way.
+            launch.environment["TORCH_DIST_USE_NCCL2"] = "0"
+            if servers.colocated:  # SGLang's memory saver refuses expandable segments, which help the trainer
+                names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+                launch.environment.update(dict.fromkeys(names, "expandable_segments:False"))
+        else:  # a server keeps the memory that it frees: fresh pages for large tensors cost more than a copy
+            large = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**33)}
+            launch.environment.update(large)
+        host = f"[{servers.host}]" if ":" in servers.host else servers.host
+        if servers.node:
+            its = f"http://{servers.leader}:{port}, machine {servers.node} of {servers.nodes}"
+            processes.append(RanksProcess(launch, its, logs / f"{port}_{servers.node}.log"))
+        else:
+            processes.append(ServerProcess(launch, f"http://{host}:{port}", logs / f"{port}.log"))
+    supervisor = Supervisor(processes, servers, report)
+    try:
+        supervisor.start()
+    except OSError as error:
+        supervisor.close()
+        raise ConfigError(
+            f"rollout servers cannot be started: {error}. Their logs go to {logs}; "
+            f"rollout.servers.python={servers.python} is to be the interpreter of the engine's environment"
+        ) from None
+    return supervisor
+
+
+def _part(servers: ServersConfig, key: str | None) -> str:
+    """How this machine's guard meets those of the server's other machines."""
+    if not servers.port:
+        raise ConfigError(
+            f"rollout.servers.port=0 with rollout.servers.nodes={servers.nodes}: give all its machines one "
+            "port"
+        )
+    if servers.node and servers.leader is None:
+        raise ConfigError(
+            f"rollout.servers.leader is missing: machine {servers.node} of a server needs the address of "
+            "machine 0"
+        )
+    place = {"host": servers.leader or servers.host, "port": servers.port + AFTER_PORT["guards"]}
+    return json.dumps({"node": servers.node, "nodes": servers.nodes, **place, "key": key or ""})
+
+
+def given_key(servers: EngineServers, section: str = "rollout.servers") -> str | None:
+    """The key in `api_key_env`'s variable; None if none is named. Raises ConfigError."""
+    if servers.api_key_env is None:
+        return None
+    try:
+        return read_variable(servers.api_key_env, f"{section}.api_key_env")
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def free_ports_of(servers: EngineServers, section: str) -> list[int]:
+    """A free port for each server. Raises ConfigError, which names the process that has one."""
+    key = f"{section}.host={servers.host}, {section}.port={servers.port}"
+    try:
+        if not servers.port:
+            return free_ports(servers.count, servers.host)
+        ports = [servers.port + i for i in range(servers.count)]
+        for port in ports:
+            check_free(servers.host, port)
+        return ports
+    except socket.gaierror as error:
+        raise ConfigError(f"{section}.host={servers.host}: {error.strerror}") from None
+    except OSError as error:
+        raise ConfigError(f"{key}: {error.strerror}") from None
+
+
+def server_gpus(servers: ServersConfig, present: int, ranks: int) -> list[range]:
+    """Each server's GPUs. This machine has `present` GPUs; the trainer has the first `ranks` of them.
+
+    Raises ConfigError if there are too few. A machine without GPUs (`present` is 0) passes.
+    """
+    first = 0 if servers.colocated else ranks
+    each = servers.tp // servers.nodes
+    wanted = servers.count * each
+    if present and first + wanted > present:
+        over = f" / rollout.servers.nodes={servers.nodes}" if servers.nodes > 1 else ""
+        needed = f"{wanted} GPUs beside the trainer's {first}" if first else f"{wanted} GPUs"
+        raise ConfigError(
+            f"rollout.servers.count={servers.count} x rollout.servers.tp={servers.tp}{over}: {needed}, "
+            f"and this machine has {present}; use fewer, let them share with the trainer "
+            "(rollout.servers.colocated=true), or start them elsewhere (megatron-gvpo serve)"
+        )
+    return [range(first + i * each, first + (i + 1) * each) for i in range(servers.count)]
+
+
+def visible(gpus: Sequence[int]) -> str:
+    """CUDA_VISIBLE_DEVICES for these GPUs, numbered among those that this process may see."""
+    ours = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return ",".join(ours[i].strip() if ours != [""] else str(i) for i in gpus)
+
+
+def report(message: str) -> None:
+    """Tell the user something, beside the progress display."""
+    print(hide(message), file=sys.stderr, flush=True)
+
+
+# Checks that the engine loads the trainer's NCCL, which refuses a process group of two versions.
+
+ASK = "import torch; print('.'.join(map(str, torch.cuda.nccl.version())))"
+TIMEOUT = 300.0  # seconds; the first import of torch may be from a network file system
+
+
+def check_nccl(config: Config, ours: str) -> None:
+    """Ask the engine's interpreter for its NCCL, before servers start.
+
+    Raises ConfigError for another version than `ours`. If the interpreter does not answer, nothing is raised:
+    the start of the servers will show why.
+    """
+    python, transport = config.rollout.servers.python, config.rollout.weights.transport
+    if not config.rollout.weights.traits.forms_group:
+        return
+    their_environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    try:
+        asked = subprocess.run(
+            [python, "-c", ASK],
+            env=their_environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return
+    theirs = asked.stdout.strip()
+    if asked.returncode == 0 and theirs and theirs != ours:
+        others = [name for name, traits in TRANSPORTS.items() if not traits.forms_group]
+        raise ConfigError(
+            f"rollout.servers.python={python} has a torch with NCCL {theirs}, the trainer's has {ours}, and "
+            f"NCCL refuses the process group of rollout.weights.transport={transport} between two versions: "
+            "install one in both environments (pip install --no-deps nvidia-nccl-cu13==...), or choose a "
+            f"transport that needs no group: {' or '.join(others)}"
+        )

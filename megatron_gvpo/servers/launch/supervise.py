@@ -1,0 +1,375 @@
+"""Starts the run's own server processes, watches and restarts them, and ends their process groups."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from http.client import HTTPException
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+
+from megatron_gvpo.core.environment import MEGATRONS
+from megatron_gvpo.core.redaction import hide
+from megatron_gvpo.core.web import NoRedirect
+from megatron_gvpo.servers.launch import server_guard
+from megatron_gvpo.servers.server import Launch
+from megatron_gvpo.settings.servers import EngineServers
+
+POLL = 1.0  # seconds between looks at a process
+GRACE = 15.0  # seconds between asking a server to end and ending it
+LOG_LINES = 20  # lines of a server's log to show when it fails
+LOG_BYTES = 2**16  # the end of the log, in which they are sought
+
+# A wait for a healthy answer: when it began (time.monotonic), and the setting that limits it.
+Wait = tuple[float, str]
+
+
+class ServerProcess:
+    """One server, as a process group. Only this user can read its log and use its sockets."""
+
+    def __init__(self, launch: Launch, url: str, log: Path) -> None:
+        self.url, self.log = url, log
+        self._launch = launch
+        self._secret: Path | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log_begins = 0  # bytes of earlier processes' logs in the file
+        self._listens = False
+
+    def start(self) -> None:
+        """Start the command. Raises OSError if it does not exist."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        environment = _servers_part(os.environ) | self._launch.environment
+        command = [sys.executable, "-IS", server_guard.__file__, str(os.getpid()), *self._launch.command]
+        if self._launch.secret:
+            self._secret = _private_file(self._launch.secret, self.log.parent)
+            command.append(str(self._secret))
+        with self.log.open("ab") as log:
+            os.fchmod(log.fileno(), 0o600)
+            self._log_begins, self._listens = log.tell(), False
+            self._process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a new process group, which ends as a whole
+                umask=0o077,  # for the sockets in /tmp over which its processes take orders
+            )
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    def exit_status(self) -> int | None:
+        """The exit status of the process; None while it runs."""
+        return self._process.poll() if self._process else None
+
+    def listens(self) -> bool:
+        """True while this process, and no other, listens at the server's address. It alone gets the key."""
+        process = self._process
+        if process is None or process.poll() is not None:
+            return False
+        if not self._listens and listens_alone(process.pid, *self._place()):
+            self._listens = True  # until it ends, since nobody else can listen there beside it
+            self._forget_key()
+        return self._listens
+
+    def is_healthy(self, timeout: float) -> bool:
+        """True if this process answers that it is healthy within `timeout` seconds."""
+        return self.listens() and is_healthy(self.url, timeout)
+
+    def stranger(self) -> str | None:
+        """The other process that listens at the server's address, if there is one."""
+        return stranger(*self._place(), leader=self.pid)
+
+    def stop(self, grace: float = GRACE) -> None:
+        """Send SIGTERM to the process group; after `grace` seconds, SIGKILL."""
+        self._forget_key()
+        if self._process is None:
+            return
+        for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, 5.0)):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+            deadline = time.monotonic() + patience
+            while _group_lives(self._process) and time.monotonic() < deadline:
+                time.sleep(0.05)
+        self._process = None
+
+    def _place(self) -> tuple[str, int]:
+        parts = urlsplit(self.url)
+        return parts.hostname or "", parts.port or 0
+
+    def _forget_key(self) -> None:
+        """Remove the key's file, which the server has read, and the key in the log: SGLang prints it."""
+        if self._secret is not None:
+            self._secret.unlink(missing_ok=True)
+            self._secret = None
+        key = self._launch.key.encode()
+        if not key:
+            return
+        with contextlib.suppress(OSError), self.log.open("r+b") as log:
+            log.seek(self._log_begins)
+            text = log.read()
+            for found in re.finditer(re.escape(key), text):
+                log.seek(self._log_begins + found.start())
+                log.write(b"*" * len(key))
+
+    def tail(self) -> str:
+        """The last LOG_LINES lines of the log."""
+        with contextlib.suppress(OSError), self.log.open("rb") as log:
+            log.seek(max(0, os.fstat(log.fileno()).st_size - LOG_BYTES))
+            lines = log.read().decode(errors="replace").splitlines()[-LOG_LINES:]
+            return "\n".join(f"    {hide(line)[:300]}" for line in lines)
+        return ""
+
+
+class RanksProcess(ServerProcess):
+    """Ranks of a server whose HTTP interface is on another machine: its health shows there."""
+
+    def is_healthy(self, timeout: float) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def stranger(self) -> str | None:
+        return None
+
+
+class Supervisor:
+    """Keeps server processes running until it is closed; watches them from its own thread.
+
+    A process is started again if it ends, if it does not answer /health within `start_timeout` seconds of its
+    start, or if it later is silent for `hang_timeout` seconds. After `restarts` restarts of one server
+    `failed` names it and the reason. `key` is the configuration's, of `settings`; `kind` names the servers.
+    """
+
+    def __init__(
+        self,
+        processes: Sequence[ServerProcess],
+        settings: EngineServers,
+        report: Callable[[str], None],
+        key: str = "rollout.servers",
+        kind: str = "rollout server",
+    ) -> None:
+        self.processes = list(processes)
+        self.failed: str | None = None
+        self._settings, self._report, self._key, self._kind = settings, report, key, kind
+        self._unusable: set[str] = set()  # URLs of servers to start again
+        self._held, self._starting = False, threading.Lock()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._watch_all, name="server supervisor", daemon=True)
+
+    def start(self) -> None:
+        for process in self.processes:
+            process.start()
+            self._report(f"starting {self._kind} {process.url} (pid {process.pid}, log {process.log})")
+        self._thread.start()
+
+    def restart(self, url: str) -> None:
+        """Restart the server soon."""
+        self._unusable.add(url)
+
+    def hold(self, unhealthy: Sequence[str]) -> None:
+        """Start and check no server until `go_on`, because the trainer has their memory.
+
+        The processes of the `unhealthy` servers, which may still be starting, are ended until then.
+        """
+        with self._starting:
+            self._held = True
+            for process in self.processes:
+                if process.url in unhealthy:
+                    process.stop(grace=1.0)
+                    self._unusable.add(process.url)
+
+    def go_on(self) -> None:
+        self._held = False
+
+    def close(self) -> None:
+        self._closing.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=30.0)
+        threads = [threading.Thread(target=process.stop) for process in self.processes]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _watch_all(self) -> None:
+        waits: dict[str, Wait] = {}
+        restarts = dict.fromkeys((p.url for p in self.processes), 0)
+        while not self._closing.wait(POLL):
+            for process in self.processes:
+                if self._held:
+                    waits.clear()  # a server that rests may be silent
+                    continue
+                why = self._trouble(process, waits)
+                if why is None or self._closing.is_set():
+                    continue
+                if restarts[process.url] >= self._settings.restarts:
+                    if self.failed is None:
+                        self.failed = (
+                            f"{self._kind} {process.url} {why}, after {restarts[process.url]} restarts "
+                            f"({self._key}.restarts); its log {process.log} ends with\n{process.tail()}"
+                        )
+                        self._report(self.failed)
+                    continue
+                restarts[process.url] += 1
+                self._report(f"{self._kind} {process.url} {why}; starting it again")
+                with self._starting:
+                    process.stop(grace=1.0)
+                    waits.pop(process.url, None)
+                    if self._held:
+                        self._unusable.add(process.url)
+                    else:
+                        self._start_again(process)
+
+    def _start_again(self, process: ServerProcess) -> None:
+        try:
+            process.start()
+        except OSError as error:  # no memory, for example, or a lost file system
+            self._report(f"{self._kind} {process.url} cannot be started: {error}")
+            self._unusable.add(process.url)
+
+    def _trouble(self, process: ServerProcess, waits: dict[str, Wait]) -> str | None:
+        status = process.exit_status()
+        if status is not None:
+            other = process.stranger()
+            return f"ended with status {status}" + (f", and {other} has its port" if other else "")
+        if process.url in self._unusable:
+            self._unusable.discard(process.url)
+            return "cannot be used"
+        now = time.monotonic()
+        since, setting = waits.setdefault(process.url, (now, "start_timeout"))
+        limit = getattr(self._settings, setting)
+        if process.is_healthy(min(5.0, limit)):
+            waits[process.url] = (now, "hang_timeout")
+        elif now - since > limit:
+            return f"has not answered for {self._key}.{setting}={limit:g} s"
+        return None
+
+
+def _private_file(content: str, directory: Path) -> Path:
+    """Write a new YAML file in `directory` that only this user can read."""
+    descriptor, name = tempfile.mkstemp(suffix=".yaml", dir=directory)
+    with open(descriptor, "w") as file:
+        file.write(content)
+    return Path(name)
+
+
+def is_healthy(url: str, timeout: float) -> bool:
+    """True if the server's /health answers 200 within `timeout` seconds.
+
+    No HTTP proxy is used, no redirect followed, and no key sent.
+    """
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}), NoRedirect())
+    try:
+        with direct.open(f"{url}/health", timeout=timeout) as answer:
+            return bool(answer.status == 200)
+    except (OSError, HTTPException, ValueError):  # no answer, not an HTTP answer, not an address
+        return False
+
+
+def _group_lives(process: subprocess.Popen[bytes]) -> bool:
+    process.poll()  # reap the leader, because a zombie counts as alive
+    try:
+        os.killpg(process.pid, 0)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
+def _servers_part(environment: os._Environ[str]) -> dict[str, str]:
+    """The environment without variables of Megatron and torchrun, which make a process act as a rank."""
+    ours = (
+        MEGATRONS,
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "PYTHONPATH",
+    )
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in ours and not name.startswith(("TORCHELASTIC_", "GROUP_", "ROLE_"))
+    }
+
+
+# Shows who listens at an address of this machine, so that no key is sent to a process that took the port.
+
+WILDCARDS = ("0.0.0.0", "::")
+
+
+def is_loopback(host: str) -> bool:
+    """True if only processes of this machine reach a server at `host`; False for an unknown name."""
+    try:
+        return all(ipaddress.ip_address(address).is_loopback for address in _addresses(host))
+    except OSError:
+        return False
+
+
+def listens_alone(leader: int, host: str, port: int) -> bool:
+    """True if the process `leader` and its children listen where `host`:`port` leads, and nobody else."""
+    with contextlib.suppress(OSError, psutil.Error):
+        found = _listeners(host, port)
+        return bool(found) and _family(leader).issuperset(found)
+    return False
+
+
+def stranger(host: str, port: int, leader: int | None = None) -> str | None:
+    """A process outside `leader`'s family that listens there, for a message; None if there is none."""
+    with contextlib.suppress(OSError, psutil.Error):
+        ours = set() if leader is None else _family(leader)
+        for pid in _listeners(host, port) - ours:
+            return f"process {pid} ({psutil.Process(pid).name()})" if pid else "a process of another user"
+    return None
+
+
+def check_free(host: str, port: int) -> None:
+    """Raise OSError, which says who listens there, if no server can listen at `host`:`port`."""
+    for address in _addresses(host):
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do, after one that ended
+            try:
+                probe.bind((address, port))
+                probe.listen(1)
+            except OSError as error:
+                by = stranger(host, port) if error.errno == errno.EADDRINUSE else None
+                problem = f"{host}:{port}: " + (f"in use by {by}" if by else str(error.strerror))
+                raise OSError(error.errno, problem) from None
+
+
+def _addresses(host: str) -> set[str]:
+    """The IP addresses of a host. Raises OSError for a name that does not resolve."""
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return {str(address[0]).split("%")[0] for *_, address in found}
+
+
+def _listeners(host: str, port: int) -> set[int | None]:
+    """The processes that listen there; None stands for those of other users."""
+    wanted = {*_addresses(host), *WILDCARDS}
+    return {
+        each.pid
+        for each in psutil.net_connections("tcp")
+        if each.status == psutil.CONN_LISTEN and each.laddr.port == port and each.laddr.ip in wanted
+    }
+
+
+def _family(leader: int) -> set[int | None]:
+    if not psutil.pid_exists(leader):
+        return {leader}
+    return {leader, *(child.pid for child in psutil.Process(leader).children(recursive=True))}

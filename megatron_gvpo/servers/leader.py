@@ -1,0 +1,166 @@
+"""Rank 0 leads: it alone talks to the servers, and tells every rank what to do next.
+
+While rank 0 waits for servers, it sends `Wait` once per heartbeat. The other ranks therefore wait on the CPU
+for a few seconds at a time, never in a collective that could time out, and a colocated engine has the GPUs to
+itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Self
+
+from megatron_gvpo.core.collectives import broadcast_msgpack
+from megatron_gvpo.core.errors import ConfigError, RolloutError
+from megatron_gvpo.servers import leader
+from megatron_gvpo.servers.model_requests import Misfit, Unanswered
+
+if TYPE_CHECKING:
+    from megatron_gvpo.types import OnWait
+
+
+HEARTBEAT = 5.0  # seconds that the other ranks wait at most for a command of rank 0
+
+
+class Messages[T]:
+    """The messages that one rank may send another: frozen dataclasses, whose fields have msgpack's types.
+
+    On the way a message is the name of its class and its fields. Both ends refuse any other.
+    """
+
+    def __init__(self, *kinds: type[T]) -> None:
+        self._kinds = {kind.__name__: kind for kind in kinds}
+
+    def encode(self, message: T) -> list[Any]:
+        kind: Any = type(message)
+        if kind not in self._kinds.values():
+            raise AssertionError(f"{message!r} is not one of {', '.join(self._kinds)}")
+        return [kind.__name__, *(getattr(message, field.name) for field in fields(kind))]
+
+    def decode(self, sent: list[Any]) -> T:
+        match sent:
+            case [str(name), *values] if name in self._kinds:
+                return self._kinds[name](*values)
+        raise AssertionError(f"another rank sent {sent!r}, which is not one of {', '.join(self._kinds)}")
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Nothing has happened; ask again."""
+
+
+@dataclass(frozen=True)
+class Push:
+    """A server needs the current weights: all ranks take part in a push."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """The work has ended well; `payload` is its result, in msgpack's types."""
+
+    payload: Any = None
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The work has failed: every rank raises `error`."""
+
+    problem: str
+    misconfigured: bool = False  # the error is a ConfigError, else a RolloutError
+
+    @classmethod
+    def by(cls, error: ConfigError | RolloutError) -> Self:
+        return cls(str(error), isinstance(error, ConfigError))
+
+    @property
+    def error(self) -> ConfigError | RolloutError:
+        return ConfigError(self.problem) if self.misconfigured else RolloutError(self.problem)
+
+
+Command = Wait | Push | Done | Failed
+COMMANDS: Messages[Command] = Messages(Wait, Push, Done, Failed)
+
+
+def lead(next_command: Callable[[], Command] | None) -> Command:
+    """Rank 0's next command, on every rank. `next_command` is None on the other ranks. A collective."""
+    sent = None if next_command is None else COMMANDS.encode(next_command())
+    return COMMANDS.decode(broadcast_msgpack(sent))
+
+
+# An asyncio event loop in its own thread, for callers that are not asynchronous.
+
+
+class BackgroundLoop:
+    """Runs coroutines in a thread beside the caller's; `close` cancels those that still run."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def submit[T](self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Start the coroutine; the future gives its result or raises its error."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def run[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run the coroutine to its end and return its result; an interrupted wait cancels it."""
+        future = self.submit(coroutine)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def cancel_all(self) -> None:
+        """Cancel all coroutines and wait until they have ended."""
+        self.run(_cancel_others())
+
+    def close(self) -> None:
+        if not self._thread.is_alive():
+            return
+        self.cancel_all()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=5.0)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+
+async def _cancel_others() -> None:
+    tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+# Work of rank 0 with servers, which the other ranks follow.
+
+
+def follow(begin: Callable[[], Command] | None, on_wait: OnWait = None) -> Any:
+    """Wait for rank 0's work; its result, on every rank. `begin` is None on the other ranks. A collective.
+
+    Raises ConfigError, RolloutError.
+    """
+    while True:
+        match lead(begin):
+            case Done(payload):
+                return payload
+            case Failed() as failed:
+                raise failed.error
+            case _:
+                if on_wait is not None:
+                    on_wait()
+
+
+def result_of(task: concurrent.futures.Future[Any]) -> Command:
+    """Done, once the task has ended; Wait after a heartbeat; or Failed."""
+    concurrent.futures.wait([task], timeout=leader.HEARTBEAT)
+    if not task.done():
+        return Wait()
+    try:
+        return Done(task.result())
+    except (Misfit, Unanswered, OSError) as error:
+        return Failed(str(error))

@@ -1,0 +1,176 @@
+"""Requests to the servers of one model: spread over them, and repeated while a server fails."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import NamedTuple
+
+import aiohttp
+
+from megatron_gvpo.huggingface.fingerprint import fingerprint
+from megatron_gvpo.servers.http import Http, ServerGone, ServerRefused
+from megatron_gvpo.servers.model_servers import Place
+from megatron_gvpo.settings.reward_servers import RewardServers
+
+PAUSE = 1.0  # seconds before a request is repeated
+AVOIDED = 10.0  # seconds for which other servers are preferred to one that failed
+
+
+class Unanswered(Exception):  # noqa: N818 - an outage, which callers expect
+    """No server has answered a request."""
+
+
+class Refused(Unanswered):
+    """A server has refused a request, as every other would."""
+
+
+class Server:
+    """One server and its requests in flight."""
+
+    def __init__(self, http: Http, parallel: int) -> None:
+        self.http = http
+        self.slots = asyncio.Semaphore(parallel)
+        self.busy = 0  # requests in flight, and those that wait for a slot
+        self.failed_at = float("-inf")
+        self.suspect = True  # it is not known to serve the right model
+
+
+class Servers:
+    """The servers of one model.
+
+    `check(http)` is asked before the first request to a server, and before the next one after a failure. What
+    it raises, ServerGone and ServerRefused apart, reaches the caller of `ask`.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        settings: RewardServers,
+        session: aiohttp.ClientSession,
+        check: Callable[[Http], Awaitable[None]],
+    ) -> None:
+        https = [Http(session, url, place.api_key, place.listens.get(url)) for url in place.urls]
+        self._servers = [Server(http, settings.parallel) for http in https]
+        self._place, self._settings, self._check = place, settings, check
+        self.requests = self.failures = 0
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that one request may take."""
+        return self._settings.request_timeout
+
+    async def check_all(self) -> None:
+        """Wait until every server is up, and check it. Raises Unanswered, or what `check` raises."""
+        checks = (self._repeat(self._check_one, partial(_itself, server)) for server in self._servers)
+        await asyncio.gather(*checks)
+        self.failures = 0  # of servers that were still starting
+
+    async def ask[T](self, call: Callable[[Http], Awaitable[T]]) -> T:
+        """The answer to `call(http)`, of the least busy server.
+
+        The request is repeated for `start_timeout` seconds while servers do not answer or have errors of
+        their own. Raises Unanswered after that, and Refused at once for a request that a server refuses.
+        """
+
+        async def checked(server: Server) -> T:
+            if server.suspect:
+                await self._check_one(server)
+            self.requests += 1
+            return await call(server.http)
+
+        return await self._repeat(checked, self._least_busy)
+
+    async def _check_one(self, server: Server) -> None:
+        await self._check(server.http)
+        server.suspect = False
+
+    def _least_busy(self) -> Server:
+        now = time.monotonic()
+        return min(self._servers, key=lambda s: (now - s.failed_at < AVOIDED, s.busy))
+
+    async def _repeat[T](self, call: Callable[[Server], Awaitable[T]], choose: Callable[[], Server]) -> T:
+        since: float | None = None
+        limit, key = self._settings.start_timeout, f"{self._place.section}.start_timeout"
+        while True:
+            server = choose()
+            server.busy += 1
+            try:
+                async with server.slots:
+                    return await call(server)
+            except ServerRefused as error:
+                if error.is_request:
+                    raise Refused(str(error)) from None
+                problem = str(error)
+            except ServerGone as error:
+                problem = str(error)
+            finally:
+                server.busy -= 1
+            server.failed_at, server.suspect = time.monotonic(), True
+            since = server.failed_at if since is None else since
+            self.failures += 1
+            if (supervisor := self._place.supervisor) is not None and supervisor.failed is not None:
+                raise Unanswered(supervisor.failed)
+            if time.monotonic() - since > limit:
+                raise Unanswered(f"{problem}, for {key}={limit:g} s")
+            await asyncio.sleep(PAUSE)
+
+
+def _itself(server: Server) -> Server:
+    return server
+
+
+# Refuses a server that serves another model than the configuration names, as far as its files tell.
+
+
+async def check_model(http: Http, engine: str, path: str, key: str, timeout: float) -> None:
+    """Compare the weights in the directory that a server names with those in `path`. Raises Misfit.
+
+    `key`: the configuration's, of `path`. A directory that this machine cannot read is not compared.
+    """
+    served = await _directory(http, engine, timeout)
+    if served is not None and not await asyncio.to_thread(_has_weights_of, served, path):
+        raise Misfit(
+            f"{key}={path}: {http.url} serves {served}, which has other weights: start it with the model in "
+            f"{key}, or name its directory there"
+        )
+
+
+async def _directory(http: Http, engine: str, timeout: float) -> str | None:
+    """The directory that the server was started with; None from one that does not tell."""
+    try:
+        answer = await http.get("/v1/models" if engine == "vllm" else "/model_info", timeout=timeout)
+        return str(answer["data"][0]["root"] if engine == "vllm" else answer["model_path"])
+    except (LookupError, TypeError):
+        return None
+    except ServerRefused as error:
+        if not error.is_request:
+            raise
+        return None
+
+
+@cache
+def _has_weights_of(served: str, path: str) -> bool:
+    """True also where they cannot be compared."""
+    if not (Path(served) / "config.json").is_file() or os.path.realpath(served) == os.path.realpath(path):
+        return True
+    theirs, ours = (fingerprint(Path(directory), ("*.safetensors",)) for directory in (served, path))
+    return theirs == ours
+
+
+# Scores one response of a component on servers, or says why it has none.
+
+
+class Verdict(NamedTuple):
+    """The score of a response by one component; None if none can be had, which `said` explains."""
+
+    score: float | None
+    said: str = ""  # a judge's explanation
+
+
+class Misfit(RuntimeError):  # noqa: N818
+    """A server, a model or a response with which the run cannot go on; the message names it."""

@@ -1,0 +1,60 @@
+"""Checks and packs the experts that servers routed tokens to, for the trainer's router replay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron_gvpo.groups import Routing
+from megatron_gvpo.huggingface.architectures import dense_layers, experts
+
+
+@dataclass(frozen=True)
+class Routers:
+    """The routers of a model, from its config.json."""
+
+    layers: int  # decoder layers, dense ones included
+    sparse: tuple[int, ...]  # numbers of the layers with experts
+    per_token: int  # experts of one token in one layer
+    experts: int
+
+    @staticmethod
+    def of(model: dict[str, Any]) -> Routers:
+        layers, step = model["num_hidden_layers"], model.get("decoder_sparse_step") or 1
+        dense = {*range(dense_layers(model)), *(model.get("mlp_only_layers") or [])}
+        sparse = tuple(i for i in range(layers) if i not in dense and (i + 1) % step == 0)
+        return Routers(layers, sparse, model["num_experts_per_tok"], experts(model))
+
+    def pack(self, given: np.ndarray, tokens: int) -> Routing:
+        """Pack the experts of a sequence of `tokens` tokens.
+
+        `given` holds integers [tokens - 1, layers, per_token], in any shape. Raises ValueError if their
+        number or one of them does not fit the model, and for a token without recorded experts.
+        """
+        shape = (tokens - 1, self.layers, self.per_token)
+        if given.size != np.prod(shape):
+            raise ValueError(
+                f"{given.size} experts for {tokens} tokens: want {self.per_token} in each of {self.layers} "
+                "layers for every token but the last"
+            )
+        chosen = given.reshape(shape)
+        width, kind = (1, "<u1") if self.experts <= 256 else (2, "<i2")
+        routed = chosen[:, self.sparse]
+        if routed.size and not 0 <= routed.min() <= routed.max() < self.experts:
+            raise ValueError(f"an expert {routed.max()} of a model with {self.experts}")
+        # A server leaves zeros for a token that it did not record. Comparing all pairs of a token's experts
+        # would take seconds a step.
+        if self.per_token > 1 and (routed[..., 0] == routed[..., 1]).any():
+            raise ValueError("some token has the same expert twice: the server recorded none for it")
+        return Routing(self.layers, self.per_token, width, chosen.astype(kind).tobytes())
+
+
+def routing_of(routers: Routers | None, given: np.ndarray | None, tokens: int) -> Routing:
+    """Pack the experts that a server gave for a sequence of `tokens` tokens. Raises ValueError."""
+    if routers is None or given is None:
+        raise ValueError(
+            "no experts: for rollout.router_replay servers are started with --enable-return-routed-experts"
+        )
+    return routers.pack(given, tokens)

@@ -1,0 +1,109 @@
+"""The servers of a run as rank 0 holds them, from their start to their end."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import math
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from megatron_gvpo.core.errors import ConfigError, RolloutError
+from megatron_gvpo.huggingface.image_families import takes_images
+from megatron_gvpo.servers import leader
+from megatron_gvpo.servers.http import Http, ServerGone, open_session
+from megatron_gvpo.servers.launch.start import DIALECTS, given_key, report, start_servers
+from megatron_gvpo.servers.launch.supervise import Supervisor
+from megatron_gvpo.servers.leader import BackgroundLoop, Command, Done, Failed, Wait
+from megatron_gvpo.servers.pool import ServerPool
+from megatron_gvpo.servers.routed_experts import Routers
+from megatron_gvpo.servers.sent_images import ImageSender
+from megatron_gvpo.servers.server import Server
+from megatron_gvpo.settings.config import Config
+
+MISSED = 3.0  # health checks without which a server gives up a push whose trainer is silent
+
+
+class ServerSession:
+    """Starts the servers, or connects to those of `rollout.servers.urls`; `close` ends what it started.
+
+    `pool` holds the servers and runs in `loop`. `model` is the model's config.json. The constructor returns
+    before the servers are healthy: `next_command` tells when they are. It raises ConfigError for servers
+    that cannot be started. `check` raises ConfigError for a healthy server that does not fit the run.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model: dict[str, Any],
+        end_token_ids: Sequence[int],
+        check: Callable[[Server], Awaitable[None]],
+    ) -> None:
+        self._check = check
+        servers, dialect = config.rollout.servers, DIALECTS[config.rollout.engine]
+        with ExitStack() as opened:  # ends what was started where a later part fails
+            self.supervisor, urls, key = _servers(config)
+            if self.supervisor is not None:
+                opened.callback(self.supervisor.close)  # last, so that no request waits for a dead server
+            self.loop = BackgroundLoop("rollout client")
+            opened.callback(self.loop.close)
+            session = self.loop.run(open_session())
+            opened.callback(lambda: self.loop.run(session.close()))
+            routers = Routers.of(model) if config.rollout.router_replay else None
+            started = {p.url: p.listens for p in self.supervisor.processes} if self.supervisor else {}
+            chosen = config.rollout.speculation
+            kept = config.rollout.weights.traits.sends_adapter or (chosen is not None and chosen.own_weights)
+            silence = MISSED * servers.health_timeout
+            clients = [dialect(Http(session, url, key, started.get(url), silence), kept) for url in urls]
+            images = ImageSender(config.model.path, model) if takes_images(model) else None
+            self.pool = ServerPool(
+                clients,
+                servers,
+                end_token_ids,
+                report,
+                self.supervisor,
+                routers,
+                images,
+                model.get("vocab_size", math.inf),
+            )
+            opened.callback(self.loop.cancel_all)
+            opened.callback(lambda: self.loop.run(self.pool.stop()))
+            self._ready = self.loop.submit(self._all_ready())
+            self._opened = opened.pop_all()
+
+    def next_command(self) -> Command:
+        """Done once all servers are healthy and fit the run; Wait after a heartbeat; or Failed."""
+        concurrent.futures.wait([self._ready], timeout=leader.HEARTBEAT)
+        if not self._ready.done():
+            return Wait()
+        try:
+            self._ready.result()
+        except (ConfigError, RolloutError) as error:
+            return Failed.by(error)
+        except (ServerGone, OSError) as error:
+            return Failed(str(error))
+        return Done()
+
+    def close(self) -> None:
+        self._opened.close()
+
+    async def _all_ready(self) -> None:
+        await self.pool.start()
+        for handle in self.pool.handles:
+            await self._check(handle.server)
+
+
+def _servers(config: Config) -> tuple[Supervisor | None, list[str], str | None]:
+    """(supervisor, URLs, API key) of servers that run elsewhere, or are started here. Raises ConfigError."""
+    servers = config.rollout.servers
+    if not servers.urls:
+        if servers.nodes > 1:
+            raise ConfigError(
+                f"rollout.servers.nodes={servers.nodes}: the run starts servers on its own machine alone; "
+                "start these with megatron-gvpo serve on each of theirs, and give rollout.servers.urls"
+            )
+        key = secrets.token_hex(16)
+        supervisor = start_servers(config, key, report)
+        return supervisor, [process.url for process in supervisor.processes], key
+    return None, list(servers.urls), given_key(servers)

@@ -1,0 +1,74 @@
+"""Speculative decoding on a run's servers: checks of the draft, and counts of drafted and accepted tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.huggingface.complete_weights import check_files, has_heads
+from megatron_gvpo.huggingface.config_json import read_model_config
+from megatron_gvpo.huggingface.image_families import text_values
+from megatron_gvpo.servers.http import ServerGone, ServerRefused
+from megatron_gvpo.servers.server import Drafts
+from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.servers import SpeculationConfig
+
+if TYPE_CHECKING:
+    from megatron_gvpo.servers.server import Server
+
+
+TIMEOUT = 30.0  # seconds for a server's counts
+
+
+class DraftCounter:
+    """Counts the tokens that the servers of a run draft and accept from one call to the next."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, Drafts] = {}  # by the server's URL
+
+    async def take(self, servers: Iterable[Server]) -> Drafts:
+        """The counts of all servers since the last call. A server that does not answer is left out."""
+        return sum(await asyncio.gather(*map(self._take, servers)), Drafts())
+
+    async def _take(self, server: Server) -> Drafts:
+        try:
+            counts = await server.drafts(TIMEOUT)
+        except (ServerGone, ServerRefused):
+            return Drafts()
+        earlier, self._seen[server.url] = self._seen.get(server.url, Drafts()), counts
+        return counts.since(earlier)
+
+
+def check_draft(config: Config) -> None:
+    """Raise ConfigError for a draft that servers cannot run with the policy's model."""
+    chosen = config.rollout.speculation
+    if chosen is None:
+        return
+    policy = read_model_config(config.served_path)
+    if chosen.method == "mtp" and not has_heads(Path(config.served_path), policy):
+        raise ConfigError(
+            f"rollout.speculation.method=mtp: {config.served_path} has no weights of heads for further "
+            "tokens (multi-token prediction): use ngram, suffix or draft"
+        )
+    if chosen.model is None:
+        return
+    key = "rollout.speculation.model"
+    draft = read_model_config(chosen.model, key)
+    check_files(Path(chosen.model), key)
+    theirs, ours = (text_values(each).get("vocab_size") for each in (draft, policy))
+    if chosen.method == "draft" and theirs != ours:
+        raise ConfigError(
+            f"{key}={chosen.model} has vocab_size={theirs}, and the policy {ours}: a draft needs the "
+            "policy's tokenizer"
+        )
+
+
+def eagle_kind(chosen: SpeculationConfig) -> str:
+    """The engines' name of the head, eagle3 or eagle, by its config.json."""
+    assert chosen.model is not None, "checked with the configuration"
+    head = read_model_config(chosen.model, "rollout.speculation.model")
+    names: Sequence[str] = head.get("architectures") or ()
+    return "eagle3" if any("eagle3" in name.lower() for name in names) else "eagle"

@@ -1,0 +1,337 @@
+"""Client of vLLM servers (OpenAI and RL interfaces of 0.32.0)."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+import re
+import socket
+import time
+from collections.abc import Coroutine, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from megatron_gvpo.core.versions import REFERENCE
+from megatron_gvpo.huggingface.adapter_layers import served_rank
+from megatron_gvpo.huggingface.architectures import experts
+from megatron_gvpo.huggingface.config_json import read_model_config
+from megatron_gvpo.huggingface.image_families import takes_images
+from megatron_gvpo.servers.cpu_engines import DELTA_NETS
+from megatron_gvpo.servers.http import Http, ServerRefused
+from megatron_gvpo.servers.sent_images import CacheNames, SentImage, with_one_placeholder
+from megatron_gvpo.servers.server import (
+    PLAIN,
+    PLUGINS,
+    Drafts,
+    Launch,
+    MemoryPart,
+    Sample,
+    ServerInfo,
+    answer_of,
+    check_prompt,
+    finish,
+    log_probs,
+    meeting_of_ranks,
+    named_adapter,
+    refuse_http_processes,
+)
+from megatron_gvpo.servers.speculation import eagle_kind
+from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.sections import SamplingConfig
+from megatron_gvpo.settings.servers import EngineServers, SpeculationConfig
+
+MODEL = "policy"  # the served model's name in the server's own messages
+LOOKUP = (2, 4)  # fewest and most last tokens that n-gram drafting looks for in the text so far
+DRAFTS = ("drafts", "draft_tokens", "accepted_tokens")  # vLLM's counters of the fields of Drafts
+RETRY = 0.05  # seconds between attempts to drop the prefix cache
+GENERATE = "/inference/v1/generate"  # takes images with token ids
+
+
+def finished_launch(
+    command: list[str],
+    environment: dict[str, str],
+    servers: EngineServers,
+    api_key: str | None,
+    on_gpu: bool,
+    model: dict[str, Any],
+) -> Launch:
+    """The launch with what every vLLM server gets. `model`: its config.json."""
+    if api_key:
+        environment["VLLM_API_KEY"] = api_key
+        # vLLM itself asks for the key under /v1 and the like, and not on the paths that load weights.
+        command += ["--middleware", "megatron_gvpo_guard.Guard"]
+    if not on_gpu:
+        command += ["--enforce-eager"]
+        # A seeded request whose prompt is computed in parts ends the engine: it sets back the offset of
+        # its random state, and those of CPUs have none.
+        command += ["--no-enable-chunked-prefill"]
+        if set(model.get("architectures") or ()) & set(DELTA_NETS):
+            # Its cache of recurrent states computes prompts in parts.
+            command += ["--no-enable-prefix-caching"]
+        if model.get("kv_lora_rank"):
+            # The compiled kernel of plain rotary embeddings takes all heads of latent attention for one.
+            command += ["--compilation-config", '{"custom_ops": ["-rotary_embedding"]}']
+        environment["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # otherwise each rank wants a NUMA node
+        environment["NUMBA_NUM_THREADS"] = "1"  # otherwise n-gram drafts wait for threads at every step
+        environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # otherwise the first request starts dozens
+        # A server of one rank computes in its engine's process, as on a GPU: a worker would import all again.
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    return Launch([*command, *servers.args], environment, key=api_key or "")
+
+
+class VLLM:
+    """One vLLM server."""
+
+    tested: ClassVar[Sequence[str]] = (REFERENCE["vllm"],)
+
+    def __init__(self, http: Http, keeps_weights: bool = False) -> None:
+        self.http, self._keeps_weights = http, keeps_weights
+        self._adapter: str | None = None
+        self._names = CacheNames()
+        self._brought: dict[tuple[str, ...], asyncio.Future[Any]] = {}  # a request by its images' names
+
+    @property
+    def url(self) -> str:
+        return self.http.url
+
+    @staticmethod
+    def launch(config: Config, port: int, api_key: str | None, on_gpu: bool) -> Launch:
+        servers = config.rollout.servers
+        refuse_http_processes(servers, "--api-server-count", "rollout.servers")
+        # Not `vllm serve`, which needs a distribution called vllm: the CPU build's has another name.
+        module = "megatron_gvpo_follower" if servers.node else "vllm.entrypoints.openai.api_server"
+        command = [servers.python, "-m", module, "--model", config.served_path]
+        command += ["--served-model-name", MODEL, "--host", servers.host, "--port", str(port)]
+        command += ["--dtype", config.model.dtype, "--tensor-parallel-size", str(servers.tp)]
+        environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": str(PLUGINS)}
+        if servers.nodes > 1:
+            address, port_of_ranks = meeting_of_ranks(servers)
+            command += ["--nnodes", str(servers.nodes), "--node-rank", str(servers.node)]
+            command += ["--master-addr", address, "--master-port", str(port_of_ranks)]
+            command += ["--headless"] if servers.node else []
+            environment["VLLM_HOST_IP"] = str(socket.getaddrinfo(servers.host, None)[0][4][0])
+        # Log-probs at the sampling temperature, which training compares with its own.
+        command += ["--logprobs-mode", "processed_logprobs"]
+        command += ["--weight-transfer-config", '{"backend": "megatron_gvpo"}']
+        command += ["--middleware", "megatron_gvpo_watch.Watch"]
+        command += ["--enable-prompt-tokens-details"]  # tells what the prefix cache had
+        if config.model.trust_remote_code:
+            command += ["--trust-remote-code"]
+        if servers.context_length:
+            command += ["--max-model-len", str(servers.context_length)]
+        if servers.colocated and on_gpu:
+            # vLLM's default share, 0.92, is refused where less is free: trainer processes keep some GiB.
+            command += ["--enable-sleep-mode", "--gpu-memory-utilization", "0.85"]
+        traits = config.rollout.weights.traits
+        if on_gpu and traits.sends_changes and experts(read_model_config(config.model.path)):
+            # Others rearrange the experts' weights after loading, and patches name elements as they load.
+            command += ["--moe-backend", "triton"]
+        if traits.sends_adapter:
+            command += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(served_rank(config))]
+            environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+        model = read_model_config(config.served_path)
+        if takes_images(model):
+            command += ["--enable-scale-out"]  # has the path GENERATE
+        if config.rollout.router_replay:
+            command += ["--enable-return-routed-experts"]
+            environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the older runner does not return experts
+        if config.rollout.speculation is not None:
+            command += ["--speculative-config", json.dumps(_speculation(config.rollout.speculation))]
+        return finished_launch(command, environment, servers, api_key, on_gpu, model)
+
+    async def check_health(self, timeout: float) -> None:
+        await self.http.get("/health", timeout=timeout)
+
+    async def info(self, timeout: float) -> ServerInfo:
+        version = await self.http.get("/version", timeout=timeout)
+        models = await self.http.get("/v1/models", timeout=timeout)
+        world = await self.http.get("/get_world_size", timeout=timeout)
+        with answer_of(self, "/v1/models"):
+            served = models["data"][0]
+            return ServerInfo(
+                version=version["version"],
+                model_path=served["root"],
+                context_length=served["max_model_len"],
+                processes=world["world_size"],
+            )
+
+    def use_adapter(self, name: str) -> None:
+        self._adapter = name
+
+    async def sample(
+        self,
+        token_ids: Sequence[int],
+        max_tokens: int,
+        seed: int,
+        sampling: SamplingConfig,
+        stop_ids: Sequence[int],
+        timeout: float,
+        images: Sequence[SentImage] = (),
+    ) -> Sample:
+        how: dict[str, Any] = {
+            **PLAIN,
+            "max_tokens": max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "seed": seed,
+            "stop_token_ids": list(stop_ids),
+            "logprobs": 0,  # only those of the sampled tokens
+            "skip_special_tokens": False,
+        }
+        if images:
+            return await self._see(token_ids, how, images, timeout)
+        body = {"prompt": list(token_ids), "return_token_ids": True, **how}
+        answer = await self._complete(body, timeout)
+        with answer_of(self, "/v1/completions"):
+            choice = answer["choices"][0]
+            logprobs = choice["logprobs"]["token_logprobs"] if choice["logprobs"] else []
+            experts = choice.get("routed_experts") if sampling.wants_routing else None
+            return Sample(
+                token_ids=choice["token_ids"] or [],
+                logprobs=logprobs,
+                finish_reason=finish(choice["finish_reason"]),
+                experts=None if experts is None else np.load(io.BytesIO(base64.b64decode(experts))),
+                cached=_cached(answer),
+            )
+
+    async def _see(
+        self,
+        token_ids: Sequence[int],
+        sampling_params: dict[str, Any],
+        images: Sequence[SentImage],
+        timeout: float,
+    ) -> Sample:
+        """Sample a response to a prompt with images, which /v1/completions does not take.
+
+        The first sample of a prompt brings its images, in a request of one token; the others name them.
+        """
+        names = tuple(map(self._names.of, images))
+        urls = [image.url for image in images]
+
+        def ask(sources: Sequence[str | None], **changes: Any) -> Coroutine[Any, Any, Any]:
+            parts = [{"type": "image_url", "url": u, "uuid": n} for u, n in zip(sources, names, strict=True)]
+            body = {
+                "model": self._adapter,
+                "token_ids": with_one_placeholder(token_ids, images),
+                "content_parts": parts,
+                "sampling_params": sampling_params | changes,
+                "return_token_ids": True,
+            }
+            return self.http.post(GENERATE, body, timeout=timeout)
+
+        with named_adapter(self, self._adapter):
+            if names not in self._brought:
+                self._brought[names] = asyncio.ensure_future(ask(urls, max_tokens=1))
+            try:
+                await asyncio.shield(self._brought[names])
+                answer = await ask([None] * len(urls))
+            except BaseException as error:
+                self._brought.pop(names, None)  # the next sample brings them again
+                if not isinstance(error, ServerRefused) or "Cache miss" not in str(error):
+                    raise
+                answer = await ask(urls)
+        with answer_of(self, GENERATE):
+            check_prompt(self, token_ids, answer["prompt_token_ids"], images)
+            choice = answer["choices"][0]
+            logprobs = choice["logprobs"]["content"] if choice["logprobs"] else []
+            return Sample(
+                token_ids=choice["token_ids"] or [],
+                logprobs=[entry["logprob"] for entry in logprobs or []],
+                finish_reason=finish(choice["finish_reason"]),
+                cached=_cached(answer),
+            )
+
+    async def score(self, token_ids: Sequence[int], timeout: float, first: int = 1) -> list[float]:
+        # Without PLAIN, a top_k from generation_config.json ends servers of vLLM 0.32 that speculate.
+        how = {**PLAIN, "max_tokens": 1, "temperature": 1.0, "top_p": 1.0, "prompt_logprobs": 0}
+        body = {"prompt": list(token_ids), **how}
+        answer = await self._complete(body, timeout)
+        with answer_of(self, "/v1/completions"):
+            given = answer["choices"][0]["prompt_logprobs"][first:]
+            pairs = zip(given, token_ids[first:], strict=True)
+            return log_probs(entry[str(token)]["logprob"] for entry, token in pairs)
+
+    async def speculates(self, timeout: float) -> bool:
+        return bool(await self._counters(timeout))
+
+    async def drafts(self, timeout: float) -> Drafts:
+        found = await self._counters(timeout)
+        with answer_of(self, "/metrics"):
+            return Drafts(*(found.get(name, 0) for name in DRAFTS))
+
+    async def _counters(self, timeout: float) -> dict[str, int]:
+        """Counters of speculative decoding, summed over the server's engines; empty without it."""
+        text = await self.http.get("/metrics", timeout=timeout)
+        found = dict[str, int]()
+        with answer_of(self, "/metrics"):
+            for name, value in re.findall(r"^vllm:spec_decode_num_(\w+?)_total(?:{.*})? (\S+)$", text, re.M):
+                found[name] = found.get(name, 0) + int(float(value))
+        return found
+
+    async def _complete(self, body: dict[str, Any], timeout: float) -> Any:
+        with named_adapter(self, self._adapter):
+            model = {} if self._adapter is None else {"model": self._adapter}
+            return await self.http.post("/v1/completions", model | body, timeout=timeout)
+
+    async def abort(self, timeout: float) -> None:
+        await self.http.post("/abort_requests", {"request_ids": []}, timeout=timeout)
+
+    async def pause(self, timeout: float) -> None:
+        await self.http.post("/pause", params={"mode": "abort"}, timeout=timeout)
+
+    async def resume(self, timeout: float) -> None:
+        await self.http.post("/resume", timeout=timeout)
+
+    async def flush_cache(self, timeout: float) -> None:
+        self._names.renew()
+        self._brought.clear()
+        deadline = time.monotonic() + timeout
+        while not await self._reset_prefix_cache(timeout):
+            if time.monotonic() > deadline:
+                raise ServerRefused(
+                    f"{self.url}/reset_prefix_cache: the cache of older weights was not dropped within "
+                    f"{timeout:g} s, because requests still hold parts of it",
+                    503,
+                )
+            await asyncio.sleep(RETRY)
+
+    async def _reset_prefix_cache(self, timeout: float) -> bool:
+        """False while vLLM has not let go of requests that were aborted: it then keeps the whole cache."""
+        said = await self.http.post("/reset_prefix_cache", timeout=timeout)
+        with answer_of(self, "/reset_prefix_cache"):
+            return bool(said["success"])
+
+    async def weight_version(self, timeout: float) -> str:
+        info = await self.http.get("/weight_info", timeout=timeout)
+        with answer_of(self, "/weight_info"):
+            return str(info["weight_version"])
+
+    async def offload_memory(self, timeout: float) -> None:
+        level = "1" if self._keeps_weights else "2"
+        await self.http.post("/sleep", timeout=timeout, params={"level": level, "mode": "abort"})
+
+    async def onload_memory(self, part: MemoryPart, timeout: float) -> None:
+        tag = {"weights": "weights", "cache": "kv_cache"}[part]
+        await self.http.post("/wake_up", timeout=timeout, params={"tags": tag})
+
+
+def _cached(answer: Any) -> int | None:
+    """Prompt tokens that the prefix cache had; None from a server that was started without telling them."""
+    details = (answer.get("usage") or {}).get("prompt_tokens_details")
+    return None if details is None else details["cached_tokens"]
+
+
+def _speculation(chosen: SpeculationConfig) -> dict[str, Any]:
+    """The value of --speculative-config. A token is accepted by vLLM's standard rejection sampling."""
+    options: dict[str, Any] = {"num_speculative_tokens": chosen.tokens}
+    if chosen.method == "draft":
+        return options | {"method": "draft_model", "model": chosen.model}
+    if chosen.method == "eagle":
+        return options | {"method": eagle_kind(chosen), "model": chosen.model}
+    if chosen.method == "ngram":
+        options |= dict(zip(("prompt_lookup_min", "prompt_lookup_max"), LOOKUP, strict=True))
+    return options | {"method": chosen.method}

@@ -1,0 +1,119 @@
+"""Rewrites pydantic's errors in the user's terms: the key as in the file, and the name probably meant."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import reprlib
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from megatron_gvpo.core.redaction import hide
+from megatron_gvpo.core.yaml_files import cut
+
+MOST, LONGEST = 20, 400  # errors shown, and characters of each
+_NUMBER = re.compile(r"[-+]?(0|[1-9]\d{0,20})?(\.\d{0,20})?([eE][-+]?\d{1,3})?")
+_ALTERNATIVES = ("str", "int", "constrained-int")  # pydantic's names for them in `str | int`
+
+
+class _Brief(reprlib.Repr):
+    """Python's notation of values, shortened, without secrets."""
+
+    def repr_str(self, x: str, level: int) -> str:
+        return super().repr_str(hide(x), level)
+
+
+_BRIEF = _Brief(maxstring=100, maxother=100, maxlong=40, maxlevel=3, maxdict=6, maxlist=10)
+
+
+def explain(error: ValidationError, root: type[BaseModel]) -> str:
+    """One line per error: `key: what is wrong (value)`, with the nearest known name for an unknown one.
+
+    Of many errors the first are shown, and of long values the beginning.
+
+    `root`: the model that was validated.
+    """
+    lines: list[str] = []
+    for item in error.errors():
+        key, siblings, owners = _locate(item["loc"], root)
+        key = cut(key)
+        context, given = item.get("ctx", {}), item["input"]
+        match item["type"]:
+            case "extra_forbidden" if owners:
+                lines.append(f"{key}: no such key; it goes with name={' or '.join(owners)}")
+            case "extra_forbidden":
+                lines.append(f"{key}: no such key; {_nearest(str(item['loc'][-1]), siblings)}")
+            case "missing":
+                lines.append(f"{key}: missing, and it has no default")
+            case "union_tag_invalid":
+                names = re.findall(r"'([^']+)'", context["expected_tags"])
+                lines.append(f"{key}.name: there is no {context['tag']!r}; {_nearest(context['tag'], names)}")
+            case "union_tag_not_found":
+                lines.append(f"{key}.name: missing; it says which one is meant")
+            case "model_type" | "model_attributes_type" | "dict_type":
+                lines.append(f"{key}: expected settings as `key: value`, found {_shown(given)}")
+            case "tuple_type" | "list_type":
+                lines.append(f"{key}: expected a list, as [a, b], found {_shown(given)}")
+            case "int_type" | "float_type" if isinstance(given, str) and _NUMBER.fullmatch(given):
+                lines.append(f"{key}: expected a number, found text: write it without quotes ({given!r})")
+            case _:
+                message = item["msg"].removeprefix("Value error, ")
+                simple = key and not isinstance(given, dict | BaseModel)
+                shown = f" (given: {_shown(given)})" if simple else ""
+                if key and lines and lines[-1].startswith(f"{key}: "):  # the next alternative of a union
+                    message = f"{lines.pop().removeprefix(f'{key}: ').removesuffix(shown)}, or {message}"
+                lines.append(f"{key}: {message}{shown}" if key else message)
+    lines = [hide(line) for line in lines]
+    lines = [line if len(line) <= LONGEST else line[: LONGEST - 3] + "..." for line in lines]
+    more = [f"and {len(lines) - MOST} more errors"] if len(lines) > MOST else []
+    return "\n".join(lines[:MOST] + more)
+
+
+def _shown(value: Any) -> str:
+    """A value as Python writes it; of a long one the beginning, without writing all of it."""
+    try:
+        return _BRIEF.repr(value)
+    except ValueError:  # an integer of more digits than Python writes
+        return "a very large number"
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, 1, 0.5)
+    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
+
+
+def _locate(loc: Sequence[int | str], root: type[BaseModel]) -> tuple[str, list[str], list[str]]:
+    """Returns the key in the file for a pydantic location, and the names that are known beside it.
+
+    For a key of another block, also the names of the blocks that have it and could be given instead.
+    """
+    sections = [root]
+    beside, key = sections, []
+    choice: list[type[BaseModel]] = []
+    owners: list[type[BaseModel]] = []
+    for part in loc:
+        found = [section.model_fields[str(part)] for section in sections if part in section.model_fields]
+        tagged = [s for s in sections if "name" in s.model_fields and s.model_fields["name"].default == part]
+        if tagged and not found:
+            choice = sections
+            sections = tagged  # pydantic adds a union's tag to the path; the file has no level for it
+            continue
+        if not sections and part in _ALTERNATIVES:
+            continue  # of a union, which the file has no level for either
+        key.append(str(part))
+        owners = [section for section in choice if part in section.model_fields]
+        beside, choice = sections, []
+        if not isinstance(part, int):
+            sections = [section for field in found for section in _sections_in(field.annotation)]
+    known = sorted({name for section in beside for name in section.model_fields})
+    return ".".join(key), known, sorted(section.model_fields["name"].default for section in owners)
+
+
+def _sections_in(annotation: Any) -> list[type[BaseModel]]:
+    """The sections inside an annotation such as `X | None`, `tuple[X, ...]` or a tagged union."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [section for part in typing.get_args(annotation) for section in _sections_in(part)]

@@ -1,0 +1,91 @@
+"""Keys that were given and that nothing in the run reads: they are refused, or told.
+
+Options of a block that its own other options switch off are the block's matter (`Block.idle_options`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from megatron_gvpo.settings.conversation import PYTHON
+
+if TYPE_CHECKING:
+    from megatron_gvpo.settings.config import Config
+
+
+def check_idle_keys(config: Config) -> None:
+    """Raises ValueError, which names the key, for one with a value of its own and without effect."""
+    for key, why in _idle(config):
+        if _given(config, key):
+            raise ValueError(f"{key} has no effect: {why}; leave it out")
+    _check_weights(config)
+
+
+def keys_of_sampling(config: Config) -> str | None:
+    """A warning about keys of sampling and rewards in a run that samples nothing; None without any.
+
+    They are not refused: the same file may be for a method that samples, and name this one by an override.
+    """
+    algorithm = config.algorithm
+    if algorithm.samples_from_policy:
+        return None
+    keys = ["rollout.n", "rollout.async_steps"]
+    if config.data.eval is None:
+        keys += ["rollout.temperature", "rollout.top_p", "rollout.stop_token_ids", "rewards.components"]
+    if not (given := [key for key in keys if _given(config, key)]):
+        return None
+    return (
+        f"{', '.join(given)}: no effect with algorithm.sampler={algorithm.sampler}, where the data have the "
+        "responses" + (" and their rewards" if algorithm.has_rewards else "")
+    )
+
+
+def _check_weights(config: Config) -> None:
+    """Raises ValueError for weights of components beside an estimator that counts all of them alike."""
+    estimator = config.algorithm.estimator
+    if estimator is None or not estimator.by_components or 0 not in estimator.components_read:
+        return
+    for i, component in enumerate(config.rewards.components):
+        if component.weight != 1:
+            remedy = "leave it out"
+            if "weights" in type(estimator).model_fields:
+                remedy = "give the weights of all that count in algorithm.estimator.weights, by name"
+            raise ValueError(
+                f"rewards.components.{i}.weight={component.weight:g} ({component.name}) has no effect: "
+                f"algorithm.estimator={estimator.name} normalises and counts every component alike: {remedy}"
+            )
+
+
+def _idle(config: Config) -> Iterator[tuple[str, str]]:
+    """Keys that nothing reads, each with the reason."""
+    data, algorithm = config.data, config.algorithm
+    if "eval" not in data.model_fields_set:  # data.eval=null, an override, switches evaluation off
+        yield "eval.every", "data.eval names the held-out prompts, and is missing"
+    if algorithm.prompts.weighted:
+        yield "data.shuffle", f"algorithm.prompts={algorithm.prompts.name} draws prompts by weight"
+    if not config.rewards.is_served:
+        why = "no component asks a model on servers, and a function that fails counts as 0"
+        yield "rewards.max_lost", why
+    if (talks := config.rollout.conversation) is not None:
+        here = "rollout.conversation"
+        if talks.environment is not None:
+            yield f"{here}.parser", "an environment reads the policy's turns itself"
+        if talks.program is not None:
+            yield f"{here}.observation_tokens", "a program's own limits bound what it says"
+        if PYTHON not in talks.tools:
+            yield f"{here}.sandbox", f"it is of the tool {PYTHON}"
+
+
+def _given(config: Config, key: str) -> bool:
+    """True if the key was given, and not its default."""
+    section: Any = config
+    *path, name = key.split(".")
+    for part in path:
+        if section is None or part not in section.model_fields_set:
+            return False
+        section = getattr(section, part)
+    if section is None or name not in section.model_fields_set:
+        return False
+    default = type(section).model_fields[name].get_default(call_default_factory=True)
+    return bool(getattr(section, name) != default)

@@ -1,0 +1,86 @@
+"""The section `rewards` of a configuration: the components of the reward, and how they are called."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Self
+
+from pydantic import AfterValidator, Field, model_validator
+
+from megatron_gvpo.core.metric_names import check_key, own_names
+from megatron_gvpo.core.section import EVERY_KEY, Processes, Seconds, Section
+from megatron_gvpo.settings.built_in_rewards import BUILT_IN, check_built_in
+from megatron_gvpo.settings.reward_servers import JudgeConfig, RewardModelConfig
+
+
+def _free_name(name: str) -> str:
+    check_key(name, own_names("reward/<component>"))
+    return name
+
+
+class RewardConfig(Section):
+    fixed_keys = EVERY_KEY
+
+    # The name in the metrics (`reward/NAME`), which no other metric has. `math` and `format` are built in.
+    name: Annotated[str, AfterValidator(_free_name)]
+    weight: float = 1.0  # Factor of this component in the reward, which is the weighted sum.
+    function: str | None = None  # Your own function: `module:function` or `path/file.py:function`.
+    options: dict[str, Any] = Field(default_factory=dict)  # Keyword arguments of the function.
+    model: RewardModelConfig | None = None  # A reward model on servers, instead of a function.
+    judge: JudgeConfig | None = None  # A language model that judges, instead of a function.
+
+    @property
+    def served(self) -> RewardModelConfig | JudgeConfig | None:
+        """The model on servers that scores; None for a function."""
+        return self.model or self.judge
+
+    @property
+    def built_in(self) -> bool:
+        return self.function is None and self.served is None
+
+    @property
+    def needs_answer(self) -> bool:
+        """True if it compares with the answers of the data."""
+        return self.built_in and BUILT_IN[self.name].needs_answer
+
+    @property
+    def pays_turns(self) -> bool:
+        return self.built_in and BUILT_IN[self.name].pays_turns
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if sum(value is not None for value in (self.function, self.model, self.judge)) > 1:
+            raise ValueError("give one of function, model and judge")
+        if self.options and self.served is not None:
+            raise ValueError("options are for a function")
+        if self.built_in:
+            check_built_in(self.name)
+        return self
+
+
+class RewardsConfig(Section):
+    fixed_keys = ("components",)
+    free_keys = ("timeout", "workers", "max_lost")
+
+    components: tuple[RewardConfig, ...] = (RewardConfig(name="math"),)
+    timeout: Seconds = 10.0  # Seconds for one component of one response; then that component is 0.
+    workers: Processes = 1  # Reward processes of every rank.
+    # End the run if a larger share of a batch's responses gets no reward from reward models and judges.
+    max_lost: float = Field(0.5, ge=0, lt=1)
+
+    @property
+    def is_served(self) -> bool:
+        """True if a component is a model on servers."""
+        return any(component.served is not None for component in self.components)
+
+    @property
+    def turn_weight(self) -> float:
+        """Factor of the rewards of a conversation's turns in its reward: the weight of `environment`."""
+        return sum((c.weight for c in self.components if c.pays_turns), 0.0)
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        names = [component.name for component in self.components]
+        for i, component in enumerate(self.components):
+            if component.name in names[:i]:
+                raise ValueError(f"components.{i}: the name {component.name!r} is given twice")
+        return self

@@ -1,0 +1,493 @@
+"""Checks of settings from different sections that cannot go together; errors say what would be right."""
+
+from __future__ import annotations
+
+import re
+from math import lcm
+from typing import TYPE_CHECKING
+
+from megatron_gvpo.core.metric_names import entry
+from megatron_gvpo.settings.built_in_rewards import COUNT
+from megatron_gvpo.settings.idle_keys import check_idle_keys, keys_of_sampling
+
+if TYPE_CHECKING:
+    from megatron_gvpo.settings.config import Config
+
+
+MOST_RESPONSES = 10**7  # of a step: gigabytes on the host
+
+
+def cross_check(config: Config) -> None:
+    """Raises ValueError, which names the keys and their values, for a combination that cannot work."""
+    for check in (
+        _batch,
+        _engine_reference,
+        _engine,
+        _router_replay,
+        check_speculation,
+        check_conversation,
+        _data,
+        _rewards,
+        _served_rewards,
+        _components,
+        _teacher,
+        _evaluation,
+        _schedule,
+        _checkpoints,
+        _offload,
+        _fp8_weights,
+        check_idle_keys,
+    ):
+        check(config)
+
+
+def advice(config: Config) -> str | None:
+    """Warnings about a configuration that is legal but usually unintended, else None.
+
+    They are about a step with one update whose reference is the policy at step start: the reference is then
+    the policy that trains, and GVPO's d is 0. About responses of older weights in a loss that could correct
+    for that, and takes them for the present policy's. About an evaluation that does not count right answers,
+    which another component of the reward judges. And about keys of sampling in a run that samples nothing.
+    """
+    found = (_one_update(config), _older_weights(config), _counted(config), keys_of_sampling(config))
+    return "\n".join(text for text in found if text is not None) or None
+
+
+def _one_update(config: Config) -> str | None:
+    train, algorithm, loss = config.train, config.algorithm, config.algorithm.loss
+    once = train.mini_batches * train.batch_epochs == 1
+    older = config.rollout.async_steps and algorithm.reference_logprobs == "engine"
+    if not once or older or not loss.reference_sums_only or not loss.known_at_step_start or loss.linear:
+        return None
+    return (
+        f"train.mini_batches=1: a step's only update is its own reference, which makes {loss.name} "
+        "a plain policy gradient, its Var and Cov 0; use 2 or more, or train.batch_epochs=2, or another "
+        "algorithm.loss.reference"
+    )
+
+
+def _older_weights(config: Config) -> str | None:
+    loss = config.algorithm.loss
+    corrects = "importance" in type(loss).model_fields
+    if not config.rollout.async_steps or not corrects or getattr(loss, "importance", None) is not None:
+        return None
+    return (
+        f"rollout.async_steps={config.rollout.async_steps}: responses come from older weights, and "
+        f"{loss.name} takes them for samples of the policy at step start, with which it compares: set "
+        "algorithm.loss.importance=truncate"
+    )
+
+
+def _counted(config: Config) -> str | None:
+    components = config.rewards.components
+    if config.data.eval is None or not components or components[0].needs_answer:
+        return None
+    judge = next((component.name for component in components if component.needs_answer), None)
+    if judge is None:
+        return None
+    return (
+        f"rewards.components: evaluation counts the first, {components[0].name}, and {judge} judges the "
+        f"answers: put {judge} first"
+    )
+
+
+def _batch(config: Config) -> None:
+    train, algorithm, n = config.train, config.algorithm, config.rollout.n
+    if train.prompts_per_step % train.mini_batches:
+        raise ValueError(
+            f"train.mini_batches={train.mini_batches} does not divide "
+            f"train.prompts_per_step={train.prompts_per_step}: every optimizer update takes whole groups"
+        )
+    if train.prompts_per_step * n > MOST_RESPONSES:
+        raise ValueError(
+            f"train.prompts_per_step={train.prompts_per_step} x rollout.n={n}: more than {MOST_RESPONSES} "
+            "responses a step, which every rank holds"
+        )
+    for place in algorithm.sized(config.rollout.max_tokens).blocks_inside():
+        if (problem := place.block.problem()) is not None:
+            raise ValueError(f"algorithm.{place.key}.{problem}")
+    alone = algorithm.samples_from_policy and not algorithm.members
+    if algorithm.needs_group and alone and n < 2:
+        raise ValueError(
+            f"rollout.n={n}: this algorithm compares the responses of a prompt with each other, "
+            "so it needs rollout.n >= 2"
+        )
+
+
+def _engine_reference(config: Config) -> None:
+    if config.algorithm.reference_logprobs != "engine":
+        return
+    if config.rollout.top_p < 1:
+        raise ValueError(
+            f"rollout.top_p={config.rollout.top_p}: algorithm.reference_logprobs=engine compares the "
+            "trainer's log-probs with the engine's, which some engines renormalise after top-p: set "
+            "rollout.top_p=1, or use reference_logprobs=trainer"
+        )
+    if config.train.mini_batches * config.train.batch_epochs == 1 and not config.rollout.async_steps:
+        raise ValueError(
+            "train.mini_batches=1: algorithm.reference_logprobs=engine has no effect there, because "
+            "the first update of a step is its own reference: use reference_logprobs=trainer"
+        )
+
+
+def _engine(config: Config) -> None:
+    rollout = config.rollout
+    if rollout.weights.traits.sends_adapter and config.model.adapter is None:
+        raise ValueError(
+            f"rollout.weights.transport={rollout.weights.transport} sends the adapter that trains, and "
+            "without model.adapter none does: set model.adapter, or use broadcast"
+        )
+    if not rollout.uses_servers:
+        for name in ("servers", "weights", "async_steps", "speculation"):
+            if getattr(rollout, name) != type(rollout).model_fields[name].default:
+                raise ValueError(
+                    f"rollout.{name} has no effect with rollout.engine={rollout.engine}, which generates in "
+                    "the trainer's own processes: choose sglang or vllm, or leave it out"
+                )
+    if "--trust-remote-code" in rollout.servers.args and not config.model.trust_remote_code:
+        raise ValueError(
+            "rollout.servers.args: --trust-remote-code, and model.trust_remote_code=false: set the latter, "
+            "which holds for trainer and servers"
+        )
+    if rollout.servers.colocated and rollout.async_steps:
+        raise ValueError(
+            f"rollout.async_steps={rollout.async_steps}: servers that have the trainer's own "
+            "GPUs (rollout.servers.colocated) cannot generate while it trains: set it to 0"
+        )
+    if (n := rollout.servers.nodes) > 1 and not rollout.weights.traits.nodes_ok:
+        why = f"with rollout.servers.nodes={n}: a server's other machines do not see the memory; use sharded"
+        raise ValueError(f"rollout.weights.transport={rollout.weights.transport} {why}")
+    for place in config.algorithm.blocks_inside():
+        if rollout.servers.colocated and place.block.needs_policy_logprobs:
+            raise ValueError(
+                f"algorithm.{place.label} asks the policy for log-probs while responses come, "
+                "when servers on the trainer's own GPUs (rollout.servers.colocated) have its memory"
+            )
+    if rollout.servers.colocated and not rollout.weights.traits.colocated_ok:
+        raise ValueError(
+            f"rollout.weights.transport={rollout.weights.transport} does not reach servers on the trainer's "
+            "own GPUs (rollout.servers.colocated): NCCL, for one, forms no process group of two processes on "
+            "the same GPU. Set it to shared"
+        )
+
+
+def _router_replay(config: Config) -> None:
+    if not config.rollout.router_replay:
+        return
+    reason = None
+    if not config.algorithm.samples_from_policy:
+        reason = f"algorithm.sampler={config.algorithm.sampler} has no engine that could tell experts"
+    elif not config.rollout.uses_servers:
+        reason = f"rollout.engine={config.rollout.engine} does not tell experts: choose sglang or vllm"
+    elif config.train.share_prompts:
+        reason = (
+            "train.share_prompts computes a prompt once, and the engine may have routed it differently for "
+            "each of its responses: use one of the two"
+        )
+    if reason:
+        raise ValueError(f"rollout.router_replay=true is not possible here: {reason}")
+
+
+def _data(config: Config) -> None:
+    """Check that the data set names the fields that the sampler, the members and the rewards read."""
+    algorithm, fields = config.algorithm, config.data.train
+    readers = [f"algorithm.{p.label}" for p in algorithm.blocks_inside() if p.block.needs_demonstrations]
+    readers += ["algorithm.sampler=dataset"] if algorithm.trains_on_demonstrations else []
+    if readers and fields.demonstration_key is None:
+        raise ValueError(
+            f"data.train.demonstration_key is missing: {readers[0]} trains on worked "
+            "solutions, so name the field that holds them"
+        )
+    if algorithm.trains_on_scored_responses and fields.responses_key is None:
+        raise ValueError(
+            "data.train.responses_key is missing: algorithm.sampler=file trains on scored responses, so "
+            "name the field that holds them"
+        )
+    compares = [component.name for component in config.rewards.components if component.needs_answer]
+    judged = {"train": fields if algorithm.samples_from_policy else None, "eval": config.data.eval}
+    for part, dataset in judged.items():
+        if compares and dataset is not None and dataset.answer_key is None:
+            raise ValueError(
+                f"data.{part}.answer_key is null, but the reward {compares[0]!r} compares with an answer"
+            )
+
+
+def _rewards(config: Config) -> None:
+    """Check that the methods that learn from rewards have some."""
+    algorithm, components = config.algorithm, config.rewards.components
+    if config.data.eval is not None and not components:
+        raise ValueError(
+            "rewards.components=[]: data.eval is given, and evaluation counts the first component: name one, "
+            "as [{name: math}]"
+        )
+    if not algorithm.samples_from_policy or any(p.block.makes_rewards for p in algorithm.blocks_inside()):
+        return
+    readers = [f"algorithm.loss={algorithm.loss.name}"] if algorithm.loss.signal != "none" else []
+    readers += [
+        f"algorithm.{place.label}" for place in algorithm.blocks_inside() if place.block.needs_rewards
+    ]
+    if readers and not components:
+        raise ValueError(
+            f"rewards.components=[]: {readers[0]} learns from rewards, and all would be 0: name one, as "
+            "[{name: math}]"
+        )
+    if readers and not any(c.weight for c in components) and not any(algorithm.blocks_on_components()):
+        raise ValueError(
+            f"rewards.components: all weights are 0, so all rewards would be, and {readers[0]} learns from "
+            "them"
+        )
+
+
+def _served_rewards(config: Config) -> None:
+    """Refuse what cannot go on with fewer responses than it asked for: a server may fail to score one."""
+    served = next((c.name for c in config.rewards.components if c.served is not None), None)
+    algorithm, reason = config.algorithm, None
+    if served is None:
+        return
+    if single := [member.name for member in algorithm.members if not member.takes_conversations]:
+        reason = f"algorithm.members: {single[0]} needs a reward for every response"
+    elif algorithm.prior.greedy:
+        reason = f"algorithm.prior={algorithm.prior.name}: it takes one response a prompt, which may be lost"
+    if reason:
+        raise ValueError(
+            f"rewards.components: {served} asks a model on servers, which is not possible with {reason}"
+        )
+
+
+def _components(config: Config) -> None:
+    """Check that the reward has the components that blocks read by name."""
+    algorithm, known = config.algorithm, [component.name for component in config.rewards.components]
+    without = [member.name for member in algorithm.members if not member.gives_components]
+    for place in algorithm.blocks_on_components():
+        key = f"algorithm.{place.key}"
+        if not algorithm.samples_from_policy:
+            raise ValueError(
+                f"{key} reads components of the reward, and sampler={algorithm.sampler} gives one reward a "
+                "response: use sampler=engine"
+            )
+        if without:
+            raise ValueError(
+                f"{key} reads components of the reward, and algorithm.members: {without[0]} joins with a "
+                "reward and no components: leave one of them out"
+            )
+        for component in place.block.components_read:
+            there = component < len(known) if isinstance(component, int) else component in known
+            if not there:
+                raise ValueError(
+                    f"{key} reads the reward component {component!r}, and rewards.components has "
+                    f"{', '.join(known) or 'none'}: add it, with weight 0 if it is to count nowhere else"
+                )
+
+
+def _teacher(config: Config) -> None:
+    """Check that there is a teacher where a block reads one, and that it can say what the block reads."""
+    teacher, needed, rollout = config.teacher, config.algorithm.needs_teacher, config.rollout
+    if teacher is None and needed:
+        raise ValueError(
+            "teacher is missing: algorithm compares with a teacher's log-probs: name its Hugging Face "
+            "directory, teacher.path"
+        )
+    if teacher is None:
+        return
+    if not needed:
+        raise ValueError(
+            "teacher has no effect: nothing in algorithm compares with it. Use the recipe opd, or "
+            "algorithm.loss.reference=teacher"
+        )
+    if config.data.train.images_key is not None:
+        raise ValueError("data.train.images_key with teacher: a teacher reads no images")
+    if teacher.server is None:
+        return
+    reason, divergence = None, config.algorithm.loss.divergence
+    if divergence is not None and divergence.needs_teacher:
+        reason = (
+            f"algorithm.loss.divergence={divergence.name}: it needs the teacher's hidden states, and servers "
+            "give log-probs; use teacher.server=null"
+        )
+    elif config.algorithm.samples_from_policy and rollout.temperature != 1:
+        reason = (
+            f"rollout.temperature={rollout.temperature:g}: the log-probs of the loss are those at this "
+            "temperature, and servers give those of prompts at temperature 1"
+        )
+    if reason:
+        raise ValueError(f"teacher.server is not possible with {reason}")
+
+
+def _evaluation(config: Config) -> None:
+    if max(config.eval.k, default=1) > config.eval.n:
+        raise ValueError(
+            f"eval.k={list(config.eval.k)}: pass@k needs eval.n >= k, and eval.n={config.eval.n}"
+        )
+
+
+def _schedule(config: Config) -> None:
+    train, optimizer = config.train, config.optimizer
+    all_updates = (
+        f"{train.updates} updates (train.steps x train.mini_batches x train.batch_epochs): "
+        "lower it, or train for more steps"
+    )
+    if optimizer.warmup_steps >= train.updates:
+        raise ValueError(
+            f"optimizer.warmup_steps={optimizer.warmup_steps} leaves nothing of the run's {all_updates}"
+        )
+    critic = config.algorithm.critic
+    if critic is not None and critic.warmup_steps >= train.updates:
+        raise ValueError(
+            f"algorithm.critic.warmup_steps={critic.warmup_steps} leaves nothing of the run's {all_updates}"
+        )
+    if optimizer.min_lr > optimizer.lr:
+        raise ValueError(f"optimizer.min_lr={optimizer.min_lr} exceeds optimizer.lr={optimizer.lr}")
+    if optimizer.min_lr and optimizer.decay == "constant":
+        raise ValueError(
+            f"optimizer.min_lr={optimizer.min_lr} has no effect with optimizer.decay=constant: set decay to "
+            "cosine or linear, or leave it out"
+        )
+
+
+def _checkpoints(config: Config) -> None:
+    options, steps = config.checkpoint, config.train.steps
+    if options.export_every and not options.every:
+        raise ValueError(
+            f"checkpoint.export_every={options.export_every} with checkpoint.every=0, which writes only the "
+            "last checkpoint: set checkpoint.every"
+        )
+    if options.push_to_hub is not None and not (options.export_hf or options.keep_best):
+        raise ValueError(
+            "checkpoint.push_to_hub with checkpoint.export_hf=false and no keep_best has nothing to push"
+        )
+    if options.keep_best is None:
+        return
+    metric = options.keep_best.metric
+    if not options.every:
+        raise ValueError(
+            f"checkpoint.keep_best: {metric} with checkpoint.every=0, which writes only the last checkpoint: "
+            "set checkpoint.every"
+        )
+    if entry(metric) is None and not metric.startswith(("train/", "advantage/")):  # which users' code may log
+        raise ValueError(f"checkpoint.keep_best.metric={metric}: no metric has this name")
+    if metric.startswith("eval/") and config.data.eval is None:
+        raise ValueError(f"checkpoint.keep_best.metric={metric} needs held-out prompts: set data.eval")
+    if metric.startswith("eval/") and not 0 < lcm(options.every, config.eval.every) < steps:
+        raise ValueError(
+            f"checkpoint.keep_best.metric={metric}: only the last checkpoint would be evaluated, with "
+            f"checkpoint.every={options.every}, eval.every={config.eval.every} and train.steps={steps}: make "
+            "eval.every equal to checkpoint.every, or a divisor or multiple of it"
+        )
+
+
+def _offload(config: Config) -> None:
+    fraction, fp8 = config.optimizer.offload_fraction, config.model.fp8
+    if fraction and fp8 is not None and fp8.weights:
+        raise ValueError(
+            f"optimizer.offload_fraction={fraction} is not possible with model.fp8.weights=true: Megatron "
+            "would make the host's masters of weights that are rounded to FP8 already; use weights=false"
+        )
+
+
+def _fp8_weights(config: Config) -> None:
+    """Refuse what copies weights as plain memory: Transformer Engine keeps FP8 weights in several tensors."""
+    if config.model.fp8 is None or not config.model.fp8.weights:
+        return
+    reason = None
+    if config.rollout.servers.colocated:
+        reason = "rollout.servers.colocated=true: the weights' memory could not be given to the servers"
+    elif config.algorithm.kept_reference is not None:
+        reason = (
+            "a reference policy with weights of its own: when it has scored, the policy's would be rounded "
+            "to FP8 once more"
+        )
+    if reason:
+        raise ValueError(f"model.fp8.weights=true is not possible with {reason}; use weights=false")
+
+
+# Checks that speculative rollouts are possible with the other settings.
+
+
+def check_speculation(config: Config) -> None:
+    """Raises ValueError, which names the keys, for a combination that cannot work or is not tested."""
+    rollout, chosen = config.rollout, config.rollout.speculation
+    for word in rollout.servers.args:
+        if re.match(r"--spec|-sc(=|$)", word):
+            raise ValueError(
+                f"rollout.servers.args: {word.partition('=')[0]} could change what the policy samples: set "
+                "rollout.speculation, which does not"
+            )
+    if chosen is None:
+        return
+    reason, transport = None, f"rollout.weights.transport={rollout.weights.transport}"
+    if rollout.engine == "sglang" and chosen.method == "suffix":
+        reason = "SGLang has no suffix decoding: use ngram, or rollout.engine=vllm"
+    elif rollout.router_replay:
+        reason = "rollout.router_replay=true: experts of rejected tokens would be among those told"
+    elif rollout.weights.traits.sends_adapter:
+        reason = f"{transport}: not tested; use broadcast, which sends the merged model"
+    elif chosen.own_weights and rollout.engine == "sglang" and rollout.weights.traits.sends_files:
+        reason = f"{transport}: SGLang would load the policy's files into the draft, too"
+    if reason is not None:
+        raise ValueError(f"rollout.speculation.method={chosen.method} is not possible with {reason}")
+
+
+# Checks of `rollout.conversation` against the other settings.
+
+
+def check_conversation(config: Config) -> None:
+    """Raises ValueError, which names the keys, for a combination that cannot work."""
+    _conversation_components(config)
+    if config.rollout.conversation is None:
+        _no_reader(config)
+    else:
+        _possible(config)
+
+
+def _no_reader(config: Config) -> None:
+    """Refuse blocks that read turns if there are none."""
+    algorithm = config.algorithm
+    reader = next((place for place in algorithm.blocks_inside() if place.block.needs_turns), None)
+    if reader is not None:
+        raise ValueError(
+            f"algorithm.{reader.label} reads the turns of conversations: set rollout.conversation, or "
+            "the options with which it reads single responses"
+        )
+
+
+def _possible(config: Config) -> None:
+    """Refuse what knows only one response to a prompt."""
+    algorithm, reason = config.algorithm, None
+    if config.rollout.router_replay:
+        reason = "rollout.router_replay=true: the experts of several turns are not recorded"
+    elif config.train.share_prompts:
+        reason = "train.share_prompts=true: every turn has a context of its own"
+    elif single := [member.name for member in algorithm.members if not member.takes_conversations]:
+        reason = f"algorithm.members: {single[0]} adds or changes single responses"
+    elif algorithm.prior.greedy:
+        reason = f"algorithm.prior={algorithm.prior.name}: it takes one response a prompt, which may be lost"
+    if reason:
+        raise ValueError(f"rollout.conversation is not possible with {reason}")
+
+
+def _conversation_components(config: Config) -> None:
+    """Refuse reward components that would be 0 for every response: they read what no conversation counts.
+
+    The names that a user's environment counts are known when it has answered (`rewards.counted.NamedCounts`).
+    """
+    talks = config.rollout.conversation
+    for i, component in enumerate(config.rewards.components):
+        key = f"rewards.components.{i}"
+        pays, counts = component.pays_turns, component.function == COUNT
+        if not pays and not counts:
+            continue
+        if talks is None:
+            raise ValueError(f"{key} ({component.name}) reads conversations: set rollout.conversation")
+        if pays and talks.has_tools:
+            raise ValueError(
+                f"{key}.name={component.name}: tools pay nothing, so it would be 0 for every response: name "
+                "a reward that reads rollout.messages"
+            )
+        of = component.options.get("of")
+        if counts and not isinstance(of, str):
+            raise ValueError(f"{key}.options.of={of}: want the name of a count, such as turns")
+        if counts and talks.has_tools and of not in talks.counts:
+            raise ValueError(
+                f"{key}.options.of={of}: conversations with tools have no such count; they have: "
+                f"{', '.join(talks.counts)}"
+            )

@@ -1,0 +1,332 @@
+"""The sections of a configuration; `algorithm`, `parallel` and `rollout.servers` have their own modules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveInt, model_validator
+
+from megatron_gvpo.core.secrets import from_variable
+from megatron_gvpo.core.section import EVERY_KEY, MIB, LocalPath, Section, Seed
+from megatron_gvpo.settings.adapter import AdapterConfig
+from megatron_gvpo.settings.conversation import ConversationConfig
+from megatron_gvpo.settings.engines import ENGINES, SERVED, known_engine
+from megatron_gvpo.settings.servers import ServersConfig, SpeculationConfig, WeightSyncConfig
+
+
+def _not_delayed(recipe: Any) -> Any:
+    if recipe == "delayed":
+        raise ValueError(
+            "delayed scaling starts from scales of 1, which only training moves: log-probs that a run scores "
+            "before its first update would be far off; use tensorwise"
+        )
+    return recipe
+
+
+class FP8Config(Section):
+    """Matrix products in FP8, by Transformer Engine; everything else stays in bfloat16."""
+
+    fixed_keys = EVERY_KEY
+
+    # How values are scaled before they are rounded. `mxfp8` needs a Blackwell GPU.
+    recipe: Annotated[Literal["tensorwise", "blockwise", "mxfp8"], BeforeValidator(_not_delayed)]
+    bf16_layers: NonNegativeInt = 0  # This many first layers and this many last layers stay in bfloat16.
+    weights: bool = False  # Keep and gather the weights in FP8 too.
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens in a block of the FP8 kernels."""
+        return {"tensorwise": 16, "blockwise": 128, "mxfp8": 32}[self.recipe]
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.weights and self.recipe == "mxfp8":
+            raise ValueError(
+                "weights=true with recipe=mxfp8: Megatron gathers such weights in the gradients' buffer, "
+                "where an export between two updates does not find them; use weights=false"
+            )
+        return self
+
+
+class ModelConfig(Section):
+    fixed_keys = ("dtype", "fp8", "adapter", "train_vision")
+    free_keys = ("path", "trust_remote_code")
+
+    path: LocalPath  # A Hugging Face checkpoint directory: config.json, safetensors files, tokenizer.
+    # Type of weights and activations; master weights, gradient sums and log-probs are always float32.
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    # Run Python files that come with the checkpoint, in the trainer and in the servers that it starts.
+    trust_remote_code: bool = False
+    # Train the vision tower of a model that takes images, too; by default its weights stay as they are.
+    train_vision: bool = False
+    fp8: FP8Config | None = None
+    adapter: AdapterConfig | None = None  # Train low-rank adapters (LoRA), and keep the weights as they are.
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.fp8 is not None and self.dtype != "bfloat16":
+            raise ValueError(f"fp8 needs dtype=bfloat16 for what is not in FP8, and dtype={self.dtype}")
+        return self
+
+
+class DatasetConfig(Section):
+    fixed_keys = (
+        "subset",
+        "split",
+        "convert",
+        "prompt_key",
+        "images_key",
+        "answer_key",
+        "demonstration_key",
+        "responses_key",
+        "limit",
+    )
+    free_keys = ("path",)  # the files' content is compared
+
+    # A .jsonl or .parquet file, a directory of such files, the name of a hub data set, or
+    # `reasoning_gym:NAME?key=value`, a generator of the package reasoning-gym with its options.
+    path: LocalPath
+    subset: str | None = None  # The configuration of a hub data set, such as `main`.
+    split: str = "train"  # The split of a hub data set, or the name of one for a generator.
+    # A function of each record, `module:function` or `path/file.py:function`, that returns it with the fields
+    # that the keys below name, or None to leave it out. megatron_gvpo.data.converters has some.
+    convert: str | None = None
+    prompt_key: str = "prompt"  # The field with the prompt: a string, or a list of chat messages.
+    # The field with the images of a prompt, for a model that takes images: one, or a list, of paths (relative
+    # to the data file) and data: URLs. Images of a hub data set or a Parquet file are taken as they are.
+    images_key: str | None = None
+    # The field with the answer that rewards compare with; null where no reward needs one.
+    answer_key: str | None = "answer"
+    # The field with a worked solution, for SFT or as a member of the group: a string, or a list of chat
+    # messages of which the assistant's are the solution.
+    demonstration_key: str | None = None
+    # The field with scored responses, `[{"response": ..., "reward": ...}, ...]`, for algorithm.sampler=file.
+    responses_key: str | None = None
+    # Read only this many records, the first; of a hub data set only the files that they are in.
+    limit: PositiveInt | None = None
+
+
+class DataConfig(Section):
+    fixed_keys = ("chat_template", "system_prompt", "max_prompt_tokens", "prompt_too_long", "shuffle")
+    free_keys = ("eval",)
+
+    train: DatasetConfig
+    eval: DatasetConfig | None = None
+    chat_template: bool = True  # Apply the tokenizer's chat template where it has one.
+    system_prompt: str | None = None  # System message for prompts that have none; needs a chat template.
+    # The longest prompt, in tokens, chat template included. Default: what the longest response leaves of the
+    # model's max_position_embeddings.
+    max_prompt_tokens: PositiveInt | None = None
+    # A longer prompt stops the run with an error, or is dropped.
+    prompt_too_long: Literal["error", "drop"] = "error"
+    # Draw the prompts of every epoch in a new random order; false keeps the order of the file.
+    shuffle: bool = True
+
+
+class SamplingConfig(Section):
+    """How responses are sampled. `eval.sampling` takes the keys that it does not set from `rollout`."""
+
+    fixed_keys: ClassVar[tuple[str, ...]] = ("temperature", "top_p", "max_tokens", "stop_token_ids")
+
+    # Sampling temperature. It is part of the policy: training divides logits by it, too. (vLLM raises lower
+    # values to 0.01.)
+    temperature: float = Field(1.0, ge=0.01, le=100)
+    # Sample from the likeliest tokens whose probabilities add up to this.
+    top_p: float = Field(1.0, gt=0, le=1)
+    max_tokens: PositiveInt = 1024  # The longest response, in tokens; a longer one is cut off.
+    # Tokens that end a response, besides the tokenizer's eos_token and the eos_token_id of the model's files.
+    stop_token_ids: tuple[NonNegativeInt, ...] = ()
+
+    def stops(self, end_token_ids: Sequence[int]) -> tuple[int, ...]:
+        """All tokens that end a response, where the policy's are `end_token_ids`."""
+        return tuple(dict.fromkeys((*end_token_ids, *self.stop_token_ids)))
+
+    @property
+    def wants_routing(self) -> bool:
+        """True if the engine must report the experts of every token."""
+        return False
+
+
+class RolloutConfig(SamplingConfig):
+    fixed_keys = (*SamplingConfig.fixed_keys, "n", "async_steps", "router_replay", "conversation")
+    free_keys = ("engine", "batch_size", "mismatch_threshold", "speculation")
+
+    # `local` runs inside the trainer's processes; the others are servers.
+    engine: Annotated[str, AfterValidator(known_engine)] = "local"
+    n: int = Field(8, gt=0, le=10**5)  # Responses to a prompt: the group size k.
+    batch_size: PositiveInt = 256  # Sequences that the engine `local` generates at once.
+    # Batches generated ahead while the trainer trains; 0: on-policy.
+    async_steps: int = Field(0, ge=0, le=100)
+    router_replay: bool = False  # Train every token through the experts that sampled it.
+    conversation: ConversationConfig | None = None  # Several turns with an environment or tools.
+    servers: ServersConfig = ServersConfig()  # of the engines sglang and vllm
+    weights: WeightSyncConfig = WeightSyncConfig()
+    # Servers sample several tokens at a time: a draft proposes them, and the policy accepts or replaces them.
+    speculation: SpeculationConfig | None = None
+    # Warn above this KL between the policy that samples and the trained one, in nats a token. Default: 1e-6
+    # in float32, 1e-3 in bfloat16.
+    mismatch_threshold: float | None = Field(None, gt=0)
+
+    @property
+    def wants_routing(self) -> bool:
+        return self.router_replay
+
+    @property
+    def uses_servers(self) -> bool:
+        """True if the engine asks servers for responses, instead of generating in the trainer's processes."""
+        return ENGINES[self.engine] == SERVED
+
+
+class TrainConfig(Section):
+    fixed_keys = ("prompts_per_step", "mini_batches", "batch_epochs", "seed")
+    free_keys = (
+        *("steps", "max_tokens_per_micro_batch", "max_empty_batches", "share_prompts", "head_stash_mb"),
+        "deterministic",
+    )
+
+    steps: PositiveInt  # Steps of the run. A step samples one batch of prompts and trains on it.
+    prompts_per_step: int = Field(gt=0, le=10**6)  # Prompts of a step, over all ranks.
+    mini_batches: PositiveInt = 1  # Optimizer updates of a step; each trains on an equal part of its groups.
+    batch_epochs: PositiveInt = 1  # Passes over the mini-batches of a step (PPO's epochs, GRPO's mu).
+    # Prompt and response tokens that a rank computes at once. It bounds memory and does not change gradients.
+    max_tokens_per_micro_batch: PositiveInt = 8192
+    # End the run after this many batches in a row that teach nothing: algorithm.shapers drop every group, no
+    # group has a signal for the loss (all its rewards are equal), or a reward fails for every response.
+    max_empty_batches: PositiveInt = 20
+    # Compute a prompt once for all responses to it in a micro-batch. Default: true on a CPU where possible.
+    share_prompts: bool | None = None
+    # MiB that a rank may keep between a micro-batch's forward and backward for the output layer's gradient; 0
+    # keeps nothing and recomputes (docs/explanation/head.md).
+    head_stash_mb: NonNegativeInt = 1024
+    seed: Seed = 0  # Seed of sampling, order and initialisation.
+    deterministic: bool = False  # Repeat the metrics bit for bit under the same layout; slower on a GPU.
+
+    @property
+    def head_stash_bytes(self) -> int:
+        return self.head_stash_mb * MIB
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates of the whole run."""
+        return self.steps * self.mini_batches * self.batch_epochs
+
+
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+class OptimizerConfig(Section):
+    fixed_keys = ("lr", "min_lr", "warmup_steps", "decay", "betas", "eps", "weight_decay", "clip_grad")
+    free_keys = ("offload_fraction",)
+
+    lr: float = Field(gt=0, le=10)  # Learning rate of AdamW after the warm-up.
+    min_lr: float = Field(0.0, ge=0)  # Learning rate at the end of the decay.
+    warmup_steps: int = Field(0, ge=0)  # Optimizer updates over which the rate rises linearly from 0.
+    # How the learning rate falls from lr to min_lr until the last update.
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    betas: tuple[Decay, Decay] = (0.9, 0.95)  # AdamW's decay rates of the first and second moments.
+    eps: float = Field(1e-8, gt=1e-30, le=1)  # AdamW's epsilon.
+    weight_decay: float = Field(0.0, ge=0, le=10)  # AdamW's weight decay.
+    clip_grad: float = Field(1.0, ge=0)  # Clip the gradient's global norm to this; 0 does not clip.
+    # Share of the fp32 master weights and moments that is kept in host memory and updated there.
+    offload_fraction: float = Field(0.0, ge=0, le=1)
+
+
+class EvalConfig(Section):
+    free_keys = EVERY_KEY
+
+    # Evaluate after every so many steps, and always before the first and after the last; 0: only then.
+    every: int = Field(0, ge=0)
+    n: int = Field(4, gt=0, le=10**5)  # Samples of each held-out prompt.
+    # A sample is right if its score, that of the first reward component, is at least this: pass@k, all@k and
+    # maj@n count the right ones.
+    right_at: float = 1.0
+    k: tuple[PositiveInt, ...] = (1,)  # Report unbiased estimates of pass@k and all@k for these k.
+    sampling: SamplingConfig = SamplingConfig()
+    seed: Seed = 1234  # Seed of the evaluation's samples, the same at every step.
+
+
+class BestConfig(Section):
+    free_keys = EVERY_KEY
+
+    metric: str  # Such as `eval/pass@1`. Only checkpoints of steps that have this metric are compared.
+    order: Literal["highest", "lowest"] = "highest"  # Which value is best.
+
+
+class HubConfig(Section):
+    free_keys = EVERY_KEY
+
+    repo: str = Field(pattern=r"^[\w.-]+/[\w.-]+$")  # OWNER/NAME; created if it does not exist.
+    # `{env: NAME}`: the environment variable with the token. Default: the login of this machine.
+    token: str | None = None
+    private: bool = True  # Create the repository as a private one.
+
+    @model_validator(mode="after")
+    def _token_from_environment(self) -> Self:
+        if self.token is not None and not from_variable(self.token):
+            raise ValueError("token: a secret in the configuration: give `{env: NAME}`")
+        return self
+
+
+class CheckpointConfig(Section):
+    free_keys = EVERY_KEY
+
+    # Write a checkpoint after every so many steps, and always after the last; 0: only then.
+    every: int = Field(0, ge=0)
+    keep: PositiveInt = 2  # How many of the newest complete checkpoints stay on disk.
+    asynchronous: bool = False  # Write while the next step generates and scores.
+    export_hf: bool = True  # Write a Hugging Face checkpoint, OUTPUT_DIR/hf, after the last step.
+    # Also write one in so many checkpoints as a Hugging Face checkpoint to OUTPUT_DIR/exports; 0: none.
+    export_every: NonNegativeInt = 0
+    # Also keep the checkpoint with the best value of a metric, and write it to OUTPUT_DIR/hf_best.
+    keep_best: BestConfig | None = None
+    # Push OUTPUT_DIR/hf_best (without keep_best OUTPUT_DIR/hf) to the Hugging Face hub after the last step.
+    push_to_hub: HubConfig | None = None
+
+    def exports(self, step: int) -> bool:
+        """True if the checkpoint of this step is exported on the way."""
+        return self.export_every > 0 and step % (self.every * self.export_every) == 0
+
+
+class RolloutFilesConfig(Section):
+    """The responses of the run as Parquet files, OUTPUT_DIR/rollouts."""
+
+    free_keys = EVERY_KEY
+
+    # Save the responses of one in so many steps, and of evaluations; 0: none.
+    every: NonNegativeInt = 1
+    groups: PositiveInt | None = None  # Save at most this many groups of a step, evenly spread. Default: all.
+    # Gigabytes (10^9 bytes) for all files together; above it the oldest are removed.
+    max_gb: float = Field(4.0, gt=0)
+
+    def saves(self, step: int) -> bool:
+        """True if the responses of this training step are saved."""
+        return self.every > 0 and step % self.every == 0
+
+
+class LoggingConfig(Section):
+    free_keys = EVERY_KEY
+
+    rollouts: RolloutFilesConfig = RolloutFilesConfig()
+
+    tensorboard: bool = True  # Write TensorBoard events to OUTPUT_DIR/tensorboard.
+    wandb_project: str | None = None  # Log to this Weights & Biases project too.
+    trackio_project: str | None = None  # Log to this trackio project too.
+    mlflow_experiment: str | None = None  # Log to this MLflow experiment too.
+    swanlab_project: str | None = None  # Log to this SwanLab project too.
+    # How the terminal shows progress. live: a display; lines: one at least every 30 seconds; all: every step
+    # with all its metrics; off: nothing; auto: live on a terminal, else lines.
+    progress: Literal["auto", "live", "lines", "all", "off"] = "auto"
+    # Run a profiler over the steps [first, last].
+    profile_steps: tuple[PositiveInt, PositiveInt] | None = None
+    # torch's profiler, or Nsight Systems, under which the run was started; nsys also marks the phases (NVTX).
+    profiler: Literal["torch", "nsys"] = "torch"
+    opentelemetry: bool = False  # Send the phases of steps as spans to OTEL_EXPORTER_OTLP_ENDPOINT.
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.profile_steps is not None and self.profile_steps[0] > self.profile_steps[1]:
+            raise ValueError(
+                f"profile_steps={list(self.profile_steps)}: want the first step and the last, as [2, 4]"
+            )
+        return self

@@ -1,0 +1,1 @@
+"""The training loop: a step, its checkpoints, callbacks, evaluation, and conversion of checkpoints."""

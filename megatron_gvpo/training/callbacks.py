@@ -1,0 +1,202 @@
+"""Callbacks of a run: the base class for the user's own, and `Recorder`, which writes the run's records."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_gvpo.core.collectives import all_gather_msgpack
+from megatron_gvpo.core.secrets import as_written
+from megatron_gvpo.observe import MetricLogger, Progress, memory_report, plot_curve, read_metrics, time_report
+from megatron_gvpo.observe.alerts import Finder
+from megatron_gvpo.observe.loggers.services import ServiceError
+from megatron_gvpo.observe.monitor import DeviceMonitor, by_machine
+from megatron_gvpo.observe.rollouts.writer import RolloutWriter
+from megatron_gvpo.observe.samples import few_samples, worth_showing
+from megatron_gvpo.runs.existing_run import metrics_problems
+from megatron_gvpo.runs.written import RUN
+
+if TYPE_CHECKING:
+    from megatron_gvpo.observe.rollouts.table import Responses
+    from megatron_gvpo.training.trainer import Trainer
+
+
+log = logging.getLogger(__name__)
+
+
+class Callback:
+    """Base class of callbacks: override the methods that you need.
+
+    The trainer calls them on every rank; `trainer.is_main` is True on the one rank that should print.
+    """
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Called before the first step."""
+
+    def on_step(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
+        """Called after every step, and with step 0 after the evaluation that precedes the first step."""
+
+    def on_responses(self, trainer: Trainer, responses: Responses) -> None:
+        """Called with the responses of a step, or of an evaluation, if logging.rollouts saves them.
+
+        `on_step` follows. Change nothing in them.
+        """
+
+    def on_checkpoint(self, trainer: Trainer, directory: Path) -> None:
+        """Called when the checkpoint in `directory` is complete."""
+
+    def on_end(self, trainer: Trainer) -> None:
+        """Called after the last step, its checkpoint and export; not called after an interruption."""
+
+    def on_exit(self, trainer: Trainer) -> None:
+        """Called last, however the run ends. Close here what `on_start` opened."""
+
+
+class OutputError(RuntimeError):
+    """The run's records could not be written, e.g. on a full disk, or a tracking service could not be opened.
+
+    Complete checkpoints are untouched.
+    """
+
+
+class Recorder(Callback):
+    """Shows progress and writes the run's records, on rank 0.
+
+    The records are metrics.jsonl, TensorBoard and the responses in rollouts/, and at the end summary.json and
+    curve.png. The first rank of every machine reads its GPUs' state for the metrics device/*. Raises
+    OutputError, on all ranks at once, if the file system refuses a write.
+    """
+
+    def __init__(self) -> None:
+        self._opened = ExitStack()
+        self._monitor: DeviceMonitor | None = None
+        self._responses: list[Responses] = []  # of the present step
+
+    def on_start(self, trainer: Trainer) -> None:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            self._monitor = self._opened.enter_context(DeviceMonitor())
+        self._write(trainer, lambda: self._open(trainer))
+
+    def on_responses(self, trainer: Trainer, responses: Responses) -> None:
+        if trainer.is_main:
+            self._responses.append(responses.with_texts(trainer.components.tokenizer.decode))
+
+    def on_step(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
+        taken = all_gather_msgpack(self._monitor.take() if self._monitor else None)
+        self._write(trainer, lambda: self._log(step, {**metrics, **by_machine(taken)}))
+
+    def on_checkpoint(self, trainer: Trainer, directory: Path) -> None:
+        if trainer.is_main:
+            self._progress.note(f"checkpoint: {directory}")
+
+    def on_end(self, trainer: Trainer) -> None:
+        self._write(trainer, lambda: self._conclude(trainer))
+
+    def on_exit(self, trainer: Trainer) -> None:
+        try:
+            self._opened.close()
+        except OSError as error:
+            raise OutputError(_refused(trainer, error)) from None
+
+    def _write(self, trainer: Trainer, write: Callable[[], None]) -> None:
+        """Calls `write` on rank 0 and raises its failure on all ranks, so that none waits for a failed rank.
+
+        Every rank must call this: it is a collective.
+        """
+        problem = None
+        try:
+            if trainer.is_main:
+                write()
+        except OSError as error:
+            problem = _refused(trainer, error)
+        except ServiceError as error:
+            problem = str(error)
+        if problems := [text for text in all_gather_msgpack(problem) if text]:
+            raise OutputError(problems[0])
+
+    def _open(self, trainer: Trainer) -> None:
+        config, resume_step = trainer.config, trainer.step if trainer.resumed else None
+        self._directory = Path(config.output_dir)
+        recorded_step = resume_step
+        if resume_step is not None:
+            # A step that its run did not come to report is recorded now, whatever is there of it.
+            recorded_step = resume_step - (trainer.components.unreported is not None)
+            for problem in metrics_problems(self._directory / "metrics.jsonl", recorded_step):
+                log.warning(problem)
+        self._logger = MetricLogger(
+            config.logging,
+            self._directory,
+            resume_step=recorded_step,
+            run_config=as_written(config),
+        )
+        self._opened.callback(self._logger.close)
+        components = [component.name for component in config.rewards.components]
+        self._rollouts = RolloutWriter(self._directory, config.logging.rollouts, components, resume_step)
+        self._opened.callback(self._rollouts.close)
+        self._opened.callback(self._write_responses)  # of a step that the run has not come to report
+        self._progress = Progress(
+            config.logging.progress,
+            config.train.steps,
+            title=config.output_dir,
+            phase=trainer.components.timer.current,
+        )
+        self._opened.callback(self._progress.close)
+        self._alerts = Finder()
+        if resume_step is not None:
+            for record in read_metrics(self._directory / "metrics.jsonl"):
+                self._alerts.update(record["step"], {n: v for n, v in record.items() if n != "step"})
+        self._begin = time.perf_counter()
+
+    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
+        samples = [sample for responses in self._responses for sample in few_samples(responses)]
+        if worth_showing(step, samples):
+            self._logger.show(step, samples)
+            self._progress.sample(samples[-1 if step % 2 else 0])
+        alerts = self._alerts.update(step, metrics)
+        for alert in alerts:
+            self._logger.tell(alert)
+        self._logger.log(step, metrics)
+        self._write_responses()
+        self._progress.update(step, metrics)
+        for alert in alerts:
+            self._progress.note(f"ALERT {alert}")
+        if table := memory_report(metrics):
+            self._progress.note(table)
+
+    def _write_responses(self) -> None:
+        while self._responses:
+            self._rollouts.write(self._responses.pop(0))
+
+    def _conclude(self, trainer: Trainer) -> None:
+        wall = time.perf_counter() - self._begin
+        records = read_metrics(self._directory / "metrics.jsonl")
+        graded = [r["eval/pass@1"] for r in records if r.get("eval/pass@1") is not None]
+        totals = trainer.components.timer.totals
+        summary = {
+            "pass_at_1_before": graded[0] if graded else None,
+            "pass_at_1_after": graded[-1] if graded else None,
+            "steps": trainer.step,
+            "seconds": {"total": wall, **totals},
+        }
+        (self._directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        plot_curve(self._directory / "metrics.jsonl", self._directory / "curve.png")
+        self._progress.note(time_report(totals, wall))
+        self._progress.close()
+
+
+def _refused(trainer: Trainer, problem: OSError) -> str:
+    directory = Path(trainer.config.output_dir)
+    begin = f"cannot write the records in output_dir={directory}: {problem}"
+    if not (directory / RUN).is_file():  # a checkpoint or a file of rollouts makes the directory again
+        return (
+            f"{begin}; the record of the run is gone, so the directory was removed, moved or emptied while "
+            "the run wrote to it, and its checkpoints with it: put them back and continue with --resume, or "
+            "start the run again in another output_dir"
+        )
+    return f"{begin}; complete checkpoints there are untouched: make room and continue with --resume"

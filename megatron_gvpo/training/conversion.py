@@ -1,0 +1,155 @@
+"""Converts weights between a Hugging Face directory and a Megatron directory, on a GPU or CPU.
+
+A Megatron directory is megatron-core's distributed checkpoint of the model alone. Any layout loads it. The
+checkpoints `checkpoints/step_*` of a run can be read as one, too.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+
+from megatron_gvpo.checks.preflight_on_ranks import preflight_on_ranks
+from megatron_gvpo.core.errors import CheckpointError, ConfigError
+from megatron_gvpo.huggingface.config_json import read_model_config
+from megatron_gvpo.huggingface.tokenizer import load_tokenizer
+from megatron_gvpo.huggingface.trainable_models import check_trainable
+from megatron_gvpo.megatron import parallel
+from megatron_gvpo.megatron.checkpoint import newest
+from megatron_gvpo.megatron.checkpoint.loading import load_shards, run_on_all_ranks, run_on_rank_0
+from megatron_gvpo.megatron.checkpoint.newest import read_record
+from megatron_gvpo.megatron.checkpoint.saving import Writer, save_shards
+from megatron_gvpo.megatron.checkpoint.sharded import check_adapters, load_weights, weights_state
+from megatron_gvpo.megatron.model.build import build
+from megatron_gvpo.megatron.model.model import Model
+from megatron_gvpo.runs.existing_run import check_empty
+from megatron_gvpo.runs.written import EXPORT, keep_foreign
+from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.parallel import ParallelConfig
+from megatron_gvpo.settings.sections import ModelConfig
+
+_TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.jinja", "generation_*")
+_PROCESSOR = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
+
+
+def to_megatron(source: Path, target: Path) -> None:
+    """Write the weights of the Hugging Face directory `source` as a Megatron directory.
+
+    Raises ConfigError, also where `target` is not empty, and CheckpointError.
+    """
+    check_empty(target, f"TARGET={target}")
+    model = _build(source, "SOURCE")
+    run_on_rank_0(f"cannot write {target}", lambda: target.mkdir(parents=True, exist_ok=True))
+    with parallel.megatron_device():
+        save_shards(f"cannot write {target}", lambda: weights_state(model), target, Writer())
+
+
+def to_hugging_face(source: Path, target: Path, like: Path) -> None:
+    """Write the weights of the Megatron directory `source` as a Hugging Face directory.
+
+    `like`: the Hugging Face directory that the model came from, for its configuration and tokenizer.
+    Raises ConfigError, also where `target` is not empty, and CheckpointError.
+    """
+    check_empty(target, f"TARGET={target}")
+    model = _build(like, "--like")
+    _read(model, source, f"cannot read {source} as weights of {like}")
+    run_on_all_ranks(f"cannot write {target}", lambda: model.save_hf(target))
+
+    def copy() -> None:
+        for pattern in (*_TOKENIZER, *_PROCESSOR):
+            for file in like.glob(pattern):
+                shutil.copy(file, target)
+
+    run_on_rank_0(f"cannot write {target}", copy)
+
+
+def checkpoint_to_hugging_face(
+    config: Config, target: Path, step: int | None = None, adapter_only: bool = False
+) -> int:
+    """Write the weights of a run's checkpoint as a Hugging Face directory; returns its step.
+
+    `step`: default the newest. `adapter_only`: write the adapters as Hugging Face PEFT does, without the base
+    (`model.adapter` must be set). A collective. It needs no data, optimizer or engine. Raises ConfigError for
+    what `preflight` refuses, before anything is loaded, and where `target` is not empty; CheckpointError.
+    """
+    preflight_on_ranks(config, "export")
+    check_empty(target, f"--out {target}")
+    parallel.initialize(config.parallel, config.train.seed)
+    model = build(config.model, config.parallel, trained=False)
+    step = load_checkpoint(config, model, step)
+    if adapter_only:
+        assert model.adapters is not None, "the command has checked it"
+        _write_adapter(model, target)
+    else:
+        write_hugging_face(model, config.model, target, step)
+    return step
+
+
+def load_checkpoint(config: Config, model: Model, step: int | None = None) -> int:
+    """Load the weights of a run's checkpoint, of `step` or else the newest that is not damaged.
+
+    Returns its step. Raises CheckpointError. A collective.
+    """
+    checkpoints = Path(config.output_dir) / "checkpoints"
+
+    def load(directory: Path) -> int:
+        run_on_all_ranks("", lambda: check_adapters(directory, read_record(directory), model))
+        _read(model, directory, f"cannot read {directory}")
+        return int(directory.stem.removeprefix("step_"))
+
+    if (found := newest.load_newest(checkpoints, load, step=step)) is None:
+        which = "no complete checkpoint" if step is None else f"no complete checkpoint of step {step}"
+        raise CheckpointError(f"{checkpoints}: there is {which}")
+    return found
+
+
+def write_hugging_face(model: Model, source: ModelConfig, target: Path, step: int) -> None:
+    """Write weights, configuration, tokenizer, image processor and generation_config.json. A collective.
+
+    Adapters are merged into the weights, and written by themselves in the folder `adapter` inside. The file
+    export.json tells the step (`runs.earlier.exported_step`) and the files, which `--overwrite` may remove.
+    Raises CheckpointError and then leaves `target` unchanged.
+    """
+    partial = target.with_name(target.name + ".partial")
+    what = f"cannot write {target}"
+    run_on_all_ranks(what, lambda: model.save_hf(partial))
+    if model.adapters is not None:
+        _write_adapter(model, partial / "adapter")
+
+    def finish() -> None:
+        load_tokenizer(source.path, source.trust_remote_code).save_pretrained(partial)
+        for name in (*_PROCESSOR, "generation_config.json"):  # where the model has them
+            if (Path(source.path) / name).is_file():
+                shutil.copy(Path(source.path) / name, partial)
+        files = sorted(path.relative_to(partial).as_posix() for path in partial.rglob("*") if path.is_file())
+        (partial / EXPORT).write_text(json.dumps({"step": step, "files": files}) + "\n")
+        keep_foreign(target, partial)
+        shutil.rmtree(target, ignore_errors=True)
+        partial.rename(target)
+
+    run_on_rank_0(what, finish)
+
+
+def _write_adapter(model: Model, target: Path) -> None:
+    assert model.adapters is not None
+    run_on_all_ranks(f"cannot write {target}", lambda: model.save_adapters(target))
+
+
+def _read(model: Model, source: Path, problem: str) -> None:
+    with parallel.megatron_device(), torch.no_grad():
+        loaded = load_shards(problem, lambda: weights_state(model), source)
+        run_on_all_ranks(problem, lambda: load_weights(model, loaded))
+
+
+def _build(directory: Path, key: str) -> Model:
+    config = read_model_config(str(directory), key)
+    check_trainable(config, f"{key}={directory}")
+    stored = config.get("dtype") or config.get("torch_dtype") or "float32"
+    if stored not in ("float32", "bfloat16"):
+        raise ConfigError(f"{key}={directory}: dtype={stored} in config.json; supported: float32, bfloat16")
+    layout = ParallelConfig()
+    parallel.initialize(layout, seed=0)
+    return build(ModelConfig(path=str(directory), dtype=stored), layout, trained=False, key=key)

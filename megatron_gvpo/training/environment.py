@@ -1,0 +1,59 @@
+"""Prepares a process for libraries, before they are loaded: environment variables, and open files."""
+
+from __future__ import annotations
+
+import os
+import resource
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from megatron_gvpo.core.environment import LOOPBACK, MEGATRONS, ON_LOOPBACK
+from megatron_gvpo.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron_gvpo.settings.config import Config
+
+
+OPEN_FILES = 256  # of a process with its libraries, workers and servers
+
+
+def prepare(config: Config) -> None:
+    """Set the variables that are not set yet, before torch is loaded, or at least before a GPU is used.
+
+    Raises ConfigError if the process may not open enough files.
+    """
+    _allow_open_files()
+    parallel, rollout = config.parallel, config.rollout
+    wanted: dict[str, str] = {}
+    if parallel.offload_modules:  # read when Transformer Engine is imported
+        wanted["NVTE_CPU_OFFLOAD_V1"] = "1"
+    if parallel.tp * parallel.cp > 1:
+        # Megatron launches a communication before the matrix product that hides it. GPUs up to Hopper keep
+        # that order only with a single queue. Megatron-LM refuses to run without it.
+        wanted[MEGATRONS] = "1"
+    if rollout.engine == "sglang" and rollout.weights.traits.forms_group:
+        # SGLang sets it in its own processes (0.5.23, engine.py). If ranks of one process group differ in it,
+        # they exchange handles of GPU memory that the other side cannot open.
+        wanted["NCCL_CUMEM_ENABLE"] = "0"
+    if _only_this_machine(config):
+        wanted |= ON_LOOPBACK
+    for name, value in wanted.items():
+        os.environ.setdefault(name, value)
+
+
+def _only_this_machine(config: Config) -> bool:
+    """True if the ranks and the servers all run here."""
+    rollout = config.rollout
+    meeting = {os.environ.get("MASTER_ADDR", "127.0.0.1"), rollout.weights.address or "127.0.0.1"}
+    hosts = {urlsplit(url).hostname for url in rollout.servers.urls}
+    return (meeting | hosts).issubset(LOOPBACK)
+
+
+def _allow_open_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY != hard < OPEN_FILES:
+        raise ConfigError(
+            f"this process may open {hard} files, and a run needs {OPEN_FILES}: raise the limit (ulimit -n)"
+        )
+    if resource.RLIM_INFINITY != soft < OPEN_FILES:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES, hard))

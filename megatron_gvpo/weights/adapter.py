@@ -1,0 +1,144 @@
+"""Adapters by files that every server can read: the engine's own way to serve one, named by its version.
+
+The servers keep the weights that they started with, and each push is an adapter of a new name. A request
+names the adapter that it wants, so a server that has restarted refuses it rather than sample from the base.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from megatron_gvpo.huggingface.adapter_layers import adapted_layers, adapter_of, check_limits
+from megatron_gvpo.servers.pool import ServerHandle
+from megatron_gvpo.servers.server import Server
+from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.servers import run_directory
+from megatron_gvpo.weights.bucket import Bucket
+from megatron_gvpo.weights.disk import writing
+from megatron_gvpo.weights.transport import Transport, WeightReceiver, each
+
+OURS = "gvpo-"  # begins the names of all adapters that a run gives to servers
+
+
+class AdapterReceiver(WeightReceiver, Protocol):
+    """The calls to a server that a push of adapters needs."""
+
+    @abstractmethod
+    async def adapters(self, timeout: float) -> list[str]:
+        """The names of the adapters that the server has."""
+
+    @abstractmethod
+    async def load_adapter(self, name: str, directory: Path, timeout: float) -> None:
+        """Load the Hugging Face PEFT adapter in the directory under a name that the server does not have."""
+
+    @abstractmethod
+    async def unload_adapter(self, name: str, timeout: float) -> None:
+        """Forget an adapter that no request uses."""
+
+    @abstractmethod
+    def use_adapter(self, name: str) -> None:
+        """From here on this run's requests to the server name this adapter."""
+
+    @abstractmethod
+    async def name_version(self, version: str, timeout: float) -> None:
+        """The server gives what it serves this version."""
+
+    @abstractmethod
+    async def refusal(self, rank: int, layers: Sequence[str], timeout: float) -> str | None:
+        """The reason why the server, as it was started, takes no adapters of this rank on these layers.
+
+        It says what would be right. None if the server takes them.
+        """
+
+
+class Adapter(Transport):
+    """Writes a directory as Hugging Face PEFT does for each push, then removes the one before.
+
+    Everything in `root` belongs to the transport. `description`: what adapter_config.json holds.
+    """
+
+    host_buckets: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        receiver: Callable[[Server], AdapterReceiver],
+        root: Path,
+        description: dict[str, Any],
+        timeout: float,
+    ) -> None:
+        self._receiver, self._root, self._timeout = receiver, root, timeout
+        self._description = description
+        digest = hashlib.blake2b(os.path.realpath(root).encode(), digest_size=4).hexdigest()
+        self._run = f"{OURS}{digest}"
+        self._handles: list[ServerHandle] = []
+        self._version, self._tensors = -1, dict[str, Tensor]()
+
+    @classmethod
+    def check(cls, config: Config) -> None:
+        check_limits(config)
+
+    @classmethod
+    def create(cls, config: Config, receiver: Callable[[Server], Any], device: torch.device) -> Self:
+        from megatron_gvpo.megatron.adapters.directory import adapter_config  # the trainer alone has xxhash
+
+        description = adapter_config(adapter_of(config), adapted_layers(config), config.model.path)
+        return cls(receiver, run_directory(config), description, config.rollout.weights.timeout)
+
+    async def begin(self, handles: Sequence[ServerHandle], version: int) -> None:
+        self._handles, self._version, self._tensors = list(handles), version, {}
+
+    async def send(self, bucket: Bucket) -> int:
+        self._tensors |= {name: tensor.clone() for name, tensor in bucket.tensors()}
+        return bucket.flat.nbytes
+
+    async def end(self) -> None:
+        name = f"{self._run}-v{self._version}"
+        directory = self._write(name)
+        await each(self._handles, lambda m: self._exchange(self._receiver(m.server), name, directory))
+        for old in self._root.glob(f"{OURS}*"):
+            if old != directory:
+                shutil.rmtree(old, ignore_errors=True)
+
+    async def close(self) -> None:
+        for own in (*self._root.glob(f"{OURS}*"), self._root / "partial"):
+            shutil.rmtree(own, ignore_errors=True)
+        with suppress(OSError):  # not empty: it may be a folder of the user's, too
+            self._root.rmdir()
+
+    def _write(self, name: str) -> Path:
+        """Write the adapter, complete or not at all; returns its directory."""
+        from megatron_gvpo.megatron.adapters.directory import write_adapter
+
+        directory, aside = self._root / name, self._root / "partial"
+        with writing(directory):
+            for place in (aside, directory):
+                shutil.rmtree(place, ignore_errors=True)
+            write_adapter(aside, self._description, self._tensors)
+            aside.rename(directory)
+        self._tensors = {}
+        return directory
+
+    async def _exchange(self, receiver: AdapterReceiver, name: str, directory: Path) -> None:
+        """Have one server load the adapter, and forget those of earlier versions and runs.
+
+        The server is paused and has no requests of this run in flight, so none uses an earlier adapter.
+        """
+        held = [old for old in await receiver.adapters(self._timeout) if old.startswith(OURS)]
+        if name in held:  # from a push that did not end
+            await receiver.unload_adapter(name, self._timeout)
+        await receiver.load_adapter(name, directory, self._timeout)
+        receiver.use_adapter(name)
+        for old in held:
+            if old != name:
+                await receiver.unload_adapter(old, self._timeout)
+        await receiver.name_version(str(self._version), self._timeout)

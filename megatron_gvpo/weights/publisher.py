@@ -1,0 +1,484 @@
+"""Pushes the policy's weights to all servers, with retries."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import astuple, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from megatron_gvpo.core.collectives import broadcast_msgpack
+from megatron_gvpo.core.errors import ConfigError, RolloutError
+from megatron_gvpo.huggingface.adapter_layers import adapted_layers, adapter_of, adapter_shapes
+from megatron_gvpo.huggingface.config_json import read_model_config
+from megatron_gvpo.huggingface.mtp_heads import head_pattern
+from megatron_gvpo.megatron.model.own_weights import OwnWeights
+from megatron_gvpo.servers import leader
+from megatron_gvpo.servers.http import ServerGone, ServerRefused
+from megatron_gvpo.servers.launch.start import report
+from megatron_gvpo.servers.leader import BackgroundLoop, Command, Done, Failed, Push, Wait, lead
+from megatron_gvpo.servers.pool import ServerHandle, ServerPool
+from megatron_gvpo.settings.servers import WeightSyncConfig
+from megatron_gvpo.types import TrainBatch
+from megatron_gvpo.weights.bucket import DoubleBuffer, buckets, stored_tensors
+from megatron_gvpo.weights.fp8 import Fp8Layout, fp8_layout
+from megatron_gvpo.weights.receivers import receiver_class
+from megatron_gvpo.weights.transport import PushFailed, Transport, each, transport_class
+
+if TYPE_CHECKING:
+    from megatron_gvpo.groups import Prompt
+    from megatron_gvpo.megatron.scorer import Scorer
+    from megatron_gvpo.servers.session import ServerSession
+    from megatron_gvpo.settings.config import Config
+    from megatron_gvpo.settings.sections import ModelConfig
+    from megatron_gvpo.weights.transport import Follower
+
+
+RETRY_AFTER = 2.0  # seconds; by then the pool has noticed a server that died
+
+Stream = Iterable[tuple[str, Tensor]]
+Weights = Iterator[tuple[str, Tensor]] | OwnWeights
+
+
+class Publisher:
+    """Rank 0's side of a push. The other ranks only take part in the weight stream's collectives.
+
+    While a push runs, its servers have no requests in flight. A server whose push fails stays paused and
+    without requests until a push succeeds; the others go on serving.
+    """
+
+    def __init__(
+        self,
+        pool: ServerPool,
+        loop: BackgroundLoop,
+        transport: Transport,
+        settings: WeightSyncConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        expected: Mapping[str, tuple[int, ...]],
+        optional: frozenset[str],
+        fp8: Fp8Layout | None,
+        colocated: bool,
+        report: Callable[[str], None],
+    ) -> None:
+        self._pool, self._loop, self._transport, self._settings = pool, loop, transport, settings
+        self._dtype, self._halves = dtype, DoubleBuffer(settings.bucket_bytes, device)
+        self._expected, self._optional, self._fp8, self._report = expected, optional, fp8, report
+        self._colocated = colocated
+        self._closed: list[ServerHandle] = []  # they have the weights and wait for `open`
+        # The servers of the next attempt, once they have no requests in flight.
+        self._targets: Future[list[ServerHandle]] | None = None
+        self._failures: dict[str, int] = {}  # in a row, by url
+        self._problem, self._in_a_row = "", 0
+        self.metrics: dict[str, float] = {}
+
+    def next_command(self, version: int) -> Command:
+        """Push; Done; Wait, after a heartbeat, for a server or its responses; or Failed."""
+        deadline = time.monotonic() + leader.HEARTBEAT
+        # By now every server has been replaced once: the failure is no server's fault.
+        if self._in_a_row >= self._settings.attempts * (len(self._pool.handles) + 1):
+            said = f"{self._in_a_row} weight pushes in a row failed, at last: {self._problem}"
+            return Failed(said)
+        while True:
+            healthy = [h for h in self._pool.handles if h.state != "lost"]
+            if self._targets is None and any(not h.has(version) for h in healthy):
+                carry = self._settings.in_flight == "carry"
+                self._targets = self._loop.submit(self._pool.take_out(version, abort=carry))
+            if self._targets is not None:  # responses may take longer than the others wait for a collective
+                wait([self._targets], timeout=max(0.0, deadline - time.monotonic()))
+                return Push() if self._targets.done() else Wait()
+            if healthy:
+                return Done()
+            if problem := self._pool.hopeless():
+                return Failed(problem)
+            if time.monotonic() > deadline:
+                return Wait()
+            time.sleep(0.1)
+
+    def attempt(self, stream: Stream, version: int) -> None:
+        """After the command Push: push once to the healthy servers that lack the version.
+
+        They have no requests in flight. Raises ValueError for a stream that does not fit the model.
+        """
+        assert self._targets is not None, "not commanded"
+        begin = time.perf_counter()
+        targets: list[ServerHandle] = []
+        try:
+            targets, self._targets = self._targets.result(), None
+            sent = self._send(stream, targets, version) if targets else 0
+            for handle in targets:
+                self._failures.pop(handle.server.url, None)
+                self._in_loop(self._pool.admit, handle, version)
+            self._in_a_row = 0
+            seconds = time.perf_counter() - begin
+            self.metrics = {"sync/bytes": float(sent), "sync/gb_per_s": sent / seconds / 1e9}
+            self.metrics |= self._transport.metrics
+        except PushFailed as failure:
+            self._problem, self._in_a_row = str(failure), self._in_a_row + 1
+            self._report(f"weight push {version} failed: {failure}")
+            self._run(self._judge(failure.handles))
+            time.sleep(RETRY_AFTER)
+        finally:
+            self._transport.over()
+            self._in_loop(self._pool.push_ended, targets)
+
+    def close(self) -> None:
+        self._run(self._transport.close())
+
+    def _send(self, stream: Stream, targets: Sequence[ServerHandle], version: int) -> int:
+        """Prepare, send to and conclude with the targets; returns the bytes sent to each."""
+        self._run(each(targets, self._prepare))
+        self._run(self._transport.begin(targets, version))
+        if isinstance(stream, OwnWeights):
+            sent = self._run(self._transport.send_own(stream, self._expected, self._optional))
+        else:
+            if self._fp8 is not None:
+                stream = self._fp8.quantised(stream)
+            sent = self._send_buckets(self._checked(stream, version))
+        self._run(self._transport.end())
+        if self._colocated:
+            self._closed += targets
+        else:
+            self._run(each(targets, self._conclude))
+        return sent
+
+    def _send_buckets(self, stream: Stream) -> int:
+        """Send the stream; returns its bytes. While a bucket is sent, the next one is gathered and filled."""
+        sent = 0
+        sending: Future[int] | None = None
+        try:
+            for bucket in buckets(stream, self._halves, self._dtype):
+                sent += sending.result() if sending is not None else 0
+                sending = self._loop.submit(self._transport.send(bucket))
+            return sent + (sending.result() if sending is not None else 0)
+        finally:
+            if sending is not None:
+                sending.cancel()  # without effect if it has ended
+            self._halves.rest()
+
+    def _checked(self, stream: Stream, version: int) -> Iterator[tuple[str, Tensor]]:
+        """Yield the stream. Raises ValueError for names or shapes that differ from the servers' model."""
+        left = dict(self._expected)
+        for name, tensor in stream:
+            shape = left.pop(name, None)
+            if shape is None and name not in self._optional:
+                known = "came twice" if name in self._expected else "is not in the servers' model"
+                raise ValueError(f"weight push {version}: {name} {known}")
+            if shape is not None and tuple(tensor.shape) != shape:
+                raise ValueError(
+                    f"weight push {version}: {name} has shape {tuple(tensor.shape)}, "
+                    f"the servers' model has {shape}"
+                )
+            yield name, tensor
+        if missing := sorted(left.keys() - self._optional):
+            shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+            raise ValueError(f"weight push {version}: {len(missing)} tensor(s) did not come: {shown}")
+
+    async def _judge(self, failed: Sequence[ServerHandle]) -> None:
+        """Lose the servers that do not answer, and replace those that failed too often.
+
+        A server that was lost has all its attempts again.
+        """
+        for handle in failed:
+            url = handle.server.url
+            count = self._failures.pop(url, 0) + 1
+            try:
+                await handle.server.weight_version(5.0)
+            except (ServerGone, ServerRefused) as error:
+                self._pool.lose(handle, str(error))
+            else:
+                if count >= self._settings.attempts:
+                    self._pool.replace(handle, f"{count} weight pushes in a row failed there")
+                else:
+                    self._failures[url] = count
+
+    def open(self) -> None:
+        """Colocated servers take the rest of their memory and serve; the trainer has released its own."""
+        closed, self._closed = self._closed, []
+        try:
+            self._run(each([h for h in closed if h.state == "ready"], self._conclude))
+        except PushFailed as failure:
+            self._report(f"rollout servers did not wake: {failure}")
+            for handle in failure.handles:
+                self._in_loop(self._pool.replace, handle, "it did not wake")
+
+    async def _prepare(self, handle: ServerHandle) -> None:
+        """Pause the server, also for requests of other clients, and give it memory for the weights."""
+        await handle.server.pause(self._settings.timeout)
+        await self._pool.onload(handle, "weights")
+
+    async def _conclude(self, handle: ServerHandle) -> None:
+        await self._pool.onload(handle, "cache")
+        await handle.server.flush_cache(self._settings.timeout)
+        await handle.server.resume(self._settings.timeout)
+
+    def _in_loop(self, call: Callable[..., None], *arguments: Any) -> None:
+        """Call it in the pool's loop, which alone may change the pool."""
+
+        async def there() -> None:
+            call(*arguments)
+
+        self._run(there())
+
+    def _run[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return self._loop.run(coroutine)
+
+
+def push(
+    publisher: Publisher | None,
+    weights: Callable[[], Weights],
+    version: int,
+    follow: Callable[[Weights], None] | None = None,
+) -> None:
+    """Push until every healthy server has the weights, and at least one server is healthy. A collective.
+
+    `publisher` is rank 0's, None elsewhere; `follow` is another rank's part in a push, if it has one. Every
+    rank iterates every stream to its end, whatever happens to the servers. Raises RolloutError on every rank
+    when no server is available, or for a stream that does not fit the servers' model.
+    """
+    failed: list[Failed] = []  # rank 0's
+
+    def next_command(publisher: Publisher) -> Command:
+        return failed[0] if failed else publisher.next_command(version)
+
+    leading = None if publisher is None else partial(next_command, publisher)
+    while True:
+        match lead(leading):
+            case Done():
+                return
+            case Failed() as refused:
+                raise refused.error
+            case Push():
+                stream = weights()
+                if publisher is not None:
+                    try:
+                        publisher.attempt(stream, version)
+                    except (ValueError, RolloutError) as error:
+                        failed.append(Failed(str(error)))
+                elif follow is not None:
+                    follow(stream)
+                for _ in stream:  # gathering it is a collective: every rank takes part to its end
+                    pass
+
+
+# Syncs the servers of a run with the policy: connects, pushes, and proves that the weights arrived.
+
+PROBE_TOKENS = 48
+# Mean absolute difference, nats a token. "tf32" is float32 on a GPU: Transformer Engine's products of float32
+# matrices have TF32's 10 bits, 3 more than bfloat16's.
+TOLERANCE = {"float32": 1e-3, "tf32": 6e-3, "bfloat16": 0.05, "fp8": 0.2}
+# The first push of a run, and the first with changed weights: a push that does nothing passes the first.
+PROOFS = 2
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome of a probe: the server has the weights that were sent, was lost since, or is wrong."""
+
+    outcome: Literal["right", "lost", "wrong"]
+    problem: str = ""  # the error, where the outcome is "wrong"
+
+
+class WeightSync:
+    """Pushes the policy's weights to all servers. Every rank calls every method: they are collectives.
+
+    Raises ConfigError for servers that cannot take the weights of this run.
+    """
+
+    def __init__(self, config: Config, policy: Scorer, prompts: Sequence[Prompt]) -> None:
+        self._config, self._policy = config, policy
+        key = "rollout.servers.model_path" if config.rollout.servers.model_path else "model.path"
+        self._served = read_model_config(config.served_path, key)
+        self._stored = stored_tensors(Path(config.served_path))
+        self._fp8 = fp8_layout(config.served_path, self._served, self._stored)
+        if self._fp8 is not None and config.model.dtype != "bfloat16":
+            raise ConfigError(
+                f"model.dtype={config.model.dtype}: {key}={config.served_path} is in FP8, which the engines "
+                "compute with in bfloat16: set model.dtype=bfloat16"
+            )
+        name = config.rollout.weights.transport
+        self._kind, self._traits = transport_class(name), config.rollout.weights.traits
+        self._receiver = receiver_class(config.rollout.engine, name)
+        self._kind.check(config)
+        if self._fp8 is not None and not self._traits.fp8_ok:
+            raise ConfigError(
+                f"rollout.weights.transport={name} cannot change a model in FP8 "
+                f"({key}={config.served_path}): engines keep it in another arrangement than they load; use "
+                "broadcast"
+            )
+        precision = lowest_precision(config.model, self._fp8 is not None, torch.cuda.is_available())
+        self._tolerance = TOLERANCE[precision]
+        self._probe = _probe(prompts)
+        self._servers: ServerSession | None = None  # rank 0's, and so is the publisher
+        self._publisher: Publisher | None = None
+        # Another rank's part in a push, and its buffers; rank 0's are the publisher's.
+        self._follower: tuple[Follower, DoubleBuffer] | None = None
+        self._proved = 0
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the last push; empty but on rank 0."""
+        return self._publisher.metrics if self._publisher is not None else {}
+
+    def connect(self, servers: ServerSession | None) -> None:
+        """Prepare the first push to `servers`, which rank 0 has."""
+        self._servers = servers
+        if servers is not None:
+            self._publisher = self._publish(servers)
+        elif (follower := self._kind.follower(self._config, _device())) is not None:
+            limit = self._config.rollout.weights.bucket_bytes
+            self._follower = follower, DoubleBuffer(limit, _device())
+
+    def expected_probe(self) -> Tensor | None:
+        """Log-probs that a server with the present weights gives the probe, fp32 [tokens - 1].
+
+        None once enough pushes have been proved, or where the prompts give no probe.
+        """
+        if self._proved >= PROOFS or len(self._probe) < 2:
+            return None
+        return self._policy.score(_rows(self._probe), temperature=1.0)
+
+    def push(self, version: int) -> None:
+        """Give all healthy servers the present weights. Raises RolloutError."""
+
+        def weights() -> Weights:
+            policy, traits = self._policy, self._traits
+            if traits.sends_adapter:
+                return policy.adapter_weights(on_host=False)
+            return policy.own_weights() if traits.sends_own else policy.weights(on_host=False)
+
+        push(self._publisher, weights, version, None if self._follower is None else self._follow)
+
+    def open_servers(self) -> None:
+        """Colocated servers that got the weights take the rest of their memory, and serve."""
+        if self._publisher is not None:
+            self._publisher.open()
+
+    def close(self) -> None:
+        if self._publisher is not None:
+            self._publisher.close()
+            self._publisher = None
+        if self._follower is not None:
+            self._follower[0].close()
+
+    def _follow(self, stream: Weights) -> None:
+        """The follower's part in a push: its own weights, or the stream in the same buckets as rank 0's."""
+        assert self._follower is not None
+        follower, halves = self._follower
+        if isinstance(stream, OwnWeights):
+            follower.follow_own(stream)
+            return
+        if self._fp8 is not None:
+            stream = self._fp8.quantised(stream)
+        try:
+            follower.follow(buckets(stream, halves, getattr(torch, self._config.model.dtype)))
+        finally:
+            halves.rest()
+            if torch.cuda.is_available():
+                torch.cuda.ipc_collect()
+
+    def prove(self, version: int, expected: Tensor) -> None:
+        """Compare the servers' log-probs of the probe with the policy's. Raises RolloutError."""
+        verdicts: list[Verdict] = []
+        if self._servers is not None:
+            handles = [m for m in self._servers.pool.handles if m.has(version)]
+            verdicts = [self._servers.loop.run(self._verdict(m, version, expected)) for m in handles]
+        verdicts = [Verdict(*fields) for fields in broadcast_msgpack([astuple(v) for v in verdicts])]
+        for verdict in verdicts:
+            if verdict.outcome == "wrong":
+                raise RolloutError(verdict.problem)
+        self._proved += any(verdict.outcome == "right" for verdict in verdicts)
+
+    async def _verdict(self, handle: ServerHandle, version: int, expected: Tensor) -> Verdict:
+        assert self._servers is not None
+        where, limit = f"rollout server {handle.server.url}", self._tolerance
+        try:
+            theirs = await handle.server.score(self._probe, self._config.rollout.weights.timeout)
+        except (ServerGone, ServerRefused) as error:
+            if isinstance(error, ServerRefused) and error.is_request:
+                return Verdict("wrong", f"{where} refuses the probe that proves a push: {error}")
+            self._servers.pool.lose(handle, str(error))
+            return Verdict("lost")
+        gap = (torch.tensor(theirs) - expected).abs()
+        if gap.mean() <= limit:
+            return Verdict("right")
+        return Verdict(
+            "wrong",
+            f"{where} does not have the weights that were sent: after push {version} its log-probs of "
+            f"{len(expected)} probe tokens differ from the trainer's by {gap.mean():.3g} on average "
+            f"(allowed: {limit:g}), {gap.max():.3g} at most. Does it serve the same model, in the same "
+            "dtype, at a tested version?",
+        )
+
+    def _publish(self, servers: ServerSession) -> Publisher:
+        config, device = self._config, _device()
+        transport = self._kind.create(config, self._receiver, device)
+        expected: dict[str, tuple[int, ...]] = {name: tensor.shape for name, tensor in self._stored.items()}
+        optional = not_pushed(self._served, expected)
+        if self._traits.sends_adapter:
+            layers, rank = adapted_layers(config), adapter_of(config).rank
+            expected, optional = adapter_shapes(expected, layers, rank)
+        return Publisher(
+            servers.pool,
+            servers.loop,
+            transport,
+            config.rollout.weights,
+            dtype=getattr(torch, config.model.dtype),
+            device=torch.device("cpu") if transport.host_buckets else device,
+            expected=expected,
+            optional=optional,
+            fp8=self._fp8,
+            colocated=config.rollout.servers.colocated,
+            report=report,
+        )
+
+
+def not_pushed(served: Mapping[str, Any], stored: Iterable[str]) -> frozenset[str]:
+    """The tensors of the servers' checkpoint that a push need not have; `served`: its config.json.
+
+    These are an output layer beside tied embeddings, and heads for further tokens, which never change.
+    """
+    heads = head_pattern(served)
+    tied = ["lm_head.weight"] if served.get("tie_word_embeddings") else []
+    return frozenset(tied) | {name for name in stored if heads.fullmatch(name)}
+
+
+def lowest_precision(model: ModelConfig, served_in_fp8: bool, on_gpu: bool) -> str:
+    """The lower of the trainer's and the servers' precision, a key of TOLERANCE."""
+    if served_in_fp8 or model.fp8 is not None:
+        return "fp8"
+    return "tf32" if on_gpu and model.dtype == "float32" else model.dtype
+
+
+def _device() -> torch.device:
+    """The device on which buckets are filled."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _probe(prompts: Sequence[Prompt]) -> list[int]:
+    """Tokens of the first prompts, one after another."""
+    tokens: list[int] = []
+    for prompt in prompts:
+        if len(tokens) >= PROBE_TOKENS:
+            break
+        tokens += prompt.token_ids
+    return tokens[:PROBE_TOKENS]
+
+
+def _rows(tokens: list[int]) -> TrainBatch:
+    return TrainBatch(
+        prompt_ids=[tokens[:1]],
+        response_ids=[tokens[1:]],
+        group_n=torch.zeros(1, dtype=torch.int64),
+        reward_n=torch.zeros(1),
+        truncated_n=torch.zeros(1, dtype=torch.bool),
+    )

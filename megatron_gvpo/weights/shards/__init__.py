@@ -1,1 +1,0 @@
-"""A sharded push: the plan, and the ranks that send their parts."""

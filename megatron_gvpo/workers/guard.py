@@ -1,0 +1,91 @@
+"""Ends what a worker started: `python -m megatron_gvpo.workers.guard CHANNEL LEASH MODULE`.
+
+The worker is `MODULE.work(CHANNEL)`: of reward functions, or of environments. The guard is its parent.
+Orphaned processes of its descendants become the guard's children, as the kernel's "child subreaper" setting
+has it, however often a function forks and whatever session it opens. When the worker ends, or the trainer
+writes to the leash (a pipe) or dies, the guard kills them all. Then it exits as the worker did.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import select
+import signal
+import sys
+import time
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import NoReturn
+
+from megatron_gvpo.core.environment import die_with_parent
+
+# Slurm's signals and Ctrl-C reach every process of a run; only the trainer decides what they mean.
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+PATIENCE = 5.0  # seconds to kill the processes that a worker started
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def main() -> NoReturn:
+    channel, leash = map(int, sys.argv[1:3])
+    trainer, guard = os.getppid(), os.getpid()
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    if (worker := os.fork()) == 0:
+        os.close(leash)
+        os.setsid()  # a function that kills its process group does not kill the guard
+        die_with_parent(guard)
+        _be_the_first_to_go()
+
+        import_module(sys.argv[3]).work(channel)
+        os._exit(0)  # without waiting for the threads of the functions
+    os.close(channel)
+    code = _follow(worker, leash, trainer)
+    _end_children()
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
+        os.kill(os.getpid(), -code)
+    os._exit(abs(code))
+
+
+def _be_the_first_to_go() -> None:
+    """Where memory runs out, the kernel kills the worker before the trainer; a crash writes no core file."""
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+
+
+def _follow(worker: int, leash: int, trainer: int) -> int:
+    """Wait until the worker has ended, or end it with the trainer; returns its exit code (-n: signal n)."""
+    ends = os.pidfd_open(worker)
+    while True:
+        told, _, _ = select.select([leash, ends], [], [], 1.0)
+        if leash in told or os.getppid() != trainer:
+            os.kill(worker, signal.SIGKILL)
+            return os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:  # orphans, too
+            if found[0] == worker:
+                return os.waitstatus_to_exitcode(found[1])
+
+
+def _end_children() -> None:
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return  # there are none
+        import psutil  # not before it is needed
+
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):
+                process.kill()
+        time.sleep(0.005)
+
+
+if __name__ == "__main__":
+    main()

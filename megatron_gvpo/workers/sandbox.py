@@ -1,0 +1,232 @@
+"""Runs a program of the policy in a sandbox of bubblewrap's: no network, no host files, bounded resources."""
+
+from __future__ import annotations
+
+import os
+import platform
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_gvpo.workers.seccomp import MACHINES, filter_program
+
+DISK = 64 << 20  # bytes of files that a program may write, all in memory
+OUTPUT = 32 << 10  # bytes that a program may write to its standard output and error
+START = 60.0  # seconds in which a sandbox must have started
+_PYTHON = "/python/bin/python3"
+_LIBRARIES = ("/usr/lib", "/usr/lib64", "/lib", "/lib64")  # the C library and others, of the system
+_ENVIRONMENT = {
+    "HOME": "/tmp",
+    "LANG": "C.UTF-8",
+    "LD_LIBRARY_PATH": "/python/lib",
+    "PYTHONHASHSEED": "0",  # the same program prints the same
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+
+SCHEMA: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "python",
+        "description": "Runs a Python program in a sandbox without network, and returns what it prints. "
+        "Nothing is kept from one program to the next.",
+        "parameters": {
+            "type": "object",
+            "properties": {"code": {"type": "string", "description": "The program."}},
+            "required": ["code"],
+        },
+    },
+}
+
+
+class SandboxFailed(Exception):  # noqa: N818 - it is no fault of this program
+    """A sandbox did not start, which is not the program's doing."""
+
+
+class Outcome(NamedTuple):
+    """A program's output, standard output and error together, and how it ended; "" if it ended well."""
+
+    output: str
+    problem: str = ""
+
+    def __str__(self) -> str:
+        """The text that the policy sees."""
+        if not self.problem:
+            return self.output or "[no output]"
+        line = "\n" if self.output and not self.output.endswith("\n") else ""
+        return f"{self.output}{line}[{self.problem}]"
+
+
+class Sandbox:
+    """Runs Python programs, each in a sandbox of its own that nothing survives.
+
+    A program sees the system's shared libraries, Python's standard library and `packages` (a directory with
+    Python packages), all of them read-only, and an empty /tmp of DISK bytes. It is one process, may have
+    threads, and takes at most `seconds` and `memory_mb` MiB of address space.
+    """
+
+    def __init__(self, seconds: float, memory_mb: int, packages: str | None = None) -> None:
+        self._seconds, self._memory, self._packages = seconds, memory_mb << 20, packages
+
+    def check(self) -> None:
+        """Raises ValueError, with a remedy, where sandboxes cannot run on this machine."""
+        if platform.machine() not in MACHINES:
+            raise ValueError(f"it runs on {' and '.join(MACHINES)} only, and this is {platform.machine()}")
+        if shutil.which("bwrap") is None:
+            raise ValueError("bubblewrap is not installed: apt-get install bubblewrap (0.8 or newer)")
+        if self._packages is not None and not Path(self._packages).is_dir():
+            raise ValueError(f"packages={self._packages}: no such directory")
+        try:
+            outcome = self.run("print(6 * 7)")
+        except SandboxFailed as error:
+            raise ValueError(f"{error}: {_remedy(str(error))}") from None
+        if outcome != ("42\n", ""):
+            raise ValueError(f"a program that prints 42 gave {outcome.output[:200]!r}, {outcome.problem}")
+
+    def run(self, source: str) -> Outcome:
+        """Run the program. Raises SandboxFailed."""
+        program = os.memfd_create("program")
+        rules = os.memfd_create("rules")
+        mark, their_mark = os.pipe()
+        opened = [program, rules, mark, their_mark]
+        try:
+            for file, data in (
+                (program, source.encode(errors="surrogatepass")),
+                (rules, filter_program(platform.machine())),
+            ):
+                with open(file, "wb", closefd=False) as out:
+                    out.write(data)
+                os.lseek(file, 0, os.SEEK_SET)
+            try:
+                process = subprocess.Popen(
+                    self._command(rules, their_mark),
+                    stdin=program,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=(rules, their_mark),
+                    env={},
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise SandboxFailed(f"bubblewrap cannot be started: {error}") from None
+            os.close(opened.pop())
+            with process:
+                try:
+                    return self._follow(process, mark)
+                finally:
+                    process.kill()  # what is inside dies with it
+        finally:
+            for file in opened:
+                os.close(file)
+
+    def _follow(self, process: subprocess.Popen[bytes], mark: int) -> Outcome:
+        assert process.stdout is not None
+        said = _Output(process.stdout.fileno())
+        said.read_until(mark, time.monotonic() + START)
+        if not select.select([mark], [], [], 0)[0]:
+            raise SandboxFailed(f"a sandbox did not start in {START:g} seconds")
+        if not os.read(mark, 1):  # it has ended
+            said.read_until(None, time.monotonic() + 1.0)
+            raise SandboxFailed(f"a sandbox did not start: {' '.join(said.text().split())[-300:]}")
+        said.read_until(None, time.monotonic() + self._seconds)
+        if said.too_long:
+            return Outcome("", f"more than {OUTPUT} bytes of output")
+        if not said.ended:
+            return Outcome(said.text(), f"it took longer than {self._seconds:g} seconds")
+        with suppress(subprocess.TimeoutExpired):
+            code = process.wait(START)
+            return Outcome(said.text(), _ending(code))
+        return Outcome(said.text(), f"it took longer than {self._seconds:g} seconds")
+
+    def _command(self, rules: int, mark: int) -> list[str]:
+        # The whole path, because the program's environment has none to seek in.
+        arguments = [
+            shutil.which("bwrap") or "bwrap",
+            "--unshare-all",
+            "--unshare-user",
+            "--disable-userns",
+            "--die-with-parent",
+        ]
+        arguments += ["--new-session", "--clearenv", "--uid", "65534", "--gid", "65534"]
+        arguments += ["--hostname", "sandbox", "--seccomp", str(rules)]
+        for name, value in _ENVIRONMENT.items():
+            arguments += ["--setenv", name, value]
+        for directory in _LIBRARIES:
+            arguments += ["--ro-bind-try", directory, directory]
+        for there, inside in _interpreter().items():
+            arguments += ["--ro-bind", there, inside]
+        arguments += ["--ro-bind", str(Path(__file__).with_name("sandbox_launcher.py")), "/launcher.py"]
+        if self._packages is not None:
+            arguments += ["--ro-bind", self._packages, "/packages"]
+        for device in ("/dev/null", "/dev/zero", "/dev/urandom"):
+            arguments += ["--dev-bind", device, device]
+        arguments += ["--size", str(DISK), "--tmpfs", "/tmp", "--chdir", "/tmp", "--remount-ro", "/", "--"]
+        limits = (mark, self._memory, int(self._seconds) + 1, DISK)
+        return [*arguments, _PYTHON, "-I", "-S", "-B", "/launcher.py", *map(str, limits)]
+
+
+class _Output:
+    """The output of a program, read as long as it is not too long."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor, self._data = descriptor, b""
+        self.ended = False
+
+    @property
+    def too_long(self) -> bool:
+        return len(self._data) > OUTPUT
+
+    def text(self) -> str:
+        return self._data[:OUTPUT].decode(errors="replace")
+
+    def read_until(self, other: int | None, deadline: float) -> None:
+        """Read until all who could write have ended, or `other` can be read, or the time is over."""
+        while not self.ended and not self.too_long and (left := deadline - time.monotonic()) > 0:
+            ready, _, _ = select.select([self._descriptor, *([] if other is None else [other])], [], [], left)
+            if other in ready:
+                return
+            if self._descriptor in ready:
+                data = os.read(self._descriptor, OUTPUT + 1)
+                self._data += data
+                self.ended = not data
+
+
+def _interpreter() -> dict[str, str]:
+    """The files of this Python, without its third-party packages, and where they are in the sandbox."""
+    release = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    binary = os.path.realpath(sys.executable)
+    files = {binary: _PYTHON, sysconfig.get_path("stdlib"): f"/python/lib/{release}"}
+    library = sysconfig.get_config_var("INSTSONAME")
+    shared = Path(sysconfig.get_config_var("LIBDIR") or "/", str(library))
+    if shared.is_file():
+        files[str(shared)] = f"/python/lib/{library}"
+    return files
+
+
+def _ending(code: int) -> str:
+    """How a program ended, from bubblewrap's exit code; "" for a good end."""
+    if code == 0:
+        return ""
+    number = -code if code < 0 else code - 128
+    if number == signal.SIGXCPU:
+        return "too much computing time"
+    if number in signal.valid_signals():
+        return f"signal {number}, {signal.strsignal(number)}"
+    return f"exit code {code}"
+
+
+def _remedy(said: str) -> str:
+    if "Unknown option" in said:
+        return "this bubblewrap is too old; 0.8 or newer is needed"
+    return (
+        "bubblewrap must be allowed to make namespaces: in a container, by profiles that permit them "
+        "(docker run --security-opt seccomp=unconfined --security-opt apparmor=unconfined); on Ubuntu "
+        "24.04, by sysctl kernel.apparmor_restrict_unprivileged_userns=0"
+    )

@@ -1,0 +1,90 @@
+"""Teachers on real SGLang and vLLM servers: log-probs are those of transformers, also when servers die."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from servers.real_servers import PROMPTS, SharedServer, engine_python, logprobs
+from servers.reward_models import make_judge
+from suite.real_parts import used
+from tiny_run import make_task
+
+from megatron_gvpo.core.errors import RolloutError
+from megatron_gvpo.groups import Group, Prompt, Rollout
+from megatron_gvpo.rewards.teacher import ServedTeacher
+from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.types import TrainBatch
+
+RESPONSES = [[7, 11, 4], [3], [19, 18, 17, 16, 15, 14, 13, 12] * 3, [7, 11, 5]]
+
+
+def teacher(good: Path, path: Path, server: dict[str, object], *more: str) -> ServedTeacher:
+    section = json.dumps({"path": str(path), "server": {"start_timeout": 300, **server}})
+    own = ("algorithm.loss.reference=teacher", "model.dtype=float32", f"teacher={section}")
+    return ServedTeacher(load_config([good], [*own, *more]))
+
+
+def batch() -> TrainBatch:
+    rollouts = [Rollout(ids, [], "", "stop") for ids in RESPONSES]
+    return TrainBatch.from_groups(
+        [Group(Prompt(f"p{i}", tuple(prompt), ""), list(rollouts)) for i, prompt in enumerate(PROMPTS)]
+    )
+
+
+def expected(path: Path, rows: TrainBatch) -> torch.Tensor:
+    pairs = zip(rows.prompt_ids, rows.response_ids, strict=True)
+    return torch.cat([logprobs(path, list(prompt), list(response)) for prompt, response in pairs])
+
+
+def test_log_probs_are_those_of_transformers(served: SharedServer, task: Path, good: Path):
+    rows = batch()
+    with teacher(good, task / "model", {"engine": served.engine, "urls": [served.url]}) as asked:
+        asked.ask([rows])
+        torch.testing.assert_close(asked.score(rows), expected(task / "model", rows), rtol=0, atol=2e-4)
+        assert asked.metrics["teacher/failed_requests"] == 0
+        too_long = TrainBatch.from_groups(
+            [Group(Prompt("p", (5,), ""), [Rollout([7] * 300, [], "", "stop")])]
+        )
+        with pytest.raises(RolloutError, match=r"status 400: .*(256|context)"):
+            asked.score(too_long)
+
+
+def test_a_server_of_another_model_than_the_configured_is_refused(
+    served: SharedServer, task: Path, good: Path, tmp_path: Path
+):
+    """It would teach, and the run would say that `teacher.path` did."""
+    at = {"engine": served.engine, "urls": [served.url]}
+    shutil.copytree(task / "model", tmp_path / "copy")
+    with teacher(good, tmp_path / "copy", at):
+        pass
+    make_task.make_model(tmp_path / "other", seed=1)
+    with (
+        pytest.raises(RolloutError, match=rf"teacher.path={tmp_path}/other: .* serves .*, which has other"),
+        teacher(good, tmp_path / "other", at),
+    ):
+        pass
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_a_server_that_the_run_started_answers_again_after_it_was_killed(
+    engine: str, good: Path, tmp_path: Path
+):
+    model = make_judge(tmp_path / "model")
+    rows, own = batch(), {"engine": engine, "python": engine_python(engine)}
+    with teacher(good, model, own, f"output_dir={tmp_path / 'run'}") as asked:
+        torch.testing.assert_close(asked.score(rows), expected(model, rows), rtol=0, atol=2e-4)
+        assert asked._servers is not None and asked._servers._place.supervisor is not None
+        [process] = asked._servers._place.supervisor.processes
+        assert process.pid is not None
+        os.killpg(process.pid, signal.SIGKILL)
+        asked.ask([])  # a new step: nothing is known any more
+        torch.testing.assert_close(asked.score(rows), expected(model, rows), rtol=0, atol=2e-4)
+        assert asked.metrics["teacher/failed_requests"] > 0
+    used(f"{engine} server")

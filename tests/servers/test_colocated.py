@@ -1,0 +1,148 @@
+"""A trainer and a rollout server take turns with the same memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from servers.real_servers import VLLM_FIRST, served_config
+from tiny_run import configure, fit, records
+
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.servers.launch.start import server_gpus
+from megatron_gvpo.servers.launch.supervise import is_healthy
+from megatron_gvpo.settings.servers import ServersConfig
+from megatron_gvpo.training.callbacks import Callback
+from megatron_gvpo.training.trainer import Trainer
+
+
+def bytes_held(trainer: Trainer) -> tuple[int, int]:
+    """(bytes of weights, bytes of optimizer states and gradients that are not the weights' own storage)."""
+    policy = trainer.components.policy
+    trained = [policy] if policy.critic is None else [policy, policy.critic]
+    weights = {t.untyped_storage()._cdata: t.untyped_storage() for p in trained for t in p.model.weights()}
+    others = {
+        t.untyped_storage()._cdata: t.untyped_storage()
+        for part in trained
+        for t in (*part.optimizer.tensors(), *part.model.gradient_buffers())
+        if t.dim()  # PyTorch's Adam counts its steps on the host
+    }
+    total = [sum(s.nbytes() for s in found.values()) for found in (weights, others)]
+    shared = sum(s.nbytes() for place, s in others.items() if place in weights)
+    return total[0], total[1] - shared
+
+
+class LendAfterEveryStep(Callback):
+    held: tuple[int, int] = (0, 0)
+
+    def on_step(self, trainer: Trainer, step: int, metrics: object) -> None:
+        memory = trainer.components.policy.memory
+        self.held = bytes_held(trainer)
+        memory.release("training")
+        assert bytes_held(trainer) == (self.held[0], 0)
+        memory.release("weights")
+        memory.release("weights")  # idempotent
+        assert bytes_held(trainer) == (0, 0)
+        memory.restore("weights")
+        memory.restore("training")
+        assert bytes_held(trainer) == self.held
+
+
+@pytest.mark.parametrize(
+    ("recipe", "dtype", "offload", "rest_by_weights"),
+    [
+        # Adam's two moments and the gradients in fp32; in bf16 the master weights too.
+        ("gvpo", "float32", 0, 3),
+        ("gvpo", "bfloat16", 0, 8),
+        ("ppo", "float32", 0, 3),
+        ("gvpo", "bfloat16", 1, 2),  # gradients: the rest is on the host all the time
+    ],
+)
+def test_lent_memory_comes_back_with_what_was_in_it(
+    task: Path, tmp_path: Path, recipe: str, dtype: str, offload: float, rest_by_weights: int
+):
+    """The run equals, bit for bit, that of a trainer that never lent anything."""
+    lender = LendAfterEveryStep()
+    for name, callbacks in (("keeps", []), ("lends", [lender])):
+        settings = (f"algorithm={recipe}", f"model.dtype={dtype}", f"optimizer.offload_fraction={offload}")
+        fit(configure(task, tmp_path / name, *settings), callbacks)
+    assert records(tmp_path / "lends") == records(tmp_path / "keeps")
+    parameters, rest = lender.held
+    assert rest == pytest.approx(parameters * rest_by_weights, rel=0.02)
+
+
+class WhileTraining(Callback):
+    """Records the bytes that both sides hold, and kills the sleeping server after the step `kill_in`."""
+
+    def __init__(self, kill_in: int | None) -> None:
+        self.kill_in = kill_in
+        self.while_generating: list[tuple[int, int]] = []
+        self.while_training: list[tuple[int, int]] = []
+
+    def on_start(self, trainer: Trainer) -> None:
+        engine = trainer.components.engine
+        assert engine.asleep and bytes_held(trainer) != (0, 0)
+        collect = engine._collect
+
+        def noted(ticket, on_wait):  # type: ignore[no-untyped-def]
+            self.while_generating.append(bytes_held(trainer))
+            return collect(ticket, on_wait)
+
+        engine._collect = noted
+
+    def on_step(self, trainer: Trainer, step: int, metrics: object) -> None:
+        [handle] = trainer.components.engine.servers.pool.handles
+        [process] = trainer.components.engine.servers.supervisor.processes
+        assert handle.offloaded == ("weights", "cache")
+        assert is_healthy(process.url, 60.0), "`serve`, which knows of no turns, would start it anew"
+        self.while_training.append(bytes_held(trainer))
+        if step == self.kill_in:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("engine", VLLM_FIRST)
+@pytest.mark.parametrize("kill_in", [None, pytest.param(2, marks=pytest.mark.proof)])
+def test_a_run_with_a_colocated_server(engine: str, kill_in: int | None, task: Path, tmp_path: Path):
+    """Each side holds memory only in its turn, the server has every step's weights, and a server that dies
+    while the trainer trains comes back in its own turn.
+    """
+    colocated = ("rollout.servers.colocated=true", "rollout.weights.transport=shared")
+    watch = WhileTraining(kill_in)
+    fit(served_config(engine, task, tmp_path, *colocated), [watch])
+    assert set(watch.while_generating) == {(0, 0)} and len(watch.while_generating) == 4 + 3
+    assert all(weights > 0 and rest > 0 for weights, rest in watch.while_training)
+    steps = [record for record in records(tmp_path) if record["step"] > 0]
+    assert [record["step"] for record in steps] == [1, 2, 3, 4]
+    for record in steps:  # sampled from the weights that the trainer has, after each of its updates
+        assert record["mismatch/abs_max"] < 1e-3
+
+
+def test_what_cannot_share_a_gpu_is_refused(task: Path, tmp_path: Path):
+    colocated = ("rollout.engine=sglang", "rollout.servers.colocated=true")
+    with pytest.raises(ConfigError, match=r"transport=broadcast.*same GPU.*shared"):
+        configure(task, tmp_path, *colocated)
+    with pytest.raises(ConfigError, match=r"async_steps=1.*set it to 0"):
+        configure(task, tmp_path, *colocated, "rollout.weights.transport=shared", "rollout.async_steps=1")
+    with pytest.raises(ConfigError, match="learned_hint asks the policy for log-probs while responses come"):
+        configure(task, tmp_path, *colocated, "rollout.weights.transport=shared", "algorithm=hill")
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "expected"),
+    [
+        ({"count": 2, "tp": 2}, 4, [[4, 5], [6, 7]]),  # after the trainer's
+        ({"count": 2, "tp": 2}, 0, [[0, 1], [2, 3]]),  # `serve`: no trainer here
+        ({"count": 4, "tp": 2, "colocated": True}, 8, [[0, 1], [2, 3], [4, 5], [6, 7]]),
+    ],
+)
+def test_servers_have_gpus_of_their_own_unless_colocated(
+    settings: dict[str, object], ranks: int, expected: list[list[int]]
+):
+    assert [list(gpus) for gpus in server_gpus(ServersConfig(**settings), 8, ranks)] == expected
+
+
+def test_too_few_gpus_are_said_before_anything_starts():
+    with pytest.raises(ConfigError, match=r"4 GPUs beside the trainer's 6, and this machine has 8"):
+        server_gpus(ServersConfig(count=2, tp=2), 8, 6)

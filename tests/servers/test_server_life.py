@@ -1,0 +1,395 @@
+"""Servers are started, watched and checked on machines with proxies and all kinds of GPUs and NCCLs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_run import configure
+
+from megatron_gvpo.core import launch
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.core.launch import _environment, free_ports
+from megatron_gvpo.data.task import Task
+from megatron_gvpo.sampling.served import ServedEngine
+from megatron_gvpo.servers import http, leader
+from megatron_gvpo.servers.http import Http, ServerGone, open_session
+from megatron_gvpo.servers.launch import serve
+from megatron_gvpo.servers.launch.start import check_nccl, start_servers
+from megatron_gvpo.servers.launch.supervise import ServerProcess, Supervisor, is_healthy
+from megatron_gvpo.servers.leader import BackgroundLoop
+from megatron_gvpo.servers.pool import ServerPool
+from megatron_gvpo.servers.server import Launch
+from megatron_gvpo.servers.sglang import SGLang
+from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.servers import ServersConfig
+from megatron_gvpo.weights.broadcast import Broadcast
+from megatron_gvpo.weights.disk import Disk
+from megatron_gvpo.weights.group import group_address
+
+SOON = 60.0  # seconds
+
+
+@contextmanager
+def listening(answer: bytes | None) -> Iterator[str]:
+    """The URL of a socket that sends `answer` to every client and hangs up; None: it accepts no client."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen(0 if answer is None else 16)
+
+        def serve() -> None:
+            try:
+                while True:
+                    client, _ = server.accept()
+                    with client:
+                        client.recv(4096)
+                        client.sendall(answer)
+            except OSError:  # closed
+                pass
+
+        if answer is not None:
+            threading.Thread(target=serve, daemon=True).start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+        server.shutdown(socket.SHUT_RDWR)
+
+
+def config_of(good: Path, *overrides: str) -> Config:
+    return load_config([good], ["rollout.engine=sglang", *overrides])
+
+
+# --- health -------------------------------------------------------------------------------------------------
+
+
+def test_health_is_asked_past_a_proxy(monkeypatch: pytest.MonkeyPatch):
+    """Many clusters set http_proxy, but the proxy does not reach servers on the nodes."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    with listening(b"HTTP/1.0 200 OK\r\n\r\n") as url:
+        assert is_healthy(url, SOON)
+
+
+@pytest.mark.parametrize("answer", [b"\x00\x01garbage\r\n", b""])
+def test_what_is_no_web_server_is_not_healthy(answer: bytes):
+    """For example, when another program took the port first."""
+    with listening(answer) as url:
+        assert not is_healthy(url, SOON)
+
+
+# --- the supervisor -----------------------------------------------------------------------------------------
+
+
+def supervised(tmp_path: Path, command: list[str], **settings: Any) -> Supervisor:
+    [port] = free_ports(1, "127.0.0.1")
+    process = ServerProcess(Launch(command, {}), f"http://127.0.0.1:{port}", tmp_path / "log" / "server.log")
+    return Supervisor([process], ServersConfig(**settings), lambda _: None)
+
+
+def failure(supervisor: Supervisor) -> str:
+    deadline = time.monotonic() + SOON
+    while supervisor.failed is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return supervisor.failed or "nothing failed"
+
+
+def test_a_server_that_never_becomes_healthy_is_started_again(tmp_path: Path):
+    supervisor = supervised(tmp_path, ["sleep", "1000"], start_timeout=0.5, restarts=1)
+    with closing(supervisor):
+        supervisor.start()
+        why = failure(supervisor)
+    assert "has not answered for rollout.servers.start_timeout=0.5 s, after 1 restarts" in why
+
+
+def test_a_server_that_cannot_be_started_again_is_a_failure(tmp_path: Path):
+    """The supervisor goes on after an OSError of a restart."""
+    supervisor = supervised(tmp_path, ["sleep", "1000"], restarts=2)
+    with closing(supervisor):
+        supervisor.start()
+        (tmp_path / "log").rename(tmp_path / "away")
+        (tmp_path / "log").write_text("no directory for a log")
+        [process] = supervisor.processes
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        why = failure(supervisor)
+    assert "cannot be used, after 2 restarts" in why
+
+
+STARTER = """
+import sys, time
+from pathlib import Path
+from megatron_gvpo.servers.launch.supervise import ServerProcess
+from megatron_gvpo.servers.server import Launch
+
+begins = "sleep 1000 & echo $! > $0.new; mv $0.new $0; wait"
+ServerProcess(Launch(["sh", "-c", begins, sys.argv[1]], {}), "http://127.0.0.1:1", Path(sys.argv[2])).start()
+time.sleep(1000)
+"""
+
+
+def test_a_killed_trainer_leaves_no_process_of_a_server_that_is_starting(tmp_path: Path):
+    """The server has just started another process, which does not look if its parent lives."""
+    number = tmp_path / "pid"
+    trainer = subprocess.Popen([sys.executable, "-c", STARTER, str(number), str(tmp_path / "log")])
+    assert soon(number.exists)
+    trainer.kill()
+    trainer.wait()
+    process = Path(f"/proc/{int(number.read_text())}/cmdline")
+    assert soon(lambda: not process.exists() or not process.read_text())  # a dead one's is empty
+
+
+def soon(is_so: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + SOON
+    while not is_so() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return is_so()
+
+
+def test_servers_listen_where_no_connection_gets_its_port(monkeypatch: pytest.MonkeyPatch):
+    """A connection that has the port of a server, or of the ranks' meeting, would keep it from listening."""
+    given = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    found = free_ports(50, "127.0.0.1")
+    found.append(int(_environment(2)["MASTER_PORT"]))
+    assert len(set(found[:50])) == 50 and max(found) < 30_000
+    assert int(given[0]) < 30_000 or not any(port in range(*map(int, given)) for port in found)
+    with socket.socket() as taken, pytest.raises(OSError, match="not free"):
+        taken.bind(("127.0.0.1", found[0]))
+        monkeypatch.setattr(launch, "PORTS", range(found[0], found[0] + 1))
+        free_ports(1, "127.0.0.1")
+
+
+def test_a_secret_is_in_a_file_of_this_users_alone_while_the_server_lives(tmp_path: Path):
+    read = ["sh", "-c", 'cat "$0"; sleep 1000']  # its path is the last word
+    log = tmp_path / "log"
+    log.write_text("of an earlier run\n")
+    process = ServerProcess(Launch(read, {}, "a secret"), "http://127.0.0.1:1", log)
+    for _ in range(2):
+        process.start()
+        [file] = tmp_path.glob("*.yaml")
+        assert {place.stat().st_mode & 0o777 for place in (file, log)} == {0o600}
+        deadline = time.monotonic() + SOON
+        while not log.read_text().endswith("a secret") and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert log.read_text().endswith("a secret")
+        process.stop()
+        assert list(tmp_path.iterdir()) == [log]
+        log.write_text("")
+
+
+def test_sglangs_key_is_not_on_its_command_line(good: Path):
+    launch = SGLang.launch(config_of(good, "rollout.servers.args=[--own, '1']"), 1, "the key", False)
+    assert not any("the key" in word for word in (*launch.command, *launch.environment.values()))
+    assert launch.command[-3:] == ["--own", "1", "--config"] and "the key" in launch.secret
+    assert SGLang.launch(config_of(good), 1, None, False).secret == ""
+    with pytest.raises(ConfigError, match=r"rollout\.servers\.args: SGLang takes one --config"):
+        SGLang.launch(config_of(good, "rollout.servers.args=[--config, own.yaml]"), 1, "the key", False)
+
+
+@pytest.mark.parametrize("offloaded", [(), ("cache",)])
+def test_a_server_that_keeps_a_colocated_trainers_memory_is_ended(tmp_path: Path, offloaded: tuple):
+    """The server does not answer the order to release it, or reclaimed a part in a push that failed."""
+    supervisor = supervised(tmp_path, ["sleep", "1000"])
+    [process] = supervisor.processes
+    process.start()
+    assert process.pid is not None and Path(f"/proc/{process.pid}").exists()
+    pid = process.pid
+    with a_pool(process.url, supervisor) as (loop, pool):
+        pool.handles[0].become("ready")
+        pool.handles[0].offloaded = offloaded
+        loop.run(pool.sleep())
+        assert pool.handles[0].state == "lost"
+    assert not Path(f"/proc/{pid}").exists()
+    process.stop()
+
+
+def test_a_server_that_ended_has_all_of_its_memory_when_it_is_back():
+    [port] = free_ports(1, "127.0.0.1")
+    with a_pool(f"http://127.0.0.1:{port}") as (loop, pool):
+        [handle] = pool.handles
+        handle.offloaded = ("cache",)  # in the middle of a push
+        watch = loop.submit(pool._watch(handle))
+        deadline = time.monotonic() + SOON
+        while handle.offloaded and time.monotonic() < deadline:
+            time.sleep(0.05)
+        watch.cancel()
+        assert handle.offloaded == ()
+
+
+@contextmanager
+def a_pool(url: str, supervisor: Supervisor | None = None) -> Iterator[tuple[BackgroundLoop, ServerPool]]:
+    """A pool of the server at `url`, whose health nobody watches."""
+    loop = BackgroundLoop("test client")
+    session = loop.run(open_session())
+    yield loop, ServerPool([SGLang(Http(session, url))], ServersConfig(), [], print, supervisor)
+    loop.run(session.close())
+    loop.close()
+
+
+def test_logs_that_cannot_be_written_are_said_to_be_the_reason(good: Path, task: Path, tmp_path: Path):
+    (tmp_path / "run").write_text("a file")
+    own = (f"model.path={task}/model", f"output_dir={tmp_path}/run")
+    with pytest.raises(
+        ConfigError, match=r"cannot be started: .*run/servers'\. Their logs go to .*run/servers;"
+    ):
+        start_servers(config_of(good, *own), None, print)
+
+
+def test_an_interrupted_start_leaves_no_server(task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """For example, by Ctrl-C in a Python session, which goes on."""
+    started = tmp_path / "pid"
+
+    def interrupt(word: object) -> None:
+        deadline = time.monotonic() + SOON
+        while not (started.exists() and started.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(leader, "broadcast_msgpack", interrupt)
+    monkeypatch.setattr(leader, "HEARTBEAT", 0.1)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    server = interpreter(tmp_path, f"echo $$ > {started}\nexec sleep 1000")
+    config = configure(task, tmp_path / "run", "rollout.engine=sglang", server)
+    engine = ServedEngine(config, Task(None, (1,), [], []), None)  # type: ignore[arg-type] # nothing is sampled
+    with pytest.raises(KeyboardInterrupt):
+        engine.__enter__()
+    assert not Path(f"/proc/{int(started.read_text())}").exists()
+
+
+def test_the_end_of_a_long_log_is_read_alone(tmp_path: Path):
+    """The log of a server that ran for weeks is too large to read whole."""
+    log = tmp_path / "log"
+    log.write_bytes(b"old\n")
+    os.truncate(log, 2**28)
+    with log.open("ab") as stream:
+        stream.write(b"\n" + b"".join(b"line %d\n" % i for i in range(100)))
+    tracemalloc.start()
+    lines = ServerProcess(Launch([], {}), "", log).tail().split("\n")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert [line.strip() for line in lines] == [f"line {i}" for i in range(80, 100)]
+    assert peak < 2**26, "the other threads of the tests allocate, too"
+
+
+HEALTHY = """
+import http.server, sys
+
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+place = "127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])
+http.server.HTTPServer(place, Healthy).serve_forever()
+"""
+
+
+def test_the_servers_of_a_machine_outlive_one_that_cannot_be_kept(
+    task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """For example, one whose GPU has failed."""
+    (tmp_path / "server.py").write_text(HEALTHY)
+    python = interpreter(tmp_path, f'exec {sys.executable} {tmp_path}/server.py "$@"')
+    own = ("rollout.engine=sglang", python, "rollout.servers.count=2", "rollout.servers.restarts=0")
+    started: list[Supervisor] = []
+    alive: list[bool] = []
+
+    def start(*arguments: Any) -> Supervisor:
+        started.append(start_servers(*arguments))
+        return started[0]
+
+    def strike() -> None:
+        assert soon(lambda: bool(started) and all(p.is_healthy(5.0) for p in started[0].processes))
+        time.sleep(3.0)  # until `serve` has seen it, too
+        [doomed, other] = started[0].processes
+        os.killpg(doomed.pid or 0, signal.SIGKILL)
+        soon(lambda: started[0].failed is not None)
+        time.sleep(3.0)
+        alive.append(other.is_healthy(5.0))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(serve, "start_servers", start)
+    striking = threading.Thread(target=strike)
+    previous = signal.signal(signal.SIGTERM, lambda *_: None)  # where `serve` has ended before
+    striking.start()
+    code = serve.serve(configure(task, tmp_path / "run", *own))
+    striking.join()
+    signal.signal(signal.SIGTERM, previous)
+    assert alive == [True] and code == 1
+
+
+# --- where they run, and what with --------------------------------------------------------------------------
+
+
+def interpreter(directory: Path, says: str) -> str:
+    """An interpreter that says it has this NCCL, because torch on a CPU has none."""
+    python = directory / "python"
+    python.write_text(f"#!/bin/sh\n{says}\n")
+    python.chmod(0o755)
+    return f"rollout.servers.python={python}"
+
+
+def test_an_engine_with_another_nccl_is_refused_before_it_starts(good: Path, tmp_path: Path):
+    other = config_of(good, interpreter(tmp_path, "echo 2.31.2"))
+    with pytest.raises(ConfigError, match=r"NCCL 2\.31\.2, the trainer's has 2\.30\.7.*transport=broadcast"):
+        check_nccl(other, "2.30.7")
+    check_nccl(other, "2.31.2")
+    check_nccl(config_of(good, interpreter(tmp_path, "echo 1"), "rollout.weights.transport=disk"), "2.30.7")
+    check_nccl(config_of(good, interpreter(tmp_path, "exit 1")), "2.30.7")  # no torch: its start says so
+    check_nccl(config_of(good, "rollout.servers.python=/nowhere"), "2.30.7")
+
+
+def test_remote_servers_cannot_meet_the_trainer_on_loopback(good: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    remote = "rollout.servers.urls=[http://192.0.2.1:30000]"  # an address of documentation: nobody's
+    with pytest.raises(
+        ConfigError, match=r"weights\.address: .*192\.0\.2\.1:30000 cannot meet .* localhost \(the"
+    ):
+        Broadcast.check(config_of(good, remote))
+    assert group_address(config_of(good, remote, "rollout.weights.address=10.0.0.1")) == "10.0.0.1"
+    Disk.check(config_of(good, remote, "rollout.weights.transport=disk"))
+    assert group_address(config_of(good, "rollout.servers.urls=[http://127.0.0.2:30000]")) == "localhost"
+    monkeypatch.setenv("MASTER_ADDR", "node1")
+    assert group_address(config_of(good, remote)) == "node1"
+
+
+def test_an_address_that_nobody_knows_is_refused_before_a_push(good: Path):
+    with pytest.raises(ConfigError, match=r"rollout\.weights\.address=no\.such\.invalid: no known host"):
+        Broadcast.check(config_of(good, "rollout.weights.address=no.such.invalid"))
+
+
+# --- what the user reads ------------------------------------------------------------------------------------
+
+
+def call(url: str, timeout: float = SOON) -> None:
+    loop = BackgroundLoop("test client")
+    session = loop.run(open_session())
+    try:
+        loop.run(Http(session, url).get("/health", timeout=timeout))
+    finally:
+        loop.run(session.close())
+        loop.close()
+
+
+def test_a_node_that_takes_no_connection_is_not_said_to_be_slow(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(http, "CONNECT", 0.2)
+    with listening(None) as url:
+        port = int(url.rsplit(":", 1)[1])
+        waiting = [socket.socket() for _ in range(8)]  # until the queue is full
+        for each in waiting:
+            each.setblocking(False)
+            each.connect_ex(("127.0.0.1", port))
+        with pytest.raises(ServerGone, match=r"/health: no connection within 0\.2 s"):
+            call(url)
+        for each in waiting:
+            each.close()

@@ -1,0 +1,45 @@
+"""Warnings about configurations that are legal and usually unintended."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.rules import advice
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["train.mini_batches=1"], True),
+        (["train.mini_batches=1", "train.batch_epochs=2"], False),
+        (["train.mini_batches=1", "algorithm.loss.reference=fixed"], False),
+        (["train.mini_batches=1", "algorithm.loss.terms=[]"], False),
+        (["train.mini_batches=1", "algorithm.loss.terms=[cov]"], False),
+        (["train.mini_batches=1", "algorithm=grpo"], False),
+        (["train.mini_batches=2"], False),
+    ],
+)
+def test_a_user_is_told_where_gvpo_is_a_policy_gradient(good, overrides, said):
+    assert bool(advice(load_config([good], overrides))) == said
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "said"),
+    [("grpo", True), ("gpg", True), ("gvpo", False), ("{recipe: grpo, loss: {importance: truncate}}", False)],
+)
+def test_a_user_is_told_where_older_weights_pass_for_the_present_ones(good, algorithm, said):
+    overrides = ["rollout.engine=sglang", "rollout.async_steps=1", "train.mini_batches=2"]
+    config = load_config([good], [*overrides, f"algorithm={algorithm}"])
+    assert ("rollout.async_steps=1: " in (advice(config) or "")) == said
+
+
+def test_an_evaluation_that_counts_another_component_than_the_answers(good):
+    held_out, both = "data.eval={path: e.jsonl}", "rewards.components=[{name: format}, {name: math}]"
+    said = advice(load_config([good], [held_out, both, "train.mini_batches=2"]))
+    assert said == (
+        "rewards.components: evaluation counts the first, format, and math judges the answers: put math first"
+    )
+    alone = "rewards.components=[{name: format}]"
+    for given in ([both], [held_out, alone], [held_out]):
+        assert advice(load_config([good], [*given, "train.mini_batches=2"])) is None

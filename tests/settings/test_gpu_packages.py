@@ -1,0 +1,77 @@
+"""A machine with GPUs that a run could not use: said before torch is imported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_run import GVPO, configure
+
+from megatron_gvpo.checks.preflight import preflight
+from megatron_gvpo.core import gpu_packages
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.core.gpus import Gpu
+from megatron_gvpo.core.versions import REFERENCE
+
+
+@pytest.fixture
+def h100(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins for the driver's list of GPUs and for a torch that is built for CUDA 13."""
+    one = Gpu(0, "H100", 80.0, (9, 0), 18)
+    monkeypatch.setattr("megatron_gvpo.checks.preflight.list_gpus", lambda: [one])
+    monkeypatch.setattr(gpu_packages, "list_gpus", lambda: [one])
+    monkeypatch.setattr("megatron_gvpo.checks.preflight.version", lambda _: "2.13.0")
+    monkeypatch.setattr(gpu_packages, "cuda_of_torch", lambda: "13.0")
+    monkeypatch.setattr(gpu_packages, "driver_version", lambda: "550.54")
+    monkeypatch.setattr(gpu_packages, "driver_cuda", lambda: 13)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def test_a_driver_that_torch_cannot_use_is_named(h100: None, task: Any, tmp_path: Path, monkeypatch) -> None:
+    """Before, torch found no GPU, and the run trained on the CPU without a word."""
+    monkeypatch.setattr(gpu_packages, "driver_cuda", lambda: 12)
+    config = configure(task, tmp_path / "out", *GVPO, "model.dtype=bfloat16")
+    words = r"built for CUDA 13\.0, and the driver 550\.54 knows CUDA up to 12, so torch would use the CPU"
+    with pytest.raises(ConfigError, match=words):
+        preflight(config, "train", 1)
+    preflight(config, "slurm", 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    preflight(config, "train", 1)
+
+
+def test_a_missing_transformer_engine_is_named_with_its_command(
+    h100: None, task: Any, tmp_path: Path, monkeypatch
+) -> None:
+    config = configure(task, tmp_path / "out", *GVPO, "model.dtype=bfloat16")
+    words = rf"Transformer Engine .* is missing.*pytorch\]=={REFERENCE['transformer-engine']}'"
+    with pytest.raises(ConfigError, match=words):
+        preflight(config, "train", 1)
+    package = tmp_path / "site" / "transformer_engine"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    assert gpu_packages.transformer_engine_is_partial()
+    with pytest.raises(ConfigError, match=words):
+        preflight(config, "train", 1)
+    (package / "transformer_engine_torch.cpython-312-x86_64-linux-gnu.so").touch()
+    assert not gpu_packages.transformer_engine_is_partial()
+    preflight(config, "train", 1)
+
+
+def test_the_torch_of_this_environment_says_what_it_is_built_for() -> None:
+    import torch
+
+    assert gpu_packages.cuda_of_torch() == torch.version.cuda
+
+
+def test_gpus_that_torch_does_not_find_end_a_run(h100: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node whose fabric manager does not run would train on the CPU without a word."""
+    import torch
+
+    if torch.cuda.is_available() or torch.version.cuda is None:
+        pytest.skip("needs a torch for CUDA, and no GPU")
+    with pytest.raises(ConfigError, match=r"^the driver lists 1 GPUs, and torch finds none: "):
+        gpu_packages.check_no_gpu_is_missed()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    gpu_packages.check_no_gpu_is_missed()

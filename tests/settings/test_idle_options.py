@@ -1,0 +1,69 @@
+"""A key that would have no effect is refused by name: a run that took it would not be what was configured."""
+
+from __future__ import annotations
+
+import pytest
+from inputs.good_config import message
+
+from megatron_gvpo.settings.load import load_config
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "said"),
+    [
+        ("{recipe: dapo, loss: {reference: {name: ema, decay: 0.9}}}", "goes with kl_coef above 0"),
+        ("{recipe: dapo, loss: {shape: 0.2}}", "shape=0.2 has no effect: it goes with demonstrations=shaped"),
+        ("{recipe: grpo, loss: {likelihood_coef: 1}}", "it goes with demonstrations=likelihood"),
+        ("{recipe: grpo, loss: {demonstrations: unclipped}}", "has no effect without members"),
+        (
+            "{recipe: grpo, loss: {cross_context: true}}",
+            "loss.cross_context=true has no effect without members",
+        ),
+        ("{recipe: reg_grpo, loss: {kl_coef: 0, reference: step_start}}", "goes with kl_coef above 0"),
+        ("{recipe: reinforce_pp, estimator: {kl_coef: 0, reference: step_start}}", "goes with kl_coef above"),
+        ("{recipe: reinforce_pp, estimator: {whiten: none, eps: 1e-3}}", "it goes with whiten=token"),
+        ("{recipe: gvpo_minus_cov, loss: {reference: fixed}}", "it goes with cov among its terms"),
+        ("{recipe: gvpo_minus_var, loss: {form: variance}}", "it goes with var among its terms"),
+        (
+            "{recipe: disco, loss: {max_tokens: 9}}",
+            "max_tokens=9 has no effect: it goes with length_temperature",
+        ),
+        ("{recipe: disco, loss: {kl_coef: 0, kl_limit: 1}}", "it goes with kl_coef above 0"),
+        ("{recipe: gpg, estimator: {ddof: 0}}", "ddof=0 has no effect: it goes with a scale or whiten"),
+        ("{recipe: gpg, estimator: {eps: 0.1}}", "eps=0.1 has no effect: it goes with a scale or whiten"),
+        ("{members: [{name: demonstration, slot: longest}]}", "it goes with place=replace"),
+        ("{members: [{name: demonstration, right: 0.5}]}", "it goes with when=all_wrong"),
+        ("{members: [{name: teacher, function: 'math:sqrt', right: 0.5}]}", "when=all_wrong"),
+        ("{members: [{name: hinted, fields: [h], keep_group: false}]}", "it goes with prompt=hinted"),
+        (
+            "{members: [{name: hinted, best_draft: true, prompt: hinted, source: demonstration}]}",
+            "prompt=own",
+        ),
+        (
+            "{members: [{name: learned_hint, options: {a: 1}}]}",
+            "options={'a': 1} has no effect: it goes with f",
+        ),
+        ("{recipe: grpo, shapers: [{name: keep, which: best, right: 0.9}]}", "it goes with which=right"),
+        ("{recipe: grpo, shapers: [{name: drop, right: 0.9}]}", "it goes with which=all_right or all_wrong"),
+        ("{recipe: grpo, shapers: [{name: mask_truncated, right: 0.9}]}", "it goes with only_wrong=true"),
+        ("{prompts: {name: success_rate, gamma: 1}}", "gamma=1.0 has no effect: it goes with favour=unsure"),
+        ("{recipe: gvpo_offline, shapers: [unlikeliness]}", "reads the engine's log-probs, and sampler=file"),
+        (
+            "{recipe: gvpo_offline, shapers: [{name: information_consistency, across: t}]}",
+            "information_consistency reads the engine's log-probs, and sampler=file has none",
+        ),
+        ("{recipe: gvpo_offline, shapers: [mask_truncated]}", "and those of sampler=file are whole"),
+        (
+            "{recipe: sft, prompts: success_rate}",
+            "prompts=success_rate compares rewards, and sampler=dataset",
+        ),
+        ("{tracker: {decay: 0.5}}", "algorithm: tracker has no effect: no block reads it"),
+    ],
+)
+def test_an_option_of_a_block_that_its_others_switch_off(good, algorithm, said):
+    assert said in message(good, f"algorithm={algorithm}")
+
+
+def test_a_recipes_own_value_of_such_an_option_may_stay(good):
+    """GRPO states its reference; kl_coef=0, which many recipes set, drops it."""
+    assert load_config([good], ["algorithm={recipe: grpo, loss: {kl_coef: 0}}"]).algorithm.loss.kl_coef == 0

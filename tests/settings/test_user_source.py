@@ -1,0 +1,124 @@
+"""A user's file is checked by its source: a wrong name or argument is an error before a model is loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny_run import configure
+
+from megatron_gvpo.checks.preflight import preflight
+from megatron_gvpo.checks.user_source import check_source
+from megatron_gvpo.core.errors import ConfigError
+
+# Importing it fails: nothing of it may run.
+SOURCE = """
+import os.path as place
+from elsewhere import found as other
+
+class Half:
+    "It lacks a method."
+    size: int = 3
+    def reset(self, prompt, seed): pass
+
+class Whole:
+    def __init__(self, size=NOWHERE, *, deep: "int" = 1): pass
+    async def reset(self, prompt, seed): pass
+    def step(self, said): pass
+
+class Deaf(object if 1 else None):
+    pass
+
+class Short:
+    def reset(self, prompt): pass
+    def step(self, said): pass
+
+class Derived(Half):
+    pass
+
+@other
+class Decorated:
+    pass
+
+def run(prompt, endpoint): pass
+def alone(prompt): pass
+def score(prompt, rollout, scale=1): pass
+
+if place:
+    later = run
+raise RuntimeError("nothing runs")
+"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("source") / "mine.py"
+    path.write_text(SOURCE)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "options", "said"),
+    [
+        (
+            "environment",
+            "Nothing",
+            {},
+            "has no function 'Nothing'; it has: Half, Whole, Deaf, Short,",
+        ),
+        ("environment", "Half", {}, "it lacks step; an environment is a class with reset(prompt, seed) and"),
+        ("environment", "run", {}, "it lacks reset and step"),
+        ("environment", "Whole", {"wide": 1}, "it cannot be made with the options {'wide': 1}: got an unex"),
+        (
+            "environment",
+            "Short",
+            {},
+            "reset does not take what it is called with, reset(prompt, seed): too",
+        ),
+        ("program", "Whole", {}, "it is a class; a program is a function run(prompt, endpoint)"),
+        (
+            "program",
+            "alone",
+            {},
+            "it is called as run(prompt, endpoint) with options {}: too many positional",
+        ),
+        ("program", "nothing", {}, "has no function 'nothing'"),
+        ("tools", "nothing", {}, "has no function 'nothing'"),
+    ],
+)
+def test_what_a_conversation_names_is_checked_before_anything_is_loaded(
+    task: Path, file: Path, tmp_path: Path, key: str, name: str, options: dict[str, int], said: str
+) -> None:
+    named = [f"{file}:{name}"] if key == "tools" else f"{file}:{name}"
+    talk = json.dumps({key: named, **({"options": options} if options else {})})
+    rewards = () if key == "tools" else ("rewards.components=[{name: environment}]",)
+    with pytest.raises(ConfigError, match=rf"rollout\.conversation\.{key}=.*mine\.py:{name}: ") as error:
+        preflight(configure(task, tmp_path / "out", f"rollout.conversation={talk}", *rewards), "train", 1)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("nothing", {}, "has no function 'nothing'"),
+        ("alone", {}, "it is called as f(prompt, rollout, **options) with options {}: too many"),
+        ("score", {"scale": 2, "shift": 1}, "got an unexpected keyword argument 'shift'"),
+    ],
+)
+def test_rewards_are_checked_so_too(
+    task: Path, file: Path, tmp_path: Path, name: str, options: dict[str, int], said: str
+) -> None:
+    component = json.dumps([{"name": "mine", "function": f"{file}:{name}", "options": options}])
+    with pytest.raises(ConfigError, match=r"rewards\.components\.0\.function=") as error:
+        preflight(configure(task, tmp_path / "out", f"rewards.components={component}"), "train", 1)
+    assert said in str(error.value)
+
+
+def test_what_only_running_it_can_tell_is_not_refused(file: Path, tmp_path: Path) -> None:
+    assert all(check_source(f"{file}:{name}") is None for name in ("Derived", "Decorated", "Deaf", "later"))
+    assert check_source(f"{file}:other") is check_source(f"{file}:place") is None
+    assert check_source(f"{file}:Whole") is not None
+    for text in ("from os import *", "globals()['x'] = 1", "def __getattr__(name): pass"):
+        (tmp_path / "dynamic.py").write_text(text)
+        assert check_source(f"{tmp_path}/dynamic.py:anything") is None
