@@ -64,9 +64,10 @@ class JsonlWriter:
         aside = path.with_name(path.name + ".tmp")
         _write_lines(aside, (record for record in each_once(old) if record["step"] <= keep_until))
         os.replace(aside, path)
-        self._file = path.open("ab", buffering=0)
+        self._path, self._file = path, path.open("ab", buffering=0)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        os.stat(self._path)  # raises for a file that was removed: what is written to it would be lost
         # JSON has no NaN and no infinity; every reader understands null.
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         line = (json.dumps({"step": step, **finite}) + "\n").encode()

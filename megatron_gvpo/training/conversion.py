@@ -26,7 +26,7 @@ from megatron_gvpo.megatron.checkpoint.sharded import check_adapters, load_weigh
 from megatron_gvpo.megatron.model.build import build
 from megatron_gvpo.megatron.model.model import Model
 from megatron_gvpo.runs.existing_run import check_empty
-from megatron_gvpo.runs.written import EXPORT
+from megatron_gvpo.runs.written import EXPORT, keep_foreign
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.parallel import ParallelConfig
 from megatron_gvpo.settings.sections import ModelConfig
@@ -126,6 +126,7 @@ def write_hugging_face(model: Model, source: ModelConfig, target: Path, step: in
                 shutil.copy(Path(source.path) / name, partial)
         files = sorted(path.relative_to(partial).as_posix() for path in partial.rglob("*") if path.is_file())
         (partial / EXPORT).write_text(json.dumps({"step": step, "files": files}) + "\n")
+        keep_foreign(target, partial)
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
 
