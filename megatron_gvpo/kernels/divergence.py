@@ -86,7 +86,7 @@ class Divergence:
 
 
 def statistics(head: Head, z_rv: Tensor, labels_r: Tensor) -> Tensor:
-    """Return the statistics (softmax.py) of the columns of z_rv, which stays as it is."""
+    """Return the statistics (mathematics.py) of the columns of z_rv, which stays as it is."""
     places = iter(labels_r.split(_step(z_rv)))
     return _in_blocks(lambda part_rv: head.tiles.statistics_(part_rv.clone(), next(places), False), z_rv)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_gvpo.kernels.divergence import Divergence
 from megatron_gvpo.kernels.linear_divergence import LinearDivergence, TeacherLogits, linear_divergence
-from megatron_gvpo.kernels.products import accumulator
+from megatron_gvpo.kernels.mathematics import accumulator
 from megatron_gvpo.megatron.batch import PackedBatch
 
 
