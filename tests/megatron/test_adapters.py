@@ -23,7 +23,7 @@ from references.adapter_reference import Expected
 from workers.adapter_worker import Job
 from workers.gradient_worker import TEMPERATURE, UPDATE, Case, Layout
 
-from megatron_gvpo.megatron.checkpoint.loading import open_checkpoint
+from megatron_gvpo.megatron.checkpoint.load import open_checkpoint
 from megatron_gvpo.verify.shrink import save_tiny
 
 RANK, ALPHA = 4, 8
