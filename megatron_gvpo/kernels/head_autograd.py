@@ -126,7 +126,7 @@ class WeightsLast(torch.autograd.Function):
         if g_r is None:
             g_r = torch.zeros_like(stats_sr[0])
         g_r = g_r / head.temperature_of(slice(None))
-        kept = _StashedRows(head, stash_rv, operand(hidden_rh[stashed]), -g_r[stashed] * u_r)
+        stashed_rows = _StashedRows(head, stash_rv, operand(hidden_rh[stashed]), -g_r[stashed] * u_r)
         x_rh = operand(hidden_rh[rest])
         recomputed = _RecomputedRows(head, x_rh, labels_r[rest], stats_sr[:, rest], g_r[rest], e_r, rest)
 
@@ -134,11 +134,11 @@ class WeightsLast(torch.autograd.Function):
         rest_rh = None if dx_rh is None else dx_rh[rest].to(stats_sr.dtype).zero_()  # summed in fp32
         dw = WeightGradient(weight_vh) if ctx.needs_input_grad[1] else None
         if dx_rh is not None:
-            kept.write_dx(dx_rh[stashed], weight_vh)
+            stashed_rows.write_dx(dx_rh[stashed], weight_vh)
         for columns in _column_slices(head, hidden_rh, weight_vh, dw):
             dw_vh = None if dw is None else dw.begin(columns)
             if dw_vh is not None:
-                kept.add_dw(columns, dw_vh)
+                stashed_rows.add_dw(columns, dw_vh)
             if len(x_rh):
                 recomputed.add_products(columns, operand(weight_vh[columns]), rest_rh, dw_vh)
             if dw is not None and dw_vh is not None:

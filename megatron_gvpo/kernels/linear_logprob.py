@@ -148,8 +148,8 @@ def linear_logprob(
     surrogate = None if weight_r is None else (weight_r * logp_r).sum()
     mode: Mode = "stash" if stash_rows else "recompute" if differentiable else "forward"
     share = stash_rows / max(len(hidden_rh), 1)
-    kept = stash_rows * head.columns * stash_dtype.itemsize
-    return LinearLogprob(logp_r, entropy_r, surrogate, mode, kept, share)
+    kept_bytes = stash_rows * head.columns * stash_dtype.itemsize
+    return LinearLogprob(logp_r, entropy_r, surrogate, mode, kept_bytes, share)
 
 
 def _check(

@@ -129,8 +129,8 @@ def scan_kernel(
             moment += tl.sum(tl.where(inside[None, :], shifted, 0.0) * power, 1)
         total = shrink * total + tl.sum(power, 1)
         largest = new
-        found = (column[None, :] == label[:, None]) & inside[None, :]
-        target = tl.maximum(target, tl.max(tl.where(found, logits, float("-inf")), 1))
+        is_label = (column[None, :] == label[:, None]) & inside[None, :]
+        target = tl.maximum(target, tl.max(tl.where(is_label, logits, float("-inf")), 1))
     stats += split.to(tl.int64) * (3 + ENTROPY) * rows + row
     tl.store(stats, largest, mask=valid)
     tl.store(stats + rows, total, mask=valid)
