@@ -218,11 +218,11 @@ class RankRun:
         from megatron.core.dist_checkpointing.mapping import ShardedTensor
         from torch.utils._pytree import tree_leaves
 
-        from megatron_gvpo.megatron.checkpoint import sharded
+        from megatron_gvpo.megatron.checkpoint.state import sharded_state, trained_models
 
         leaves: list[Any] = []
-        for part in sharded._parts(self.policy, Path(self._config.output_dir)):
-            leaves += tree_leaves(sharded._sharded_state(part, True))
+        for trained in trained_models(self.policy, Path(self._config.output_dir)):
+            leaves += tree_leaves(sharded_state(trained, randomness=True))
         tensors = [leaf.data for leaf in leaves if isinstance(leaf, ShardedTensor) and leaf.data is not None]
         return {"tensors": len(tensors), "bytes": sum(tensor.nbytes for tensor in tensors)}
 

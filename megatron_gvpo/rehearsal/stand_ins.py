@@ -90,12 +90,12 @@ def _know_lengths() -> None:
 
 def _leave_adapters() -> None:
     """New adapters keep the values that they have: to fill them, their positions are read from the device."""
-    from megatron_gvpo.megatron.adapters import adapters
+    from megatron_gvpo.megatron.adapters import lora
 
     def leave(*_: Any) -> None:
         return None
 
-    adapters.place_tensors = leave  # type: ignore[assignment]
+    lora.place_tensors = leave  # type: ignore[assignment]
 
 
 def know_shapes(shape: list[int]) -> None:

@@ -18,11 +18,10 @@ from megatron_gvpo.huggingface.config_json import read_model_config
 from megatron_gvpo.huggingface.tokenizer import load_tokenizer
 from megatron_gvpo.huggingface.trainable_models import check_trainable
 from megatron_gvpo.megatron import parallel
-from megatron_gvpo.megatron.checkpoint import newest
-from megatron_gvpo.megatron.checkpoint.loading import load_shards, run_on_all_ranks, run_on_rank_0
-from megatron_gvpo.megatron.checkpoint.newest import read_record
-from megatron_gvpo.megatron.checkpoint.saving import Writer, save_shards
-from megatron_gvpo.megatron.checkpoint.sharded import check_adapters, load_weights, weights_state
+from megatron_gvpo.megatron.checkpoint.directory import read_record, run_on_all_ranks, run_on_rank_0
+from megatron_gvpo.megatron.checkpoint.load import check_adapters, load_newest, load_shards
+from megatron_gvpo.megatron.checkpoint.save import Writer, save_shards
+from megatron_gvpo.megatron.checkpoint.state import load_weights, weights_state
 from megatron_gvpo.megatron.model.build import build
 from megatron_gvpo.megatron.model.model import Model
 from megatron_gvpo.runs.existing_run import check_empty
@@ -100,7 +99,7 @@ def load_checkpoint(config: Config, model: Model, step: int | None = None) -> in
         _read(model, directory, f"cannot read {directory}")
         return int(directory.stem.removeprefix("step_"))
 
-    if (loaded := newest.load_newest(checkpoints, load, step=step)) is None:
+    if (loaded := load_newest(checkpoints, load, step=step)) is None:
         which = "no complete checkpoint" if step is None else f"no complete checkpoint of step {step}"
         raise CheckpointError(f"{checkpoints}: there is {which}")
     return loaded
