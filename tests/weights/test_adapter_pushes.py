@@ -20,7 +20,7 @@ from servers.real_servers import ENGINES, PROMPTS, SGLANG_FIRST, Client, logprob
 from tiny_run import fit, records
 
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.huggingface.config_json import read_model_config
+from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.sampling.server_checks import check_server
 from megatron_gvpo.servers.http import ServerGone, ServerRefused
 from megatron_gvpo.servers.launch.supervise import Supervisor
@@ -189,7 +189,7 @@ def test_a_server_that_cannot_take_the_adapters_is_refused_by_its_own_settings(
 
     def check(adapter: str) -> None:
         config = serving.configured(f"model.adapter={adapter}")
-        client.loop.run(check_server(client.server, config, read_model_config(config.model.path), [1]))
+        client.loop.run(check_server(client.server, config, ModelCard.read(config.model.path), [1]))
 
     check("{rank: 4, targets: [q_proj, v_proj]}")
     with pytest.raises(ConfigError, match=r"takes no such adapters: --max-lora-rank \d+.*rank=32"):

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from megatron_gvpo.core.collectives import broadcast_msgpack
 from megatron_gvpo.core.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from megatron_gvpo.core.json_files import read_json_object
 from megatron_gvpo.core.redaction import hide_in
 from megatron_gvpo.huggingface.checksums import checksum
-from megatron_gvpo.huggingface.config_json import read_json_object
 from megatron_gvpo.megatron.checkpoint.loading import run_on_all_ranks, run_on_rank_0
 
 # Suffixes of a checkpoint's directory: while it is written, while the next of its step takes its name, and
