@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.huggingface.architectures import SAME_MODEL, check_family, shown
+from megatron_gvpo.huggingface.architectures import SAME_MODEL, check_family
+from megatron_gvpo.huggingface.card import shown
 
 # The names under which transformers knows each of ARCHITECTURES (`model_type`).
 MODEL_TYPES: dict[str, tuple[str, ...]] = {

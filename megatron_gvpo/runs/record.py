@@ -25,11 +25,11 @@ import yaml
 from megatron_gvpo import __version__
 from megatron_gvpo.core.commit import Commit, checked_out
 from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.core.json_files import read_json_object
 from megatron_gvpo.core.redaction import hide
 from megatron_gvpo.core.secrets import as_written
 from megatron_gvpo.core.user_functions import named_files
 from megatron_gvpo.core.versions import COMPONENTS, own_commit
-from megatron_gvpo.huggingface.config_json import read_json_object
 from megatron_gvpo.huggingface.fingerprint import fingerprint
 from megatron_gvpo.runs.settings_diff import Change, changes, is_allowed, known_keys, listed
 from megatron_gvpo.runs.written import CONFIG, HEADER, RUN, names, recorded_names

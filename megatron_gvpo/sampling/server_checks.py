@@ -11,7 +11,7 @@ from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.data.image_files import ImageError
 from megatron_gvpo.data.image_processor import ImageProcessor
 from megatron_gvpo.huggingface.adapter_layers import adapted_layers, adapter_of
-from megatron_gvpo.huggingface.config_json import read_model_config
+from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.huggingface.end_tokens import ids_in_files
 from megatron_gvpo.huggingface.image_families import takes_images, text_values
 from megatron_gvpo.huggingface.vocabulary import vocabulary
@@ -39,7 +39,7 @@ SHAPE = (
 
 
 async def check_server(
-    server: Server, config: Config, model: dict[str, Any], end_token_ids: Sequence[int]
+    server: Server, config: Config, model: ModelCard, end_token_ids: Sequence[int]
 ) -> None:
     """Compare the server's release, model and tokenizer with the run's. Raises ConfigError if they differ.
 
@@ -97,7 +97,7 @@ async def check_server(
             f"has {further[0]}, at which responses of model.path={config.model.path} do not end: make the "
             "files alike, or name the token in rollout.stop_token_ids"
         )
-    expected = read_model_config(config.served_path).get("quantization_config")
+    expected = ModelCard.read(config.served_path).get("quantization_config")
     if other_config.get("quantization_config") != expected:
         raise ConfigError(
             f"{where} serves {info.model_path} with quantization_config="
@@ -130,7 +130,7 @@ async def _check_speculation(server: Server, config: Config) -> None:
         )
 
 
-async def _check_routing(server: Server, config: Config, model: dict[str, Any]) -> None:
+async def _check_routing(server: Server, config: Config, model: ModelCard) -> None:
     """Sample one token, and check that the server returns the experts it was routed to."""
     try:
         sample = await server.sample([0], 1, 0, config.rollout, (), TIMEOUT)
@@ -143,7 +143,7 @@ async def _check_routing(server: Server, config: Config, model: dict[str, Any]) 
         ) from None
 
 
-async def _check_image(server: Server, config: Config, model: dict[str, Any]) -> None:
+async def _check_image(server: Server, config: Config, model: ModelCard) -> None:
     """Sample one token for a prompt with an image, which the server must cut into the trainer's tokens."""
     sender = ImageSender(config.model.path, model)
     images = sender.sent([sender.picture()])

@@ -14,7 +14,7 @@ import torch
 
 from megatron_gvpo.checks.preflight_on_ranks import preflight_on_ranks
 from megatron_gvpo.core.errors import CheckpointError, ConfigError
-from megatron_gvpo.huggingface.config_json import read_model_config
+from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.huggingface.tokenizer import load_tokenizer
 from megatron_gvpo.huggingface.trainable_models import check_trainable
 from megatron_gvpo.megatron import parallel
@@ -144,7 +144,7 @@ def _read(model: Model, source: Path, problem: str) -> None:
 
 
 def _build(directory: Path, key: str) -> Model:
-    config = read_model_config(str(directory), key)
+    config = ModelCard.read(str(directory), key)
     check_trainable(config, f"{key}={directory}")
     stored = config.get("dtype") or config.get("torch_dtype") or "float32"
     if stored not in ("float32", "bfloat16"):

@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_gvpo.core.collectives import all_gather_msgpack, first_problem
 from megatron_gvpo.core.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from megatron_gvpo.core.json_files import read_json_object
 from megatron_gvpo.core.redaction import hide_in
 from megatron_gvpo.huggingface.checksums import checksum
-from megatron_gvpo.huggingface.config_json import read_json_object
 
 PARTIAL = ".partial"  # it is being written
 REPLACED = ".replaced"  # a new checkpoint of the same step is about to take its name

@@ -19,8 +19,8 @@ from megatron_gvpo.core.redaction import hide
 from megatron_gvpo.core.secrets import read_variable, remember
 from megatron_gvpo.core.store import shared_memory
 from megatron_gvpo.huggingface.architectures import check_family
+from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.huggingface.complete_weights import check_files
-from megatron_gvpo.huggingface.config_json import read_model_config
 from megatron_gvpo.servers.cpu_engines import check_rollout_model
 from megatron_gvpo.servers.launch.server_guard import PART
 from megatron_gvpo.servers.launch.supervise import (
@@ -54,7 +54,7 @@ def start_servers(config: Config, key: str | None, report: Callable[[str], None]
         remember(key)
     ports = free_ports_of(servers, "rollout.servers")
     key_of_path = "rollout.servers.model_path" if servers.model_path else "model.path"
-    model = read_model_config(config.served_path, key_of_path)
+    model = ModelCard.read(config.served_path, key_of_path)
     check_family(model, f"{key_of_path}={config.served_path}")
     check_files(Path(config.served_path), key_of_path)
     check_draft(config)
