@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_gvpo.huggingface.adapter_layers import adapted_layers, adapter_of, check_limits
-from megatron_gvpo.servers.pool import ServerHandle
+from megatron_gvpo.servers.handle import ServerHandle
 from megatron_gvpo.servers.server import Server
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.servers import run_directory

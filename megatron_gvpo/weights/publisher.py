@@ -20,10 +20,11 @@ from megatron_gvpo.huggingface.config_json import read_model_config
 from megatron_gvpo.huggingface.mtp_heads import head_pattern
 from megatron_gvpo.megatron.model.own_weights import OwnWeights
 from megatron_gvpo.servers import leader
+from megatron_gvpo.servers.handle import ServerHandle
 from megatron_gvpo.servers.http import ServerGone, ServerRefused
 from megatron_gvpo.servers.launch.start import report
 from megatron_gvpo.servers.leader import BackgroundLoop, Command, Done, Failed, Push, Wait, lead
-from megatron_gvpo.servers.pool import ServerHandle, ServerPool
+from megatron_gvpo.servers.pool import ServerPool
 from megatron_gvpo.settings.servers import WeightSyncConfig
 from megatron_gvpo.types import TrainBatch
 from megatron_gvpo.weights.bucket import DoubleBuffer, buckets, stored_tensors
@@ -87,7 +88,7 @@ class Publisher:
             said = f"{self._in_a_row} weight pushes in a row failed, at last: {self._problem}"
             return Failed(said)
         while True:
-            healthy = [h for h in self._pool.handles if h.state != "lost"]
+            healthy = [h for h in self._pool.handles if not h.is_lost]
             if self._targets is None and any(not h.has(version) for h in healthy):
                 carry = self._settings.in_flight == "carry"
                 self._targets = self._loop.submit(self._pool.take_out(version, abort=carry))
@@ -203,7 +204,7 @@ class Publisher:
         """Colocated servers take the rest of their memory and serve; the trainer has released its own."""
         closed, self._closed = self._closed, []
         try:
-            self._run(each([h for h in closed if h.state == "ready"], self._conclude))
+            self._run(each([h for h in closed if h.is_ready], self._conclude))
         except PushFailed as failure:
             self._report(f"rollout servers did not wake: {failure}")
             for handle in failure.handles:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_gvpo.core.collectives import all_gather_msgpack, broadcast_msgpack
-from megatron_gvpo.servers.pool import ServerHandle
+from megatron_gvpo.servers.handle import ServerHandle
 from megatron_gvpo.servers.server import Server
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.weights.bucket import Bucket, TensorSpec

@@ -20,8 +20,8 @@ from torch import nn
 from torch.distributed import HashStore
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
+from megatron_gvpo.servers.handle import ServerHandle
 from megatron_gvpo.servers.http import ServerRefused
-from megatron_gvpo.servers.pool import ServerHandle
 from megatron_gvpo.servers.server import PLUGINS, ServerInfo
 from megatron_gvpo.weights import node
 from megatron_gvpo.weights.bucket import Bucket, TensorSpec

@@ -15,8 +15,9 @@ from helpers.servers.fake_servers import itself
 from torch.distributed import HashStore
 
 from megatron_gvpo.core import store as shared_store
+from megatron_gvpo.servers.handle import Pending, ServerHandle
 from megatron_gvpo.servers.leader import BackgroundLoop, Push
-from megatron_gvpo.servers.pool import ServerHandle, ServerPool
+from megatron_gvpo.servers.pool import ServerPool
 from megatron_gvpo.servers.server import ServerInfo
 from megatron_gvpo.settings.servers import ServersConfig, WeightSyncConfig
 from megatron_gvpo.weights import node, sharded
@@ -253,7 +254,7 @@ def test_a_relay_hears_of_the_end_of_a_push_that_never_began(tmp_path, monkeypat
             raise RuntimeError("not an answer of a server")
 
     async def under_way(handle: ServerHandle) -> None:
-        handle.become("pending")
+        handle.to(Pending())
         handle.calls.add(asyncio.create_task(asyncio.sleep(60)))
 
     monkeypatch.setattr(shared_store, "SHARED_MEMORY", tmp_path)
