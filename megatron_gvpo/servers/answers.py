@@ -1,4 +1,4 @@
-"""Decides if a server's answer is one that its engine gives: nothing else becomes part of a response."""
+"""Checks that an answer is one that the server's engine can give: nothing else becomes part of a response."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RESERVED = 2  # tokens that SGLang leaves free in its context when it ends a res
 
 
 class Failure(NamedTuple):
-    """A server gave no sample that can be used; the request goes to another one."""
+    """A server did not give a usable sample. The request goes to another server."""
 
     why: str
 
@@ -35,7 +35,7 @@ def trusted(url: str, sample: Sample, expected: Expected, *, is_serving: bool) -
     `is_serving`: the server has been given no reason to stop responses. Raises RolloutError for a response
     that ended at another token than the run's.
     """
-    # For example, it restarted between two health checks.
+    # A server that restarts between two health checks has other weights.
     if sample.version not in (None, str(expected.version)):
         return Failure(f"{url} sampled from weights {sample.version}, not {expected.version}")
     if sample.finish_reason == "abort":

@@ -79,7 +79,7 @@ class ServerHandle:
     calls: set[asyncio.Task[Sample]] = field(default_factory=set)  # requests in flight
 
     def to(self, state: State) -> None:
-        """Change the state. A server that is lost drops its requests, and what the trainer had with it."""
+        """Change the state. Losing a server cancels its requests and ends its group with the trainer."""
         if type(state) not in TRANSITIONS[type(self.state)]:
             raise AssertionError(f"{self.server.url}: no server goes from {self.state} to {state}")
         if type(state) is not type(self.state):

@@ -120,7 +120,7 @@ class ServerPool:
         return [[task.result() for task in row] for row in tasks]
 
     async def take_out(self, version: int, *, abort: bool) -> list[ServerHandle]:
-        """Free the healthy servers that lack the weights of `version` of requests, and return them.
+        """Take the healthy servers that lack the weights of `version` out of service, and return them.
 
         They get no requests until `admit`. With `abort` their responses stop, to continue elsewhere or later;
         otherwise they finish first. Servers that have the version go on serving.
@@ -137,7 +137,7 @@ class ServerPool:
         return targets
 
     def push_ended(self, handles: Sequence[ServerHandle]) -> None:
-        """Those of these servers that did not get all weights wait for another push."""
+        """The push to these servers has ended. Those that did not get all weights wait for another one."""
         for handle in handles:
             if isinstance(handle.state, Receiving):
                 self._move(handle, Pending())
@@ -375,7 +375,7 @@ class ServerPool:
         return "; ".join(f"{h.server.url} ({h.state.why})" for h in handles if isinstance(h.state, Lost))
 
 
-# How much of the prompts the servers had in their prefix caches.
+# The share of prompt tokens that the servers found in their prefix caches.
 
 METRIC = "server/prefix_cache_hits"
 
@@ -387,13 +387,13 @@ class PrefixCache:
         self._counts = self._taken = (0, 0)  # tokens, and those of them that were cached
 
     def count(self, prompt: int, cached: int | None) -> None:
-        """Count a request; `cached` is None where the server does not say it, and then nothing is counted."""
+        """Count a request. `cached` is None where the server does not report it; then nothing is counted."""
         if cached is not None:
             tokens, hits = self._counts
             self._counts = tokens + prompt, hits + cached
 
     def take(self) -> dict[str, float]:
-        """The share of tokens since the last call, as a metric; empty without requests that were counted.
+        """The share of tokens since the last call, as a metric; empty if no request was counted.
 
         Another thread may count meanwhile.
         """

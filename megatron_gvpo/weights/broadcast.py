@@ -20,7 +20,7 @@ from megatron_gvpo.weights.bucket import Bucket, TensorSpec
 from megatron_gvpo.weights.group import Rendezvous, WeightGroup, group_address
 from megatron_gvpo.weights.transport import PushFailed, Transport, WeightReceiver, each, raise_failed
 
-POLL = 0.001  # seconds between looks at a broadcast
+POLL = 0.001  # seconds between two checks of a broadcast
 LEAVE = 5.0  # seconds that a server has to leave a group
 
 
@@ -70,7 +70,7 @@ class Broadcast(Transport):
         self._address, self._backend, self._timeout = address, backend, timeout
         self._group: WeightGroup | None = None
         self._handles: list[ServerHandle] = []
-        self._members: list[tuple[str, int]] = []  # the lives of servers that the group has, or is to have
+        self._members: list[tuple[str, int]] = []  # the servers in the group, see _lives
         self._offsets: dict[str, int] = {}  # by url
         self._version = -1
         self._wire_s = 0.0

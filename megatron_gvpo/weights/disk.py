@@ -83,8 +83,8 @@ class Disk(Transport):
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn a full or unwritable disk into a failed push, which is tried again and says the path."""
+    """Turn a full or unwritable disk into a failed push, which is tried again and names the path."""
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise PushFailed(f"{path} cannot be written: {error}", []) from None  # no server's fault
+        raise PushFailed(f"{path} cannot be written: {error}", []) from None  # not the fault of a server

@@ -366,7 +366,7 @@ def test_remote_servers_cannot_meet_the_trainer_on_loopback(good: Path, monkeypa
 
 
 def test_an_address_that_nobody_knows_is_refused_before_a_push(good: Path):
-    with pytest.raises(ConfigError, match=r"rollout\.weights\.address=no\.such\.invalid: no known host"):
+    with pytest.raises(ConfigError, match=r"rollout\.weights\.address=no\.such\.invalid is not a known host"):
         Broadcast.check(config_of(good, "rollout.weights.address=no.such.invalid"))
 
 

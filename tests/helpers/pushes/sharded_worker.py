@@ -135,7 +135,7 @@ def _check_bytes(transport: Sharded, metrics: dict[str, float]) -> None:
     plan = transport.plan
     assert plan is not None and transport.counted == plan.link_bytes()
     sent = plan.sent_bytes()
-    shares, bucket = fair_shares(plan, transport.held), 2**19
+    shares, bucket = fair_shares(plan, transport.layouts), 2**19
     for rank in range(plan.trainers):
         assert sent[rank] <= shares[rank] + bucket, (rank, sent[rank], shares[rank])
     trainer = sum(sent[rank] for rank in range(plan.trainers))
